@@ -1,1 +1,3 @@
-"""Kernels faster than PyTorch, each with a reference in it. Open `ops/dispatch.py` first."""
+"""Kernels that are faster than PyTorch, each with a reference in PyTorch. Open `ops/dispatch.py`
+first.
+"""

@@ -1,5 +1,4 @@
-"""Compiles all native libraries of a CPU for all kinds of processor: `python -m meshrl.kernels
-FOLDER`."""
+"""Compiler of all CPU libraries for all kinds of processor: `python -m meshrl.kernels FOLDER`."""
 
 import sys
 from pathlib import Path

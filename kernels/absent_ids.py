@@ -1,4 +1,4 @@
-"""Logits of ids without a token: minus infinity."""
+"""Masking of the logits of ids without a token: minus infinity."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-IdRanges = Sequence[tuple[int, int]]  # [first, end) of ids, ascending, apart
+IdRanges = Sequence[tuple[int, int]]  # ranges [first, end) of ids, ascending, disjoint
 
 
 def mask_absent_logits(logits: Tensor, absent_ids: IdRanges, first_id: int = 0) -> Tensor:
-    """Set the logits of `absent` ids to minus infinity, in place, and return them.
+    """Set the logits of `absent_ids` to minus infinity, in place, and return them.
 
-    logits [.., n] are those of the ids [first, first + n).
+    The logits [.., n] are those of the ids [first_id, first_id + n).
     """
     end = first_id + logits.shape[-1]
     for begin, behind in absent_ids:

@@ -1,7 +1,7 @@
-"""Which elements of one run of bytes differ from those of another, and writing such elements over
-what is there: csrc/delta.cpp, or NumPy where there is no compiler.
+"""Differences of two byte runs by elements, and their application to another run.
 
-Bytes are compared, so neither the sign of a zero nor what is no number is lost.
+The implementation is csrc/delta.cpp, or NumPy without a compiler. Bytes are compared, so the sign
+of a zero and NaN values are preserved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meshrl.kernels.library_build import build_library
 
 ELEMENT_WIDTHS = (1, 2, 4, 8)  # bytes of an element
-BLOCK_ELEMENTS = 64  # elements, at most, that csrc/delta.cpp wants room for before it looks at them
+BLOCK_ELEMENTS = 64  # maximum of elements per call: csrc/delta.cpp needs room for all of them
 C_POINTER, C_INT64 = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES: dict[str, list[Any]] = {
     "delta_differences": [C_POINTER, C_POINTER, C_INT64, C_INT64, C_INT64, C_POINTER, C_POINTER],
@@ -35,15 +35,16 @@ ByteArray = NDArray[np.uint8]
 
 
 class ElementDifferences(NamedTuple):
-    """The elements that differ, in their order."""
+    """Differing elements, in order."""
 
-    gaps: NDArray[np.uint32]  # [changed]: elements between the one before, or the begin, and it
-    values: NDArray[Any]  # [changed], unsigned of the element's width: what it is now
+    # [changed]: unchanged elements since the previous changed one, or since the start
+    gaps: NDArray[np.uint32]
+    values: NDArray[Any]  # [changed], unsigned of the element's width: new values
 
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The library, built on first use; None if it cannot be."""
+    """Return the library, built on first use, or None if that fails."""
     built = build_library("delta")
     if built.path is None:
         return None
@@ -53,8 +54,9 @@ def load_library() -> ctypes.CDLL | None:
 def find_differences(
     old: ByteArray, new: ByteArray, width: int, max_differences: int
 ) -> ElementDifferences | None:
-    """The elements of `width` bytes in which two runs of as many bytes differ; None when they are
-    more than `most`.
+    """Find the elements of `width` bytes in which two runs of equal length differ.
+
+    Return None if there are more than `max_differences`.
     """
     if len(old) != len(new) or len(new) % width:
         raise ValueError(f"runs of {len(old)} and {len(new)} bytes, elements of {width}")
@@ -77,7 +79,7 @@ def find_differences(
 def find_differences_numpy(
     old: ByteArray, new: ByteArray, width: int, max_differences: int
 ) -> ElementDifferences | None:
-    """The same by NumPy."""
+    """Find differences by NumPy; see `find_differences`."""
     changed = new.view(f"u{width}")
     places = np.flatnonzero(old.view(f"u{width}") != changed)
     if len(places) > max_differences:
@@ -92,8 +94,10 @@ def overwrite_elements(
     values: NDArray[Any],
     first_value: int,
 ) -> int:
-    """Writes values over a block of a run that begins with its element `first`, those from `begin`
-    on whose `positions`, which rise, lie in it; the number of the value after them.
+    """Overwrite elements in a block of a run that begins with its element `first_element`.
+
+    Write the values from `first_value` on whose `positions`, which are ascending, are in the block.
+    Return the index of the next value.
     """
     native, width = load_library(), values.itemsize
     if native is None:
@@ -112,7 +116,7 @@ def overwrite_elements_numpy(
     values: NDArray[Any],
     first_value: int,
 ) -> int:
-    """The same by NumPy."""
+    """Overwrite elements by NumPy; see `overwrite_elements`."""
     elements = block.view(values.dtype)
     end = int(np.searchsorted(positions, first_element + len(elements)))
     elements[positions[first_value:end].astype(np.int64) - first_element] = values[first_value:end]

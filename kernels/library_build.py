@@ -1,9 +1,9 @@
-"""Builds the C++ sources of `csrc/` for this machine's processor, once, and loads them.
+"""Builder of the C++ sources of `csrc/` for this machine's processor, once, and their loader.
 
-A library is named by a digest of everything that it depends on: sources, flags, compiler and the
+The name of a library contains a digest of all its inputs: sources, flags, compiler and the
 processor's features (hosts of different generations may share a home directory). Without a compiler
-there is no library, but a reason; whoever wanted it takes its PyTorch path. One that was compiled
-elsewhere for such a processor (`kernels/prebuilt_libraries.py`) comes first.
+the result is a reason instead of a library, and the caller uses PyTorch. A prebuilt library for the
+processor (`kernels/prebuilt_libraries.py`) takes precedence.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ COMPILER_FLAGS = (
     *("-Wno-psabi", "-shared", "-fPIC"),
 )
 NATIVE_PROCESSOR_FLAGS = ("-march=native",)
-TRAINING_LIBRARIES = ("varlen", "pointwise")  # what a training pass on a CPU calls
-# All there are, by name and definition.
+TRAINING_LIBRARIES = ("varlen", "pointwise")  # libraries of a training pass on a CPU
+# All libraries, by name and definition.
 LIBRARIES = (
     ("decoder", ""),
     ("decoder", "MESHRL_STORAGE=bf16"),
@@ -46,14 +46,12 @@ LIBRARIES = (
 )
 NO_COMPILER_REASON = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH"
 NOT_BUILT_REASON = "compiled at the first start, in some 10 s"
-BUILD_TIMEOUT_S = 300.0  # some 10 s on a quiet core
-PREBUILD_TIMEOUT_S = (
-    3600.0  # each; nobody waits for it but who builds an image, on whatever is at hand
-)
+BUILD_TIMEOUT_S = 300.0  # some 10 s on an idle core
+PREBUILD_TIMEOUT_S = 3600.0  # each; only the build of an image waits for it, on any machine
 
 
 def list_missing_cuda_tools() -> list[str]:
-    """What the operators on a GPU are built with and this host does not have, by name."""
+    """Return the names of missing tools that build the GPU operators."""
     home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
     found = {
         "nvcc": shutil.which("nvcc") or (home / "bin/nvcc").is_file(),
@@ -65,13 +63,15 @@ def list_missing_cuda_tools() -> list[str]:
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library, or why there is none."""
+    """Shared library, or the reason why there is none."""
 
     path: Path | None
     reason: str = ""
 
     def load(self) -> ctypes.CDLL:
-        """The library's functions; FileNotFoundError with the reason when there is none."""
+        """Load the library's functions; raise FileNotFoundError, with the reason, if there is
+        none.
+        """
         if self.path is None:
             raise FileNotFoundError(self.reason)
         return ctypes.CDLL(str(self.path))
@@ -92,8 +92,9 @@ class Library:
 
 @cache
 def build_library(name: str, definition: str = "") -> Library:
-    """The library of `csrc/<name>.cpp`, compiled with `-D<define>` if one is given; built if this
-    machine has not built it yet.
+    """Return the library of `csrc/<name>.cpp`, built if needed.
+
+    It is compiled with `-D<definition>` if one is given.
     """
     if made := prebuilt_libraries.find_prebuilt(
         name, definition, COMPILER_FLAGS, _list_sources(name)
@@ -118,7 +119,7 @@ def build_library(name: str, definition: str = "") -> Library:
 
 
 def find_library(name: str, definition: str = "") -> Library:
-    """Return the library if it is built, else the reason why `library` would build it."""
+    """Return the library if it is built, else the reason why `build_library` would build it."""
     if made := prebuilt_libraries.find_prebuilt(
         name, definition, COMPILER_FLAGS, _list_sources(name)
     ):
@@ -134,8 +135,10 @@ def find_library(name: str, definition: str = "") -> Library:
 
 
 def build_for_all_processors(folder: Path) -> None:
-    """Compiles every library for every kind of processor of this architecture into the folder, for
-    hosts without a compiler; CalledProcessError or FileNotFoundError where that fails.
+    """Compile every library for every kind of processor of this architecture into the folder.
+
+    The folder serves hosts without a compiler. Raise CalledProcessError or FileNotFoundError if a
+    compilation fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, define in LIBRARIES:
@@ -156,7 +159,7 @@ def _list_sources(name: str) -> list[Path]:
 def _get_compiler_command(
     name: str, define: str, processor: tuple[str, ...] = NATIVE_PROCESSOR_FLAGS
 ) -> list[str]:
-    """The compiler's command line without an output; empty without a compiler."""
+    """Return the compiler's command line without an output; empty without a compiler."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return []
@@ -165,8 +168,9 @@ def _get_compiler_command(
 
 
 def get_cache_directory() -> Path:
-    """Where libraries are kept: the user's cache, else a folder of the user's below /tmp. Another
-    user who takes a name there costs a further compilation.
+    """Return the folder of built libraries: the user's cache, else a folder of the user's in /tmp.
+
+    If another user takes a name in /tmp, that costs a further compilation.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache, prefix = Path(home) / "meshrl" / "native", f"meshrl-native-{os.getuid()}-"
@@ -174,10 +178,10 @@ def get_cache_directory() -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         places.insert(0, cache)
-    except OSError:  # the user has no cache that can be written to
+    except OSError:  # the user has no writable cache
         pass
     for place in places:
-        # Code is loaded from it: nobody else may have made it, or put anything into it.
+        # Code is loaded from the folder: no other user may have created it or written to it.
         if os.access(place, os.W_OK) and is_trusted(place):
             return place
     try:
@@ -216,14 +220,14 @@ def _compile(
         made = [*command, "-o", str(draft)]
         subprocess.run(made, capture_output=True, text=True, timeout=timeout_s, check=True)
         draft.chmod(mode)
-        draft.replace(path)  # whole or not at all
+        draft.replace(path)  # install atomically
     finally:
         draft.unlink(missing_ok=True)
 
 
 @contextmanager
 def lock_build(lock: Path) -> Iterator[None]:
-    """Hold a lock while a library is built; the kernel frees that of a process that dies."""
+    """Hold a lock during a build; the kernel releases the lock of a process that dies."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

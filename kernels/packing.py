@@ -1,14 +1,15 @@
 """Bin packing: which sequences share a bin, and which bins are computed at the same time.
 
-Sequences lie end to end in bins of a token budget. A round is one bin for each rank; ranks wait for
-each other, so a round takes as long as its dearest bin, and a plan is good if the sum of these is
-small (`makespan`). Cost grows with length squared while the budget counts tokens, so bins that are
-equally full are not equally dear.
+Sequences are concatenated in bins of a token budget. A round is one bin for each rank. Ranks wait
+for each other, so a round takes as long as its most expensive bin, and a good plan has a small sum
+of these (`compute_makespan`). Cost grows with length squared while the budget counts tokens, so
+equally full bins differ in cost.
 
 Several plans are made and the best is taken: longest processing time first (Graham 1969) over all
-bins, each within its budget; the same round after round, from the longest sequence on, so that what
-is dear lies side by side; best-fit decreasing (Johnson 1974), which needs the fewest bins. Bins of
-similar cost then share a round, within which sequences are exchanged until nothing is gained.
+bins, each within its budget; the same round after round, from the longest sequence on, so that
+expensive sequences share a round; best-fit decreasing (Johnson 1974), which needs the fewest bins.
+Bins of similar cost then share a round, within which sequences are exchanged until that has no
+gain.
 """
 
 from __future__ import annotations
@@ -22,29 +23,27 @@ from math import inf, sqrt
 from meshrl.kernels.bin_cost import BinCost
 
 Bin = list[int]  # indices of sequences
-Round = list[Bin]  # one bin for each rank; some may be empty
+Round = list[Bin]  # a bin for each rank; some may be empty
 
-# Rounds' worth of tokens to choose from before one is packed: more, and bins are fuller.
+# Rounds' worth of tokens to choose from before one is packed: a larger value gives fuller bins.
 LOOKAHEAD_ROUNDS = 2.0
-SIZES_PER_DOUBLING = (
-    32  # sizes of a bin between a power of two and the next: at most a 32nd is padding
-)
-# Shares of a round's budget that are tried as it streams.
+SIZES_PER_DOUBLING = 32  # bin sizes between two powers of two: at most a 32nd is padding
+# Shares of a round's budget that the online packer tries.
 FILL_RATIOS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.78)
-SMALL_PROBLEM_SIZE = 20_000  # sequences times rounds, up to which every plan is made and worked out
-MAX_EXTRA_ROUNDS = 4  # rounds beyond the fewest that are tried: bins less full can be more level
-ACCEPTED_GAP = 3e-4  # share by which a plan may be worse than any could be, and is taken
-EXCHANGES_PER_RANK = 8  # in a round, for each rank
-BALANCE_TOLERANCE = 1e-5  # share of the cost by which bins may differ and count as level
+SMALL_PROBLEM_SIZE = 20_000  # sequences times rounds up to which every plan is computed
+MAX_EXTRA_ROUNDS = 4  # extra rounds to try: less full bins can be more even
+ACCEPTED_GAP = 3e-4  # accepted excess of a plan's cost over the lower bound
+EXCHANGES_PER_RANK = 8  # exchanges in a round, for each rank
+BALANCE_TOLERANCE = 1e-5  # share of the cost by which even bins may differ
 
 
 def pack_rounds(
     lengths: Sequence[int], budget_tokens: int, ranks: int = 1, cost: BinCost | None = None
 ) -> list[Round]:
-    """Rounds of `ranks` bins of at most `budget` tokens that hold every sequence once.
+    """Pack sequences into rounds of `ranks` bins of at most `budget_tokens`, each exactly once.
 
-    The result depends on nothing but the arguments. A sequence longer than the budget gets a bin of
-    its own. ValueError if a length is not positive.
+    The result depends on the arguments alone. A sequence longer than the budget gets a bin of its
+    own. ValueError if a length is not positive.
     """
     if any(length < 1 for length in lengths):
         raise ValueError("a sequence to pack has no tokens")
@@ -65,31 +64,34 @@ def pack_rounds(
 
 
 def compute_makespan(rounds: Iterable[Round], lengths: Sequence[int], cost: BinCost) -> float:
-    """The cost of rounds when ranks wait for each other: the sum of each round's dearest bin."""
+    """Return the cost of rounds if ranks wait for each other: the sum of each round's dearest
+    bin.
+    """
     return sum(max(cost.estimate_bin([lengths[i] for i in bin]) for bin in one) for one in rounds)
 
 
 def get_padded_size(tokens: int) -> int:
-    """A size for a bin of so many tokens, from a few: compiled graphs and blocks of memory are kept
-    by size. At most a 32nd is padding.
+    """Return a size for a bin of `tokens` tokens, from a small set.
+
+    Compiled graphs and blocks of memory are cached by size. At most a 32nd is padding.
     """
     step = max(16, 1 << max(0, tokens.bit_length() - 1 - SIZES_PER_DOUBLING.bit_length() + 1))
     return -(-tokens // step) * step
 
 
 class RoundPacker:
-    """Packs sequences as they come; what it gives is nearly as good as if all had been there.
+    """Online packer of sequences, nearly as good as with all sequences known in advance.
 
     A round is packed from twice the tokens that it holds, long and short ones as they come.
     """
 
     def __init__(self, budget_tokens: int, ranks: int = 1, cost: BinCost | None = None) -> None:
         self._budget, self._ranks, self._cost = budget_tokens, ranks, cost or BinCost()
-        self._pending_lengths: dict[int, int] = {}  # length of each sequence that waits
-        self._num_added = 0  # sequences that came
+        self._pending_lengths: dict[int, int] = {}  # length of each waiting sequence
+        self._num_added = 0  # received sequences
 
     def add_sequences(self, lengths: Sequence[int]) -> list[Round]:
-        """The rounds that are full now; sequences are numbered in the order in which they came."""
+        """Add sequences, numbered in order of arrival, and return the rounds that are full now."""
         self._pending_lengths.update(enumerate(lengths, self._num_added))
         self._num_added += len(lengths)
         rounds = []
@@ -108,7 +110,7 @@ class RoundPacker:
         return rounds
 
     def flush(self) -> list[Round]:
-        """The rounds of all that is left."""
+        """Return the rounds of all remaining sequences."""
         items = list(self._pending_lengths)
         lengths = [self._pending_lengths[i] for i in items]
         rounds = pack_rounds(lengths, self._budget, self._ranks, self._cost)
@@ -130,7 +132,7 @@ class _OpenBin:
 
 
 class _PackingProblem:
-    """One set of lengths, with what each costs; `order` is longest first."""
+    """Lengths of one packing with their costs; `order` is longest first."""
 
     def __init__(self, lengths: Sequence[int], budget: int, ranks: int, cost: BinCost) -> None:
         self.lengths, self.budget, self.ranks, self.cost = lengths, budget, ranks, cost
@@ -145,11 +147,11 @@ class _PackingProblem:
         )
 
     def compute_lower_bound(self, rounds: int) -> float:
-        """No plan of so many rounds takes less."""
+        """Return a lower bound of the cost of plans with `rounds` rounds."""
         return sum(self.costs) / self.ranks + rounds * self.cost.per_bin
 
     def iter_candidates(self) -> Iterator[list[Bin]]:
-        """Ways to fill as few bins as possible, and one round more where that may pay."""
+        """Yield plans with the fewest bins, and with one round more where that may pay."""
         if self.ranks == 1:
             yield self._pack_best_fit()
             return
@@ -158,7 +160,7 @@ class _PackingProblem:
         least = -(-fewest // self.ranks)
         for rounds in range(least, least + MAX_EXTRA_ROUNDS):
             bins = [_OpenBin() for _ in range(rounds * self.ranks)]
-            if not self._assign_to_cheapest(bins, self.order, inf):  # every sequence has found room
+            if not self._assign_to_cheapest(bins, self.order, inf):  # every sequence is placed
                 yield [bin.items for bin in bins]
         yield self._pack_best_fit()
         if self.is_small:
@@ -182,7 +184,9 @@ class _PackingProblem:
         return bins
 
     def _pack_round_by_round(self, rounds: int) -> list[Bin]:
-        """Each round levelled by itself, to what is left for each or to its longest sequence."""
+        """Pack each round by itself, up to the mean of the remaining cost or to its longest
+        sequence.
+        """
         left = self.order
         made: list[Bin] = []
         while left:
@@ -194,8 +198,10 @@ class _PackingProblem:
         return made
 
     def sample_round(self, fill_ratio: float) -> Round:
-        """A round of every so manieth sequence, to about `fill` of its budget; then of others that
-        still fit but make no bin dearer than the dearest."""
+        """Fill a round with a regular sample of sequences, to about `fill_ratio` of its budget.
+
+        Then add others that still fit and do not exceed the cost of the dearest bin.
+        """
         share = fill_ratio * self.ranks * self.budget / sum(self.lengths)
         seen, taken, chosen, others = 0.0, 0, [], []
         for i in self.order:
@@ -211,17 +217,17 @@ class _PackingProblem:
         return [bin.items for bin in bins]
 
     def compute_utilization(self, one: Round) -> float:
-        """Which share of a round's time its ranks compute."""
+        """Return the share of a round's time in which its ranks compute."""
         costs = [sum(self.costs[i] for i in bin) for bin in one]
         return sum(costs) / (len(costs) * (max(costs) + self.cost.per_bin))
 
     def _assign_to_cheapest(
         self, bins: list[_OpenBin], items: list[int], limit: float
     ) -> list[int]:
-        """Puts `items`, longest first, into the cheapest bin each that has room and stays within
-        `limit`; those that none has room for.
+        """Put `items`, longest first, into the cheapest bin each that has room within `limit`.
 
-        A bin that has no room waits until they are short enough, so none is looked at in vain.
+        Return those without room. A bin without room waits until items are short enough, so that no
+        bin is checked in vain.
         """
         open_bins = [(bin.cost, b) for b, bin in enumerate(bins)]
         heapify(open_bins)
@@ -254,15 +260,14 @@ class _PackingProblem:
         return 2 * cost / (token + sqrt(token * token + 4 * square * cost))
 
     def group_into_rounds(self, bins: list[Bin]) -> list[Round]:
-        """Bins of similar cost share a round, dearest first."""
+        """Group bins of similar cost into rounds, dearest first."""
         bins = [bin for bin in bins if bin]
         bins.sort(key=lambda bin: (-sum(self.costs[i] for i in bin), bin[0]))
         bins += [[] for _ in range(-len(bins) % self.ranks)]
         return [bins[i : i + self.ranks] for i in range(0, len(bins), self.ranks)]
 
     def balance_round(self, one: Round) -> Round:
-        """The same sequences, moved or swapped between the dearest bin and the cheapest while that
-        makes the dearest cheaper."""
+        """Move or swap sequences between the dearest and the cheapest bin while that has a gain."""
         bins = [
             _OpenBin(list(bin), sum(self.lengths[i] for i in bin), sum(self.costs[i] for i in bin))
             for bin in one
@@ -276,7 +281,7 @@ class _PackingProblem:
         return [bin.items for bin in bins]
 
     def _exchange_sequences(self, high: _OpenBin, low: _OpenBin) -> bool:
-        """Makes the exchange that levels two bins best; False if none does."""
+        """Make the exchange that levels two bins best; return False if there is none."""
         gap = high.cost - low.cost
         wanted, room = gap / 2, self.budget - low.tokens
         best: tuple[float, int, int | None] = (wanted * (1 - 1e-3), -1, None)
@@ -290,7 +295,8 @@ class _PackingProblem:
             tried.add(length)
             if length <= room:
                 best = min(best, (abs(wanted - self.costs[i]), i, None), key=lambda x: x[0])
-            # Sequences of the cheaper bin that are about `wanted` cheaper than this one.
+            # Sequences of the cheaper bin that are cheaper than this one by about the wanted
+            # difference.
             at = bisect_left(sizes, self._get_length_for_cost(self.costs[i] - wanted))
             for j in offered[max(0, at - 1) : at + 1]:
                 fits = self.lengths[i] - self.lengths[j] <= room

@@ -1,8 +1,8 @@
-"""Libraries that were compiled elsewhere, for hosts without a compiler, as images are.
+"""Prebuilt libraries for hosts without a compiler, such as images.
 
 `python -m meshrl.kernels FOLDER` compiles them, each for several kinds of processor; a host that
-has the folder in $MESHRL_NATIVE loads the most able one that its processor can run. A name holds a
-digest of the sources and flags, so that no library of another version is taken.
+has the folder in $MESHRL_NATIVE loads the most capable one that its processor can run. A name has a
+digest of the sources and flags, so that no library of another version is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT_UID = 0
 
 @dataclass(frozen=True)
 class ProcessorKind:
-    """What a compiler calls a kind of processor, and what Linux says that one of it can do."""
+    """Kind of processor: its name for compilers, and the features that Linux lists of it."""
 
     name: str
     flags: tuple[str, ...]
@@ -31,8 +31,8 @@ class ProcessorKind:
 
 _V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-# The most able first. The sources are written for these widths of registers, and for products of
-# bfloat16 in hardware; there is none for other architectures, which take PyTorch's path.
+# The most capable first. The sources are written for these register widths and for bfloat16
+# products in hardware. Other architectures have no kind and use PyTorch.
 PROCESSOR_KINDS = {
     "x86_64": (
         ProcessorKind("v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
@@ -43,14 +43,14 @@ PROCESSOR_KINDS = {
 
 
 def list_processor_kinds() -> tuple[ProcessorKind, ...]:
-    """Those of this machine's architecture, the most able first."""
+    """Return the kinds of this machine's architecture, the most capable first."""
     return PROCESSOR_KINDS.get(platform.machine(), ())
 
 
 def get_file_name(
     name: str, definition: str, kind: ProcessorKind, flags: Sequence[str], sources: Sequence[Path]
 ) -> str:
-    """What a library is called that is compiled from these for such a processor."""
+    """Return the file name of a library that is compiled from these for such a processor."""
     seen = hashlib.sha256()
     for part in (definition, *flags, *kind.flags):
         seen.update(part.encode() + b"\0")
@@ -62,7 +62,7 @@ def get_file_name(
 def find_prebuilt(
     name: str, definition: str, flags: Sequence[str], sources: Sequence[Path]
 ) -> Path | None:
-    """The library for this processor, where this host has one that was made for it."""
+    """Return the prebuilt library for this processor, or None."""
     folder = os.environ.get(DIRECTORY_VARIABLE)
     if not folder:
         return None
@@ -75,7 +75,7 @@ def find_prebuilt(
 
 
 def read_processor_features() -> str:
-    """What the processor can do, as Linux names it (x86: flags; ARM: Features)."""
+    """Return the features of the processor, as Linux names them (x86: flags; ARM: Features)."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -84,7 +84,10 @@ def read_processor_features() -> str:
 
 
 def is_trusted(path: Path, *trusted_uids: int) -> bool:
-    """Whether it is this user's or of `others`, no link, and nobody else could write to it."""
+    """Return True if only trusted users can write to a path that is no link.
+
+    The owner must be this user or one of `trusted_uids`.
+    """
     try:
         found = path.lstat()
     except FileNotFoundError:

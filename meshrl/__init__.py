@@ -1,5 +1,5 @@
-"""The command line and what it does, which is all that users of a mesh call, and `Client`, which is
-the same for Python, with the errors that it raises. Open `cli/runs.py` first.
+"""MeshRL's command line, and `Client`, its equivalent for Python, with the errors that it raises.
+Open `cli/runs.py` first.
 """
 
 from __future__ import annotations

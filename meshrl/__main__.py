@@ -1,4 +1,4 @@
-"""The entry of `meshrl` and `python -m meshrl`."""
+"""Entry point of `meshrl` and `python -m meshrl`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ LONG_LIVED_COMMANDS = (
 
 
 def main() -> None:
-    """Runs the command line; an error of ours is one line with its fix, not a trace. Text of an
-    error may come from models and other hosts.
+    """Run the command line; print an error of ours as one line with its fix, without a trace.
+
+    Text of an error may come from models and other hosts.
     """
-    if sys.argv[1:2] != ["init"]:  # whom the files of a project are for, its author says
+    if sys.argv[1:2] != ["init"]:  # the author sets the permissions of a project's files
         os.umask(PRIVATE_UMASK)
     if sys.argv[1:2] not in LONG_LIVED_COMMANDS:
         process_user.ensure_temporary_home()

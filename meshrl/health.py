@@ -1,6 +1,7 @@
-"""`python -m meshrl.health URL`: asks a health page, for images without curl. Exit status 0 when it
-answers 200, else 1; what it said is printed. Only the standard library: a probe runs every few
-seconds.
+"""`python -m meshrl.health URL`: probe of a health page, for images without curl.
+
+It exits with status 0 when the page answers 200, else 1, and prints the answer. It uses only the
+standard library: a probe runs every few seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_BYTES = 1 << 16  # a page of metrics is longer; a reason is a line
 
 
 def probe_url(url: str) -> tuple[bool, str]:
-    """Whether `url` answers 200 in time, and what was said."""
+    """Return True if `url` answers 200 in time, and the text of the answer."""
     shown = "***" if "@" in url else url.partition("?")[0]  # no user or password is needed
     try:
         where = urlsplit(url)
@@ -29,7 +30,7 @@ def probe_url(url: str) -> tuple[bool, str]:
     connection = HTTPConnection(where.hostname, port, timeout=TIMEOUT_S)
     late = threading.Timer(
         TIMEOUT_S, _shut_down_connection, [connection]
-    )  # one that drips is not ended by a time-out
+    )  # a slow trickle of bytes does not trigger a time-out
     late.daemon = True
     late.start()
     began = time.monotonic()
@@ -54,7 +55,7 @@ def _shut_down_connection(connection: HTTPConnection) -> None:
 
 
 def main() -> int:
-    """The exit status of a probe."""
+    """Run the probe and return its exit status."""
     if len(sys.argv) != 2:
         print("usage: python -m meshrl.health http://HOST:PORT/readyz", file=sys.stderr)
         return 1

@@ -1,3 +1,3 @@
-"""Virtual time: loop, processes, hosts, network, state, Redis, and a whole mesh of them in `mesh`.
-Open `virtual_loop.py` first.
+"""Simulation under virtual time: loop, processes, hosts, network, state, Redis, and a virtual mesh
+in `mesh`. Open `virtual_loop.py` first.
 """

@@ -1,4 +1,4 @@
-"""The record of a run: a line for whatever happens, and a digest of all lines."""
+"""Record of a run: a line per event, and a digest of all lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ BUFFER_BYTES = 1 << 16  # bytes of lines
 
 
 class EventRecord:
-    """`say` takes what is the same on every machine; of paths, those below `root`."""
+    """Event record. `log_event` receives texts that are equal on every machine; paths below `root`
+    are shortened.
+    """
 
     def __init__(
         self, get_time_s: Callable[[], float], root: Path, log: Path | None = None
@@ -28,14 +30,14 @@ class EventRecord:
         self.line_count = 0
 
     def log_event(self, text: str) -> None:
-        """A line that counts for the digest."""
+        """Log a line that counts for the digest."""
         line = f"{self._get_time_s():.6f} {text}\n".replace(self._root, "ROOT")
         self._hash.update(line.encode())
         self.line_count += 1
         self._write(line)
 
     def log_note(self, text: str) -> None:
-        """A line for readers of the log alone."""
+        """Log a line outside of the digest."""
         self._write(f"{self._get_time_s():.6f}   {text}\n")
 
     def _write(self, line: str) -> None:
@@ -43,12 +45,12 @@ class EventRecord:
             return
         self._buffer += line.encode()
         if len(self._buffer) >= BUFFER_BYTES:
-            with suppress(OSError):  # the simulated disk's limit, which is the whole process's
+            with suppress(OSError):  # the simulated disk's limit applies to the whole process
                 del self._buffer[: os.write(self._log_descriptor, self._buffer)]
 
     @property
     def has_log(self) -> bool:
-        """Whether anybody will read notes."""
+        """True if notes are written to a log."""
         return self._log_descriptor >= 0
 
     @property

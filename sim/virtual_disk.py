@@ -1,10 +1,9 @@
-"""The disk of a virtual machine: it is full or slow, and it knows what a power cut leaves.
+"""Disk of a virtual machine: it may be full or slow, and it computes the state after a power cut.
 
-Files are real; whatever syncs one tells the disk (`meshrl.common.base.files.disk_sync`). A file
-that
-was synced has its content and its name after a power cut, as on ext4 and XFS; what was appended
-since then is there in part; a rename or a removal counts once its directory was synced. A disk that
-lies counts no sync of what it lies about.
+Files are real. Each sync is reported to the disk (`meshrl.common.base.files.disk_sync`). After a
+power cut a synced file has its content and its name, as on ext4 and XFS. Later appended data
+survives in part. A rename or a removal survives once its directory was synced. A lying disk ignores
+syncs of the configured paths.
 """
 
 from __future__ import annotations
@@ -22,28 +21,26 @@ from pathlib import Path
 from meshrl.common.base.files.disk_sync import simulate_disk
 from meshrl.common.base.random import Random
 
-MEAN_DELAY_S = 0.0005  # mean of what a piece of blocking work waits when the disk is well
+MEAN_DELAY_S = 0.0005  # mean delay of a blocking operation, without faults
 _DEFAULT_FILE_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
 @dataclass
 class _DurableState:
-    """What is on the platter, by inode."""
+    """Durable state of the disk, by inode."""
 
-    file_bytes: dict[int, int] = field(default_factory=dict)  # of files: bytes that were synced
-    directory_entries: dict[int, dict[str, int]] = field(default_factory=dict)  # of directories
+    file_bytes: dict[int, int] = field(default_factory=dict)  # by file: bytes that were synced
+    directory_entries: dict[int, dict[str, int]] = field(default_factory=dict)  # by directory
 
 
 class VirtualDisk:
-    """`root` is what it holds; beside it lies a directory of the disk's own."""
+    """Virtual disk. `root` is its content; a directory beside it stores the disk's own data."""
 
     def __init__(self, root: Path) -> None:
-        self.max_file_bytes: int | None = (
-            None  # no file grows beyond it; None: the disk is not full
-        )
+        self.max_file_bytes: int | None = None  # limit of a file's size; None: the disk is not full
         self.mean_delay_s = MEAN_DELAY_S
         self.skips_sync: Callable[[str], bool] | None = (
-            None  # about which paths, relative to the root
+            None  # paths, relative to the root, whose syncs are skipped
         )
         self._root = root.resolve()
         self._links_dir = root.with_name(f"{root.name}.disk")  # a link to each file, named by inode
@@ -55,7 +52,9 @@ class VirtualDisk:
 
     @contextmanager
     def limit_writes(self) -> Iterator[None]:
-        """Whoever writes here meets the disk's bound: EFBIG, by the kernel, from any library."""
+        """Limit writes in this context to the disk's bound: the kernel raises EFBIG in any
+        library.
+        """
         if self.max_file_bytes is None:
             yield
             return
@@ -66,22 +65,22 @@ class VirtualDisk:
             resource.setrlimit(resource.RLIMIT_FSIZE, _DEFAULT_FILE_LIMIT)
 
     def get_max_file_bytes(self) -> int:
-        """The longest that a file may be, in bytes; -1: any length."""
+        """Return the maximum size of a file in bytes; -1: no limit."""
         return -1 if self.max_file_bytes is None else self.max_file_bytes
 
     def check_has_space(self) -> None:
-        """ENOSPC where not a byte has room."""
+        """Raise ENOSPC if no byte fits."""
         if self.max_file_bytes == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def clear_faults(self) -> None:
-        """There is room, and it is fast."""
+        """Clear the faults: the disk is neither full nor slow."""
         self.max_file_bytes, self.mean_delay_s = None, MEAN_DELAY_S
 
-    # -- what is durable -------------------------------------------------------------------------
+    # -- durable state ---------------------------------------------------------------------------
 
     def start_tracking(self) -> None:
-        """From here on it is known what a power cut leaves; what is there now is durable."""
+        """Start to track durable state; present files are durable."""
         simulate_disk(self._record_sync)
         self._mark_all_durable()
 
@@ -120,7 +119,7 @@ class VirtualDisk:
         self._durable.directory_entries[os.stat(path).st_ino] = found
 
     def _record_name(self, path: str, inode: int) -> None:
-        """Its own name is durable, and those of the directories that it is in."""
+        """Record its name as durable, with the names of its parent directories."""
         while path != str(self._root):
             parent, name = os.path.split(path)
             above = os.stat(parent).st_ino
@@ -132,15 +131,14 @@ class VirtualDisk:
 
     def _link_inode(self, path: str, inode: int) -> None:
         kept = self._links_dir / str(inode)
-        if not os.path.lexists(kept):  # a symbolic link may lead nowhere yet
+        if not os.path.lexists(kept):  # a symbolic link may be dangling
             os.link(path, kept, follow_symlinks=False)
 
-    # -- a power cut -----------------------------------------------------------------------------
+    # -- power cut -------------------------------------------------------------------------------
 
     def cut_power(self, random: Random) -> set[str]:
-        """Puts the root as it is after a power cut; what is missing or shorter now. Of what was
-        appended to a file and not synced a part is there, from none to all of it. Nobody may have
-        a file open.
+        """Replace the root by its state after a power cut; return the missing or shortened files. A
+        random part of unsynced appended data survives. No process may have a file open.
         """
         before = self._read_sizes()
         after = self._root.with_name(f"{self._root.name}.after")
@@ -177,6 +175,6 @@ class VirtualDisk:
                 self._rebuild_directory(child, target / name, random)
 
     def close(self) -> None:
-        """Removes what the disk keeps for itself."""
+        """Remove the disk's own data."""
         simulate_disk(None)
         shutil.rmtree(self._links_dir, ignore_errors=True)

@@ -1,8 +1,9 @@
-"""Virtual time: an asyncio loop whose clock jumps to the next timer when nothing is ready, so that
-an hour takes seconds.
+"""Virtual time: an asyncio loop whose clock jumps to the next timer when no task is ready.
 
-What runs belongs to a virtual process, if its context says so: the loop keeps what a stopped one
-would run, and drops what a dead one would.
+So an hour takes seconds.
+
+A callback belongs to a virtual process if its context has one. The loop parks callbacks of a
+stopped process, and drops those of a dead one.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from meshrl.common.base.errors import DeadlineExceeded
 from meshrl.common.base.random import Random
 
 T = TypeVar("T")
-WALL_EPOCH_S = 1_700_000_000.0  # where virtual wall time starts: any fixed, plausible date
+WALL_EPOCH_S = 1_700_000_000.0  # start of virtual wall time: any fixed, plausible date
 
 
 class TaskOwner(Protocol):
-    """A virtual process, as the loop knows it."""
+    """Virtual process, as the loop uses it."""
 
     is_running: bool
 
     def park(self, handle: asyncio.Handle) -> None:
-        """Takes what it would have run while it is not running."""
+        """Park a callback while the process is not running."""
 
     def add_task(self, task: asyncio.Task[Any]) -> None:
-        """Hears of a task that began in it."""
+        """Add a task that started in the process."""
 
 
 CURRENT_OWNER: ContextVar[TaskOwner | None] = ContextVar("owner", default=None)
 
 
 class _Handle(asyncio.Handle):
-    """Made a thousand times for each second of a mesh: without the look whether somebody debugs."""
+    """Handle without asyncio's debug check, as a mesh creates a thousand per second."""
 
     __slots__ = ()
 
@@ -58,7 +59,7 @@ class _Handle(asyncio.Handle):
 
 
 class VirtualTask(asyncio.Task[Any]):
-    """A task whose place in a set does not depend on its address: a seed gives one order."""
+    """Task whose order in a set does not depend on its address, so a seed gives one order."""
 
     def __init__(self, work: Any, *, loop: VirtualLoop, context: Context | None) -> None:
         self._number = next(loop.sequence_numbers)
@@ -82,7 +83,7 @@ def _create_task(
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Nothing outside of this thread ends a wait: timers alone do."""
+    """Event loop with virtual time: only timers end a wait."""
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[tuple[float, int, asyncio.TimerHandle]]
@@ -112,12 +113,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return timer
 
     def requeue(self, handle: asyncio.Handle) -> None:
-        """Runs what was parked."""
+        """Requeue a parked callback."""
         if not handle.cancelled():
             self._ready.append(handle)
 
     def _run_once(self) -> None:
-        """One turn: what is ready, or else what the next timer brings."""
+        """Run the ready callbacks, or else those of the next timer."""
         ready, scheduled = self._ready, self._scheduled
         while scheduled and scheduled[0][2].cancelled():
             heapq.heappop(scheduled)
@@ -150,11 +151,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self.call_exception_handler(told)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers go when their time has come."""
+        """Ignore the cancellation: cancelled timers are removed at their time."""
 
 
 class VirtualClock:
-    """The clock of a VirtualLoop."""
+    """Clock of a VirtualLoop."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -178,11 +179,10 @@ def run_virtual(
     *,
     limit_s: float = 86_400.0,
 ) -> T:
-    """What `main(clock, random)` returns, run to its end under virtual time. The same seed gives
-    the same run.
+    """Run `main(clock, random)` to its end under virtual time, and return its result. The same seed
+    gives the same run.
 
-    DeadlineExceeded when `limit_s` of virtual time have passed, or when all tasks wait for
-    something that no timer ends.
+    Raise DeadlineExceeded after `limit_s` of virtual time, or if all tasks wait without a timer.
     """
     loop = VirtualLoop()
     loop.limit_s = limit_s

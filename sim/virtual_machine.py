@@ -1,4 +1,4 @@
-"""A virtual machine: its processes, its clock, its disk, and the `Host` that each process sees."""
+"""Virtual machine: its processes, its clock, its disk, and the `Host` of each process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from meshrl.sim.virtual_process import ProcessExit, VirtualProcess, VirtualProgr
 
 T = TypeVar("T")
 AMPLE_SPACE = FreeSpace(memory_bytes=1 << 40, disk_bytes=1 << 40)
-UNGRACEFUL_PROGRAMS = {"meshrl.services.environment"}  # programs that a SIGTERM ends at once
+UNGRACEFUL_PROGRAMS = {"meshrl.services.environment"}  # a SIGTERM ends these programs at once
 
 
 def virtual_duration(seconds: float | str) -> Callable[[T], T]:
-    """Declares the virtual time of a function that is run off the loop; a name: that its object
-    has it.
+    """Declare the virtual duration of a blocking function; a name selects an attribute of its
+    object.
     """
 
     def mark(function: T) -> T:
@@ -41,7 +41,7 @@ def virtual_duration(seconds: float | str) -> Callable[[T], T]:
 
 
 class MachineClock(VirtualClock):
-    """Its wall time may be set to anything, and jump."""
+    """Clock whose wall time may be set to any value, and jump."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__(loop)
@@ -60,7 +60,7 @@ class VirtualMachine:
         self.processes: dict[int, VirtualProcess] = {}
         self.dead_tasks: list[asyncio.Task[Any]] = []  # of dead processes: never to be collected
         self.failures: list[str] = []  # errors that ended a process
-        self.process_groups: dict[str, Any] = {}  # process groups of ranks, by where they meet
+        self.process_groups: dict[str, Any] = {}  # process groups of ranks, by rendezvous
         self._append_files: dict[int, list[AppendFile]] = {}
 
     @property
@@ -92,11 +92,11 @@ class VirtualMachine:
     def record_failure(self, process: VirtualProcess, error: Exception) -> None:
         told = "".join(traceback.format_exception(error))
         self.record.log_note(f"{process.label} fails: {told}")
-        if not isinstance(error, MeshError):  # those are typed, and a restart is their cure
+        if not isinstance(error, MeshError):  # MeshErrors are typed, and handled by a restart
             self.failures.append(f"{process.label}: {type(error).__name__}: {error}")
 
     def list_unclosed_files(self) -> list[str]:
-        """Names of append files that nobody has closed, whose process has ended."""
+        """List the names of append files left open by ended processes."""
         return [str(f.path) for files in self._append_files.values() for f in files if f.is_open]
 
     def get_append_files(self, process: VirtualProcess) -> list[AppendFile]:
@@ -113,7 +113,7 @@ class VirtualMachine:
 
 
 class VirtualChild:
-    """A process as its parent has it, or whoever adopted it."""
+    """Child process for its parent, or for the process that adopted it."""
 
     def __init__(self, process: VirtualProcess, clock: VirtualClock, is_adopted: bool) -> None:
         self.name, self.pid, self.start_time = process.name, process.pid, process.pid
@@ -162,7 +162,7 @@ class VirtualChild:
 
 
 class VirtualTicker:
-    """Calls a function at intervals, as a thread of the process would."""
+    """Ticker that calls a function at intervals, as a thread of the process would."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class VirtualTicker:
     def _tick(self) -> None:
         try:
             again = self._callback() is not False
-        except Exception:  # as a thread prints it, and goes on
+        except Exception:  # as in a thread: print it and continue
             self._record.log_note(traceback.format_exc())
             again = True
         if again:
@@ -193,14 +193,14 @@ class VirtualTicker:
 
 
 class VirtualHost:
-    """The `Host` of one process."""
+    """`Host` of one process."""
 
     def __init__(self, process: VirtualProcess) -> None:
         self._process, self._machine = process, process.machine
         self._random = self._machine.random.child(f"host {process.label}")
 
     def _check_alive(self) -> None:
-        """What is unwound after the end of its process has no effect."""
+        """Check that the process lives; unwinding code of an exited process must have no effect."""
         if self._process.has_exited:
             raise ProcessExit
 
@@ -232,8 +232,8 @@ class VirtualHost:
         return VirtualTicker(self._machine.loop, interval_s, fn, self._machine.record)
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        """What declares how long it takes is run after that time; anything else at once, and the
-        disk makes its caller wait. Who is cancelled leaves it running, as a thread is left.
+        """Run a blocking function after its declared duration; without one run it at once, then
+        wait for the disk. A cancelled caller does not stop the function, as with a thread.
         """
         self._check_alive()
         wait_s = self._random.expovariate(1 / self._machine.disk.mean_delay_s)
@@ -300,7 +300,7 @@ class VirtualHost:
         return AMPLE_SPACE._replace(disk_bytes=0) if self._machine.disk.is_full else AMPLE_SPACE
 
     def measure_processors(self) -> ProcessorUsage:
-        return ProcessorUsage(0, 0.0)  # what runs here takes no time of a processor
+        return ProcessorUsage(0, 0.0)  # simulated work uses no processor time
 
     def measure_usage(self) -> dict[str, float]:
         return {}

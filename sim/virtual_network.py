@@ -1,7 +1,6 @@
-"""The simulated network, a transport with latency, loss, repetition, partitions and stopped
-processes.
+"""Simulated network: a transport with latency, loss, duplication, partitions and stopped processes.
 
-Everything it does wrong is drawn from one seed, so a failing run can be run again.
+All faults are drawn from one seed, so that a failing run can be repeated.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from meshrl.common.mesh.transport.base import (
     RequesterGoneCallback,
 )
 
-MAX_PARKED_MESSAGES = 10_000  # messages that a stopped process may have waiting
-END_NOTICE_S = 0.001  # until a live host reports that nobody listens at an address
+MAX_PARKED_MESSAGES = 10_000  # maximum number of messages waiting for a stopped process
+END_NOTICE_S = 0.001  # until a live host reports that an address has no listener
 
 
 @dataclass
 class NetworkFaults:
-    """What the network does to messages: shares of them, and seconds."""
+    """Faults of messages: probabilities, and seconds."""
 
     latency_s: float = 0.001
     jitter_s: float = 0.0005
@@ -44,23 +43,25 @@ class MemoryNetwork:
     def __init__(self, clock: Clock, random: Random, faults: NetworkFaults | None = None) -> None:
         self.faults = faults or NetworkFaults()
         self.lost_messages = self.duplicated_messages = 0
-        self.on_delivery: Callable[[str, str, list[Frame]], None] | None = None  # told of each
+        self.on_delivery: Callable[[str, str, list[Frame]], None] | None = (
+            None  # called with each delivery
+        )
         self._clock = clock
         self._random = random
         self._context = Context()
         self._transports: dict[str, MemoryTransport] = {}
-        self.roles: dict[str, str] = {}  # what whoever sends from an address is known to be
+        self.roles: dict[str, str] = {}  # role of the sender at an address
         self._partitions: set[frozenset[str]] = set()
         self._held_arrivals: dict[str, deque[tuple[str, Peer, list[Frame]]]] = {}
         self._held_sends: dict[str, deque[tuple[str, Peer, Frames]]] = {}
         self._last_arrival_s: dict[
             tuple[str, str], float
-        ] = {}  # arrival times: without `reorder`, in order
+        ] = {}  # last arrival times: in order without `reorder`
 
     # ------------------------------------------------------------ faults
 
     def partition(self, a: str, b: str) -> None:
-        """Messages between the two addresses vanish until `heal`; nobody is told."""
+        """Drop messages between the two addresses until `heal`, without a notice."""
         self._partitions.add(frozenset((a, b)))
 
     def heal(self, a: str, b: str) -> None:
@@ -74,7 +75,7 @@ class MemoryNetwork:
         return list(self._transports)
 
     def pause(self, address: str) -> None:
-        """A process under SIGSTOP: what it is sent waits, what it sends waits."""
+        """Pause a process, as by SIGSTOP: its received and sent messages wait."""
         self._held_arrivals.setdefault(address, deque())
         self._held_sends.setdefault(address, deque())
 
@@ -90,7 +91,7 @@ class MemoryNetwork:
         self._transports[transport.address] = transport
 
     def detach(self, transport: MemoryTransport) -> None:
-        """The process at this address has ended: those connected to it are told."""
+        """Detach an ended process, and notify the connected processes."""
         if self._transports.get(transport.address) is transport:
             del self._transports[transport.address]
             self._held_arrivals.pop(transport.address, None)
@@ -99,7 +100,7 @@ class MemoryNetwork:
                 other.notify_peer_end(transport.address, END_NOTICE_S)
 
     def send(self, source: str, target: str, peer: Peer, frames: Frames) -> None:
-        """Takes a message at `source`; delivers it at `target`, perhaps, once or twice."""
+        """Send a message from `source` to `target`: deliver it never, once or twice."""
         held_back = self._held_sends.get(source)
         if held_back is not None:
             held_back.append((target, peer, frames))
@@ -132,7 +133,7 @@ class MemoryNetwork:
                 at, self._last_arrival_s.get((source, target), 0.0)
             )
         loop, content = asyncio.get_running_loop(), list[Frame](frames)
-        # In nobody's context: what arrives is nothing that its sender does.
+        # Without a process's context: a delivery is no action of its sender.
         loop.call_later(
             at - now, self._deliver, source, target, peer, content, context=self._context
         )
@@ -151,16 +152,16 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """One process's end of a MemoryNetwork. Its address is any text that is free."""
+    """Endpoint of one process in a MemoryNetwork. Its address is any unused text."""
 
     def __init__(self, network: MemoryNetwork, address: str, role: str = "") -> None:
         self.address = address
-        network.roles[address] = role  # for good: what it has sent may arrive after its end
-        self.context = copy_context()  # of the process that it belongs to
+        network.roles[address] = role  # permanent: messages may arrive after its end
+        self.context = copy_context()  # of its process
         self._network = network
-        self._requested_addresses: set[str] = set()  # whom we have sent requests to
-        self._requesters: set[str] = set()  # who has sent us requests
-        self.reached_addresses: set[str] = set()  # whom something may have arrived at
+        self._requested_addresses: set[str] = set()  # targets of our requests
+        self._requesters: set[str] = set()  # senders of requests to us
+        self.reached_addresses: set[str] = set()  # addresses that may have received messages
         self._closed = False
         self._deliver: DeliverCallback | None = None
         network.attach(self)
@@ -213,7 +214,7 @@ class MemoryTransport:
             self._on_requester_gone(address.encode())
 
     def find_owner(self, peer: Peer) -> Peer:
-        """The peer itself: nobody has keys."""
+        """Return the peer itself, as there are no keys."""
         return peer
 
     def disconnect(self, address: str) -> None:

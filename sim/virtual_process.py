@@ -1,7 +1,7 @@
-"""A virtual process: tasks of the loop that end, stop and go on together.
+"""Virtual process: tasks of the loop that end, stop and continue together.
 
-What is killed runs nothing more: its handles are dropped, what it awaits never returns, and none of
-its clean-up happens.
+A killed process runs no more code. Its callbacks are dropped, its awaits never return, and its
+clean-up does not run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ VirtualProgram = Callable[["VirtualProcess", list[str]], Awaitable[None]]
 
 
 class ProcessExit(BaseException):
-    """What ends the task that calls `Host.exit`: past every `except Exception`."""
+    """Exception that ends the task of a `Host.exit` call; no `except Exception` catches it."""
 
 
 class VirtualChannel:
-    """The frames between a process and its parent; None ends a direction."""
+    """Frames between a process and its parent; None ends a direction."""
 
     def __init__(self) -> None:
         self.to_child: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -45,7 +45,7 @@ class VirtualProcess:
         *,
         dies_with_parent: bool = True,
     ) -> None:
-        """`tied`: it dies with its parent."""
+        """Create a process. `dies_with_parent`: it exits with its parent."""
         self.machine, self.pid, self.name, self.argv = machine, pid, name, argv
         self.parent, self.dies_with_parent = parent, dies_with_parent
         self.is_running = True
@@ -53,10 +53,10 @@ class VirtualProcess:
         self.failure: Failure | None = None  # the error that ended it
         self.exited = asyncio.Event()
         self.channel = VirtualChannel()
-        self.exit_callbacks: list[Callable[[], None]] = []  # what the kernel does for it
+        self.exit_callbacks: list[Callable[[], None]] = []  # clean-up by the kernel
         self.stop_callbacks: list[
             Callable[[bool], None]
-        ] = []  # told True when stopped, False when not
+        ] = []  # called with True when it is stopped, False when it continues
         self.context = Context()
         self.context.run(CURRENT_OWNER.set, self)
         self._main: asyncio.Task[None] | None = None
@@ -78,13 +78,15 @@ class VirtualProcess:
 
     @property
     def kind(self) -> str:
-        """What it is, whatever its number."""
+        """Kind of the process, without its number."""
         return self.name.partition("/")[0].partition("-")[0]
 
-    # -- its life --------------------------------------------------------------------------------
+    # -- life cycle ------------------------------------------------------------------------------
 
     def start(self, program: VirtualProgram, *, graceful: bool = True) -> None:
-        """`graceful`: the first SIGTERM cancels the program, which then cleans up."""
+        """Start the program. `graceful`: the first SIGTERM cancels the program, which then cleans
+        up.
+        """
         self._is_graceful = graceful
         self.machine.record.log_event(f"start {self.label} {' '.join(self.argv)}")
         loop = asyncio.get_running_loop()
@@ -156,14 +158,14 @@ class VirtualProcess:
             for handle in parked:
                 self.machine.loop.requeue(handle)
 
-    # -- what the loop asks ----------------------------------------------------------------------
+    # -- calls of the loop -----------------------------------------------------------------------
 
     def park(self, handle: asyncio.Handle) -> None:
         if not self.has_exited:
             self._parked.append(handle)
 
     def add_task(self, task: asyncio.Task[Any]) -> None:
-        """One that begins when the process has ended is what its last callback would clean up."""
+        """Add a task. A task that starts after the exit would be clean-up, and is only retained."""
         if self.has_exited:
             self.machine.dead_tasks.append(task)
         self._tasks.add(task)

@@ -1,4 +1,4 @@
-"""Actors that answer whole interfaces, and do nothing but say that they were asked."""
+"""Actors that answer whole interfaces and only record the calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast, stream
 
 
 def answering(kind: str, ran: list[str]) -> Actor | None:
-    """An actor that has the methods of processes of this kind; `ran` is told which were run."""
+    """Return an actor with the methods of this kind of process; append calls to `ran`."""
     interface = ANSWERS.get(kind)
     if interface is None:
         return None

@@ -9,10 +9,9 @@ from meshrl.common.model.network.attention import build_causal_mask
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
-    """Rows [rows, length, ..] of one sequence each: every place sees itself and what lies before,
-    as far back as the window.
+    """Return causal attention over rows [rows, length, ...], one sequence per row, within `window`.
 
-    What lies behind a shorter sequence gives numbers that nobody reads.
+    Positions after the end of a shorter sequence have unused values.
     """
     length = q.shape[1]
     slides = 0 < window < length

@@ -1,4 +1,4 @@
-"""Which tests this host can run: those that need a backend it lacks are deselected and named.
+"""Selection of the tests that this host can run; tests of missing backends are deselected.
 
 With MESHRL_REQUIRE_ALL=1 (continuous integration) a missing backend fails the run instead.
 """
@@ -71,8 +71,8 @@ HARDWARE = {
     "verifiers",
 }
 
-# How long an example takes tells of the machine; tests have limits of their own. Examples are the
-# same in every run: what holds for them does not hold by luck, and what fails, fails again.
+# Durations of examples depend on the machine; tests have limits of their own. Examples are
+# the same in every run, so that results do not depend on chance and failures repeat.
 settings.register_profile(
     "patient", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -87,7 +87,7 @@ ABSENT = pytest.StashKey[Counter[str]]()
 
 @pytest.fixture(autouse=True)
 def _umask() -> Iterator[None]:
-    """The command line sets the mode of what it makes, for its process, which a test shares."""
+    """Restore the umask after a test, because the command line sets it for the whole process."""
     mask = os.umask(0o022)
     os.umask(mask)
     yield
@@ -147,6 +147,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def gpus(pytestconfig: pytest.Config, tmp_path: Path) -> Gpus:
-    """No GPU yet, and a driver that tells of those that the test declares."""
+    """Return a fake driver without GPUs, to which the test adds some."""
     kept = pytestconfig.cache.mkdir("nvml") if pytestconfig.cache else tmp_path
     return Gpus(tmp_path, library(kept))

@@ -1,6 +1,6 @@
 """Open descriptors of this process.
 
-Other threads close theirs at any time, so a count of all descriptors at one moment says nothing.
+Other threads close theirs at any time, so that a count of all descriptors is unreliable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def descriptors_of(descriptor: int) -> set[int]:
 
 
 def open_descriptors() -> dict[int, str]:
-    """Return what each descriptor of this process shows: a path, or a pipe or socket by number."""
+    """Return the target of each descriptor of this process: a path, or a pipe or socket by
+    number.
+    """
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed by then, as the listing's own is

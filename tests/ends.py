@@ -1,5 +1,6 @@
-"""A process that runs tests and loses its lease says why it ends where somebody hears it: pytest
-has taken its stderr, and the worker of a run would end without a word.
+"""Reports of test processes that lose their lease, written to the original stderr.
+
+Pytest captures stderr, so that a worker would otherwise exit without a message.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _heard = 2
 
 
 def listen() -> None:
-    """From now on that is this process's stderr as it is now."""
+    """Retain this process's present stderr for later reports."""
     global _heard
     _heard = os.dup(2)
 
@@ -24,7 +25,7 @@ def report(text: str) -> None:
 
 
 def lost(why: str) -> NoReturn:
-    """What `Mesh` is to call when its lease is lost, in place of an end that nobody hears of."""
+    """Report a lost lease and exit; passed to `Mesh` in place of its own exit."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "a process of a test")
     report(f"\n{test}: {why}\n")
     os._exit(LEASE_LOST_EXIT_STATUS)

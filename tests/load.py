@@ -1,7 +1,7 @@
-"""One factor by which this machine is slower than a quiet one, for every deadline of a test.
+"""Slowdown factor of this machine against an idle one, for every deadline of a test.
 
-A deadline in a test says when a hang is certain, never how fast a thing is. So it may be long, and
-it must be longer where the machine is slow or busy.
+A deadline in a test only detects a hang and never measures speed. It may be long, and it must be
+longer where the machine is slow or busy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 LOOPS = 200_000
 REFERENCE_S = 0.0055  # CPU time of the loops on a quiet core of an AMD EPYC (Zen 3), Python 3.11
 LIMIT = 40.0  # beyond it a hang would take hours to be found
-FACTOR_ENV = "MESHRL_TEST_FACTOR"  # the least factor, where someone knows better
+FACTOR_ENV = "MESHRL_TEST_FACTOR"  # the least factor, if set explicitly
 
 
 def scaled(timeout_s: float) -> float:
@@ -50,7 +50,7 @@ def runnable() -> float:
 
 
 def read_host_cpu_s() -> float:
-    """Return the CPU seconds that the host's processes have used, and what was stolen from it."""
+    """Return the CPU seconds used by the host's processes, and the seconds stolen from it."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system, _, _, irq, softirq, steal, *_ = map(int, fields)
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

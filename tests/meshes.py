@@ -1,4 +1,4 @@
-"""Meshes for tests: what one process has of a mesh, within this process or over sockets."""
+"""Meshes for tests: one process's part of a mesh, within this process or over sockets."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ _HOLDERS: defaultdict[str, dict[str, KeyHolders]] = defaultdict(dict)  # by mesh
 
 
 def keys_of(role: str, mesh: str = "", *, known: bool = True) -> ProcessKeys:
-    """Return the keys of a new process of `role`, which others of the same `mesh` in this
-    interpreter let in if they are `known`.
+    """Return keys of a new process of `role`.
+
+    If `known`, other processes of the same `mesh` in this interpreter admit them.
     """
     holders = _HOLDERS[mesh]
     keys = ProcessKeys(lambda asked: [holders.get(key, ()) for key in asked], time.monotonic)
@@ -49,7 +50,7 @@ def keys_of(role: str, mesh: str = "", *, known: bool = True) -> ProcessKeys:
 async def entered(
     name: str, role: str, settings: MeshSettings, state: StateClient, clock: Clock
 ) -> ProcessCredentials:
-    """Return the doorway of a process whose key is registered in the mesh's Redis."""
+    """Return the credentials of a process whose key is registered in the mesh's Redis."""
     await credentials.admit_host(state, settings.host)
     client = open_sync_client(settings.redis_url, LOOKUP_TIMEOUT_S)
     return await ProcessCredentials.register(name, role, settings.host, state, client, clock)
@@ -63,12 +64,12 @@ def curve(socket: zmq.Socket[bytes], keys: ProcessKeys, address: str) -> None:
 
 
 def begun(header: bytes, body: bytes = b"") -> bytes:
-    """The first frame of a message as it crosses the wire."""
+    """Return the first frame of a message as it crosses the wire."""
     return len(header).to_bytes(2, "little") + header + body
 
 
 def alone(name: str, clock: Clock, random: Random, host: Host, **options: Any) -> Mesh:
-    """With a Redis and a network of its own, which nobody else is in."""
+    """Return a mesh with a Redis and a network of its own, without other members."""
     network = MemoryNetwork(clock, random.child("network"))
     defaults: dict[str, Any] = {
         "state": open_simulated_state(clock),
@@ -90,7 +91,7 @@ def on_sockets(name: str, state: StateClient, clock: Clock, **options: Any) -> M
 def made(
     name: str, transport: Transport, clock: Clock, random: Random, about: dict[str, Any]
 ) -> Mesh:
-    """A mesh whose parts take what is theirs of `about`."""
+    """Return a mesh whose parts take their options from `about`."""
 
     def part(cls: type[Any], **more: Any) -> Any:
         names = cls.__dataclass_fields__

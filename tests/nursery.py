@@ -1,7 +1,7 @@
-"""A nursery for tests: what they start is forked from it, as on a user's host.
+"""Fork server for tests, from which their processes are forked as on a user's host.
 
-A run of several workers has one (`conftest.py`); a test that runs alone starts its own where it
-starts many processes.
+A run of several workers has one (`conftest.py`). A test that runs alone starts its own if it starts
+many processes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ LISTENS_S = 60.0
 
 
 class TestNursery:
-    """A nursery, from `start` to `close`, which every process below this one finds by its
-    environment; nothing where one is there already.
+    """Fork server from `start` to `close`, found through the environment by all child processes.
+
+    Nothing is started if the environment already names one.
     """
 
     __test__ = False
@@ -46,8 +47,9 @@ class TestNursery:
         os.environ[FORK_SERVER_ENV] = str(socket)
 
     def start_of_own(self) -> int:
-        """Start one for this process alone, as a fork of the one that its environment names, and
-        return its pid once it listens.
+        """Start a fork server for this process alone; return its pid once it listens.
+
+        It is a fork of the fork server that this process's environment names.
         """
         socket = Path(self._scratch.name) / "nursery"
         self._child = SystemHost().spawn(
@@ -60,7 +62,7 @@ class TestNursery:
         return self._child.pid
 
     def close(self) -> None:
-        """Ends it; what it has forked lives on."""
+        """Stop the fork server; its forked processes keep running."""
         if self._child is not None:
             self._child.kill()
             while self._child.poll() is None:
@@ -70,7 +72,9 @@ class TestNursery:
 
 
 def wait_until_listening(child: SystemChild, socket: Path) -> None:
-    """Return once a nursery listens; AssertionError if it has ended, or does not in LISTENS_S."""
+    """Wait until a fork server listens; AssertionError if it exits or does not listen in
+    LISTENS_S.
+    """
     until = time.monotonic() + scaled(LISTENS_S)
     while not socket.exists():
         assert child.poll() is None, f"the nursery that was to listen at {socket} has ended"

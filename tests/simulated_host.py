@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class SimulatedExit(BaseException):
-    """What `Host.exit` raises: it ends the process's task, past every `except Exception`."""
+    """Exit raised by `Host.exit`, which ends the process's task past every `except Exception`."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -108,7 +108,7 @@ class SimulatedChild:
             return await frames.get()
 
     def close(self) -> None:
-        """Nothing to close: the channel is two queues."""
+        """Do nothing: the channel is two queues."""
 
     def read_usage(self) -> ProcessUsage | None:
         return None if self._ended.is_set() else ProcessUsage(0.0, 0.0, "S")
@@ -148,7 +148,7 @@ class SimulatedHost:
         self._programs = dict(programs or {})
         self.disk_bytes = disk_bytes
         self.left = AMPLE_SPACE
-        self.processors = ProcessorUsage(0, 0.0)  # what runs here takes no time of a processor
+        self.processors = ProcessorUsage(0, 0.0)  # simulated programs take no processor time
         self.children: dict[int, SimulatedChild] = {}
 
     def spawn(

@@ -1,4 +1,4 @@
-"""Stories: tests that are coroutines, told on a stage that runs them, as under virtual time."""
+"""Tests that are coroutines, run by a fixture, as under virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every trace that Perfetto is to open."""
+"""Invariants of every trace that Perfetto is to open."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ NEEDED = {"ph", "ts", "pid", "tid", "name"}
 
 
 def check(events: Iterable[Event]) -> None:
-    """Every event is whole; on each track spans nest or follow each other; and the parts of a
-    trajectory fill its span, one after the other.
+    """Check that events are complete and spans of each track nest or follow each other.
+
+    The parts of a trajectory must fill its span, one after the other.
     """
     by_track: dict[tuple[int, int], list[Event]] = defaultdict(list)
     arrows: dict[int, list[Event]] = defaultdict(list)
@@ -62,7 +63,7 @@ def _filled(spans: list[Event]) -> None:
 
 
 def spans_of(events: Iterable[Event], process: str) -> list[Event]:
-    """The spans of a process, by its name."""
+    """Return the spans of a process, by its name."""
     every = list(events)
     pids = {
         event["pid"]

@@ -1,3 +1,1 @@
-"""The interfaces of all services: message types and method tables, no logic. Open `engine.py`
-first.
-"""
+"""Interfaces of all services: message types and method tables, no logic. Open `engine.py` first."""

@@ -1,4 +1,4 @@
-"""The interface of an engine process: shards send requests, and tokens stream back to them."""
+"""Interface of an engine process: shards send requests, and tokens stream back to them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from meshrl.common.base.expert_routing import NO_EXPERTS
 
 
 class FinishReason(IntEnum):
-    """How a request stands, or ended."""
+    """State of a request, or the reason for its end."""
 
     RUNNING = 0
     STOP = 1  # at a stop token, which is included, or a stop text
     LENGTH = 2  # at its last token
-    ABORTED = 3  # by the shard or the engine, with all tokens so far delivered
-    REJECTED = 4  # the engine did not take it: of the shard's own account, never in a flush
+    ABORTED = 3  # by the shard or the engine; all tokens so far are delivered
+    REJECTED = 4  # by the engine; used inside the shard, never in a flush
 
 
 @message
 class AttachStream:
-    """A shard asks for the stream of its requests' tokens; an earlier stream of the same owner
-    ends.
+    """Request of a shard for the stream of its requests' tokens.
+
+    An earlier stream of the same owner ends.
     """
 
     owner: str  # a rollout shard's name
@@ -35,51 +36,51 @@ class AttachStream:
 
 @message
 class TokenBatch:
-    """What a flush brings: for request `ids[i]`, its next `counts[i]` entries of the token arrays.
+    """Tokens of one flush: `token_counts[i]` entries of the token arrays for request
+    `request_ids[i]`.
 
-    `finish[i]` is a `FinishReason`.
+    `finish_reasons[i]` is a `FinishReason`.
     """
 
     request_ids: Array  # int64 [n]
     token_counts: Array  # int32 [n]
     tokens: Array  # int32 [sum of counts]
     logprobs: Array  # float32, of the sampling distribution
-    raw_logprobs: Array  # float32, at temperature 1 with nothing left out; empty: nobody asked
+    raw_logprobs: Array  # float32, at temperature 1 over all tokens; empty: not requested
     token_versions: Array  # int32, of the weights that sampled the token
     finish_reasons: Array  # int8 [n]
-    loaded_version: int  # the weights now loaded; a flush without requests tells of new ones
-    # int16 [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted
-    # each; see meshrl.common.base.expert_routing.
+    loaded_version: int  # loaded weights; a flush without requests reports new ones
+    # int16 [tokens, sparse layers x k]: experts of the position that predicted each token; see
+    # meshrl.common.base.expert_routing.
     expert_ids: Array = field(default_factory=lambda: NO_EXPERTS)
-    loaded_lineage: int = 0  # the lineage of `version`
+    loaded_lineage: int = 0  # lineage of `loaded_version`
 
 
 @message
 class SamplingParams:
-    """How the requests of a batch sample, beside temperature, and where they stop."""
+    """Sampling and stop parameters of a batch of requests, except the temperature."""
 
-    stop_token_ids: list[int]  # tokens
+    stop_token_ids: list[int]
     stop_strings: list[str]
     top_p: float = 1.0  # share of the probability that is kept, likeliest first; 1: all
     top_k: int = 0  # likeliest tokens that are kept; 0: all
     min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
-    wants_raw_logprobs: bool = False  # log-probabilities of the model itself are wanted too
-    adapter: str = ""  # beside the base, by its name; empty: what the engine has for its job
+    wants_raw_logprobs: bool = False  # request `raw_logprobs` too
+    adapter: str = ""  # name of the adapter beside the base; empty: the engine's own for its job
 
 
 @message
 class SubmitRequests:
-    """A batch of requests; `tokens` is their contexts one after the other, cut by `lengths`."""
+    """Batch of requests; `tokens` is their contexts one after the other, split by `lengths`."""
 
     owner: str
     incarnation: str
     request_ids: Array  # int64 [n], unique within the owner's incarnation
-    sessions: (
-        Array  # int64 [n], the trajectory: its next request finds the keys and values of this one
-    )
+    # int64 [n], of the trajectory: its next request reuses this one's keys and values
+    sessions: Array
     lengths: Array  # int32 [n]
     tokens: Array  # int32
-    turn_starts: Array  # int32 [n], where the turn begins: the context from there on was generated
+    turn_starts: Array  # int32 [n], start of the turn: the context from there on was generated
     max_new_tokens: Array  # int32 [n]
     temperature: Array  # float32 [n], 0: greedy
     seeds: Array  # int64 [n]
@@ -89,7 +90,7 @@ class SubmitRequests:
 
 @message
 class AbortRequests:
-    """Ends requests of an owner; what they had generated still comes in a flush, as ABORTED."""
+    """Order to end requests of an owner; a flush delivers their tokens so far, as ABORTED."""
 
     owner: str
     request_ids: Array  # int64
@@ -97,53 +98,55 @@ class AbortRequests:
 
 @message
 class CacheMove:
-    """Asks an engine to take over what `source` has computed of a session, between two of its
-    turns.
-    """
+    """Request to fetch a session's KV cache from `source`, between two of the session's turns."""
 
-    owner: str  # a shard that is attached, and will say when the session has ended
+    owner: str  # an attached shard, which will report the session's end
     session: int
-    source: str  # an engine's name; it keeps its copy until the session is among its `ended`
+    source: str  # an engine's name; it retains its copy until the session is in `ended_sessions`
 
 
 @message
 class CacheMoveResult:
-    """The answer to CacheMove, when nothing more comes: how much came, and what that took."""
+    """Answer to CacheMove at the end of the transfer: its size and duration."""
 
-    tokens: int  # that came in time to be used
-    size_bytes: int  # size of the keys and values that came
-    duration_s: float  # duration, without waiting for other moves to this engine
-    is_complete: bool  # whether all came that was wanted; if not, the turn computes the rest
-    first_byte_s: float = 0.0  # until the first of it came; 0: nothing did
+    tokens: int  # that arrived in time to be used
+    size_bytes: int  # of the transferred keys and values
+    duration_s: float  # without the wait for other moves to this engine
+    is_complete: bool  # False: the turn recomputes the rest
+    first_byte_s: float = 0.0  # until the first byte arrived; 0: none did
 
 
 @message
 class ExportCache:
-    """Asks an engine for a copy of what it has computed of an idle session. What the very weights
-    have computed that the asker has comes from its end, else from its beginning.
+    """Request for a copy of the KV cache of an idle session.
+
+    Tokens computed with the caller's own weights are sent from the end of the session, others from
+    its beginning.
     """
 
     session: int
-    manifest: str  # the manifest of what is loaded there
+    manifest: str  # of the caller's loaded weights
 
 
 @message
 class CacheHeader:
-    """What there is of a session; see `SessionCache`."""
+    """Description of a session's KV cache; see `SessionCache`."""
 
-    tokens: Array  # int32, all that is computed
+    tokens: Array  # int32, all tokens in the cache
     layout: str
     version: int
     first_sampled: int
     first_version: int
-    manifest: str  # the manifest of what is loaded at the source
-    adapter: str = ""  # with which they computed
+    manifest: str  # of the source's loaded weights
+    adapter: str = ""  # used for the computation
 
 
 @message
 class CacheFrame:
-    """One item of the stream that answers Export: the head alone, then the next bytes of chunks,
-    each `size` bytes of tokens [start, end).
+    """Item of the stream that answers ExportCache.
+
+    The first item is the header alone. The others are the next bytes of chunks, each with
+    `size_bytes` bytes of tokens [start, end).
     """
 
     header: CacheHeader | None
@@ -155,7 +158,7 @@ class CacheFrame:
 
 @message
 class ChunkLookup:
-    """Asks which chunks of keys and values lie on a host's shelves."""
+    """Request for which chunks of keys and values are in a host's KV tiers."""
 
     domain: str
     chunk_names: Array  # uint8 [n x 16]
@@ -163,15 +166,15 @@ class ChunkLookup:
 
 @message
 class ChunkLookupResult:
-    """The answer to Stored: which of them do; they stay for a while."""
+    """Answer to ChunkLookup. The chunks that were found stay for a while."""
 
     found: Array  # bool [n]
 
 
 class Engine(RoleControl):
-    """The methods of an engine process."""
+    """Methods of an engine process."""
 
-    attach = Stream(AttachStream, TokenBatch, idle_s=math.inf)  # idle while nothing is asked for
+    attach = Stream(AttachStream, TokenBatch, idle_s=math.inf)  # idle without requests
     submit = Call(SubmitRequests, NoneType, deadline_s=15.0)
     abort = Cast(AbortRequests)
     move_cache = Call(CacheMove, CacheMoveResult, deadline_s=75.0)

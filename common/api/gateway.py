@@ -1,5 +1,6 @@
-"""The interface of the gateway: what a person who was given a token may ask of a mesh. A token
-reaches the jobs that were submitted with it, and no others.
+"""Interface of the gateway for the holder of an access token.
+
+A token gives access to the jobs that were submitted with it, and to no others.
 """
 
 from __future__ import annotations
@@ -10,28 +11,28 @@ from typing import Any
 from meshrl.common.api.calls.interface import Call, Interface, Stream
 from meshrl.common.base.encoding.messages import message
 
-PIECE_BYTES = 1 << 20  # of a file in one message: enough to fill a link, little to keep in memory
+PIECE_BYTES = 1 << 20  # of a file in one message: large enough to fill a link, small in memory
 
 
 @message
 class JobState:
-    """How a job stands."""
+    """State of a job."""
 
     name: str
     phase: str  # see meshrl.common.state.jobs.Phase
-    held: str  # `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
+    held: str  # block reason, `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
     step: int  # steps done
-    steps: int  # steps that it is to do
-    version: int  # of its weights; -1: there are none yet
+    steps: int  # total steps
+    version: int  # of its weights; -1: none yet
     trained: int  # trajectories
     error: str
     run_dir: str  # on the mesh's host
-    over: bool  # it has finished, failed or been stopped
+    over: bool  # finished, failed or stopped
 
 
 @message
 class BeginUpload:
-    """Opens an upload: the job as it is to be submitted, and what files its bundle has."""
+    """Request to open an upload: the job's document, and the list of its bundle's files."""
 
     document: Any
     digest: str  # of the bundle
@@ -41,7 +42,7 @@ class BeginUpload:
 
 @message
 class UploadOpened:
-    """The answer to BeginUpload; the upload is given up when the stream that brought it ends."""
+    """Answer to BeginUpload. The upload is discarded when the stream that opened it ends."""
 
     upload: str
     piece_bytes: int
@@ -59,22 +60,22 @@ class UploadPiece:
 
 @message
 class SubmittedJob:
-    """The answer to Gateway.finish: the job was submitted."""
+    """Answer to Gateway.finish: the job was submitted."""
 
-    job: str  # its name on the mesh, numbered where the mesh had one of that name
+    job: str  # its name on the mesh, numbered if the name was in use
     run_dir: str
 
 
 @message
 class JobList:
-    """The answer to Gateway.jobs, in the order of submission."""
+    """Answer to Gateway.jobs, in the order of submission."""
 
     jobs: list[JobState]
 
 
 @message
 class JobRequest:
-    """Names a job; `op` tells repetitions of one request from another request."""
+    """Name of a job for a request; `op_id` identifies repetitions of one request."""
 
     job: str
     op_id: str = ""
@@ -82,26 +83,26 @@ class JobRequest:
 
 @message
 class EventsSince:
-    """Asks for what has happened to a job after an event, waiting up to `wait_s` for it."""
+    """Request for a job's events after an event, waiting up to `wait_s` for one."""
 
     job: str
-    since: str  # id of an event; "0": from the first
+    since: str  # id of an event; "0": from the first one
     wait_s: float
 
 
 @message
 class JobEvent:
-    """An event of a job."""
+    """Event of a job."""
 
     id: str
-    ms: int  # by the state's clock
+    ms: int  # by Redis' clock
     kind: str
     fields: dict[str, Any]
 
 
 @message
 class EventPage:
-    """The answer to EventsSince; `cursor` is where to go on."""
+    """Answer to EventsSince; `cursor` is where to continue."""
 
     events: list[JobEvent]
     cursor: str
@@ -109,8 +110,9 @@ class EventPage:
 
 @message
 class ModelRequest:
-    """Asks for a version of a job's model as a Hugging Face directory: of a step, the best one, or
-    the last one (-1).
+    """Request for a version of a job's model as a Hugging Face directory.
+
+    The version is that of a step, the best one, or the last one (-1).
     """
 
     job: str
@@ -120,15 +122,15 @@ class ModelRequest:
 
 @message
 class ModelFiles:
-    """The answer to ModelRequest: the files, by name -> (bytes, digest)."""
+    """Answer to ModelRequest: the files, by name -> (bytes, digest)."""
 
-    name: str  # by which its files are read
+    name: str  # for ReadModelFile
     files: dict[str, tuple[int, str]]
 
 
 @message
 class ReadModelFile:
-    """Asks for bytes of one file of a model."""
+    """Request for bytes of one file of a model."""
 
     job: str
     model: str
@@ -138,7 +140,7 @@ class ReadModelFile:
 
 @message
 class VersionsRequest:
-    """Asks for the versions of a job (`list`), or has one pinned or unpinned (`pin`, `unpin`)."""
+    """Request to list (`list`), pin or unpin (`pin`, `unpin`) versions of a job."""
 
     job: str
     action: str
@@ -148,42 +150,44 @@ class VersionsRequest:
 
 @message
 class VersionsAnswer:
-    """The answer to VersionsRequest, as `meshrl weights --json` prints it."""
+    """Answer to VersionsRequest, as `meshrl weights --json` prints it."""
 
     answer: Any
 
 
 @message
 class JoinHost:
-    """A host with a token asks to be let in; again with the same words while it has no answer."""
+    """Request of a host with a token to join; it is repeated unchanged until it is answered."""
 
-    host: str  # its name, which no other has had
-    key: str  # public half of the pair that it made to be known by as a member; Z85
-    address: str  # by which others reach it, as it says
+    host: str  # a name that no other host has had
+    key: str  # public half of the host's member key pair; Z85
+    address: str  # for other hosts, as the host reports it
     workers: int
-    standby: bool  # it would run a planner that stands by
+    standby: bool  # it offers to run a standby planner
     version: str  # of MeshRL
-    ephemeral: bool = False  # the mesh may forget it when it has been away for `pool.gone_s`
+    ephemeral: bool = False  # the mesh may remove it after `pool.gone_s` of absence
 
 
 @message
 class HostAdmitted:
-    """The answer to JoinHost: what the host's settings are made of. The secret is told once, to who
-    holds the token and names the same key.
+    """Answer to JoinHost: the data of the host's settings.
+
+    The secret is sent once, to the holder of the token that names the same key.
     """
 
     redis_url: str  # without user and password
-    secret: str  # the host's own
-    authority: str  # certificate that Redis' own is signed with, PEM; empty: there is none
+    secret: str  # of this host only
+    authority: str  # PEM certificate of the authority that signed Redis' certificate; empty: none
     prefix: str  # of its workers' names
-    planner: str  # name of the planner that it is to run; empty: none
-    settings: Any  # what all hosts of the mesh share, by their names in MeshSettings
+    planner: str  # name of the planner that the host runs; empty: none
+    settings: Any  # settings that all hosts of the mesh share, by their names in MeshSettings
 
 
 @message
 class RemainingNames:
-    """The answer to Gateway.remaining: names of residents, services and processes; none: the host
-    is drained. `drains`: whether it is to become empty.
+    """Answer to Gateway.remaining: names of instances, services and processes.
+
+    None: the host is drained. `is_draining`: the host is being drained.
     """
 
     names: list[str]
@@ -192,7 +196,7 @@ class RemainingNames:
 
 @message
 class RedisLocation:
-    """The answer to Gateway.whereabouts, as in HostAdmitted."""
+    """Answer to Gateway.whereabouts, as in HostAdmitted."""
 
     redis_url: str
     authority: str
@@ -200,29 +204,29 @@ class RedisLocation:
 
 
 class Gateway(Interface):
-    """The methods of the gateway."""
+    """Methods of the gateway."""
 
     upload = Stream(BeginUpload, UploadOpened)
     put = Call(UploadPiece, NoneType, deadline_s=30.0, idempotent=True)
-    # The name of an upload, all pieces of which have arrived.
+    # The argument is the name of an upload whose pieces have all arrived.
     finish = Call(str, SubmittedJob, deadline_s=300.0, idempotent=True)
     jobs = Call(NoneType, JobList, deadline_s=15.0, idempotent=True)
     job = Call(JobRequest, JobState, deadline_s=15.0, idempotent=True)
     events = Call(EventsSince, EventPage, deadline_s=40.0, idempotent=True)
-    # What stops, deletes or changes something answers False where that was so already.
+    # Calls that stop, delete or change something return False if nothing changed.
     stop = Call(JobRequest, bool, deadline_s=20.0, idempotent=True)
     delete = Call(JobRequest, bool, deadline_s=60.0, idempotent=True)
     model = Call(ModelRequest, ModelFiles, deadline_s=600.0, idempotent=True)
-    read = Call(ReadModelFile, bytes, deadline_s=30.0, idempotent=True)  # PIECE_BYTES at most
+    read = Call(ReadModelFile, bytes, deadline_s=30.0, idempotent=True)  # at most PIECE_BYTES
     versions = Call(VersionsRequest, VersionsAnswer, deadline_s=60.0, idempotent=True)
     join = Call(JoinHost, HostAdmitted, deadline_s=60.0, idempotent=True)
-    # Of the host whose member key the caller has: the mesh forgets it.
+    # Removes the host whose member key the caller has.
     leave = Call(NoneType, bool, deadline_s=60.0, idempotent=True)
-    # It is about to end: everything is to move away from it, until it is back.
+    # The host shuts down soon: everything moves away from it until `back`.
     drain = Call(NoneType, bool, deadline_s=60.0, idempotent=True)
-    # It is there again, at this address: it drains no more, unless a person has asked for that.
+    # The host is available again, at this address: draining ends, unless a user requested it.
     back = Call(str, bool, deadline_s=60.0, idempotent=True)
     remaining = Call(NoneType, RemainingNames, deadline_s=10.0, idempotent=True)
-    # Where Redis is now: the head may have moved.
+    # The current address of Redis: the head may have moved.
     whereabouts = Call(NoneType, RedisLocation, deadline_s=60.0, idempotent=True)
     membership = Call(NoneType, str, deadline_s=10.0, idempotent=True)  # the host's name

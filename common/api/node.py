@@ -1,5 +1,7 @@
-"""The interfaces of a host's agent, and of a worker: hints to read their records again, log files,
-the turns of a gang, and the segments of memory that a worker owns for its role processes.
+"""Interfaces of a host's agent, and of a worker.
+
+They have hints to read records again, log files, the time slices of a gang, and the memory segments
+that a worker owns for its role processes.
 """
 
 from __future__ import annotations
@@ -9,25 +11,27 @@ from types import NoneType
 from meshrl.common.api.calls.interface import Call, Cast, ChangeHint, Interface
 from meshrl.common.base.encoding.messages import message
 
-SLICE_WAIT_TIMEOUT_S = 600.0  # who waits longer for its turn asks again, and keeps its place
+# a longer wait needs another request, which keeps its place in the queue
+SLICE_WAIT_TIMEOUT_S = 600.0
 
 
-# A segment of memory outlives the process that uses it, and ends with the worker that owns it.
+# A memory segment outlives the process that uses it, and ends with the worker that owns it.
 
 
 @message
 class CreateSegment:
-    """Asks for a segment of so many bytes, all zero; one of the same key is gone then. StorageFull
-    when the worker's budget, or the host, has no room for it.
+    """Request for a segment of `size_bytes` zero bytes; an earlier one of the same key is removed.
+
+    StorageFull if the worker's budget, or the host, has no space for it.
     """
 
-    key: str  # names the resident's process
+    key: str  # names the instance's process
     size_bytes: int
 
 
 @message
 class SegmentLocation:
-    """Where a segment can be opened, by processes of the same user; `path` empty: there is none."""
+    """Path of a segment for processes of the same user; empty `path`: there is none."""
 
     path: str
     size_bytes: int
@@ -35,20 +39,23 @@ class SegmentLocation:
 
 @message
 class AcquireSlice:
-    """A resident wants to compute on its gang's accelerators. It is answered when it may."""
+    """Request of an instance for a time slice on its gang's accelerators.
+
+    The answer comes when the slice is granted.
+    """
 
     instance: str
     generation: int
-    process: str  # the name of the process that asks,
-    incarnation: str  # and which start of it that is
-    ticket: int  # counts its requests: the same one again is the same request
+    process: str  # name of the requesting process
+    incarnation: str  # of that process
+    ticket: int  # number of the request: a repeated number is the same request
     operation: str  # generate | score | train_step | sync | save
-    estimate_s: float  # how long it will take, as far as the resident knows; 0: it does not
+    estimate_s: float  # expected duration; 0: unknown
 
 
 @message
 class TimeSlice:
-    """A turn that was granted: a process that still has it after `lasts_s` is killed."""
+    """Granted time slice: a process that still has it after `duration_s` is killed."""
 
     ticket: int
     duration_s: float
@@ -56,7 +63,9 @@ class TimeSlice:
 
 @message
 class ReleaseSlice:
-    """A turn is over, or not wanted any more, and with it all that this process had before it."""
+    """Report that a time slice is over, or no longer needed, with all earlier ones of this
+    process.
+    """
 
     instance: str
     incarnation: str
@@ -65,9 +74,7 @@ class ReleaseSlice:
 
 @message
 class KillInstance:
-    """A resident's processes are to be killed at once, whatever they do. It is answered when there
-    is none any more.
-    """
+    """Order to kill an instance's processes at once. The answer comes when none is left."""
 
     instance: str
     generation: int
@@ -75,11 +82,11 @@ class KillInstance:
 
 
 class Worker(Interface):
-    """The methods of a worker."""
+    """Methods of a worker."""
 
     notify_change = Cast(ChangeHint)
     create_segment = Call(CreateSegment, SegmentLocation, deadline_s=30.0, idempotent=True)
-    # of the process that is named; it is no error to drop one that is not there
+    # By the key of the process. Deleting a missing segment is not an error.
     find_segment = Call(str, SegmentLocation, deadline_s=10.0, idempotent=True)
     delete_segment = Call(str, NoneType, deadline_s=10.0, idempotent=True)
     acquire_slice = Call(AcquireSlice, TimeSlice, deadline_s=SLICE_WAIT_TIMEOUT_S, idempotent=True)
@@ -89,42 +96,43 @@ class Worker(Interface):
 
 @message
 class LogFile:
-    """A log file: its process's name with `-` for `/`."""
+    """Log file: its process's name with `-` for `/`."""
 
     name: str
     bytes: int
-    modified_s: float  # when last, in seconds of the epoch by the host's clock
+    modified_s: float  # last modification, in seconds of the epoch by the host's clock
 
 
 @message
 class LogFiles:
-    """The answer to Node.list_logs."""
+    """Answer to Node.list_logs."""
 
     files: list[LogFile]
 
 
 @message
 class ReadLog:
-    """Asks for a part of a log file, `most` bytes at most."""
+    """Request for a part of a log file, at most `max_bytes` bytes."""
 
     name: str
-    offset: int  # less than 0: so many bytes before its end
+    offset: int  # negative: from the end of the file
     max_bytes: int
 
 
 @message
 class LogPart:
-    """The answer to ReadLog: whole lines, if there is one and it is not the end that was asked
-    for.
+    """Answer to ReadLog.
+
+    It has complete lines, if there is one and the request is not for the end of the file.
     """
 
     text: str
-    next_offset: int  # where what follows begins
-    file_size_bytes: int  # bytes of the file now
+    next_offset: int  # start of the next part
+    file_size_bytes: int  # current size
 
 
 class Node(Interface):
-    """The methods of a host's agent."""
+    """Methods of a host's agent."""
 
     notify_change = Cast(ChangeHint)
     list_logs = Call(NoneType, LogFiles, deadline_s=10.0, idempotent=True)

@@ -1,7 +1,8 @@
-"""The interface of a rank of a training gang: what rank 0, the core, orders of the others. All
-ranks get the same orders in the same sequence, and each works on its own rows of the parameters.
+"""Interface of a rank of a training gang: orders of rank 0, the core, to the other ranks.
 
-An order carries the generation of the group that it is for: one for another is refused.
+All ranks get the same orders in the same sequence, and each works on its own rows of the
+parameters. An order contains the generation of its group: an order for another generation is
+rejected.
 """
 
 from __future__ import annotations
@@ -16,21 +17,19 @@ from meshrl.common.api.weights import TensorPiece
 from meshrl.common.base.encoding.messages import Array, message
 
 UPDATE_SETTINGS_TIMEOUT_S = 30.0
-FORM_TIMEOUT_S = 60.0  # to meet the others
-STATE_TRANSFER_TIMEOUT_S = 600.0  # a whole state, from or to rank 0
-COMPUTE_TIMEOUT_S = (
-    3600.0  # the group's own deadline strikes before: a rank that is lost ends a collective
-)
+FORM_TIMEOUT_S = 60.0  # for the rendezvous
+STATE_TRANSFER_TIMEOUT_S = 600.0  # a complete state, from or to rank 0
+COMPUTE_TIMEOUT_S = 3600.0  # the group's own timeout is shorter: a lost rank ends a collective
 
 
 def rank_name(job: str, rank: int) -> str:
-    """What a rank beside the first is called in the mesh."""
+    """Return the registry name of a rank other than 0."""
     return f"rank/{job}/{rank}"
 
 
 @message
 class RankFault:
-    """What hindered an order and can be mended, as it is raised; an empty code: nothing."""
+    """Recoverable error of an order, as it is raised; an empty code: none."""
 
     code: str = ""
     message: str = ""
@@ -40,8 +39,9 @@ class RankFault:
 
 @message
 class RankOrder:
-    """An order for the ranks of a generation; a newer generation ends a rank's part in an older
-    one.
+    """Order for the ranks of a generation.
+
+    A newer generation ends a rank's part in an older one.
     """
 
     generation: int
@@ -49,29 +49,28 @@ class RankOrder:
 
 @message
 class StandbyAnswer:
-    """The answer of a rank that stands by."""
+    """Answer of a rank that stands by."""
 
     host: str
-    address: str  # by which ranks on other hosts reach it; empty: it cannot tell
+    address: str  # for ranks on other hosts; empty: unknown
 
 
 @message
 class Rendezvous:
-    """An order to form the process group of a generation."""
+    """Order to form the process group of a generation."""
 
     generation: int
-    rendezvous_url: (
-        str  # the ranks of this generation meet: see `common/weights/transports/rendezvous.py`
-    )
-    collective_timeout_s: float  # for each of their collectives
-    # from which ranks connect to each other; empty: all are on one host
+    rendezvous_url: str  # of this generation's ranks: see `common/weights/transports/rendezvous.py`
+    collective_timeout_s: float  # of each collective
+    # of the ranks, for connections between them; empty: all are on one host
     addresses: list[str] = field(default_factory=list)
 
 
 @message
 class ComputeRound:
-    """An order to compute a rank's share of a round: the gradients of its bins, of which a rank
-    that has experts alone has none.
+    """Order to compute a rank's share of a round: the gradients of its bins.
+
+    An expert rank has no bins.
     """
 
     generation: int
@@ -81,37 +80,39 @@ class ComputeRound:
 
 @message
 class RoundStats:
-    """The answer to RoundPart: the statistics of each bin's gradient, see `learner/stats.py`."""
+    """Answer to ComputeRound: the statistics of each bin's gradient, see `learner/stats.py`."""
 
     stats: list[Any]
 
 
 @message
 class AddGradient:
-    """An order to add a hybrid's gradient of a round. What it names is there until all ranks have
-    answered: all of it in a file, for ranks on the host of rank 0; for others their rows alone.
+    """Order to add a hybrid's gradient of a round.
+
+    The data stays until all ranks have answered. Ranks on the host of rank 0 read it from a file;
+    other ranks fetch only their rows.
     """
 
     generation: int
     index: int
-    element_count: int  # float32 numbers, of `path` or of `pieces`
+    element_count: int  # float32 numbers in `path` or in `chunks`
     path: str = ""
-    bulk_address: str = ""  # the port of rank 0 that serves `pieces`
-    chunks: list[str] = field(default_factory=list)  # digests of chunks
+    bulk_address: str = ""  # port of rank 0 that serves `chunks`
+    chunks: list[str] = field(default_factory=list)  # digests
 
 
 @message
 class UpdateSettings:
-    """An order to compute with these settings from now on."""
+    """Order to use these settings from now on."""
 
     generation: int
-    algorithm: Any  # the keys of `[algorithm]`, with their values
-    optimizer: Any  # the same of `[optimizer]`
+    algorithm: Any  # values of `[algorithm]` by key
+    optimizer: Any  # values of `[optimizer]` by key
 
 
 @message
 class ApplyGradient:
-    """An order to step the optimizer with the sum of the gradients of `rounds` rounds."""
+    """Order to step the optimizer with the sum of the gradients of `rounds` rounds."""
 
     generation: int
     rounds: int
@@ -121,7 +122,7 @@ class ApplyGradient:
 
 @message
 class ScoreBin:
-    """An order to compute the forward pass of one bin, without a gradient."""
+    """Order to compute the forward pass of one bin, without a gradient."""
 
     generation: int
     bin: dict[str, Array]
@@ -130,14 +131,16 @@ class ScoreBin:
 
 @message
 class BinScores:
-    """The answer to ScorePart."""
+    """Answer to ScoreBin."""
 
-    scores: Array  # float32, one for each place
+    scores: Array  # float32, one for each position
 
 
 @message
 class LoadWeightRows:
-    """An order to take rows of all weights, which rank 0 has whole, as after a warm start."""
+    """Order to load rows of all weights from rank 0, which has all of them, as after a warm
+    start.
+    """
 
     generation: int
     tensor_names: list[str]
@@ -145,9 +148,9 @@ class LoadWeightRows:
 
 @message
 class StageRows:
-    """An order to copy a part of a rank's rows of some weights, in the type that is published, and
-    to put them into the store: see `common/weights/staging.py`. A new number ends the staging
-    before.
+    """Order to stage a part of a rank's rows of some weights in the published type.
+
+    See `common/weights/staging.py`. A new `staging_id` ends the staging before.
     """
 
     generation: int
@@ -163,8 +166,9 @@ class StageRows:
 
 @message
 class FinishStaging:
-    """An order to answer once there is room for more, or with `whole` once all that was ordered
-    is in the store.
+    """Order to answer once there is room for more rows.
+
+    With `wait_complete`: once all staged rows are in the store.
     """
 
     generation: int
@@ -174,33 +178,36 @@ class FinishStaging:
 
 @message
 class StagingResult:
-    """The answer to RowsStaged; with `whole` where the rows lie, and what they add to the
-    identities of the image and of the masters, by tensor (`meshrl.common.weights.layout.identity`).
+    """Answer to FinishStaging.
+
+    With `wait_complete` it has the locations of the rows, and their contributions to the identities
+    of the image and of the masters, by tensor (`meshrl.common.weights.layout.identity`).
     """
 
     pieces: list[TensorPiece] = field(default_factory=list)
     published_identity: dict[str, bytes] = field(default_factory=dict)
     masters_identity: dict[str, bytes] = field(default_factory=dict)
-    in_progress: bool = False  # it is not done, and to be asked for again
+    in_progress: bool = False  # not done yet: repeat the request
 
 
 @message
 class SaveRows:
-    """An order to write a rank's rows of some of what a checkpoint keeps to a file of its own, in
-    the scratch directory `name` of the checkpoint.
+    """Order to save a rank's rows of some checkpoint tensors to a file of its own.
+
+    The file is in the scratch directory `checkpoint`.
     """
 
     generation: int
     rank0_host: str  # rank 0's
     checkpoint: str
-    saves_masters: bool  # whether float32 weights are kept, too
+    saves_masters: bool  # True: float32 weights are saved too
     tensor_names: list[str]
-    file_number: int  # of the file
+    file_number: int  # number of the file
 
 
 @message
 class FinishSaving:
-    """An order to answer once rank 0 can have the files that were written."""
+    """Order to answer once rank 0 can read the saved files."""
 
     generation: int
     rank0_host: str
@@ -209,54 +216,59 @@ class FinishSaving:
 
 @message
 class SavingResult:
-    """The answer to RowsSaved: digests by name of those that are chunks of the store, because rank
-    0 is on another host.
+    """Answer to FinishSaving: digests by name of the files stored as chunks.
+
+    Files are chunks of the store if rank 0 is on another host.
     """
 
     files: dict[str, str] = field(default_factory=dict)
     fault: RankFault = field(default_factory=RankFault)
-    in_progress: bool = False  # it is not done, and to be asked for again
+    in_progress: bool = False  # not done yet: repeat the request
 
 
 @message
 class RestoreRows:
-    """An order to go on from a checkpoint: from the rank's rows of what it keeps, and of the
-    version where it keeps no float32 weights.
+    """Order to restore the rank's rows from a checkpoint.
+
+    If the checkpoint has no float32 weights, these rows come from the version.
     """
 
     generation: int
-    restore_id: int  # the same: it is the one that was ordered before
-    rank0_host: str  # rank 0's, which has checked the files of the checkpoint
+    restore_id: int  # a repeated id is the same order
+    rank0_host: str  # host of rank 0, which has verified the checkpoint's files
     checkpoint: str
-    files: dict[str, str]  # digests of the checkpoint's files, by their path in it
+    files: dict[str, str]  # digests of the checkpoint's files, by path
     manifest: str
 
 
 @message
 class RestoreResult:
-    """The answer to RestoreRows."""
+    """Answer to RestoreRows."""
 
     fault: RankFault = field(default_factory=RankFault)
-    in_progress: bool = False  # it is not done, and to be asked for again
+    in_progress: bool = False  # not done yet: repeat the request
 
 
 @message
 class SleepOrder:
-    """An order to a rank about its rows and gradients: `keep` a copy at a tier, or `discard` it;
-    `release` their memory; `take` memory and copy again; `move` the copy to a tier (absent:
-    a checkpoint covers all ranks, accelerator: they are needed again); `resume` from one that an
-    earlier group has kept; `forget` it.
+    """Order about a rank's rows and gradients while it sleeps.
+
+    Actions: `keep` a copy at a tier, or `discard` it; `release` the memory; `take` memory and copy
+    again; `move` the copy to a tier (absent: a checkpoint covers all ranks, accelerator: the copy
+    is needed again); `resume` from a copy that an earlier group has kept; `forget` it.
     """
 
     generation: int
     action: str
     tier: str
-    metadata: Any  # what rank 0 says about what is kept with it
+    metadata: Any  # metadata of rank 0 that is stored with the copy
 
 
 class Ranks(RoleControl):
-    """The methods of a rank other than 0. Who asks for what takes longer than a call may last hears
-    that it goes on, and asks again.
+    """Methods of a rank other than 0.
+
+    An order may take longer than a call may last: the answer then has `in_progress`, and the caller
+    repeats the request.
     """
 
     stand_by = Call(RankOrder, StandbyAnswer, deadline_s=30.0, idempotent=True)
@@ -265,9 +277,8 @@ class Ranks(RoleControl):
     compute_round = Call(ComputeRound, RoundStats, deadline_s=COMPUTE_TIMEOUT_S)
     add_gradient = Call(AddGradient, NoneType, deadline_s=STATE_TRANSFER_TIMEOUT_S)
     update_settings = Call(UpdateSettings, NoneType, deadline_s=UPDATE_SETTINGS_TIMEOUT_S)
-    apply_gradient = Call(
-        ApplyGradient, float, deadline_s=COMPUTE_TIMEOUT_S
-    )  # norm of the gradient, before clipping
+    # norm of the gradient, before clipping
+    apply_gradient = Call(ApplyGradient, float, deadline_s=COMPUTE_TIMEOUT_S)
     score_bin = Call(ScoreBin, BinScores, deadline_s=COMPUTE_TIMEOUT_S)
     stage_rows = Call(StageRows, NoneType, deadline_s=STATE_TRANSFER_TIMEOUT_S)
     finish_staging = Call(

@@ -1,7 +1,8 @@
-"""The interface of the sandbox, which runs a job's tools and rewards where they can do no harm.
+"""Interface of the sandbox, which runs a job's tools and rewards in isolation.
 
-A call that fails is an outcome with a type, never an error of its batch and never a reward. A job
-that the sandbox does not know (it has restarted) is NotFound for the batch: load it, ask again.
+A failed call is an outcome with a type, never an error of its batch and never a reward. For a job
+that the sandbox does not know (it has restarted) the batch raises NotFound: load the job, repeat
+the batch.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from meshrl.common.api.stats import Stats
 from meshrl.common.base.encoding.messages import message
 
 OK = "ok"
-TIMEOUT = "timeout"  # over its deadline, in CPU time or in time not spent waiting for a core
+TIMEOUT = "timeout"  # over its deadline, in CPU time or in wall time without the wait for a core
 OUT_OF_MEMORY = "out_of_memory"
 OUTPUT_LIMIT = "output_limit"
-REFUSED = "refused"  # it asked for what a jail does not give: network, processes, files, privileges
-CRASHED = "crashed"  # its process ended
-EVICTED = "evicted"  # its session made room for others, or had been idle for too long
-BAD_VALUE = "bad_value"  # a reward that is no finite number, or a value that is no plain JSON
+# it requested something that a jail denies: network, processes, files, privileges
+REFUSED = "refused"
+CRASHED = "crashed"  # its process exited
+EVICTED = "evicted"  # its session was removed for others, or was idle for too long
+BAD_VALUE = "bad_value"  # a reward that is not a finite number, or a value that is not plain JSON
 RAISED = "raised"
-UNSUPPORTED = "unsupported"  # the tests hold what the grader cannot run: it is named, never scored
-POSTPONED = "postponed"  # it was not begun: the calls before it take so long; ask again
+UNSUPPORTED = "unsupported"  # tests that the grader cannot run: reported, never scored
+POSTPONED = "postponed"  # not started, as earlier calls took too long; repeat the call
 
 
 @message
 class RewardPart:
-    """One term of a job's reward."""
+    """Term of a job's reward."""
 
     use: str  # "module:function", f(row, turns) -> float, or a built-in reward's name
     weight: float = 1.0
@@ -37,9 +39,9 @@ class RewardPart:
 
 @message
 class JailSettings:
-    """What code that the model wrote may use; see `SandboxConfig`."""
+    """Limits of the model's code; see `SandboxConfig`."""
 
-    tier: str = "bwrap"  # weakest tier that may run it
+    tier: str = "bwrap"  # weakest allowed tier
     python: str = ""
     root: str = ""
     runner: list[str] = field(default_factory=list)
@@ -58,53 +60,52 @@ class JailSettings:
 
 @message
 class LoadJob:
-    """Asks the sandbox to get ready for the calls of a job."""
+    """Request to prepare the sandbox for the calls of a job."""
 
     job: str
-    # First on the workers' import path, where the run is at home.
+    # First on the workers' import path, on the run host.
     bundle_dir: str
     tools: dict[str, str]  # name -> "module:function", f(input) -> plain value; or a built-in's
     rewards: list[RewardPart] = field(default_factory=list)  # their weighted sum is the reward
     mcp: dict[str, list[str]] = field(default_factory=dict)  # server -> its command
     jail: JailSettings = field(default_factory=JailSettings)
-    bundle: str = ""  # digest of the bundle that `bundle_dir` is part of; empty: it lies there only
+    bundle: str = ""  # digest of the bundle with `bundle_dir`; empty: it is only on the run host
 
 
 @message
 class LoadResult:
-    """The answer to LoadJob."""
+    """Answer to LoadJob."""
 
     job: str
     workers: int
-    isolation_tier: str  # how code of the model is contained; empty: the job runs none
+    isolation_tier: str  # isolation of the model's code; empty: the job runs none
 
 
 @message
 class ToolCall:
-    """One call of a tool."""
+    """Call of a tool."""
 
     id: int  # the caller's, unique within its batch
     job: str
     tool: str
     input: Any
     deadline_s: float
-    session: str = ""  # the session that a tool with state works on
-    has_session_state: bool = (
-        False  # the session holds what earlier calls made: a new one is no substitute
-    )
-    no_retry: bool = False  # if its process is lost, it is not run again
+    session: str = ""  # of a tool with state
+    # the session has state of earlier calls, so a new session cannot replace it
+    has_session_state: bool = False
+    no_retry: bool = False  # if its process is lost, the call is not repeated
 
 
 @message
 class RunTools:
-    """A batch of tool calls, which may be of several jobs."""
+    """Batch of tool calls, which may be of several jobs."""
 
     calls: list[ToolCall]
 
 
 @message
 class RewardCall:
-    """One finished trajectory to score: the row of its dataset, and its turns."""
+    """Finished trajectory to score: its row of the dataset, and its turns."""
 
     id: int
     job: str
@@ -115,14 +116,14 @@ class RewardCall:
 
 @message
 class RewardBatch:
-    """A batch of trajectories to score, which may be of several jobs."""
+    """Batch of trajectories to score, which may be of several jobs."""
 
     calls: list[RewardCall]
 
 
 @message
 class EndSessions:
-    """Sessions that nobody needs any more."""
+    """Sessions that are no longer needed."""
 
     job: str
     sessions: list[str]
@@ -130,48 +131,48 @@ class EndSessions:
 
 @message
 class CallOutcome:
-    """How one call ended.
+    """Outcome of one call.
 
-    A tool that runs the model's code gives {"status", "output"} as its `value`, whatever the status
-    is, and "exit" where that is not 0: the model reads it.
+    A tool that runs the model's code has {"status", "output"} as its `value`, for any status, and
+    "exit" if that is not 0: the model reads it.
     """
 
     id: int
     status: str  # one of the above
     value: Any  # a reward's is a finite float; None unless ok
-    error: str  # one line: what, and where in the job's code
+    error: str  # one line: error, and location in the job's code
 
 
 @message
 class Outcomes:
-    """The answer to RunTools and RewardBatch."""
+    """Answer to RunTools and RewardBatch."""
 
     outcomes: list[CallOutcome]  # in the order of the calls
 
 
 @dataclass
 class SandboxStats(Stats):
-    """The figures of a sandbox, which its entry in the registry has."""
+    """Statistics of a sandbox in its registry entry."""
 
-    job: str  # the one that it serves; empty: none yet
+    job: str  # that it serves; empty: none yet
     workers: int
-    replaced: int  # workers that ended or were killed
+    replaced: int  # workers that exited or were killed
     jails: int  # started so far
     busy: int  # slots for jails
-    waiting: int  # calls for a slot
+    waiting: int  # calls waiting for a slot
     sessions: int
-    rests: bool  # what else it does may be asked of another
+    rests: bool  # another sandbox can take over its work
     outcomes: dict[str, int] = field(default_factory=dict)  # by status
 
     def encode(self) -> dict[str, Any]:
-        """Return them by name; the outcomes of a status are `outcomes_<status>`."""
+        """Return the statistics by name; the outcomes of a status are `outcomes_<status>`."""
         figures = super().encode()
         outcomes = figures.pop("outcomes")
         return figures | {f"outcomes_{status}": count for status, count in outcomes.items()}
 
 
 class Sandbox(Interface):
-    """The methods of the sandbox."""
+    """Methods of the sandbox."""
 
     load_job = Call(LoadJob, LoadResult, deadline_s=120.0, idempotent=True)
     run_tools = Call(RunTools, Outcomes, deadline_s=60.0)

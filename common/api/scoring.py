@@ -1,4 +1,4 @@
-"""The interface of a job's frozen models: log-probabilities of given tokens, and verdicts on texts.
+"""Interface of a job's frozen models: log-probabilities of given tokens, and verdicts on texts.
 
 A sequence or question that cannot be scored is an outcome of its own, never an error of its batch.
 """
@@ -11,7 +11,7 @@ from meshrl.common.base.encoding.messages import Array, message
 
 
 def scoring_name(job: str) -> str:
-    """The registry name of the process that hosts the frozen models of a job."""
+    """Return the registry name of the process that hosts the frozen models of a job."""
     return f"scoring/{job}"
 
 
@@ -26,24 +26,25 @@ class ScoreBatch:
 
 @message
 class RoleLogprobs:
-    """What one frozen model makes of the sequences of a ScoreBatch."""
+    """Log-probabilities of one frozen model for the sequences of a ScoreBatch."""
 
     role: str
-    logprobs: Array  # float32, of each token at temperature 1; 0 where a sequence begins
-    errors: list[str]  # one for each sequence; empty: it was scored
+    logprobs: Array  # float32, of each token at temperature 1; 0 at the start of a sequence
+    errors: list[str]  # one for each sequence; empty: no error
 
 
 @message
 class ScoredBatch:
-    """The answer to ScoreBatch."""
+    """Answer to ScoreBatch."""
 
     scores: list[RoleLogprobs]  # in the order of the roles
 
 
 @message
 class JudgeBatch:
-    """Texts for the reward model, each to be gone on with by `yes` or `no`. Every second part of a
-    text is untrusted, and encoded without special tokens.
+    """Texts for the reward model, each to be continued by `yes` or `no`.
+
+    Every second part of a text is untrusted, and encoded without special tokens.
     """
 
     texts: list[list[str]]
@@ -53,14 +54,14 @@ class JudgeBatch:
 
 @message
 class Verdicts:
-    """The answer to JudgeBatch."""
+    """Answer to JudgeBatch."""
 
     yes_probabilities: Array  # float64 [n], probability of `yes` against `no`; NaN: see errors
     errors: list[str]
 
 
 class Scoring(RoleControl):
-    """The methods of the process that hosts a job's frozen models."""
+    """Methods of the process that hosts a job's frozen models."""
 
     score_sequences = Call(ScoreBatch, ScoredBatch, deadline_s=120.0, idempotent=True)
     judge_texts = Call(JudgeBatch, Verdicts, deadline_s=120.0, idempotent=True)

@@ -1,5 +1,6 @@
-"""The interface of a training gang's core towards its hybrids, the helpers that lend it gradients:
-they lease rounds and hand in what they computed.
+"""Interface of a training gang's core for its hybrids.
+
+Hybrids lease rounds and return the gradients that they have computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from meshrl.common.base.encoding.messages import Array, message
 
 @message
 class LeaveRequest:
-    """A hybrid says that it computes no more rounds."""
+    """Report of a hybrid that it computes no more rounds."""
 
     instance: str
     generation: int
@@ -23,45 +24,49 @@ class LeaveRequest:
 
 @message
 class RoundRequest:
-    """A hybrid asks for a round to compute."""
+    """Request of a hybrid for a round to compute."""
 
     instance: str
     generation: int
-    manifest: str  # digest of the weights that the hybrid has
-    wait_s: float  # how long the core may hold the call while there is nothing to say
+    manifest: str  # digest of the hybrid's weights
+    wait_s: float  # how long the core may delay an empty answer
 
 
 @message
 class RoundLease:
-    """A round to compute. `index` = -1: there is none for these weights; if `manifest` names
-    others, rounds will need them.
+    """Round to compute.
+
+    `index` = -1: there is none for these weights; if `manifest` names others, rounds will need
+    them.
     """
 
-    update_id: str  # the update that the round belongs to
+    update_id: str  # of the update that the round belongs to
     index: int
-    manifest: str  # digest of the weights to compute it with
+    manifest: str  # digest of the weights of the round
     bins: list[dict[str, Array]]
 
 
 @message
 class RoundResult:
-    """A hybrid has computed a round; the core fetches the gradient while this call lasts."""
+    """Round that a hybrid has computed; the core fetches the gradient during this call."""
 
     instance: str
     generation: int
     update_id: str
     index: int
-    chunks: list[str]  # digests of chunks at the hybrid's bulk port: end to end, float32 numbers,
-    # the gradient of the sum over the round's losses in the order of parameters
+    # Digests of chunks at the hybrid's bulk port. Concatenated, they are float32 numbers: the
+    # gradient of the sum of the round's losses, in the order of parameters.
+    chunks: list[str]
     stats: Any
     busy_s: float
 
 
 @message
 class RestageResult:
-    """The answer to Trainer.restage_version. Not `done` and `later`: the core is not there yet, or
-    still
-    writes, or has other weights by now, and another version comes or is there. Neither: it cannot.
+    """Answer to Trainer.restage_version.
+
+    With `retry_later` the core is not ready, still writes, or has other weights, and another
+    version comes or is there. If neither field is set, the core cannot stage the version.
     """
 
     is_done: bool
@@ -70,16 +75,16 @@ class RestageResult:
 
 @message
 class BroadcastRequest:
-    """A host lacks chunks of a version, and would take them by broadcast, together with others."""
+    """Request of a host for missing chunks of a version, by broadcast with other hosts."""
 
     manifest: str
     missing: dict[str, int]  # bytes by digest
-    has_cuda: bool = False  # it can receive into the memory of a GPU of its own
+    has_cuda: bool = False  # it can receive into the memory of its own GPU
 
 
 @message
 class BroadcastSender:
-    """One who sends chunks, in this order, in a group of this name, of which it is rank 0."""
+    """Sender of chunks, in this order, in a group of this name, in which it has rank 0."""
 
     name: str
     chunks: dict[str, int]  # bytes by digest
@@ -87,27 +92,29 @@ class BroadcastSender:
 
 @message
 class BroadcastPlan:
-    """The answer to Gather, once others have had time to come: where all meet. Nowhere: there is no
-    broadcast of this version, or one has begun, and who asks is to fetch it by itself.
+    """Answer to BroadcastRequest, after a wait for other hosts.
+
+    An empty `where`: there is no broadcast of this version, or one has begun, and the host fetches
+    the chunks itself.
     """
 
     where: str = ""  # see `common/weights/transports/rendezvous.py`
     senders: list[BroadcastSender] = field(default_factory=list)
-    rank: int = 0  # in each sender's group
-    members: int = 0  # of each
+    rank: int = 0  # of the host in each sender's group
+    members: int = 0  # of each sender's group
     backend: str = "gloo"
-    wait_s: float = 0.0  # that one may keep the others waiting
+    wait_s: float = 0.0  # maximum wait for a member
 
 
 class Trainer(RoleControl):
-    """The methods of the core of a training gang."""
+    """Methods of the core of a training gang."""
 
-    # A resident asks by its name to be a hybrid; the answer is a generation, which all that the
-    # hybrid asks from then on carries: an older one is refused.
+    # An instance joins as a hybrid by its name. The answer is a generation, which all later
+    # requests of the hybrid contain: an older one is rejected.
     join_hybrid = Call(str, int, deadline_s=10.0)
     leave_hybrid = Call(LeaveRequest, NoneType, deadline_s=2.0, idempotent=True)
     lease_round = Call(RoundRequest, RoundLease, deadline_s=15.0)
     complete_round = Call(RoundResult, NoneType, deadline_s=30.0)
-    # Of a version that the store does not hold as it was written: the core is to write it again.
+    # For a version that is corrupt or missing in the store: the core stages it again.
     restage_version = Call(str, RestageResult, deadline_s=300.0, idempotent=True)
     join_broadcast = Call(BroadcastRequest, BroadcastPlan, deadline_s=10.0)

@@ -1,5 +1,7 @@
-"""The interface of the weight store: versions as manifests of chunks, checkpoints, finished groups,
-and the files at a run's home, which other hosts get as chunks.
+"""Interface of the weight store.
+
+It stores versions as manifests of chunks, checkpoints and finished groups. It also serves the files
+of the run host to other hosts as chunks.
 """
 
 from __future__ import annotations
@@ -25,22 +27,23 @@ from meshrl.common.base.encoding.messages import Array, message
 from meshrl.common.base.expert_routing import NO_EXPERTS
 from meshrl.common.base.lineages import SINGLE_LINEAGE
 
-STORE_NAME = "weights"  # the store's name in the registry
+STORE_NAME = "weights"  # name in the registry
 
 
 @message
 class TensorPiece:
-    """A tensor, or a piece of one. A piece holds elements `begin` to `end` of the tensor laid out
-    row by row with dimension `dim` outermost, so the rows of a rank are a piece, and so is a part
-    of them.
+    """Tensor, or a piece of one.
+
+    A piece holds elements `begin` to `end` of the tensor stored row by row with dimension `dim`
+    outermost. The rows of a rank are a piece, and so is a part of them.
     """
 
     name: str
     dtype: str  # safetensors' names: F32, BF16, ...
     shape: list[int]  # shape of the whole tensor
     chunk: str  # digest of the chunk that holds the piece
-    offset: int  # where the piece begins, in bytes into the chunk
-    size: int  # bytes of the piece
+    offset: int  # of the piece in the chunk, in bytes
+    size: int  # of the piece, in bytes
     dim: int = 0
     begin: int = 0
     end: int = -1  # exclusive; -1, format 1: the pieces of a tensor follow each other
@@ -48,19 +51,20 @@ class TensorPiece:
 
 @message
 class Manifest:
-    """The tensors of one weight version, and the chunks that hold them.
+    """Tensors of one weight version, and the chunks that hold them.
 
-    `image` is the identity of what is published (`meshrl.common.weights.layout.identity`): it
-    depends neither on chunks nor on who staged which rows. `sha256` is that of the manifest without
-    it.
+    `image` is the identity of the published weights (`meshrl.common.weights.layout.identity`): it
+    depends neither on chunks nor on the process that staged each row. `sha256` is the digest of the
+    manifest without this field.
     """
 
     job: str
     lineage: int
     version: int
     tensors: list[TensorPiece]
-    base: VersionRef | None = None  # a version of adapters alone: what they are added to
-    scale: float = 0.0  # of such a version: what the product of its factors is multiplied by
+    # of a version with adapters only: the version that they are added to
+    base: VersionRef | None = None
+    scale: float = 0.0  # of such a version: factor of the product of its matrices
     image: str = ""
     format: int = 1
     sha256: str = ""
@@ -68,8 +72,9 @@ class Manifest:
 
 @message
 class ManifestRequest:
-    """Asks for a manifest by its digest. That of a version of adapters is answered with what its
-    base has besides; `alone`: as it was staged.
+    """Request for a manifest by its digest.
+
+    The answer for a version of adapters includes its base; `without_base`: as staged.
     """
 
     digest: str
@@ -78,8 +83,9 @@ class ManifestRequest:
 
 @message
 class ChunkVerification:
-    """Asks the store to look at a chunk that somebody found damaged: the file of a `kind` of
-    `meshrl.common.base.files.corruption`, and of a job.
+    """Request to verify a chunk that a process found corrupt.
+
+    The file belongs to a `kind` of `meshrl.common.base.files.corruption`, and to a job.
     """
 
     digest: str
@@ -90,7 +96,7 @@ class ChunkVerification:
 
 @message
 class FailedTransfer:
-    """A chunk did not come from a source. `gone`: that has not got it as it should be."""
+    """Failed transfer of a chunk from a source; `source_lacks_chunk`: no valid copy is there."""
 
     chunk: str
     source: str
@@ -99,23 +105,24 @@ class FailedTransfer:
 
 @message
 class SourceRequest:
-    """A process that fetches chunks says what has become of those that it was sent for, and asks
-    for more: `room` at most.
+    """Request of a fetching process for more sources, at most `max_chunks`.
+
+    It reports the results of its earlier assignments.
     """
 
-    fetch_id: str  # of this fetch alone
+    fetch_id: str  # unique to this fetch
     host: str
-    serving_process: str  # name of the process that serves on what the host has; empty: nobody does
+    serving_process: str  # name of the process that serves the host's chunks; empty: none
     max_chunks: int
-    missing: list[str] | None = None  # all that it wants and lacks; None: it has told
-    present: list[str] = field(default_factory=list)  # chunks that have come to its host
+    missing: list[str] | None = None  # all missing chunks; None: already reported
+    present: list[str] = field(default_factory=list)  # chunks that have arrived on its host
     failed: list[FailedTransfer] = field(default_factory=list)
-    is_last: bool = False  # it fetches no more
+    is_last: bool = False  # the fetch has ended
 
 
 @message
 class ChunkOrigin:
-    """A chunk, and the name of who is to be asked for it."""
+    """Chunk, and the name of the process that serves it."""
 
     chunk: str
     source: str
@@ -123,17 +130,18 @@ class ChunkOrigin:
 
 @message
 class SourceAssignments:
-    """The answer to Seek."""
+    """Answer to SourceRequest."""
 
     origins: list[ChunkOrigin]
-    retry_after_s: float  # when to ask again, if there is room left
-    is_known: bool = True  # False: ask again with what is lacking, the store was started anew
+    retry_after_s: float  # time until the next request, if there is space left
+    is_known: bool = True  # False: the store has restarted; repeat the request with `missing`
 
 
 @message
 class Checkpoint:
-    """What training continues from: the staged weights, and the job's account at that step. The
-    rest lies in the checkpoint's directory.
+    """State to resume training from: the staged weights, and the job's account at that step.
+
+    The other state is in the checkpoint's directory.
     """
 
     job: str
@@ -141,14 +149,14 @@ class Checkpoint:
     step: int
     weights: str  # digest of the weights' manifest
     account: Any
-    files: dict[str, str]  # digests of the files of its directory, by their path there
+    files: dict[str, str]  # digests of the directory's files, by path
     image: str = ""  # identities of the weights, see `common/weights/layout/identity.py`
     masters: str = ""
 
 
 @message
 class CheckpointName:
-    """A checkpoint of a job: it is asked for, or those of earlier steps are."""
+    """Name of a checkpoint of a job: a request for it, or for those of earlier steps."""
 
     job: str
     name: str
@@ -156,8 +164,9 @@ class CheckpointName:
 
 @message
 class CheckpointAssembly:
-    """Asks the store to make a checkpoint's directory at the run's home, of chunks: its writer does
-    not see that home.
+    """Request to assemble a checkpoint's directory on the run host from chunks.
+
+    Its writer has no access to the files of the run host.
     """
 
     job: str
@@ -167,27 +176,30 @@ class CheckpointAssembly:
 
 @message
 class CheckpointNames:
-    """The answer to Weights.list_older_checkpoints, the last one first."""
+    """Answer to Weights.list_older_checkpoints, the last one first."""
 
     names: list[str]
 
 
 @message
 class CheckpointQuarantine:
-    """Asks the store to set a damaged checkpoint aside at the run's home, and to tell the event
-    `damaged` if it does, once for `op`: who asks may not be there any more to tell it.
+    """Request to quarantine a corrupt checkpoint on the run host.
+
+    The store then publishes the event `damaged`, once for `op_id`: the caller may have exited by
+    then.
     """
 
     job: str
     name: str
     op_id: str
-    event_fields: dict[str, Any]  # the event's fields, without `aside`
+    event_fields: dict[str, Any]  # of the event, without `aside`
 
 
 @message
 class UnfinishedCheckpoints:
-    """Asks the store to remove what an earlier start of the job's trainer began to write and did
-    not end; `committed` names the checkpoint that stays whatever it looks like.
+    """Request to remove unfinished checkpoints of an earlier start of the job's trainer.
+
+    `committed` names the checkpoint that stays in any case.
     """
 
     job: str
@@ -196,19 +208,23 @@ class UnfinishedCheckpoints:
 
 @message
 class FilePublication:
-    """Asks for files at a run's home to become chunks of the store, from where any host gets them
-    by their digests: of the job's bundle, or of one of its checkpoints.
+    """Request to publish files of the run host as chunks of the store.
+
+    The files belong to the job's bundle, or to one of its checkpoints. Any host can fetch them by
+    their digests.
     """
 
     job: str
-    checkpoint: str = ""  # empty: the bundle
-    folders: list[str] = field(default_factory=list)  # files or folders of it; none: all
+    checkpoint: str = ""  # empty: of the bundle
+    folders: list[str] = field(default_factory=list)  # files or folders to publish; none: all
 
 
 @message
 class PublishedFiles:
-    """The answer to Publish: digests by path. They stay for hours; ask again after that, and at
-    once while not all are there (`meshrl.common.weights.store.weight_store_client` does).
+    """Answer to FilePublication: digests by path.
+
+    The chunks stay for hours. Repeat the request after that, and at once while `is_complete` is
+    False (`meshrl.common.weights.store.weight_store_client` does).
     """
 
     files: dict[str, str]
@@ -217,17 +233,17 @@ class PublishedFiles:
 
 @message
 class LineBatch:
-    """Hands lines of a process's samples or traces over, for the run's home."""
+    """Lines of a process's samples or traces, to append on the run host."""
 
     job: str
-    file: str  # as `meshrl.common.records.line_files` names them
-    op_id: str  # repeated, it is done once
+    file: str  # name from `meshrl.common.records.line_files`
+    op_id: str  # repetitions have no effect
     lines: str
 
 
 @message
 class TrajectoryGroup:
-    """A finished group: members' sequences one after the other."""
+    """Finished group: members' sequences one after the other."""
 
     group: int
     prompt: int  # row of the dataset
@@ -235,23 +251,24 @@ class TrajectoryGroup:
     tokens: Array  # int32
     logprobs: Array  # float32, 0 where the model did not sample
     versions: Array  # int32, -1 where the model did not sample
-    rewards: Array  # float64 [members], in older runs float32; NaN: it failed and is not trained
-    # bool [members]: cut off at the longest length; empty: nobody recorded it
+    rewards: Array  # float64 [members], in older runs float32; NaN: failed, not trained
+    # bool [members]: cut off at the maximum length; empty: not recorded
     truncated: Array = field(default_factory=lambda: np.zeros(0, np.bool_))
-    # Log-probabilities of the job's frozen models beside `logprobs`, 0 for what begins a member and
-    # for members that failed; empty: the job has no such model.
+    # Log-probabilities of the job's frozen models, like `logprobs`; 0 for the first token of a
+    # member and for failed members; empty: the job has no such model.
     reference: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     teacher: Array = field(default_factory=lambda: np.zeros(0, np.float32))
-    # Where a mixture of experts sent the place that predicted each token, int16 [tokens, layers x
-    # k], as its engine noted it; empty for a dense model. `expert_shape` is [layers, k].
+    # Experts of the position that predicted each token, int16 [tokens, layers x k], recorded by the
+    # engine; empty for a dense model. `expert_shape` is [layers, k].
     experts: Array = field(default_factory=lambda: NO_EXPERTS)
     expert_shape: list[int] = field(default_factory=lambda: [0, 0])
-    foreign_above: int = SINGLE_LINEAGE  # see `lineages`; of a stored group, its row alone says so
+    foreign_above: int = SINGLE_LINEAGE  # see `lineages`; only a stored group's row has it
 
     @property
     def sampled_versions(self) -> NDArray[np.int32]:
-        """The weight versions, int32 [n], of the tokens that the model sampled in scored members;
-        only these tokens are trained.
+        """Weight versions, int32 [n], of the sampled tokens in scored members.
+
+        Only these tokens are trained.
         """
         scored = np.repeat(np.isfinite(self.rewards), self.lengths)
         found: NDArray[np.int32] = self.versions[scored & (self.versions >= 0)]
@@ -259,24 +276,23 @@ class TrajectoryGroup:
 
 
 class Weights(Interface):
-    """The methods of the weight store."""
+    """Methods of the weight store."""
 
-    # All chunks of the manifest are there already. Its own digest, by which steps and checkpoints
-    # name it.
+    # All chunks of the manifest must be in the store. Returns the manifest's digest, by which steps
+    # and checkpoints refer to it.
     stage_version = Call(Manifest, str, deadline_s=30.0, idempotent=True)
     fetch_manifest = Call(ManifestRequest, Manifest, deadline_s=10.0, idempotent=True)
-    # False: the chunk is gone or was set aside.
+    # False: the chunk is gone or was quarantined.
     verify_chunk = Call(ChunkVerification, bool, deadline_s=60.0, idempotent=True)
-    # What it answers from is soft: who is not answered in time asks again.
+    # The tracker's state is soft: a caller without a timely answer repeats the request.
     assign_sources = Call(SourceRequest, SourceAssignments, deadline_s=5.0, idempotent=True)
-    # Where home is on another disk than the store, files are copied: `whole` says when all are.
+    # If the run host's files are on another disk than the store, files are copied: True when all
+    # are.
     assemble_checkpoint = Call(CheckpointAssembly, bool, deadline_s=120.0, idempotent=True)
-    save_checkpoint = Call(
-        Checkpoint, str, deadline_s=30.0, idempotent=True
-    )  # the name to load it by
+    save_checkpoint = Call(Checkpoint, str, deadline_s=30.0, idempotent=True)  # its name
     load_checkpoint = Call(CheckpointName, Checkpoint, deadline_s=10.0, idempotent=True)
     list_older_checkpoints = Call(CheckpointName, CheckpointNames, deadline_s=30.0, idempotent=True)
-    # Where it lies now; empty: somebody else has moved it.
+    # The quarantined path; empty: another process has moved it.
     quarantine_checkpoint = Call(CheckpointQuarantine, str, deadline_s=30.0, idempotent=True)
     remove_unfinished_checkpoints = Call(
         UnfinishedCheckpoints, NoneType, deadline_s=60.0, idempotent=True
@@ -284,9 +300,8 @@ class Weights(Interface):
     append_lines = Call(LineBatch, NoneType, deadline_s=30.0, idempotent=True)
     publish_files = Call(FilePublication, PublishedFiles, deadline_s=120.0, idempotent=True)
     begin_deltas = Call(BeginDelta, DeltaBases, deadline_s=5.0, idempotent=True)
-    # False: nobody needs more of it.
+    # False: no host needs more of the delta.
     stage_deltas = Call(StageDelta, bool, deadline_s=10.0, idempotent=True)
-    fetch_deltas = Call(
-        DeltaQuery, DeltaBatch, deadline_s=20.0, idempotent=True
-    )  # it may wait for some
+    # may wait for deltas
+    fetch_deltas = Call(DeltaQuery, DeltaBatch, deadline_s=20.0, idempotent=True)
     acknowledge_version = Call(VersionAcknowledgement, NoneType, deadline_s=5.0, idempotent=True)

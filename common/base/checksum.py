@@ -1,7 +1,7 @@
-"""Checksums against accidents: torn writes, bits that a disk has changed, files that are cut short.
+"""Checksums against accidents: torn writes, flipped bits of a disk, truncated files.
 
-xxh3_128 hashes faster than memory is read. Anybody can make other bytes of the same checksum, so
-nothing is trusted by one: see `meshrl.common.base.digest`.
+xxh3_128 hashes faster than memory is read. Other bytes with the same checksum are easy to forge, so
+it is no proof of identity: see `meshrl.common.base.digest`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ def compute_checksum(content: bytes | memoryview) -> Checksum:
 
 
 class Checksummer:
-    """A checksum of bytes that come in pieces."""
+    """Checksum of bytes that arrive in pieces."""
 
     def __init__(self, content: bytes | memoryview = b"") -> None:
         self._hasher = xxh3_128(content)
 
     def update(self, content: bytes | memoryview) -> None:
-        """Add the bytes that come next."""
+        """Add the next bytes."""
         self._hasher.update(content)
 
     @property
     def checksum(self) -> Checksum:
-        """The checksum of all bytes so far."""
+        """Checksum of all bytes so far."""
         return Checksum(self._hasher.digest())

@@ -13,24 +13,27 @@ from meshrl.common.base.errors import DeadlineExceeded
 
 
 class Clock(Protocol):
-    """The clocks of a process, as the machine or a simulation gives them."""
+    """Clocks of a process, provided by the machine or a simulation."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back; only differences mean something. Safe from any thread."""
+        """Return seconds that never go back; only differences are meaningful. Safe from any
+        thread.
+        """
 
     def wall(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the epoch."""
 
     async def sleep(self, seconds: float) -> None:
-        """Returns after `seconds`; 0 lets other tasks run first."""
+        """Sleep for `seconds`; 0 lets other tasks run first."""
 
     def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
-        """Ends its block after `seconds` with DeadlineExceeded(what)."""
+        """End the block after `seconds` with DeadlineExceeded(what)."""
 
 
 class LoopTimeout(AbstractAsyncContextManager[None]):
-    """A timeout by the time of the running loop, which may be virtual. (A class and no generator:
-    every await of the mesh is inside of one.)
+    """Timeout by the time of the running loop, which may be virtual.
+
+    It is a class and no generator, because every await of the mesh is inside a timeout.
     """
 
     __slots__ = ("_scope", "_seconds", "_what")
@@ -57,20 +60,20 @@ class LoopTimeout(AbstractAsyncContextManager[None]):
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """Clocks of the machine."""
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary point, which never go back."""
+        """Return seconds since an arbitrary point, which never go back."""
         return time.monotonic()
 
     def wall(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the epoch."""
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
-        """Returns after `seconds`."""
+        """Sleep for `seconds`."""
         await asyncio.sleep(seconds)
 
     def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
-        """Ends its block after `seconds` with DeadlineExceeded(what)."""
+        """End the block after `seconds` with DeadlineExceeded(what)."""
         return LoopTimeout(seconds, what)

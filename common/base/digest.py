@@ -1,10 +1,9 @@
-"""Collision-resistant digests: the names that bytes are trusted by.
+"""Collision-resistant digests, which identify untrusted bytes.
 
-BLAKE3 with 256 bits. Chunks, bundles, checkpoints, manifests, groups and the identity of weights
-are named by it, so nobody can make other bytes of the same name. It hashes 4 to 5 GB/s on a core
+BLAKE3 with 256 bits. It names chunks, bundles, checkpoints, manifests, groups and the identity of
+weights, so that no process can create other bytes of the same name. It hashes 4 to 5 GB/s on a core
 with AVX-512, where SHA-256 with SHA instructions has 1.8 (`loadtests.weights`, `hash_gb_s`).
-Accidental changes of a file are detected by `meshrl.common.base.checksum`, which proves nothing to
-anybody.
+`meshrl.common.base.checksum` detects accidental changes of a file, but is no proof against forgery.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from blake3 import blake3
 from meshrl.common.base.errors import BadMessage, Refused
 
 DIGEST_DIGITS = 64  # hexadecimal
-_LEGACY_DIGITS = 32  # of xxh3_128, by which earlier versions named what they stored
-_BLOCK_BYTES = 1 << 20  # of a file that are in memory at a time
+_LEGACY_DIGITS = 32  # of xxh3_128, the names in the stores of earlier versions
+_BLOCK_BYTES = 1 << 20  # of a file in memory at a time
 
 BytesLike = bytes | bytearray | memoryview
 
 
 class Hasher:
-    """The digest of bytes that come in pieces."""
+    """Digest of bytes that arrive in pieces."""
 
     def __init__(self, content: BytesLike = b"") -> None:
         self._hasher = blake3(_view_bytes(content))
@@ -51,7 +50,7 @@ def compute_digest(content: BytesLike) -> str:
 
 
 def compute_keyed_digest(content: BytesLike, key: bytes) -> bytes:
-    """Return the digest of bytes under a key of 32 bytes, which tells uses of it apart."""
+    """Return the digest of bytes under a key of 32 bytes, which separates its uses."""
     return blake3(_view_bytes(content), key=key).digest()
 
 
@@ -62,8 +61,9 @@ def ignore_byte_count(_: int) -> None:
 def compute_stream_digest(
     file: BinaryIO, on_progress: Callable[[int], None] = ignore_byte_count
 ) -> str:
-    """Return the digest of what is left to read in a file, one block in memory at a time; `moved`
-    is called with the number of bytes of each read.
+    """Return the digest of the rest of a file, with one block in memory at a time.
+
+    `on_progress` is called with the number of bytes of each read.
     """
     hasher = Hasher()
     while block := file.read(_BLOCK_BYTES):
@@ -73,7 +73,9 @@ def compute_stream_digest(
 
 
 def compute_file_digest(path: Path, on_progress: Callable[[int], None] = ignore_byte_count) -> str:
-    """Return the digest of a file; `moved` is called with the number of bytes of each read."""
+    """Return the digest of a file; `on_progress` is called with the number of bytes of each
+    read.
+    """
     with path.open("rb") as file:
         return compute_stream_digest(file, on_progress)
 
@@ -82,7 +84,7 @@ def check_digest(digest: str, where: str = "") -> None:
     """Return if `digest` has the form of a digest.
 
     Raises:
-        Refused: it is the name that an earlier version gave, which other bytes can be made to have.
+        Refused: it is a name of an earlier version, for which other bytes can be forged.
         BadMessage: it is anything else.
     """
     plain = isinstance(digest, str) and set(digest) <= set("0123456789abcdef")

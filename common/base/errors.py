@@ -1,4 +1,4 @@
-"""Errors that cross the wire: each says what happened, where, and what to do."""
+"""Errors that cross the wire: each states what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ _BY_CODE: dict[str, type[MeshError]] = {}
 class MeshError(Exception):
     """Base of every error a caller may see.
 
-    `where` names the process or file, `fix` what the reader can do. `retryable` tells a caller that
-    the same call may succeed later, elsewhere or after a new look-up. A subclass has a code of its
-    own, and can be made of a message and `where` alone, as `from_wire` does.
+    `where` names the process or file, `fix` a remedy. `retryable` is True if the same call may
+    succeed later, elsewhere or after a new lookup. A subclass has its own code, and can be created
+    from a message and `where` only, as `from_wire` does.
     """
 
     code: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """TypeError when another class has its code: a peer's error would be raised as the wrong
-        one of the two.
-        """
+        """Raise TypeError if another class has its code: `from_wire` could not distinguish them."""
         super().__init_subclass__()
         known = _BY_CODE.get(cls.code, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -40,132 +38,137 @@ class MeshError(Exception):
 
 
 class DeadlineExceeded(MeshError):
-    """Something took longer than its caller would wait; whether it still happens is unknown."""
+    """Error raised when an operation exceeds its deadline; it may still complete."""
 
     code = "deadline_exceeded"
     retryable = True
 
 
 class PeerLost(MeshError):
-    """The process that was asked has gone; whether it acted is unknown."""
+    """Error raised when the callee's process has exited; it may have acted."""
 
     code = "peer_lost"
     retryable = True
 
 
 class HandshakeFailed(PeerLost):
-    """Whatever answers at a process's address is not of this mesh, or takes us for strangers;
-    nothing that was asked has arrived.
+    """Error raised when a process and the one at the called address cannot authenticate each other.
+
+    It is of another mesh, or takes this process for an unauthenticated peer. No request has
+    arrived.
     """
 
     code = "handshake_failed"
 
 
 class WrongKeys(HandshakeFailed):
-    """A handshake fails for so long that no restart explains it."""
+    """Error raised when a handshake fails for longer than a restart takes."""
 
     code = "wrong_keys"
     retryable = False
 
 
 class RankLost(MeshError):
-    """A rank of a training gang has gone or hangs: what the gang was computing is lost with it."""
+    """Error raised when a rank of a training gang has exited or hangs: the gang's computation is
+    lost.
+    """
 
     code = "rank_lost"
 
 
 class StaleIncarnation(MeshError):
-    """The address now belongs to another start of the process."""
+    """Error raised when the address belongs to another incarnation of the process."""
 
     code = "stale_incarnation"
     retryable = True
 
 
 class UnknownMethod(MeshError):
-    """The actor that was asked has no method of that name."""
+    """Error raised when the called actor has no such method."""
 
     code = "unknown_method"
 
 
 class BadMessage(MeshError):
-    """Bytes that do not decode to the message that was expected."""
+    """Error raised for bytes that do not decode to the expected message."""
 
     code = "bad_message"
 
 
 class Overloaded(MeshError):
-    """A bounded queue is full."""
+    """Error raised when a bounded queue is full."""
 
     code = "overloaded"
     retryable = True
 
 
 class Fenced(MeshError):
-    """A lease, epoch or leadership that the caller acted under is no longer its own."""
+    """Error raised when the caller has lost its lease, epoch or leadership."""
 
     code = "fenced"
 
 
 class NotFound(MeshError):
-    """The caller named something that does not exist there, such as a job, a version or a chunk."""
+    """Error raised when a named object, such as a job, a version or a chunk, does not exist."""
 
     code = "not_found"
 
 
 class NotAllowed(MeshError):
-    """A process of the caller's role may not call that; see
-    common/api/calls/call_permissions.py.
+    """Error raised when the caller's role may not call a method.
+
+    See common/api/calls/call_permissions.py.
     """
 
     code = "not_allowed"
 
 
 class Refused(MeshError):
-    """The request is understood and not allowed now."""
+    """Error raised for a valid request that is not allowed now."""
 
     code = "refused"
 
 
 class AlreadyCommitted(Refused):
-    """A version of a lineage has other weights on record than those that are offered for it."""
+    """Error raised when a version of a lineage is recorded with other weights."""
 
     code = "already_committed"
 
 
 class ConfigError(MeshError):
-    """A job file or an option holds something that cannot be run."""
+    """Error raised when a job file or an option has an unusable value."""
 
     code = "config_error"
 
 
 class StateUnavailable(MeshError):
-    """Redis does not answer."""
+    """Error raised when Redis does not answer."""
 
     code = "state_unavailable"
     retryable = True
 
 
 class StorageFull(MeshError):
-    """A disk is full; nothing that was acknowledged is lost."""
+    """Error raised when a disk is full; no acknowledged data is lost."""
 
     code = "storage_full"
     retryable = True
 
 
 class QuotaExceeded(StorageFull):
-    """A job's versions would have more bytes in the store than it may; nothing of it is lost."""
+    """Error raised when a job's versions would exceed its quota in the store; no data is lost."""
 
     code = "quota_exceeded"
 
 
 class CorruptData(MeshError):
-    """A durable file is not what was written; see `meshrl.common.base.files.corruption`."""
+    """Error raised when a durable file has changed; see `meshrl.common.base.files.corruption`."""
 
     code = "damaged"
 
 
 class HistoryLost(MeshError):
-    """Events that a reader has not read are gone. Those after `through` are there."""
+    """Error raised when unread events are gone. Those after `through` are available."""
 
     code = "history_lost"
 
@@ -177,13 +180,13 @@ class HistoryLost(MeshError):
 
 
 class ToolFailed(MeshError):
-    """A tool or reward of the job's author hung, raised or returned garbage."""
+    """Error raised when a tool or reward of the job's author hung, raised or returned garbage."""
 
     code = "tool_failed"
 
 
 class RemoteFailure(MeshError):
-    """The callee raised something that is not a MeshError."""
+    """Error raised when the callee raised something other than a MeshError."""
 
     code = "remote_failure"
 
@@ -192,8 +195,9 @@ _BY_CODE[MeshError.code] = MeshError
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """(code, text) of any exception; what is not a MeshError becomes a RemoteFailure with its
-    type's name.
+    """Convert any exception to (code, text).
+
+    Exceptions other than MeshError become a RemoteFailure with the name of their type.
     """
     if isinstance(error, MeshError):
         return error.code, str(error)
@@ -201,5 +205,7 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 
 
 def from_wire(code: str, text: str, where: str = "") -> MeshError:
-    """The error a peer reported, as the class its code names (RemoteFailure if it is unknown)."""
+    """Create the error that a peer reported, of the class with its code (RemoteFailure if
+    unknown).
+    """
     return _BY_CODE.get(code, RemoteFailure)(text, where=where)

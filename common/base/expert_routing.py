@@ -1,5 +1,6 @@
-"""Expert routing: where a mixture of experts sent each token, as arrays [tokens, sparse layers x
-experts per token], one layer after the other in a row.
+"""Expert routing: the experts of each token in an MoE model.
+
+Arrays are [tokens, sparse layers x experts per token], with consecutive layers in each row.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-UNKNOWN_EXPERT = -1  # in place of an expert's number: nobody noted it
+UNKNOWN_EXPERT = -1  # expert that was not recorded
 NO_EXPERTS: NDArray[np.int16] = np.zeros((0, 0), np.int16)  # for tokens of a dense model
 
 
 def concatenate_experts(parts: Iterable[tuple[NDArray[np.int16], int]]) -> NDArray[np.int16]:
-    """The parts' (experts, number of tokens) as one array, in their order: UNKNOWN where a part has
-    none, NO_EXPERTS if no part has any. ValueError if models of different shapes made them.
+    """Concatenate the parts' (experts, number of tokens) in order.
+
+    Parts without experts are UNKNOWN_EXPERT; the result is NO_EXPERTS if no part has any. Raises
+    ValueError for models of different shapes.
     """
     every = list(parts)
     width = max((experts.shape[1] for experts, _ in every), default=0)

@@ -1,5 +1,6 @@
-"""How many of something are in each of some places, summed over time: exact however often it is
-asked, and as cheap as a change of a count.
+"""Counts of objects in each of some states, integrated over time.
+
+The sum is exact, however often it is read, and costs as little as a change of a count.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from contextlib import contextmanager
 
 
 class Occupancy:
-    """Seconds that all together have spent in each place, those who are there now among them."""
+    """Seconds that all objects together have spent in each state, including current ones."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        """`now` is any clock that does not go back; while it stands nothing is counted."""
+        """Create an empty count. `now` is any clock that does not go back; while it stands, no time
+        counts.
+        """
         self._now = now
         self._counts: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
-        self._since: dict[str, float] = {}  # up to when `_seconds` counts
+        self._since: dict[str, float] = {}  # end of the time in `_seconds`
 
     @contextmanager
     def occupy(self, place: str) -> Iterator[None]:
-        """One more is there for the time of the block, however it ends."""
+        """Count one more object in a state during the block."""
         self.set_count(place, self.read_count(place) + 1)
         try:
             yield
@@ -28,16 +31,16 @@ class Occupancy:
             self.set_count(place, self.read_count(place) - 1)
 
     def set_count(self, place: str, count: float) -> None:
-        """So many are there from now on."""
+        """Set the number of objects in a state."""
         self._seconds[place], self._since[place] = self.read_seconds(place), self._now()
         self._counts[place] = count
 
     def read_count(self, place: str) -> float:
-        """How many are there now."""
+        """Return the current number of objects in a state."""
         return self._counts.get(place, 0.0)
 
     def read_seconds(self, place: str) -> float:
-        """The sum over all that have been there, up to now; 0.0 where nobody was."""
+        """Return the total seconds of all objects in a state up to now; 0.0 if it never had any."""
         if place not in self._since:
             return 0.0
         lasts_s = self._now() - self._since[place]

@@ -1,6 +1,4 @@
-"""Random numbers: every draw of a run comes from one seed, and each part has a stream of its
-own.
-"""
+"""Random numbers: every draw of a run comes from one seed, and each part has its own stream."""
 
 from __future__ import annotations
 
@@ -18,13 +16,15 @@ class Random(random.Random):
 
     @classmethod
     def from_os_entropy(cls) -> Random:
-        """Seeded by the operating system: no two processes draw the same."""
+        """Create a generator seeded by the operating system: no two processes draw the same
+        numbers.
+        """
         return cls(os.urandom(16).hex())
 
     def child(self, name: str) -> Random:
-        """A stream that depends on this seed and `name` only, not on what has been drawn."""
+        """Return a stream that depends only on this seed and `name`, not on earlier draws."""
         return Random(hashlib.blake2b(f"{self.name}/{name}".encode(), digest_size=16).hexdigest())
 
     def hex_token(self, nbytes: int = 8) -> str:
-        """`nbytes` random bytes in hexadecimal."""
+        """Return `nbytes` random bytes in hexadecimal."""
         return f"{self.getrandbits(8 * nbytes):0{2 * nbytes}x}"

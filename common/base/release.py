@@ -1,4 +1,4 @@
-"""Which MeshRL this is: processes of one mesh must be of the same release."""
+"""Release of this MeshRL: processes of one mesh must have the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 
 @cache
 def read_release() -> str:
-    """Its version; "sources" where it runs without having been installed."""
+    """Return the version; "sources" if MeshRL runs without installation."""
     try:
         return metadata.version("meshrl")
     except metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""URLs that may hold secrets: which parts of one may be shown, and what is hidden in other texts.
+"""URLs that may contain secrets: their public parts, and redaction of secrets in other texts.
 
-A URL is split as its clients split it (`urllib.parse`). One that its author may have meant in
-another way, as a password with an unescaped slash makes it, is ambiguous: of such a URL only what
-follows its last @ is shown.
+A URL is split as its clients split it (`urllib.parse`). A URL that its author may have meant
+otherwise, such as one with an unescaped slash in the password, is ambiguous. Of such a URL only the
+part after its last @ is public.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")  # schemes of a Redis
 WEB_SCHEMES = (
     "http",
     "https",
-)  # schemes whose fragments may be tokens; of others they belong to the path
-# Options of a Redis URL whose values are no secret, and the characters that such values have.
+)  # schemes whose fragments may be tokens; in others they belong to the path
+# Options of a Redis URL without secrets, and the characters of their values.
 PUBLIC_OPTIONS = {
     "db",
     "protocol",
@@ -26,17 +26,15 @@ PUBLIC_OPTIONS = {
     "ssl_check_hostname",
 }
 PLAIN_CHARS = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~/%+")
-MIN_SECRET_CHARS = (
-    3  # characters of a secret that is hidden in other texts: shorter ones are in every text
-)
+MIN_SECRET_CHARS = 3  # shorter secrets occur in every text, so they are not redacted
 
 
 @dataclass(frozen=True, repr=False)
 class Url:
-    """A URL as its clients split it; `host` is HOST:PORT, `credentials` are USER:PASSWORD.
+    """URL as its clients split it; `host` is HOST:PORT, `credentials` are USER:PASSWORD.
 
-    Of an ambiguous URL `credentials` is all up to its last @, or all where it has none, and `host`
-    the rest.
+    Of an ambiguous URL `credentials` is everything up to its last @, or everything if it has none,
+    and `host` the rest.
     """
 
     scheme: str
@@ -62,12 +60,12 @@ class Url:
 
     @property
     def hostname(self) -> str:
-        """The host without its port; empty if there is none."""
+        """Host without its port; empty if there is none."""
         return "" if self.is_ambiguous else urlsplit(f"none://{self.host}").hostname or ""
 
     @property
     def public_url(self) -> str:
-        """The URL without credentials and options."""
+        """URL without credentials and options."""
         if self.is_ambiguous:
             return self._public_part.public_url
         belongs = self.fragment and self.scheme not in (*WEB_SCHEMES, *REDIS_SCHEMES)
@@ -76,7 +74,7 @@ class Url:
 
     @property
     def redacted_redis_url(self) -> str:
-        """The URL of a Redis with its user, its database and the options that are no secret."""
+        """URL of a Redis with its user, its database and its options without secrets."""
         if self.is_ambiguous:
             return self._public_part.redacted_redis_url
         user, colon, _ = self.credentials.partition(":")
@@ -100,7 +98,7 @@ class Url:
 
     @property
     def _public_part(self) -> Url:
-        """What is sure to be no secret of an ambiguous URL."""
+        """Certainly public part of an ambiguous URL."""
         rest = Url.parse(f"{self._scheme_prefix}{self.host}")
         if rest.is_ambiguous:
             return Url(self.scheme, "", REDACTED)
@@ -126,12 +124,12 @@ class Url:
 
 
 def _split_unambiguous(scheme: str, rest: str) -> SplitResult | None:
-    """Return the parts of a URL; None if it is ambiguous."""
-    if any(mark < " " for mark in rest):  # which clients drop, or do not
+    """Split a URL into its parts; return None if it is ambiguous."""
+    if any(mark < " " for mark in rest):  # some clients drop these characters
         return None
     try:
         parts = urlsplit(f"{scheme or 'none'}://{rest}")
-        parts.port  # noqa: B018  # ValueError where it is no number
+        parts.port  # noqa: B018  # raises ValueError for no number
     except ValueError:
         return None
     if scheme and parts.scheme != scheme.lower():
@@ -143,13 +141,13 @@ def _split_unambiguous(scheme: str, rest: str) -> SplitResult | None:
 
 
 def _is_known_option(piece: str) -> bool:
-    """True if an option is one that clients of Redis take: an @ in it ends no password."""
+    """Return True if Redis clients accept an option: an @ in it ends no password."""
     name, equals, _ = piece.partition("=")
     return bool(equals) and unquote_plus(name) in {"username", "password", *PUBLIC_OPTIONS}
 
 
 def _redact_option(piece: str) -> str:
-    """Return an option of a Redis URL as it may be shown."""
+    """Return an option of a Redis URL without secrets."""
     name, equals, value = piece.partition("=")
     if not equals:
         return REDACTED
@@ -157,6 +155,6 @@ def _redact_option(piece: str) -> str:
 
 
 def _list_spellings(part: str) -> set[str]:
-    """Return the ways in which a part of a URL may stand in another text."""
+    """Return the spellings of a part of a URL in other texts."""
     plain = unquote(part)
     return {part, plain, unquote_plus(part), quote(plain), quote(plain, safe=""), repr(plain)[1:-1]}

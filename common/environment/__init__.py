@@ -1,3 +1,3 @@
-"""What shards and environment processes share: their frames, and a client of MCP servers. Open
-`framing.py` first.
+"""Frames between shards and environment processes, and a client of MCP servers. Open `framing.py`
+first.
 """

@@ -1,4 +1,4 @@
-"""The making of a job's environment: what is wrong with it for good, and what may pass."""
+"""Errors in the creation of a job's environment: permanent or transient."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.mesh.process.diagnosis.failure import FATAL_ERRORS, locate_error
 
-# What wrong code raises each time that it runs. Others, as of a server that is slow today, are left
-# to whoever counts how often they come.
+# Errors that wrong code raises on every run. Other errors, such as of a slow server, are left to
+# the caller, which counts how often they occur.
 CODE_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
     *(NameError, SyntaxError, TypeError, ValueError),
@@ -19,7 +19,7 @@ CODE_ERRORS = (
 
 @contextlib.contextmanager
 def convert_creation_errors(where: str = "") -> Iterator[None]:
-    """Raises ConfigError, at `where` if the error has no place, if no start would go better."""
+    """Raise ConfigError for a permanent error, at `where` if the error has no location."""
     try:
         yield
     except Exception as error:
@@ -33,8 +33,9 @@ def convert_creation_errors(where: str = "") -> Iterator[None]:
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether each start would end so; not by what a disk, the memory, a network or another process
-    raised first.
+    """Return True if each start would fail in the same way.
+
+    Errors that a disk, the memory, a network or another process raised first are not permanent.
     """
     if isinstance(error, FATAL_ERRORS):
         return True

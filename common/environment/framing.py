@@ -1,7 +1,7 @@
-"""Messages between a shard and its environment processes, packed one by one into frames.
+"""Frames of messages between a shard and its environment processes, packed one by one.
 
-So what one message holds that cannot travel (an integer past 64 bits, half a surrogate pair) fails
-that message, not the frame with its neighbours.
+A value that cannot be encoded (an integer past 64 bits, half a surrogate pair) so fails its own
+message, not the whole frame.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgpack
 from meshrl.common.base.errors import BadMessage
 from meshrl.common.mesh.process.entry.child import MAX_FRAME_BYTES
 
-HEADER_BYTES = 5  # bytes at most before the messages of a frame
-ENVELOPE_BYTES = 64  # bytes at most around an answer, in its message
+HEADER_BYTES = 5  # maximum of bytes before the messages of a frame
+ENVELOPE_BYTES = 64  # maximum of bytes around an answer, in its message
 
 
 def pack_message(message: Any) -> bytes:
-    """A message as bytes; BadMessage when it cannot travel."""
+    """Pack a message to bytes; raise BadMessage if it cannot be encoded."""
     try:
         content: bytes = msgpack.packb(message, use_bin_type=True)
     except (OverflowError, TypeError, ValueError) as error:
@@ -30,12 +30,12 @@ def pack_message(message: Any) -> bytes:
 
 
 def check_packable(answer: Any) -> None:
-    """BadMessage when the answer cannot travel in the message that will hold it."""
+    """Raise BadMessage if the answer cannot be encoded in its message."""
     pack_message([answer, bytes(ENVELOPE_BYTES)])
 
 
 def build_frames(messages: Iterable[bytes]) -> Iterator[bytes]:
-    """Packed messages as lists, in as few frames as they fit in."""
+    """Combine packed messages into lists, in as few frames as they fit in."""
     batch: list[bytes] = []
     size = HEADER_BYTES
     for message in messages:
@@ -54,5 +54,5 @@ def _build_frame(messages: list[bytes]) -> bytes:
 
 
 def replace_surrogates(text: str) -> str:
-    """The text, with halves of surrogate pairs as question marks."""
+    """Return the text with halves of surrogate pairs replaced by question marks."""
     return text.encode("utf-8", "replace").decode()

@@ -1,5 +1,6 @@
-"""A client of MCP servers, which it starts and speaks to over their standard streams by the
-official `mcp` package (https://github.com/modelcontextprotocol/python-sdk).
+"""Client of MCP servers, which it starts and calls over their standard streams.
+
+It uses the official `mcp` package (https://github.com/modelcontextprotocol/python-sdk).
 """
 
 from __future__ import annotations
@@ -13,35 +14,37 @@ from typing import Any
 from meshrl.common.mesh.process.entry import child
 
 START_TIMEOUT_S = 60.0
-CALL_TIMEOUT_S = 3600.0  # a caller that waits less long kills the process that waits here
+CALL_TIMEOUT_S = 3600.0  # a caller with a shorter limit kills this process
 
 ToolSpecs = dict[str, tuple[str, dict[str, Any]]]  # tool -> (description, JSON schema of arguments)
 
 
 class McpServer:
-    """One running server. Its methods block; they are called from one thread."""
+    """Running server. Its methods block; they are called from one thread."""
 
     def __init__(self, command: list[str], directory: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._session_future: asyncio.Future[Any] = self._loop.create_future()
         self._close_requested = asyncio.Event()
-        # One task enters and leaves the package's scopes, which it insists on.
+        # The package requires that one task enters and leaves its scopes.
         self._serve_task = self._loop.create_task(self._serve(command, directory))
         self._session = self._run_blocking(self._session_future, START_TIMEOUT_S)
 
     def list_tools(self) -> ToolSpecs:
-        """The server's tools by name, of all pages: description, and JSON schema of the arguments.
-        TimeoutError after `START_S`.
+        """List the server's tools by name, of all pages: description, and JSON schema of the
+        arguments.
+
+        Raise TimeoutError after `START_TIMEOUT_S`.
         """
         found = self._run_blocking(self._list_all_pages(), START_TIMEOUT_S)
         schemas = [_get_attribute(tool, "input_schema", "inputSchema") for tool in found]
         return {t.name: (t.description or "", s) for t, s in zip(found, schemas, strict=True)}
 
     def call_tool(self, tool: str, arguments: Any) -> Any:
-        """Call a tool and return its text, or the structure where it returns nothing else.
+        """Call a tool and return its text, or the structure if it returns nothing else.
 
-        A line stands for each part that is no text. A failed call returns {"error": text}.
-        TypeError if the arguments are no table, TimeoutError after `CALL_S`.
+        A line represents each part that is no text. A failed call returns {"error": text}. Raise
+        TypeError if the arguments are no table, TimeoutError after `CALL_TIMEOUT_S`.
         """
         if not isinstance(arguments, dict):
             raise TypeError(f"an MCP tool takes a table of arguments, not {arguments!r:.80}")
@@ -68,7 +71,7 @@ class McpServer:
         return found
 
     def close(self) -> None:
-        """Ends the server's process; TimeoutError if it has not gone after `START_S`."""
+        """Stop the server's process; raise TimeoutError after `START_TIMEOUT_S`."""
         self._close_requested.set()
         self._run_blocking(self._serve_task, START_TIMEOUT_S)
         self._loop.close()
@@ -77,7 +80,8 @@ class McpServer:
         from mcp import ClientSession, StdioServerParameters, stdio_client
 
         program = sys.executable if command[0] == "python" else command[0]
-        # It ends with us, however we end: the package gives it a session of its own.
+        # The server must exit with this process in any case: the package gives it a session of its
+        # own.
         tied = ["-I", child.__file__, f"parent={os.getpid()}", "--", f"exec:{program}"]
         arguments = [*tied, *command[1:]]
         parameters = StdioServerParameters(command=sys.executable, args=arguments, cwd=directory)
@@ -103,7 +107,7 @@ class McpServer:
 
 
 def list_server_tools(command: list[str], directory: str) -> ToolSpecs:
-    """The tools of a server, which is started for this and ended again."""
+    """Start a server, list its tools, and stop it."""
     server = McpServer(command, directory)
     try:
         return server.list_tools()
@@ -112,7 +116,7 @@ def list_server_tools(command: list[str], directory: str) -> ToolSpecs:
 
 
 def _to_text(part: Any) -> str:
-    """A part of an answer as text: what it says, or a line in place of what cannot be shown."""
+    """Return a part of an answer as text: its text, or a line that describes another type."""
     resource = getattr(part, "resource", None)
     if (text := getattr(resource or part, "text", None)) is not None:
         return str(text)
@@ -126,5 +130,5 @@ def _to_text(part: Any) -> str:
 
 
 def _get_attribute(thing: Any, *names: str) -> Any:
-    """An attribute that releases of the package call differently."""
+    """Return an attribute that has different names in releases of the package."""
     return next((getattr(thing, name) for name in names if hasattr(thing, name)), None)

@@ -1,4 +1,4 @@
-"""The rule for numbers that a job's code returns as rewards, as the sandbox has it for rewards."""
+"""Validation of numbers that a job's code returns as rewards, equal to the sandbox's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def to_finite_float(value: Any, name: str) -> float:
-    """A finite number, also of numpy's types, as float64; True counts as 1.
+    """Return a finite number, also of numpy's types, as float64; True counts as 1.
 
-    TypeError for another type, such as the text of a number; ValueError for what is not finite.
+    Raise TypeError for another type, such as the text of a number; ValueError if it is not finite.
     """
     if not isinstance(value, Real):
         raise TypeError(f"{name} is a finite number, not {value!r:.80}, a {type(value).__name__}")

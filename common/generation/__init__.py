@@ -1,3 +1,3 @@
-"""Generation that engine and scoring share: the contract of engines, and the built-in engine. Open
+"""Generation code of engines and scoring: the engine contract and the built-in engine. Open
 `engine_contract.py` first.
 """

@@ -17,18 +17,19 @@ Keys = NDArray[np.uint64]
 
 
 def seed_to_key(seed: int) -> int:
-    """The state of a seed's stream; seeds next to each other give unrelated streams."""
+    """Return the state of a seed's stream; adjacent seeds give unrelated streams."""
     return int(_mix(np.array([seed % 2**64], np.uint64))[0])
 
 
 def draw_uint64(keys: Keys, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The positions-th output, 64 bits, of each key's stream; shapes broadcast."""
+    """Return the positions-th output, 64 bits, of each key's stream; shapes broadcast."""
     return _mix(keys + (positions.view(np.uint64) + _ONE) * _GOLDEN)
 
 
 def draw_uniforms(keys: Keys, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in the open interval (0, 1), on a grid of 2**32: never 0, never 1, also after
-    scaling.
+    """Return numbers in the open interval (0, 1), on a grid of 2**32.
+
+    They are never 0 and never 1, also after scaling.
     """
     return ((draw_uint64(keys, positions) >> _S32).astype(np.float64) + 0.5) * 2.0**-32
 

@@ -1,6 +1,4 @@
-"""The contract of every engine, whatever it computes with: requests in, tokens out, weights
-swapped.
-"""
+"""Contract of every engine: requests in, tokens out, weights updated."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ if TYPE_CHECKING:
 
     from meshrl.common.generation.prefix_loading import PrefixLoad
 
-NO_VERSION = -1  # of an engine that holds no whole version
+NO_VERSION = -1  # version of an engine without a complete version
 MIXED_VERSIONS = -1  # version of a cache that weights of several versions computed
-NO_SESSION = -1  # any negative session: nothing is kept after the request
+NO_SESSION = -1  # any negative session: no cache is retained after the request
 
 IntArray = NDArray[np.integer]
 FloatArray = NDArray[np.floating]
@@ -31,8 +29,9 @@ NO_FLOATS = np.zeros(0, np.float32)
 
 
 class Quarantined(MeshError):
-    """New weights did not arrive whole: nobody knows what the engine holds, so it answers nothing
-    until a whole version is in place.
+    """Error of an engine whose new weights did not arrive completely.
+
+    Its weights are undefined, so it computes nothing until a complete version is loaded.
     """
 
     code = "engine_quarantined"
@@ -40,12 +39,13 @@ class Quarantined(MeshError):
 
 @contextmanager
 def quarantine_on_error(version: int, quarantine: Callable[[], None]) -> Iterator[None]:
-    """The time in which an engine's weights are replaced. Quarantined, after `quarantine` was
-    called, for whatever ends it early.
+    """Guard the replacement of an engine's weights.
+
+    On any error, call `quarantine` and raise Quarantined.
     """
     try:
         yield
-    # Nobody can name all that a device, a disk or a server raises, and after any of it some tensors
+    # The errors of a device, a disk or a server cannot be listed. After any of them, some tensors
     # are of one version and the rest of another.
     except Exception as error:
         quarantine()
@@ -58,10 +58,11 @@ def quarantine_on_error(version: int, quarantine: Callable[[], None]) -> Iterato
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """Generate after `tokens` until a stop id (which is included), `max_new` tokens or a full slot.
+    """Request to generate after `tokens`.
 
-    What is sampled depends on the weights, `tokens`, `seed` and positions only: the same request
-    resubmitted with its first results appended to `tokens` goes on as it would have.
+    It ends at a stop id (which is included), after `max_new_tokens` or at a full slot. The sampled
+    tokens depend on the weights, `tokens`, `seed` and positions only: a resubmitted request with
+    its first results appended to `tokens` continues as it would have.
     """
 
     id: int
@@ -71,15 +72,15 @@ class GenerationRequest:
     stop_ids: tuple[int, ...]
     seed: int
     session: int  # requests of one session follow each other; the next finds what this one computed
-    top_p: float = 1.0  # share of the probability that is kept, likeliest first; 1: all
-    top_k: int = 0  # likeliest tokens that are kept; 0: all
-    min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
+    top_p: float = 1.0  # top-p: share of the probability that is retained, likeliest first; 1: all
+    top_k: int = 0  # top-k: number of likeliest tokens that are retained; 0: all
+    min_p: float = 0.0  # min-p: least probability relative to the likeliest token; 0: all
     stop_strings: tuple[str, ...] = ()  # the token that completes one of these is the last
-    turn_start: int = -1  # place in `tokens` from which on they were generated too; -1: none
+    turn_start: int = -1  # position in `tokens` from which on they were generated too; -1: none
     wants_raw_logprobs: bool = (
-        False  # log-probabilities at temperature 1, nothing left out, come too
+        False  # also return log-probabilities at temperature 1 without filtering
     )
-    adapter: str = ""  # a loaded one, beside the base; empty: the base alone
+    adapter: str = ""  # name of a loaded adapter; empty: the base alone
 
 
 @dataclass(slots=True)
@@ -89,12 +90,13 @@ class EngineOutput:
     ids: NDArray[np.int64]
     counts: NDArray[np.int32]
     tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]  # under the distribution that was sampled from
-    raw_logprobs: NDArray[np.float32]  # at temperature 1; nan where not asked for, empty if nowhere
+    logprobs: NDArray[np.float32]  # under the sampled distribution
+    # at temperature 1; NaN where not requested, empty if never requested
+    raw_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]  # the weights that sampled each token
     finish_reasons: NDArray[np.int8]
-    # [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted each
-    # token; `meshrl.common.base.expert_routing` says what stands for none.
+    # [tokens, sparse layers x k]: experts of the position that predicted each token;
+    # `meshrl.common.base.expert_routing` defines the values for none.
     experts: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)
 
 
@@ -113,23 +115,25 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class SessionCache:
-    """What an engine has computed of a session, so that another one of the same model can tell
-    whether it can take the keys and values of `tokens`."""
+    """Computed tokens of a session.
 
-    tokens: NDArray[np.int32]  # [n], all that is computed
-    layout: str  # path, dtype, order, shape; an engine of another layout does not take it
-    version: int  # the weights that computed the n tokens; MIXED: several did
-    first_sampled_index: int  # place of the first of `tokens` that an engine sampled; n: none
-    first_version: int  # the weights that sampled that one
-    adapter: str = ""  # with which they computed; its versions are meant then
+    Another engine of the same model decides by them if it can use the keys and values of `tokens`.
+    """
+
+    tokens: NDArray[np.int32]  # [n], all computed tokens
+    layout: str  # backend, dtype, order, shape; only engines of equal layout can use the cache
+    version: int  # version of the weights that computed the n tokens; MIXED: several
+    first_sampled_index: int  # position of the first of `tokens` that an engine sampled; n: none
+    first_version: int  # version of the weights that sampled that token
+    adapter: str = ""  # adapter of the cache; `version` then refers to the adapter
 
 
 class SteppableEngine(Protocol):
-    """The steps of an engine, and what they bring: at its own speed, or at an emulated one."""
+    """Steps of an engine and their output, at its own speed or at an emulated one."""
 
     @property
     def backend(self) -> str:
-        """The name of what computes, for people to read."""
+        """Name of the backend, for display."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -141,51 +145,55 @@ class SteppableEngine(Protocol):
 
     @property
     def has_finished(self) -> bool:
-        """Whether a request has ended since the last drain."""
+        """True if a request has finished since the last drain."""
 
     @property
     def next_step_delay_s(self) -> float:
-        """Seconds that may pass before the next step brings anything; 0: step at once."""
+        """Seconds that may pass before the next step has output; 0: step at once."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Known tokens computed in a second, as measured lately; 0: not yet."""
+        """Known tokens computed per second, as measured recently; 0: not yet."""
 
     def step(self) -> bool:
-        """Brings a token or a few for each request that runs; False when paused, asleep,
-        quarantined or without work.
+        """Compute a token or a few of each running request.
+
+        Return False if the engine is paused, asleep or quarantined, or has no work.
         """
 
     def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
-        """What has come since the last drain, each token once; of ended requests only, or all."""
+        """Return the output since the last drain, each token once; of finished requests only, or
+        all.
+        """
 
 
 class TokenEngine(SteppableEngine, Protocol):
-    """The contract. One thread drives an engine: `step` until it returns False, `drain` at any
-    time.
+    """Contract of an engine. One thread drives it: `step` until it returns False.
+
+    `drain_outputs` may be called at any time.
     """
 
     @property
     def num_preempted(self) -> int:
-        """Requests so far that gave up their cache to older ones."""
+        """Number of preemptions so far."""
 
     @property
     def version(self) -> int:
-        """The version of the loaded weights, those of the base where adapters lie beside it;
-        NO_VERSION when there is no whole one.
+        """Version of the loaded weights, of the base if adapters are loaded; NO_VERSION:
+        incomplete.
         """
 
     @property
     def adapter_versions(self) -> Mapping[str, int]:
-        """The versions of the adapters that are loaded beside the base, by their names."""
+        """Versions of the loaded adapters, by name."""
 
     @property
     def num_running(self) -> int:
-        """The number of requests that are being generated."""
+        """Number of requests that are being generated."""
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait for room."""
+        """Number of requests that wait for a slot."""
 
     @property
     def tokens_generated(self) -> int:
@@ -193,109 +201,121 @@ class TokenEngine(SteppableEngine, Protocol):
 
     @property
     def tokens_computed(self) -> int:
-        """Tokens that went through the model, given or sampled; what was cached does not count."""
+        """Tokens that went through the model, given or sampled, without cached ones."""
 
     @property
     def num_steps(self) -> int:
         """Steps of the batch so far."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Takes all requests or none (Refused, naming one). An id that is in work is left alone."""
+        """Submit all requests or none (Refused, naming one); ignore an id that is in work."""
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Ends these requests with ABORTED; what they had generated is still flushed."""
+        """End these requests with ABORTED; their generated tokens are still flushed."""
 
     def release_sessions(self, sessions: Iterable[int]) -> None:
-        """Frees the slots of sessions that have ended."""
+        """Free the slots of ended sessions."""
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Loads new weights, which hold from the next step on. Refused, and nothing changes, when
-        they do not fit. Quarantined when they did not arrive whole: the version is NO_VERSION then,
-        `step` does nothing, `score` refuses, and what runs waits, until a swap or wake succeeds.
+        """Load new weights, which take effect from the next step on.
+
+        Raise Refused, without a change, if they do not fit. Raise Quarantined if they did not
+        arrive completely: `version` is NO_VERSION then, `step` does nothing, `score` raises
+        Refused, and running requests wait until an update or wake-up succeeds.
         """
 
     def load_adapter(
         self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int
     ) -> None:
-        """Puts an adapter, or a new version of one, beside the base: factors A and B by name
-        (`meshrl.common.model.network.lora`), which act as scale * B A. It stays over `swap`,
-        `sleep` and `wake`. Requests that run go on, with the new version from the next step on or,
-        where a server has it so, with the one that they began with: their tokens carry the version
-        that sampled them. Refused when it does not fit the model, or no more fit.
+        """Load an adapter, or a new version of one, beside the base.
+
+        Its factors A and B come by name (`meshrl.common.model.network.lora`) and act as scale * B
+        A. It stays loaded over `update_weights`, `sleep` and `wake`. Running requests continue with
+        the new version from the next step on or, on some servers, with the one that they began
+        with: their tokens carry the version that sampled them. Raise Refused if it does not fit the
+        model, or no more fit.
         """
 
     def quarantine(self) -> None:
-        """Makes it an engine without a whole version, as after a swap that was Quarantined: to be
-        called where the next of several changes that belong together cannot be made.
+        """Mark the engine as having no complete version, as after a Quarantined update.
+
+        Call this if one of several dependent changes fails.
         """
 
     def unload_adapter(self, name: str) -> None:
-        """Frees an adapter; Refused while requests with it are in work. One that is not there is
-        no error."""
+        """Remove an adapter; raise Refused while requests use it. An unknown name is no error."""
 
     def pause(self) -> None:
-        """Makes `step` do nothing until `resume`."""
+        """Make `step` do nothing until `resume`."""
 
     def resume(self) -> None:
-        """Lets `step` run again after `pause`."""
+        """Let `step` run again after `pause`."""
 
     def sleep(self) -> None:
-        """Gives back the memory of weights and cache; what runs waits and loses no token."""
+        """Free the memory of weights and cache; running requests wait and lose no token."""
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Takes weights again, of any version, and goes on."""
+        """Load weights of any version and continue."""
 
     def score(self, tokens: IntArray, adapter: str = "") -> NDArray[np.float32]:
-        """Log-probability, at temperature 1, of each token after the first: length n - 1."""
+        """Return the log-probability, at temperature 1, of each token after the first: length n -
+        1.
+        """
 
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; 0: they cannot be moved."""
 
     def describe_session_cache(self, session: int) -> SessionCache | None:
-        """What it has computed of an idle session; None: nothing that could be taken over."""
+        """Describe the computed tokens of an idle session.
+
+        None if another engine could use none.
+        """
 
     def copy_session_cache(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
-        """A copy of the keys and values of tokens [start, end) of an idle session, of its layout;
-        `start` begins a chunk. None: it has them no more.
+        """Copy the keys and values of tokens [start, end) of an idle session, in its layout.
+
+        `start` begins a chunk. Return None if the engine no longer has them.
         """
 
     def expect_load(self, session: int, load: PrefixLoad) -> None:
-        """The session's next request, or the one that is being prefilled, may be loaded by `load`:
-        an `offer` follows, or its end.
+        """Expect `load` for the session's next request, or for the one that is being prefilled.
+
+        A call of `offer_load`, or the end of `load`, follows.
         """
 
     def offer_load(self, session: int, cache: SessionCache, load: PrefixLoad) -> bool:
-        """Has the session's next request, or the one that is being prefilled, loaded by `load` as
-        far as that is faster; `load.alone` says whether some of the cache is of other weights.
-        False, and the load is cancelled: it must not or cannot be used here.
+        """Load the session's next request, or the one being prefilled, from `load` where that is
+        faster.
+
+        `load.is_front_first` is true if some of the cache is of other weights. Return False, with
+        the load cancelled, if it must not or cannot be used here.
         """
 
 
 class WithoutCacheTransfer:
-    """The part of the contract that is about keys and values of others, for an engine of which
-    nobody can read them."""
+    """Cache transfer part of the contract for an engine whose keys and values are inaccessible."""
 
     def describe_session_cache(self, session: int) -> SessionCache | None:
-        """Nothing."""
+        """Return None."""
         return None
 
     def copy_session_cache(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
-        """Nothing."""
+        """Return None."""
         return None
 
     def expect_load(self, session: int, load: PrefixLoad) -> None:
-        """Nothing of it is wanted."""
+        """Cancel the load, which cannot be used."""
         load.is_cancelled = True
 
     def offer_load(self, session: int, cache: SessionCache, load: PrefixLoad) -> bool:
-        """It cannot be used."""
+        """Cancel the load and return False."""
         load.is_cancelled = True
         return False
 
 
 def combine_outputs(pieces: Sequence[RequestOutput]) -> EngineOutput | None:
-    """The pieces as one flush, in their order; None: there are none."""
+    """Combine pieces into one flush, in order; return None if there are none."""
     if not pieces:
         return None
     asked = any(p.raw_logprobs is not None for p in pieces)
@@ -316,7 +336,7 @@ def combine_outputs(pieces: Sequence[RequestOutput]) -> EngineOutput | None:
 
 
 def concatenate_outputs(first: EngineOutput, second: EngineOutput) -> EngineOutput:
-    """Both flushes as one, the first before the second."""
+    """Concatenate two flushes."""
     unmodified = NO_FLOATS
     if len(first.raw_logprobs) or len(second.raw_logprobs):
         unmodified = np.concatenate(
@@ -340,7 +360,7 @@ def concatenate_outputs(first: EngineOutput, second: EngineOutput) -> EngineOutp
 
 
 def select_requests(output: EngineOutput, mask: NDArray[np.bool_]) -> EngineOutput:
-    """The part of a flush that belongs to the requests of `rows`."""
+    """Return the part of a flush that belongs to the masked requests."""
     tokens = np.repeat(mask, output.counts)
     return EngineOutput(
         ids=output.ids[mask],
@@ -368,9 +388,9 @@ def check_request(
     adapters: Container[str] = (),
     absent_ids: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Refused, with the reason, when no engine that has these adapters could serve this request.
+    """Raise Refused, with the reason, if no engine with these adapters could serve the request.
 
-    `absent`: ranges of ids that the tokenizer lacks, as in `ModelConfig`.
+    `absent_ids`: ranges of ids that the tokenizer lacks, as in `ModelConfig`.
     """
     tokens = request.tokens
     reason = ""
@@ -405,12 +425,12 @@ def check_request(
 
 
 def adapter_in_use_error(adapter: str) -> Refused:
-    """The error of an adapter that requests in work have."""
+    """Create the error for an adapter that requests in work use."""
     return Refused(f"adapter {adapter!r} is in use", where="engine", fix="abort its requests first")
 
 
 def sequence_too_long_error(tokens: int, max_tokens: int) -> Refused:
-    """The error of a sequence that is longer than a slot."""
+    """Create the error for a sequence that is longer than a slot."""
     return Refused(
         f"{tokens} tokens are more than a slot of {max_tokens} holds",
         where="engine",
@@ -419,5 +439,5 @@ def sequence_too_long_error(tokens: int, max_tokens: int) -> Refused:
 
 
 def no_weights_error() -> Refused:
-    """The error of an engine that has no whole version, or sleeps."""
+    """Create the error of an engine that has no complete version, or sleeps."""
     return Refused("the engine has no weights", where="engine", fix="wake it first")

@@ -1,6 +1,4 @@
-"""Where engines of a host keep keys and values that their caches have no room for: a directory a
-job, in memory and on the disk; and how what nobody uses any more goes.
-"""
+"""Directories of a host's KV tiers, in memory and on disk, one for each job, and their removal."""
 
 from __future__ import annotations
 
@@ -16,15 +14,17 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files.file_locks import is_file_at, try_lock_file
 
 SHARED_MEMORY = Path("/dev/shm")
-MEMORY_DIRECTORY_PREFIX = "meshrl-kv-"  # begins the names of what hosts keep there
-MAX_MEMORY_DIRECTORIES = 16  # that a host may have there: another user can take some of them first
-LOCK_FILE = ".engines"  # in a directory: its engines hold this file's lock
+MEMORY_DIRECTORY_PREFIX = "meshrl-kv-"  # prefix of directory names
+MAX_MEMORY_DIRECTORIES = 16  # names per host, because another user can take some of them first
+LOCK_FILE = ".engines"  # in each directory: its engines hold this file's lock
 DISK_DIRECTORY = "kv"  # on the disk, below the root of a host's runs
 
 
 def get_memory_root(run_root: str) -> Path:
-    """The directory below which a host keeps them in memory: the first of several names that is
-    this user's, else the first that is free. Every user may make directories there.
+    """Return the directory for KV tiers in memory.
+
+    It is the first of several names that belongs to this user, else the first free one. All users
+    may create directories in its parent.
     """
     about = f"{os.geteuid()} {Path(run_root).resolve()}"
     digests = (
@@ -38,13 +38,16 @@ def get_memory_root(run_root: str) -> Path:
 
 
 def get_disk_root(run_root: str, path: str) -> Path:
-    """Below which it keeps them on a disk; `path`: another place than that of its runs."""
+    """Return the directory for KV tiers on disk; `path` replaces the root of the host's runs."""
     return Path(path).expanduser() if path else Path(run_root) / DISK_DIRECTORY
 
 
 def make_private_directory(path: Path) -> Path:
-    """A directory that nobody else can read; ConfigError if another user has made it."""
-    with suppress(FileExistsError):  # a file, or a link to what is not there
+    """Create a directory that no other user can read.
+
+    Raise ConfigError if it belongs to another.
+    """
+    with suppress(FileExistsError):  # a file, or a broken link
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(path):
         raise ConfigError(
@@ -56,7 +59,7 @@ def make_private_directory(path: Path) -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """True if a directory is this user's alone."""
+    """Return True if a directory belongs to this user and no other user has access."""
     try:
         found = path.lstat()
     except OSError:
@@ -65,8 +68,10 @@ def is_private(path: Path) -> bool:
 
 
 def remove_abandoned(run_root: str) -> None:
-    """Removes the directories of engines that were killed; in memory, where what a whole mesh left
-    would fill the host, those of this user's other roots too.
+    """Remove the directories of killed engines.
+
+    In memory, also remove those below this user's other run roots: the remains of a whole mesh
+    would fill the host.
     """
     roots = [root for root in SHARED_MEMORY.glob(f"{MEMORY_DIRECTORY_PREFIX}*") if is_private(root)]
     for root in (*roots, get_disk_root(run_root, "")):
@@ -75,8 +80,9 @@ def remove_abandoned(run_root: str) -> None:
 
 
 def acquire_directory(directory: Path) -> tuple[int, bool]:
-    """Uses a directory from now on, which is there then, until what it returns is given to `leave`;
-    and whether no other engine does so.
+    """Acquire a directory, created if needed, until `release_directory`.
+
+    Return its lock and True if no other engine uses it.
     """
     while True:
         make_private_directory(directory.parent)
@@ -85,7 +91,7 @@ def acquire_directory(directory: Path) -> tuple[int, bool]:
             descriptor = os.open(
                 directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
-        except FileNotFoundError:  # the last one left at this moment
+        except FileNotFoundError:  # the last engine removed the directory at this moment
             continue
         alone = True
         try:
@@ -95,26 +101,27 @@ def acquire_directory(directory: Path) -> tuple[int, bool]:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         if is_file_at(descriptor, directory / LOCK_FILE):
             return descriptor, alone
-        os.close(descriptor)  # the last one has left meanwhile, and taken it away
+        os.close(descriptor)  # the last engine has removed the directory since
 
 
 def downgrade_lock(directory: Path, descriptor: int) -> bool:
-    """Lets others in, after what the first one had to do alone; whether the directory is still
-    there: for a moment nobody has its lock.
+    """Downgrade the exclusive lock after the first engine's set-up, so that others can enter.
+
+    Return True if the directory still exists: for a moment no process has its lock.
     """
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return is_file_at(descriptor, directory / LOCK_FILE)
 
 
 def release_directory(directory: Path, descriptor: int | None = None) -> bool:
-    """Uses a directory no more; whether it is gone, because nobody else does."""
+    """Release a directory; return True if it was removed because no other engine uses it."""
     if descriptor is not None:
         os.close(descriptor)
     with try_lock_file(directory / LOCK_FILE) as nobody:
         if not nobody:
             return False
         try:
-            # The lock's file last: who comes meanwhile waits for it.
+            # Remove the lock file last: an engine that arrives during the removal waits for it.
             for path in directory.iterdir():
                 if path.name == LOCK_FILE:
                     continue
@@ -124,7 +131,7 @@ def release_directory(directory: Path, descriptor: int | None = None) -> bool:
                     path.unlink(missing_ok=True)
             (directory / LOCK_FILE).unlink()
             directory.rmdir()
-            with suppress(OSError):  # other jobs of the host have theirs there
+            with suppress(OSError):  # other jobs of the host have directories there
                 directory.parent.rmdir()
         except OSError:
             return False

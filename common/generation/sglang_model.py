@@ -1,4 +1,4 @@
-"""The shape that an SGLang server is given of a model: one that it computes as we do, or none."""
+"""Model shapes for SGLang servers: only those that SGLang computes as this product does."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 _USE_BUILTIN_FIX = "set rollout.engine to the built-in one"
 VOCABULARY_MATRICES = (EMBEDDING, UNEMBEDDING)  # matrices with a row for each id
-_IGNORED_YARN_KEYS = ("attention_factor", "mscale", "mscale_all_dim")  # which its YaRN passes over
+# SGLang's YaRN ignores this key
+_IGNORED_YARN_KEYS = ("attention_factor", "mscale", "mscale_all_dim")
 
 
 def to_sglang_config(config: ModelConfig, max_length: int) -> ModelConfig:
-    """What SGLang is to serve for sequences of up to `max_length` tokens: without windows that are
-    wider, without scaling that begins later, and with a vocabulary that ends with the tokenizer's.
-    ConfigError for a model that it computes otherwise.
+    """Return the configuration that SGLang serves for sequences of up to `max_length` tokens.
+
+    It omits windows that are wider and scaling that begins later, and its vocabulary ends with the
+    tokenizer's. Raise ConfigError for a model that SGLang computes differently.
     """
     if config.architecture == "smollm3":
         raise ConfigError(
@@ -60,8 +62,9 @@ def to_sglang_config(config: ModelConfig, max_length: int) -> ModelConfig:
 
 
 def trim_vocabulary_rows(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by Hugging Face's names for a server of `served_by_sglang`, as views: the
-    vocabulary's matrices without the rows behind the tokenizer's last id.
+    """Return tensors by Hugging Face names for a server of the trimmed vocabulary, as views.
+
+    The vocabulary's matrices lose the rows behind the tokenizer's last id.
     """
     cut = {
         name: tensors[name][: config.token_id_end]

@@ -1,6 +1,6 @@
-"""Extracts the model's answer from a trajectory's turns: one definition for all rewards and judges.
+"""Extraction of the model's answer from a trajectory's turns, shared by all rewards and judges.
 
-It imports only the standard library, as workers start with it.
+It imports only the standard library, because workers import it at their start.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Marks that public models put around their reasoning. An end that is quoted, as in a program's
-# text or in backticks, is no mark.
+# Marks of public models around their reasoning. A quoted end, as in a program's text or in
+# backticks, is no mark.
 REASONING_STARTS = (
     "<think>",
     "[THINK]",
@@ -22,22 +22,22 @@ _REASONING_ENDS = (
     r"</think>|\[/THINK\]|</seed:think>|<\|END_THINKING\|>|<\|channel\|>final<\|message\|>"
 )
 REASONING_END = re.compile(rf"(?<![\"'])(?<![^`]`)(?:{_REASONING_ENDS})(?![\"'])")
-REASONING_PATTERN = re.compile(  # marks in a pattern that is meant for reasoning, too
+REASONING_PATTERN = re.compile(  # marks in a pattern for reasoning, too
     r"think\\?>|THINK\\?\]|(?:START|END)_THINKING|channel\\?\|"
 )
 CODE_FENCE = "```"
-MAX_REASONING_SECTIONS = 100  # of reasoning, one after the other
+MAX_REASONING_SECTIONS = 100  # consecutive blocks of reasoning
 
 
 def extract_answer(
     turns: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, keep_reasoning: bool = False
 ) -> str | None:
-    """Return the model's last turn without what ended it and without its reasoning.
+    """Return the model's last turn without its end tokens and without its reasoning.
 
     Args:
         turns: Turns as rewards get them (docs/job-file.md, "What a reward is given").
         options: The reward's; `strip` names further ends that are removed.
-        reasoning: Keep the reasoning.
+        keep_reasoning: Keep the reasoning.
 
     Returns:
         The answer, which may be empty; None if there is none: the model has no turn, its turn was
@@ -57,10 +57,11 @@ def extract_answer(
 
 
 def strip_reasoning(text: str) -> str | None:
-    """Return what follows the reasoning at the beginning of a turn; None if that does not end.
+    """Return the text after the reasoning at the start of a turn; None if the reasoning does not
+    end.
 
-    The beginning may be the prompt's: an end without one ends reasoning as well, unless it stands
-    in a comment of a fenced block.
+    The prompt may contain the start: an end without one ends reasoning as well, unless it is in a
+    comment of a fenced block.
     """
     for _ in range(MAX_REASONING_SECTIONS):
         begun = text.lstrip().startswith(REASONING_STARTS)

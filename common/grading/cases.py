@@ -1,7 +1,8 @@
-"""Reads a row's tests that are cases: of a program that prints, or of calls of a function.
+"""Parser of a row's tests that are cases: of a program's output, or of calls of a function.
 
-The shapes of the public corpora are understood where what they mean is certain. What is no test
-at all is BadTests, and what no runner could judge by is Unsupported: neither is ever a score.
+It supports the shapes of the public corpora whose meaning is certain. Values that are no tests
+raise InvalidTests, and tests that no runner could grade by raise UnsupportedTests: neither is ever
+a score.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from meshrl.common.grading.isolated_support import UnsupportedTests
 from meshrl.common.grading.python_tests import parse_source
 
-MAX_DEPTH = 200  # nesting of one value; the same as in `jail/wire/plain_data.py`
-MAX_DIGITS = 100_000  # of a whole number in JSON text; reading more would hold up all other calls
-DIGITS_PER_CHUNK = 4_000  # digits that `int` reads at once, below where it refuses a text
+MAX_DEPTH = 200  # nesting of one value; equal to the limit in `jail/wire/plain_data.py`
+MAX_DIGITS = 100_000  # of an integer in JSON text; parsing more would delay all other calls
+DIGITS_PER_CHUNK = 4_000  # digits per call of `int`, below its own limit
 SCALAR_TYPES = {bool, int, float, str, type(None)}
 LINKED_NODE_TYPES = ("ListNode", "TreeNode")  # types of arguments that a corpus builds from lists
 SOLUTION_MODULE = "solution"  # the module that tests in Python import
@@ -26,12 +27,12 @@ FUNCTION_KEYS = ("function", "fn_name")
 
 
 class InvalidTests(Exception):
-    """The row's tests are none."""
+    """Error of a row whose tests are invalid."""
 
 
 @dataclass(frozen=True)
 class StdioCase:
-    """What a program reads, and the texts of which it is to print one."""
+    """Input of a program, and the texts of which it is to print one."""
 
     stdin: str
     accepted_outputs: tuple[str, ...]
@@ -39,7 +40,7 @@ class StdioCase:
 
 @dataclass(frozen=True)
 class FunctionCase:
-    """A call, and the JSON values of which it is to return one."""
+    """Call, and the JSON values of which it is to return one."""
 
     args: list[Any]
     accepted_results: list[Any]
@@ -61,18 +62,19 @@ class FunctionTests:
     cases: list[FunctionCase]
 
 
-Tests = str | StdioTests | FunctionTests  # a text is tests in Python
+Tests = str | StdioTests | FunctionTests  # a text has tests in Python
 
 
 def parse_tests(tests: Any) -> Tests:
-    """What a row's `tests` are, whichever shape they have.
+    """Parse a row's `tests`, of any shape.
 
-    BadTests says why they are none, Unsupported what of them cannot be graded by.
+    Raise InvalidTests with the reason if they are invalid, UnsupportedTests if they cannot be
+    graded by.
     """
     if isinstance(tests, str):
         if not tests.lstrip().startswith(("{", "[")):
             return tests
-        try:  # the list or table that a text is, as datasets store them
+        try:  # datasets store lists and tables as JSON text
             found = _load_json(tests)
         except (ValueError, RecursionError):
             return tests
@@ -97,12 +99,12 @@ def parse_tests(tests: Any) -> Tests:
 
 
 def find_required_names(tests: Tests) -> frozenset[str]:
-    """What a program must define, as far as its tests say: one of these."""
+    """Return the names of which a program must define one, as far as its tests show."""
     if isinstance(tests, FunctionTests):
         return frozenset({tests.function.partition(".")[0]})
     if isinstance(tests, StdioTests):
         return frozenset()
-    if (tree := parse_source(tests)) is None:  # told when they are to run
+    if (tree := parse_source(tests)) is None:  # reported when the tests run
         return frozenset()
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -110,14 +112,14 @@ def find_required_names(tests: Tests) -> frozenset[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found |= {node.attr} if node.value.id == SOLUTION_MODULE else set()
-    if "*" in found:  # whatever they use and have from nowhere else
+    if "*" in found:  # names that the tests use and do not define
         used, bound = find_used_and_bound_names(tree)
         found = (found - {"*"}) | (used - bound - set(dir(builtins)))
     return frozenset(found)
 
 
 def find_used_and_bound_names(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Names that a program reads, and those that it binds anywhere."""
+    """Return the names that a program reads, and those that it binds anywhere."""
     used: set[str] = set()
     bound: set[str] = set()
     for node in ast.walk(tree):
@@ -132,7 +134,8 @@ def find_used_and_bound_names(tree: ast.Module) -> tuple[set[str], set[str]]:
     return used, bound
 
 
-# ---- programs that print ------------------------------------------------------------------------
+# ---- programs
+# -------------------------------------------------------------------------------------
 
 
 def _parse_stdio_case(case: Any) -> StdioCase:
@@ -143,7 +146,7 @@ def _parse_stdio_case(case: Any) -> StdioCase:
             f"a case with testtype functional does not say of which function: {fix}"
         )
     stdin = _parse_text(_require_key(case, "input"), "an input")
-    if "outputs" in case:  # any of them is right
+    if "outputs" in case:  # any of these outputs is right
         outputs = _require_list(case["outputs"], "outputs")
         if not outputs:
             raise InvalidTests("a case whose outputs are an empty list")
@@ -152,7 +155,7 @@ def _parse_stdio_case(case: Any) -> StdioCase:
 
 
 def _parse_text(value: Any, what: str) -> str:
-    """A text; a list is its lines, as in APPS."""
+    """Return a text; a list is joined as lines, as in APPS."""
     if isinstance(value, list):
         if all(isinstance(line, str) for line in value):
             return "\n".join(value)
@@ -184,7 +187,7 @@ def _parse_function_pairs(pairs: list[tuple[Any, Any]]) -> list[FunctionCase]:
             FunctionCase(_parse_json_lines(given), [_parse_json_value(wanted)])
             for given, wanted in pairs
         ]
-    # Corpora of this shape wrap each result in a list, or none; which, the row does not say.
+    # Corpora of this shape wrap each result in a list, or none; the row does not show which.
     wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in pairs)
     cases = []
     for given, wanted in pairs:
@@ -197,7 +200,7 @@ def _parse_function_pairs(pairs: list[tuple[Any, Any]]) -> list[FunctionCase]:
 
 
 def _parse_json_lines(text: str) -> list[Any]:
-    """Arguments, one JSON value a line, as in LiveCodeBench."""
+    """Parse arguments, one JSON value per line, as in LiveCodeBench."""
     return [_parse_json_value(line) for line in text.splitlines() if line.strip()]
 
 
@@ -209,7 +212,7 @@ def _parse_json_value(text: str) -> Any:
 
 
 def _check_json_value(value: Any, depth: int = 0) -> Any:
-    """The value, which JSON holds."""
+    """Return the value if JSON can represent it."""
     if depth > MAX_DEPTH:
         raise UnsupportedTests(f"a value nested deeper than {MAX_DEPTH}")
     if isinstance(value, list | tuple):
@@ -230,7 +233,7 @@ def _check_json_value(value: Any, depth: int = 0) -> Any:
 
 
 def _reject_linked_nodes(table: dict[str, Any]) -> None:
-    """Unsupported if a mark beside the cases says that lists stand for linked nodes."""
+    """Raise UnsupportedTests if a mark beside the cases declares lists as linked nodes."""
     cases = {"cases", "args", "kwargs", "input", "output", "inputs", "outputs"}
     marks = repr({key: value for key, value in table.items() if key not in cases})
     if name := next((name for name in LINKED_NODE_TYPES if name in marks), ""):
@@ -281,7 +284,7 @@ def _load_json(text: str) -> Any:
 
 
 def parse_integer(text: str) -> int:
-    """The number that decimal digits spell, however many; Unsupported beyond DIGITS of them."""
+    """Parse decimal digits of any length; raise UnsupportedTests beyond MAX_DIGITS of them."""
     if len(text) > MAX_DIGITS:
         raise UnsupportedTests(f"a whole number of {len(text)} digits; {MAX_DIGITS} at most")
     if len(text) <= DIGITS_PER_CHUNK:

@@ -1,9 +1,9 @@
-"""Reads which choice an answer names by its letter, and the letter of a row's gold answer.
+r"""Parser of the choice that an answer names by its letter, also used for gold answers.
 
-An answer names a choice in a mark (`\\boxed{B}`, `<answer>B</answer>`), in a statement ("The answer
-is B", "B is correct", "so it is (B)"), or as a line of its own at its beginning or end ("B",
-"B. Paris"). The last of these counts. A letter elsewhere, and a mark or statement that names
-several, is no choice. docs/sandbox.md, "Answers with a letter", documents the rule.
+An answer names a choice in a mark (`\boxed{B}`, `<answer>B</answer>`), in a statement ("The answer
+is B", "B is correct", "so it is (B)"), or as a line of its own at its beginning or end ("B", "B.
+Paris"). The last of these counts. A letter elsewhere, and a mark or statement that names several,
+is no choice. docs/sandbox.md, "Answers with a letter", documents the rule.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_ANSWER_CHARS = 20_000  # characters of an answer that are read: its end
+MAX_ANSWER_CHARS = 20_000  # characters that are read at the end of an answer
 BOXED_ANSWER = re.compile(
     r"\\(?:boxed|fbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
     r"|<(?:final_)?answer>(.*?)</(?:final_)?answer>"
@@ -27,7 +27,7 @@ STRIKETHROUGH = re.compile(r"~~[^~\n]{1,200}~~")
 LATEX_TEXT_COMMAND = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf|mbox)\s*\{([^{}]*)\}"
 )
-# A letter in bold, quotes, backticks, dollars or brackets is no word.
+# A letter in bold, quotes, backticks, dollars or brackets is not a word.
 DELIMITED_LETTER = re.compile(
     r"(?:\*{1,3}|_{1,2}|`|\$|[\"'“‘«「『【\[<(]|\\\(|\\\[|<(?!(?:final_)?answer)\w{1,12}>)\s*\(?([A-Za-z])[).:,]{0,2}\s*"
     r"(?:\*{1,3}|_{1,2}|`|\$|[\"'”’»」』】\]>)]|\\\)|\\\]|</(?!(?:final_)?answer)\w{1,12}>)(?![A-Za-z])"
@@ -38,9 +38,9 @@ MARKUP = re.compile(r"\*|__|`|\$|[\"“”«»「」『』【】]|\\[()\[\]]|(?<
 def _strip_markup(text: str) -> str:
     """Return the text without markup, with (B) for each letter that is set apart."""
     text = STRIKETHROUGH.sub("", text)
-    for _ in range(2):  # a command may stand in another one
+    for _ in range(2):  # a command may be nested in another one
         text = LATEX_TEXT_COMMAND.sub(r"\1", text)
-    for _ in range(3):  # as may quotes in bold
+    for _ in range(3):  # quotes may be nested in bold
         text = DELIMITED_LETTER.sub(r"(\1)", text)
     return MARKUP.sub("", text).strip()
 
@@ -101,7 +101,7 @@ STATEMENT_PATTERNS = (
     CONCLUSION_LETTER,
 )
 
-# What must not stand before a statement in its clause, and not behind a letter.
+# Words that invalidate a statement if they precede it in its clause, or follow a letter.
 NEGATION = re.compile(
     r"(?i:\b(?:not|never|neither|nor|cannot|if|whether|suppose|supposing|assume|assuming|unless|"
     r"wrong|incorrect|false|except|(?<!no )doubt|students|people|others|many)\b"
@@ -128,7 +128,7 @@ FURTHER_LETTER_BEFORE = re.compile(r"(?:\([A-Za-z]\)|\b[A-Z])\s*(?:and|or|/|&|,)
 
 @dataclass(frozen=True)
 class NamedChoice:
-    """A place that names a choice; without a letter it names several, or none of them."""
+    """Text range that names a choice; without a letter it names several, or none of them."""
 
     position: int
     letter: str
@@ -166,7 +166,7 @@ def _find_statements(text: str) -> Iterator[NamedChoice]:
 def _get_statement_letter(text: str, match: re.Match[str], letter_comes_first: bool) -> str | None:
     """Return the letter of a statement, empty for several letters; None: it states nothing.
 
-    `closed`: the statement goes on behind the letter, as in "B is correct".
+    `letter_comes_first`: the statement continues behind the letter, as in "B is correct".
     """
     if _is_negated(text, match.start()):
         return None
@@ -200,7 +200,7 @@ def _get_letter(match: re.Match[str]) -> str:
 
 
 def _is_negated(text: str, start: int) -> bool:
-    """True if the clause before a statement takes it back."""
+    """Return True if the clause before a statement negates it."""
     clause = CLAUSE_END.split(text[max(0, start - 200) : start])[-1]
     return bool(NEGATION.search(clause))
 
@@ -222,14 +222,15 @@ CLOSING_LETTER = re.compile(
 _REFERENCE_NOUN_LIST = (
     "figure fig equation eq case step part type table plan group section point line see also"
 )
-REFERENCE_NOUNS = frozenset(_REFERENCE_NOUN_LIST.split())  # (B) behind them is theirs
+REFERENCE_NOUNS = frozenset(_REFERENCE_NOUN_LIST.split())  # a following (B) belongs to them
 EXCLUSION = re.compile(r"(?i)\b(?:out|eliminat\w+|exclud\w+|reject\w*|unlike|than|without)\b")
 SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+|\n+")
 
 
 def _find_choice_lines(text: str) -> Iterator[NamedChoice]:
-    """Yield the first and the last line where they name a choice. A list of all choices names none
-    of them.
+    """Yield the first and the last line where they name a choice.
+
+    A list of all choices names none of them.
     """
     lines, at = [], 0
     for line in text.splitlines(keepends=True):
@@ -255,7 +256,7 @@ def _find_choice_lines(text: str) -> Iterator[NamedChoice]:
 
 
 def _is_about_choice(line: str, match: re.Match[str]) -> bool:
-    """True if a line with a label speaks of the choice, in place of naming it."""
+    """Return True if a line with a label describes the choice instead of naming it."""
     end = match.end("apart") + 1 if match["apart"] else match.end("bare")
     return bool(RETRACTION_AFTER_LETTER.match(line, end) or FURTHER_LETTER_AFTER.match(line, end))
 

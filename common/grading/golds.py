@@ -1,6 +1,6 @@
-"""Reads a row's gold answer as the reward compares it; BadGold says why no answer can equal it.
+"""Parser of a row's gold answer for rewards; InvalidGold has the reason why no answer can equal it.
 
-The command line reads the golds of all rows before a job starts, the rewards each row's again.
+The command line parses the golds of all rows before a job starts, the rewards each row's again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-DEFAULT_LETTERS = "ABCDEFGHIJ"  # of choices, where the option `letters` names no others
+DEFAULT_LETTERS = "ABCDEFGHIJ"  # letters of choices, unless the option `letters` names others
 CHOICES_KEY = "choices"  # key of a row's choices
 MAX_MATH_CHARS = 2_000  # characters of a mathematical gold
 LABELLED_CHOICE = re.compile(
@@ -19,13 +19,13 @@ LABELLED_CHOICE = re.compile(
 )  # B, (B), B., "B. Paris"
 INTEGER = re.compile(r"-?\d+(?:\.0+)?")
 GSM8K_SOLUTION = re.compile(r"####\s*(\S[^\n]*)")  # GSM8K's answers end like this
-# What no answer in mathematics holds: it is refused unread.
+# Texts that no answer in mathematics contains: they are rejected without parsing.
 CODE_PATTERN = re.compile(r"__|\b(?:import|lambda|exec|eval|open|getattr)\b")
 TEXT_FIX = "write the text that a right answer is equal to"
 
 
 class InvalidGold(ValueError):
-    """A row's gold answer that no answer can equal; `fix` says what to write."""
+    """Error of a gold answer that no answer can equal; `fix` is the remedy."""
 
     def __init__(self, message: str, fix: str = TEXT_FIX) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class InvalidGold(ValueError):
 
 
 def get_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Return what the row has under the key that the option `answer` names."""
+    """Return the row's value under the key that the option `answer` names."""
     key = options.get("answer", "answer")
     if key not in row:
         raise InvalidGold(f"the row has no {key!r}", "name the row's key in options.answer")
@@ -98,7 +98,7 @@ def parse_choice_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> str
     text, its label, or its number, counted from 0.
     """
     value = get_gold(row, options)
-    if isinstance(value, float) and value.is_integer():  # as Arrow makes of a column with nulls
+    if isinstance(value, float) and value.is_integer():  # Arrow's form of a column with nulls
         value = int(value)
     if isinstance(value, bool):
         raise InvalidGold(f"it is {value}, not a letter", "write the letter, as in B")
@@ -123,7 +123,7 @@ def parse_choice_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> str
 
 
 def _get_numbered_letter(text: str, is_text: bool, texts: list[str], letters: str) -> str:
-    """Return the letter of a class label, or of the choice whose text is `written` so."""
+    """Return the letter of a class label, or of the choice with this text."""
     label, many = int(float(text)), len(texts)
     same = [place for place, one in enumerate(texts) if is_text and one.strip() == text]
     if not many:
@@ -165,7 +165,7 @@ def _read_choices(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _find_choice_index(text: str, texts: list[str], labels: list[str]) -> int | None:
-    """Return the place of the choice with this label or, if there is one such, this text."""
+    """Return the index of the choice with this label or, if there is one such, this text."""
     if text in labels:
         place = labels.index(text)
         alphabetical = labels == list(string.ascii_uppercase[: len(labels)])

@@ -1,5 +1,6 @@
-"""Says of a row's tests what a runner cannot do, before anything is scored by them: reads the
-syntax tree of tests in Python for what the runner `isolated` cannot run.
+"""Check of Python tests for features that the runner `isolated` does not support.
+
+It reads the syntax tree of a row's tests before any answer is scored by them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SUPPORTED_FIXTURES = frozenset(
 )
 UNSUPPORTED_MARKS = {"anyio": "pytest-anyio", "trio": "pytest-trio"}
 
-# Of the standard library: what has no sense where the solution runs in another process.
+# Modules of the standard library that are meaningless if the solution runs in another process.
 UNSUPPORTED_MODULES = {
     "threading": "threads that use the solution",
     "multiprocessing": "processes that use the solution",
@@ -36,8 +37,8 @@ UNSUPPORTED_MODULES = {
     "tkinter": "a display",
     "doctest": "the solution's source",
 }
-# Coroutines of the two jails run one after another, each to its end: what is at the same time, or
-# gives way to what else runs, has no sense there.
+# Coroutines of the two jails run one after another, each to its end: concurrency and yielding are
+# meaningless there.
 _CONCURRENT_NAME_LIST = (
     "gather create_task ensure_future TaskGroup Task as_completed wait wait_for shield timeout "
     "timeout_at to_thread run_coroutine_threadsafe sleep Future Queue LifoQueue PriorityQueue "
@@ -50,7 +51,7 @@ UNSUPPORTED_CALLS = {
     "importlib": {"reload"},
     "asyncio": frozenset(_CONCURRENT_NAME_LIST.split()),
     "os": {"chdir", "fork", "system", "popen"},
-    "sqlite3": {"connect"},  # the solution can use no connection of the tests
+    "sqlite3": {"connect"},  # the solution cannot use a connection of the tests
     "sys": {"getrefcount", "settrace", "setprofile", "_getframe", "setrecursionlimit"},
     "mock": {"create_autospec", "seal"},
 }
@@ -60,10 +61,10 @@ LOG_LISTENERS = frozenset({"assertLogs", "assertNoLogs", "addHandler"})
 
 
 class UnsupportedTests(Exception):
-    """No runner of the job can run a row's tests; the text names what of them it cannot do.
+    """Error of tests that no runner of the job can run; its text names the unsupported feature.
 
-    `provoked`: it has come to this by what an object of the solution does, so another solution, or
-    the same one with a mind to, decides about it; by what the tests do otherwise.
+    `is_caused_by_solution`: an object of the solution caused this, so another solution could
+    avoid or cause it; otherwise the tests caused it.
     """
 
     def __init__(self, what: str, is_caused_by_solution: bool = False) -> None:
@@ -72,10 +73,11 @@ class UnsupportedTests(Exception):
 
 
 def find_unsupported(tests: str) -> tuple[str, ...]:
-    """Names each thing in these tests in Python that the runner `isolated` cannot do, as "fixture
-    caplog" or "import numpy (not in the jail)", in the order of the source; empty if it can run all
-    of them. It reads and runs nothing. What shows only when tests run is told then
-    (`UnsupportedTests`).
+    """Name each feature of Python tests that the runner `isolated` does not support.
+
+    Examples: "fixture caplog", "import numpy (not in the jail)". They are in source order; empty if
+    it can run all tests. The tests are parsed and not run. Features that only show at run time
+    raise `UnsupportedTests` then.
     """
     try:
         tree = ast.parse(tests)
@@ -87,17 +89,17 @@ def find_unsupported(tests: str) -> tuple[str, ...]:
 
 
 class UnsupportedFeatureFinder:
-    """Reads one module of tests."""
+    """Finder of unsupported features in one module of tests."""
 
     def __init__(self) -> None:
-        self._modules: dict[str, str] = {}  # names in the source, and the modules that they mean
+        self._modules: dict[str, str] = {}  # names in the source -> modules
         self._solution_names: set[str] = set()  # names imported from the solution
         self._fixtures: set[str] = set()
         self._classes: dict[str, ast.ClassDef] = {}
         self._has_indirect_marks = False
 
     def find(self, tree: ast.Module) -> Iterator[str]:
-        """The name of each thing that cannot be run; one may come twice."""
+        """Yield the name of each unsupported feature; a name may repeat."""
         guarded = _find_guarded_imports(tree)
         self._has_indirect_marks = python_tests.has_indirect_marks(tree)
         for node in ast.walk(tree):
@@ -147,7 +149,9 @@ class UnsupportedFeatureFinder:
                 yield f"{name}.{alias.name}"
 
     def _resolve_path(self, node: ast.AST) -> str:
-        """`a.b.c` of an expression, its first name being that of the module it means; or ""."""
+        """Return the path `a.b.c` of an expression, with its module's name as its first part; or
+        "".
+        """
         if isinstance(node, ast.Name):
             return self._modules.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -210,7 +214,7 @@ class UnsupportedFeatureFinder:
                 yield f"async def {node.name} without pytest.mark.asyncio"
 
     def _count_patched_arguments(self, decorators: list[ast.expr]) -> int:
-        """How many arguments the decorators of `unittest.mock` fill."""
+        """Return how many arguments the decorators of `unittest.mock` fill."""
         count = 0
         for call in [decorator for decorator in decorators if isinstance(decorator, ast.Call)]:
             path = self._resolve_path(call.func).split(".")
@@ -222,7 +226,7 @@ class UnsupportedFeatureFinder:
     # -- classes
 
     def _check_class(self, node: ast.ClassDef) -> Iterator[str]:
-        """A class of two jails at once, or one that listens to the solution's loggers."""
+        """Check a class for bases in both jails and for handlers of the solution's loggers."""
         paths = list(map(self._resolve_path, node.bases))
         for path in paths:
             if path.startswith("logging.") and path.endswith("Handler"):
@@ -236,7 +240,7 @@ class UnsupportedFeatureFinder:
 
 
 def _find_guarded_imports(tree: ast.Module) -> set[ast.AST]:
-    """Imports that may fail: those in a `try` that handles it."""
+    """Return imports that may fail: those in a `try` that handles it."""
     found: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Try):

@@ -1,4 +1,4 @@
-"""Says of tests in Python what the runner `pytest` will not find: modules, fixtures, plugins."""
+"""Check of Python tests for modules, fixtures and plugins that the runner `pytest` lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshrl.common.grading.python_tests import (
     get_callee,
 )
 
-# Of pytest itself; plugins bring further ones.
+# Fixtures of pytest itself; plugins add others.
 _FIXTURE_LIST = (
     "cache capfd capfdbinary caplog capsys capsysbinary capteesys doctest_namespace monkeypatch "
     "pytestconfig pytester record_property record_testsuite_property record_xml_attribute recwarn "
@@ -23,12 +23,13 @@ _FIXTURE_LIST = (
 )
 PYTEST_FIXTURES = frozenset(_FIXTURE_LIST.split())
 AVAILABLE_MODULES = frozenset({SOLUTION_MODULE, "pytest", "_pytest"})
-_HOOKS = ("pytest_generate_tests", "pytest_plugins")  # with them, names come from anywhere
+_HOOKS = ("pytest_generate_tests", "pytest_plugins")  # names may come from any module
 
 
 def list_imported_packages(tests: str) -> tuple[str, ...]:
-    """The packages beside the standard library that every run of these tests imports; relative
-    imports are named with their dots. SyntaxError or ValueError if it is no Python.
+    """Return the packages beside the standard library that every run of these tests imports.
+
+    Relative imports are named with their dots. Raise SyntaxError or ValueError if it is no Python.
     """
     found: dict[str, None] = {}
     for node in _iter_unconditional(ast.parse(tests).body):
@@ -45,8 +46,10 @@ def list_imported_packages(tests: str) -> tuple[str, ...]:
 
 
 def find_missing_plugins(tests: str) -> tuple[str, ...]:
-    """What takes a plugin of pytest: fixtures that neither pytest nor the source has, and async
-    tests. Only what is certain is named; the rest shows when pytest collects the tests.
+    """Return features that need a plugin of pytest: unknown fixtures and async tests.
+
+    A fixture is unknown if neither pytest nor the source has it. Only certain cases are named;
+    others show when pytest collects the tests.
     """
     tree = ast.parse(tests)
     if any(hook in tests for hook in _HOOKS):
@@ -81,7 +84,7 @@ def find_missing_plugins(tests: str) -> tuple[str, ...]:
 
 
 def _iter_unconditional(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module that are run whatever happens."""
+    """Yield statements of a module that always run."""
     for node in body:
         if isinstance(node, ast.With | ast.AsyncWith):
             yield from _iter_unconditional(node.body)

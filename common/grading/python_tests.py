@@ -1,4 +1,4 @@
-"""Finds which tests a module of tests in Python has, as pytest would find them in its source."""
+"""Finder of the tests of a Python module, as pytest would find them in its source."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-SOLUTION_MODULE = "solution"  # the module that tests import the program from
+SOLUTION_MODULE = "solution"  # module from which tests import the program
 TEST_CASE_CLASSES = ("TestCase", "IsolatedAsyncioTestCase")
-ANY_ARGUMENT = "*"  # in place of an argument's name: the source does not say which
+ANY_ARGUMENT = "*"  # stands for an argument whose name is not in the source
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-NameResolver = Callable[[ast.expr], str]  # the last name of what an expression means
+NameResolver = Callable[[ast.expr], str]  # last name of the path of an expression
 
 
 @dataclass(frozen=True)
 class PythonTest:
-    """A test as its source says it."""
+    """Test in a source file."""
 
-    name: str  # "test_a", "TestB::test_c": whatever its parameters
+    name: str  # "test_a", "TestB::test_c", without parameters
     node: FunctionNode
     owner: ast.ClassDef | None
     is_unittest: bool  # of a `unittest.TestCase`
 
     @property
     def decorators(self) -> list[ast.expr]:
-        """The decorators of the test and of its class."""
+        """Decorators of the test and of its class."""
         return [*self.node.decorator_list, *(self.owner.decorator_list if self.owner else ())]
 
     def list_required_arguments(self, filled: int) -> list[str]:
-        """Return the names of arguments without a default, behind the first `filled` ones."""
+        """Return the names of arguments without a default, after the first `filled` ones."""
         names = [argument.arg for argument in (*self.node.args.posonlyargs, *self.node.args.args)]
         return names[: len(names) - len(self.node.args.defaults)][filled:]
 
@@ -38,17 +38,17 @@ def parse_source(source: str) -> ast.Module | None:
     """Return the syntax tree of a source; None if it is no Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in its texts
+            warnings.simplefilter("ignore")  # warnings about escapes in string literals
             return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
 def list_test_names(tests: str) -> list[str]:
-    """Return the names of the tests, each once. SyntaxError or ValueError when it is no Python.
+    """Return the names of the tests, each once; raise SyntaxError or ValueError if it is no Python.
 
-    Tests that a class inherits from another module, and those that are made when it runs, are not
-    seen; nothing of it is run.
+    Tests that a class inherits from another module, and those that are made at run time, are not
+    found; no part of the module runs.
     """
     return list(dict.fromkeys(test.name for test in find_tests(ast.parse(tests))))
 
@@ -63,7 +63,7 @@ def get_last_name(expression: ast.expr) -> str:
 def find_tests(
     tree: ast.Module, resolve_name: NameResolver = get_last_name
 ) -> Iterator[PythonTest]:
-    """Yield the tests; one that is overridden comes twice."""
+    """Yield the tests; an overridden one appears twice."""
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
     def inside(
@@ -73,7 +73,7 @@ def find_tests(
             if isinstance(node, FunctionNode) and node.name.startswith("test"):
                 yield PythonTest(prefix + node.name, node, owner, case)
             elif isinstance(node, ast.ClassDef):
-                own = [node]  # and the classes of the same source that it inherits from, each once
+                own = [node]  # and its base classes in the same source, each once
                 for one in own:
                     above = (classes.get(get_last_name(base)) for base in one.bases)
                     own += [each for each in above if each is not None and each not in own]
@@ -88,7 +88,7 @@ def find_tests(
 
 
 def find_fixture_names(node: FunctionNode, is_fixture: Callable[[ast.expr], bool]) -> Iterator[str]:
-    """Yield the names of the fixture that a function is; `makes` knows what makes one of it."""
+    """Yield the names of the fixture that a function is; `is_fixture` recognises its decorators."""
     for decorator in node.decorator_list:
         if is_fixture(get_callee(decorator)):
             yield node.name
@@ -98,12 +98,14 @@ def find_fixture_names(node: FunctionNode, is_fixture: Callable[[ast.expr], bool
 
 
 def get_callee(expression: ast.expr) -> ast.expr:
-    """Return what a call calls; any other expression as it is."""
+    """Return the callee of a call; return any other expression unchanged."""
     return expression.func if isinstance(expression, ast.Call) else expression
 
 
 def get_parametrized_arguments(mark: ast.Call) -> set[str]:
-    """The arguments that a call of `parametrize` gives; ANY where the source does not say which."""
+    """Return the arguments that a call of `parametrize` fills; ANY if the source does not name
+    them.
+    """
     by_name = (keyword.value for keyword in mark.keywords if keyword.arg == "argnames")
     named = mark.args[0] if mark.args else next(by_name, None)
     if isinstance(named, ast.Constant) and isinstance(named.value, str):
@@ -114,8 +116,9 @@ def get_parametrized_arguments(mark: ast.Call) -> set[str]:
 
 
 def has_indirect_marks(tree: ast.Module) -> bool:
-    """Whether a mark is made anywhere but as a decorator, as in `pytestmark = ...`: then which
-    tests have it is not certain.
+    """Return True if a mark is made anywhere but as a decorator, as in `pytestmark = ...`.
+
+    It is then uncertain which tests have the mark.
     """
     decorating = {
         id(decorator.func)

@@ -1,4 +1,4 @@
-"""Says of what style a row's tests are, or what is wrong with them whatever a program answers."""
+"""Classification of a row's tests by style, with the errors of tests that no program can pass."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 from meshrl.common.grading import cases, python_tests
 from meshrl.common.grading.cases import FunctionTests, InvalidTests, Tests
 
-LEETCODE_CLASS = "Solution"  # of LeetCode, whose methods are called
-HUMANEVAL_CHECK = "def check("  # of HumanEval, which another function has to call
-CACHED_MODULES = 1024  # modules of tests that are not read again: a group's answers share a row
+LEETCODE_CLASS = "Solution"  # LeetCode's class, whose methods are called
+HUMANEVAL_CHECK = "def check("  # HumanEval's function, which another function has to call
+CACHED_MODULES = 1024  # cached modules of tests: a group's answers share a row
 STDIN, CALLS, PYTHON = "stdin", "calls", "Python"
 
 
 def get_tests(row: dict[str, Any], name: str) -> Any:
-    """What a row has under the name that the option `tests` gives; BadTests if it has nothing."""
+    """Return the row's value under the name of the option `tests`; raise InvalidTests without
+    one.
+    """
     if name in row:
         return row[name]
     has = ", ".join(map(repr, row)) or "nothing"
@@ -23,8 +25,9 @@ def get_tests(row: dict[str, Any], name: str) -> Any:
 
 
 def classify_tests(tests: Any) -> tuple[str, Tests]:
-    """The style, and what the tests are. BadTests if they are none, Unsupported if no runner could
-    judge by them.
+    """Return the style, and the parsed tests.
+
+    Raise InvalidTests if they are invalid, UnsupportedTests if no runner could grade by them.
     """
     found = cases.parse_tests(tests)
     if isinstance(found, str):

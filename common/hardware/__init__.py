@@ -1,1 +1,1 @@
-"""What accelerators can do, as their makers declare it. Open `accelerators.py` first."""
+"""Declared performance of accelerators."""

@@ -1,4 +1,4 @@
-"""Profiles of accelerators: what a kind can do at most, and which shares of that are reached."""
+"""Profiles of accelerators: peak performance by kind, and the shares of it that are reached."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-PREFILL_SHARE = 0.55  # share of peak arithmetic that prefill reaches,
-TRAINING_SHARE = (
-    0.4  # that training reaches, as dense models of some 10e9 parameters are reported to,
-)
-READ_SHARE = 0.85  # share of peak bandwidth that decoding reaches (Libra's cost model, model.py)
-COLLECTIVE_S = 8e-6  # an all-reduce of a few bytes between accelerators of a host (the same)
+PREFILL_SHARE = 0.55  # share of peak arithmetic that prefill reaches
+# share of it that training reaches, as reported for dense models of about 10e9 parameters
+TRAINING_SHARE = 0.4
+READ_SHARE = 0.85  # of peak bandwidth that decoding reaches (Libra's cost model, model.py)
+COLLECTIVE_S = 8e-6  # all-reduce of a few bytes between accelerators of a host (the same source)
 
-CPU = "CPU"  # the kind whose workers have no arithmetic of their own: a host's share its cores
+CPU = "CPU"  # kind whose workers share the host's cores
 
 ACCELERATORS_FILE = Path(__file__).parent / "accelerators.toml"
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A kind of accelerator. Bandwidths are of one accelerator, links' are one way."""
+    """Kind of accelerator. Bandwidths are of one accelerator, those of links are one way."""
 
     kind: str
     flops: float  # dense operations a second, in 16 bits
@@ -48,13 +47,13 @@ class Accelerator:
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Bytes a second that are read of its memory."""
+        """Bytes a second that are read from its memory."""
         return self.memory_bytes_per_s * self.read_share
 
 
 @cache
 def load_accelerators() -> Mapping[str, Accelerator]:
-    """The kinds that come with this software, by name."""
+    """Return the declared kinds, by name."""
     tables = tomllib.loads(ACCELERATORS_FILE.read_text(encoding="utf-8"))
     return {
         kind: Accelerator(kind, **{name: float(value) for name, value in table.items()})
@@ -63,8 +62,9 @@ def load_accelerators() -> Mapping[str, Accelerator]:
 
 
 def match_kind(name: str) -> str:
-    """The kind of an accelerator with this name of its driver's, as A100 of `NVIDIA
-    A100-SXM4-80GB` and CPU of `cpu:0`; empty when none of the declared kinds is in it.
+    """Return the kind of an accelerator from its driver's name for it; empty if none is declared.
+
+    Examples are A100 for `NVIDIA A100-SXM4-80GB` and CPU for `cpu:0`.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
     return next((kind for kind in load_accelerators() if kind.lower() in words), "")

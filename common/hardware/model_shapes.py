@@ -1,4 +1,4 @@
-"""The shape of a model, as far as its cost depends on it."""
+"""Shape of a model, as far as its cost depends on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALF_BYTES = 2  # bytes of a number in 16 bits
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder. Of a dense one, `active` is `parameters`, and it has no experts."""
+    """Shape of a decoder. For a dense one, `active` is `parameters`, and there are no experts."""
 
     layers: int
     hidden: int
@@ -28,7 +28,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: ModelConfig, dtype_bytes: int = HALF_BYTES) -> ModelShape:
-        """The shape of a model with this config.json."""
+        """Return the shape of a model with this config.json."""
         sparse, idle = len(config.sparse_layers), config.experts - config.experts_per_token
         expert = 3 * config.hidden_size * config.expert_ffn_size
         return cls(
@@ -47,7 +47,7 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return (self.mixtures or self.layers) if self.experts else 0
 
     @property
@@ -57,19 +57,23 @@ class ModelShape:
 
     @property
     def parameter_bytes(self) -> float:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return self.parameters * self.dtype_bytes
 
     def can_split(self, degree: int) -> bool:
-        """Whether tensor parallelism of this degree divides the heads, and key-value heads evenly
-        over its ranks or each of them to as many ranks.
+        """Return True if tensor parallelism of this degree is possible.
+
+        It must divide the heads. It must also divide the key-value heads, or be a multiple of their
+        number.
         """
         shared = not self.kv_heads % degree or not degree % self.kv_heads
         return not self.heads % degree and shared
 
     def count_read_parameters(self, batch: float) -> float:
-        """Parameters that a step of so many tokens reads: of a mixture's experts those that any of
-        them is sent to, if each is sent to any of them alike.
+        """Return the parameters that a step of `batch` tokens reads.
+
+        Of a mixture's experts these are the experts that get any token, if tokens are spread
+        uniformly.
         """
         if not self.experts or self.experts_per_token >= self.experts:
             return self.active
@@ -78,8 +82,9 @@ class ModelShape:
         return self.parameters - sparse * math.pow(1 - share, max(batch, 1.0))
 
     def compute_kv_bytes_per_token(self, degree: int) -> float:
-        """Bytes of a token's keys and values on each of so many ranks. A rank has one head at
-        least, so that more ranks than key-value heads hold copies.
+        """Return the bytes of a token's keys and values on each of `degree` ranks.
+
+        A rank has at least one head, so more ranks than key-value heads hold copies.
         """
         heads = -(-self.kv_heads // degree)
         return 2.0 * self.layers * heads * self.head_dim * self.dtype_bytes

@@ -1,3 +1,1 @@
-"""The definition of a job: its configuration, and what follows from it alone. Open `config.py`
-first.
-"""
+"""Definition of a job: its configuration, and values derived from it. Open `config.py` first."""

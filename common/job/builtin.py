@@ -1,7 +1,7 @@
-"""The built-in tools and rewards, as a job file names them.
+"""Built-in tools and rewards, by their names in a job file.
 
-A name without a colon is one of these; `module:function` is the author's own, `mcp:server/tool` a
-server's of the Model Context Protocol.
+A name without a colon is a built-in's; `module:function` is the author's own, `mcp:server/tool` a
+tool of a Model Context Protocol server.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ MCP = "mcp:"
 
 @dataclass(frozen=True)
 class BuiltinTool:
-    """A built-in tool."""
+    """Built-in tool."""
 
-    description: str  # what the model is told
+    description: str  # for the model
     argument: str  # name of its one argument, a text
-    needs_jail: bool  # it runs code that the model wrote
-    has_session: bool = False  # it keeps state from call to call
+    needs_jail: bool  # it runs the model's code
+    has_session: bool = False  # it keeps state between calls
 
 
 @dataclass(frozen=True)
 class BuiltinReward:
-    """A built-in reward, and the options that a job file may and must give it."""
+    """Built-in reward, with its allowed and required options in a job file."""
 
     options: frozenset[str]
     required_options: frozenset[str] = frozenset()
@@ -49,13 +49,11 @@ TOOLS = {
     ),
 }
 
-TEST_RUNNERS = (
-    "auto",
-    "isolated",
-    "pytest",
-)  # of tests in Python; auto: isolated where it can run them
+# of tests in Python; auto: isolated if it can run them
+TEST_RUNNERS = ("auto", "isolated", "pytest")
 
-PERSON = "the person"  # as a tool of a trajectory; no model can call it: it names no function
+# as a tool of a trajectory; a model cannot call it: it is not a function's name
+PERSON = "the person"
 
 _TEXT_OPTIONS = frozenset({"answer", "strip"})
 REWARDS = {
@@ -74,17 +72,17 @@ REWARDS = {
 
 
 def is_builtin(use: str) -> bool:
-    """Whether `use` is a built-in's name, which has no colon, known or not."""
+    """Return True if `use` has the form of a built-in's name, which has no colon."""
     return bool(use) and ":" not in use
 
 
 def is_mcp(use: str) -> bool:
-    """Whether `use` names a tool of an MCP server: `mcp:server/tool`."""
+    """Return True if `use` names a tool of an MCP server: `mcp:server/tool`."""
     return use.startswith(MCP)
 
 
 def select_jailed(uses: list[str]) -> list[str]:
-    """The names among `uses` that run code which the model wrote."""
+    """Return the names among `uses` that run code of the model."""
     run = {name for name, tool in TOOLS.items() if tool.needs_jail}
     run |= {name for name, reward in REWARDS.items() if reward.needs_jail}
     return [use for use in uses if use in run]

@@ -1,8 +1,8 @@
-"""Which keys of a job may change while a run stands still, and what of a change a replay needs.
+"""Rules for changes to the keys of a stopped job, and the keys that a replay needs.
 
-A step is repeated with what it was done with: values of keys that are `recorded` stand in its
-record. The others that may change decide nothing of what a step computes from its groups, or, as
-`training.ranks`, leave the steps since the checkpoint to a new lineage.
+A step is replayed with its original settings: the values of recorded keys are in its record. The
+other changeable keys do not affect a step's result for its groups. Or, like `training.ranks`, they
+leave the steps since the checkpoint to a new lineage.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from meshrl.common.job.config import JobConfig
 
 @dataclass(frozen=True)
 class ChangeRule:
-    """Whether a key may change."""
+    """Rule for changes to a key."""
 
-    fixed_reason: str = ""  # why it may not; empty: it may
-    is_recorded: bool = False  # whether a replay of a step needs the value that it was done with
+    fixed_reason: str = ""  # why the key may not change; empty: it may
+    is_recorded: bool = False  # True if a replay of a step needs its original value
 
 
 CHANGEABLE = ChangeRule()
@@ -34,8 +34,7 @@ def _fixed_rule(reason: str) -> ChangeRule:
 _IN_FLIGHT = _fixed_rule("trajectories that are under way were begun with it")
 _BUNDLED = _fixed_rule("the run holds copies of the files that it began with")
 
-# By key or table; the longest name that fits decides, so that a key of a table that is not named
-# has the table's rule.
+# By key or table. The longest matching name decides: a key without an entry has its table's rule.
 RULES: dict[str, ChangeRule] = {
     "name": _fixed_rule("the run is known by it, in Redis and in its trackers"),
     "out": _fixed_rule("the run lies there"),
@@ -102,7 +101,7 @@ RULES: dict[str, ChangeRule] = {
     "planner": CHANGEABLE,
     "pool": CHANGEABLE,
 }
-# Zero is more than a value there: it decides what there is.
+# Keys where zero switches a feature off.
 ZERO_SWITCH_REASONS = {
     "optimizer.muon_lr": "at 0 AdamW trains the matrices, and each optimizer has its own state",
     "algorithm.kl_coefficient": "groups that are under way carry a reference's scores, or none",
@@ -110,7 +109,7 @@ ZERO_SWITCH_REASONS = {
 
 
 def find_rule(key: str) -> ChangeRule:
-    """The rule of a dotted key; KeyError if there is no such table."""
+    """Return the rule of a dotted key; KeyError if there is no such table."""
     while key not in RULES:
         key, dot, _ = key.rpartition(".")
         if not dot:
@@ -119,7 +118,7 @@ def find_rule(key: str) -> ChangeRule:
 
 
 def explain_rejected_change(key: str, old: Any, new: Any) -> str:
-    """Why a key may not change so; empty: it may."""
+    """Return why a change of a key is rejected; empty if it is allowed."""
     if rule := find_rule(key).fixed_reason:
         return rule
     if (why := ZERO_SWITCH_REASONS.get(key)) and (old == 0) != (new == 0):
@@ -128,7 +127,7 @@ def explain_rejected_change(key: str, old: Any, new: Any) -> str:
 
 
 def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys in which two documents differ, with both values; None: it has none."""
+    """Return the dotted keys in which two documents differ, with (old, new); None: missing."""
     before, after = dict(flatten(old)), dict(flatten(new))
     keys = dict.fromkeys([*before, *after])
     both = {key: (before.get(key), after.get(key)) for key in keys}
@@ -136,7 +135,7 @@ def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
 
 
 def flatten(document: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all values of a document; a list is one value."""
+    """Yield (dotted key, value) of all values of a document; a list is one value."""
     for name, value in document.items():
         key = f"{within}.{name}" if within else name
         if isinstance(value, dict):
@@ -146,21 +145,21 @@ def flatten(document: Mapping[str, Any], within: str = "") -> Iterator[tuple[str
 
 
 def select_recorded(config: JobConfig) -> dict[str, Any]:
-    """What a replay of a step that is done with `config` needs of it: values by dotted key."""
+    """Return the values of `config` that a replay of a step needs, by dotted key."""
     return {
         key: value for key, value in flatten(config.to_document()) if find_rule(key).is_recorded
     }
 
 
 def restore_recorded(config: JobConfig, settings: Mapping[str, Any]) -> JobConfig:
-    """The job with what was in force when a step was done, as `in_force` gave it."""
+    """Return the job with the settings of a step, as `select_recorded` returned them."""
     if not settings or select_recorded(config) == settings:
         return config
     return JobConfig.from_document(apply_changes(config.to_document(), settings))
 
 
 def apply_changes(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a document with other values, by dotted key."""
+    """Return a copy of a document with other values, by dotted key."""
     copy = deepcopy(dict(document))
     for key, value in values.items():
         *tables, last = key.split(".")

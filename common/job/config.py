@@ -1,4 +1,4 @@
-"""The keys of a job file, with their defaults and meanings."""
+"""Keys of a job file, with their defaults and meanings."""
 
 from __future__ import annotations
 
@@ -34,127 +34,129 @@ from meshrl.common.job.constraints import (
 
 @dataclass(frozen=True)
 class MeshConfig(ConfigTable):
-    """`[mesh]`: how many workers there are, and where processes listen."""
+    """`[mesh]`: number of workers, and listening addresses of processes."""
 
-    # accelerators (CPU slots here) that the planner may place roles on
+    # accelerators (or CPU slots) for the planner's roles
     workers: Annotated[Integer, Ge(2)] = 3
-    device: Literal["cpu", "cuda"] = "cpu"  # what workers compute on
-    bind: EndpointText = "tcp://127.0.0.1:*"  # where every process listens
-    advertise: str = ""  # what it tells others; empty: the bound address
-    metrics: str = "127.0.0.1:*"  # where each process serves its metrics and health; off
+    device: Literal["cpu", "cuda"] = "cpu"  # device type of the workers
+    bind: EndpointText = "tcp://127.0.0.1:*"  # listening address of every process
+    advertise: str = ""  # address for other processes; empty: the bound address
+    metrics: str = "127.0.0.1:*"  # address of each process's metrics and health; off: none
 
 
 @dataclass(frozen=True)
 class TrainedModelConfig(ConfigTable):
-    """`[model]`: the model that is trained."""
+    """`[model]`: trained model."""
 
     # a Hugging Face directory (config.json, safetensors); empty: start from scratch
     path: FilePath = ""
-    config: OptionsTable = field(default_factory=dict)  # config.json's keys, used from scratch
-    tokenizer: FilePath = ""  # a tokenizer.json, beside its companions; empty: the one in `path`
+    # keys of config.json for a model from scratch
+    config: OptionsTable = field(default_factory=dict)
+    tokenizer: FilePath = ""  # a tokenizer.json with its companion files; empty: the one in `path`
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer.json."""
+        """Path of the tokenizer.json."""
         return Path(self.tokenizer or Path(self.path) / "tokenizer.json")
 
 
-INITIAL = "initial"  # as the path of a frozen model: the weights that training begins from
+INITIAL = "initial"  # path of a frozen model that has the initial weights of the training
 
 
 @dataclass(frozen=True)
 class FrozenModelConfig(ConfigTable):
-    """`[models.<role>]`: a model that is used and not trained."""
+    """`[models.<role>]`: frozen model."""
 
-    # a Hugging Face directory; initial: the job's first weights; empty: no such one
+    # a Hugging Face directory; initial: the job's initial weights; empty: no such model
     path: FilePath = ""
     engine: Literal["torch"] = "torch"
-    engine_path: EngineBackend = "auto"  # the built-in engine's path, as rollout.path
+    engine_path: EngineBackend = "auto"  # backend of the built-in engine, as rollout.path
     dtype: Dtype = "float32"  # type of its weights and cache
     max_tokens: NonNegativeInteger = 0  # longest sequence; 0: rollout.max_tokens
 
 
 @dataclass(frozen=True)
 class ModelsConfig(ConfigTable):
-    """`[models]`: the frozen models by role."""
+    """`[models]`: frozen models by role."""
 
-    reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # for the KL term
-    teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # the model to distil
-    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # the model that judges
+    reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # of the KL term
+    teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # for distillation
+    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # for the judge
 
     @property
     def models_by_role(self) -> dict[str, FrozenModelConfig]:
-        """The frozen models that the job has, by role."""
+        """Frozen models of the job, by role."""
         every = {"reference": self.reference, "teacher": self.teacher, "reward": self.reward}
         return {role: model for role, model in every.items() if model.path}
 
 
 @dataclass(frozen=True)
 class DatasetConfig(ConfigTable):
-    """`[dataset]`: the rows that are trained and evaluated on."""
+    """`[dataset]`: rows for training and evaluation."""
 
     train: FilePath = ""  # JSONL, Parquet or a `datasets` directory
-    held_out: FilePath = ""  # the same, never trained on
-    prompt: NonEmptyText = "prompt"  # the row's key that holds the prompt
-    response: NonEmptyText = "response"  # the row's key that holds what sft learns to answer
-    tasks: NonNegativeInteger = (
-        0  # tasks of a verifiers taskset to train on if `train` is empty; 0: all
-    )
+    held_out: FilePath = ""  # the same formats, never trained on
+    prompt: NonEmptyText = "prompt"  # key of the prompt in a row
+    response: NonEmptyText = "response"  # key of the target response for sft
+    # training tasks of a verifiers taskset if `train` is empty; 0: all
+    tasks: NonNegativeInteger = 0
     held_out_tasks: NonNegativeInteger = 0  # first tasks of a verifiers taskset, never trained on
 
 
 @dataclass(frozen=True)
 class EnvironmentConfig(ConfigTable):
-    """`[environment]`: what a trajectory is, and the tools that it may call."""
+    """`[environment]`: environment of trajectories, and their tools."""
 
-    use: str = ""  # module:function, a factory; empty: single turn, and tools in a chat
-    # chat format, as `renderers` calls it; template: the tokenizer's own chat template; auto: the
-    # format of the model's published name, or else its template; empty: plain text
+    use: str = ""  # module:function, a factory; empty: single turn, with tools in a chat
+    # chat format by its name in `renderers`; template: the tokenizer's own chat template; auto: the
+    # format for the model's published name, or else its template; empty: plain text
     chat: str = ""
-    chat_options: OptionsTable = field(default_factory=dict)  # such as enable_thinking
-    # where the template would write earlier turns otherwise, as without their reasoning: keep what
-    # was sampled, or refuse to go on, which fails the trajectory
+    chat_options: OptionsTable = field(default_factory=dict)  # for example enable_thinking
+    # if the template renders earlier turns differently, for example without their reasoning: keep
+    # the sampled tokens, or refuse to continue, which fails the trajectory
     chat_history: Literal["keep", "refuse"] = "keep"
-    chat_date: str = ""  # the day that it is to a template, as 2026-11-22; empty: the submission's
-    # how tool calls are read where a template is used; auto: by what its text teaches
+    chat_date: str = (
+        ""  # current date for a template, as 2026-11-22; empty: the date of the submission
+    )
+    # parser of tool calls with a template; auto: by the template's text
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
-    # whose texts special tokens are made of: the chat template's alone, so that none in a prompt, a
-    # tool's value or an answer begins or ends a turn, or all texts; empty: as template, but without
-    # a chat prompts that hold some are refused
+    # texts in which special tokens are encoded. template: only in the chat template's, so that no
+    # prompt, tool value or answer can begin or end a turn. anywhere: in all texts. Empty: like
+    # template, but without a chat, prompts with special tokens are rejected.
     special_tokens: Literal["", "template", "anywhere"] = ""
-    verifiers: str = ""  # id of a taskset of the `verifiers` package, which is the environment
+    verifiers: str = ""  # id of a taskset of the `verifiers` package as the environment
     verifiers_options: OptionsTable = field(default_factory=dict)  # its `[env]` table
-    python: FilePath = ""  # the interpreter that has `verifiers`
-    processes: PositiveInteger = 1  # environment processes of a rollout shard
-    # operations that one of them runs at a time, in threads: more where its code waits for others
+    python: FilePath = ""  # interpreter with `verifiers`
+    processes: PositiveInteger = 1  # environment processes per rollout shard
+    # concurrent operations per environment process, in threads; raise it for code that waits on I/O
     threads: Annotated[PositiveInteger, Le(1024)] = 1
-    # tool name -> module:function, a built-in one's name, or mcp:SERVER/TOOL
+    # tool name -> module:function, a built-in tool's name, or mcp:SERVER/TOOL
     tools: dict[str, str] = field(default_factory=dict)
     mcp: dict[str, list[str]] = field(default_factory=dict)  # MCP server name -> its command
-    once: list[str] = field(default_factory=list)  # tools that must not run a second time
+    once: list[str] = field(default_factory=list)  # tools whose calls must not be retried
     tool_deadline_s: PositiveNumber = 5.0
     step_deadline_s: PositiveNumber = 30.0
 
 
 @dataclass(frozen=True)
 class JudgeConfig(ConfigTable):
-    """`[reward.judge]`: a model whose verdict is the reward."""
+    """`[reward.judge]`: model whose verdict is the reward."""
 
-    use: str = ""  # model: [models.reward]; or the base URL of an OpenAI-compatible server
-    template: str = ""  # what it is asked, with {prompt} and {answer}; or a file that says it
-    yes: NonEmptyText = "yes"  # what it answers to what is right
-    no: NonEmptyText = "no"  # what it answers to what is wrong
-    model: str = ""  # its name at the server
-    key: str = ""  # environment variable that holds the server's key; empty: it needs none
-    max_tokens: PositiveInteger = 512  # most that the server may answer with
-    in_flight: PositiveInteger = 16  # requests of a shard at the server at a time
+    use: str = ""  # "model": [models.reward]; or the base URL of an OpenAI-compatible server
+    template: str = ""  # question with {prompt} and {answer}, or a file with it
+    yes: NonEmptyText = "yes"  # answer for a correct response
+    no: NonEmptyText = "no"  # answer for a wrong response
+    model: str = ""  # model name at the server
+    key: str = ""  # environment variable with the server's key; empty: none needed
+    max_tokens: PositiveInteger = 512  # limit of the server's answer
+    in_flight: PositiveInteger = 16  # concurrent requests of a shard to the server
     deadline_s: PositiveNumber = 60.0  # for one verdict
-    patience_s: NonNegativeNumber = 600.0  # for a verdict that has to be asked for again
+    patience_s: NonNegativeNumber = 600.0  # for a verdict with retries
 
 
 @dataclass(frozen=True)
 class RewardPartConfig(ConfigTable):
-    """`[[reward.parts]]`: one term of a reward that is a weighted sum."""
+    """`[[reward.parts]]`: term of a reward that is a weighted sum."""
 
     use: NonEmptyText  # module:function, or a built-in reward's name
     weight: float = 1.0
@@ -163,17 +165,17 @@ class RewardPartConfig(ConfigTable):
 
 @dataclass(frozen=True)
 class RewardConfig(ConfigTable):
-    """`[reward]`: how finished trajectories are scored."""
+    """`[reward]`: reward of finished trajectories."""
 
     use: str = ""  # module:function, or math | code_tests | regex | exact | choice
     options: OptionsTable = field(default_factory=dict)  # a built-in reward's options
-    parts: list[RewardPartConfig] = field(default_factory=list)  # a weighted sum, in place of `use`
+    parts: list[RewardPartConfig] = field(default_factory=list)  # a weighted sum, instead of `use`
     deadline_s: PositiveNumber = 10.0
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 
     @property
     def reward_parts(self) -> list[RewardPartConfig]:
-        """What the reward is the sum of; nothing: the environment's score, or a judge's verdict."""
+        """Terms of the reward; none: the environment's score, or a judge's verdict."""
         if self.parts or not self.use:
             return self.parts
         return [RewardPartConfig(self.use, 1.0, self.options)]
@@ -181,147 +183,149 @@ class RewardConfig(ConfigTable):
 
 @dataclass(frozen=True)
 class SandboxConfig(ConfigTable):
-    """`[sandbox]`: the limits of code that the model wrote."""
+    """`[sandbox]`: limits of the model's code."""
 
-    tier: Literal["runner", "cgroup", "bwrap", "landlock"] = "bwrap"  # the least isolation
-    processes: PositiveInteger = 1  # sandbox processes of the job, if it has tools or rewards
-    python: FilePath = ""  # interpreter of the model's code; empty: ours, with the standard library
-    root: FilePath = ""  # directory or OCI bundle that is its file system; empty: the host's /usr
-    runner: list[str] = field(default_factory=list)  # starts a container for each call
-    imports: list[str] = field(default_factory=list)  # modules that it finds imported already
-    wall_s: Annotated[float, Ge(0.1)] = 10.0  # for one call, less what it waited for a core
+    tier: Literal["runner", "cgroup", "bwrap", "landlock"] = "bwrap"  # minimum isolation
+    processes: PositiveInteger = 1  # of the job, if it has tools or rewards
+    python: FilePath = (
+        ""  # interpreter of the model's code; empty: MeshRL's, with the standard library
+    )
+    root: FilePath = ""  # directory or OCI bundle with its file system; empty: the host's /usr
+    runner: list[str] = field(default_factory=list)  # command that starts a container for each call
+    imports: list[str] = field(default_factory=list)  # modules that are imported in advance
+    wall_s: Annotated[float, Ge(0.1)] = 10.0  # for one call, without the wait for a core
     cpu_s: Annotated[float, Ge(0.1)] = 10.0
     memory_mb: Annotated[int, Interval(ge=32, le=1 << 20)] = 512
-    max_processes: Annotated[PositiveInteger, Le(4096)] = 32  # for one call, threads included
+    max_processes: Annotated[PositiveInteger, Le(4096)] = 32  # per call, threads included
     open_files: Annotated[int, Interval(ge=16, le=1024)] = 128
-    scratch_mb: Annotated[PositiveInteger, Le(1 << 20)] = (
-        64  # size of the files that a call may write
-    )
-    files: Annotated[Integer, Ge(16)] = 4096  # files that a call may make
-    output_kb: PositiveInteger = 64  # output that a call may print
-    sessions: PositiveInteger = 32  # open at a time in one sandbox process
+    scratch_mb: Annotated[PositiveInteger, Le(1 << 20)] = 64  # total size of a call's files
+    files: Annotated[Integer, Ge(16)] = 4096  # maximum number of a call's files
+    output_kb: PositiveInteger = 64  # maximum output of a call
+    sessions: PositiveInteger = 32  # open sessions per sandbox process
     session_idle_s: Annotated[float, Ge(1)] = 600.0
 
 
 @dataclass(frozen=True)
 class BucketConfig(ConfigTable):
-    """`[[rollout.buckets]]`: a share of the engines, for trajectories of a range of lengths."""
+    """`[[rollout.buckets]]`: share of the engines for trajectories of a range of lengths."""
 
-    max_tokens: PositiveInteger  # still to be sampled by the trajectories that it is for
-    batch: PositiveInteger  # requests that one of its engines decodes together
-    engines: PositiveNumber = 1.0  # share of the rollout engines, beside the other buckets' shares
+    max_tokens: PositiveInteger  # maximum tokens that its trajectories have yet to sample
+    batch: PositiveInteger  # decode batch size of its engines
+    engines: PositiveNumber = 1.0  # weight of its share of the rollout engines
 
 
 @dataclass(frozen=True)
 class KvConfig(ConfigTable):
-    """`[rollout.kv]`: keys and values that engines keep outside of their caches."""
+    """`[rollout.kv]`: tiers for keys and values outside of the engines' caches."""
 
-    # GiB of a host's memory for all engines of the job there; negative: 1, and none for SGLang
+    # GiB of a host's memory for all engines of the job there; negative: 1, or 0 for SGLang
     memory: float = -1.0
     disk: NonNegativeNumber = 0.0  # GiB of its disk
-    path: FilePath = ""  # where on the disk; empty: below the host's run root
-    peers: bool = True  # engines send each other what a trajectory needs that has moved
+    path: FilePath = ""  # directory on the disk; empty: below the host's run root
+    peers: bool = True  # engines transfer the KV cache of a trajectory that moves
 
 
 @dataclass(frozen=True)
 class RolloutConfig(ConfigTable):
-    """`[rollout]`: engines, shards, and how the model samples."""
+    """`[rollout]`: engines, shards, and sampling parameters."""
 
     engine: Literal["torch", "sglang"] = "torch"
     path: EngineBackend = "auto"  # the built-in engine: native (C++), eager, graphs (GPU), auto
     dtype: Dtype = "float32"  # type of the engine's weights and cache
-    kv_tokens: NonNegativeInteger = 0  # tokens that the engine's cache holds; 0: all slots full
+    kv_tokens: NonNegativeInteger = 0  # capacity of the engine's cache; 0: enough for all slots
     shards: PositiveInteger = 1
-    slots: PositiveInteger = 64  # sequences that an engine decodes together
-    # longest trajectory, prompt and tool results included
+    slots: PositiveInteger = 64  # sequences in an engine's decode batch
+    # maximum length of a trajectory, prompt and tool results included
     max_tokens: Annotated[Integer, Ge(2)] = 320
     max_turns: PositiveInteger = 26
     temperature: PositiveNumber = 1.0
-    # share of the probability that is kept, likeliest first; 1: all
+    # nucleus sampling: retained probability mass; 1: all
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    top_k: NonNegativeInteger = 0  # likeliest tokens that are kept; 0: all
-    min_p: Fraction = 0.0  # kept: at least so likely as this times the likeliest; 0: all
-    stop: list[str] = field(default_factory=list)  # tokens that end a turn, beside the model's own
+    top_k: NonNegativeInteger = 0  # number of most likely tokens retained; 0: all
+    min_p: Fraction = 0.0  # minimum probability relative to the most likely token; 0: all
+    # tokens that end a turn, in addition to the model's own
+    stop: list[str] = field(default_factory=list)
     stop_text: list[NonEmptyText] = field(default_factory=list)  # texts that end a turn
-    kv_on_update: Literal["keep", "recompute"] = "keep"  # the cache at a new version
+    kv_on_update: Literal["keep", "recompute"] = "keep"  # KV cache at a new version
     kv: KvConfig = field(default_factory=KvConfig)
-    sglang_python: FilePath = (
-        ""  # interpreter that has SGLang; empty: `meshrl engine install sglang`'s
-    )
+    # interpreter with SGLang; empty: the one of `meshrl engine install sglang`
+    sglang_python: FilePath = ""
     sglang_options: list[str] = field(default_factory=list)  # further flags of its server
     sglang_weights: Literal["auto", "disk", "tensors", "distributed"] = "auto"  # auto: disk
-    # how hosts receive versions: auto is pull until a broadcast is measured to be faster
+    # transport of versions to hosts; auto: pull until a broadcast is measured to be faster
     weights: Literal["auto", "pull", "collective"] = "auto"
-    broadcast: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl where all members have a GPU
-    # the built-in engine compares what it computes with against each version: for tests
+    broadcast: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl if all members have a GPU
+    # the built-in engine verifies its loaded weights against each version: for tests
     read_back: bool = False
-    buckets: list[BucketConfig] = field(default_factory=list)  # short ones first; empty: one
-    pace: str = ""  # an accelerator's, which the engine is slowed down to; empty: its own
-    # workers that share the weights of one engine: degrees that engines of the job may have
+    # by ascending length; empty: one bucket
+    buckets: list[BucketConfig] = field(default_factory=list)
+    pace: str = ""  # accelerator whose speed the engine emulates; empty: none
+    # tensor parallel degrees that the job's engines may have
     tensor_parallel: list[PositiveInteger] = field(default_factory=lambda: [1])
-    # forced, in tokens, by trajectory; empty: no
+    # forced lengths in tokens, by trajectory; empty: not forced
     lengths: list[PositiveInteger] = field(default_factory=list)
 
     @property
     def kv_memory_gib(self) -> float:
-        """GiB of a host's memory that keys and values may take outside of caches."""
+        """GiB of a host's memory for keys and values outside of caches."""
         return self.kv.memory if self.kv.memory >= 0 else float(self.engine != "sglang")
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig(ConfigTable):
-    """`[algorithm]`: what is learned from groups of trajectories."""
+    """`[algorithm]`: algorithm that learns from groups of trajectories."""
 
     name: AlgorithmName = "grpo"
     group_size: PositiveInteger = 16
     groups_per_step: PositiveInteger = 16
-    min_group: Annotated[Integer, Ge(-1)] = -1  # members that must be scored; -1: group_size - 2
+    min_group: Annotated[Integer, Ge(-1)] = -1  # minimum scored members; -1: group_size - 2
     max_staleness: NonNegativeInteger = 2  # versions
     clip_low: float = -1.0  # ratios below 1 - this are clipped; negative: the algorithm's own
     clip_high: float = -1.0  # ratios above 1 + this are clipped; negative: the algorithm's own
     dual_clip: float = -1.0  # bound on ratios of bad tokens; 0: none, negative: the algorithm's own
     filter_zero_variance: bool = True
-    refill_filtered: bool = False  # a filtered group is replaced by another
+    refill_filtered: bool = False  # replace a filtered group by another one
     aggregation: Literal["", "tokens", "sequences", "constant"] = ""  # empty: the algorithm's own
-    loss_constant: NonNegativeInteger = (
-        0  # tokens that "constant" divides by; 0: rollout.max_tokens
-    )
-    overlong_buffer: Integer = (
-        -1
-    )  # last tokens, in which length costs; negative: the algorithm's own
-    overlong_penalty: NonNegativeNumber = 1.0  # reward that a trajectory of full length loses
-    mask_truncated: bool = False  # trajectories that were cut off at max_tokens carry no loss
-    kl: Literal["k1", "k2", "k3"] = "k3"  # estimate of the divergence from the reference
+    # divisor of "constant", in tokens; 0: rollout.max_tokens
+    loss_constant: NonNegativeInteger = 0
+    # number of last tokens with a length penalty; negative: the algorithm's own
+    overlong_buffer: Integer = -1
+    overlong_penalty: NonNegativeNumber = 1.0  # penalty of a trajectory of maximum length
+    mask_truncated: bool = False  # no loss for trajectories that were cut off at max_tokens
+    kl: Literal["k1", "k2", "k3"] = "k3"  # estimator of the divergence from the reference
     kl_coefficient: NonNegativeNumber = 0.0  # 0: no reference is needed
     kl_in: Literal["loss", "reward"] = "loss"
-    correction: Literal["none", "decoupled", "tis", "mis"] = "none"  # for older policies' tokens
-    correction_level: Literal["token", "sequence"] = "token"
-    correction_low: float = -1.0  # lowest weight that mis keeps; negative: its own
-    correction_high: float = -1.0  # largest weight; negative: the correction's own
-    updates: PositiveInteger = 1  # optimizer updates in a step, each on its share of the groups
-    discount: Fraction = 1.0  # weight of later rewards, per token; ppo and reinforce_pp
-    gae_lambda: Fraction = (
-        1.0  # ppo: from one-step advantages, 0, to those of whole trajectories, 1
+    correction: Literal["none", "decoupled", "tis", "mis"] = (
+        "none"  # of importance weights for older policies' tokens
     )
-    # ppo: how far a value may move in a step without losing its gradient
+    correction_level: Literal["token", "sequence"] = "token"
+    correction_low: float = -1.0  # minimum weight retained by mis; negative: its own
+    correction_high: float = -1.0  # maximum weight; negative: the correction's own
+    updates: PositiveInteger = 1  # optimizer updates per step, each on its share of the groups
+    discount: Fraction = 1.0  # weight of later rewards, per token; ppo and reinforce_pp
+    # ppo: 0: one-step advantages, 1: those of complete trajectories
+    gae_lambda: Fraction = 1.0
+    # ppo: clip range of value changes in a step
     value_clip: NonNegativeNumber = 0.2
-    value_coefficient: NonNegativeNumber = 0.5  # ppo: weight of the value loss beside the policy's
+    value_coefficient: NonNegativeNumber = (
+        0.5  # ppo: weight of the value loss relative to the policy loss
+    )
 
 
 @dataclass(frozen=True)
 class LoraConfig(ConfigTable):
-    """`[lora]`: low-rank adapters that are trained in place of the model."""
+    """`[lora]`: low-rank adapters that are trained instead of the model."""
 
     rank: NonNegativeInteger = 0  # rank of the trained adapters; 0: the model itself is trained
-    alpha: PositiveNumber = 32.0  # what adapters add is multiplied by alpha / rank
+    alpha: PositiveNumber = 32.0  # adapter outputs are scaled by alpha / rank
     targets: list[str] = field(default_factory=list)  # projections; empty: all that take adapters
-    # What engines do with adapters: add them to the model's tensors, or compute them beside it;
-    # auto: what takes them less time.
+    # Adapters in engines: merged into the model's tensors, or computed beside it; auto: the faster
+    # one.
     engines: Literal["auto", "merged", "beside"] = "auto"
 
     @property
     def scale(self) -> float:
-        """What the product of an adapter's factors is multiplied by."""
+        """Factor of the product of an adapter's matrices."""
         return self.alpha / self.rank if self.rank else 0.0
 
 
@@ -333,57 +337,58 @@ class OptimizerConfig(ConfigTable):
     adamw_lr: NonNegativeNumber = 0.001
     weight_decay: NonNegativeNumber = 0.0
     warmup_steps: NonNegativeInteger = 5
-    final_lr: Fraction = 0.1  # share of the learning rate that is left at the last step
+    final_lr: Fraction = 0.1  # share of the learning rate at the last step
     clip_norm: PositiveNumber = 1.0
 
 
 @dataclass(frozen=True)
 class ZebraConfig(ConfigTable):
-    """`[training.zebra]`: ranks with attention, and others with the experts of a mixture."""
+    """`[training.zebra]`: split of the core into attention ranks and expert ranks."""
 
-    # ranks with attention, gates, embeddings and head, the first ones of training.ranks, of which
-    # the others have experts alone; 0: all ranks are alike
+    # number of ranks with attention, gates, embeddings and head: the first ones of training.ranks.
+    # The other ranks have only experts. 0: all ranks are alike.
     attention: NonNegativeInteger = 0
-    micro_batches: PositiveInteger = 4  # bins of each of them in a round
-    # experts that each of them has, too: by mixture layer, or one number for all; empty: none
+    micro_batches: PositiveInteger = 4  # bins of each attention rank in a round
+    # experts on each attention rank: by MoE layer, or one number for all; empty: none
     hosted: list[NonNegativeInteger] = field(default_factory=list)
-    # the planner finds all three, where accelerators of two kinds are faster so than all alike
+    # the planner chooses all three, if this is faster on two kinds of accelerators than uniform
+    # ranks
     auto: bool = False
 
 
 @dataclass(frozen=True)
 class TrainingConfig(ConfigTable):
-    """`[training]`: how gradients are computed, and when checkpoints are written."""
+    """`[training]`: computation of gradients, and checkpoints."""
 
     bin_tokens: PositiveInteger = 2560  # token budget of a bin, the unit of training work
-    dtype: Dtype = "float32"  # type of passes; what is trained stays float32
-    activation_checkpointing: bool = False  # layers are computed again on the way back
-    checkpoint_every: PositiveInteger = 8  # steps; those since are repeated from their records
+    dtype: Dtype = "float32"  # dtype of passes; trained parameters stay float32
+    activation_checkpointing: bool = False  # recompute layers in the backward pass
+    checkpoint_every: PositiveInteger = 8  # steps; later steps are replayed from their records
     keep_checkpoints: PositiveInteger = 3
-    deterministic: bool = False  # rounds wait for the whole batch, so that runs can be compared
-    pace: str = ""  # an accelerator's, which training is slowed down to; empty: its own
-    # a hybrid's bin that is not back by then is recomputed by the core
+    deterministic: bool = False  # rounds wait for the complete batch, so that runs can be compared
+    pace: str = ""  # accelerator whose speed training emulates; empty: none
+    # after this time the core recomputes a hybrid's bin
     bin_deadline_s: PositiveNumber = 20.0
-    ranks: PositiveInteger = 1  # workers that share the core: each holds its rows of the parameters
-    # ranks over which the experts of a mixture's layer are split, so that tokens go to them
+    ranks: PositiveInteger = 1  # workers of the core: each holds its rows of the parameters
+    # number of ranks over which the experts of a MoE layer are split; tokens are sent to them
     expert_parallel: PositiveInteger = 1
     zebra: ZebraConfig = field(default_factory=ZebraConfig)
-    # for the others in a collective; past it a rank counts as lost
+    # timeout of a collective, after which a rank counts as lost
     rank_deadline_s: PositiveNumber = 120.0
-    # versions reach other hosts as what changed; auto: while one receives them
+    # versions are sent to other hosts as deltas; auto: while a host receives them
     deltas: Literal["auto", "off"] = "auto"
-    # each so manieth version stays what deltas are from, for hosts that fall behind; 0: none
+    # every n-th version stays a base of deltas, for hosts that fall behind; 0: none
     delta_anchors: NonNegativeInteger = 16
 
 
 @dataclass(frozen=True)
 class WeightsConfig(ConfigTable):
-    """`[weights]`: which versions stay in the store beside those that the run itself needs."""
+    """`[weights]`: retention of versions beside those that the run itself needs."""
 
-    keep: PositiveInteger = 1  # the newest ones; 1: the current one
-    keep_every: NonNegativeInteger = 0  # each one whose number this divides, but 0; 0: none
-    quota_gb: NonNegativeNumber = 0.0  # GiB that the job's versions may have in the store; 0: any
-    # directory or URL that gets those that stay for good, as Hugging Face directories; empty: none
+    keep: PositiveInteger = 1  # number of newest versions; 1: the current one
+    keep_every: NonNegativeInteger = 0  # every n-th version, without version 0; 0: none
+    quota_gb: NonNegativeNumber = 0.0  # limit of the job's versions in the store, in GiB; 0: none
+    # directory or URL for permanent versions, as Hugging Face directories; empty: none
     copies: FilePath = ""
 
 
@@ -393,105 +398,107 @@ class WarmStartConfig(ConfigTable):
 
     demonstrations: str = ""  # module:function; empty: no warm start
     steps: NonNegativeInteger = 420
-    batch: PositiveInteger = 64  # demonstrations a step
+    batch: PositiveInteger = 64  # demonstrations per step
     muon_lr: NonNegativeNumber = 0.02
     adamw_lr: NonNegativeNumber = 0.003
     warmup_steps: NonNegativeInteger = 20
-    decay: Fraction = 0.4  # share of the steps, at the end, in which the learning rate falls to 0
+    decay: Fraction = 0.4  # share of the steps, at the end, over which the learning rate falls to 0
 
 
 @dataclass(frozen=True)
 class EvaluationDataset(ConfigTable):
-    """`[[evaluation.datasets]]`: a set to evaluate on beside the held-out one."""
+    """`[[evaluation.datasets]]`: evaluation set beside the held-out one."""
 
-    name: FigureName  # what its figures are called by
+    name: FigureName  # prefix of its figures' names
     path: Annotated[FilePath, MinLen(1)]  # rows as in dataset.held_out
-    problems: PositiveInteger = 256  # its first ones
-    samples: PositiveInteger = 1  # samples drawn of each problem
+    problems: PositiveInteger = 256  # number of first problems
+    samples: PositiveInteger = 1  # samples per problem
     temperature: NonNegativeNumber = 1.0  # 0: greedy
-    pass_at: list[PositiveInteger] = field(
-        default_factory=list
-    )  # each k of pass@k, at most `samples`
-    solved: float = 1.0  # reward from which a sample counts as right
+    # each k of pass@k, at most `samples`
+    pass_at: list[PositiveInteger] = field(default_factory=list)
+    solved: float = 1.0  # minimum reward of a correct sample
 
 
 @dataclass(frozen=True)
 class EvaluationConfig(ConfigTable):
-    """`[evaluation]`: what is evaluated, and when."""
+    """`[evaluation]`: evaluations and their schedule."""
 
-    every: NonNegativeInteger = 10  # steps; 0: only before and after
+    every: NonNegativeInteger = 10  # steps between evaluations; 0: only before and after
     before: bool = True
     after: bool = True
     problems: NonNegativeInteger = 256  # first problems of the held-out set
     datasets: list[EvaluationDataset] = field(default_factory=list)  # beside the held-out set
-    best: str = ""  # figure whose best version is kept, as held_out.greedy; empty: none
-    hold_s: NonNegativeNumber = 900.0  # longest wait of the next step for the last one's evaluation
+    best: str = (
+        ""  # figure whose best version is retained, for example held_out.greedy; empty: none
+    )
+    hold_s: NonNegativeNumber = 900.0  # maximum wait of the next step for the last evaluation
 
 
 @dataclass(frozen=True)
 class BudgetConfig(ConfigTable):
-    """`[budget]`: when the job is done."""
+    """`[budget]`: number of steps of the job."""
 
-    steps: NonNegativeInteger = (
-        48  # optimizer steps; 0: the first version is evaluated, and that is all
-    )
+    # optimizer steps; 0: only the first version is evaluated
+    steps: NonNegativeInteger = 48
 
 
 @dataclass(frozen=True)
 class TrackingConfig(ConfigTable):
-    """`[tracking]`: where the run's figures are shown beside its own records."""
+    """`[tracking]`: trackers for the run's figures beside its own records."""
 
-    tensorboard: bool | str = False  # true: files in RUN/tensorboard; or in that directory
-    wandb: str = ""  # project; empty: not there
-    trackio: str = ""  # project; empty: not there
-    trace: Fraction = 0.25  # of the groups whose trajectories `meshrl trace` shows; 0: no traces
+    tensorboard: bool | str = False  # true: files in RUN/tensorboard; or a directory
+    wandb: str = ""  # project; empty: none
+    trackio: str = ""  # project; empty: none
+    trace: Fraction = 0.25  # share of groups whose trajectories `meshrl trace` shows; 0: none
 
 
 @dataclass(frozen=True)
 class PlannerConfig(ConfigTable):
-    """`[planner]`: when a gang moves between rollout and training."""
+    """`[planner]`: conditions for moves of gangs between rollout and training."""
 
-    moves: bool = True  # whether the planner moves gangs; false: the default split is held
-    interval_s: PositiveNumber = 1.0  # between two looks at the stage times
-    every: PositiveInteger = 10  # steps after which the split is planned anew, whatever happens
-    # ratio of the two stage times from which it is planned at once,
+    moves: bool = True  # true: the planner moves gangs; false: the default split stays
+    interval_s: PositiveNumber = 1.0  # between two polls of the stage times
+    every: PositiveInteger = 10  # steps after which the split is always planned again
+    # conditions to plan the split at once: ratio of the two stage times,
     imbalance: Annotated[float, Ge(1)] = 1.15
-    queue_pressure: PositiveNumber = 0.75  # trajectories that wait for an engine, over all slots,
-    active_pressure: PositiveNumber = 0.85  # trajectories at engines, over all slots,
-    rejected: PositiveInteger = 8  # trajectories that came back too old
-    gain: NonNegativeNumber = 0.05  # share of a step's time that a move must save
-    window_steps: Annotated[Integer, Ge(2)] = 4  # that are measured before a move, and after it
+    queue_pressure: PositiveNumber = 0.75  # waiting trajectories relative to all slots,
+    active_pressure: PositiveNumber = 0.85  # trajectories at engines relative to all slots,
+    rejected: PositiveInteger = 8  # number of stale trajectories
+    gain: NonNegativeNumber = 0.05  # minimum saving of a move, as a share of a step's time
+    window_steps: Annotated[Integer, Ge(2)] = 4  # measured steps before and after a move
     warmup_steps: NonNegativeInteger = 1
     cooldown_steps: NonNegativeInteger = 3
     min_rollout: PositiveInteger = 1
-    training: PositiveInteger = 1  # gangs that train in the default split; the others roll out
+    training: PositiveInteger = 1  # training gangs in the default split; the others roll out
 
 
 @dataclass(frozen=True)
 class PoolWorkersConfig(ConfigTable):
-    """`pool.workers`: how many workers the job may have, all of its roles together."""
+    """`pool.workers`: bounds of the job's workers, all of its roles together."""
 
-    least: NonNegativeInteger = 0  # it waits until it gets so many; 0: what it takes at least
-    most: NonNegativeInteger = 0  # it gets no more; 0: as many as there are
+    least: NonNegativeInteger = (
+        0  # minimum; the job waits until it gets these; 0: the computed minimum
+    )
+    most: NonNegativeInteger = 0  # maximum; 0: unlimited
 
 
 @dataclass(frozen=True)
 class PoolConfig(ConfigTable):
-    """`[pool]`: the job's part beside the other jobs of its mesh."""
+    """`[pool]`: the job's share of the workers among the jobs of its mesh."""
 
-    priority: Integer = 0  # jobs of a higher one take workers from those of a lower one
-    share: PositiveNumber = 1.0  # weight beside jobs of the same priority
+    priority: Integer = 0  # jobs of higher priority take workers from those of lower priority
+    share: PositiveNumber = 1.0  # weight among jobs of the same priority
     workers: PoolWorkersConfig = field(default_factory=PoolWorkersConfig)
 
 
 @dataclass(frozen=True)
 class JobConfig(ConfigTable):
-    """A whole job file, checked."""
+    """Complete job file, after validation."""
 
     name: JobName = "job"
-    out: FilePath = ""  # run directory, or a URL that gets what lies there; empty: runs/<name>
+    out: FilePath = ""  # run directory, or a URL for copies of its files; empty: runs/<name>
     seed: Integer = 0
-    cache: FilePath = "~/.cache/meshrl"  # warm starts; empty: none
+    cache: FilePath = "~/.cache/meshrl"  # directory of cached warm starts; empty: none
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: TrainedModelConfig = field(default_factory=TrainedModelConfig)
     models: ModelsConfig = field(default_factory=ModelsConfig)
@@ -514,54 +521,55 @@ class JobConfig(ConfigTable):
 
     @property
     def out_url(self) -> str:
-        """`out` where it is a URL, which gets what the run makes; its directory has a name of its
-        own then.
+        """`out` if it is a URL, which gets copies of the run's files; the run directory has another
+        name.
         """
         return self.out if is_url(self.out) else ""
 
     @property
     def out_directory(self) -> str:
-        """`out` where it is the run directory."""
+        """`out` if it is the run directory."""
         return "" if is_url(self.out) else self.out
 
     @property
     def min_group(self) -> int:
-        """Scored members below which a group is dropped."""
+        """Minimum scored members of a group; a group with fewer is dropped."""
         chosen, size = self.algorithm.min_group, self.algorithm.group_size
         return chosen if chosen >= 0 else max(min(2, size), size - 2)
 
     @property
     def jailed_names(self) -> list[str]:
-        """The job's tools and rewards that run code which the model wrote."""
+        """Tools and rewards of the job that run code of the model."""
         rewards = [part.use for part in self.reward.reward_parts]
         return builtin.select_jailed([*self.environment.tools.values(), *rewards])
 
     @property
     def sandbox_count(self) -> int:
-        """Sandbox processes that the job has: none without tools and rewards."""
+        """Number of sandbox processes of the job: 0 without tools and rewards."""
         needed = self.environment.tools or self.reward.reward_parts
         return self.sandbox.processes if needed else 0
 
     @property
     def is_supervised(self) -> bool:
-        """Whether trajectories are given by the dataset instead of sampled."""
+        """True if the dataset supplies the trajectories and the model does not sample them."""
         return self.algorithm.name == "sft"
 
     def to_document(self) -> dict[str, Any]:
-        """The job as plain data, for Redis and for `--dry-run`."""
+        """Return the job as plain data, for Redis and for `--dry-run`."""
         return asdict(self)
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> JobConfig:
-        """The inverse of `document`, whose values were checked when the job was submitted;
-        ConfigError names a key that is unknown.
+        """Return the job of a document from `to_document`; its values were validated at submission.
+
+        ConfigError for an unknown key.
         """
         built: JobConfig = _build_value(cls, document, "")
         return built
 
 
 def _build_value(kind: Any, value: Any, key: str) -> Any:
-    """A value of its type: tables become their dataclasses, also those in lists."""
+    """Return a value of its type: tables become their dataclasses, also those in lists."""
     if get_origin(kind) is list:
         return [
             _build_value(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value)

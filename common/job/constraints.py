@@ -1,8 +1,7 @@
-"""The types of a job file's values, with their ranges; `meshrl.common.job.config` declares its keys
-by them.
+"""Types of a job file's values, with their ranges, for the keys in `meshrl.common.job.config`.
 
-Nothing is checked here. `meshrl.common.job.schema` has pydantic hold a job file to them; services
-read jobs that were checked when they were submitted, and never import pydantic.
+This module checks nothing. `meshrl.common.job.schema` validates a job file with pydantic; services
+read jobs that were validated at their submission, and never import pydantic.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
-MAX_INTEGER = 2**63 - 1  # whole number that messages carry
+MAX_INTEGER = 2**63 - 1  # of messages
 
 
 class ConfigTable:
-    """A table of a job file: it has no other keys, and no value is converted to another type."""
+    """Table of a job file: unknown keys are errors, and values are not converted to another
+    type.
+    """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "extra": "forbid",
@@ -29,11 +30,11 @@ class ConfigTable:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> Any:
-        return handler(source) | {"strict": False}  # a table itself comes as a dict
+        return handler(source) | {"strict": False}  # a table itself is a dict
 
 
 class NestedValueError(ValueError):
-    """A value inside of a table does not fit; `place` says where in it."""
+    """Error of a value inside a table; `subkey` is its key there."""
 
     def __init__(self, subkey: str, message: str) -> None:
         super().__init__(message)
@@ -41,21 +42,21 @@ class NestedValueError(ValueError):
 
 
 def _is_name(text: str) -> bool:
-    """True; ValueError says what a name is made of."""
+    """Return True for a valid name; ValueError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
         raise ValueError("must be letters, digits, '.', '_', '-', and not begin with a mark")
     return True
 
 
 def _is_figure(text: str) -> bool:
-    """True; ValueError says what the names of figures are made of: a dot follows them."""
+    """Return True for a valid figure name, which a dot may follow; ValueError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9_-]+", text):
         raise ValueError("must be letters, digits, '_', '-'")
     return True
 
 
 def _is_path(text: str) -> bool:
-    """True; ValueError when no file can be called that."""
+    """Return True for a possible path; ValueError otherwise."""
     if "\0" in text:
         raise ValueError("holds a zero byte, which no path does")
     if text.startswith("~") and os.path.expanduser(text) == text:
@@ -64,7 +65,7 @@ def _is_path(text: str) -> bool:
 
 
 def _is_endpoint(text: str) -> bool:
-    """True; ValueError says what processes can listen at."""
+    """Return True for an endpoint that a process can listen at; ValueError otherwise."""
     found = re.fullmatch(r"tcp://[^\s/]+:(\*|\d{1,5})", text)
     if not found or (found[1] != "*" and int(found[1]) > 65535):
         raise ValueError("must be tcp://INTERFACE:PORT, with * for any free port")
@@ -72,7 +73,7 @@ def _is_endpoint(text: str) -> bool:
 
 
 def _is_plain(table: dict[str, Any]) -> bool:
-    """True; Misfit names a value that cannot be written as JSON and be sent."""
+    """Return True if all values can be written as JSON and sent; NestedValueError otherwise."""
     pending = list(table.items())
     for place, value in pending:
         if isinstance(value, dict):

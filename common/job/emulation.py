@@ -1,6 +1,4 @@
-"""The pace of declared accelerators: how fast they generate and train, so that engines and trainers
-can imitate them.
-"""
+"""Emulated speeds of engines and trainers: how fast a declared accelerator generates and trains."""
 
 from __future__ import annotations
 
@@ -10,33 +8,39 @@ from dataclasses import dataclass, replace
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.hardware.accelerators import Accelerator, load_accelerators
 
-# Where t workers share a model, each layer gathers their parts twice, after attention and after its
-# MLP, for so long each, whatever t is; a chunk of prefill does, too (Libra's cost model, model.py).
+# If several workers share a model, each layer gathers their parts twice, after attention and after
+# its MLP. Each takes this time for any number of workers, also for a chunk of prefill (Libra's cost
+# model, model.py).
 COLLECTIVE_S = 8e-6
 CHUNK_TOKENS = 1024
-# What the collectives of a step take of a decode step of one worker, where the layers of a pace are
-# not known: those of the profiles below have 0.02 to 0.08.
+# Time of a step's collectives as a share of one worker's decode step, if the number of layers is
+# unknown: the profiles below have 0.02 to 0.08.
 COLLECTIVES_SHARE = 0.05
 
-# A step that ends later than its pace by more than this share of it counts as late: the host could
-# not keep up, and figures of the run are worth less.
+# A step that ends later than its emulated time by more than this share counts as late: the host was
+# too slow, and the run's figures are less reliable.
 LATE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedEngineSpeed:
-    """How fast an accelerator is: decoding is flat up to `plateau` sequences and linear beyond."""
+    """Engine speed of an emulated accelerator.
+
+    Decoding time is flat up to `plateau_batch` sequences and linear beyond.
+    """
 
     decode_step_s: float  # a step with up to `plateau` sequences
     plateau_batch: int
     prefill_tokens_per_s: float
-    layers: int = 0  # of the model; 0: not known
-    collectives_s: float = 0.0  # of a decode step, whatever its batch
+    layers: int = 0  # of the model; 0: unknown
+    collectives_s: float = 0.0  # of a decode step, for any batch size
 
     def with_tensor_parallel(self, degree: int) -> EmulatedEngineSpeed:
-        """The pace of so many of these accelerators that share a model: each reads its part of the
-        weights and does its part of the arithmetic, and all wait for two collectives a layer.
-        Libra's released formula divides what is read by the degree twice; here it is once.
+        """Return the speed of `degree` accelerators that share a model.
+
+        Each reads its part of the weights and does its part of the arithmetic, and all wait for two
+        collectives a layer. Libra's released formula divides the bytes read by the degree twice;
+        this one divides once.
         """
         if degree == 1:
             return self
@@ -51,7 +55,9 @@ class EmulatedEngineSpeed:
         )
 
     def compute_step_s(self, batch: int, steps: int, prefill_tokens: int) -> float:
-        """Seconds of `steps` decode steps of `batch` sequences, with `prefill_tokens` beside."""
+        """Return the seconds of `steps` decode steps of `batch` sequences with `prefill_tokens`
+        beside.
+        """
         computes_s = self.decode_step_s * max(1.0, batch / self.plateau_batch)
         decode = steps * (computes_s + self.collectives_s) if batch else 0.0
         return decode + prefill_tokens / self.prefill_tokens_per_s
@@ -59,25 +65,27 @@ class EmulatedEngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedTrainingSpeed:
-    """How fast an accelerator trains."""
+    """Training speed of an emulated accelerator."""
 
     tokens_per_s: float  # of a bin, forward and backward
     update_s: float  # of the optimizer's step
 
     def compute_gradient_s(self, tokens: int) -> float:
-        """Seconds of the gradient of a bin of so many tokens."""
+        """Return the seconds of the gradient of a bin of `tokens` tokens."""
         return tokens / self.tokens_per_s
 
     def compute_score_s(self, tokens: int) -> float:
-        """Seconds of a bin's scores: the way back costs twice the way forward."""
+        """Return the seconds of a bin's scores: a backward pass costs twice a forward pass."""
         return tokens / (3.0 * self.tokens_per_s)
 
 
 def derive_engine_speed(
     parameters: float, accelerator: Accelerator, layers: int = 0
 ) -> EmulatedEngineSpeed:
-    """The pace of a dense model in 16 bits: a decode step reads every weight once, until the
-    arithmetic of the batch takes longer than the reading.
+    """Return the engine speed of a dense model in 16 bits.
+
+    A decode step reads every weight once, until the arithmetic of the batch takes longer than the
+    reading.
     """
     decode_s = 2 * parameters / accelerator.read_bytes_per_s
     token_s = 2 * parameters / accelerator.prefill_flops_per_s
@@ -85,15 +93,17 @@ def derive_engine_speed(
 
 
 def derive_training_speed(parameters: float, accelerator: Accelerator) -> EmulatedTrainingSpeed:
-    """The pace of training the same model: six operations a parameter and token, and an update
-    that reads parameter, gradient and two moments in 32 bits and writes all but the gradient.
+    """Return the training speed of a dense model.
+
+    A token takes six operations a parameter. An update reads parameter, gradient and two moments in
+    32 bits and writes all but the gradient.
     """
     token_s = 6 * parameters / accelerator.training_flops_per_s
     return EmulatedTrainingSpeed(1 / token_s, 28 * parameters / accelerator.read_bytes_per_s)
 
 
-# Parameters of the model, and the accelerator that it is on; layers are those of Qwen2.5-7B and
-# Qwen3-14B, which have so many parameters.
+# Parameters of the model, and its accelerator. The numbers of layers are those of Qwen2.5-7B and
+# Qwen3-14B, which have as many parameters.
 _PROFILE_MODELS = {
     "a100-7b": (7.6e9, load_accelerators()["A100"]),
     "a100-14b": (14.8e9, load_accelerators()["A100"]),
@@ -109,8 +119,9 @@ TRAINING_PROFILES = {name: derive_training_speed(*which) for name, which in _PRO
 
 
 def parse_engine_speed(text: str) -> EmulatedEngineSpeed:
-    """A profile by name, or declared as `DECODE_MS/PLATEAU/PREFILL_TOKENS_PER_S`, as in
-    `18/32/6000`. ConfigError when it is neither.
+    """Return a profile by name, or one declared as `DECODE_MS/PLATEAU/PREFILL_TOKENS_PER_S`.
+
+    An example is `18/32/6000`. ConfigError for any other text.
     """
     if text in ENGINE_PROFILES:
         return ENGINE_PROFILES[text]
@@ -130,15 +141,16 @@ def parse_engine_speed(text: str) -> EmulatedEngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class EmulationScale:
-    """That of whatever accelerator a rank of a mixture has."""
+    """Scale of the declared speed of each rank's accelerator in a mixture."""
 
-    time_scale: float  # real seconds for each one that the accelerator is declared to take
-    token_scale: float = 1.0  # that a real one stands for
+    time_scale: float  # real seconds for each declared second
+    token_scale: float = 1.0  # declared tokens for each real token
 
 
 def parse_emulation_scale(text: str) -> EmulationScale | None:
-    """What `declared/SCALE` or `declared/SCALE/TOKENS` says as a pace of training; None for another
-    one. ConfigError where these are no positive numbers.
+    """Return the scale that `declared/SCALE` or `declared/SCALE/TOKENS` describes.
+
+    None for any other text. ConfigError if the numbers are not positive.
     """
     name, *numbers = text.split("/")
     if name != "declared":
@@ -158,13 +170,16 @@ def parse_emulation_scale(text: str) -> EmulationScale | None:
 
 
 def parse_training_emulation(text: str) -> EmulatedTrainingSpeed | EmulationScale:
-    """What either of the two readers of `training.pace` makes of it. ConfigError for neither."""
+    """Return the training speed or the scale that `training.pace` describes; ConfigError for
+    neither.
+    """
     return parse_emulation_scale(text) or parse_training_speed(text)
 
 
 def parse_training_speed(text: str) -> EmulatedTrainingSpeed:
-    """A profile by name, or declared as `TOKENS_PER_S/UPDATE_MS`, as in `4000/150`. ConfigError
-    when it is neither.
+    """Return a profile by name, or one declared as `TOKENS_PER_S/UPDATE_MS`, as in `4000/150`.
+
+    ConfigError for any other text.
     """
     if text in TRAINING_PROFILES:
         return TRAINING_PROFILES[text]

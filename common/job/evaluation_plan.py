@@ -1,6 +1,4 @@
-"""The evaluation plan of a job: what is evaluated at which version, and what its figures are
-called.
-"""
+"""Evaluation plan of a job: evaluations by version, and names of their figures."""
 
 from __future__ import annotations
 
@@ -13,23 +11,21 @@ from meshrl.common.job.config import EvaluationConfig, EvaluationDataset, JobCon
 HELD_OUT = "held_out"  # the set of dataset.held_out
 SAMPLED, GREEDY = f"{HELD_OUT}.sampled", f"{HELD_OUT}.greedy"
 BEFORE, AFTER = "before", "after"
-TOLERANCE = 1e-9  # by which a sum of floats may miss the threshold that it stands for
-MAX_MISSING_SHARE = (
-    0.05  # share of a set's samples without a say above which versions are not compared by it
-)
+TOLERANCE = 1e-9  # for the rounding of sums of floats
+MAX_MISSING_SHARE = 0.05  # maximum share of missing samples in a comparison of versions
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """One evaluation: the held-out set in `modes`, and each of the other datasets."""
+    """One evaluation: the held-out set in `sampling_modes`, and each of the other datasets."""
 
-    tag: str  # one result each
+    tag: str  # of its one result
     version: int
     sampling_modes: tuple[str, ...]  # sampled | greedy
 
 
 def plan_boundary_evaluation(config: JobConfig, tag: str, version: int) -> EvaluationPlan | None:
-    """The evaluation before or after training, as `tag` says; None: the job wants none."""
+    """Return the evaluation before or after training, by `tag`; None if the job has none."""
     plan = config.evaluation
     wanted = plan.before if tag == BEFORE else plan.after
     if not wanted or not can_evaluate(config):
@@ -38,16 +34,16 @@ def plan_boundary_evaluation(config: JobConfig, tag: str, version: int) -> Evalu
 
 
 def can_evaluate(config: JobConfig) -> bool:
-    """Whether there is something to evaluate on, and a reward to evaluate by."""
+    """Return True if the job has a dataset to evaluate on, and a reward."""
     rewarded = config.reward.reward_parts or config.reward.judge.use
     rewarded = rewarded or config.environment.use or config.environment.verifiers
     return bool(rewarded and (config.dataset.held_out or config.evaluation.datasets))
 
 
 def plan_step_evaluation(config: JobConfig, version: int) -> EvaluationPlan | None:
-    """The evaluation that a version asks for while training goes on; None: it asks for none.
+    """Return the evaluation of a version during training; None if there is none.
 
-    The last one is evaluated after training.
+    The last version is evaluated after training.
     """
     plan = config.evaluation
     last = version >= config.budget.steps
@@ -58,14 +54,16 @@ def plan_step_evaluation(config: JobConfig, version: int) -> EvaluationPlan | No
 
 
 def is_comparable(missing: int, samples: int) -> bool:
-    """Whether a figure of so many samples, `missing` of which failed or are of several versions,
-    may make its version the best one: what a few are left to say is not what all would have said.
+    """Return True if a figure of `samples` samples may make its version the best one.
+
+    `missing` samples failed or are of several versions. With too many of them the rest is not
+    representative.
     """
     return samples > 0 and missing <= MAX_MISSING_SHARE * samples
 
 
 def list_figures(config: EvaluationConfig, held_out: bool) -> list[str]:
-    """The names of all figures of a job; `held_out`: it has that set."""
+    """Return the names of all figures of a job; `held_out`: it has that set."""
     found = [SAMPLED, GREEDY] if held_out else []
     for dataset in config.datasets:
         found += [f"{dataset.name}.mean", *(f"{dataset.name}.pass@{k}" for k in dataset.pass_at)]
@@ -73,8 +71,10 @@ def list_figures(config: EvaluationConfig, held_out: bool) -> list[str]:
 
 
 def estimate_pass_at(k: int, samples: int, solved: int) -> float:
-    """The unbiased estimate of the chance that one of k samples is right, from `solved` of
-    `samples`, k <= samples (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    """Return the unbiased estimate of the probability that one of k samples is right.
+
+    `solved` of `samples` are right, k <= samples (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    """
     return 1.0 - comb(samples - solved, k) / comb(samples, k)
 
 
@@ -94,10 +94,10 @@ def compute_mean(rewards: Sequence[float]) -> float:
 def compute_figures(
     dataset: EvaluationDataset, rewards: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """The figures of a dataset from the rewards of each problem's samples.
+    """Return the figures of a dataset from the rewards of each problem's samples.
 
-    Samples that failed by type are not among them; a problem with fewer than k samples left says
-    nothing of pass@k. What no problem says is left out.
+    Samples that failed by typed errors are not included. A problem with fewer than k samples does
+    not count for pass@k. Figures without any problem are left out.
     """
     name = dataset.name
     every = [reward for problem in rewards for reward in problem]

@@ -1,4 +1,4 @@
-"""Files that a job names, by key, and the place of each in the job's bundle."""
+"""Files that a job names, by key, and the path of each in the job's bundle."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from meshrl.common.job.config import INITIAL, JobConfig
 
 TOKENIZER = "model.tokenizer"
-DATASET_PREFIXES = ("dataset.", "evaluation.")  # how keys of files of rows begin
+DATASET_PREFIXES = ("dataset.", "evaluation.")  # of keys that name files of rows
 
 
 @dataclass(frozen=True)
 class NamedFile:
-    """One key that names a file or a directory."""
+    """Key that names a file or a directory."""
 
     key: str  # dotted
-    path: str  # as the job has it; empty: it names none
+    path: str  # in the job; empty: none
     bundle_path: str  # in the bundle
 
     @property

@@ -1,7 +1,6 @@
-"""Checks what TOML files say against the dataclasses of their tables: types, ranges, choices and
-known keys.
+"""Validation of TOML documents against dataclasses: types, ranges, choices and known keys.
 
-pydantic checks; what it finds is said here in the words of the file.
+Validation is by pydantic; this module translates its errors into the terms of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from meshrl.common.job.constraints import NestedValueError
 
 MakeError = Callable[[str, str, str], ConfigError]  # key, message, fix
 T = TypeVar("T")
-_BOUND_ERRORS = {  # pydantic's name of an error -> (what is said, the bound's name in the error)
+_BOUND_ERRORS = {  # pydantic's error type -> (phrase, name of the bound in the error)
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),
     "less_than": ("below", "lt"),
@@ -50,18 +49,24 @@ _SCALAR = re.compile(r"true|false|[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?")
 
 
 class Schema(Generic[T]):
-    """One kind of file: the dataclass of its top level, whose fields are keys and tables."""
+    """Schema of one kind of file: the dataclass of its top level, whose fields are keys and
+    tables.
+    """
 
     def __init__(self, top: type[T], fallback_fix: str) -> None:
-        """`fallback_fix`: what to do about a key that nothing is like."""
+        """Create a schema; `fallback_fix` is the fix for an unknown key without a similar valid
+        key.
+        """
         self._top, self._fallback_fix = top, fallback_fix
         # dotted key -> type, for every key of a file; tables map to their dataclass
         self.types_by_key = _collect_types(top)
         self._adapter = TypeAdapter(top)
 
     def validate(self, document: dict[str, Any], make_error: MakeError) -> T:
-        """What a document describes; by `make_error`, the first of its mistakes, unknown keys
-        before others, as they are often why another one is missing.
+        """Return the value that a document describes.
+
+        For an invalid document, raise `make_error` of its first mistake. Unknown keys come first,
+        as they often explain a missing key.
         """
         try:
             return self._adapter.validate_python(document)
@@ -81,7 +86,7 @@ class Schema(Generic[T]):
         )
 
     def find_nearest_key(self, key: str) -> str:
-        """The valid key that a mistyped one most likely means; empty when nothing is close."""
+        """Return the valid key that a mistyped one most likely means; empty if none is close."""
         known = list(self.types_by_key)
         if key in known:
             return key
@@ -95,7 +100,7 @@ class Schema(Generic[T]):
         return siblings[part[0]] if last and part else ""
 
     def _format_error(self, key: str, error: ErrorDetails, requirement: str) -> tuple[str, str]:
-        """The key that an error is of, and the whole sentence."""
+        """Return (key of the error, sentence)."""
         sort, value = error["type"], _format_value(error["input"])
         misfit = error.get("ctx", {}).get("error")
         if isinstance(misfit, NestedValueError):
@@ -107,13 +112,13 @@ class Schema(Generic[T]):
         return key, f"{key} = {value} {requirement}"
 
     def _list_keys(self, table: str) -> list[str]:
-        """The keys of a table, which may be one of a list; none of one that is not there."""
+        """Return the keys of a table, which may be in a list; none if the table does not exist."""
         kind = self.types_by_key.get(table.partition("[")[0], None if table else self._top)
         kind = get_args(kind)[0] if get_origin(kind) is list else kind
         return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
     def _find_type(self, key: str) -> Any:
-        """The type of a key, which may be of a table in a list."""
+        """Return the type of a key, which may be of a table in a list."""
         found: Any = self.types_by_key.get(key)
         if found is not None:
             return found
@@ -124,7 +129,7 @@ class Schema(Generic[T]):
         return found
 
     def _format_key(self, loc: tuple[int | str, ...]) -> str:
-        """The dotted key of a place, without the member of a union that was tried there."""
+        """Return the dotted key of a location, without the union member that pydantic tried."""
         key = ""
         for part in loc:
             if isinstance(self.types_by_key.get(key), UnionType):
@@ -133,7 +138,10 @@ class Schema(Generic[T]):
         return key
 
     def _unknown_key_error(self, key: str, value: Any, fail: MakeError) -> ConfigError:
-        """The error of an unknown key; of a table that nothing is like, that of its first key."""
+        """Return the error of an unknown key.
+
+        For a table without a similar valid key, name the table's first key.
+        """
         while not (guess := self.find_nearest_key(key)) and isinstance(value, dict) and value:
             name, value = next(iter(value.items()))
             key = f"{key}.{name}"
@@ -147,7 +155,7 @@ class Schema(Generic[T]):
         return fail(key, f"unknown key {key}", fix)
 
     def _describe_requirement(self, key: str, error: ErrorDetails) -> str:
-        """What a value must be, or is."""
+        """Return the requirement that a value violates, as text."""
         sort = error["type"]
         if sort in _TYPE_ERRORS:
             return _TYPE_ERRORS[sort]
@@ -194,7 +202,7 @@ def _collect_types(cls: type[Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _error_sort_key(document: Any, error: ErrorDetails) -> tuple[bool, list[int]]:
-    """Sorts unknown keys first, then as the document has them; what is missing stands last."""
+    """Return a sort key: unknown keys first, then in the document's order, missing keys last."""
     places = []
     for part in error["loc"]:
         if isinstance(document, dict):
@@ -212,7 +220,7 @@ def _plural_of_items(kind: Any) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """A value as in TOML, if it is short."""
+    """Return a value as in TOML, abbreviated if it is long."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict | list):

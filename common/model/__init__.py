@@ -1,3 +1,1 @@
-"""The model: its one definition, its files, its tokenizer, its transfer. Open `network/decoder.py`
-first.
-"""
+"""Model definition, model files and tokenizers. Open `network/decoder.py` first."""

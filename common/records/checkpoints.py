@@ -1,6 +1,4 @@
-"""Finds the checkpoint of a run in its files, the one that its last recorded step commit names, and
-checks that it is what was written.
-"""
+"""Checkpoints in a run's files: the last committed one, and verification of their content."""
 
 from __future__ import annotations
 
@@ -20,36 +18,34 @@ from meshrl.common.base.files.json_lines import decode_row
 from meshrl.common.base.files.sealed_documents import read_sealed
 
 NAME_PATTERN = re.compile(r"step-\d{3,}-\d{6,}-[0-9a-f]{8}")
-STATE_FOLDER = (
-    "state"  # below a checkpoint's directory: all that training depends on beside the weights
-)
+STATE_FOLDER = "state"  # below a checkpoint's directory: all training state except the weights
 
-MANIFEST_FILE = "version.manifest"  # below STATE: that of the weights, as the store has it
-BASE_MANIFEST_FILE = "base.manifest"  # beside it, of adapters: that of what they are added to
+MANIFEST_FILE = "version.manifest"  # below STATE_FOLDER: the weights' manifest, as in the store
+BASE_MANIFEST_FILE = "base.manifest"  # beside it, for adapters: the manifest of their base
 
 
 def format_checkpoint_name(lineage: int, step: int, manifest: str) -> str:
-    """The name of a checkpoint's manifest, without `.json`, and of the directory beside it."""
+    """Return the name of a checkpoint's manifest without `.json`, and of its directory."""
     return f"step-{lineage:03d}-{step:06d}-{manifest[:8]}"
 
 
 def find_newest_due_version(version: int, interval_steps: int, last_version: int) -> int:
-    """The newest version up to this one for which a checkpoint is due: one every `interval_steps`,
-    and the last.
+    """Return the newest version up to this one for which a checkpoint is due.
+
+    One is due every `interval_steps`, and one at the last version.
     """
     return version if version >= last_version else version - version % interval_steps
 
 
 def list_manifest_paths(run_dir: Path) -> list[Path]:
-    """Manifests of checkpoints in the order of lineage and step; the step of one may never have
-    been committed.
-    """
+    """Return checkpoint manifests by lineage and step; some steps may never have been committed."""
     return sorted((run_dir / "checkpoints").glob("step-*.json"))
 
 
 def find_committed(run_dir: Path) -> Path | None:
-    """The manifest of the last commit on record, else the newest one; None if there is none. One
-    that fails its check is passed over.
+    """Return the manifest of the last recorded commit, else the newest one; None if there is none.
+
+    Manifests that fail their check are skipped.
     """
     found = {path.stem: path for path in list_manifest_paths(run_dir)}
     names = [name for name in _iter_committed_names(run_dir) if name in found]
@@ -61,18 +57,22 @@ def find_committed(run_dir: Path) -> Path | None:
 
 
 def list_older_names(run_dir: Path, name: str) -> list[str]:
-    """Names of the checkpoints of earlier steps than the named one's, the last one first."""
+    """Return the names of checkpoints of earlier steps than the named one, newest first."""
     step = int(name.split("-")[2])
     names = [path.stem for path in reversed(list_manifest_paths(run_dir))]
     return [other for other in names if other < name and int(other.split("-")[2]) < step]
 
 
-# -- whether one is what was written ---------------------------------------------------------------
+# -- content --------------------------------------------------------------------------------------
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What a checkpoint's manifest holds: job, lineage, step, weights, account and files. NotFound
-    without one, Damaged when it is not what was written, or another's.
+    """Return the content of a checkpoint's manifest: job, lineage, step, weights, account and
+    files.
+
+    Raises:
+        NotFound: There is no manifest.
+        CorruptData: It is not what was written, or belongs to another checkpoint.
     """
     held = read_sealed(path)
     try:
@@ -91,8 +91,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_paths(files: Iterable[str]) -> None:
-    """Returns if these may be paths of files below a checkpoint's directory; BadMessage names the
-    first that leads out of it: whoever writes checkpoints decides on no other file of a host.
+    """Raise BadMessage for the first path that leads out of a checkpoint's directory.
+
+    Writers of checkpoints must not choose other files of a host.
     """
     for name in files:
         path = PurePosixPath(name)
@@ -101,7 +102,7 @@ def check_paths(files: Iterable[str]) -> None:
 
 
 def list_files(directory: Path) -> list[str]:
-    """The path below a directory of every file there."""
+    """Return the relative path of every file below a directory."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return [path.relative_to(directory).as_posix() for path in files]
 
@@ -109,8 +110,10 @@ def list_files(directory: Path) -> list[str]:
 def compute_file_digests(
     directory: Path, on_progress: Callable[[int], None] = ignore_byte_count
 ) -> dict[str, str]:
-    """The digest of every file below a directory, by its path there; `on_progress` hears of bytes
-    as they are read.
+    """Return the digest of every file below a directory by relative path.
+
+    Args:
+        on_progress: Called with byte counts as files are read.
     """
     return {
         name: compute_file_digest(directory / name, on_progress) for name in list_files(directory)
@@ -118,8 +121,12 @@ def compute_file_digests(
 
 
 def check_files(directory: Path, files: dict[str, str], folder: str = STATE_FOLDER) -> None:
-    """Returns if the files of a checkpoint's directory, those below `folder` of it, are what its
-    manifest lists in `files`; Damaged names the first that is not. It reads all of them.
+    """Read and check the files below `folder` of a checkpoint's directory.
+
+    Args:
+        files: Digests by path from the manifest.
+    Raises:
+        CorruptData: Names the first file that does not match.
     """
     listed = {name: digest for name, digest in files.items() if Path(name).is_relative_to(folder)}
     if not listed:
@@ -133,9 +140,14 @@ def check_files(directory: Path, files: dict[str, str], folder: str = STATE_FOLD
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """What `manifest_of` gives, once the files that training goes on from are checked too: Damaged
-    or NotFound names the first that is not what was written. Weights are checked chunk by chunk
-    when they are fetched: what the store lacks of them is made again from the checkpoint.
+    """Return the manifest as `read_manifest` does, after checking the files of the training state.
+
+    Weights are checked chunk by chunk when they are fetched; chunks missing in the store are made
+    again from the checkpoint.
+
+    Raises:
+        CorruptData: Names the first file that is not what was written.
+        NotFound: There is no manifest.
     """
     held = read_manifest(path)
     check_files(path.with_suffix(""), held["files"])
@@ -143,9 +155,11 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def quarantine_checkpoint(path: Path) -> Path | None:
-    """Moves the manifest of a damaged checkpoint and the directory beside it to the quarantine of
-    their run; where the manifest lies now, or the directory if there was no manifest. None:
-    somebody else has done so.
+    """Move a corrupt checkpoint's manifest and directory to the run's quarantine.
+
+    Returns:
+        New path of the manifest, or of the directory if there was no manifest; None if another
+        process has moved them.
     """
     moved = None
     for part in (path.with_suffix(""), path):
@@ -160,9 +174,16 @@ def install_checkpoint(
     expected: Mapping[str, str] = MappingProxyType({}),
     on_progress: Callable[[int], None] = ignore_byte_count,
 ) -> dict[str, str]:
-    """Makes `scratch` the directory of a checkpoint, whole or not at all, whenever the power goes;
-    the digests of its files. What is there already stays if it is the same. `on_progress` hears of
-    bytes as they are read. Damaged when a file does not have its `expected` digest.
+    """Make `scratch` a checkpoint's directory, completely or not at all even on power failure.
+
+    An existing directory stays if its content is the same.
+
+    Args:
+        on_progress: Called with byte counts as files are read.
+    Returns:
+        Digests of the files by path.
+    Raises:
+        CorruptData: A file does not have its `expected` digest.
     """
     digests = compute_file_digests(scratch, on_progress)
     check_digests(scratch, digests, expected)
@@ -176,7 +197,7 @@ def install_checkpoint(
 
 
 def check_digests(scratch: Path, actual: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Damaged when the `actual` digest of a file is not the `expected` one."""
+    """Raise CorruptData if the `actual` digest of a file is not the `expected` one."""
     for name, digest in expected.items():
         if actual.get(name) != digest:
             raise CorruptData(
@@ -186,11 +207,11 @@ def check_digests(scratch: Path, actual: Mapping[str, str], expected: Mapping[st
             )
 
 
-# -- what the record tells -------------------------------------------------------------------------
+# -- events ---------------------------------------------------------------------------------------
 
 
 def read_last_committed_name(run_dir: Path) -> str:
-    """The checkpoint that the last recorded step commit names, wherever it is; empty: none does."""
+    """Return the checkpoint named by the last recorded step commit; empty if there is none."""
     return next(_iter_committed_names(run_dir), "")
 
 
@@ -201,7 +222,7 @@ def _iter_committed_names(run_dir: Path) -> Iterator[str]:
 
 
 def read_last_version(run_dir: Path) -> int:
-    """The version of the last step commit or lineage on record; 0 without one."""
+    """Return the version of the last step commit or lineage on record; 0 without one."""
     for event in _iter_events(run_dir, "step", "lineage", direction=-1):
         if event["kind"] in ("step", "lineage", "restored"):
             return int(event["fields"]["version"])
@@ -209,7 +230,7 @@ def read_last_version(run_dir: Path) -> int:
 
 
 def read_last_lineage(run_dir: Path) -> int:
-    """The highest lineage that a run's record or its checkpoints mention; 0 when none does."""
+    """Return the highest lineage in a run's record or its checkpoints; 0 if there is none."""
     found = [int(path.name.split("-")[1]) for path in list_manifest_paths(run_dir)]
     events = _iter_events(run_dir, "lineage")
     found += (event["fields"].get("lineage", 0) for event in events)
@@ -217,8 +238,9 @@ def read_last_lineage(run_dir: Path) -> int:
 
 
 def _iter_events(run_dir: Path, *quoted_words: str, direction: int = 1) -> Iterator[Any]:
-    """The events of a run whose lines have one of these words in quotes; `direction` -1: the last
-    one first. Lines that are damaged, or were cut off while they were written, are left out.
+    """Yield a run's events whose lines contain one of these words in quotes.
+
+    `direction` -1 yields the last one first. Corrupt and truncated lines are skipped.
     """
     path, quoted = run_dir / "events.jsonl", [f'"{word}"'.encode() for word in quoted_words]
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
@@ -229,16 +251,17 @@ def _iter_events(run_dir: Path, *quoted_words: str, direction: int = 1) -> Itera
 
 @dataclass(frozen=True)
 class BestVersion:
-    """The version that evaluation found best so far."""
+    """Best version according to the evaluations so far."""
 
     version: int
-    manifest_digest: str  # digest of its weights
-    value: float  # the figure that it was judged by
+    manifest_digest: str  # of its weights
+    value: float  # metric of the comparison
 
 
 def read_best_version(run_dir: Path) -> BestVersion | None:
-    """The best version by the run's record; None: no evaluation has compared versions, or none
-    since a new lineage abandoned the best one.
+    """Return the best version in the run's record.
+
+    None if no evaluation has compared versions since the last lineage that abandoned the best one.
     """
     found: BestVersion | None = None
     for event in _iter_events(run_dir, "evaluation", "lineage"):
@@ -251,5 +274,5 @@ def read_best_version(run_dir: Path) -> BestVersion | None:
 
 
 def is_initial(path: Path) -> bool:
-    """Whether it is of version 0, for which nothing has been trained."""
+    """Return True if the checkpoint has version 0, before any training."""
     return path.name.split("-")[2] == "000000"

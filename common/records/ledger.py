@@ -1,11 +1,10 @@
-"""The ledger of a rollout shard: append-only segments of CRC-framed records, and how to read them
-back.
+"""Ledger of a rollout shard: append-only segments of CRC-framed records.
 
-A record counts once `write(2)` has returned: a SIGKILL loses none, a host crash at most what was
-not yet synced. A torn tail ends a segment at its last whole record. What does not add up in front
-of something whole, or in front of where the segment was sealed, is no tail: it is damage. A segment
-belongs to one owner (a shard's incarnation); what a predecessor that was thought dead writes after
-its successor sealed the segment lies past the sealed length and is ignored.
+A record counts once `write(2)` has returned: a SIGKILL loses none, a host crash only what was not
+yet synced. A torn tail ends a segment at its last complete record. An invalid record before a
+complete one, or before the sealed length, is corruption instead. A segment belongs to one owner (a
+shard's incarnation). A predecessor that was presumed dead may write after its successor sealed the
+segment; those bytes are past the sealed length and are ignored.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 
 MAGIC = b"MRLEDGR"
 FORMAT = 3  # version of the segments' format
-FORMATS_WITHOUT_CRC = (1, 2)  # formats whose header had no check
+FORMATS_WITHOUT_CRC = (1, 2)  # their header has no CRC
 
 
 def make_header(version: int) -> bytes:
-    """What a segment of a format begins with: the magic word, the format, and a CRC-32 of both."""
+    """Return the header of a segment: magic word, format, and a CRC-32 of both."""
     told = MAGIC + bytes([version])
     return told + zlib.crc32(told).to_bytes(4, "little")
 
@@ -43,17 +42,17 @@ def make_header(version: int) -> bytes:
 HEADER = make_header(FORMAT)
 FRAME_HEADER = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
 DEFLATED_FLAG = 0x80  # in a kind: the payload is compressed
-MIN_DEFLATE_BYTES = 256  # a turn's text shrinks by half, what is shorter hardly
+MIN_DEFLATE_BYTES = 256  # a turn's text shrinks by half, shorter payloads hardly
 _DEFLATE_WINDOW_BITS, _DEFLATE_MEMORY_LEVEL = (
     -12,
     5,
 )  # zlib: 4 KiB, no header; its default clears 256 KiB for each record
-MAX_SEGMENT_BYTES = 8 << 20  # a new segment from here on, so that finished ones can be deleted
+MAX_SEGMENT_BYTES = 8 << 20  # a longer one is sealed, so that finished segments can be deleted
 MAX_RECORD_BYTES = 64 << 20
 
 
 class RecordKind(IntEnum):
-    """What a record says, and the fields of its payload."""
+    """Kind of a record, with the fields of its payload."""
 
     OPEN = 1  # [group, member, prompt row, version, prompt ids]
     TOKENS = 2  # TokenRows; see meshrl.common.records.token_records
@@ -73,17 +72,17 @@ class LedgerRecord:
 
 
 def make_trajectory_id(group: int, member: int) -> int:
-    """The number of a group's member among all trajectories of the job."""
+    """Return the number of a group's member among all trajectories of the job."""
     return group << token_records.MEMBER_BITS | member
 
 
 def extract_group(trajectory: int) -> int:
-    """The group of a trajectory; the inverse of `trajectory_id`."""
+    """Return the group of a trajectory; the inverse of `make_trajectory_id`."""
     return trajectory >> token_records.MEMBER_BITS
 
 
 def extract_groups(record: LedgerRecord) -> set[int]:
-    """The groups that a record mentions."""
+    """Return the groups that a record mentions."""
     if record.kind in (RecordKind.OPEN, RecordKind.CLOSE):
         return {record.payload[0]}
     if record.kind is RecordKind.TOKENS:
@@ -92,7 +91,7 @@ def extract_groups(record: LedgerRecord) -> set[int]:
 
 
 def encode_record(kind: RecordKind, payload: Any) -> bytes:
-    """The bytes of one record as it lies in a segment."""
+    """Return the bytes of one record in a segment."""
     body: bytes
     if kind is RecordKind.TOKENS:
         return _add_frame(kind, token_records.encode_token_rows(payload))
@@ -112,11 +111,13 @@ def _add_frame(kind: int, body: bytes) -> bytes:
 def iter_records_with_offsets(
     path: Path, sealed_bytes: int = -1
 ) -> Iterator[tuple[LedgerRecord, int]]:
-    """Whole records of a segment with the offset after each, up to `sealed_bytes` bytes (-1: the
-    file's own end, and what it ends with may be torn).
+    """Yield the complete records of a segment, each with the offset after it.
 
-    Damaged where the segment is not what was written, after all that lies before; BadMessage if it
-    was written in another format.
+    Args:
+        sealed_bytes: Length to read up to; -1: to the end of the file, whose tail may be torn.
+    Raises:
+        CorruptData: The segment is not what was written; raised after all records before that.
+        BadMessage: The segment has another format.
     """
     content = path.read_bytes() if path.exists() else b""
     end = len(content) if sealed_bytes < 0 else min(sealed_bytes, len(content))
@@ -154,7 +155,7 @@ def iter_records_with_offsets(
 
 
 def _check_format(path: Path, content: bytes) -> None:
-    """BadMessage for the header of another format: damage does not make its check add up."""
+    """Raise BadMessage for a valid header of another format: corruption does not fix a CRC."""
     found = content[: len(HEADER)]
     version = found[len(MAGIC)] if len(found) == len(HEADER) else FORMAT
     if found == make_header(version) != HEADER or (
@@ -170,8 +171,9 @@ def _check_format(path: Path, content: bytes) -> None:
 
 
 def _has_record_after(content: bytes, offset: int) -> bool:
-    """Whether a whole record lies anywhere from `offset` on. Places where none can begin, because
-    the length or the kind is impossible, are left out at once: some milliseconds for a segment.
+    """Return True if a complete record begins anywhere from `offset` on.
+
+    Offsets with an impossible length or kind are skipped at once, so a segment takes milliseconds.
     """
     raw = np.frombuffer(content, np.uint8)[offset:]
     places = len(raw) - FRAME_HEADER.size
@@ -190,7 +192,7 @@ def _has_record_after(content: bytes, offset: int) -> bool:
 
 
 class Ledger:
-    """Segments of one owner in `directory`; appends are whole or raise StorageFull."""
+    """Segments of one owner in `directory`; an append is complete or raises StorageFull."""
 
     def __init__(self, host: Host, directory: Path, owner: str) -> None:
         self._host = host
@@ -199,27 +201,29 @@ class Ledger:
         self._segment_number = 0
         self._file: AppendFile | None = None
         self.segment_path = Path()  # the open segment
-        self._groups_by_segment: dict[Path, set[int]] = {}  # groups that still need a segment
+        self._groups_by_segment: dict[Path, set[int]] = {}  # groups that still need each segment
         self._deferred_records: list[tuple[RecordKind, Any]] = []
         self.bytes_written = 0
         directory.mkdir(parents=True, exist_ok=True)
 
     @property
     def next_segment_path(self) -> Path:
-        """The segment that `begin` opens: it goes on record before its first byte is written."""
+        """Segment that `open_next_segment` opens; it is recorded before its first byte is
+        written.
+        """
         return self.directory / f"{self._owner}-{self._segment_number + 1:05d}.ledger"
 
     @property
     def is_segment_full(self) -> bool:
-        """Whether the open segment has reached its size, so that the next record begins another."""
+        """True if the open segment is full, so that the next record begins another."""
         return self._file is not None and self._file.tell() >= MAX_SEGMENT_BYTES
 
     def open_next_segment(self) -> tuple[Path, int] | None:
-        """Opens the next segment; returns the one sealed by it and its length."""
+        """Open the next segment; return the one sealed by it and its length."""
         self.flush()
         path = self.next_segment_path
         opened = self._host.open_append(path)
-        if not opened.tell():  # at once: a segment without one has lost it
+        if not opened.tell():  # at once: a segment without a header counts as corrupt
             opened.write(HEADER)
         sealed = None
         if self._file is not None:
@@ -232,20 +236,24 @@ class Ledger:
         return sealed
 
     def adopt_segment(self, path: Path, groups: set[int]) -> None:
-        """Takes over a predecessor's segment, which `groups` still need."""
+        """Take over a predecessor's segment, which `groups` still need."""
         self._groups_by_segment[path] = set(groups)
 
     def defer(self, kind: RecordKind, payload: Any, group: int) -> None:
-        """Keeps a record to be written with the next append, before it. It must be one that can be
-        found again from those already written: losing it costs work and nothing else.
+        """Queue a record to be written before the next append.
+
+        It must be derivable from records already written: its loss costs work only.
         """
         self._deferred_records.append((kind, payload))
         self._groups_by_segment[self.segment_path].add(group)
 
     def append(self, records: Iterable[tuple[RecordKind, Any]], groups: Iterable[int] = ()) -> None:
-        """Writes records with one system call; `groups` are those whose fate they tell.
+        """Write records with one system call.
 
-        Raises StorageFull with nothing written when the disk is full.
+        Args:
+            groups: Groups that the records belong to.
+        Raises:
+            StorageFull: The disk is full; nothing was written.
         """
         deferred = self._deferred_records
         block = self.encode_block(records, groups)
@@ -258,7 +266,7 @@ class Ledger:
     def encode_block(
         self, records: Iterable[tuple[RecordKind, Any]], groups: Iterable[int] = ()
     ) -> bytes:
-        """What `write` takes, with all that was deferred: it is for this segment."""
+        """Return the bytes for `write_block`, with all deferred records, for the open segment."""
         if self._file is None:
             raise Refused("no segment of the ledger is open", where=str(self.directory))
         deferred, self._deferred_records = self._deferred_records, []
@@ -266,9 +274,10 @@ class Ledger:
         return b"".join(encode_record(kind, payload) for kind, payload in (*deferred, *records))
 
     def write_block(self, block: bytes) -> None:
-        """One system call, which waits where the disk does: for a thread of its own, one at a time.
+        """Write a block with one system call, which may block: use one thread, one call at a time.
 
-        Raises StorageFull with nothing written when the disk is full.
+        Raises:
+            StorageFull: The disk is full; nothing was written.
         """
         if self._file is None or not block:
             return
@@ -276,7 +285,9 @@ class Ledger:
         self.bytes_written += len(block)
 
     def forget_group(self, group: int) -> list[Path]:
-        """Drops a finished group; returns the segments that nothing needs now, for `delete`."""
+        """Drop a finished group; return the segments that no group needs any more, to be
+        deleted.
+        """
         for live in self._groups_by_segment.values():
             live.discard(group)
         freed = [
@@ -289,19 +300,19 @@ class Ledger:
         return freed
 
     def flush(self) -> None:
-        """Writes what was deferred."""
+        """Write the deferred records."""
         if self._deferred_records:
             self.append([])
 
     def sync(self) -> None:
-        """Returns once all that was written is on the disk."""
+        """Sync everything written to the disk."""
         if self._file is not None:
             self._file.sync()
 
     def close(self) -> None:
-        """Writes what was deferred, syncs, and closes the open segment."""
+        """Write the deferred records, sync, and close the open segment."""
         if self._file is not None:
-            with suppress(StorageFull):  # what was deferred can be found again
+            with suppress(StorageFull):  # deferred records can be derived again
                 self.flush()
             self._file.sync()
             self._file.close()
@@ -309,14 +320,12 @@ class Ledger:
 
 
 def list_segments(directory: Path) -> list[Path]:
-    """A shard's segments, owner by owner in the order they began: owners are named by fencing
-    tokens.
-    """
+    """Return a shard's segments, by owner in order of start: owners are named by fencing tokens."""
     return sorted(directory.glob("*.ledger"), key=lambda path: path.name)
 
 
 def iter_records(directory: Path) -> Iterator[LedgerRecord]:
-    """Every whole record of a shard's segments, of a damaged one those before the damage."""
+    """Yield every complete record of a shard's segments, up to the corruption in a corrupt one."""
     for path in list_segments(directory):
         with suppress(CorruptData):
             for record, _ in iter_records_with_offsets(path):

@@ -1,5 +1,6 @@
-"""Files of lines that the processes of a job add to its run's directory, wherever that is: samples
-and traces. A file starts again when it is long, and the one before it is kept.
+"""Line files that processes of a job append to in the run's directory: samples and traces.
+
+A long file is rotated, and the previous one is retained.
 """
 
 from __future__ import annotations
@@ -21,22 +22,20 @@ from meshrl.common.mesh.process.host import Host
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import retry
 
-MAX_FILE_BYTES = 32 << 20  # twice that is what one file and the one before it take on the disk
+MAX_FILE_BYTES = 32 << 20  # one file and its predecessor take twice this on the disk
 ROTATED_SUFFIX = ".older.jsonl"
-MAX_PENDING_BYTES = 8 << 20  # that wait while the store is away; what comes then is left out
+MAX_PENDING_BYTES = 8 << 20  # queued while the store is away; further lines are dropped
 BATCH_BYTES = 256 << 10  # of a message
-CLOSE_TIMEOUT_S = 5.0  # for what waits when a process ends
-# What the store writes for others: nothing else in a run's directory is a process's to name.
+CLOSE_TIMEOUT_S = 5.0  # for queued lines when a process exits
+# The store writes these files for other hosts: a process may name no other file of a run.
 _NAME_PATTERN = re.compile(r"samples(-\d+)?|trace/[a-z]+(-[A-Za-z0-9_.]+)?")
-FLUSH_BYTES = 16 << 10  # that are written at once,
-FLUSH_INTERVAL_S = 1.0  # or what came since then
-GROUP_MODULUS = 1 << 20  # numbers of groups are taken modulo this: evaluation's begin far up
+FLUSH_BYTES = 16 << 10  # written at once,
+FLUSH_INTERVAL_S = 1.0  # or after this time
+GROUP_MODULUS = 1 << 20  # of group numbers: those of evaluation are high
 
 
 class RunLineFile:
-    """One such file on this host, by its name without the ending. BadMessage: nobody has lines of
-    that name.
-    """
+    """One line file on this host, by its name without extension. BadMessage: invalid name."""
 
     def __init__(self, host: Host, run_dir: Path, name: str) -> None:
         if _NAME_PATTERN.fullmatch(name) is None:
@@ -46,7 +45,7 @@ class RunLineFile:
         self._file: AppendFile | None = None
 
     def write(self, lines: bytes) -> None:
-        """Appends whole lines; StorageFull leaves them out."""
+        """Append whole lines. StorageFull: they are dropped."""
         file = self._open_file()
         if file.tell() > 0 and file.tell() + len(lines) > MAX_FILE_BYTES:
             self.close_file()
@@ -61,20 +60,18 @@ class RunLineFile:
         return self._file
 
     def close_file(self) -> None:
-        """Closes the file; the next write opens it again."""
+        """Close the file; the next write opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     async def close(self) -> None:
-        """The same, as a `LineSender` does."""
+        """Close the file, as `LineSender.close` does."""
         self.close_file()
 
 
 class LineSender:
-    """Sends lines to where their run is at home. One batch is on its way at a time, so that they
-    arrive in order.
-    """
+    """Sender of lines to the run host. One batch is in flight at a time, to keep the order."""
 
     def __init__(self, mesh: Mesh, job: str, name: str) -> None:
         self._mesh, self._job, self._name = mesh, job, name
@@ -83,7 +80,9 @@ class LineSender:
         self._send_task: asyncio.Task[None] | None = None
 
     def write(self, lines: bytes) -> None:
-        """Hands whole lines over; StorageFull leaves them out, while the store is away for long."""
+        """Queue whole lines. StorageFull: they are dropped, because the store has been away for
+        long.
+        """
         if self._pending_bytes + len(lines) > MAX_PENDING_BYTES:
             raise StorageFull("the store is away", where=self._name)
         self._pending.append(lines)
@@ -92,7 +91,7 @@ class LineSender:
             self._send_task = asyncio.create_task(self._send(), name=self._name)
 
     async def close(self) -> None:
-        """Sends what waits, within LAST_S."""
+        """Send the queued lines within `CLOSE_TIMEOUT_S`."""
         if self._send_task is not None:
             await asyncio.wait([self._send_task], timeout=CLOSE_TIMEOUT_S)
             self._send_task.cancel()
@@ -120,19 +119,19 @@ LineWriter = RunLineFile | LineSender
 
 
 def open_line_writer(mesh: Mesh, job: JobData, name: str) -> LineWriter:
-    """Where a process of the job writes its lines called `name`."""
+    """Return the writer of a job process's lines called `name`."""
     if job.is_on_run_host:
         return RunLineFile(mesh.host, job.run_dir, name)
     return LineSender(mesh, job.id, name)
 
 
 def sample_file_name(shard: int) -> str:
-    """What a shard's file of samples is called."""
+    """Return the file name of a shard's samples."""
     return f"samples-{shard}" if shard else "samples"
 
 
 class TraceWriter:
-    """The traces of one process of a job; it writes none where the job asks for none."""
+    """Traces of one process of a job; it writes none unless the job enables them."""
 
     def __init__(self, mesh: Mesh, job: JobData, name: str) -> None:
         self._mesh, self.traced_fraction = mesh, job.config.tracking.trace
@@ -144,16 +143,18 @@ class TraceWriter:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the job asks for any."""
+        """True if the job enables traces."""
         return self.traced_fraction > 0.0
 
     def is_traced(self, group: int) -> bool:
-        """Whether the trajectories of a group are traced: `share` of the groups, evenly spread."""
+        """Return True if the group's trajectories are traced: `traced_fraction` of the groups,
+        evenly.
+        """
         number = group % GROUP_MODULUS
         return int((number + 1) * self.traced_fraction) > int(number * self.traced_fraction)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Tells of one thing; what a full disk has no room for is left out."""
+        """Append one trace row; it is dropped if the disk is full."""
         if not self.is_enabled:
             return
         line = add_check(json.dumps(row), self._next_line_number)
@@ -177,6 +178,6 @@ class TraceWriter:
             self._is_disk_full = True
 
     async def close(self) -> None:
-        """Writes what is left."""
+        """Write the remaining rows and close the file."""
         self._flush()
         await self._writer.close()

@@ -1,15 +1,17 @@
-"""The encoding of many trajectories' tokens as one record of the ledger: about 11 bytes a token
-when a record holds one token of each trajectory, and a byte or two more for each expert.
+"""Encoding of many trajectories' tokens as one record of the ledger.
 
-    head     format, widths in bytes of the five columns below, experts of a token, rows, tokens,
+A record with one token of each trajectory takes about 11 bytes per token, and one or two more for
+each expert.
+
+    head     format, widths in bytes of the five columns below, experts per token, rows, tokens,
              runs, first group
-    rows     group less the first one, member, count (width 0: all are 1), a column each
-    runs     weight version i32 and how many tokens it sampled u32, a column each
+    rows     group minus the first one, member, count (width 0: all are 1), a column each
+    runs     weight version i32 and number of tokens it sampled u32, a column each
     tokens   ids, in the smallest width of 1 to 4 bytes that fits the largest
-    logprobs float32 as they are: they are training data
-    experts  of each token in turn: u8 if all are known and fit, else i16 (width 0: there are none)
+    logprobs float32, unchanged: they are training data
+    experts  of each token in turn: u8 if all are known and fit, else i16 (width 0: none)
 
-All little-endian; row i owns the next `counts[i]` tokens.
+All values are little-endian. Row i owns the next `counts[i]` tokens.
 """
 
 from __future__ import annotations
@@ -26,34 +28,34 @@ from meshrl.common.base.expert_routing import NO_EXPERTS
 
 FORMAT = 1
 _HEADER = struct.Struct("<6BH3Iq")
-MEMBER_BITS = 12  # low bits of a trajectory's number; its group is above
+MEMBER_BITS = 12  # low bits of a trajectory's number; the group is above
 _MEMBER_MASK = (1 << MEMBER_BITS) - 1
 _UNSIGNED_BY_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _EXPERT_TYPES_BY_WIDTH = {1: np.uint8, 2: np.int16}
-_MAX_TOKEN_BYTES = 24  # most that a token takes, without its experts
+_MAX_TOKEN_BYTES = 24  # maximum size of a token without its experts
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
     """New tokens of trajectories: row i owns the next `counts[i]` entries of the token columns."""
 
-    ids: NDArray[np.int64]  # trajectories
+    ids: NDArray[np.int64]  # trajectory numbers
     counts: NDArray[np.int32]  # at least 1
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]  # the weights that sampled each token
+    versions: NDArray[np.int32]  # weight version that sampled each token
     experts: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)  # see `experts`
 
     def slice_token_columns(
         self, selection: slice | NDArray[np.bool_]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], NDArray[np.int16]]:
-        """The token columns' entries for `selection` of the tokens."""
+        """Return the entries of the token columns for the selected tokens."""
         experts = self.experts[selection] if self.experts.shape[1] else self.experts
         return self.tokens[selection], self.logprobs[selection], self.versions[selection], experts
 
 
 def select_rows(rows: TokenRows, mask: NDArray[np.bool_]) -> TokenRows:
-    """The chosen rows with their tokens."""
+    """Return the selected rows with their tokens."""
     if rows.counts[~mask].any():
         tokens = np.repeat(mask, rows.counts)
         columns = rows.slice_token_columns(tokens)
@@ -63,8 +65,9 @@ def select_rows(rows: TokenRows, mask: NDArray[np.bool_]) -> TokenRows:
 
 
 def split_by_size(rows: TokenRows, max_bytes: int) -> Iterator[TokenRows]:
-    """The same rows in parts whose records are no larger than `max_bytes`, as far as rows can be
-    kept whole."""
+    """Split the rows into parts whose records have at most `max_bytes`, unless one row is
+    larger.
+    """
     ends = np.cumsum(rows.counts)
     most = max(1, max_bytes // (_MAX_TOKEN_BYTES + 2 * rows.experts.shape[1]))
     row = token = 0
@@ -76,7 +79,7 @@ def split_by_size(rows: TokenRows, max_bytes: int) -> Iterator[TokenRows]:
 
 
 def encode_token_rows(rows: TokenRows) -> bytes:
-    """The record's bytes; there is at least one row, and no row without a token."""
+    """Return the record's bytes; there is at least one row, and each row has a token."""
     groups = rows.ids >> MEMBER_BITS
     first = int(groups.min())
     members = rows.ids & _MEMBER_MASK
@@ -113,7 +116,7 @@ def encode_token_rows(rows: TokenRows) -> bytes:
 
 
 def decode_token_rows(content: bytes) -> TokenRows:
-    """What `pack` was given; BadMessage if this is of another format, or no such record."""
+    """Decode the bytes of `encode_token_rows`. BadMessage: another format, or no such record."""
     if len(content) < _HEADER.size or content[0] != FORMAT:
         raise BadMessage(
             f"tokens in format {content[0] if content else 'none'}; this is format {FORMAT}",

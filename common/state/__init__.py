@@ -1,3 +1,3 @@
-"""The shared state of the mesh in Redis, a module for each kind of row. Open `redis/client.py`
+"""Shared state of the mesh in Redis, one module for each kind of row. Open `redis/client.py`
 first.
 """

@@ -1,5 +1,7 @@
-"""The event stream of a mesh: what has happened, in order. It is trimmed below its readers' cursors
-(`readers`), and who reads from further back is told so.
+"""Event stream of a mesh: what has happened, in order.
+
+The stream is trimmed below its readers' cursors (`readers`). A reader from further back gets
+HistoryLost.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from meshrl.common.base.errors import HistoryLost
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import EVENTS, MESH_PREFIX, TRIMMED_KEY
 
-PAGE_EVENTS = 1000  # events of one answer
+PAGE_EVENTS = 1000  # of one answer
 
 
 @dataclass(frozen=True)
 class Event:
-    """`id` orders events and is where `read` goes on; `ms` is the server's time."""
+    """Event; `id` orders events and is a cursor of `read_page`, `ms` is the server's time."""
 
     id: str
     ms: int
@@ -29,9 +31,10 @@ class Event:
 async def append(
     state: StateClient, kind: str, fields: dict[str, Any], op_id: str = "", *, after_id: str = ""
 ) -> None:
-    """Adds an event, once even when the command is sent twice; with `op_id` once for whoever names
-    it. Its id is `after_id` one that was seen of a Redis which is older now, whatever any clock
-    says.
+    """Append an event, once even if the command is sent twice, and once for an `op_id`.
+
+    The new id is above `after_id`, an id that was seen of a Redis that is older now, regardless of
+    any clock.
     """
     args: dict[str, Any] = {"op": op_id or uuid.uuid4().hex, "kind": kind}
     args |= {"fields": json.dumps(fields)} | (
@@ -43,16 +46,17 @@ async def append(
 async def append_fenced_event(
     state: StateClient, name: str, token: int, kind: str, fields: dict[str, Any], op_id: str
 ) -> None:
-    """Adds an event, once for an operation; Fenced without the live lease (name, token)."""
+    """Append an event, once for an operation; Fenced without the live lease (name, token)."""
     args = {"op": op_id, "kind": kind, "fields": json.dumps(fields), "name": name, "token": token}
     await state.run_mesh_script("append", **args)
 
 
 async def read_page(state: StateClient, since: str = "0", count: int = PAGE_EVENTS) -> list[Event]:
-    """Up to `count` events after the one whose id is `since`, oldest first. HistoryLost when some
-    of them are gone.
+    """Return up to `count` events after the one whose id is `since`, oldest first.
+
+    HistoryLost if some of them are gone.
     """
-    # The event at the cursor is asked for too: while it is there, nothing behind it is gone.
+    # Read the event at the cursor too: while it is there, no later event is gone.
     first = since if since != "0" else "-"
     rows = await state.run_command("XRANGE", EVENTS, first, "+", "COUNT", count + 1) or []
     if rows and rows[0][0] == since:
@@ -62,7 +66,7 @@ async def read_page(state: StateClient, since: str = "0", count: int = PAGE_EVEN
 
 
 async def read_all(state: StateClient, since: str = "0") -> list[Event]:
-    """All events after `since`, page by page. HistoryLost as from `read`."""
+    """Return all events after `since`, read page by page. HistoryLost as from `read_page`."""
     found: list[Event] = []
     while page := await read_page(state, found[-1].id if found else since):
         found += page
@@ -74,7 +78,7 @@ async def read_remaining(state: StateClient, since: str = "0") -> list[Event]:
     while True:
         try:
             return await read_all(state, since)
-        except HistoryLost as lost:  # trimmed, perhaps meanwhile again
+        except HistoryLost as lost:  # trimmed, perhaps more than once
             since = lost.through
 
 
@@ -93,13 +97,13 @@ async def read_between(state: StateClient, since: str, until: str) -> list[Event
 
 
 async def read_last_id(state: StateClient) -> str:
-    """The id of the last event; "0" when there is none."""
+    """Return the id of the last event; "0" if there is none."""
     rows = await state.run_command("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)
     return str(rows[0][0]) if rows else "0"
 
 
 def parse_event_id(event_id: str) -> tuple[int, int]:
-    """By what ids of events rise."""
+    """Return the sort key of an event id."""
     ms, _, number = event_id.partition("-")
     return int(ms), int(number or 0)
 

@@ -1,5 +1,4 @@
-"""The rows of groups, from admission to a step: the staleness gate, shards' segments, leases of the
-trainer.
+"""Rows of groups, from admission to a step: staleness gate, shards' segments, trainer leases.
 
 Group ids are per job and rise in the order in which groups were opened. `shard` and `trainer` are
 registry names, and each call is fenced by the caller's lease on that name.
@@ -19,17 +18,17 @@ from meshrl.common.state.redis.keys import job_prefix
 
 @dataclass(frozen=True)
 class AdmittedGroup:
-    """A group that may be sampled: `prompt` counts through the data set, epoch after epoch."""
+    """Group that may be sampled; `prompt` counts through the data set, epoch after epoch."""
 
     group: int
     prompt: int
-    version: int  # current when it was admitted, or where its lineage has ended since
+    version: int  # current at its admission, or the last one of its lineage if that has ended since
     lineage: int  # the job's current lineage
 
 
 @dataclass(frozen=True)
 class GroupRow:
-    """A finished group that the trainer leased."""
+    """Finished group that the trainer leased."""
 
     group: int
     shard: str
@@ -37,10 +36,10 @@ class GroupRow:
     version: int
     samples: int
     scored: int  # members with a reward; the others failed by a typed error
-    digest: str  # names its bytes in the weight store
+    digest: str  # of its bytes in the weight store
     nbytes: int
     min_version: int  # oldest weights that sampled one of its tokens
-    foreign_above: int = SINGLE_LINEAGE  # tokens of later versions are of an abandoned lineage
+    foreign_above: int = SINGLE_LINEAGE  # tokens of later versions belong to an abandoned lineage
 
 
 _FIELD_TYPES = resolve_hints(GroupRow)
@@ -48,7 +47,7 @@ _FIELD_TYPES = resolve_hints(GroupRow)
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """The bytes of a finished group in the store, and what its row says of them."""
+    """Digest and size of a finished group's bytes in the weight store, and fields of its row."""
 
     group: int
     digest: str
@@ -59,23 +58,23 @@ class FinishedGroup:
 
 @dataclass(frozen=True)
 class LeaseWait:
-    """Why the trainer gets no group now."""
+    """Reason why the trainer gets no group now."""
 
     reason: str
-    on: str  # the shard that is waited for; empty when no group is open
+    on: str  # the shard that the trainer waits for; empty when no group is open
 
 
 @dataclass(frozen=True)
 class LeasedGroups:
-    """The answer to a lease of groups."""
+    """Answer to a lease of groups."""
 
-    groups: list[GroupRow]  # so far, less those that were given before; oldest first
+    groups: list[GroupRow]  # so far, without `known_groups`; oldest first
     wait: LeaseWait | None  # for the rest of the step's groups
 
 
 @dataclass(frozen=True)
 class InFlightCounts:
-    """Groups by state, the trajectories in them, and what the gate would admit now."""
+    """Groups by state, the trajectories in them, and the capacity of the gate."""
 
     open: int
     ready: int
@@ -87,11 +86,10 @@ class InFlightCounts:
 async def admit_groups(
     state: StateClient, job: str, shard: str, token: int, max_groups: int, op_id: str
 ) -> list[AdmittedGroup]:
-    """Opens up to `max_groups` groups, as many as the gate lets through now: none outside the phase
-    `training`.
+    """Open up to `max_groups` groups, limited by the gate's capacity.
 
-    capacity = min(max_staleness + version + 1, budget) * groups_per_step - admitted. Prompts that
-    were given back go first.
+    None are opened outside the phase `training`. capacity = min(max_staleness + version + 1,
+    budget) * groups_per_step - admitted. Requeued prompts go first.
     """
     args = {"shard": shard, "token": token, "want": max_groups, "op": op_id}
     return _decode_admitted(await state.run_job_script("admit", job, **args))
@@ -100,7 +98,7 @@ async def admit_groups(
 async def mark_group_ready(
     state: StateClient, job: str, shard: str, token: int, finished: FinishedGroup, op_id: str
 ) -> None:
-    """Records that the group is finished and its bytes are durable: it may be trained on."""
+    """Record that the group is finished and its bytes are durable: it may be trained on."""
     await state.run_job_script(
         "group_ready", job, shard=shard, token=token, op=op_id, **asdict(finished)
     )
@@ -109,8 +107,9 @@ async def mark_group_ready(
 async def drop_group(
     state: StateClient, job: str, shard: str, token: int, group: int, reason: str, op_id: str
 ) -> None:
-    """Records that too many members failed by typed errors: the admission returns, the prompt does
-    not; counts `typed_drops`.
+    """Record that too many members failed by typed errors.
+
+    The admission returns, the prompt does not; counts `typed_drops`.
     """
     ends = reason, "typed_drops", "dropped", False
     await _return_group(state, job, shard, token, group, op_id, *ends)
@@ -119,9 +118,10 @@ async def drop_group(
 async def requeue_lost_group(
     state: StateClient, job: str, shard: str, token: int, group: int, reason: str, op_id: str
 ) -> None:
-    """Records that the group is lost (host_lost, environment_lost, poisoned): admission and prompt
-    return; counts `host_lost`. The trainer may say so too, under its own name, of a group that it
-    has leased.
+    """Record that the group is lost (host_lost, environment_lost, poisoned).
+
+    Admission and prompt return; counts `host_lost`. The trainer may record this too, under its own
+    name, for a group that it has leased.
     """
     ends = reason, "host_lost", "requeued", True
     await _return_group(state, job, shard, token, group, op_id, *ends)
@@ -130,8 +130,9 @@ async def requeue_lost_group(
 async def filter_group(
     state: StateClient, job: str, trainer: str, token: int, group: int, op_id: str
 ) -> None:
-    """The trainer leased a group that has nothing to teach, and another takes its place: the
-    admission returns, the prompt does not; counts `filtered`, and members that failed as
+    """Record that a leased group has no training signal; another group takes its place.
+
+    The admission returns, the prompt does not; counts `filtered`, and failed members as
     `typed_drops`.
     """
     ends = "filtered", "filtered", "filtered", False
@@ -141,20 +142,21 @@ async def filter_group(
 async def requeue_stale_group(
     state: StateClient, job: str, trainer: str, token: int, group: int, op_id: str
 ) -> None:
-    """The trainer leased a group whose tokens are staler than its row says: admission and prompt
-    return; counts `stale_requeued`.
+    """Record that the tokens of a leased group are staler than its row states.
+
+    Admission and prompt return; counts `stale_requeued`.
     """
     ends = "stale", "stale_requeued", "stale", True
     await _return_group(state, job, trainer, token, group, op_id, *ends)
 
 
 async def read_open_groups(state: StateClient, job: str, shard: str) -> list[AdmittedGroup]:
-    """The groups that the shard has to finish, oldest first, its predecessor's among them."""
+    """Return the groups that the shard has to finish, its predecessor's included, oldest first."""
     return _decode_admitted(await state.run_job_script("open_groups", job, shard=shard))
 
 
 async def claim_shard(state: StateClient, job: str, shard: str, token: int) -> dict[str, int]:
-    """Takes over the shard; returns its segments: name -> sealed length, -1 while open."""
+    """Take over the shard; return its segments: name -> sealed length, -1 while open."""
     found = (await state.run_job_script("claim_shard", job, shard=shard, token=token))["segments"]
     return {name.removeprefix("segment:"): int(length) for name, length in (found or {}).items()}
 
@@ -162,13 +164,13 @@ async def claim_shard(state: StateClient, job: str, shard: str, token: int) -> d
 async def record_segment(
     state: StateClient, job: str, shard: str, token: int, name: str, sealed_length: int
 ) -> None:
-    """Records a segment before its first byte is written (-1), and its length when it is sealed."""
+    """Record a segment before its first byte is written (-1), and its length when it is sealed."""
     args = {"shard": shard, "token": token, "name": name, "sealed_length": sealed_length}
     await state.run_job_script("note_segment", job, **args)
 
 
 async def read_ledger_location(state: StateClient, job: str, shard: str) -> str:
-    """Where the shard's segments lie, as `note_place` has said; empty: it has had none."""
+    """Return the location of the shard's segments, as recorded last; empty: it has had none."""
     key = f"{job_prefix(job)}:shard:{shard}"
     return str(await state.run_command("HGET", key, "place") or "")
 
@@ -176,12 +178,12 @@ async def read_ledger_location(state: StateClient, job: str, shard: str) -> str:
 async def record_ledger_location(
     state: StateClient, job: str, shard: str, token: int, location: str
 ) -> None:
-    """Records where the shard's segments lie from now on."""
+    """Record the new location of the shard's segments."""
     await state.run_job_script("note_segment", job, shard=shard, token=token, place=location)
 
 
 async def remove_segment(state: StateClient, job: str, shard: str, token: int, name: str) -> None:
-    """Strikes a segment whose groups have all ended off the record."""
+    """Remove the record of a segment whose groups have all ended."""
     await state.run_job_script(
         "note_segment", job, shard=shard, token=token, name=name, forget=True
     )
@@ -195,14 +197,12 @@ async def lease_groups(
     step: int,
     known_groups: Iterable[int] = (),
 ) -> LeasedGroups:
-    """The groups of step `step`, which turns version step - 1 into version step: steps count from
-    1.
+    """Lease the groups of step `step`, which turns version step - 1 into version step.
 
-    Those that are ready are leased at once; the same ones come again, with more, for the same
-    trainer and step, so that it needs no operation id. Stale groups are given back on the way: a
-    token of an abandoned version counts as old as the version that its lineage ended at. Of
-    `known_groups`, which the trainer has, none is among the answer's. Refused when `step` is not
-    next.
+    Steps count from 1. Groups that are ready are leased at once. The same trainer and step get the
+    same groups again, with more, so no operation id is needed. Stale groups are requeued: a token
+    of an abandoned version counts as old as the version at which its lineage ended. The answer
+    leaves out `known_groups`, which the trainer has. Refused if `step` is not next.
     """
     args = {"trainer": trainer, "token": token, "step": step, "given": list(known_groups)}
     answer = await state.run_job_script("lease_groups", job, **args)
@@ -211,17 +211,17 @@ async def lease_groups(
 
 
 async def count_in_flight(state: StateClient, job: str) -> InFlightCounts:
-    """The groups in flight, counted from their own rows, for `accounting` and for the live view."""
+    """Return the groups in flight, counted from their rows, for accounting and the live view."""
     return InFlightCounts(**await state.run_job_script("in_flight", job))
 
 
 async def read_live_digests(state: StateClient, job: str) -> set[str]:
-    """The digests of the bytes of groups that a step, or its replay, may still ask for."""
+    """Return the digests of the bytes of groups that a step, or its replay, may still need."""
     return set((await state.run_job_script("digests", job))["digests"] or [])
 
 
 def decode_group_row(row: dict[str, Any]) -> GroupRow:
-    """A GroupRow from the hash in Redis."""
+    """Return a GroupRow from the hash in Redis."""
     known = {name: row[name] for name in _FIELD_TYPES if name in row}
     return GroupRow(**{name: _FIELD_TYPES[name](value) for name, value in known.items()})
 
@@ -229,7 +229,9 @@ def decode_group_row(row: dict[str, Any]) -> GroupRow:
 async def _return_group(
     state: StateClient, job: str, name: str, token: int, group: int, op_id: str, *ends: str | bool
 ) -> None:
-    """`ends`: the reason, the counter, the kind of the event, and whether the prompt returns."""
+    """Return a group's admission; `ends` is (reason, counter, kind of the event, requeue the
+    prompt).
+    """
     args = {"job": job, "name": name, "token": token, "group": group, "op": op_id}
     args |= dict(zip(("reason", "counter", "kind", "requeue"), ends, strict=True))
     await state.run_script("group_returned", [job_prefix(job)], args)

@@ -1,4 +1,4 @@
-"""The rows of jobs: what was submitted, the phase, the counters, the evaluations."""
+"""Rows of jobs: the submitted document, the phase, the counters, the evaluations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNT_FIELDS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", 
 
 
 class Phase(StrEnum):
-    """Where a job is; phases follow each other in this order, and the last three end it."""
+    """Phase of a job. Phases follow each other in this order; the last three are terminal."""
 
     QUEUED = "queued"
     WARM_START = "warm_start"
@@ -31,16 +31,15 @@ class Phase(StrEnum):
     STOPPED = "stopped"
 
 
-ACTIVE_PHASES = frozenset(
-    {Phase.BASELINE, Phase.TRAINING, Phase.EVALUATION}
-)  # shards work on the job
-PAUSED_PREFIX = "paused:"  # how `held` begins of a job that is paused
+# shards work on the job
+ACTIVE_PHASES = frozenset({Phase.BASELINE, Phase.TRAINING, Phase.EVALUATION})
+PAUSED_PREFIX = "paused:"  # prefix of `held` of a paused job
 TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.FAILED, Phase.STOPPED})
 
 
 @dataclass(frozen=True)
 class JobRow:
-    """The row of a job in Redis. Counts are in trajectories."""
+    """Row of a job in Redis. Counts are in trajectories."""
 
     id: str
     phase: Phase
@@ -49,9 +48,9 @@ class JobRow:
     lineage: int
     version: int  # -1 before the first weights
     manifest: str  # digest of the current version
-    checkpoint: str  # what a recovery would replay from
+    checkpoint: str  # from which a recovery replays
     steps_done: int
-    cursor: int  # the next prompt that nobody has seen
+    cursor: int  # the next unused prompt
     admitted: int  # groups, less those refunded
     opened: int
     trained: int
@@ -60,25 +59,25 @@ class JobRow:
     host_lost: int
     typed_drops: int
     error: str
-    image: str = ""  # identity of the current version as it is published; empty: nobody told it
+    image: str = ""  # identity of the published current version; empty: not reported
     masters: str = ""  # identity of its float32 masters
     initial_manifest: str = ""  # manifest of version 0, once there is one
-    best_version: int = -1  # by `evaluation.best`; -1: none yet
+    best_version: int = -1  # by `evaluation.best`; -1: none
     best_manifest: str = ""
-    progress_ms: int = 0  # when it last came further: a group, a step, an evaluation, a phase
-    slowest_ms: int = 0  # about the longest time that this took lately
-    held: str = ""  # `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
-    held_ms: int = 0  # since when it is held so
-    since_ms: int = 0  # when it came on record: tells it from an earlier job of its name
+    progress_ms: int = 0  # time of the last progress: a group, a step, an evaluation, a phase
+    slowest_ms: int = 0  # about the longest recent time between progress
+    held: str = ""  # block reason, `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
+    held_ms: int = 0  # since when it is blocked for this reason
+    since_ms: int = 0  # time of its submission: distinguishes it from an earlier job of its name
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the job is done, failed or stopped."""
+        """True if the job has finished, failed or stopped."""
         return self.phase in TERMINAL_PHASES
 
     @property
     def is_paused(self) -> bool:
-        """Whether it is planned asleep: its deadlines, sessions and stall checks stand still."""
+        """True if the job is paused: its deadlines, sessions and stall checks are suspended."""
         return self.held.startswith(PAUSED_PREFIX)
 
 
@@ -88,12 +87,12 @@ _FIELD_TYPES = resolve_hints(JobRow)
 async def submit(
     state: StateClient, job: str, document: dict[str, Any], run_dir: str, op_id: str
 ) -> None:
-    """Puts a job on record, queued. Refused when the mesh has one of this name."""
+    """Record a job as queued. Refused if the mesh has a job of this name."""
     await create_job(state, job, document, run_dir, op_id, Phase.QUEUED, initial_counters())
 
 
 def initial_counters() -> dict[str, Any]:
-    """The counters of a job that has done nothing."""
+    """Return the counters of a new job."""
     return {
         "lineage": 0,
         "version": -1,
@@ -119,8 +118,9 @@ async def create_job(
     counters: dict[str, Any],
     restored_details: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a job's row with the counters it begins with, and the event `submitted`, or `restored`
-    with what is told of that.
+    """Write a job's row with initial counters.
+
+    The event is `submitted`, or `restored` with `restored_details`.
     """
     algorithm = document["algorithm"]
     args = counters | {
@@ -140,14 +140,14 @@ async def create_job(
 
 
 async def read_jobs(state: StateClient) -> list[JobRow]:
-    """All jobs of the mesh, in the order in which they were submitted."""
+    """Return all jobs of the mesh in the order of submission."""
     args = {"index": JOBS, "prefix": "{", "suffix": "}:job", "beside": "}:given"}
     rows = (await state.run_mesh_script("rows", **args))["rows"]
     return [_decode_job(row) for row in rows or []]
 
 
 async def read_job(state: StateClient, job: str) -> JobRow:
-    """One job; NotFound when the mesh has none of that name."""
+    """Return one job; NotFound if the mesh has none of that name."""
     prefix = job_prefix(job)
     args = {"key": f"{prefix}:job", "beside": f"{prefix}:given"}
     row = (await state.run_script("row", [prefix], args))["row"]
@@ -165,9 +165,10 @@ async def set_phase(
     error: str = "",
     lineage: int | None = None,
 ) -> None:
-    """Moves a job forward; Fenced without the live lease (name, token), Refused for a step back.
+    """Move a job to a later phase; Fenced without the live lease (name, token), Refused for a step
+    back.
 
-    `lineage`: nothing happens unless the job is still in it.
+    With `lineage`, nothing happens unless the job is still in that lineage.
     """
     args = {"job": job, "phase": phase, "name": name, "token": token, "error": error}
     if lineage is not None:
@@ -176,13 +177,14 @@ async def set_phase(
 
 
 async def reopen(state: StateClient, job: str, op_id: str) -> None:
-    """Lets a job that was stopped or failed go on where it was; Refused when it has finished."""
+    """Resume a stopped or failed job where it was; Refused if it has finished."""
     await state.run_job_script("reopen", job, op=op_id)
 
 
 async def cancel(state: StateClient, job: str, op_id: str) -> bool:
-    """Stops a job for a person, who holds no lease; False when it had ended already. `reopen` lets
-    it go on where it was. NotFound when the mesh has none of that name.
+    """Stop a job for a user, who holds no lease; False if it had ended already.
+
+    `reopen` resumes it where it was. NotFound if the mesh has none of that name.
     """
     done = await state.run_job_script("cancel", job, op=op_id)
     return bool(done["cancelled"])
@@ -195,9 +197,10 @@ async def change_document(
     changes: dict[str, tuple[Any, Any]],
     op_id: str,
 ) -> bool:
-    """Gives a job that no process works on another document, from the step after its version on;
-    True when one that had done all its steps has more to do now. The event `changed` tells of
-    `changes`, (was, now) by key.
+    """Replace the document of a job that no process works on, from the next step on.
+
+    Return True if a job that had done all its steps has more to do now. The event `changed`
+    contains `changes`: (old, new) by key.
     """
     answer = await state.run_job_script(
         "change",
@@ -213,8 +216,10 @@ async def change_document(
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """The result of version `step` of a lineage under a tag. `value` is the figure that the job is
-    judged by: the highest so far, of the current version, makes that the best version.
+    """Result of version `step` of a lineage under a tag.
+
+    `value` is the figure of merit: the highest so far, of the current version, makes that version
+    the best one.
     """
 
     tag: str
@@ -227,8 +232,10 @@ class EvaluationRecord:
 async def record_evaluation(
     state: StateClient, job: str, evaluation: EvaluationRecord, name: str, token: int
 ) -> bool:
-    """Records a result, once for its tag: False when there is one already, or the job is in another
-    lineage by now. Fenced without the lease (name, token).
+    """Record a result, once for its tag.
+
+    Return False if the tag has a result, or the job is in another lineage. Fenced without the lease
+    (name, token).
     """
     args = {
         "job": job,
@@ -245,18 +252,20 @@ async def record_evaluation(
 
 
 async def is_evaluation_pending(state: StateClient, job: str, tag: str) -> bool:
-    """Whether a result under `tag` may still come: there is none, and the job has not ended."""
+    """Return True if a result under `tag` is still possible: none is recorded, and the job has not
+    ended.
+    """
     found = await state.run_job_script("evaluated", job, tag=tag)
     return not found["recorded"] and found["phase"] not in TERMINAL_PHASES
 
 
 async def is_paused(state: StateClient, job: str) -> bool:
-    """Whether a job is paused, for who asks often; False when there is none of that name."""
+    """Return True if a job is paused, by one cheap command; False if there is none of that name."""
     return await state.run_command("ZSCORE", f"{MESH_PREFIX}:jobs:paused", job) is not None
 
 
 async def read_evaluations(state: StateClient, job: str) -> list[dict[str, Any]]:
-    """`{tag, step, at_ms, by, result}` of each evaluation, by step."""
+    """Return `{tag, step, at_ms, by, result}` of each evaluation, by step."""
     prefix = job_prefix(job)
     rows = (await state.run_script("row", [prefix], {"key": f"{prefix}:evaluations"}))["row"]
     found = [json.loads(row) for row in (rows or {}).values()]
@@ -272,9 +281,9 @@ def _encode_document(document: dict[str, Any]) -> dict[str, str]:
     return {"document": text, "digest": digest}
 
 
-@lru_cache(maxsize=16)  # rows are read several times a second, documents hardly ever change
+@lru_cache(maxsize=16)  # rows are read several times a second, documents rarely change
 def _decode_document(text: str) -> dict[str, Any]:
-    """For reading: all rows of a job share it."""
+    """Return the parsed document. It is read-only: all rows of a job share it."""
     found: dict[str, Any] = json.loads(text)
     return found
 

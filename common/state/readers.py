@@ -1,8 +1,8 @@
-"""Cursors of those who read the event stream, and what they allow to be trimmed.
+"""Cursors of readers of the event stream, and trimming of the stream.
 
-A reader whose cursor is on record finds everything after it. It stays on record until the reader
-leaves, or has been silent for GONE_MS while the mesh was up, or is behind when there are MOST
-events. Who comes later than that gets HistoryLost from `events.read`.
+A reader whose cursor is on record finds every event after it. The record ends when the reader
+leaves, has been silent for SILENT_READER_MS while the mesh was up, or is behind when there are
+MAX_EVENTS events. A reader without a record may get HistoryLost from `events.read_page`.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from meshrl.common.state.jobs import COUNT_FIELDS
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import READERS
 
-RETENTION_MS = (
-    120_000  # what has just happened stays: a kernel writes a file's bytes to disk in 30 s
-)
-SILENT_READER_MS = 3_600_000  # a full disk under a run is mended in less, or nobody looks after it
-MAX_EVENTS = 1_000_000  # events: some 300 MB of Redis
+RETENTION_MS = 120_000  # recent events stay: a kernel writes a file's bytes to disk within 30 s
+SILENT_READER_MS = 3_600_000  # enough time to repair a full disk of an attended run
+MAX_EVENTS = 1_000_000  # about 300 MB of Redis
 
 
 @dataclass(frozen=True)
 class EventReader:
-    """Who reads the stream, where it runs, and up to where it has read."""
+    """Reader of the stream, its location, and its cursor."""
 
     name: str
-    at: str  # id of the last event that it needs no more
+    at: str  # id of the last event that it does not need any more
     where: str
     since_ms: int
-    seen_ms: int  # when it said so last
-    left: bool = False  # it has gone: the stream is not held for it
+    seen_ms: int  # time of its last report
+    left: bool = False  # it has left: its cursor does not block trimming
 
 
 def recorder_name(job: str) -> str:
-    """The reader that writes down a job's events. It is on record from the job's submission on."""
+    """Return the reader that records a job's events.
+
+    It is on record from the job's submission on.
+    """
     return f"recorder/{job}"
 
 
 async def join(state: StateClient, name: str, cursor: str, location: str) -> str:
-    """Puts a reader on record that has read up to `cursor` ("0": nothing); where it goes on.
+    """Record a reader that has read up to `cursor` ("0": nothing) and return where it continues.
 
-    That is after `cursor` where nothing that it reads for has happened in between: a recorder need
-    not know what a mesh did before its job.
+    The returned cursor may be later if nothing that concerns the reader has happened in between: a
+    recorder does not need what a mesh did before its job.
     """
     return str(
         (await state.run_mesh_script("join_reader", name=name, at=cursor, where=location))["from"]
@@ -59,8 +60,9 @@ async def record_cursor(
     step: int = 0,
     has_left: bool = False,
 ) -> None:
-    """Says that the reader has everything up to `cursor` where no crash takes it back (and the rows
-    of its job's steps up to `step`), and with `has_left` that it reads no more.
+    """Record that the reader has durably stored every event up to `cursor`.
+
+    It has also stored the rows of its job's steps up to `step`. `has_left`: it reads no more.
     """
     await state.run_mesh_script(
         "note_reader", name=name, at=cursor, where=location, step=step, left=has_left
@@ -70,8 +72,9 @@ async def record_cursor(
 async def record_history_loss(
     state: StateClient, job: str, location: str, lost: HistoryLost
 ) -> str:
-    """Tells, for who records a job, that events are gone, as the event `history_lost` with what the
-    account of trajectories goes on from; where the recorder goes on.
+    """Record for a job's recorder that events are lost, and return where the recorder continues.
+
+    The event `history_lost` has the counts from which the account of trajectories continues.
     """
     answer = await state.run_job_script(
         "history_lost",
@@ -86,7 +89,7 @@ async def record_history_loss(
 
 
 async def list_readers(state: StateClient) -> list[EventReader]:
-    """All readers on record, by name, those that have left among them."""
+    """Return all readers on record, by name, including those that have left."""
     row = (await state.run_mesh_script("row", key=READERS))["row"] or {}
     names = EventReader.__dataclass_fields__
     found = [
@@ -104,11 +107,11 @@ async def trim_events(
     silent_ms: int = SILENT_READER_MS,
     max_events: int = MAX_EVENTS,
 ) -> int:
-    """Frees the events that every reader has read, and rows of steps that are recorded and that no
-    replay needs, but for those of the last `retention_ms`; how many events.
+    """Trim the events that every reader has read; return how many.
 
-    `up_since_ms` is when the mesh began: readers could not say anything before. The event at a
-    cursor stays, so that its reader sees at once that nothing is missing.
+    Also remove rows of steps that are recorded and that no replay needs. All of the last
+    `retention_ms` stay. `up_since_ms` is when the mesh began: readers could not report before. The
+    event at a cursor stays, so that its reader can detect that nothing is missing.
     """
     args = {
         "up_since_ms": up_since_ms,

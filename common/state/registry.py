@@ -1,4 +1,4 @@
-"""The registry of processes: names with their leases, their addresses, and what each waits for."""
+"""Registry of processes: names with their leases, addresses, and what each process waits for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX
 
 LEASE_MS = 6000
-# What a process says of itself once, when it registers.
+# Fields that a process publishes once, when it registers.
 REGISTRATION_FIELDS = (
     "kind",
     "address",
@@ -23,8 +23,8 @@ REGISTRATION_FIELDS = (
     "start_time",
     "run_root",
 )
-# Of the stats of these processes the leader of the planners reads so much at every look: it has
-# thousands of rows to read, and nothing else is answered meanwhile.
+# Kinds of processes, and their stats, that the planners' leader reads at every snapshot. It reads
+# thousands of rows, and Redis answers nothing else until it is done.
 SNAPSHOT_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", "node", "rank"})
 SNAPSHOT_STATS = (
     *("job", "gang", "resident", "draining", "rests", "takes", "tiers"),
@@ -35,22 +35,21 @@ SNAPSHOT_STATS = (
 
 @dataclass
 class RegistryEntry:
-    """A process as the registry knows it; `alive` is by the server's time when it was read."""
+    """Process in the registry; `alive` is by the server's time when the entry was read."""
 
     name: str
     kind: str
     address: str = ""
-    bulk: str = ""  # where its bulk bytes are served
-    metrics: str = ""  # where its metrics and health are served
+    bulk: str = ""  # address that serves its bulk bytes
+    metrics: str = ""  # address that serves its metrics and health
     host: str = ""
     pid: int = 0
-    start_time: float = 0.0  # with the pid it names one process, even after the pid was reused
+    start_time: float = 0.0  # with the pid it identifies one process, even after the pid is reused
     incarnation: str = ""
     token: int = 0  # fencing token of the lease
     stats: dict[str, Any] = field(default_factory=dict)
-    waits: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # whom it waits for: {what, on, since_ms}
+    # what it waits for: {what, on, since_ms}
+    waits: list[dict[str, Any]] = field(default_factory=list)
     renewed_ms: int = 0
     expires_ms: int = 0
     alive: bool = False
@@ -59,18 +58,19 @@ class RegistryEntry:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewal:
-    """What came of renewing a lease."""
+    """Result of renewing a lease."""
 
     held: bool
-    doors: int = 0  # revocations so far, as `doors.enter` returns them; 0 without a key
-    why: str = ""  # it is not held, if it is for another reason than time
+    # revocations so far, as `credentials.register_key` returns them; 0 without a key
+    doors: int = 0
+    why: str = ""  # why the lease is lost, if for another reason than time
 
 
 async def register(state: StateClient, entry: RegistryEntry, ttl_ms: int = LEASE_MS) -> int:
-    """The fencing token of a new lease on `entry.name`; the old one for the same incarnation, if
-    nobody took the name.
+    """Register a process and return the fencing token of its lease on `entry.name`.
 
-    Refused while another incarnation holds it.
+    The same incarnation keeps its old token if no other process took the name. Refused while
+    another incarnation holds the lease.
     """
     about = {name: getattr(entry, name) for name in REGISTRATION_FIELDS}
     answer = await state.run_mesh_script(
@@ -96,12 +96,12 @@ def renew_lease(
     waits: list[dict[str, Any]],
     credential: Credential | None = None,
 ) -> LeaseRenewal:
-    """Prolongs the lease, and shows the key of the process at its door if it has one. Blocks, for
-    the renewal thread; StateUnavailable when Redis is away.
+    """Prolong the lease, and renew the registration of the process's key if it has one.
 
-    A lease that ended while Redis was away, and that nobody took, goes on: the first process that
+    Blocks, for the renewal thread; StateUnavailable while Redis does not answer. A lease that
+    expired during an outage of Redis continues if no process took its name. The first process that
     returns raises the mesh's epoch, once per outage, which gives each lease that was live a grace
-    of ten seconds. A lease is lost with a key that was revoked.
+    of ten seconds. A lease is lost with a revoked key.
     """
     args = {
         "name": name,
@@ -117,35 +117,39 @@ def renew_lease(
 
 
 async def release_lease(state: StateClient, name: str, token: int) -> bool:
-    """Ends the caller's own lease; False when it was no longer its own."""
+    """End the caller's own lease; False if it was no longer its own."""
     return bool(
         (await state.run_mesh_script("vacate", name=name, token=token, why="released"))["vacated"]
     )
 
 
 async def evict(state: StateClient, name: str, incarnation: str) -> bool:
-    """Ends the lease of a process that its supervisor saw end; False when the name is another's by
-    now.
+    """End the lease of a process whose exit its supervisor observed.
+
+    Return False if another process has the name by now.
     """
     args = {"name": name, "incarnation": incarnation, "why": "evicted"}
     return bool((await state.run_mesh_script("vacate", **args))["vacated"])
 
 
 async def lookup(state: StateClient, name: str) -> RegistryEntry | None:
-    """The entry of that name, dead or alive; None when it was never there or has been dead for ten
-    minutes.
+    """Return the entry of that name, dead or alive.
+
+    None if it never existed or has been dead for ten minutes.
     """
     return (await lookup_all(state, [name])).get(name)
 
 
 async def lookup_all(state: StateClient, names: Sequence[str]) -> dict[str, RegistryEntry]:
-    """What `lookup` finds of each of these, by name."""
+    """Return the entries of these names, by name, as `lookup` finds them."""
     found = (await state.run_mesh_script("entries", names=list(names)))["entries"]
     return {row["name"]: _decode_entry(row, json.loads(row["about"])) for row in found or []}
 
 
 async def list_entries(state: StateClient, kind: str = "") -> list[RegistryEntry]:
-    """All entries, of one kind if asked, the dead of the last ten minutes among them."""
+    """Return all entries, of one kind if given, including those that died in the last ten
+    minutes.
+    """
     rows = (await state.run_mesh_script("entries"))["entries"]
     told = [(row, json.loads(row["about"])) for row in rows or []]
     return [_decode_entry(row, about) for row, about in told if not kind or about["kind"] == kind]

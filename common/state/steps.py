@@ -1,4 +1,4 @@
-"""Step commits, which make weight versions; lineages; and what a checkpoint must hold.
+"""Step commits, which make weight versions; lineages; contents of checkpoints.
 
 Step n turns version n - 1 into version n; steps count from 1, and `steps_done` equals the version.
 """
@@ -15,37 +15,39 @@ from meshrl.common.state.jobs import COUNT_FIELDS, Phase, create_job, initial_co
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import job_prefix
 
-# Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
-# More than a lineage opens, and few enough that Lua, which writes numbers with 14 digits, never
-# rounds an id.
+# Groups opened after a checkpoint leave no row when Redis is lost: their ids are skipped. The gap
+# is more than a lineage opens, and small enough that Lua, which writes numbers with 14 digits,
+# never rounds an id.
 GROUP_ID_GAP = 1_000_000_000
-UNDONE_COUNTS = ("trained", "filtered", "typed_drops")  # ends that an older checkpoint undoes
+UNDONE_COUNTS = ("trained", "filtered", "typed_drops")  # counters that an older checkpoint resets
 
 
 @dataclass(frozen=True)
 class StepCommitResult:
-    """The answer to the commit of a step: the version that it made."""
+    """Result of a step commit: the version that it made."""
 
     version: int
-    replayed: bool  # the step was on record already, with the same manifest
+    replayed: bool  # the step was recorded already, with the same manifest
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a replay of a step needs; kept until a checkpoint covers it."""
+    """Record that a replay of a step needs, kept until a checkpoint covers the step."""
 
     step: int
     manifest: str
     checkpoint: str
     groups: list[GroupRow]
-    filtered: list[int]  # ids of those of `groups` that were left out
+    filtered: list[int]  # ids of the filtered groups among `groups`
     record: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class VersionReferences:
-    """Names of a version: its manifest, its checkpoint, and the identities of what is published and
-    of what is trained (`common/weights/layout/identity.py`).
+    """References of a version: its manifest, its checkpoint, and identities of its weights.
+
+    `image` identifies the published weights, `masters` the trained float32 weights
+    (`common/weights/layout/identity.py`).
     """
 
     manifest: str
@@ -56,11 +58,11 @@ class VersionReferences:
 
 @dataclass(frozen=True)
 class StepCommit:
-    """All that the commit of one step writes.
+    """Contents of one step's commit.
 
-    `groups` and `filtered_groups` together are all that were leased for the step (an id may be in
-    both). `record` is what a replay needs beside the groups; records of steps up to `covered`, the
-    version that a durable checkpoint holds, are freed.
+    `groups` and `filtered_groups` together are all groups leased for the step (an id may be in
+    both). `replay_data` is what a replay needs beside the groups. `covered` is the version in a
+    durable checkpoint: replay records of steps up to it are freed.
     """
 
     step: int
@@ -80,8 +82,9 @@ async def commit_initial(
     lineage: int,
     references: VersionReferences,
 ) -> None:
-    """Commits version 0. Idempotent by manifest; Refused when the job began from other weights,
-    Fenced without the lease.
+    """Commit version 0, idempotent by manifest.
+
+    Refused if the job began from other weights, Fenced without the lease.
     """
     args = {"trainer": trainer, "token": token, "lineage": lineage} | asdict(references)
     await state.run_job_script("commit_initial", job, **args)
@@ -90,8 +93,9 @@ async def commit_initial(
 async def commit_step(
     state: StateClient, job: str, trainer: str, token: int, lineage: int, commit: StepCommit
 ) -> StepCommitResult:
-    """Makes version `step` current and ends its groups, once per (job, lineage, step). Fenced
-    without the lease; Refused when the step is not next, or committed with another manifest.
+    """Make version `step` current and end its groups, once per (job, lineage, step).
+
+    Fenced without the lease; Refused if the step is not next, or committed with another manifest.
     """
     answer = await state.run_job_script(
         "commit_step",
@@ -114,8 +118,9 @@ async def commit_step(
 async def record_checkpoint(
     state: StateClient, job: str, trainer: str, token: int, lineage: int, step: int, checkpoint: str
 ) -> None:
-    """A durable checkpoint holds version `step`, which is current: the job goes on from it. Refused
-    when it is not current, Fenced without the lease.
+    """Record that a durable checkpoint holds the current version `step`.
+
+    The job resumes from it. Refused if the version is not current, Fenced without the lease.
     """
     args = {"trainer": trainer, "token": token, "lineage": lineage}
     args |= {"step": step, "checkpoint": checkpoint}
@@ -123,11 +128,13 @@ async def record_checkpoint(
 
 
 async def read_step_rows(state: StateClient, job: str, after_step: int = 0) -> list[dict[str, Any]]:
-    """A row for each step after `after_step` that is still there (see `readers.trim`), in order:
-    its metrics, and step, lineage, manifest, checkpoint, committed_ms, the trajectories that its
-    groups count for in the account (`trained` and `filtered_trajectories`; the metrics' own
-    `filtered` counts groups), and `failed_share`: of those that have ended since the step before,
-    the share without a reward.
+    """Return a row for each step after `after_step` that is not trimmed (`readers.trim_events`), in
+    order.
+
+    A row has the step's metrics, and step, lineage, manifest, checkpoint and committed_ms.
+    `trained` and `filtered_trajectories` are the trajectories that its groups count for in the
+    account; the metrics' own `filtered` counts groups. `failed_share` is the share without a reward
+    among the trajectories that ended since the step before.
     """
     rows = (await state.run_job_script("step_rows", job, since=after_step))["rows"]
     return [decode_step_row(row) for row in rows or []]
@@ -147,8 +154,9 @@ def decode_step_row(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 async def read_step_records(state: StateClient, job: str, after_step: int = 0) -> list[StepRecord]:
-    """What a replay from version `after_step` needs, in order; steps that a checkpoint covers are
-    not among them.
+    """Return the records for a replay from version `after_step`, in order.
+
+    Steps that a checkpoint covers are left out.
     """
     rows = (await state.run_job_script("step_rows", job, since=after_step))["rows"]
     found = []
@@ -172,13 +180,12 @@ async def open_lineage(
     op_id: str,
     account: dict[str, Any] | None = None,
 ) -> int:
-    """Goes back to a checkpoint under a new lineage, whose number is returned; later steps are
-    abandoned.
+    """Return to a checkpoint under a new lineage and return its number; later steps are abandoned.
 
-    Their groups are ready again. `version` and `references` are those of the weights that the
-    checkpoint holds. With its `account` it may be older than the one that covers the job's steps:
-    nothing is left of what those trained. It counts as host_lost, and each prompt that was given
-    out since, and is neither in flight nor waiting, goes back to the cursor. Refused without.
+    The groups of abandoned steps are ready again. `version` and `references` are those of the
+    checkpoint's weights. With its `account` the checkpoint may be older than the one that covers
+    the job's steps: their groups are gone. These count as host_lost, and each prompt issued since
+    that is neither in flight nor waiting returns to the cursor. Without `account` this is Refused.
     """
     args: dict[str, Any] = {
         "job": job,
@@ -188,7 +195,7 @@ async def open_lineage(
         "op": op_id,
         **asdict(references),
     }
-    if account is not None:  # that of version 0 tells nothing: nothing was opened before
+    if account is not None:  # that of version 0 is empty: nothing was opened before
         counts = account.get("counts", {})
         args["back"] = {
             "counts": {field: counts.get(field, 0) for field in UNDONE_COUNTS},
@@ -201,11 +208,11 @@ async def open_lineage(
 async def read_checkpoint_state(
     state: StateClient, job: str, groups: Sequence[int] = (), filtered_groups: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """What a checkpoint's manifest must hold for `restore_job`, read at one instant.
+    """Return the job state that a checkpoint's manifest must hold for `restore_job`.
 
-    With the groups of the step at hand it is the state that the step's commit will leave, since a
-    checkpoint is written before the commit that names it. The writer adds `manifest` (of the
-    weights) and `checkpoint` (its name).
+    All fields are read at one instant. With the groups of the current step the result is the state
+    after the step's commit, since a checkpoint is written before the commit that names it. The
+    writer adds `manifest` (of the weights) and `checkpoint` (its name).
     """
     found: dict[str, Any] = await state.run_job_script(
         "checkpoint_state",
@@ -225,11 +232,11 @@ async def restore_job(
     checkpoint: dict[str, Any],
     last_lineage: int = 0,
 ) -> None:
-    """After the loss of Redis: the job as its checkpoint has it, in a new lineage, above that of
-    the checkpoint and above `last_lineage`, the highest that anything else tells of.
+    """Restore a job from its checkpoint after the loss of Redis, once per new lineage.
 
-    Prompts that were in flight go back to the cursor and their trajectories count as `host_lost`.
-    Ids of groups rise with lineages. Once per new lineage.
+    The new lineage is above that of the checkpoint and above `last_lineage`, the highest in any
+    other record. Prompts that were in flight return to the cursor and their trajectories count as
+    `host_lost`. Ids of groups rise with lineages.
     """
     lineage = max(checkpoint["lineage"], last_lineage) + 1
     version, size = checkpoint["version"], document["algorithm"]["groups_per_step"]
@@ -260,8 +267,9 @@ async def restore_job(
 async def restart_job(
     state: StateClient, job: str, document: dict[str, Any], run_dir: str, last_lineage: int
 ) -> None:
-    """After the loss of Redis before the first checkpoint that has an account: the job from its
-    beginning, in a lineage above `last_lineage`. Once per new lineage.
+    """Restart a job from its beginning after the loss of Redis, once per new lineage.
+
+    This is for jobs without a checkpoint that has an account. The lineage is above `last_lineage`.
     """
     lineage = last_lineage + 1
     counters = initial_counters() | {"lineage": lineage, "next_group": lineage * GROUP_ID_GAP}

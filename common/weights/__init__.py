@@ -1,3 +1,4 @@
-"""Weight versions: what a manifest says (`manifest.py`, to open first), who they are whatever cut
-them (`identity.py`), and how they are published and received.
+"""Weight versions: manifests, identities, publication and receipt.
+
+Open `manifest.py` first. Identities (`identity.py`) do not depend on the division into chunks.
 """

@@ -1,10 +1,9 @@
-"""Receives versions of weights: brings what a host lacks of one, and opens its image there.
+"""Receiver of weight versions: fetches a version's missing chunks and opens its image.
 
-On the store's own host the chunk files are the store's; elsewhere those of the host's cache. A file
-is hashed once for all processes of a host (`meshrl.common.weights.chunks.verified_files`), by the
-one
-that stores it. A file of which that is not on record, or not any more, is hashed by the first that
-maps it, while the others see to the next ones.
+On the store's host the chunk files are those of the store, elsewhere those of the host's cache. The
+process that stores a file hashes it once for all processes of a host
+(`meshrl.common.weights.chunks.verified_files`). A file without a valid record is hashed by the
+first process that maps it, while the others continue with other files.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from meshrl.common.weights.store.chunk_cache import VersionToFetch
 from meshrl.common.weights.store.weight_store_client import fetch_chunk, look_up_store
 from meshrl.common.weights.transports.version_fetcher import PullTransport, VersionFetcher
 
-HASH_BATCH_BYTES = 256 << 20  # of chunks that are hashed in one go off the loop
-HASH_TIMEOUT_S = 120.0  # for these, from a disk that is slow
-COPY_TIMEOUT_S = 600.0  # to put tensors together, from a disk that is slow
-POLL_S = 0.005  # how often one looks whether others are done with what they hash
-PEER_STALL_S = 2.0  # without any progress of theirs: who hashes is stopped, or has no end
+HASH_BATCH_BYTES = 256 << 20  # of chunks hashed in one blocking call
+HASH_TIMEOUT_S = 120.0  # for one such call on a slow disk
+COPY_TIMEOUT_S = 600.0  # to assemble tensors from a slow disk
+POLL_S = 0.005  # between checks whether other processes have finished hashing
+PEER_STALL_S = 2.0  # without progress of theirs: a process that hashes is stopped or hangs
 
 
 class WeightReceiver:
-    """Receives versions one after the other, for one process."""
+    """Receiver of versions, one after the other, for one process."""
 
     def __init__(
         self,
@@ -57,14 +56,17 @@ class WeightReceiver:
         *,
         wants_deltas: bool = False,
     ) -> None:
-        """`version_fetcher`: of a process that may have what its host lacks by more ways than one.
-        `wants_deltas`: it receives one version after the other, so that deltas are worth making for
-        its host.
+        """Create the receiver.
+
+        Args:
+            version_fetcher: Fetcher of a process that can use several transports.
+            wants_deltas: This process receives successive versions, so deltas for its host are
+                useful.
         """
         self._mesh, self._bulk, self._wants_deltas = mesh, bulk, wants_deltas
         self._version_fetcher = version_fetcher or VersionFetcher(mesh, [PullTransport(mesh, bulk)])
-        self._is_cache_full = False  # this host has no room for the version that came last
-        self._has_warned_full = False  # so
+        self._is_cache_full = False  # this host has no space for the last version
+        self._has_warned_full = False
 
     async def receive(
         self,
@@ -73,19 +75,28 @@ class WeightReceiver:
         *,
         rehash: bool = False,
     ) -> VersionImage:
-        """The image of a version by its manifest's digest, or of what is `selection` of its
-        tensors, once all of it is here and right. Damaged or NotFound when the store does not hold
-        it as it was written, once all chunks were asked for: so all are made again at once.
-        `rehash`: what this host has found right is hashed again, and is not in this process's
-        memory after that.
+        """Return the image of a complete and verified version, or of a selection of its tensors.
+
+        Args:
+            digest: Digest of the manifest.
+            selection: Rows by tensor name, None for all rows; without it, the whole version.
+            rehash: Hash verified files again, and drop their pages from this process's memory
+                afterwards.
+        Raises:
+            NotFound: The store does not have a chunk.
+            CorruptData: A chunk in the store is corrupt.
+
+        Errors are raised after all chunks were requested, so that all missing ones are made again
+        at once.
         """
         image = VersionImage(await self.fetch_manifest(digest), digest, selection)
         await self._fill_image(image, rehash)
         return image
 
     async def open_tensor_source(self, digest: str) -> TensorSource:
-        """A version, hashed anew, some tensors at a time: of no more is in this process's memory
-        than is asked for at once. Errors as of `receive`.
+        """Open a version, hashed again, whose tensors are loaded a few at a time.
+
+        Only the requested tensors are in this process's memory. It raises the errors of `receive`.
         """
         image = await self.receive(digest, rehash=True)
 
@@ -97,7 +108,7 @@ class WeightReceiver:
         return TensorSource(image.meta_tensors, some)
 
     async def fetch_manifest(self, digest: str) -> Manifest:
-        """What the store says of a version; NotFound, Damaged."""
+        """Return a version's manifest from the store. NotFound, CorruptData."""
         ref, asked = self._mesh.ref(STORE_NAME), ManifestRequest(digest)
         found = await retry(self._mesh.clock, lambda: ref.call(Weights.fetch_manifest, asked))
         return check_manifest(found)
@@ -113,7 +124,7 @@ class WeightReceiver:
         if stored is not None:
             lacking = await self._map_chunks(image, stored, image.chunk_sizes, rehash)
             for digest, error in lacking.items():
-                if isinstance(error, CorruptData):  # the store sets its file aside, and tells
+                if isinstance(error, CorruptData):  # the store quarantines its file and reports it
                     asked = ChunkVerification(digest, "weights", image.manifest.job)
                     await retry(
                         mesh.clock, partial(mesh.ref(STORE_NAME).call, Weights.verify_chunk, asked)
@@ -124,9 +135,9 @@ class WeightReceiver:
             raise next(iter(lacking.values()))
 
     async def _fetch_and_map(self, image: VersionImage, rehash: bool) -> dict[str, MeshError]:
-        """Maps what this host has, and brings the rest; what the store does not have."""
+        """Map the chunks this host has and fetch the others; return the errors of the rest."""
         cache, lacking = chunk_cache.open_cache(self._mesh), list(image.chunk_sizes)
-        if cache is not None:  # others that make room meanwhile begin elsewhere
+        if cache is not None:  # concurrent evictions then choose other chunks
             await self._mesh.host.run_blocking(
                 _mark_used, cache, lacking, deadline_s=HASH_TIMEOUT_S
             )
@@ -141,7 +152,8 @@ class WeightReceiver:
             except (NotFound, CorruptData) as error:
                 failed[digest] = error
                 continue
-            # What does not fit is not mapped: files that are removed take room while they are.
+            # A chunk that does not fit is not mapped: removed files take space while they are
+            # mapped.
             keeps = None if self._is_cache_full else cache
             if keeps is None or await self._map_chunks(image, keeps, [digest], rehash):
                 run = self._mesh.host.run_blocking
@@ -155,7 +167,7 @@ class WeightReceiver:
             def whole() -> bool:
                 return all(map(cache.has, chunks))
 
-            # Deltas are made of what this host has whole, as files.
+            # Deltas are made from versions that are complete files on this host.
             if self._wants_deltas and await self._mesh.host.run_blocking(
                 whole, deadline_s=HASH_TIMEOUT_S
             ):
@@ -165,7 +177,7 @@ class WeightReceiver:
     async def _map_cached(
         self, image: VersionImage, cache: ChunkStore, digests: list[str], rehash: bool
     ) -> list[str]:
-        """Maps what the host's cache has of these chunks; the others. What is damaged goes."""
+        """Map the cached chunks and return the others; corrupt ones are removed."""
         wrong = await self._map_chunks(image, cache, digests, rehash)
         count = self._mesh.telemetry.count
         for digest, error in wrong.items():
@@ -194,7 +206,7 @@ class WeightReceiver:
                     "no room for weights: each process holds a copy", error=str(error)
                 )
             self._is_cache_full = self._has_warned_full = True
-        except MeshError as error:  # each chunk that lacks says by itself what is the matter
+        except MeshError as error:  # each missing chunk raises its own error below
             self._is_cache_full = False
             self._mesh.telemetry.log.info("weights are not kept", error=str(error))
         return list(await self._map_chunks(image, cache, digests, rehash))
@@ -202,11 +214,11 @@ class WeightReceiver:
     async def _map_chunks(
         self, image: VersionImage, chunks: ChunkStore, digests: Iterable[str], rehash: bool
     ) -> dict[str, MeshError]:
-        """Maps chunks that are files here, once they are right; why the others are not."""
+        """Map chunks that are valid files here; return the errors of the others."""
         clock, run = self._mesh.clock, self._mesh.host.run_blocking
         look = _ChunkMapper(image, chunks, rehash)
         todo = list(digests)
-        self._mesh.random.shuffle(todo)  # processes of a host begin at different ones
+        self._mesh.random.shuffle(todo)  # processes of a host start at different chunks
         moved_at = clock.monotonic()
         while todo:
             alone = clock.monotonic() - moved_at > PEER_STALL_S
@@ -232,14 +244,12 @@ def _mark_used(cache: ChunkStore, digests: Iterable[str]) -> None:
 class _ChunkMapper:
     image: VersionImage
     chunks: ChunkStore
-    rehash: bool  # what was found right before is hashed again
+    rehash: bool  # hash chunks again that were verified before
     errors_by_digest: dict[str, MeshError] = field(default_factory=dict)
     hashed_bytes: int = 0
 
     def map_chunks(self, digests: Iterable[str], ignore_lock: bool) -> list[str]:
-        """Those that another process hashes at the moment; none, when it is to be done
-        `ignore_lock`.
-        """
+        """Map chunks; return those that another process is hashing, none with `ignore_lock`."""
         busy = []
         for digest in digests:
             try:
@@ -274,4 +284,4 @@ class _ChunkMapper:
                 self.image.release_pages(digest)
             return True
         finally:
-            os.close(descriptor)  # and with it the lock
+            os.close(descriptor)  # releases the lock

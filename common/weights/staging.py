@@ -1,5 +1,6 @@
-"""Stages the rows of weights that somebody holds: puts them into the store as chunks, and tells
-what lies where. Ranks do so each with its own, and nobody has a whole version.
+"""Staging of weight rows: writes them to the store as chunks and records their positions.
+
+Each rank stages its own rows, so no process needs a whole version.
 """
 
 from __future__ import annotations
@@ -30,15 +31,13 @@ from meshrl.common.weights.store import chunk_cache
 from meshrl.common.weights.store.weight_store_client import look_up_store, put_chunk
 
 MAX_CONCURRENT_WRITES = 2  # chunks: one is hashed while another waits for the disk
-MAX_PENDING_CHUNKS = 4  # chunks that may be in memory before who lays more has to wait
-COPY_TIMEOUT_S = (
-    600.0  # deadline of what is done off the loop, because it takes as long as memory does
-)
+MAX_PENDING_CHUNKS = 4  # chunks in memory before staging has to wait
+COPY_TIMEOUT_S = 600.0  # of blocking work, which is bound by memory bandwidth
 
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """A version that was staged: its manifest with its digest, and who its masters are."""
+    """Staged version: manifest, digest, and identity of its masters."""
 
     manifest: Manifest
     digest: str
@@ -46,25 +45,27 @@ class StagedVersion:
 
     @property
     def published_identity(self) -> str:
-        """The identity of what is published."""
+        """Identity of the published image."""
         return self.manifest.image
 
 
 class VersionStager:
-    """What one process stages of one version. `async with`: what is still being written when it
-    ends otherwise is given up.
-    """
+    """Stager of one process's rows of one version; leaving the context cancels pending writes."""
 
     def __init__(
         self, mesh: Mesh, bulk: BulkClient, options: StagingOptions, wait_reason: str
     ) -> None:
-        """`wait_reason`: said of it while the store is waited for."""
+        """Create the stager.
+
+        Args:
+            wait_reason: Reported while the process waits for the store.
+        """
         self._mesh, self._bulk, self._options, self._wait_reason = mesh, bulk, options, wait_reason
         self._chunk_builder = ChunkBuilder(options)
         self._tasks: list[asyncio.Task[list[TensorPiece]]] = []
         self._write_slots = asyncio.Semaphore(MAX_CONCURRENT_WRITES)
         self._is_store_remote: bool | None = (
-            None  # whether the store is on another host, once it was asked
+            None  # True if the store is on another host; None before it was looked up
         )
 
     async def __aenter__(self) -> VersionStager:
@@ -74,11 +75,11 @@ class VersionStager:
         await self.close()
 
     def copy_rows(self, read_rows: Callable[[], Mapping[str, TensorRows]]) -> list[StagedChunk]:
-        """Copies rows, which may change afterwards: the chunks to be written now. It blocks."""
+        """Copy rows, which may change afterwards; return the chunks to write now. Blocking."""
         return self._chunk_builder.add_rows(read_rows())
 
     def start_writing(self, chunks: Iterable[StagedChunk]) -> None:
-        """They go on being written."""
+        """Start writing chunks in the background."""
         for chunk in chunks:
             task = asyncio.create_task(self._write_chunk(chunk), name="stage a chunk")
             task.add_done_callback(consume_exception)
@@ -91,7 +92,7 @@ class VersionStager:
                 if self._is_store_remote is None:
                     entry = await retry(self._mesh.clock, lambda: look_up_store(self._mesh))
                     self._is_store_remote = entry.host != self._mesh.settings.host
-                if self._is_store_remote:  # deltas of it are made here
+                if self._is_store_remote:  # deltas of it are made on this host
                     await chunk_cache.save_chunk(self._mesh, digest, chunk.content)
             else:
                 run = self._mesh.host.run_blocking
@@ -99,7 +100,9 @@ class VersionStager:
         return [replace(piece, chunk=digest) for piece in chunk.pieces]
 
     async def wait_for_writes(self, max_pending: int = MAX_PENDING_CHUNKS) -> None:
-        """Returns once at most so many chunks are not in the store; raises what hinders that."""
+        """Wait until at most `max_pending` chunks are being written; raise the first write
+        error.
+        """
         while True:
             pending = [task for task in self._tasks if not task.done()]
             for task in self._tasks:
@@ -110,14 +113,14 @@ class VersionStager:
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
     async def finish(self) -> StagedRows:
-        """What was staged, once all of it is in the store."""
+        """Return the staged rows once all of them are in the store."""
         self.start_writing(self._chunk_builder.take_partial_chunk())
         await self.wait_for_writes(0)
         pieces = [piece for task in self._tasks for piece in task.result()]
         return self._chunk_builder.finish(pieces)
 
     async def close(self) -> None:
-        """Nothing is written any more."""
+        """Cancel all writes."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -126,7 +129,7 @@ class VersionStager:
 def sort_pieces(
     meta_tensors: Mapping[str, torch.Tensor], staged: Iterable[StagedRows]
 ) -> list[TensorPiece]:
-    """The pieces of the tensors of `meta_tensors`, in its order, that all have laid together."""
+    """Return the pieces of the tensors in `meta_tensors`, in that order, from all stagers."""
     order = {name: place for place, name in enumerate(meta_tensors)}
     pieces = [piece for one in staged for piece in one.pieces if piece.name in order]
     return sorted(pieces, key=lambda piece: (order[piece.name], piece.begin))
@@ -141,10 +144,14 @@ def build_version(
     base: VersionRef | None = None,
     scale: float = 0.0,
 ) -> StagedVersion:
-    """The version that all have staged together, whose tensors are as `meta_tensors` has their
-    types, which are those of the masters, and shapes. One of adapters alone has a `base` that they
-    are added to, which counts for neither identity, and a `scale`. BadMessage when rows are
-    missing.
+    """Build a version from the rows staged by all ranks.
+
+    Args:
+        meta_tensors: Shapes, and dtypes of the masters, by tensor name.
+        base: Of a version of adapters alone: the version they apply to; not part of the identities.
+        scale: Scale of these adapters.
+    Raises:
+        BadMessage: Rows are missing.
     """
     pieces = sort_pieces(meta_tensors, staged)
     if missing := meta_tensors.keys() - {piece.name for piece in pieces}:
@@ -163,8 +170,11 @@ def build_version(
 
 
 async def stage_manifest(mesh: Mesh, version: StagedVersion) -> None:
-    """Has the store keep a version whose chunks it has; nobody sees it yet. AlreadyCommitted when
-    its lineage has other weights of that number, Refused when a chunk is gone.
+    """Store a version's manifest, whose chunks are stored; it is not visible until its commit.
+
+    Raises:
+        AlreadyCommitted: Its lineage has other weights of that number.
+        Refused: A chunk is missing.
     """
     ref = mesh.ref(STORE_NAME)
     told = await retry(mesh.clock, lambda: ref.call(Weights.stage_version, version.manifest))

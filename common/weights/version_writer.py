@@ -1,4 +1,4 @@
-"""Writes a version of a job as a directory that Hugging Face's tools read."""
+"""Writer of a job's version as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ ADAPTER_FOLDER, BASE_FOLDER = "adapter", "base"
 def write_version(
     data: JobData, config: ModelConfig, tensors: Mapping[str, Tensor], out: Path, final_path: Path
 ) -> None:
-    """Writes config.json, safetensors and tokenizer to `out`, which is to become `final_path`; for
-    a run with adapters merged, with the adapters in PEFT's layout in `out/adapter`.
+    """Write config.json, safetensors and tokenizer to `out`, which will be moved to `final_path`.
+
+    Adapters are merged, and also written in PEFT's layout to `out/adapter`.
     """
     writer = VersionWriter(data, config, tensors, out, final_path)
     for names in group_by_layer(tensors):
@@ -28,7 +29,7 @@ def write_version(
 
 
 class VersionWriter:
-    """Does so for who has some of the tensors at a time. It blocks."""
+    """Writer for callers that have some of the tensors at a time. Blocking."""
 
     def __init__(
         self,
@@ -38,7 +39,11 @@ class VersionWriter:
         out: Path,
         final_path: Path,
     ) -> None:
-        """Of `meta_tensors` only types and shapes are looked at."""
+        """Create the writer.
+
+        Args:
+            meta_tensors: Tensors of which only dtypes and shapes are read.
+        """
         self._data, self._config, self._out, self._final_path = data, config, out, final_path
         plain = {
             name: tensor for name, tensor in meta_tensors.items() if not is_adapter_tensor(name)
@@ -48,14 +53,14 @@ class VersionWriter:
         self._adapter_tensors: dict[str, Tensor] | None = (
             None if len(plain) == len(meta_tensors) else {}
         )
-        # Where nobody else has what the adapters were trained on.
+        # The base is written if no other directory has it.
         own = data.initial_model_dir is None or data.config.warm_start.demonstrations
         self._base_writer: ModelWriter | None = None
         if self._adapter_tensors is not None and own:
             self._base_writer = ModelWriter(out / BASE_FOLDER, *to, origin=data.initial_model_dir)
 
     def add_layers(self, tensors: Mapping[str, Tensor]) -> None:
-        """Some tensors, whole layers of them: see `by_layer`."""
+        """Write some tensors, in whole layers as `group_by_layer` returns them."""
         self._merged_writer.write_tensors(
             merge_adapters(self._config, tensors, self._data.config.lora.scale)
         )
@@ -69,7 +74,7 @@ class VersionWriter:
             )
 
     def finish(self) -> None:
-        """All were added."""
+        """Finish the files after all tensors were added."""
         self._merged_writer.finish()
         if self._base_writer is not None:
             self._base_writer.finish()
@@ -81,7 +86,7 @@ class VersionWriter:
             save_adapter(self._out / ADAPTER_FOLDER, *about, str(there))
 
     def close(self) -> None:
-        """What was begun and not finished is of no use."""
+        """Close files that were not finished."""
         for writer in (self._merged_writer, self._base_writer):
             if writer is not None:
                 writer.close()

@@ -1,1 +1,1 @@
-"""The operators in C++, CUDA, Triton and PyTorch. Open `reference.py` first."""
+"""Implementations of the operators in C++, CUDA, Triton and PyTorch. Open `reference.py` first."""

@@ -1,8 +1,8 @@
-"""The layout of the paged cache: blocks of 16 tokens, as csrc/attention.h reads them.
+"""Layout of the paged cache: blocks of 16 tokens, as csrc/attention.h reads them.
 
-Within a block, keys are transposed: [width, 16]; values are not: [16, width]. In bf16 two
-neighbours along the dimension that a product sums over lie beside each other, since processors and
-GPUs read them as one word: keys [width / 2, 16, 2], values [8, width, 2].
+Within a block, keys are transposed: [width, 16]; values are not: [16, width]. In bf16, two
+neighbours along the summed dimension of a product are adjacent, because processors and GPUs read
+them as one word: keys [width / 2, 16, 2], values [8, width, 2].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK_TOKENS = 16  # tokens
 def get_cache_shapes(
     blocks: int, kv_heads: int, width: int, dtype: torch.dtype
 ) -> tuple[list[int], list[int]]:
-    """Shapes of a cache's keys and of its values; width is even. TypeError for other types."""
+    """Return the shapes of a cache's keys and values; width is even. TypeError for other dtypes."""
     if dtype == torch.float32:
         return [blocks, kv_heads, width, BLOCK_TOKENS], [blocks, kv_heads, BLOCK_TOKENS, width]
     if dtype == torch.bfloat16:
@@ -28,14 +28,14 @@ def get_cache_shapes(
 
 
 def unpack_cache(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as [blocks, kv_heads, 16, width]; more dimensions may come first."""
+    """Return keys and values as [blocks, kv_heads, 16, width]; more dimensions may come first."""
     if keys.dtype == torch.bfloat16:
         return keys.transpose(-3, -2).flatten(-2), values.transpose(-2, -1).flatten(-3, -2)
     return keys.transpose(-2, -1), values
 
 
 def check_cache(keys: Tensor, values: Tensor, kv_heads: int, width: int) -> None:
-    """ValueError unless keys and values are a cache of that many heads of that width."""
+    """Raise ValueError unless keys and values are a cache of that many heads of that width."""
     expected = get_cache_shapes(keys.shape[0], kv_heads, width, keys.dtype)
     shapes = [list(keys.shape), list(values.shape)]
     if shapes != list(expected) or keys.dtype != values.dtype:

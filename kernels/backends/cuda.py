@@ -1,8 +1,8 @@
-"""The operators on a GPU, by csrc/bucket.cu, csrc/paged_decode.cu and Triton's kernels.
+"""Operators on a GPU, by csrc/bucket.cu, csrc/paged_decode.cu and Triton's kernels.
 
-The CUDA sources are built on first use by torch's extension machinery, for the GPUs of this host;
-they include nothing of torch, so that it takes seconds, and are called through ctypes. Each
-function here computes what reference.py's of that name does, or raises Declined.
+Torch's extension machinery builds the CUDA sources on first use, for the GPUs of this host. The
+sources include no torch headers, so that a build takes seconds, and are called through ctypes. Each
+function computes what the function of that name in reference.py does, or raises KernelUnsupported.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from meshrl.kernels.library_build import SOURCE_DIRECTORY, get_cache_directory, 
 
 CUDA_SOURCES = tuple(SOURCE_DIRECTORY / name for name in ("bucket.cu", "paged_decode.cu"))
 NVCC_FLAGS = ("-O3", "-std=c++20")
-MAX_REASON_CHARS = 500  # characters of a compiler's complaint
+MAX_REASON_CHARS = 500  # maximum characters of a compiler's error
 
 
 def _make_launcher_call(name: str) -> Callable[..., Any]:
-    """The operator of this name by its launcher, on the device of its first tensor."""
+    """Return the operator of this name, called through the launchers of its first tensor's
+    device.
+    """
 
     def run(first: Tensor, *arguments: Any) -> Any:
         with torch.cuda.device(first.device):
@@ -45,7 +47,7 @@ paged_decode = _make_launcher_call("paged_decode")
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> Tensor:
-    """Computes the reference's; may decline."""
+    """Compute the reference's operator; may raise KernelUnsupported."""
     tensors = [tensor.contiguous() for tensor in (queries, keys, values, cu_seqlens)]
     with torch.cuda.device(queries.device):
         out: Tensor = _import_triton_kernels().varlen_prefill(*tensors, scale, window)
@@ -53,7 +55,10 @@ def varlen_prefill(
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """The log-probability of one token of each row of logits -> [n] float32. May decline."""
+    """Return the log-probability of one token of each row of logits, [n] float32.
+
+    May raise KernelUnsupported.
+    """
     if not logits.is_contiguous():
         raise KernelUnsupported
     with torch.cuda.device(logits.device):
@@ -73,7 +78,7 @@ def _import_triton_kernels() -> ModuleType:
 
 @cache
 def get_launchers(device: torch.device) -> Launchers:
-    """The launchers for one device; Declined if they cannot be built."""
+    """Return the launchers of one device; raise KernelUnsupported if they cannot be built."""
     library = build_library()
     if isinstance(library, str):
         raise KernelUnsupported(library)
@@ -83,7 +88,7 @@ def get_launchers(device: torch.device) -> Launchers:
 
 @cache
 def build_library() -> ctypes.CDLL | str:
-    """The library of the CUDA sources, built if this machine has not built it yet; or why not."""
+    """Return the library of the CUDA sources, built if needed, or the reason why that failed."""
     from torch.utils import cpp_extension
 
     gpus = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
@@ -95,13 +100,14 @@ def build_library() -> ctypes.CDLL | str:
         place = get_cache_directory() / name
         place.mkdir(exist_ok=True)
         with lock_build(place / "meshrl.lock"):
-            # torch's own lock outlives whoever dies with it, and would be waited for without end.
+            # Torch's own lock file outlives a process that dies with it, and later builds would
+            # wait forever.
             (place / "lock").unlink(missing_ok=True)
             path = cpp_extension.load(
                 name=name,
                 sources=[str(source) for source in CUDA_SOURCES],
                 extra_cuda_cflags=list(NVCC_FLAGS),
-                extra_ldflags=["-Wl,--as-needed"],  # nothing of torch is called
+                extra_ldflags=["-Wl,--as-needed"],  # the library does not call torch
                 build_directory=str(place),
                 with_cuda=True,
                 is_python_module=False,

@@ -1,7 +1,8 @@
-"""Launchers of the CUDA sources' kernels, called with tensors through ctypes.
+"""Launchers of the CUDA kernels, called with tensors through ctypes.
 
-What a launch depends on is shapes alone, never what a tensor holds: a CUDA graph may hold it. Each
-method computes what reference.py's function of that name does, or raises Declined.
+A launch depends on shapes alone, never on the contents of a tensor, so that a CUDA graph can
+capture it. Each method computes what the function of that name in reference.py does, or raises
+KernelUnsupported.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from meshrl.kernels.backends.kernel_unsupported import (
 )
 
 HEAD_WIDTHS = (32, 64, 128)  # head widths that paged_decode.cu is compiled for
-MAX_WRITE_WIDTH = 1024  # head that paged_write takes: a thread for each feature
-MAX_QUERIES_PER_BLOCK = 8  # query heads of one key-value head that a thread block takes
+MAX_WRITE_WIDTH = 1024  # maximum head width of paged_write: a thread for each feature
+MAX_QUERIES_PER_BLOCK = 8  # maximum query heads of one key-value head in a thread block
 BLOCKS_PER_MULTIPROCESSOR = (
     4  # thread blocks of paged_decode.cu on a multiprocessor, at its 128 registers
 )
-MIN_SPLIT_CACHE_BLOCKS = 16  # cache blocks of a split: 256 tokens, below which joining costs more
+# cache blocks of a split: 256 tokens; smaller splits cost more to join than they save
+MIN_SPLIT_CACHE_BLOCKS = 16
 
 C_POINTER, C_INT, C_INT64, C_FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
@@ -49,21 +51,21 @@ SIGNATURES: dict[str, list[type]] = {
 
 @dataclass(frozen=True)
 class Launchers:
-    """The launchers of one library on one device."""
+    """Launchers of one library on one device."""
 
     library: ctypes.CDLL
     num_multiprocessors: int  # multiprocessors of the device
     get_stream: Callable[[], int]  # the stream to launch on
 
     def bucket_pack(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Computes the reference's; Declined: rows are not contiguous."""
+        """Compute the reference's operator; KernelUnsupported: rows are not contiguous."""
         require_contiguous(rows)
         packed = rows.new_empty(index.shape[0], *rows.shape[1:])
         self._move_rows(1, rows, index.contiguous(), rows, packed)
         return packed
 
     def bucket_scatter(self, packed: Tensor, index: Tensor, rows: Tensor) -> None:
-        """Computes the reference's; Declined: rows are not contiguous."""
+        """Compute the reference's operator; KernelUnsupported: rows are not contiguous."""
         require_contiguous(rows)
         self._move_rows(0, packed.contiguous(), index.contiguous(), rows, rows)
 
@@ -84,7 +86,10 @@ class Launchers:
         table: Tensor,
         positions: Tensor,
     ) -> None:
-        """Computes the reference's; Declined: a cache not contiguous, or a head too wide."""
+        """Compute the reference's operator.
+
+        KernelUnsupported: the cache is not contiguous, or a head is too wide.
+        """
         n, kv_heads, width = new_keys.shape
         require_contiguous(keys, values)
         if width > MAX_WRITE_WIDTH:
@@ -104,7 +109,10 @@ class Launchers:
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Computes the reference's; Declined: no kernel of this width, or a cache not aligned."""
+        """Compute the reference's operator.
+
+        KernelUnsupported: no kernel of this width, or the cache is not aligned.
+        """
         n, heads, width = queries.shape
         kv_heads, table_width = keys.shape[1], table.shape[1]
         require_contiguous(keys, values)
@@ -118,7 +126,7 @@ class Launchers:
         room = n * heads * count * (width + 2) if count > 1 else 0
         partial = torch.empty(room, dtype=torch.float32, device=queries.device)
         tensors = (queries.contiguous(), keys, values, table.contiguous(), lengths.contiguous())
-        seen = min(window, table_width * BLOCK_TOKENS)  # a wider one is none
+        seen = min(window, table_width * BLOCK_TOKENS)  # a wider window has no effect
         sizes = (n, heads, width, keys.shape[0], kv_heads, table_width, count, seen)
         arguments = (*tensors, *sizes, scale, partial, out)
         self._launch("paged_decode_launch", bfloat16_flag(keys), *arguments)
@@ -137,10 +145,10 @@ class Launchers:
 
 
 def choose_num_splits(groups: int, table_width: int, num_multiprocessors: int) -> int:
-    """Shares that each sequence's context is cut into.
+    """Return the number of splits of each sequence's context.
 
-    As many as fill the GPU's multiprocessors when `groups` thread blocks (sequences times
-    key-value heads) do not, none of less than 256 tokens at the table's full width.
+    It is large enough to fill the GPU's multiprocessors if `groups` thread blocks (sequences times
+    key-value heads) do not, but no split has less than 256 tokens at the table's full width.
     """
     wanted = -(-num_multiprocessors * BLOCKS_PER_MULTIPROCESSOR // groups)
     return max(1, min(wanted, table_width // MIN_SPLIT_CACHE_BLOCKS))

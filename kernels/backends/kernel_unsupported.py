@@ -1,4 +1,4 @@
-"""The exception by which an implementation hands over to the reference."""
+"""Exception by which an implementation falls back to the reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class KernelUnsupported(Exception):
-    """This implementation does not take these tensors.
+    """Error of an implementation that does not support these tensors.
 
-    `reason` says what this machine lacks; it is empty where only these tensors do not fit.
+    `reason` describes what this machine lacks; it is empty if only these tensors do not fit.
     """
 
     def __init__(self, reason: str = "") -> None:
@@ -18,11 +18,14 @@ class KernelUnsupported(Exception):
 
 
 def require_contiguous(*tensors: Tensor) -> None:
-    """Declined for a tensor that is written in place, or too large to copy, and not contiguous."""
+    """Raise KernelUnsupported if a tensor is not contiguous.
+
+    It applies to tensors that are written in place or too large to copy.
+    """
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise KernelUnsupported
 
 
 def bfloat16_flag(tensor: Tensor) -> int:
-    """1 of a bfloat16 tensor, 0 of a float32 one, as the libraries are told."""
+    """Return 1 for a bfloat16 tensor and 0 for a float32 one, the libraries' flag."""
     return int(tensor.dtype == torch.bfloat16)

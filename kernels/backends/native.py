@@ -1,7 +1,7 @@
-"""The operators on a CPU, by csrc/ops.cpp through ctypes.
+"""Operators on a CPU, by csrc/ops.cpp through ctypes.
 
-Each function here computes what reference.py's of that name does, or raises Declined: the library
-is missing, or does not take such tensors.
+Each function computes what the function of that name in reference.py does. It raises
+KernelUnsupported if the library is missing or does not support such tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIGNATURES: dict[str, list[type]] = {
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The library, built on first use; Declined if it cannot be."""
+    """Return the library, built on first use; raise KernelUnsupported if that fails."""
     built = build_library("ops")
     if built.path is None:
         raise KernelUnsupported(built.reason)
@@ -44,7 +44,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
-    """Computes the reference's; Declined: rows are not contiguous."""
+    """Compute the reference's operator; KernelUnsupported: rows are not contiguous."""
     require_contiguous(rows)
     packed = rows.new_empty(index.shape[0], *rows.shape[1:])
     index, size = index.contiguous(), _count_row_bytes(rows)
@@ -53,7 +53,7 @@ def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Computes the reference's; Declined: rows are not contiguous."""
+    """Compute the reference's operator; KernelUnsupported: rows are not contiguous."""
     require_contiguous(rows)
     packed, index = packed.contiguous(), index.contiguous()
     n, size = rows.shape[0], _count_row_bytes(rows)
@@ -69,7 +69,10 @@ def paged_decode(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """Computes the reference's; Declined: no kernel for the width, or a cache not contiguous."""
+    """Compute the reference's operator.
+
+    KernelUnsupported: no kernel for the width, or the cache is not contiguous.
+    """
     n, heads, width = queries.shape
     require_contiguous(keys, values)
     _require_width(width)
@@ -89,7 +92,7 @@ def paged_write(
     table: Tensor,
     positions: Tensor,
 ) -> None:
-    """Computes the reference's; Declined: the cache is not contiguous."""
+    """Compute the reference's operator; KernelUnsupported: the cache is not contiguous."""
     require_contiguous(keys, values)
     rows = [tensor.contiguous() for tensor in (new_keys, new_values, table, positions)]
     sizes = (new_keys.shape[0], new_keys.shape[2], keys.shape[0], keys.shape[1], table.shape[1])
@@ -99,7 +102,7 @@ def paged_write(
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> Tensor:
-    """Computes the reference's; Declined: there is no kernel for the width."""
+    """Compute the reference's operator; KernelUnsupported: there is no kernel for the width."""
     _require_width(queries.shape[2])
     queries, keys, values, cu_seqlens = (
         t.contiguous() for t in (queries, keys, values, cu_seqlens)
@@ -112,7 +115,7 @@ def varlen_prefill(
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """Computes the reference's; Declined: logits are not contiguous."""
+    """Compute the reference's operator; KernelUnsupported: logits are not contiguous."""
     require_contiguous(logits)
     tokens, temperature = tokens.contiguous(), temperature.contiguous()
     out = torch.empty_like(temperature)

@@ -1,4 +1,4 @@
-"""The reference of every operator in plain PyTorch, which always works."""
+"""Reference of every operator in plain PyTorch, which works everywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshrl.kernels.backends.cache_layout import BLOCK_TOKENS, unpack_cache
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index], zeros where the index is negative."""
+    """Return rows[index], with zeros where the index is negative."""
     if rows.shape[0] == 0:
         return rows.new_zeros(index.shape[0], *rows.shape[1:])
     packed = rows.index_select(0, index.clamp(min=0))
@@ -20,7 +20,7 @@ def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
-    """rows[index] = packed, but where the index is negative."""
+    """Assign rows[index] = packed, except where the index is negative."""
     live = index >= 0
     rows.index_copy_(0, index[live], packed[live])
 
@@ -34,10 +34,12 @@ def paged_decode(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """softmax(scale q K^T) V over each sequence's last `window` tokens (0: all), in float32."""
+    """Return softmax(scale q K^T) V over each sequence's last `window` tokens (0: all), in
+    float32.
+    """
     n, heads, width = queries.shape
     kv_heads = keys.shape[1]
-    if table.device.type == "cpu" and n:  # a CUDA graph may hold no number that is read here
+    if table.device.type == "cpu" and n:  # a CUDA graph cannot capture a number that the host reads
         table = table[:, : max(1, -(-int(lengths.max()) // BLOCK_TOKENS))]
     token = torch.arange(table.shape[1] * BLOCK_TOKENS, device=table.device)
     here = token < lengths[:, None]
@@ -51,7 +53,7 @@ def paged_decode(
         for part in unpack_cache(keys[blocks], values[blocks])
     )
     here = here[:, None, :, None]
-    # What nobody wrote may be no number, and 0 times that is none either.
+    # Entries that were never written may be NaN, and 0 times NaN is NaN.
     k, v = k.masked_fill(~here, 0), v.masked_fill(~here, 0)
     grouped = queries.float().view(n, kv_heads, heads // kv_heads, width)
     scores = (grouped @ k.transpose(-2, -1) * scale).masked_fill(~here.mT, -torch.inf)
@@ -67,7 +69,7 @@ def paged_write(
     table: Tensor,
     positions: Tensor,
 ) -> None:
-    """Puts token i at positions[i] of its sequence, but where that is negative."""
+    """Write token i at positions[i] of its sequence, except where that is negative."""
     live = positions >= 0
     position, k, v = positions[live], new_keys[live], new_values[live]
     block = table[live].gather(1, position[:, None] // BLOCK_TOKENS)[:, 0].long()
@@ -83,8 +85,9 @@ def paged_write(
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> Tensor:
-    """Causal softmax(scale q K^T) V within each sequence, in float32; zeros behind the last. A
-    token sees the last `window` up to itself; 0: all.
+    """Return causal softmax(scale q K^T) V within each sequence, in float32; zeros behind the last.
+
+    A token attends to the last `window` tokens up to itself; 0: all.
     """
     out = queries.new_zeros(queries.shape)
     shared = queries.shape[1] // keys.shape[1]
@@ -101,7 +104,7 @@ def varlen_prefill(
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """log softmax(logits / temperature) at one token of each row; 0 where there is none."""
+    """Return log softmax(logits / temperature) at one token of each row; 0 where there is none."""
     scaled = logits.float() / temperature.where(temperature != 0, 1.0)[:, None]
     chosen = scaled.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
     return (chosen - scaled.logsumexp(-1)).masked_fill(tokens < 0, 0)

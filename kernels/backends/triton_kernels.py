@@ -1,7 +1,7 @@
-"""Attention within packed sequences and token log-probabilities, as Triton kernels.
+"""Triton kernels of attention within packed sequences and of token log-probabilities.
 
-On CPU tensors they run in Triton's interpreter (TRITON_INTERPRET=1 before this is imported), which
-multiplies bfloat16 only after it is widened.
+On CPU tensors they run in Triton's interpreter (TRITON_INTERPRET=1 before this module is imported),
+which multiplies bfloat16 only after it is widened.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-LOGITS_PER_STEP = 4096  # a row's running maximum is taken so often
+LOGITS_PER_STEP = 4096  # columns between two updates of a row's running maximum
 
 
 @triton.jit
@@ -35,14 +35,14 @@ def prefill_kernel(
     COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A tile of ROWS packed tokens of one head, whichever sequences they belong to.
+    """Compute a tile of ROWS packed tokens of one head, of any sequences.
 
-    A tile that many short sequences share costs no more than their own tiles would: it walks from
-    the first token of its first sequence to its own end, and each row sees what is its own.
+    A tile that many short sequences share costs no more than a tile for each: it iterates from the
+    first token of its first sequence to its own end, and a mask limits each row to its sequence.
     """
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # Of each row's sequence the start: the last that is not behind the row.
+    # Start of each row's sequence: the last start that is not behind the row.
     low = tl.zeros([ROWS], tl.int32)
     high = tl.zeros([ROWS], tl.int32) + sequences
     for _ in range(search_steps):
@@ -51,7 +51,7 @@ def prefill_kernel(
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle - 1)
     first = tl.load(starts + low)
-    last = tl.load(starts + sequences)  # what lies behind it is padding
+    last = tl.load(starts + sequences)  # rows behind the last sequence are padding
 
     features = tl.arange(0, PADDED)
     own = (rows * heads + head).to(tl.int64)[:, None] * WIDTH + features[None, :]
@@ -64,7 +64,7 @@ def prefill_kernel(
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
     kv_head = head // (heads // kv_heads)
     end = tl.minimum((tl.program_id(0) + 1) * ROWS, last)
-    seen = tl.maximum(first, rows - window + 1)  # the first token of each row's window
+    seen = tl.maximum(first, rows - window + 1)  # first token of each row's window
     for column in range(tl.min(seen), end, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         there = (columns * kv_heads + kv_head).to(tl.int64)[:, None] * WIDTH + features[None, :]
@@ -78,7 +78,7 @@ def prefill_kernel(
         visible = (columns[None, :] >= seen[:, None]) & (columns[None, :] <= rows[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))
-        finite = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet
+        finite = tl.where(now == float("-inf"), 0.0, now)  # a row without a visible token so far
         weights = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(most - finite)
         total = total * shrink + tl.sum(weights, 1)
@@ -91,7 +91,7 @@ def prefill_kernel(
 
 @triton.jit
 def logprob_kernel(logits, tokens, temperature, out, vocab, AT_ONCE: tl.constexpr):
-    """One row: its softmax's total, online, in one pass over the logits."""
+    """Compute one row: the sum of its softmax, online, in one pass over the logits."""
     row = tl.program_id(0)
     token = tl.load(tokens + row)
     warmth = tl.load(temperature + row)
@@ -112,7 +112,7 @@ def logprob_kernel(logits, tokens, temperature, out, vocab, AT_ONCE: tl.constexp
 
 
 def choose_tile(width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Rows and columns of a tile, and warps: float32 multiplies without tensor cores."""
+    """Return rows and columns of a tile, and warps: float32 multiplies without tensor cores."""
     if dtype == torch.float32 or width > 128:
         return {"ROWS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 2}
     return {"ROWS": 128, "COLUMNS": 64, "num_warps": 8, "num_stages": 3}
@@ -121,7 +121,7 @@ def choose_tile(width: int, dtype: torch.dtype) -> dict[str, int]:
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> Tensor:
-    """Computes reference.varlen_prefill for contiguous tensors; starts are not checked."""
+    """Compute reference.varlen_prefill for contiguous tensors; starts are not checked."""
     tokens, heads, width = queries.shape
     out = queries.new_empty(queries.shape)
     if out.numel() == 0:
@@ -151,7 +151,7 @@ def varlen_prefill(
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """Computes reference.token_logprob for contiguous tensors; tokens are not checked."""
+    """Compute reference.token_logprob for contiguous tensors; tokens are not checked."""
     out = temperature.new_empty(temperature.shape)
     if out.numel() == 0:
         return out

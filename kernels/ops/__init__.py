@@ -1,5 +1,5 @@
-"""Custom operators of decoding and packing, one PyTorch operator each, in namespace `meshrl`.
-Open `operators.py` first.
+"""Custom operators of decoding and packing, in PyTorch's namespace `meshrl`. Open `operators.py`
+first.
 
 | operator | on a CPU | on a GPU |
 |---|---|---|
@@ -8,10 +8,11 @@ Open `operators.py` first.
 | paged_decode | csrc/ops.cpp | csrc/paged_decode.cu |
 | varlen_prefill, token_logprob | csrc/ops.cpp | triton_kernels.py |
 
-Where that cannot be built (no compiler, no Triton) or does not take a tensor (a head's width, a
-stride), reference.py computes the same in plain PyTorch; what cannot be built is logged once. All
-are for inference: none has a gradient. On a GPU launches depend on shapes alone, so that a CUDA
-graph may hold them, and an index out of range is a device-side assertion instead of an IndexError.
+If an implementation cannot be built (no compiler, no Triton) or does not support a tensor (a head's
+width, a stride), reference.py computes the same in plain PyTorch. A failed build is logged once.
+All operators are for inference: none has a gradient. On a GPU, launches depend on shapes alone, so
+that a CUDA graph can capture them, and an index out of range is a device-side assertion instead of
+an IndexError.
 """
 
 from meshrl.kernels.backends.cache_layout import BLOCK_TOKENS, get_cache_shapes

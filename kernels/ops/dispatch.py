@@ -1,4 +1,4 @@
-"""Dispatch of the operators: the implementation of the tensors' device runs, else the reference."""
+"""Dispatch of the operators to the implementation of the tensors' device, else to the reference."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -18,11 +18,12 @@ from meshrl.kernels.backends.kernel_unsupported import KernelUnsupported
 def register_operator(
     make_fake_output: Callable[..., Tensor] | None = None, mutated_arguments: Iterable[str] = ()
 ) -> Callable[[Callable[..., None]], CustomOpDef]:
-    """Make an operator of a function that checks arguments, ValueError if they do not fit.
+    """Register a function that checks arguments (ValueError if they do not fit) as an operator.
 
-    It runs the implementation of that name: native.py's for CPU tensors, cuda.py's for CUDA tensors
-    (imported when the first comes), reference.py's wherever these decline. `fake` returns an empty
-    output; an operator without one returns nothing, and `mutates` some of its arguments.
+    The operator runs the implementation of the function's name: native.py's for CPU tensors,
+    cuda.py's for CUDA tensors (imported at first use), reference.py's if these raise
+    KernelUnsupported. `make_fake_output` returns an empty output; an operator without it returns
+    nothing, and mutates its `mutated_arguments`.
     """
 
     def decorate(check: Callable[..., None]) -> CustomOpDef:
@@ -63,7 +64,7 @@ def register_operator(
 
 
 def can_capture_cuda_graph() -> bool:
-    """Whether a CUDA graph may hold a decode step: the plain references wait for the GPU."""
+    """Return True if a CUDA graph can capture a decode step: the references wait for the GPU."""
     return not isinstance(_import_cuda_backend().build_library(), str)
 
 
@@ -75,7 +76,7 @@ def _import_cuda_backend() -> ModuleType:
 
 @cache
 def log_fallback_once(device: str, reason: str) -> None:
-    """Logs one line for each device and reason of this process."""
+    """Log one line for each device and reason of this process."""
     structlog.get_logger().warning(
         "operators run as plain PyTorch, several times slower", device=device, reason=reason
     )

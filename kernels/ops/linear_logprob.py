@@ -1,10 +1,10 @@
-"""Computes the log-probability of one token per hidden state, and the entropy of its distribution,
-straight from the unembedding matrix: logits exist for one chunk of the vocabulary at a time.
+"""Log-probability of one token per hidden state, and the entropy of its distribution.
 
-The sums of the softmax are taken online over chunks (Milakov, Gimelshein 2018); the backward pass
-computes each chunk's logits again, as in "Cut Your Losses" (arXiv 2411.09009). A vocabulary of one
-chunk keeps its distribution instead. Products of bfloat16 are summed in float32, and so is the
-softmax; float64 stays float64. Plain PyTorch, so it runs wherever that does.
+Both are computed from the unembedding matrix, with the logits of one chunk of the vocabulary in
+memory at a time. The sums of the softmax are taken online over chunks (Milakov, Gimelshein 2018);
+the backward pass computes each chunk's logits again, as in "Cut Your Losses" (arXiv 2411.09009). A
+vocabulary of one chunk saves its distribution instead. Products of bfloat16 are summed in float32,
+and so is the softmax; float64 stays float64. Plain PyTorch, so it runs on every device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshrl.kernels.absent_ids import IdRanges, mask_absent_logits
 
-# Logits that exist at once: those of a CPU fit its cache, those of a GPU keep it busy.
+# Logits in memory at a time: those of a CPU fit its cache, those of a GPU keep it busy.
 MAX_LOGITS_PER_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 27}
 MIN_CHUNK_IDS = 512  # smallest chunk of the vocabulary: products of fewer rows are slow
 
@@ -29,12 +29,12 @@ def linear_logprob(
     max_logits: int = 0,
     absent_ids: IdRanges = (),
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden weight^T / temperature) at each target, and the entropies -> [t], [t].
+    """Return log softmax(hidden weight^T / temperature) at each target [t], and the entropies [t].
 
-    hidden [t, d] and weight [vocab, d] of one type, targets [t] int64; results are float32
-    (float64 of float64). Only the log-probabilities have a gradient. `at_once` logits exist at a
-    time, 0: as many as suit the device. Ids in `absent` have no probability; their rows of `weight`
-    get no gradient. IndexError on a CPU if a target is out of range.
+    Shapes: hidden [t, d] and weight [vocab, d] of one dtype, targets [t] int64; results are float32
+    (float64 of float64). Only the log-probabilities have a gradient. `max_logits`: logits in memory
+    at a time; 0: chosen for the device. Ids in `absent_ids` have no probability; their rows of
+    `weight` get no gradient. IndexError on a CPU if a target is out of range.
     """
     max_logits = max_logits or MAX_LOGITS_PER_CHUNK.get(
         hidden.device.type, MAX_LOGITS_PER_CHUNK["cuda"]
@@ -56,7 +56,7 @@ def linear_logprob(
 
 
 class _FullVocabularyLogprob(torch.autograd.Function):
-    """A small vocabulary: all logits at once, and the distribution is kept."""
+    """Small vocabulary: all logits at once, with the distribution saved for the backward pass."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class _FullVocabularyLogprob(torch.autograd.Function):
         normal = logits.log_softmax(-1)
         logprobs = normal.gather(1, targets.unsqueeze(1)).squeeze(1)
         likely = normal.exp()
-        # 0 log 0 = 0, where a logit is minus infinity
+        # 0 log 0 = 0 if a logit is minus infinity
         entropy = torch.linalg.vecdot(likely, normal.clamp_(min=-1e30)).neg_()
         ctx.save_for_backward(hidden, weight, targets, likely)
         ctx.temperature = temperature
@@ -92,7 +92,7 @@ class _FullVocabularyLogprob(torch.autograd.Function):
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """A large vocabulary: of each row the log of the softmax's sum is kept."""
+    """Large vocabulary: saves the log of each row's softmax sum for the backward pass."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,8 @@ class _ChunkedLogprob(torch.autograd.Function):
             shrink = (peak - now).exp_()
             logits -= now.unsqueeze(1)
             likely = logits.exp()
-            # The entropy needs the mean of (logit - peak); the sum so far moves with the peak.
+            # The entropy needs the mean of (logit - peak); the sum so far is corrected as the peak
+            # changes.
             moved = torch.where(total > 0, (peak - now) * total, 0)
             weighted = (weighted + moved) * shrink + torch.linalg.vecdot(
                 likely, logits.clamp_(min=-1e30)
@@ -161,13 +162,13 @@ def _split_vocabulary(weight: Tensor, chunk: int) -> list[tuple[int, Tensor]]:
 
 
 def _locate_targets(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Which targets lie in a chunk, and an index [t, 1] into it that is valid for all."""
+    """Return which targets are in a chunk, and an index [t, 1] into it that is valid for all."""
     at = targets - first
     return (at >= 0) & (at < count), at.clamp(0, count - 1).unsqueeze(1)
 
 
 def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a b, summed and kept in float32, of narrower factors too."""
+    """Return a b, summed and stored in float32, also for narrower factors."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.is_cuda:

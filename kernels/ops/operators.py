@@ -1,4 +1,4 @@
-"""The operators: their arguments, and what is checked of these before any implementation runs."""
+"""Operators: their arguments, and the checks before an implementation runs."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from meshrl.kernels.ops.dispatch import register_operator
 
 @register_operator(lambda rows, index: rows.new_empty(index.shape[0], *rows.shape[1:]))
 def bucket_pack(rows: Tensor, index: Tensor) -> None:
-    """Gathers rows [n, ...] by index [b] int64 into [b, ...]; a lane whose index is -1 is zeros.
+    """Gather rows [n, ...] by index [b] int64 into [b, ...]; a lane with index -1 is zeros.
 
     IndexError on a CPU if an index is n or more.
     """
@@ -19,9 +19,9 @@ def bucket_pack(rows: Tensor, index: Tensor) -> None:
 
 @register_operator(mutated_arguments=["rows"])
 def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Writes lanes packed [b, ...] back in place: rows[index[i]] = packed[i]; -1 is skipped.
+    """Write lanes packed [b, ...] back in place: rows[index[i]] = packed[i]; skip -1.
 
-    Of two lanes with one index either may win. IndexError on a CPU if an index is n or more; lanes
+    If two lanes have one index, either may win. IndexError on a CPU if an index is n or more; lanes
     before it may have been written.
     """
     if rows.dim() < 1 or index.dim() != 1 or index.dtype != torch.int64:
@@ -43,13 +43,14 @@ def paged_decode(
     scale: float,
     window: int = 0,
 ) -> None:
-    """Attention of queries [n, heads, width] to lengths [n] int32 tokens each -> like queries; with
-    a `window`, to the last `window` of them.
+    """Compute attention of queries [n, heads, width] to lengths [n] int32 tokens each.
 
+    The result has the shape of the queries. With a `window`, only the last `window` tokens count.
     Token t of sequence i is token t % 16 of block table[i, t // 16]; table [n, m] int32. keys and
-    values are a cache of `cache_shapes`, in the queries' type; query heads share key-value heads in
-    order. Length 0 is an empty lane: zeros. What the table or a block hold behind a sequence's end
-    is never read into a result. IndexError on a CPU if a length or a block is out of range.
+    values are a cache of `get_cache_shapes`, in the queries' dtype; query heads share key-value
+    heads in order. Length 0 is an empty lane: zeros. Entries of the table or of a block behind a
+    sequence's end never affect a result. IndexError on a CPU if a length or a block is out of
+    range.
     """
     if window < 0:
         raise ValueError(f"a window of {window} tokens")
@@ -70,7 +71,7 @@ def paged_write(
     table: Tensor,
     positions: Tensor,
 ) -> None:
-    """Puts new_keys, new_values [n, kv_heads, width] into the cache in place, one token each.
+    """Write new_keys, new_values [n, kv_heads, width] into the cache in place, one token each.
 
     Token i goes to position positions[i] (int64) of the sequence whose blocks are table[i] ([n, m]
     int32); -1 is skipped. IndexError on a CPU if a position or a block is out of range; tokens
@@ -88,12 +89,13 @@ def paged_write(
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> None:
-    """Attention of queries [t, heads, width] to keys, values [t, kv_heads, width] -> like queries.
+    """Compute attention of queries [t, heads, width] to keys, values [t, kv_heads, width].
 
-    A token sees the last `window` of its sequence up to itself; 0: all.
+    The result has the shape of the queries. A token attends to the last `window` tokens of its
+    sequence up to itself; 0: all.
 
-    starts [s + 1] int32 are 0 and the cumulative lengths of s sequences; rows behind the last of
-    them are padding: zeros. IndexError on a CPU if the starts fall or pass t.
+    cu_seqlens [s + 1] int32 are 0 and the cumulative lengths of s sequences; rows behind the last
+    are padding: zeros. IndexError on a CPU if they are not ascending or exceed t.
     """
     if window < 0:
         raise ValueError(f"a window of {window} tokens")
@@ -110,11 +112,11 @@ def varlen_prefill(
 
 @register_operator(lambda logits, tokens, temperature: torch.empty_like(temperature))
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> None:
-    """log softmax(logits / temperature)[token] of each row -> [n] float32.
+    """Return log softmax(logits / temperature)[token] of each row, [n] float32.
 
-    logits [n, vocab] float32 or bfloat16, tokens [n] int64 (-1: an empty lane, 0), temperature [n]
-    float32 (0 counts as 1: the likeliest token was taken). A row that holds a NaN gives NaN.
-    IndexError on a CPU if a token is out of range.
+    The logits are [n, vocab] float32 or bfloat16, tokens [n] int64 (-1: an empty lane, 0),
+    temperature [n] float32 (0 counts as 1: greedy). A row with a NaN gives NaN. IndexError on a CPU
+    if a token is out of range.
     """
     if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"logits {list(logits.shape)} of {logits.dtype}")

@@ -1,8 +1,7 @@
-"""Fused versions of what a decoder computes between its matrix products, forward and backward, each
-in one pass over memory: csrc/pointwise.cpp, for float32 on a CPU.
+"""Fused pointwise operators of a decoder, forward and backward, in one pass over memory.
 
-PyTorch runs such arithmetic as a chain of operators, each of which reads and writes whole tensors:
-a third of a small model's training step.
+They are csrc/pointwise.cpp, for float32 on a CPU. PyTorch runs such arithmetic as a chain of
+operators that each read and write whole tensors: a third of a small model's training step.
 """
 
 from __future__ import annotations
@@ -34,15 +33,16 @@ NormWeights = tuple[Tensor, Tensor] | None
 
 
 class PointwiseOps(Protocol):
-    """The protocol of a decoder's pointwise operations. Shapes [..] are any, the same in all
-    tensors of a call.
+    """Protocol of a decoder's pointwise operators.
+
+    Shapes [..] are arbitrary, the same in all tensors of a call.
     """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm of x [.., n] over its last dimension."""
+        """Return RMSNorm of x [.., n] over its last dimension."""
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
+        """Return silu(gate) * up [.., n] of [.., 2 n], the gate first."""
 
     def split_norm_rotate_heads(
         self,
@@ -53,31 +53,32 @@ class PointwiseOps(Protocol):
         norms: NormWeights,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [.., heads, width], keys and values [.., kv_heads, width] of projections
-        [.., (heads + 2 kv_heads) width].
+        """Return queries [.., heads, width], keys and values [.., kv_heads, width] of projections.
 
-        Queries and keys are normed, if weights for them are given, and rotated by `cos` and `sin`
-        [.., 1, width]; `counts` are heads and kv_heads.
+        The projections are [.., (heads + 2 kv_heads) width]. Queries and keys are normed, if
+        weights for that are given, and rotated by `cos` and `sin` [.., 1, width]; `head_counts` are
+        heads and kv_heads.
         """
 
 
 class FusedPointwise:
-    """Computes what `plain` does, to float32's rounding; asks it for tensors of another type or
-    device, and for all of them where there is no compiler.
+    """Fused implementation, equal to `plain` up to float32's rounding.
+
+    It calls `plain` for tensors of another dtype or device, and always without a compiler.
     """
 
     def __init__(self, plain: PointwiseOps) -> None:
         self._fallback = plain
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm of x [.., n] over its last dimension."""
+        """Return RMSNorm of x [.., n] over its last dimension."""
         if not _can_fuse(x, weight):
             return self._fallback.rms_norm(x, weight, eps)
         out: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
+        """Return silu(gate) * up [.., n] of [.., 2 n], the gate first."""
         if not _can_fuse(gate_up):
             return self._fallback.swiglu(gate_up)
         out: Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
@@ -92,7 +93,7 @@ class FusedPointwise:
         norms: NormWeights,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PointwiseOps.split_norm_rotate_heads`."""
+        """Implement `PointwiseOps.split_norm_rotate_heads`."""
         fits = cos.shape == sin.shape == (*qkv.shape[:-1], 1, cos.shape[-1])
         if not fits or not _can_fuse(qkv, cos, sin, *(norms or ())):
             return self._fallback.split_norm_rotate_heads(qkv, cos, sin, head_counts, norms, eps)
@@ -166,7 +167,7 @@ class _SplitNormRotateHeads(torch.autograd.Function):
         inverse = qkv.new_empty(*before, heads + kv_heads) if normed else None
         arguments = cos, sin, cos.stride(0), query_norm, key_norm, len(cos), *shape
         _call_library("pointwise_heads", qkv, *arguments, eps, *made, inverse)
-        kept = qkv if normed else None  # rotations have no use for it
+        kept = qkv if normed else None  # rotations do not need it
         ctx.save_for_backward(kept, cos, sin, query_norm, key_norm, inverse)
         ctx.shape = shape
         return tuple(made)
@@ -196,24 +197,24 @@ def _get_row_shape(tensor: Tensor) -> tuple[int, int]:
 
 
 def _flatten_angles(angles: Tensor) -> Tensor:
-    """[n, width] of [.., 1, width], numbers beside each other."""
+    """Return [n, width] of [.., 1, width], contiguous."""
     rows = angles.reshape(-1, angles.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _can_fuse(*tensors: Tensor) -> bool:
-    """Whether all are plain float32 tensors of the host's memory, and there is a library."""
+    """Return True if all are plain float32 tensors in host memory, and there is a library."""
     for tensor in tensors:
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             return False
-        if type(tensor) not in (Tensor, torch.nn.Parameter):  # a DTensor's memory is not its own
+        if type(tensor) not in (Tensor, torch.nn.Parameter):  # a DTensor does not own its memory
             return False
     return _load_library() is not None
 
 
 @cache
 def _load_library() -> ctypes.CDLL | None:
-    """The library, built on first use; None, which is noted, if it cannot be."""
+    """Return the library, built on first use; log and return None if that fails."""
     built = build_library("pointwise")
     if built.path is None:
         log_fallback_once("cpu", built.reason)

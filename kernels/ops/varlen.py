@@ -1,5 +1,6 @@
-"""Causal attention within packed sequences, forward and backward, without padding; with a window,
-of each token's last ones only.
+"""Causal attention within packed sequences, forward and backward, without padding.
+
+A window limits it to each token's last ones.
 
 | tensors | implementation |
 |---|---|
@@ -7,7 +8,7 @@ of each token's last ones only.
 | bfloat16 and float16 on a GPU | `torch.nn.attention.varlen` (FlashAttention) |
 | all others; no compiler | buckets of nearly equal lengths, each one dense causal SDPA |
 
-What each needs to know of the sequences is built once and serves all layers and both passes.
+The inputs derived from the sequences are built once and serve all layers and both passes.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ MIN_BUCKET_SEQUENCES = 8  # sequences that are worth a bucket of their own
 
 
 class VarlenAttention:
-    """Attention of a bin: called with (layer, queries [n, heads, width], keys and values
-    [n, kv_heads, width], window), it gives [n, heads, width].
+    """Attention of a bin, called with (layer, queries, keys, values, window).
 
-    starts [s + 1] int32 are 0 and the cumulative lengths of s sequences; what lies past the last of
-    them is padding, for which the result is finite and means nothing. ValueError if the starts fall
-    or pass `places`.
+    Queries are [n, heads, width], keys and values [n, kv_heads, width], and the result is [n,
+    heads, width]. cu_seqlens [s + 1] int32 are 0 and the cumulative lengths of s sequences; rows
+    behind the last are padding, with finite but undefined results. ValueError if they are not
+    ascending or exceed the number of rows.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class VarlenAttention:
         self.cu_seqlens = np.ascontiguousarray(cu_seqlens, np.int32)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
-        """Attention of queries [t, heads, width] -> like queries; `layer` is not used. A token sees
-        the last `window` tokens, itself among them; 0: all before it.
+        """Return attention of queries [t, heads, width], in their shape; `layer` is not used.
+
+        A token attends to the last `window` tokens, itself included; 0: all before it.
         """
         if (
             q.device.type == "cuda"
@@ -102,8 +104,9 @@ class VarlenAttention:
 
     @cached_property
     def _flash_sequences(self) -> tuple[Tensor, int]:
-        """Starts and the longest length for a GPU, where padding is a sequence like another: what
-        no kernel writes may be no number, which even a gradient of zero multiplies to none.
+        """Starts and the longest length for a GPU, where padding counts as a sequence.
+
+        Rows that no kernel writes may be NaN, which even a gradient of zero multiplies to NaN.
         """
         whole = (
             self.cu_seqlens
@@ -111,7 +114,7 @@ class VarlenAttention:
             else [*self.cu_seqlens, self.num_positions]
         )
         starts = np.asarray(whole, np.int32)
-        # Kernels and graphs are chosen by it: few different ones.
+        # Kernels and graphs are selected by this length, so it takes few values.
         longest = 1 << int(np.diff(starts).max(initial=1) - 1).bit_length()
         return torch.from_numpy(starts).to(self.device), longest
 
@@ -132,17 +135,16 @@ class VarlenAttention:
         ]
         if (
             self.cu_seqlens[-1] < self.num_positions or not rows
-        ):  # what the padding reads, behind all others
+        ):  # row that the padding reads, behind all others
             rows.append(q.new_zeros(1, *q.shape[1:]))
         return torch.cat(rows).index_select(0, back)
 
     @cached_property
     def _buckets(self) -> tuple[list[Tensor], Tensor]:
-        """Of each bucket the places [sequences, length] that it takes, and of each place where its
-        row is among all of theirs.
+        """Rows [sequences, length] of each bucket, and the index of each row among all of these.
 
-        A sequence shorter than its bucket is followed by its own first place again: nobody sees
-        what comes later, so neither results nor gradients depend on it.
+        A sequence shorter than its bucket is padded with its own first row: causal attention
+        ignores later rows, so neither results nor gradients depend on the padding.
         """
         lengths = np.diff(self.cu_seqlens)
         buckets, filled = [], 0
@@ -160,7 +162,7 @@ class VarlenAttention:
 
 
 def group_by_length(lengths: NDArray[np.integer[Any]]) -> list[NDArray[np.int64]]:
-    """Indices of sequences whose lengths are nearly equal, longest first; empty ones in none."""
+    """Group indices of sequences of nearly equal lengths, longest first, without empty ones."""
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
     buckets = []
@@ -198,7 +200,9 @@ class _NativeVarlenAttention(torch.autograd.Function):
 
 
 def _make_rows_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor with each token's numbers side by side; tokens may lie further apart."""
+    """Return the tensor with each token's numbers contiguous; strides between tokens may be
+    larger.
+    """
     beside = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
     return tensor if beside else tensor.contiguous()
 
@@ -214,7 +218,7 @@ def _build_arguments(
 
 @cache
 def _load_library() -> ctypes.CDLL:
-    """The library, built on first use; Declined if it cannot be."""
+    """Return the library, built on first use; raise KernelUnsupported if that fails."""
     built = build_library("varlen")
     if built.path is None:
         raise KernelUnsupported(built.reason)
@@ -231,15 +235,17 @@ def _call_library(name: str, *arguments: Any) -> None:
 
 
 def _build_window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """bool [length, length]: the tokens that each one sees."""
+    """Return the bool mask [length, length] of the tokens that each token attends to."""
     key = torch.arange(length, device=device)
     return (key <= key[:, None]) & (key > key[:, None] - window)
 
 
 @cache
 def _can_flash_slide(device: torch.device) -> bool:
-    """Whether PyTorch's takes a window, and counts it as we do; tried once, on a few tokens, since
-    its documentation leaves open whether a token itself is counted.
+    """Return True if PyTorch's attention supports a window with our meaning.
+
+    It is tried once, on a few tokens, since its documentation does not define if a token itself
+    counts.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -258,7 +264,9 @@ def _can_flash_slide(device: torch.device) -> bool:
 
 @cache
 def _get_flash_attention(window: int) -> tuple[Callable[..., Tensor], bool]:
-    """PyTorch's, causal, and whether it takes fewer key-value heads than heads; by its version."""
+    """Return PyTorch's causal attention, and if it supports grouped heads; depends on its
+    version.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters

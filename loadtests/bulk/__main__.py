@@ -1,14 +1,16 @@
-"""A chunk over the bulk port to another process, as it is, sealed, and by TLS 1.3 of Python's ssl.
+"""Benchmark of the bulk port: a chunk sent to another process in plain, sealed, and by TLS 1.3.
+
+Usage:
 
     python -m loadtests.bulk [--rounds 7] [--mib 256] [--gib 0]
 
-Both ends are processes of this host, over loopback, and the chunk is in the page cache; nobody
-looks at what arrives. Per way, medians of rounds in rotating order: `mb_per_s`, and `cpu_s_per_gb`
-of both ends together, as processes count it. `plain` is sent by sendfile; `aes` and `chacha` are
-the frames of `meshrl.common.weights.bulk.channel`; `tls` sends pieces of 256 KiB in records of 16
-KiB, with TLS_AES_256_GCM_SHA384. `ratio_*`: CPU over that of `plain`, round by round.
-`handshake_ms_*`:
-to connect and prove keys, by key pairs (`keys`) and by TLS with a certificate on one side.
+Both ends are processes of this host, over loopback, and the chunk is in the page cache; the
+receiver does not check the data. Per transport, medians of rounds in rotating order: `mb_per_s`,
+and `cpu_s_per_gb` of both ends together, as processes count it. `plain` is sent by sendfile; `aes`
+and `chacha` are the frames of `meshrl.common.weights.bulk.channel`; `tls` sends pieces of 256 KiB
+in records of 16 KiB, with TLS_AES_256_GCM_SHA384. `ratio_*`: CPU over that of `plain`, round by
+round. `handshake_ms_*`: to connect and prove keys, by key pairs (`keys`) and by TLS with a
+certificate on one side.
 
 With `--gib`, a sparse file of so many GiB is put by parts into a store and fetched into another
 file, sealed and checked: `put_*` and `fetch_*`, with hashes and disk.
@@ -58,7 +60,7 @@ CERTIFICATE = "tls.pem"
 
 
 def whose(keys: Sequence[str]) -> list[tuple[str, ...]]:
-    """Everybody is let in as the trainer."""
+    """Admit every peer as the trainer."""
     return [("trainer@here",)] * len(keys)
 
 
@@ -117,7 +119,7 @@ def certificate(directory: Path) -> None:
 
 @contextmanager
 def serving(directory: Path, digest: str) -> Iterator[tuple[int, dict[str, str], str]]:
-    """A process that serves: its pid, the place of each way, its key."""
+    """Start a serving process; yield its pid, the address of each transport, and its key."""
     with served("loadtests.bulk", "--serve", str(directory), digest) as (pid, line):
         told = json.loads(line)
         yield pid, told["places"], told["key"]
@@ -200,7 +202,7 @@ def compare(rounds: int, size: int, directory: Path) -> dict[str, float]:
 
 
 def move(size: int, directory: Path) -> dict[str, float]:
-    """A sparse file to the store and back, part by part."""
+    """Measure a sparse file that is stored by parts and fetched again."""
     (source := directory / "source").touch()
     os.truncate(source, size)
     with source.open("r+b") as file:  # not all alike

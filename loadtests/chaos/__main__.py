@@ -1,15 +1,17 @@
-"""Kills and stops random processes of a running mesh, damages its files, fills its disk, and says
-whether anything was lost.
+"""Chaos test that kills processes of a running mesh, corrupts files, fills its disk, and checks for
+losses.
+
+Usage:
 
     python -m loadtests.chaos examples/calculator.toml --faults kill,stop --count 10 --seed 1
     python -m loadtests.chaos examples/calculator.toml --faults kill,stop,damage,full --seed 1
     python -m loadtests.chaos examples/calculator.toml --jobs 2 --faults kill,stop --count 12
 
 Every few seconds one process gets SIGKILL, or SIGSTOP and, once its lease has expired, SIGCONT:
-services, planners, workers, role processes, environment processes, the agent, Redis, the nursery;
-never the launcher. While one is stopped, `meshrl status --stalled` is asked whether it names it.
-Or a durable file loses a bit, its end or all, and whoever reads it is killed; or the run's disk, a
-tmpfs of its own (which needs root), has no room for some seconds. A run that has finished before
+services, planners, workers, role processes, environment processes, the agent, Redis, the fork
+server; never the launcher. While one is stopped, `meshrl status --stalled` must name it. Or a
+durable file loses a bit, its end or all, and its readers are killed; or the run's disk, a tmpfs of
+its own (which needs root), is full for some seconds. A run that has finished before
 all faults were made gets more steps.
 """
 

@@ -34,7 +34,7 @@ WITHOUT_LEASE_S = 12.0  # of a process that holds none
 RUN_S = 1800.0  # the whole run, faults included
 MORE_STEPS = 24  # for a run that has finished before all faults were made
 FULL_S = (2.0, 8.0)  # how long there is no room
-DISK = "1g"  # of a run whose disk is filled
+DISK = "1g"  # only if the run's disk is filled
 HARMFUL = ("flip", "truncate", "empty")
 UP_S = 120.0
 UNREGISTERED = {
@@ -58,7 +58,7 @@ class Chaos:
         self.run_dir, self.kinds, self.count = run_dir, kinds, count
         self.random = random.Random(seed)
         self.report = Report()
-        # What a running mesh reads again and has another copy of.
+        # Files that a running mesh reads again and has another copy of.
         self.damageable = [k for k in KINDS if k.recovers and LAUNCHER not in k.readers]
 
     async def wreak(self) -> None:
@@ -102,7 +102,7 @@ class Chaos:
             return {}
 
     async def _damage(self) -> dict[str, Any]:
-        """Damages a file that a process of the mesh reads again, and kills that process."""
+        """Corrupt a file that a process of the mesh reads again, and kill that process."""
         kind = self.random.choice(self.damageable)
         targets = await self._targets()
         path = next(iter(kind.found(self.run_dir)), None)
@@ -167,7 +167,7 @@ class Chaos:
             return []
         return found
 
-    # -- what there is to hit --------------------------------------------------------------------
+    # -- targets -------------------------------------------------------------------------------
 
     async def _targets(self) -> list[Target]:
         found = [*self._unregistered()]
@@ -178,7 +178,7 @@ class Chaos:
         return [t for t in found if psutil.pid_exists(t.pid)]
 
     def _unregistered(self) -> list[Target]:
-        """Redis and the nursery, by their command lines."""
+        """Return Redis and the fork server, by their command lines."""
         found = []
         directory = str(self.run_dir / "mesh")
         for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
@@ -199,7 +199,7 @@ class Chaos:
 
     @property
     def _url(self) -> str:
-        """Of the mesh that runs now: one that was resumed has another."""
+        """Return the URL of the mesh that runs now; a resumed mesh has another."""
         settings = self.run_dir / "mesh" / "settings.json"
         return str(json.loads(settings.read_text())["redis_url"])
 
@@ -222,7 +222,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             log = folder.with_name(f"{folder.name}.log")
             status = await _followed(arguments, chaos, faults, log)
             if faults.done():
-                faults.result()  # what went wrong with the injection is no verdict on the mesh
+                faults.result()  # a failed injection is no verdict on the mesh
         summary = read_json_or_empty(out / "summary.json") | ({"phase": ""} if status else {})
         return verdict({out: summary}, chaos.report, arguments.count)
 
@@ -230,7 +230,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 async def _followed(
     arguments: argparse.Namespace, chaos: Chaos, faults: asyncio.Task[None], log: Path
 ) -> int:
-    """The exit status of the run, which goes on until `faults` are made; -1: it hangs."""
+    """Wait until the run ends and all `faults` are made; return its exit status, or -1 if it
+    hangs.
+    """
     out = chaos.run_dir
     words = ["run", str(arguments.job), "--set", f"out={out}"]
     for change in arguments.set or []:
@@ -251,7 +253,7 @@ async def _followed(
 
 
 async def _ran(words: list[str], log: Path) -> int:
-    """The exit status of a command; one that is given up gets SIGINT, and a minute."""
+    """Return the exit status of a command; at its timeout it gets SIGINT, and a minute to exit."""
     with log.open("wb") as stream:
         run = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "meshrl", *words, stdout=stream, stderr=stream

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshrl.common.state import jobs
 
-NAMED_S = 30.0  # by when a stop that holds somebody up must be named
+NAMED_S = 30.0  # limit for naming a stopped process that blocks others
 LEARNT = 0.85  # held-out accuracy that each job must reach
 BOOKS = ("lost", "trained_twice", "typed_drops")
 
@@ -21,7 +21,7 @@ class Report:
     """Faults that were made, and how soon processes that were stopped were named."""
 
     faults: list[dict[str, Any]] = field(default_factory=list)
-    named_s: list[float] = field(default_factory=list)  # of stops that somebody waited for
+    named_s: list[float] = field(default_factory=list)  # of stops that blocked another process
     unnamed: list[str] = field(default_factory=list)
 
     def made(self, fault: str) -> int:

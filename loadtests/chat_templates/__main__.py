@@ -1,4 +1,4 @@
-"""Compares conversations in published chat templates with what `transformers` makes of them.
+"""Comparison of conversations in published chat templates with the output of `transformers`.
 
 `python -m loadtests.chat_templates FOLDER...` takes each `*.jinja` under the folders, such as those
 of an unpacked wheel of TRL or Axolotl, and holds conversations in it, with a small tokenizer that

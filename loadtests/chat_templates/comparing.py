@@ -17,7 +17,7 @@ from meshrl.common.model.tokens.tokenizer import Tokenizer
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}  # where the template writes none of its own
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "</s>", "<|return|>")
-MARKS = re.compile(  # what looks like a special token
+MARKS = re.compile(  # texts like special tokens
     r"<\|?[a-zA-Z_▁｜/]+\|?>|<｜[^｜]+｜>|\[/?[A-Z_]{4,}\]|<\|[^|<>\s]+\|>|\[\|[a-z]+\|\]"
 )
 PLAIN = (  # and is a token that is not special, as in Qwen's tokenizers
@@ -60,7 +60,7 @@ def directory_of(template: str, place: Path) -> Path:
 
 
 def compared(directory: Path, options: dict[str, Any] | None = None) -> dict[str, str]:
-    """What became of each conversation: equal, kept, refused, or what is unequal."""
+    """Return the outcome of each conversation: equal, kept, refused, or the unequal part."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(directory)
@@ -86,7 +86,7 @@ def _held(
     rest: list[Message],
     options: dict[str, Any],
 ) -> Iterator[str]:
-    """The outcome of each step of a conversation whose turns are the template's own."""
+    """Yield the outcome of each step of a conversation whose turns come from the template."""
 
     def whole(said: list[Message]) -> list[int]:
         given: dict[str, Any] = {"tools": tools or None, "add_generation_prompt": True}

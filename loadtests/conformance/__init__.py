@@ -1,1 +1,1 @@
-"""What the grading of code is worth: rows with right and wrong solutions, judged by another."""
+"""Conformance test of code grading: right and wrong solutions, judged independently."""

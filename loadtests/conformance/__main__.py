@@ -1,4 +1,6 @@
-"""How often `code_tests` rejects a right solution or pays a wrong one, by style of tests.
+"""Measurement of how often `code_tests` rejects a right solution or accepts a wrong one, by style.
+
+Usage:
 
     python -m loadtests.conformance                             # all rows, runner "isolated"
     python -m loadtests.conformance --styles unit --runner auto --jobs 2
@@ -62,7 +64,7 @@ def rates(rows: Iterable[Row], answers: Answers, judged: Verdicts) -> dict[str, 
 
 
 def offenders(rows: Iterable[Row], answers: Answers) -> list[str]:
-    """A line for each row that is not supported or graded wrongly."""
+    """Return a line for each row that is not supported or graded wrongly."""
     found = []
     for row in rows:
         for which in row.solutions:

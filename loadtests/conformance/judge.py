@@ -53,7 +53,7 @@ def verdicts(rows: Iterable[Row], jobs: int) -> Verdicts:
 
 
 def mistakes(rows: Iterable[Row], found: Verdicts) -> list[str]:
-    """Where the set itself is wrong: a right solution that fails, a wrong one that does not."""
+    """Return the errors of the set itself: right solutions that fail, wrong ones that pass."""
     return [
         f"{row.name} {which}: the judge says {found[row.name, which]}"
         for row in rows

@@ -1,4 +1,6 @@
-"""Judges Python solutions plainly, each in a process forked from this one; no line of the product.
+"""Independent judge of Python solutions, each in a forked process; it uses no product code.
+
+Usage:
 
     python -m loadtests.conformance.judging DIRECTORY
 
@@ -25,7 +27,7 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin"]
 
 
 class Counts:
-    """Of a run's tests: how many have passed, failed, and neither."""
+    """Counts of a run's tests: passed, failed, and neither."""
 
     def __init__(self) -> None:
         self.passed = self.failed = self.other = 0
@@ -94,7 +96,7 @@ def equal(got: Any, want: Any) -> bool:
 
 
 def forked(folder: Path) -> list[int]:
-    """The verdict of a process of its own; nothing passed if it does not end by itself."""
+    """Return the verdict of a forked process; nothing passed if it does not exit by itself."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

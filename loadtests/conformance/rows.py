@@ -35,7 +35,7 @@ Answers = dict[tuple[str, str], CallResult]  # by row and solution
 
 
 async def graded(rows: Iterable[Row], jobs: int, runner: str) -> Answers:
-    """What `code_tests` says of every solution, with so many graded at a time."""
+    """Return the grades of `code_tests` for every solution, `jobs` graded at a time."""
     clock = SystemClock()
     slots = JailSlots(clock, jobs)
     turns = asyncio.Semaphore(2 * jobs)

@@ -1,12 +1,13 @@
-"""Damages every kind of durable file in every way, at rest and under a running mesh, and says what
-a run makes of it.
+"""Corruption test of every kind of durable file, at rest and under a running mesh.
+
+Usage:
 
     python -m loadtests.damage --count 20 --seed 1   # twenty, drawn
     python -m loadtests.damage --jobs 2 --out FILE   # all; what FILE has is not tried again
     python -m loadtests.damage --list
 
 Prints a line for each trial and, last, one JSON object: `hung` (no end within 180 s, or no named
-failure within 60 s) and `silent` (a traceback, a wrong account, or nothing said) count and are to
+failure within 60 s) and `silent` (a traceback, a wrong account, or no message) count and are to
 be 0; `recovered` is the share that went on to its last step with an account that is right; the
 rest failed by name.
 """
@@ -47,7 +48,13 @@ NAMED_S = 60.0  # by when a failure must be named
 ENDS_S = 180.0  # by when a run must have ended, in one way or another
 UP_S = 120.0
 STEP = re.compile(r"step (\d+)/")
-TELLING = ("damaged", "older than", "not whole", "quarantine", "set aside")  # of damage, in a line
+TELLING = (
+    "damaged",
+    "older than",
+    "not whole",
+    "quarantine",
+    "set aside",
+)  # kinds of corruption, in a line
 SLOW = '''"""A reward that takes its time, so that a run can be met on its way."""
 
 import time
@@ -73,18 +80,20 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`outcome`: recovered, named (a failure that says which file), silent, hung, or skipped."""
+    """Outcome of a trial: recovered, named (a failure that names the file), silent, hung, or
+    skipped.
+    """
 
     name: str
     outcome: str
     why: str
     path: str
-    ended_s: float  # from the damage to the end of the command
+    ended_s: float  # from the corruption to the end of the command
     status: int | None
     lost: int | None
     trained_twice: int | None
     host_lost: int | None
-    said: list[str]  # lines that tell of the damage
+    said: list[str]  # lines that report the corruption
     output: str
 
 
@@ -104,7 +113,7 @@ class Slot:
         self._older, self._newer = root / "older", root / "newer"
 
     def prepare(self) -> None:
-        """Makes the run that every trial begins with. RuntimeError with what it printed instead."""
+        """Make the run with which every trial starts; RuntimeError with its output if it fails."""
         self.place.write("mine.py", SLOW)
         job = JOB | {
             "out": "run",
@@ -124,7 +133,7 @@ class Slot:
             _copied(self.run, copy)
 
     def attempt(self, trial: Trial) -> Verdict:
-        """Damages a file and says what came of it; nothing is left running."""
+        """Corrupt a file and return the outcome; no process is left running."""
         shutil.rmtree(self.run, ignore_errors=True)
         _copied(self._newer, self.run)
         command: _Run | None = None
@@ -159,7 +168,7 @@ class Slot:
                 command.end()
 
     def _readers(self, kind: Kind, command: Command | None) -> list[int]:
-        """The pids of those who read files of this kind when they start again."""
+        """Return the pids of the processes that read files of this kind at their next start."""
         if command is None:
             return []
         if LAUNCHER in kind.readers:

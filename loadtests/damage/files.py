@@ -1,6 +1,4 @@
-"""The kinds of durable files of a run: where each lies, and who reads it while the run goes
-on; and the ways to damage one.
-"""
+"""Kinds of durable files of a run, with their paths and readers, and the ways to corrupt one."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from typing import Any
 from meshrl.common.api.transfer.bulk_permissions import GROUPS
 
 DIGEST = re.compile(rb"[0-9a-f]{64}")
-LAUNCHER = "launcher"  # reads what only a resume reads
+LAUNCHER = "launcher"  # reads the files that only a resume reads
 HARMS = ("flip", "truncate", "empty", "delete", "older")
 HEAD_BYTES = 8
 
@@ -54,7 +52,7 @@ def harm(how: str, path: Path, older: Path | None, at_head: bool) -> str:
 
 
 def _over(path: Path, content: bytes) -> None:
-    """In place, as a disk would: whoever has the file open sees it too."""
+    """Overwrite a file in place, as a disk would: processes that have the file open see it too."""
     with path.open("r+b") as file:
         file.write(content)
         file.truncate()
@@ -74,7 +72,7 @@ class Kind:
 
 
 def _events(run: Path, *kinds: str) -> list[dict[str, Any]]:
-    """The recorded events of these kinds, of those lines that read."""
+    """Return the recorded events of these kinds, from the readable lines."""
     found = []
     for line in (run / "events.jsonl").read_bytes().splitlines():
         if any(kind.encode() in line for kind in kinds):

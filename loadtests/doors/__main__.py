@@ -1,12 +1,14 @@
-"""Tries every door of a running mesh as another user, and says what was answered.
+"""Security test that tries every endpoint of a running mesh as another user.
+
+Usage:
 
     python -m loadtests.doors tests/mesh/jobs/digits.toml --set budget.steps=60
 
-Needs root, which alone can act as another user. It starts the job, and while it trains a process of
-`nobody` tries every listening port and unix socket of every process of the mesh, every method of
-every interface, the bulk port's verbs, Redis' commands, metrics, the files of the run and the
-processes themselves. `answered` counts what told anything or had an effect; metrics, which are open
-on purpose, are counted for themselves. Then the job has to finish as if nothing had been.
+Needs root, which alone can act as another user. While the job trains, a process of the least
+privileged user tries every listening port and unix socket of every process of the mesh, every
+method of every interface, the bulk port's verbs, Redis' commands, metrics, the files of the run and
+the processes themselves. `answered` counts attempts that returned data or had an effect; metrics,
+which are open on purpose, are counted separately. Then the job has to finish undisturbed.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from meshrl.directory.directory_paths import MeshPaths, read_json_or_empty
 UP_S = 240.0  # until the job trains
 TRY_S = 300.0
 RUN_S = 400.0  # for the rest of the run
-SHOWN = 40  # answers that are told in full
+SHOWN = 40  # answers that are reported in full
 
 
 async def until_training(place: MeshPaths, run: asyncio.subprocess.Process) -> None:
@@ -77,7 +79,7 @@ def spilled(plan: Plan, tried: list[Tried], secrets: list[str], root: Path) -> l
 
 
 def open_folder(deep: bool) -> Path:
-    """Make a directory that anybody can look into; `deep`: its path is too long for a socket."""
+    """Make a world-readable directory; `deep`: its path is too long for a socket."""
     folder = Path(tempfile.mkdtemp(prefix="meshrl-doors-"))
     folder.chmod(0o755)
     if deep:
@@ -124,7 +126,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def ended(run: asyncio.subprocess.Process) -> int:
-    """The exit status of the run; -1: what was tried has stopped it for good."""
+    """Return the exit status of the run; -1 if an attempt has stopped it permanently."""
     try:
         async with asyncio.timeout(RUN_S):
             return await run.wait()

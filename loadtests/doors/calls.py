@@ -1,4 +1,4 @@
-"""Every method of every interface, called at every process by who has no part in the mesh."""
+"""Calls of every method of every interface at every process, by a peer outside the mesh."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _below(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 def blank(hint: Any) -> Any:
-    """A value of a field's type that a service can decode."""
+    """Return a value of a field's type that a service can decode."""
     origin = get_origin(hint)
     if origin is np.ndarray:
         return np.zeros(0, np.float32)
@@ -60,7 +60,7 @@ def blank(hint: Any) -> Any:
 
 
 def keyless(socket: zmq.Socket[bytes], key: bytes) -> None:
-    """As a process of a mesh without a secret."""
+    """Set up a socket as a process of a mesh without a secret does."""
 
 
 def guessing(socket: zmq.Socket[bytes], key: bytes) -> None:
@@ -74,7 +74,7 @@ def informed(socket: zmq.Socket[bytes], key: bytes) -> None:
 
 
 def call_all(plan: Plan) -> list[Tried]:
-    """What every process answers to every method, in every way of asking; nothing, one hopes."""
+    """Call every method of every process in every variant; return the answers, ideally none."""
     ways: list[Callable[[zmq.Socket[bytes], bytes], None]] = [keyless, guessing, informed]
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 4096)

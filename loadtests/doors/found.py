@@ -1,4 +1,4 @@
-"""What a mesh has open, as root sees it: its processes, what they listen at, its files."""
+"""Inventory of a mesh's open endpoints as root sees it: processes, listeners, files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshrl.common.base.host.settings import MeshSettings
 from meshrl.directory.directory_paths import MeshPaths, find_root_pid
 from meshrl.launch.leftover_processes import find_leftovers
 
-SHARED = ("/dev/shm/", "/tmp/", "/var/tmp/")  # where everybody may make files
-CODE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))  # open, wherever it lies
+SHARED = ("/dev/shm/", "/tmp/", "/var/tmp/")  # world-writable directories
+CODE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))  # open, at any path
 
 
 async def plan_of(place: MeshPaths, settings: MeshSettings) -> Plan:
@@ -54,7 +54,7 @@ async def plan_of(place: MeshPaths, settings: MeshSettings) -> Plan:
 
 
 def port_in(address: str) -> int:
-    """The TCP port of an address of the registry; -1 when it has none."""
+    """Return the TCP port of an address of the registry; -1 if it has none."""
     port = address.partition("#")[0].rpartition(":")[2]
     return int(port) if port.isdigit() else -1
 
@@ -74,7 +74,7 @@ def named(pid: int) -> str:
 
 
 def shared_files(pid: int) -> Iterator[Path]:
-    """Files that it has open or mapped in directories where everybody may make some."""
+    """Return the files that it has open or mapped in world-writable directories."""
     for folder in ("fd", "map_files"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for name in os.listdir(f"/proc/{pid}/{folder}"):

@@ -1,8 +1,8 @@
-"""Each role asks each process for each method, over CURVE with a key that stands at the door of
-that role, and finds what the table of callers says; without such a key nobody finds anything.
+"""Role matrix: each role calls each method of each process over CURVE and must match the callers'
+table.
 
-Of what a role may call it names a wrong incarnation, and hears that: nothing runs that has an
-effect. What it may not call it names with the right one, too. At the head of a mesh that listens:
+Allowed methods are called with a wrong incarnation only, so that nothing runs that has an effect.
+Other methods are called with the right one, too. At the head of a mesh that listens:
 
     python -m loadtests.doors.matrix .meshrl
 """
@@ -59,7 +59,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.directory.directory_paths import MeshPaths
 
-# What processes of a role answer; the others answer nothing.
+# Interfaces of the processes of a role; others answer nothing.
 ANSWERS: Mapping[str, type[Interface]] = {
     "engine": Engine,
     "hybrid": RoleControl,
@@ -89,9 +89,12 @@ async def role_matrix(
     store: RegistryEntry | None = None,
     files: Mapping[str, int] = MappingProxyType({}),
 ) -> Matrix:
-    """Tries every (role, process, method). `states`: for each role, as whom a process of it on
-    `host` asks Redis; the keys stand at the doors there meanwhile. `store`, `files`: see
-    `planting.plant`.
+    """Try every (role, process, method).
+
+    Args:
+        states: For each role, the client with which a process of it on `host` accesses Redis.
+            The keys are registered there during the test.
+        store, files: See `planting.plant`.
     """
     pairs = {role: KeyPair.generate() for role in sorted(ROLES)}
     bulk = {role: X25519PrivateKey.generate() for role in pairs}
@@ -159,7 +162,7 @@ def _ask_all(pairs: Mapping[str, KeyPair], processes: Sequence[Process]) -> Matr
 
 
 def _ask(socket: zmq.Socket[bytes], role: str, process: Process) -> dict[int, _Ask]:
-    """Sends every call of one role to one process; what is expected, by call id."""
+    """Send every call of one role to one process; return the expected answers by call id."""
     sent: dict[int, _Ask] = {}
     kind = process.name.partition("/")[0]
     answered = ANSWERS.get(kind, Interface).methods
@@ -167,7 +170,7 @@ def _ask(socket: zmq.Socket[bytes], role: str, process: Process) -> dict[int, _A
         found = answered.get(method.name)
         allowed = found is not None and role in CALL_PERMISSIONS[found.label]
         expected = StaleIncarnation.code if allowed else NotAllowed.code
-        # What is allowed would run with the right incarnation.
+        # An allowed call would run with the right incarnation.
         for right in (False,) if allowed else (True,) if found is None else (True, False):
             call_id = len(sent) + 1
             socket.send_multipart(framed(process, method, call_id, right))
@@ -177,7 +180,7 @@ def _ask(socket: zmq.Socket[bytes], role: str, process: Process) -> dict[int, _A
 
 
 def _answer(frames: list[bytes]) -> tuple[int, str]:
-    """(call id, code) of an error; what else comes is named."""
+    """Return (call id, code) of an error; name any other answer."""
     ends = LENGTH_BYTES + int.from_bytes(frames[0][:LENGTH_BYTES], "little")
     header = unpack_header(frames[0][LENGTH_BYTES:ends])
     body = frames[0][ends:] or frames[1]
@@ -232,7 +235,7 @@ async def tried(root: Path) -> dict[str, Any]:
 
 
 def _ports(entries: Sequence[RegistryEntry], place: MeshPaths) -> Iterator[Port]:
-    """Those of processes, of the gateway, and of the mesh's own Redis if it has one for hosts."""
+    """Yield the ports of processes, of the gateway, and of the mesh's own Redis for hosts."""
     for entry in entries:
         yield from _port(entry.address, "calls", entry.name)
         yield from _port(entry.bulk, "bulk", entry.name)
@@ -253,7 +256,7 @@ def _port(address: str, serves: str, owner: str) -> Iterator[Port]:
 
 
 def _knocked(ports: Sequence[Port]) -> list[Tried]:
-    """What came of all that a stranger says at these, to Redis also over TLS."""
+    """Try all messages of an unauthenticated peer at these ports, for Redis also over TLS."""
     pairs = [(port, what, False) for port in ports for what in SAID]
     pairs += [(port, what, True) for port in ports if port.serves == "redis" for what in SAID]
     with ThreadPoolExecutor(THREADS) as threads:

@@ -1,6 +1,6 @@
-"""What a stranger is told to try, and what came of it: plain data that both sides read.
+"""Plan and results of an unauthenticated peer's attempts, as plain data that both sides read.
 
-It is told more than any stranger could find out: all ports, paths and process ids, each process's
+The plan has more than a real peer could find out: all ports, paths and process ids, each process's
 name and right incarnation.
 """
 
@@ -15,8 +15,8 @@ REFUSED = "refused"  # nothing came, or no more than that it is refused
 # No more than which protocol it is: the banner of every ZeroMQ socket; a Redis that does not
 # understand what is no command says so before it asks for a password.
 GREETED = "greeted"
-METRICS = "metrics"  # what is open on purpose
-ANSWERED = "answered"  # it told something, or had an effect
+METRICS = "metrics"  # open on purpose
+ANSWERED = "answered"  # it returned data, or had an effect
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Tried:
-    """One thing that was tried. `told`: the beginning of what came, in Latin-1."""
+    """One attempt. `told`: the start of the answer, in Latin-1."""
 
     what: str
     outcome: str

@@ -1,5 +1,7 @@
-"""Tries to have others run bytes of its own: all that a process of any role can put at the weight
-store's bulk port in place of a job's code.
+"""Attempts to have other processes run foreign bytes.
+
+They cover everything that a process of any role can put at the weight store's bulk port in place of
+a job's code.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from meshrl.common.weights.handshakes.handshake import ClientHandshake
 
 DEADLINE_S = 30.0
 LARGEST_BYTES = 1 << 20  # of a file that is tried
-READER = "trainer"  # a role that may read what it likes
+READER = "trainer"  # a role with full read access
 
 
 @dataclass
@@ -35,8 +37,9 @@ class Planting:
 def plant(
     keys: Mapping[str, X25519PrivateKey], store: RegistryEntry, files: Mapping[str, int]
 ) -> Planting:
-    """Try it as each role with its key. `files`: bytes of each file of a job's code, by digest.
-    What comes of it is read back by a role that may.
+    """Try it as each role with its key, and read the result back as a role that may.
+
+    `files`: bytes of each file of a job's code, by digest.
     """
     found = Planting()
     for role, key in keys.items():
@@ -53,7 +56,7 @@ def plant(
 
 
 def _attempts(role: str, files: Mapping[str, int]) -> Iterator[tuple[str, str, str, bytes]]:
-    """What is tried, the space, the digest and the bytes."""
+    """Yield the attempts: description, space, digest and bytes."""
     for space in SPACES:
         for digest, size in files.items():
             yield f"other bytes as {digest[:8]}", space, digest, os.urandom(size)

@@ -1,7 +1,7 @@
-"""Another user of the host, who tries everything in a plan.
+"""Unauthenticated peer: another user of the host, who tries everything in a plan.
 
-Started as root with the plan on standard input, because it may have to import from where only root
-can read; it becomes `nobody`, for good, before it tries anything.
+It starts as root with the plan on standard input, because only root may be able to read its
+imports. It drops its privileges before its first attempt.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SAID: dict[str, bytes] = {
 }
 PRIVATE = ("environ", "maps", "mem", "stack", "syscall", "io")
 LINKS = ("cwd", "root", "exe")
-ANYBODY = ssl.create_default_context()  # TLS with whoever it is
+ANYBODY = ssl.create_default_context()  # TLS without verification of the peer
 ANYBODY.check_hostname, ANYBODY.verify_mode = False, ssl.CERT_NONE
 
 
@@ -97,7 +97,7 @@ def outcome(port: Port, said: bytes) -> str:
 
 
 def at_port(port: Port, what: str, tls: bool = False) -> Tried:
-    """Says one thing to one port, over TLS with whoever it is if so asked."""
+    """Send one message to one port, over unverified TLS if `tls`."""
     said = b""
     with suppress(OSError):
         connection = socket.create_connection((port.host, port.port), timeout=WAIT_S)
@@ -110,7 +110,7 @@ def at_port(port: Port, what: str, tls: bool = False) -> Tried:
 
 
 def at_socket(path: str) -> Tried:
-    """Connects to a unix socket, and asks what Redis would answer."""
+    """Connect to a unix socket, and send a request that Redis would answer."""
     told = b""
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
         with socket.socket(socket.AF_UNIX, kind) as connection:
@@ -138,7 +138,7 @@ def opened(path: str, flags: int) -> Callable[[], None]:
 
 
 def at_file(path: str) -> Iterator[Tried]:
-    """Reads, writes, lists, adds to and removes what is at a path."""
+    """Read, write, list, add to and remove the file or directory at a path."""
     if os.path.basename(path) == "null":
         return
     yield done(f"read {path}", opened(path, os.O_RDONLY))
@@ -149,7 +149,7 @@ def at_file(path: str) -> Iterator[Tried]:
 
 
 def at_process(pid: int, name: str) -> Iterator[Tried]:
-    """Looks into a process, and signals it."""
+    """Read a process's files in /proc, and signal it."""
     for file in PRIVATE:
         place = f"/proc/{pid}/{file}"
         yield done(f"{place} ({name})", partial(_bytes_of, place))
@@ -164,12 +164,12 @@ def _bytes_of(path: str) -> bytes:
     with open(path, "rb") as file:
         found = file.read(64)
     if not found:
-        raise PermissionError(path)  # the kernel shows an empty file to who may not look
+        raise PermissionError(path)  # the kernel shows an empty file without permission
     return found
 
 
 def try_all(plan: Plan) -> list[Tried]:
-    """Everything in the plan, by whoever this process is."""
+    """Try everything in the plan as this process's user."""
     tried = [tried for path in plan.files for tried in at_file(path)]
     tried += [tried for one in plan.pids.items() for tried in at_process(*one)]
     tried += [at_socket(path) for path in plan.sockets]

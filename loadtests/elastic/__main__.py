@@ -1,4 +1,6 @@
-"""A job that turns into another along its run: the planner against splits that stay.
+"""Benchmark of the planner against static splits, on a job that changes along its run.
+
+Usage:
 
     python -m loadtests.elastic [--churn] [--steps 28] [--splits 1,3,4] [--start 1]
 
@@ -71,7 +73,7 @@ def figures(planner: Arm, statics: Sequence[Arm], workers: int, wall_s: float) -
 
 
 def moved(arm: Arm, workers: int) -> dict[str, Any]:
-    """What an arm's moves were worth and cost; None where there were none."""
+    """Return the value and the cost of an arm's moves; None if there were none."""
     took = arm.switches_s
     return {
         "moves": len(arm.moves),

@@ -1,4 +1,7 @@
-"""The built-in engine beside transformers' `generate` and vLLM on one core: tokens per CPU-second.
+"""Benchmark of the built-in engine, transformers' `generate` and vLLM on one core, in tokens per
+CPU-second.
+
+Usage:
 
     python -m loadtests.engine [--rounds 3]
 
@@ -101,7 +104,7 @@ def figures(
     found: Seconds,
     shares: list[float],
 ) -> dict[str, Any]:
-    """One flat object; ratios are peer's CPU-seconds over ours, null where there is no peer."""
+    """Return one flat object; ratios are the peer's CPU-seconds over ours, null without a peer."""
 
     def ratio(peer: str, us: str, case: str) -> float | None:
         if (peer, case) not in found:

@@ -1,6 +1,6 @@
-"""Generators under measurement, each a process of its own on one core, asked in turn.
+"""Generators under measurement, each a process of its own on one core, run in turn.
 
-They speak the protocol of `loadtests.peers.vllm_worker`: a ready line, then an answer a request.
+They use the protocol of `loadtests.peers.vllm_worker`: a ready line, then an answer per request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Answer:
 
 
 class Contestant:
-    """A worker process; what it says on stderr is shown if it fails."""
+    """Worker process; its stderr is shown if it fails."""
 
     def __init__(self, command: list[str]) -> None:
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the worker
@@ -103,7 +103,7 @@ def vllm(model: Path, dtype: str, folder: Path = VLLM) -> Contestant | None:
 
 
 def one_core() -> None:
-    """This process and all that it starts share the last core that it may use."""
+    """Pin this process and its children to the last core that it may use."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 

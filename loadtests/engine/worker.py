@@ -1,6 +1,8 @@
-"""The built-in engine behind a pipe, by the protocol of `loadtests.peers.vllm_worker`.
+r"""Built-in engine behind a pipe, by the protocol of `loadtests.peers.vllm_worker`.
 
-    python -m loadtests.engine.worker --model DIR --path native --dtype float32 \\
+Usage:
+
+    python -m loadtests.engine.worker --model DIR --path native --dtype float32 \
         --max-length 4352
 
 As in an engine process, a call runs up to 8 steps and tokens are drained as they come. Answers also
@@ -29,7 +31,7 @@ BUDGET_S = 0.02
 
 
 def start(model: Path, path: str, dtype: str, max_length: int) -> BuiltinEngine:
-    """The engine with the weights of a Hugging Face directory."""
+    """Return the engine with the weights of a Hugging Face directory."""
     torch.set_num_threads(1)
     config, decoder = load_model(model)
     engine = build_engine(

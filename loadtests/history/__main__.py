@@ -1,12 +1,14 @@
-"""Whether the history of a run is right, from its files alone.
+"""Check of a run's history from its files alone.
+
+Usage:
 
     python -m loadtests.history RUN
 
-It shares no code with what wrote them: `events.jsonl`, the ledgers' segments and the checkpoints
-are read here anew. Every group that was opened was opened once and has one end, or is in flight;
-steps follow each other; a version of a lineage has one manifest; checkpoints hold what was
-committed; no ledger tells of a group that nobody opened. Prints one JSON object, the same account
-as `meshrl audit`, and `problems`; exit status 1 when there is one.
+It shares no code with the writers of the files: it reads `events.jsonl`, the ledgers' segments and
+the checkpoints itself. Every group was opened once and has one end, or is in flight. Steps follow
+each other. A version of a lineage has one manifest. Checkpoints hold committed versions. Every
+group of a ledger was opened. Prints one JSON object, the same account as `meshrl audit`, and
+`problems`. The exit status is 1 when there is one.
 """
 
 from __future__ import annotations

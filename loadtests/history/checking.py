@@ -1,4 +1,4 @@
-"""The files of a run, the account of its history, and what in it cannot be."""
+"""Files of a run, the account of its history, and its contradictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS_APART = 1_000_000_000  # of the groups of two lineages, between which Redis 
 _HEADERS = {2: 8, 3: 12}  # bytes of a segment's header, by format
 _FRAME = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
 _TOKENS = struct.Struct("<6BH3Iq")  # format, five widths, experts, rows, tokens, runs, first group
-_OPEN, _TOKEN_ROWS, _CLOSE = 1, 2, 7  # kinds of records; of the others the first word tells
+_OPEN, _TOKEN_ROWS, _CLOSE = 1, 2, 7  # kinds of records; others are identified by their first word
 
 
 @dataclass
@@ -27,13 +27,15 @@ class Files:
     job: str = ""
     events: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    ledger: set[int] = field(default_factory=set)  # groups that it tells of
-    mark: dict[str, Any] = field(default_factory=dict)  # what was in flight at a clean end
+    ledger: set[int] = field(default_factory=set)  # groups that it names
+    mark: dict[str, Any] = field(default_factory=dict)  # groups in flight at a clean end
     problems: list[str] = field(default_factory=list)
 
 
 def read(run: Path) -> Files:
-    """All of a run's; what does not read is a problem. FileNotFoundError when there is no run."""
+    """Read all files of a run; unreadable content is a problem. FileNotFoundError if there is no
+    run.
+    """
     found = Files(job=str(json.loads((run / "job.json").read_bytes())["job"]))
     found.events = list(_events(run / "events.jsonl", found.problems))
     for path in sorted((run / "checkpoints").glob("step-*.json")):
@@ -49,7 +51,7 @@ def read(run: Path) -> Files:
 
 
 def _events(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Lines; what follows the last newline is torn."""
+    """Return the events, one per line; the text after the last newline is torn."""
     last = (0, 0)
     content = path.read_bytes() if path.is_file() else b""
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
@@ -100,7 +102,7 @@ def _mentioned(kind: int, payload: bytes) -> set[int]:
 
 @dataclass
 class Story:
-    """What has happened so far, in the lineage that stands."""
+    """History so far, in the current lineage."""
 
     lineage: int = 0
     version: int = -1
@@ -111,11 +113,11 @@ class Story:
     ends: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
     steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    paused: int = 0  # since when it stands still; 0: it goes on
+    paused: int = 0  # time of the pause; 0: not paused
     stood: int = 0  # milliseconds that it stood still
 
     def stand(self, event: dict[str, Any]) -> None:
-        """Takes in whether the job is paused from this event on, or goes on."""
+        """Record whether this event pauses or resumes the job."""
         if event["kind"] == "admission":
             paused = str(event["fields"]["held"]).startswith("paused")
             if self.paused and not paused:
@@ -131,7 +133,7 @@ class Story:
 
 
 def check(run: Path) -> dict[str, Any]:
-    """The account, and `problems`, which is empty for a history that is right."""
+    """Return the account, and `problems`, which is empty for a correct history."""
     files = read(run)
     problems, story = files.problems, Story()
     ever: Counter[int] = Counter()
@@ -226,7 +228,7 @@ def _by_term(story: Story) -> Counter[str]:
 
 
 def _account(story: Story, files: Files) -> dict[str, Any]:
-    """Return the trajectories by what became of them; a group that ends twice is a problem."""
+    """Return the trajectories by outcome; a group that ends twice is a problem."""
     found = dict(_by_term(story))
     ends = {group: [term for term, _, _ in hows] for group, hows in story.ends.items()}
     trained: Counter[int] = Counter()
@@ -248,7 +250,7 @@ def _account(story: Story, files: Files) -> dict[str, Any]:
 
 
 def _clean(files: Files) -> bool:
-    """Whether the run was stopped in order, so that what was in flight is on record."""
+    """Return True if the run was stopped in order, so that its groups in flight are recorded."""
     return bool(files.events) and files.mark.get("event") == files.events[-1]["id"]
 
 
@@ -264,7 +266,7 @@ def _in_flight(story: Story, files: Files, without_end: set[int]) -> int:
 
 
 def _checkpoints(files: Files, manifests: dict[tuple[int, int], list[str]]) -> list[str]:
-    """One may hold a step that was never committed, and no other weights than one that was."""
+    """Check checkpoints: one may hold an uncommitted step, but only weights of a known version."""
     found = []
     for held in files.checkpoints:
         committed = manifests.get((held["lineage"], held["step"]), [held["weights"]])
@@ -277,8 +279,9 @@ def _checkpoints(files: Files, manifests: dict[tuple[int, int], list[str]]) -> l
 
 
 def _ledger(files: Files, story: Story, opened: set[int]) -> list[str]:
-    """Groups since the job was put back last were opened; of those before, the record may have
-    missed what Redis forgot, and after a crash the last moment is missing.
+    """Check that the ledger's groups were opened since the job was last restored.
+
+    The record may lack older groups that Redis lost, and after a crash the last moment.
     """
     if not _clean(files):
         return []

@@ -1,4 +1,6 @@
-"""A mesh over three hosts, each a set of namespaces of this machine, with a network between them.
+"""Benchmark of a mesh over three hosts, each a set of namespaces of this machine, on one network.
+
+Usage:
 
     python -m loadtests.hosts [--arms demo,ratio,killed,partitions,joining,doors,flood] [--rounds 1]
 

@@ -1,4 +1,4 @@
-"""The arms: a mesh over hosts that trains, and what befalls it."""
+"""Arms of the benchmark: a mesh over hosts that trains, and its faults."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EACH = (1, 1, 1)
 FOREVER = 100_000  # steps of a job that is stopped
 BEGUN = 3  # steps after which a job is in its stride
 SETTLED_S = 600.0
-AGAIN_S = 300.0  # until a job goes on after a host was lost
+AGAIN_S = 300.0  # until a job continues after a host was lost
 TOKENS_S = 300.0
 MATRIX_S = 300.0
-RENEWED_S = 2.0  # a lease is renewed every 1.5 s: who is cut off is late since then at most
+RENEWED_S = 2.0  # a lease is renewed every 1.5 s: a disconnected process is late since then at most
 STRANGER = 2  # number of the host that floods
-WAVES = 4  # the first fills what is filled once
+WAVES = 4  # the first wave fills buffers, pools and code
 WAVE_S = 1800.0
 SETTLE_S = 35.0  # handshakes that were begun are given up after 30
 JAILED = "rlimit="  # in the command line of what a sandbox runs code in, and changes by itself
@@ -65,7 +65,9 @@ async def flooded(plan: Plan) -> Arm:
 
 
 def ports(process: psutil.Process, host: Host) -> list[tuple[str, int]]:
-    """Where a process listens that others reach; none for what does not last as long as its job."""
+    """Return the listeners that other hosts can reach, except those of processes that a job
+    outlasts.
+    """
     try:
         taken = (
             set() if JAILED in " ".join(process.cmdline()) else find_listen_addresses(process.pid)
@@ -76,7 +78,7 @@ def ports(process: psutil.Process, host: Host) -> list[tuple[str, int]]:
 
 
 async def poured(host: Host, targets: list[tuple[str, int]], frames: int, seed: int) -> Poured:
-    """A wave from a host."""
+    """Send a wave of frames from a host."""
     pour = Pour(targets, frames, seed, most_s=WAVE_S)
     host.path(f"{HOME}/pour.json").write_text(json.dumps(asdict(pour)))
     words = f'exec "$0" -m loadtests.hosts.flood.pouring <{HOME}/pour.json'
@@ -133,7 +135,7 @@ async def training(
 
 
 async def killed(plan: Plan) -> Arm:
-    """A host with a worker and a shard, killed while a paced job trains on three."""
+    """Kill a host with a worker and a shard while a paced job trains on three hosts."""
     shards = f"rollout.shards={len(EACH)}"  # one on each
     async with training(plan, EACH, 0, plan.steps, shards) as (hosts, mesh, told):
         began = time.time()
@@ -145,7 +147,7 @@ async def killed(plan: Plan) -> Arm:
 
 
 async def partitions(plan: Plan) -> Arm:
-    """Each host in turn is cut off, and comes back, while a paced job trains."""
+    """Cut off and reconnect each host in turn while a paced job trains."""
     async with training(plan) as (hosts, mesh, told):
         named: list[float | None] = []
         for number in range(len(EACH)):
@@ -160,7 +162,7 @@ async def partitions(plan: Plan) -> Arm:
 
 
 async def joining(plan: Plan) -> Arm:
-    """A host joins while a paced job trains on two, and is drained again."""
+    """Join a host while a paced job trains on two, and drain it again."""
     async with training(plan, EACH[:2], len(EACH)) as (_, mesh, told):
         began = await mesh.join(2, 1)
         first, _ = await mesh.until(lambda look: tokens_on(look, mesh.names[2]), TOKENS_S)
@@ -183,7 +185,7 @@ async def doors(plan: Plan) -> Arm:
 
 
 async def further(mesh: HostsMesh, steps: int) -> Look:
-    """Return the look at which the paced job has done so many steps more."""
+    """Return the snapshot at which the paced job has done so many more steps."""
     reached = max(step_of(look, "paced") for look in mesh.seen)
     return await mesh.step("paced", reached + steps, AGAIN_S)
 

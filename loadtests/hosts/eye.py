@@ -1,8 +1,10 @@
-"""Looks at a mesh from its head, as nobody else can: a line of JSON for each look, until killed.
+"""Observer of a mesh at its head, which prints each snapshot as a line of JSON until it is killed.
+
+Usage:
 
     python -m loadtests.hosts.eye ROOT
 
-Started in the head's namespaces by `loadtests.hosts.mesh`.
+`loadtests.hosts.mesh` starts it in the head's namespaces.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ PUBLISHED = ("job", "tokens", "paced", "late")  # stats of role processes
 
 @dataclass(frozen=True)
 class Look:
-    """What there was at a time. `processes`: those that are alive, each with name, kind, host,
-    incarnation and what it has published; `stalls`: who is in the way of whom.
+    """Snapshot of a mesh at one time.
+
+    `processes` are the live ones, each with name, kind, host, incarnation and published values;
+    `stalls` are processes that block others.
     """
 
     at: float  # wall clock

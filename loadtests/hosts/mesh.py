@@ -56,12 +56,12 @@ class Plan:
 
 
 def books(summary: dict[str, Any]) -> Arm:
-    """What a summary tells of what was lost or done twice."""
+    """Return the losses and repetitions that a summary reports."""
     return {key: int(summary[key]) for key in BOOKS}
 
 
 class HostsMesh:
-    """A mesh whose head is host 0. `seen`: all that its eye has seen."""
+    """Mesh whose head is host 0. `seen`: all snapshots of its observer."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
@@ -75,7 +75,7 @@ class HostsMesh:
         return self.hosts[0]
 
     async def meshrl(self, *words: str, on: Host | None = None, check: bool = True) -> str:
-        """What a command of `meshrl` printed, at the head where no other host is named."""
+        """Return the output of a `meshrl` command, run at the head unless `on` names a host."""
         ran = await (on or self.head).run("meshrl", *words, check=check, timeout_s=UP_S)
         return ran.out
 
@@ -115,7 +115,9 @@ class HostsMesh:
         return found
 
     async def until(self, holds: Callable[[Look], T], timeout_s: float) -> tuple[Look, T]:
-        """The first look from now on of which something holds, and what; TimeoutError."""
+        """Return the first snapshot from now on for which `holds` is true, and its result;
+        TimeoutError.
+        """
         number = len(self.seen)
         async with asyncio.timeout(timeout_s):
             while True:
@@ -146,7 +148,7 @@ class HostsMesh:
 
     @property
     def late_share(self) -> float | None:
-        """Of all steps at a pace; None: there were none."""
+        """Return the late share of all paced steps; None if there were none."""
         return late_share(self._paced.values())
 
     def leaders(self) -> dict[int, set[str]]:
@@ -183,14 +185,14 @@ async def mesh_over(hosts: Hosts, workers: Iterable[int]) -> AsyncIterator[Hosts
 
 
 class Honest:
-    """What tells whether the figures of an arm are worth anything."""
+    """Validity of an arm's figures."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts, self._meter = hosts, HostMeter()
         self._router, self._began = hosts.router_cpu_s(), time.monotonic()
 
     def told(self, mesh: HostsMesh) -> dict[str, Any]:
-        """Return what the machine, the router and late steps say of the worth of an arm."""
+        """Return the validity figures of an arm: machine load, router load and late steps."""
         cores = (self._hosts.router_cpu_s() - self._router) / (time.monotonic() - self._began)
         about = {"router_cores": round(cores, 3), "late_share": mesh.late_share}
         return self._meter.told(paced=True) | about

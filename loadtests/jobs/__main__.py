@@ -1,4 +1,6 @@
-"""Several jobs on one mesh: what they learn, how they share it, how fast it changes hands.
+"""Benchmark of several jobs on one mesh: learning, sharing, and the speed of reassignments.
+
+Usage:
 
     python -m loadtests.jobs [--arms solo,pair,quad,share,preempt,makespan,moves] [--steps 16]
 

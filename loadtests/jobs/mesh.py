@@ -1,4 +1,4 @@
-"""A mesh of its own for one arm: started, watched, stopped, and what was seen of it meanwhile."""
+"""Mesh of one arm: started, monitored, stopped, with a record of its events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.directory.directory_paths import MeshPaths, find_root_pid
 
 CONNECT_S = 10.0
-LOOK_S = 0.25  # between two looks at what processes have published
+LOOK_S = 0.25  # between two polls of the processes' published values
 RUN_S = 3600.0  # for one job
 RECORD_S = 300.0  # until the record of a job that is over is written; its model is, too
 _COUNT = itertools.count()
@@ -36,13 +36,13 @@ _COUNT = itertools.count()
 
 @dataclass(frozen=True)
 class Paces:
-    """How fast the accelerators are that workers stand for."""
+    """Speeds of the emulated accelerators."""
 
     rollout: str = "60/32/4000"
     training: str = "4000/200"
 
     def overrides(self) -> list[str]:
-        """As of `--set`; nothing where a job is to run as fast as it can."""
+        """Overrides as of `--set`; none for a job at full speed."""
         found = {"rollout.pace": self.rollout, "training.pace": self.training}
         return [f"{key}={value}" for key, value in found.items() if value]
 
@@ -58,7 +58,7 @@ class Plan:
     window_s: float = 60.0  # that shares are measured over
 
     def overrides(self, seed: int, *more: str) -> list[str]:
-        """Of a job with this seed, as of `--set`."""
+        """Return the `--set` overrides of a job with this seed."""
         return [
             f"seed={seed}",
             f"budget.steps={self.steps}",
@@ -69,7 +69,9 @@ class Plan:
 
     @contextlib.asynccontextmanager
     async def mesh(self, arm: str, workers: int) -> AsyncIterator[RunningMesh]:
-        """A mesh in a folder that is gone afterwards; short, as paths of sockets are."""
+        """Provide a mesh in a temporary folder; its path is short because socket paths are
+        limited.
+        """
         with tempfile.TemporaryDirectory(prefix=f"j{next(_COUNT)}-{arm}-") as made:
             async with mesh_up(Path(made), workers) as mesh:
                 yield mesh
@@ -105,7 +107,7 @@ class Watched:
     events: list[Event] = field(default_factory=list)
 
     def honest(self) -> dict[str, Any]:
-        """What tells whether figures of this arm are worth anything."""
+        """Return the validity figures of this arm."""
         return {
             **self.host,
             "late_share": late_share(self.last.values()),
@@ -121,7 +123,7 @@ def late_share(processes: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def workers_by_job(gangs: Iterable[Gang]) -> dict[str, float]:
-    """How many workers each job has: one that several share counts for each in equal parts."""
+    """Return the number of workers of each job; a shared worker counts in equal parts."""
     held: dict[str, float] = {}
     for gang in gangs:
         for rank in range(len(gang.workers)):
@@ -159,7 +161,7 @@ class RunningMesh:
         return self.summary(handle.name)
 
     async def events(self) -> list[Event]:
-        """All that has happened so far; what was seen is kept, a mesh lets go of it in time."""
+        """Return all events so far; a copy is retained because the mesh drops old ones."""
         seen = self.watched.events
         async with self._reading:
             seen += await events.read_all(self.state, seen[-1].id if seen else "0")
@@ -167,7 +169,7 @@ class RunningMesh:
 
     async def watch(self) -> None:
         while True:
-            with contextlib.suppress(MeshError):  # a look that fails is one less
+            with contextlib.suppress(MeshError):  # a failed poll is left out
                 now = time.monotonic()
                 for entry in await registry.list_entries(self.state):
                     if entry.alive and "job" in entry.stats:
@@ -183,7 +185,7 @@ class RunningMesh:
             await asyncio.sleep(LOOK_S)
 
     def cpu_s(self) -> dict[str, float]:
-        """What all processes have used so far, by kind."""
+        """Return the CPU-seconds of all processes so far, by kind."""
         return self._meter.reading(roles=True)
 
     def close(self) -> None:
@@ -195,7 +197,7 @@ class RunningMesh:
 
 @contextlib.asynccontextmanager
 async def mesh_up(folder: Path, workers: int, **pool_settings: Any) -> AsyncIterator[RunningMesh]:
-    """A mesh of so many workers below `folder`, until the end of the block."""
+    """Provide a mesh of `workers` workers below `folder`, until the end of the block."""
     root = folder / "mesh-root"
     root.mkdir(parents=True)
     lines = [f"{key} = {json.dumps(value)}" for key, value in pool_settings.items()]

@@ -1,5 +1,5 @@
-"""Who has how many workers: shares against max-min after floors, and a job of higher priority that
-comes in the middle; and how long a worker takes to change its role.
+"""Arms about worker allocation: shares against max-min after floors, preemption, and role
+changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshrl.common.state.pool.workers.rows import Role, Tier
 FLOOR = 2  # workers of a calculator job: an engine and a core
 SHARED = 8  # workers that two jobs share
 PREEMPTED = 4  # workers that one job has when another comes
-SETTLED_S = 600.0  # until all that was wished is done, a warm start among it
+SETTLED_S = 600.0  # until the desired state is reached, a warm start included
 FOREVER = 100_000  # steps of a job that is stopped before its end
 WORKERS = 4
 BEFORE_S = 10.0  # the others' rate is measured over as long before a move,
@@ -49,7 +49,9 @@ def role_changes(events: Sequence[Event]) -> dict[str, list[float]]:
 
 
 def others_rate(seen: Sequence[Seen], moved: set[str], began: float, ended: float) -> float | None:
-    """Return the rate of all that did not move, over theirs before; None: there is nobody."""
+    """Return the rate of all instances that did not move over theirs before; None if there are
+    none.
+    """
     ended = max(ended, began + LEAST_S)
     ratios = []
     for name in sorted({one.name for one in seen} - moved):
@@ -70,7 +72,7 @@ def _rate(mine: Sequence[Seen]) -> float | None:
 
 
 async def moves(plan: Plan) -> Arm:
-    """One job on four workers, of which one changes sides again and again, by hand."""
+    """Move one of a job's four workers between both sides again and again."""
     rates: list[float] = []
     async with plan.mesh("moves", WORKERS) as mesh:
         more = (f"budget.steps={FOREVER}", "planner.imbalance=1000.0")
@@ -88,7 +90,7 @@ async def moves(plan: Plan) -> Arm:
             ended = time.monotonic()
             await asyncio.sleep(max(BEFORE_S, LEAST_S))
             alive = {one.name for one in mesh.watched.seen if one.at > ended + LEAST_S / 2}
-            moved = (known | alive) - (known & alive)  # who left, and who came
+            moved = (known | alive) - (known & alive)  # leaving and joining instances
             rate = others_rate(mesh.watched.seen, moved, began, ended)
             if rate is not None:
                 rates.append(rate)
@@ -152,7 +154,7 @@ async def share(plan: Plan, shares: tuple[float, float]) -> Arm:
 
 
 async def preempt(plan: Plan) -> Arm:
-    """A job of higher priority comes while another has all workers, again and again."""
+    """Submit a job of higher priority while another has all workers, again and again."""
     took: list[float] = []
     async with plan.mesh("preempt", PREEMPTED) as mesh:
         forever = f"budget.steps={FOREVER}"

@@ -1,3 +1,3 @@
-"""Keys and values that are loaded while they are computed: what it saves, and what it costs. Open
+"""Benchmark of keys and values that are loaded while they are computed: savings and cost. Open
 `__main__.py` first.
 """

@@ -1,4 +1,6 @@
-"""Keys and values that are loaded while they are computed.
+"""Benchmark of keys and values that are loaded while they are computed.
+
+Usage:
 
     python -m loadtests.kvload [--arms sweep sockets busy turns cost] [--rounds 5]
 
@@ -72,7 +74,7 @@ def _conversations(made: Scene, seed: int, prompt: int) -> tuple[float, float]:
         base + i: random.integers(0, VOCAB, prompt).astype(np.int32) for i in range(SESSIONS)
     }
     left = dict.fromkeys(contexts, TURNS)
-    due = [(0.0, session) for session in contexts]  # when each asks for its next turn
+    due = [(0.0, session) for session in contexts]  # times at which each requests its next turn
     asked: dict[int, int] = {}
     said: dict[int, list[int]] = {}
     began, computed = time.monotonic(), made.engine.tokens_computed

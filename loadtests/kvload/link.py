@@ -1,5 +1,5 @@
-"""The same scene with the prefix on another host's shelf: what comes of it comes over sockets,
-through the token bucket of a bulk port.
+"""Scene whose prefix is in another host's KV tier and is fetched through the bulk port's token
+bucket.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LinkOnly(LoadOnly):
 
 @contextmanager
 def linked(name: str, length: int, directory: Path) -> Iterator[Scene]:
-    """The engine of a model, whose prefixes lie on another host's shelf."""
+    """Provide the engine of a model whose prefixes are in another host's KV tier."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="links", daemon=True)
     thread.start()
@@ -110,7 +110,7 @@ def linked(name: str, length: int, directory: Path) -> Iterator[Scene]:
 
 @asynccontextmanager
 async def _two_hosts(cache: HostCache) -> AsyncIterator[Mesh]:
-    """The one that asks; the other has what lies on the shelves of `cache`."""
+    """Provide the requesting host; the other serves the KV tiers of `cache`."""
     keys = own_keys()
     here, there = (unrenewed(f"engine/{name}", keys) for name in ("here", "there"))
     service = EngineService(there, SimulatedEngine(there.clock, 1), lambda action: action())

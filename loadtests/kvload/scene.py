@@ -1,4 +1,4 @@
-"""An engine of a random model, and a disk whose reads are slowed down to a rate."""
+"""Engine of a random model, with a disk whose reads are slowed down to a rate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from meshrl.services.engine.kv.kv_tier import KVTier
 VOCAB = 2048  # tokens of prompts
 WEIGHTS = "the only version"
 BUDGET = 8 << 30
-LATE = 0.1  # of what a paced read takes, beyond which it ended late
+LATE = 0.1  # share of a slowed read's time, beyond which it ended late
 LONGEST_S = 600.0
 # Vocabulary, hidden size, layers, width of a feed-forward part, and of a head.
 _SHAPES = {
@@ -50,7 +50,9 @@ _SHAPES = {
 
 
 def config(name: str, length: int) -> ModelConfig:
-    """A model of so many parameters: wide and flat, as prefill of 16K tokens is to end today."""
+    """Return the config of a wide and flat model, so that a prefill of 16K tokens ends in short
+    time.
+    """
     vocabulary, hidden, layers, ffn, width = _SHAPES[name]
     about = {"head_dim": width, "tie_embeddings": True, "max_positions": length}
     return shape(hidden, layers, ffn, vocabulary, (4, 4), **about)
@@ -90,7 +92,7 @@ class PacedFiles(ChunkFiles):
 
 
 class Paced(Protocol):
-    """What chunks come from, at a rate."""
+    """Source of chunks at a limited rate."""
 
     reads: int  # that were paced
     late: int  # of them, that ended later than they were to
@@ -119,7 +121,7 @@ class LoadOnly:
 
 
 class Scene:
-    """An engine, its shelf on the disk, and one stored prefix at a time."""
+    """Engine, its disk KV tier, and one stored prefix at a time."""
 
     def __init__(
         self, engine: BuiltinEngine, weights: Tensors, cache: HostCache, files: PacedFiles
@@ -168,7 +170,7 @@ class Scene:
         return took_s
 
     def finish(self) -> None:
-        """Computes all that was asked; what is looked for is waited for."""
+        """Compute all requests; wait for pending lookups."""
         while self.engine.num_running or self.engine.num_waiting:
             if not self.engine.step():
                 self.wake.wait(0.05)
@@ -176,7 +178,7 @@ class Scene:
             self.engine.drain_outputs()
 
     def store(self, tokens: NDArray[np.int32]) -> int:
-        """Computes a prefix, and puts all of it on the shelf; its bytes."""
+        """Compute a prefix and offload all of it to the KV tier; return its bytes."""
         self.forget()
         domain = compute_domain(WEIGHTS, "", self.engine.cache_layout, "keep")
         names, size = compute_chunk_names(domain, tokens), 0
@@ -204,7 +206,7 @@ class Scene:
 def scene(
     name: str, length: int, directory: Path, slots: int = 2, kv_tokens: int = 0
 ) -> Iterator[Scene]:
-    """The engine of a model, on the native path."""
+    """Provide the engine of a model, on the native path."""
     torch.set_num_threads(1)
     weights = drawn(config(name, length))
     clock = SystemClock()

@@ -1,6 +1,4 @@
-"""Time to the first token after a stored prefix: computed, loaded, and both, at several speeds of
-what it is loaded from.
-"""
+"""Time to the first token after a stored prefix, by load speed: computed, loaded, and both."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ COMPUTING = ("compute", 0.0)  # the arm without a ratio
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured at one length of one model. `ratios`: load over compute."""
+    """Measurements at one length of one model. `ratios`: load over compute."""
 
     model: str
     tokens: int
@@ -112,7 +110,7 @@ def _figures(
 ) -> dict[str, Any]:
     compute, load, both = times[COMPUTING], times["load", ratio], times["both", ratio]
     compute_s, load_s, both_s = median(compute), median(load), median(both)
-    # Loading alone that was broken off tells less than the rate that it was slowed down to.
+    # An aborted load alone is a worse measure than the rate to which it was slowed down.
     per_token = load_s / n if ratio <= 1 else ratio * compute_s / n
     best_s, at = _closed_form(n, per_token, curve)
     chunk_s = compute_s * MAX_PREFILL_TOKENS / n
@@ -130,8 +128,11 @@ def _figures(
 
 
 def _closed_form(n: int, per_token: float, curve: list[tuple[int, float]]) -> tuple[float, int]:
-    """The least time in which a front, at the measured cost, and a back of chunks can meet, and
-    the tokens that the front has computed then."""
+    """Return the least time in which computed front and loaded back can meet, and the front's
+    tokens.
+
+    The front has the measured cost, and the back consists of chunks.
+    """
     done, seconds = zip(*((0, 0.0), *curve), strict=True)
     choices = range(0, n + 1, CHUNK_TOKENS)
     times = [(max(float(np.interp(k, done, seconds)), per_token * (n - k)), k) for k in choices]

@@ -1,3 +1,1 @@
-"""What plans are compared with: everything tried, and Libra's released search. Open `cases.py`
-first.
-"""
+"""Baselines of plans: exhaustive search, and Libra's released search. Open `cases.py` first."""

@@ -16,7 +16,7 @@ Cost = Callable[[int, frozenset[int]], float]  # of a server and the groups that
 def leftovers(
     nodes: Sequence[LayoutNode], timed: TrainingOption
 ) -> Iterator[tuple[tuple[str, int], ...]]:
-    """What each way to take a layout's accelerators leaves of nodes, as (kind, free)."""
+    """Yield the rest of the nodes for each placement of a layout, as (kind, free accelerators)."""
     layout = timed.layout
 
     def taken(
@@ -37,7 +37,7 @@ def leftovers(
 
 @cache
 def packs(left: tuple[tuple[str, int], ...], gangs: tuple[tuple[str, int], ...]) -> bool:
-    """Whether gangs of (kind, degree) fit into nodes, each into one."""
+    """Return True if gangs of (kind, degree) fit into nodes, each into one."""
     if not gangs:
         return True
     kind, degree = gangs[0]
@@ -49,7 +49,7 @@ def packs(left: tuple[tuple[str, int], ...], gangs: tuple[tuple[str, int], ...])
 
 
 def partitions(groups: int) -> Iterator[list[frozenset[int]]]:
-    """The groups in contiguous ranges, in every way."""
+    """Yield every division of the groups into contiguous ranges."""
     for count in range(groups):
         for cuts in combinations(range(1, groups), count):
             edges = (0, *cuts, groups)
@@ -57,7 +57,7 @@ def partitions(groups: int) -> Iterator[list[frozenset[int]]]:
 
 
 def divisions(groups: int) -> Iterator[list[frozenset[int]]]:
-    """The groups in parts of any kind, in every way."""
+    """Yield every division of the groups into arbitrary parts."""
     if groups == 0:
         yield []
         return
@@ -104,7 +104,7 @@ def iteration_s(
     cost: Cost,
     parts: Callable[[int], Iterator[list[frozenset[int]]]] = partitions,
 ) -> float:
-    """The shortest max(T_rollout, T_train) of the family; infinite when there is none."""
+    """Return the shortest max(T_rollout, T_train) of the family; infinite if there is none."""
     best = math.inf
     for timed in sorted(ways, key=lambda one: one.train_s):
         if timed.train_s >= best:

@@ -43,7 +43,7 @@ class Case:
         return RangeCosts(self.servers, self.groups)
 
     def cost(self, server: int, groups: frozenset[int]) -> float:
-        """Of any groups, not only of contiguous ones."""
+        """Return the cost of any groups, contiguous or not."""
         return serves_s(self.servers[server], [self.groups[i] for i in sorted(groups)])
 
 

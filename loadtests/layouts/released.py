@@ -1,5 +1,6 @@
-"""Libra's released layout search and decode formula (github.com/NetX-lab/Libra, infra/cost_model:
-model.py and optimizer.py of August 2026), as far as plans are compared with them.
+"""Libra's released layout search and decode formula, as far as plans are compared with them.
+
+Source: github.com/NetX-lab/Libra, infra/cost_model, model.py and optimizer.py of August 2026.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from meshrl.services.planner.costs.rollout_costs import (
 from meshrl.services.planner.layouts.length_groups import LengthGroup
 from meshrl.services.planner.layouts.range_costs import GangServer
 
-INSTANCES, LAYOUTS = 32, 500  # of which it looks at no more
+INSTANCES, LAYOUTS = 32, 500  # limit of its search
 
 
 def step_s(gang: EngineGang, batch: float, context: float, corrected: bool = False) -> float:
-    """Its decode step: a rank's bytes over the bandwidth of all ranks, or, `corrected`, of one."""
+    """Return its decode step: a rank's bytes over the bandwidth of all ranks, or, `corrected`, of
+    one.
+    """
     shape, on, degree = gang.shape, gang.accelerator, gang.degree
     read = (
         shape.active * shape.dtype_bytes / degree
@@ -33,21 +36,21 @@ def step_s(gang: EngineGang, batch: float, context: float, corrected: bool = Fal
 
 
 def capacity(gang: EngineGang) -> float:
-    """Its room for keys and values: that of all ranks, in tokens of one rank's bytes."""
+    """Return its KV capacity: that of all ranks, in tokens of one rank's bytes."""
     shape, degree = gang.shape, gang.degree
     pool = degree * gang.accelerator.memory_bytes - shape.parameter_bytes - WORKSPACE_BYTES
     return max(pool, 0.0) / shape.compute_kv_bytes_per_token(degree) * (1 - FRAGMENTATION_SHARE)
 
 
 def server(gang: EngineGang, slots: int = MAX_SLOTS, corrected: bool = False) -> GangServer:
-    """The server that a gang is by its formulas, or by those with nothing but t corrected."""
+    """Return the server of a gang by its formulas, or by those with only t corrected."""
     one, zero = step_s(gang, 1, 1, corrected), step_s(gang, 0, 0, corrected)
     curve = replace(gang.predict_curve(), base_s=zero, sequence_s=0.0, context_s=one - zero)
     return GangServer(curve, gang.compute_kv_capacity() if corrected else capacity(gang), slots)
 
 
 def layouts(workers: int) -> list[list[int]]:
-    """The layouts that it looks at: partitions into degrees, the first of them."""
+    """Return the layouts that its search considers: partitions into degrees, the first of them."""
 
     def parted(left: int, most: int, count: int) -> Iterator[list[int]]:
         if left == 0:
@@ -90,7 +93,7 @@ def longest_first(
 
 
 def best_s(by_degree: dict[int, GangServer], workers: int, groups: Sequence[LengthGroup]) -> float:
-    """The shortest time of its layouts, each as long as its slowest gang really takes."""
+    """Return the shortest time of its layouts, each as long as its slowest gang really takes."""
     return min(
         max(
             serves_s(one, mine)

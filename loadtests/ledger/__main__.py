@@ -1,4 +1,7 @@
-"""What a rollout shard's ledger costs, and that it loses nothing when engines are killed.
+"""Benchmark of a rollout shard's ledger, with a check that no trajectory is lost when engines are
+killed.
+
+Usage:
 
     python -m loadtests.ledger [--seconds 45] [--kill-seconds 120]
 
@@ -8,7 +11,7 @@ through one shard's process: `service_cores` are CPU-seconds of that process per
 counted. Then 64 trajectories over three built-in engines at temperature 0, one of which gets
 SIGKILL every 5 s and is replaced: `lost` of those opened, `redecoded_beyond_flush` tokens that an
 engine was asked for although the ledger had them, and `exact_outputs`, the share of trajectories
-whose tokens, read back from the ledger, are those of an engine that nobody disturbed.
+whose tokens, read back from the ledger, are those of an undisturbed engine.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from loadtests.measuring.meshed import Members, hosted
 
 ENGINES, IN_FLIGHT = 64, 2000
 HOSTS = 2  # processes that the simulated engines share
-NICE = 3  # of what makes the load: it is not what is measured
+NICE = 3  # CPU of the load generator, which is not measured
 WARM_S = 15.0
 KILLED, KILLED_IN_FLIGHT = 3, 64
 STANDING_BY = 3  # starting a process with torch takes longer than KILL_EVERY_S on a busy host
 KILL_EVERY_S = 5.0
-SILENT_S = 300.0  # a shard that says nothing for so long beyond its time has failed
+SILENT_S = 300.0  # a shard without output for so long beyond its time has failed
 
 
 def worker(running: Members, *words: str, **options: Any) -> subprocess.Popen[str]:
@@ -151,7 +154,7 @@ class Engines:
 
 
 def compared(outputs: Path, undisturbed: Path) -> dict[str, Any]:
-    """Trajectories of the ledger beside what an engine makes of their prompts alone."""
+    """Compare the ledger's trajectories with an engine's undisturbed completions."""
     from loadtests.ledger.shard import GROUP
     from meshrl.common.records.ledger import extract_group
 
@@ -169,7 +172,7 @@ def compared(outputs: Path, undisturbed: Path) -> dict[str, Any]:
 
 
 def asked_again(asked: Path, written: Path) -> tuple[int, int]:
-    """Count tokens asked for though the ledger had them, and those that it did not have."""
+    """Count requested tokens that the ledger had, and those that it did not have."""
     times, trajectories, tokens = np.load(written)
     again = ahead = 0
     rows = np.array(list(ASKED.iter_unpack(asked.read_bytes())), np.int64)

@@ -1,4 +1,6 @@
-"""Engines of `loadtests.ledger`, each an actor with its own place in the mesh.
+"""Engines of `loadtests.ledger`, each an actor with its own address in the mesh.
+
+Usage:
 
     python -m loadtests.ledger.engines simulated --first 0 --count 32
     python -m loadtests.ledger.engines native --log FILE
@@ -47,7 +49,7 @@ FOREVER_S = 3600.0
 
 
 def published(service: EngineService) -> dict[str, Any]:
-    """What the registry shows of an engine."""
+    """Return the registry fields of an engine."""
     return {
         "ready": not service.draining,
         "running": service.engine.num_running,
@@ -71,8 +73,9 @@ async def simulated(first: int, count: int) -> None:
 
 
 async def serve(mesh: Mesh, phase_s: float) -> None:
-    """One engine that steps and flushes at the pace of its requests, as an accelerator would: all
-    engines of the process one after the other."""
+    """Run all engines of the process in turn, stepping and flushing at the pace of their
+    requests.
+    """
     clock = mesh.clock
     engine = SimulatedEngine(
         clock,
@@ -114,7 +117,7 @@ def tiny() -> TokenEngine:
 
 
 class NotingService(EngineService):
-    """Notes what it is asked to generate: a note outlives a SIGKILL."""
+    """Service that notes each generation request in a file, which survives SIGKILL."""
 
     def __init__(self, mesh: Mesh, engine: TokenEngine, driver: ThreadDriver, log: Path) -> None:
         emulated = EmulatedSteps(engine, parse_engine_speed(PACE), mesh.clock)
@@ -142,7 +145,7 @@ async def native(inner: TokenEngine, name: str, log: Path) -> None:
 
 
 def reference(trajectories: int, out: Path) -> None:
-    """What each prompt becomes when nothing disturbs it, as rows of tokens."""
+    """Write the undisturbed completion of each prompt, as rows of tokens."""
     engine = tiny()
     requests = [
         GenerationRequest(n, greedy_prompt(n), GREEDY_NEW, 0.0, (), n, -1)

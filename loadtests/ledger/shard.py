@@ -1,7 +1,9 @@
-"""The rollout shard that `loadtests.ledger` loads: router, links, group commit and ledger as a
-job has them, over the real transport, Redis and files.
+r"""Rollout shard under the load of `loadtests.ledger`: router, links, group commit and ledger of a
+real job.
 
-    python -m loadtests.ledger.shard load --engines 64 --trajectories 2000 --warm 15 \\
+Usage:
+
+    python -m loadtests.ledger.shard load --engines 64 --trajectories 2000 --warm 15 \
         --seconds 45
     python -m loadtests.ledger.shard greedy --engines 3 --trajectories 64 --seconds 120
 
@@ -56,7 +58,7 @@ GROUP = 8  # trajectories of a prompt
 LOOK_S = 0.5  # as a job's shard looks
 PROBE_S = 0.005  # of the loop's lag
 START_S = 60.0
-REST_S = 120.0  # for what is in flight to end
+REST_S = 120.0  # limit for requests in flight to end
 
 
 @dataclass
@@ -181,7 +183,7 @@ class Shard:
 
 
 async def opened(chosen: argparse.Namespace) -> Shard:
-    """A shard of a job that is on record, with its engines in reach."""
+    """Return a shard of a registered job, with its engines connected."""
     settings = MeshSettings.from_env()
     mesh = await Mesh.open("rollout/job/0", "rollout", settings)
     config = JobConfig(name=JOB)
@@ -199,11 +201,13 @@ async def opened(chosen: argparse.Namespace) -> Shard:
     return shard
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- measurements
 
 
 class Lag:
-    """Lateness of what is due in the loop; `own` is what this process computed meanwhile."""
+    """Lateness of the loop's due callbacks; `own` is the computation of this process in that
+    time.
+    """
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
@@ -247,7 +251,7 @@ async def load(shard: Shard, warm_s: float, seconds: float, lag: Lag) -> dict[st
 
 
 async def greedy(shard: Shard, seconds: float, out: Path) -> dict[str, Any]:
-    """Run for `seconds`, wait for what is in flight, and read the ledger as a successor would."""
+    """Run for `seconds`, wait for requests in flight, and read the ledger as a successor would."""
     print("ready", flush=True)
     await asyncio.sleep(seconds)
     shard.going = False

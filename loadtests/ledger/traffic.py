@@ -1,4 +1,4 @@
-"""What trajectories of `loadtests.ledger` do: how long they and their turns are, what tools say."""
+"""Trajectories of `loadtests.ledger`: their lengths, their turns' lengths, and tool outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Long-tailed generation: what the longest requests cost the others, and the schedule its bound.
+"""Benchmark of long-tailed generation: cost of the longest requests for the others, and a schedule
+bound.
+
+Usage:
 
     python -m loadtests.longtail
 
@@ -125,7 +128,7 @@ class Table:
         return base + self._context_s * (contexts - running * self._least)
 
     def list_schedule_s(self, lengths: list[int]) -> float:
-        """The time of the list schedule (Graham 1966) on SLOTS slots."""
+        """Return the time of the list schedule (Graham 1966) on SLOTS slots."""
         free = [0] * SLOTS  # the step at which a slot is free
         heapq.heapify(free)
         spans = []

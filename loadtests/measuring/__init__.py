@@ -1,2 +1,3 @@
-"""What load tests measure with: meters of CPU time, small meshes, other generators. Open
-`metered.py` first."""
+"""Shared tools of load tests: meters of CPU time, small meshes, other generators. Open `metered.py`
+first.
+"""

@@ -15,12 +15,12 @@ from pathlib import Path
 from loadtests.measuring.processes import environment
 
 COMMAND_S = 180.0
-READ_S = 60.0  # for what is left of the output of a command that has ended
+READ_S = 60.0  # limit for the remaining output of an exited command
 STOP_S = 30.0  # for a clean stop after SIGINT
 
 
 async def meshrl(*words: str, within_s: float = COMMAND_S, **environ: str) -> str:
-    """Return what a command has printed; RuntimeError with it when the command fails."""
+    """Return a command's output; RuntimeError with it if the command fails."""
     command = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "meshrl", *words),
         stdout=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Entries of load tests: their options, what they say meanwhile, the line that they end with."""
+"""Entry points of load tests: their options, progress output, and final line."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def parts_of(
 
 
 def tell(told: object) -> None:
-    """Print to stderr what people may want to know meanwhile: a text, or JSON."""
+    """Print progress to stderr: a text, or JSON."""
     print(told if isinstance(told, str) else json.dumps(told), file=sys.stderr, flush=True)

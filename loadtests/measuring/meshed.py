@@ -52,8 +52,9 @@ def own_keys(others: Sequence[str] = ()) -> ProcessKeys:
 
 
 def unrenewed(name: str, keys: TransportKeys | None = None) -> Mesh:
-    """With a Redis of its own in this process: `knows` tells it of others. Without keys anybody
-    may connect.
+    """Return a mesh with a Redis of its own in this process.
+
+    `knows` registers other meshes there. Without keys, unauthenticated peers may connect.
     """
     clock = SystemClock()
     return Mesh(
@@ -106,7 +107,7 @@ async def own_nursery(
     how: SpawnOptions = DEFAULT_OPTIONS,
     **environ: str,
 ) -> AsyncIterator[tuple[str, SystemChild]]:
-    """Yield the socket and the process of a nursery that has imported some modules."""
+    """Start a fork server with imported modules; yield its socket and process."""
     socket = folder / name
     argv = [sys.executable, "-m", "meshrl.common.mesh.process.forking.fork_server", str(socket)]
     environ[FORK_SERVER_ENV] = FORK_SERVER_OFF
@@ -160,7 +161,7 @@ class Members:
             await asyncio.sleep(0.05)
 
     def logs(self) -> str:
-        """Return the end of what each process logged."""
+        """Return the end of each process's log."""
         logs = sorted(self.directory.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in logs)
 

@@ -68,14 +68,14 @@ class Meter:
         self._known: dict[tuple[int, float], tuple[str, float]] = {}
 
     def look(self) -> None:
-        """Notes what every process has used; what has ended keeps its last reading."""
+        """Record the CPU time of every process; an exited one retains its last reading."""
         for process in family(self.launcher):
             try:
                 with process.oneshot():
                     times = process.cpu_times()
                     key = (process.pid, process.create_time())
                     kind = self._known[key][0] if key in self._known else NURSERY
-                    if kind == NURSERY:  # or what it has just forked
+                    if kind == NURSERY:  # or its newest fork
                         kind = kind_of(process)
                 self._known[key] = (kind, times.user + times.system)
             except psutil.Error:
@@ -100,7 +100,7 @@ def family(launcher: int) -> list[psutil.Process]:
 
 
 def kind_of(process: psutil.Process) -> str:
-    """engine, trainer, rollout, environment, sandbox, ... by what it runs."""
+    """Return the kind of a process by its command: engine, trainer, rollout, environment, ..."""
     line = " ".join(process.cmdline())
     for mark, kind in (
         ("meshrl.common.mesh.process.forking.fork_server", NURSERY),
@@ -123,7 +123,7 @@ def kind_of(process: psutil.Process) -> str:
 
 @dataclass
 class Measured:
-    """A run that is over: what all processes had used at each commit, by kind, and metrics."""
+    """Finished run: CPU time of all processes at each commit, by kind, and metrics."""
 
     readings: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
     rows: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Processes and tasks of load tests: what they print first, what they have used."""
+"""Processes and tasks of load tests: their first output and their CPU time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
 
 
 def drop_caches() -> bool:
-    """Drop the page cache, what is not on the disk yet written before; False if that is refused."""
+    """Drop the page cache after writing dirty pages; return False without permission."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("1")
@@ -74,9 +74,9 @@ def drop_caches() -> bool:
 
 
 def forked(count: int, work: Callable[[int], T]) -> list[T]:
-    """Return what forks of this process have found, by their numbers, as JSON holds it.
+    """Return the JSON results of forks of this process, by their numbers.
 
-    RuntimeError when one fails, which ends the others.
+    RuntimeError if one fails, which ends the others.
     """
     with tempfile.TemporaryDirectory() as folder:
         running = {_fork(number, work, Path(folder)) for number in range(count)}

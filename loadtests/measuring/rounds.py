@@ -1,6 +1,6 @@
-"""Rounds of arms in rotating order, and figures of what they found.
+"""Rounds of arms in rotating order, and figures of their results.
 
-What changes on a machine meanwhile meets each arm alike.
+The rotation spreads changes of the machine over all arms equally.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def turns(arms: Sequence[T], rounds: int) -> Iterator[T]:
 async def measured(
     runs: Mapping[str, Callable[[P], Awaitable[Arm]]], plan: P, names: Sequence[str], rounds: int
 ) -> dict[str, list[Arm]]:
-    """Return what each round of each arm has found, also told on stderr as it comes."""
+    """Run each round of each arm; return the results, which are also printed to stderr."""
     found: dict[str, list[Arm]] = {name: [] for name in names}
     for name in turns(names, rounds):
         arm = await runs[name](plan)
@@ -71,5 +71,5 @@ def spread(name: str, values: Sequence[float], digits: int = 4) -> Arm:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the others lies."""
+    """Return the value below which a share of the others falls."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]

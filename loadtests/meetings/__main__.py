@@ -1,5 +1,9 @@
-"""How long the ranks of a gang take to meet: at a file, as on one host, and at a store of rank 0,
-as on several; in turns, in rotating order, on loopback.
+"""Benchmark of the rendezvous of a gang's ranks: at a file, as on one host, and at a store of
+rank 0.
+
+Both run in rotating order, on loopback.
+
+Usage:
 
     python -m loadtests.meetings --ranks 2 --pairs 9
 

@@ -1,4 +1,6 @@
-"""Makes every mistake that users are known to make, and says which are told clearly and in time.
+"""Test of known user mistakes: checks that each gets a clear error message in time.
+
+Usage:
 
     python -m loadtests.mistakes                    # all, on real meshes
     python -m loadtests.mistakes --only rollout     # those with this in their names
@@ -28,8 +30,8 @@ from loadtests.mistakes.job import Place
 from loadtests.mistakes.mistake import ALL, Mistake, NotPreparedError
 from loadtests.mistakes.preparing import PREPARATIONS
 
-SILENT_S = 60.0  # what is not said by then is not said
-END_S = 60.0  # for the command to end by itself once it has said it
+SILENT_S = 60.0  # limit for the message
+END_S = 60.0  # limit for the command to exit after its message
 STARTED = "starting a mesh"
 
 
@@ -37,11 +39,11 @@ STARTED = "starting a mesh"
 class Verdict:
     name: str
     running: bool
-    said_s: float | None  # from the start of the command until all was said; None: never
+    said_s: float | None  # from the start of the command to the complete message; None: never
     by_s: float
     missing: tuple[str, ...]  # expressions that were never found
-    faults: tuple[str, ...]  # what else was wrong
-    destroyed: tuple[str, ...]  # files of the user that are gone or changed
+    faults: tuple[str, ...]  # other errors
+    destroyed: tuple[str, ...]  # lost or changed files of the user
     output: str
 
     @property
@@ -50,12 +52,12 @@ class Verdict:
 
     @property
     def clear(self) -> bool:
-        """Said in time, in words a user can act on."""
+        """Return True if the message came in time and is one that a user can act on."""
         return self.said_s is not None and self.said_s <= self.by_s and not self.faults
 
 
 class _Trial(Command):
-    """A command whose words are looked for."""
+    """Command whose output is searched for messages."""
 
     def said(self, patterns: tuple[str, ...]) -> tuple[float | None, tuple[str, ...]]:
         """Return when the last expression was first found (seconds), and those not found yet."""
@@ -96,7 +98,9 @@ def attempt(mistake: Mistake) -> Verdict:
 
 
 def _watch(command: _Trial, mistake: Mistake) -> int | None:
-    """Until it has ended or cannot be expected to say more; the exit status, or None."""
+    """Wait until the command exits or cannot be expected to print more; return its exit status or
+    None.
+    """
     deadline = command.began + SILENT_S + mistake.own_s
     while time.monotonic() < deadline:
         status = command.wait(0.1)

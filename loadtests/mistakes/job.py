@@ -95,7 +95,7 @@ class Place:
         save_file(tensors, self.path("model/model.safetensors"), metadata={"format": "pt"})
 
     def contents(self) -> dict[str, str]:
-        """Every file of the trial with a digest of what it holds; links by where they lead."""
+        """Return every file of the trial with a digest of its content; links by their targets."""
         found = {}
         for folder, names, files in os.walk(self.root):
             for name in (*names, *files):
@@ -115,7 +115,9 @@ def lines(rows: list[dict[str, Any]]) -> str:
 
 
 def toml(table: Mapping[str, Any], prefix: str = "") -> str:
-    """A table of tables, texts, numbers and lists as TOML; JSON's values are TOML's here."""
+    """Return a table of tables, texts, numbers and lists as TOML, whose values are written as in
+    JSON.
+    """
     own = {key: value for key, value in table.items() if not isinstance(value, dict)}
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items())
     for key, value in table.items():
@@ -125,7 +127,7 @@ def toml(table: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def make_model(directory: Path) -> None:
-    """A tiny Llama with random weights, and a tokenizer of one letter a token."""
+    """Write a tiny Llama with random weights, and a tokenizer with one token per letter."""
     vocabulary = {letter: index for index, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

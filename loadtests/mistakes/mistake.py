@@ -1,4 +1,4 @@
-"""A mistake: how a job that works is changed, and what the user must read, and by when.
+"""User mistake: the change to a working job, the required message, and its time limit.
 
 `mistakes.jsonl` has one mistake a line; the keys are the fields of `Mistake`.
 """
@@ -18,7 +18,7 @@ DATA = Path(__file__).with_name("mistakes.jsonl")
 
 
 class NotPreparedError(Exception):
-    """Error raised when what a mistake needs, such as a finished run, cannot be made."""
+    """Error raised when a prerequisite of a mistake, such as a finished run, cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class Mistake:
     """One mistake, on top of the job of `job.Place`, which runs as it is."""
 
     name: str
-    # Regular expressions, without regard to case. Each must be found in what the command prints:
-    # what is wrong, where, and what to do.
+    # Case-insensitive regular expressions. Each must match the command's output:
+    # the error, its place, and the fix.
     says: tuple[str, ...]
-    running: bool = False  # only a running mesh can know it
+    running: bool = False  # only a running mesh can detect it
     set: Mapping[str, Any] = field(default_factory=dict)  # dotted keys of the job file; None: none
     files: Mapping[str, str | bytes | None] = field(default_factory=dict)  # written; None: removed
     config: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json; None: none
     prepare: tuple[Any, ...] = ()  # name and arguments of one of `preparing.PREPARATIONS`
     argv: tuple[str, ...] = RUN
     environ: Mapping[str, str] = field(default_factory=dict)
-    own_s: float = 0.0  # what the user's own code takes before anybody can know
+    own_s: float = 0.0  # time of the user's own code before detection is possible
     ends: bool = True  # the command ends by itself, and not with status 0
     hides: tuple[str, ...] = ()  # texts that must not be printed
     changes: tuple[str, ...] = ()  # files and folders of the user that may change
 
     @property
     def by_s(self) -> float:
-        """Seconds from the start of the command in which it must be said."""
+        """Limit of the message in seconds from the start of the command."""
         return (RUNNING_S if self.running else BEFORE_S) + self.own_s
 
 

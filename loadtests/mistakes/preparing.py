@@ -1,5 +1,5 @@
-"""Preparations of a mistake that are more than files, by name: changes of its folder, or context
-managers where something lasts as long as the command.
+"""Preparations of a mistake beyond files, by name: changes of its folder, or context managers for
+conditions.
 
 Changes of the model and the tokenizer, conditions of the host (ports, servers, an interpreter, room
 on a disk), and runs that the command is about: finished, under way, incomplete or corrupt.
@@ -176,7 +176,7 @@ def _keep_running(place: Place) -> Iterator[None]:
 
 
 def _drop_files(place: Place, *names: str) -> None:
-    """Make a finished run that lacks some of its files."""
+    """Make a finished run with missing files."""
     _finish(place)
     for name in names:
         found = list(place.path(_RUN).glob(name))

@@ -32,13 +32,13 @@ LONG_EVERY = 10
 SAMPLED = 12  # tokens that an engine samples
 EAGER = {"experts_implementation": "eager"}  # takes any width, as ours do
 PATHS = ("native", "eager", "graphs")
-# Keys of config.json and what they are set to; null removes the key.
+# Keys of config.json and their new values; null removes the key.
 KEYS = Path(__file__).with_name("changed.jsonl")
 FILES = ("float8_e4m3fn", "float8_e5m2", "int8", "int32", "nan", "infinite")
 
 
 def change(random: Random, directory: Path) -> str:
-    """Changes a key of config.json or, more rarely, a tensor; returns what it did."""
+    """Change a key of config.json or, more rarely, a tensor; return a description."""
     if random.random() < 0.15:
         return _tensor(random, directory / "model.safetensors")
     key, value = json.loads(random.choice(KEYS.read_text().splitlines()))
@@ -75,7 +75,7 @@ class Found:
 
 
 def compare(random: Random, number: int, length: int, paths: Sequence[str], found: Found) -> None:
-    """One checkpoint as it is, and once more with one thing changed."""
+    """Compare one checkpoint unchanged, and once more with one thing changed."""
     architecture = list(CLASSES)[number % len(CLASSES)]
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "model"
@@ -126,7 +126,7 @@ def save(random: Random, architecture: str, options: dict[str, Any], directory: 
 def difference(
     directory: Path, theirs: Any, random: Random, length: int, paths: Sequence[str]
 ) -> float:
-    """The largest difference of log-probabilities between ours and theirs."""
+    """Return the largest difference between our log-probabilities and the reference's."""
     config, model = load_model(directory)
     tokens = torch.tensor([random.randrange(3, VOCABULARY) for _ in range(length - SAMPLED)])
     known: dict[bytes, Tensor] = {}  # engines of one seed sample the same
@@ -231,7 +231,7 @@ def run(
     logging.disable_progress_bar()
     found = Found()
     for number in range(configs):
-        # Each has chance of its own: one can be looked at alone.
+        # Each has its own random numbers, so that one can be run alone.
         length = longest if number % LONG_EVERY == LONG_EVERY - 1 else SHORT
         compare(Random(f"{seed} {number}"), number, length, paths, found)
     for line in found.unequal + found.silent:

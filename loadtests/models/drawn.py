@@ -19,7 +19,7 @@ VOCABULARY = 96
 
 
 def drawn(random: Random, architecture: str, length: int) -> dict[str, Any]:
-    """The arguments of its configuration class in `transformers`, for sequences of `length`."""
+    """Return the arguments of its `transformers` configuration class, for sequences of `length`."""
     heads = random.choice((2, 4, 6))
     layers = random.randint(2, 4)
     options: dict[str, Any] = {

@@ -1,10 +1,15 @@
-"""python -m loadtests.monitoring [--only ALERT,...]: a mesh of two hosts on this machine, scraped
-by a real Prometheus with our configuration, twenty times as fast. Each alert is made to fire and
-to clear. Takes Debian's `prometheus`.
+"""Test of the alerts: a mesh of two hosts, scraped by a real Prometheus with our configuration.
+
+Usage:
+
+    python -m loadtests.monitoring [--only ALERT,...]
+
+Both hosts are on this machine, and time in the configuration is twenty times as fast. Each alert is
+made to fire and to clear. Takes Debian's `prometheus`.
 
 One flat JSON line: `fired` (alerts), `ALERT_fired_s`, `ALERT_cleared_s`, `not_fired`,
-`not_cleared`, `not_tried`, `errors` (scenes after which the mesh was not well again within five
-minutes), `unasked` (what fires while all is well), `missing` (series that alerts and dashboards
+`not_cleared`, `not_tried`, `errors` (scenes after which the mesh did not recover within five
+minutes), `unasked` (alerts that fire without a fault), `missing` (series that alerts and dashboards
 name and the mesh does not have), `empty` (panels that never had a sample), `wall_s`. Exits with 1
 unless every alert that was tried has fired and cleared, nothing is unasked or missing, and there
 were no errors.
@@ -35,7 +40,7 @@ from loadtests.monitoring.mesh import SCENES, Scene, WatchedMesh, free_ports
 
 CALM_S = 15.0  # that a mesh is watched while all is well
 CALM_BY_S = 300.0  # for a first step, and for a mesh to be well again
-FIRE_S = 300.0  # the longest look back is three minutes
+FIRE_S = 300.0  # the longest range of a rule is three minutes
 CLEAR_S = 5.0  # that an alert does not fire until it counts as cleared
 GPUS = "meshrl_gpu_utilization"  # of hosts that have one
 FASTER = 20  # times: ten minutes are half of one
@@ -59,12 +64,12 @@ class Watching:
         return set(await self._asked("label/__name__/values"))
 
     async def value(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of an expression now, each with `metric` (its labels) and `value`."""
+        """Return the samples of an expression now, each with `metric` (its labels) and `value`."""
         found = await self._asked("query", query=expression)
         return list(found["result"])
 
     async def up(self) -> dict[str, bool]:
-        """Whether each host of the mesh answers, by its role."""
+        """Return the reachability of each host of the mesh, by its role."""
         found = await self._asked("targets")
         return {
             t["labels"]["role"]: t["health"] == "up"
@@ -83,7 +88,7 @@ class Watching:
 
 
 def configured(folder: Path, head: str, host: str) -> Path:
-    """The configuration, with these two hosts in place of what DNS finds, and its alerts sooner."""
+    """Write the configuration, with these two hosts in place of DNS discovery and faster alerts."""
     told = read(PROMETHEUS / "prometheus.yaml")
     told["global"] = dict.fromkeys(
         ("scrape_interval", "scrape_timeout", "evaluation_interval"), SCRAPE
@@ -143,7 +148,9 @@ class Trial:
         self.errors: list[str] = []
 
     async def calm(self) -> set[str]:
-        """Waits until `calc` trains and nothing fires; what fires in the seconds after that."""
+        """Wait until `calc` trains and no alert fires; return the alerts of the seconds after
+        that.
+        """
         async with asyncio.timeout(CALM_BY_S):
             while await self.seen.firing() or not await self.seen.value(
                 'meshrl_job_step_age_seconds{job="calc"} < 10 and on (job) meshrl_job_steps > 0'

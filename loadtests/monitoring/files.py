@@ -1,4 +1,4 @@
-"""What lies in compose/monitoring: the alerts, the dashboards, and which series they read."""
+"""Contents of compose/monitoring: the alerts, the dashboards, and the series that they read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dashboards() -> dict[str, dict[str, Any]]:
 
 
 def expressions(dashboard: dict[str, Any], job: str = "calc") -> list[str]:
-    """What its panels ask, with one job and every service chosen at its top."""
+    """Return the expressions of a dashboard's panels, with one job and every service selected."""
     targets = [t for panel in dashboard["panels"] for t in panel.get("targets", [])]
     return [t["expr"].replace("$job", job).replace("$service", ".*") for t in targets]
 

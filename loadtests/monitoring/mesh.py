@@ -1,5 +1,5 @@
-"""A head and a host that has joined it, both on this machine, small jobs on them, and the scenes
-that alerts fire by.
+"""Mesh of a head and a joined host on this machine, with small jobs, and scenes that trigger
+alerts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshrl.directory.directory_paths import MeshPaths, find_root_pid
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PORTS = 40  # of a host: a head with a few jobs takes thirty
-HUNT_S = 0.3  # between two looks for a process that has been started again
+HUNT_S = 0.3  # between two polls for a restarted process
 VOLUME = "256m"  # of the host that joins: it holds logs and chunks of weights
 SMALL = {
     "rollout.slots": 16,
@@ -64,7 +64,7 @@ Play = Callable[["WatchedMesh"], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True)
 class Scene:
-    """What is done, and the alerts that fire by it; they clear once it is undone."""
+    """Fault and the alerts that it triggers; they clear once the fault is undone."""
 
     alerts: tuple[str, ...]
     what: str

@@ -1,5 +1,6 @@
-"""A session that goes on at another engine process: its keys and values come while they are
-computed, beside moving them first, and beside computing them alone.
+"""Benchmark of a session that moves to another engine process, by three methods.
+
+Usage:
 
     python -m loadtests.moves [--tokens 2048 8192] [--rounds 7]
 
@@ -72,7 +73,7 @@ class Shard:
                     self._over[request].set_result(None)
 
     async def submit(self, name: str, session: int, context: list[int], ended: list[int]) -> None:
-        """A turn of one token; or none, for an empty context."""
+        """Submit a turn of one token; no turn for an empty context."""
         n = int(bool(context))
         self._turns += n
         sessions, prompts, ids = [session] * n, [context] * n, [self._turns] * n
@@ -130,7 +131,7 @@ async def measure(shard: Shard, counts: list[int], rounds: int) -> dict[str, Any
 async def _arm(
     shard: Shard, arm: str, session: int, context: list[int], listens: bool
 ) -> dict[str, list[float]]:
-    """One way of going on at the target, of a context that it has never seen."""
+    """Continue at the target by one method, for a context that it has never computed."""
     began, found = time.perf_counter(), {}
     later = asyncio.ensure_future(_going_on(shard, arm, session, context))
     if listens and arm == "both":

@@ -1,5 +1,6 @@
-"""Control groups of hosts: each has one in every hierarchy that can be written to, so that what it
-makes in them is in no other's way.
+"""Control groups of hosts: each host has one in every writable hierarchy.
+
+The groups that a host creates there do not affect other hosts.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ PREFIX = "meshrl-hosts-"
 
 
 def mark() -> str:
-    """A beginning of names that tells whose something is: pid and when that process began."""
+    """Return a name prefix that identifies the owner: pid and start time of its process."""
     me = psutil.Process()
     return f"{PREFIX}{me.pid}-{int(me.create_time())}-"
 
 
 def owned(name: str) -> bool:
-    """Whether the process that has made what has this name is still there."""
+    """Return True if the process that owns this name is still running."""
     pid, _, began = name.removeprefix(PREFIX).partition("-")
     try:
         return int(psutil.Process(int(pid)).create_time()) == int(began.partition("-")[0])
@@ -33,7 +34,7 @@ def owned(name: str) -> bool:
 
 
 def sweep() -> list[str]:
-    """Removes what nobody owns any more; the names of it."""
+    """Remove groups whose owners have exited; return their names."""
     places = [Path(tempfile.gettempdir()), *homes()]
     names = {path.name for place in places for path in place.glob(f"{PREFIX}*")}
     gone = sorted(name for name in names if not owned(name))
@@ -56,7 +57,7 @@ def homes() -> list[Path]:
 
 
 def made(name: str) -> list[Path]:
-    """A group of this name in each."""
+    """Create a group of this name in each hierarchy; return their paths."""
     found = []
     for home in homes():
         with contextlib.suppress(OSError):  # this hierarchy is not ours to change
@@ -66,12 +67,12 @@ def made(name: str) -> list[Path]:
 
 
 def entered(places: list[Path]) -> tuple[str, ...]:
-    """The files that a process writes itself into."""
+    """Return the files into which a process writes itself to enter the groups."""
     return tuple(str(place / "cgroup.procs") for place in places)
 
 
 def removed(name: str) -> None:
-    """Removes the groups of this name with all below them; nobody is in them any more."""
+    """Remove the groups of this name and all below them; they must have no processes."""
     for home in homes():
         for folder, _, _ in os.walk(home / name, topdown=False):
             with contextlib.suppress(OSError):  # a process of it is not buried yet: the next sweep

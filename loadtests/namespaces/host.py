@@ -19,7 +19,7 @@ from loadtests.namespaces.init import HOME
 RUN_S = 300.0
 # A command is in its host's groups, and begins where commands of that host do.
 ENTER = f'for group in $1; do echo 0 >"$group"; done; shift; cd {HOME}; exec "$@"'
-END_S = 15.0  # of a command that was told to end
+END_S = 15.0  # limit for a command to exit after its signal
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Host:
     environment: dict[str, str] = field(default_factory=dict)
 
     def path(self, inside: str | Path) -> Path:
-        """Where this machine finds a file of the host; while it is up."""
+        """Return the path on this machine of a file of the host, while the host is up."""
         return Path(f"/proc/{self.init}/root") / str(inside).lstrip("/")
 
     def processes(self) -> list[psutil.Process]:
-        """All that run in it, its first one aside."""
+        """Return the processes of the host, without its init process."""
         found = []
         namespace = os.readlink(f"/proc/{self.init}/ns/pid")
         for process in psutil.process_iter():
@@ -59,8 +59,9 @@ class Host:
         return [process for process in found if process.pid != self.init]
 
     async def run(self, *words: str, check: bool = True, timeout_s: float = RUN_S) -> Ran:
-        """What came of a command, of `meshrl` and `python` those of this program; Failed when its
-        status is not 0 and `check`.
+        """Run a command, with this program's `meshrl` and `python`; return its result.
+
+        Failed if its status is not 0 and `check`.
         """
         async with self.started(*words, pipes=True) as command, asyncio.timeout(timeout_s):
             out, err = await command.communicate()
@@ -73,8 +74,9 @@ class Host:
     async def started(
         self, *words: str, log: str = "", pipes: bool = False
     ) -> AsyncIterator[asyncio.subprocess.Process]:
-        """A command that is ended with the block, if it has not by itself. What it prints goes to
-        the file `log` in the host, to pipes, or nowhere.
+        """Start a command, and end it with the block if it has not exited.
+
+        Its output goes to the file `log` in the host, to pipes, or nowhere.
         """
         with contextlib.ExitStack() as opened:
             where = asyncio.subprocess.PIPE if pipes else asyncio.subprocess.DEVNULL
@@ -93,7 +95,7 @@ class Host:
             await asyncio.shield(_ended(command))
 
     def signal(self, command: asyncio.subprocess.Process, number: signal.Signals) -> None:
-        """Sends a signal to a command itself, not to who has brought it here."""
+        """Send a signal to a command itself, not to its `nsenter` parent."""
         for child in _below(command.pid)[:1]:
             child.send_signal(number)
 
@@ -116,9 +118,10 @@ def _below(pid: int) -> list[psutil.Process]:
 
 
 async def _ended(command: asyncio.subprocess.Process) -> None:
-    """Kills what has not ended, with all that it has started and not let go. `nsenter` is held
-    meanwhile, so that it starts nothing that is not seen; it has to bury the command then: a host
-    ends when all its processes are buried.
+    """Kill a command's remaining processes.
+
+    `nsenter` is stopped first, so that it starts no unseen process. It must reap the command
+    afterwards: a host ends only when all its processes are reaped.
     """
     if command.returncode is not None:
         return

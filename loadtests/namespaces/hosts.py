@@ -1,4 +1,6 @@
-"""Hosts that share nothing but a network: namespaces of this machine, made and removed here.
+"""Hosts that share only a network: namespaces of this machine, created and removed here.
+
+Usage:
 
     async with Hosts(3) as hosts:
         await hosts[0].run("meshrl", "up", "--listen", hosts[0].address)
@@ -38,7 +40,7 @@ KEPT = ("LANG", "LC_ALL", "PYTHONPATH")  # of this process' environment
 
 
 def lacking() -> str:
-    """What this machine lacks for hosts; empty when it can have them."""
+    """Return the prerequisites of hosts that this machine lacks; empty if there are none."""
     absent = [name for name in NEEDED if shutil.which(name) is None]
     return ", ".join(absent) or ("" if are_permitted() else "root with namespaces and /dev/net/tun")
 
@@ -91,21 +93,22 @@ class Hosts:
         await self._clear()
 
     async def cut(self, number: int) -> None:
-        """Nothing comes from that host, and nothing to it."""
+        """Drop all packets from and to that host."""
         await self._network.rules(number, [""])
 
     async def mend(self, number: int) -> None:
         await self._network.rules(number, [])
 
     async def lose(self, number: int, share: float) -> None:
-        """So much of what comes from that host, and of what is for it, is lost at random. What the
-        kernel has not cut into packets yet is lost whole.
+        """Drop a random share of the packets from and to that host.
+
+        Segments that the kernel has not cut into packets yet are dropped whole.
         """
         await self._network.rules(number, [f"-m statistic --mode random --probability {share}"])
 
     @contextlib.asynccontextmanager
     async def partition(self, number: int) -> AsyncIterator[None]:
-        """A cut for as long as the block lasts."""
+        """Cut off a host for as long as the block lasts."""
         await self.cut(number)
         try:
             yield
@@ -113,13 +116,13 @@ class Hosts:
             await asyncio.shield(self.mend(number))
 
     async def kill(self, number: int) -> None:
-        """Ends a host as a power cut does: all its processes at once, without a word to anybody."""
+        """Kill a host as a power cut does: all its processes in one step, without notice."""
         await self.cut(number)
         await self._end(self._hosts[number].init)
         await self._network.unlink(number)
 
     async def revive(self, number: int) -> Host:
-        """A host that was killed is up again, with the files on its disk."""
+        """Start a killed host again with the files on its disk."""
         host = await self._host(number)
         self._hosts[number] = host
         await self.mend(number)

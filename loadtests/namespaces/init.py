@@ -1,8 +1,8 @@
-"""The first process of a host: gives it a file tree of its own, then waits for the end of it.
+"""Init process of a host, which sets up a file tree of its own and then waits for its end.
 
-Started in new namespaces with a `Tree` as JSON for its argument. It says "ready" when the tree
-stands. What it is the parent of it takes leave of, and when its standard input ends, because who
-made the host has closed it or is no more, it ends, and the kernel everything else in the host.
+It starts in new namespaces with a `Tree` as JSON for its argument, and prints "ready" once the tree
+exists. It reaps its exited children. It exits when its standard input ends, because the host was
+closed or its owner has exited; the kernel then ends all other processes of the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-HOME = "/host"  # where commands run, and what $HOME is
+HOME = "/host"  # working directory of commands, and $HOME
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt")
 WRITABLE = ("tmp", "var", "run", "root", "host")  # directories of the host's own, on the disk
 SHARED_MEMORY = "size=50%"
@@ -32,7 +32,7 @@ def are_permitted() -> bool:
 
 @dataclass(frozen=True)
 class Tree:
-    """What a host's files are made of."""
+    """Parts of a host's file tree."""
 
     name: str
     root: str  # an empty directory, where its root is put together
@@ -96,7 +96,7 @@ def _shown(outside: Path, root: Path) -> None:
 
 
 def reap(*_: object) -> None:
-    """Takes leave of whoever has ended, and has nobody else who would."""
+    """Reap exited processes that have no other parent."""
     while True:
         try:
             pid, _status = os.waitpid(-1, os.WNOHANG)

@@ -13,7 +13,7 @@ from loadtests.namespaces.router import DEVICE
 COMMAND_S = 30.0
 BURST = "256kb"  # of a link, above the longest segment: those that are longer would be cut
 QUEUED = "50ms"  # that a link holds before it drops
-TABLE = "77"  # routes of what comes from a link
+TABLE = "77"  # routing table of packets from a link
 
 
 class NetworkError(RuntimeError):
@@ -25,7 +25,7 @@ def address(number: int) -> str:
 
 
 async def commanded(*words: str, feed: str = "") -> str:
-    """What a command printed; NetworkError when it fails."""
+    """Return the output of a command; NetworkError if it fails."""
     command = await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.PIPE,
@@ -45,7 +45,7 @@ async def commanded(*words: str, feed: str = "") -> str:
 
 
 def within(pid: int) -> list[str]:
-    """The beginning of a command in the network namespace of a process."""
+    """Return the command prefix that enters the network namespace of a process."""
     return ["nsenter", f"--target={pid}", "--net"]
 
 
@@ -55,7 +55,7 @@ class Network:
         self._router, self._rate, self._delayed = router, rate, delayed
 
     async def begin(self) -> None:
-        """Sends what comes from links through the delay."""
+        """Route packets from links through the delay."""
         if self._delayed:
             await self._ip(f"route add default dev {DEVICE} table {TABLE}")
 
@@ -66,7 +66,7 @@ class Network:
             *("type", "veth", "peer", "name", "eth0", "netns", str(pid)),
         )
         lines = [f"addr add {gate}/24 dev {ours}", f"link set {ours} up"]
-        # A router would answer, in the place of a host that is gone, that there is no way to it.
+        # Without it a router would report a killed host as unreachable.
         lines.append(f"route replace blackhole 10.77.{number}.0/24 metric 9999")
         if self._delayed:
             lines.append(f"rule add iif {ours} lookup {TABLE}")
@@ -85,12 +85,12 @@ class Network:
                 await self._tables("-A", "FORWARD", way, ours, "-j", f"H{number}")
 
     async def unlink(self, number: int) -> None:
-        """Removes what is left of a host that is gone."""
+        """Remove the remains of a killed host."""
         if self._delayed:
             await self._ip(f"rule del iif h{number} lookup {TABLE}")
 
     async def rules(self, number: int, rules: Iterable[str]) -> None:
-        """What happens to packets from and to a host, in place of what did."""
+        """Replace the rules for packets from and to a host."""
         await self._tables("-F", f"H{number}")
         for rule in rules:
             await self._tables("-A", f"H{number}", *rule.split(), "-j", "DROP")

@@ -1,10 +1,10 @@
-"""The router between hosts: its first process, which holds back all packets for the same time.
+"""Router between hosts: its init process, which delays all packets by the same time.
 
-Started in a network namespace of its own. Packets from the hosts' links are routed to a tunnel,
-which is here: what is read from it is written to it again when its time has come, and then routed
-to the link that it is for. Connections know nothing of it: they are those of the kernel from end to
-end. Segments that the kernel has not cut yet stay whole, up to 64 KiB, so that a gigabit a second
-is some 2,000 packets. Ends when its standard input does.
+It starts in a network namespace of its own. Packets from the hosts' links are routed to a tunnel
+here. Each packet read from the tunnel is written back after the delay, and then routed to its link.
+Connections are end to end, between the hosts' kernels. Segments that the kernel has not cut yet
+stay whole, up to 64 KiB, so that a gigabit a second is some 2,000 packets. Ends when its standard
+input does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHECKSUM_TSO4_TSO6_ECN = 0x01 | 0x02 | 0x04 | 0x08  # what the kernel may leave 
 
 
 def opened() -> int:
-    """The tunnel's descriptor; OSError where this kernel has none."""
+    """Return the tunnel's descriptor; OSError if this kernel does not support tunnels."""
     tunnel = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR
     fcntl.ioctl(tunnel, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
@@ -39,7 +39,7 @@ def opened() -> int:
 
 
 def pass_on(tunnel: int, delay_s: float) -> None:
-    """Until standard input ends."""
+    """Forward packets until standard input ends."""
     held: deque[tuple[float, bytes]] = deque()
     while True:
         left = max(0.0, held[0][0] - time.monotonic()) if held else None
@@ -57,7 +57,7 @@ def pass_on(tunnel: int, delay_s: float) -> None:
         while held and held[0][0] <= now:
             try:
                 os.write(tunnel, held.popleft()[1])
-            except OSError as error:  # no route to a host that is gone: as any router, it drops
+            except OSError as error:  # no route to a killed host: dropped, as by any router
                 print(f"router drops a packet: {error}", file=sys.stderr, flush=True)
 
 

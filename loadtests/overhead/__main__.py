@@ -1,4 +1,6 @@
-"""What the mesh costs: CPU-seconds per trained token beside a plain loop in one process.
+"""Benchmark of the mesh's cost: CPU-seconds per trained token beside a plain loop in one process.
+
+Usage:
 
     python -m loadtests.overhead [examples/calculator.toml] [--steps 40] [--seed 0]
 
@@ -48,7 +50,7 @@ def main() -> None:
 
 
 def compare(mesh: dict[str, Any], plain: dict[str, Any], steps: int) -> dict[str, Any]:
-    """The flat answer; `share_<kind>` is where the mesh's CPU time goes."""
+    """Return the flat result; `share_<kind>` divides the mesh's CPU time."""
     mesh_token = mesh["cpu_s"] / mesh["tokens_trained"]
     plain_token = plain["cpu_s"] / plain["tokens_trained"]
     answer = {

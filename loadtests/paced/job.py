@@ -1,5 +1,7 @@
-"""Writes the files of a paced job for the real mesh: a small random model, forced lengths, rows
-that say how long a tool takes, and a reward that a hash decides.
+"""Writer of the files of an emulated job for the real mesh.
+
+The job has a small random model, forced lengths, rows with the duration of a tool call, and a
+reward that a hash decides.
 """
 
 from __future__ import annotations
@@ -73,8 +75,10 @@ def write(folder: Path, job: EmulatedWorkload, seed: int, most: int) -> Path:
 
 
 def lengths(job: EmulatedWorkload, seed: int, most: int) -> list[int]:
-    """Tokens of each trajectory's completion, in the order in which groups are opened: of every
-    step the same quantiles of its lognormal, in an order of their own, so that no draw is lucky.
+    """Return the tokens of each trajectory's completion, in the order in which groups are opened.
+
+    Each step has the same quantiles of its lognormal, in an order of its own, so that no draw is
+    lucky.
     """
     rng = random.Random(seed)
     batch = job.groups_per_step * job.group_size

@@ -1,6 +1,4 @@
-"""Runs one paced job on a mesh of its own, and says how long its steps took, what moved, what that
-cost, and whether the host kept up.
-"""
+"""Runs of one emulated job on its own mesh, with step times, moves, their cost, and host load."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ class Arm:
 
     @property
     def switches_s(self) -> list[float]:
-        """What each move, back too, took from its decision until it had settled."""
+        """Return the seconds of each move, in both directions, from decision to completion."""
         every = self.moves + self.undone
         return [(m["finished_ms"] - m["started_ms"]) / 1e3 for m in every]
 
@@ -112,7 +110,7 @@ async def _kill(mesh: RunningMesh, arm: Arm, every_s: float, seed: int) -> None:
 
 
 def honest(arms: Sequence[Arm]) -> dict[str, Any]:
-    """The worst that the host did in any of them."""
+    """Return the worst host figures of all arms."""
     told = [arm.honest for arm in arms]
     keys = ("late_share", "host_cores", "mesh_cores", "steal_cores", "load")
     worst = {key: max((one.get(key) or 0.0 for one in told), default=0.0) for key in keys}
@@ -120,9 +118,10 @@ def honest(arms: Sequence[Arm]) -> dict[str, Any]:
 
 
 def ratios(arm: Arm) -> Iterator[float]:
-    """T_rollout / T_train of each step but the first, if it trained, by its record: what it waited
-    and trained, over what it trained. Where rollout binds that is the ratio; elsewhere it is more
-    than the ratio, which is below 1 then.
+    """Yield T_rollout / T_train of each step but the first, if it trained, by its record.
+
+    The value is waiting and training time over training time. Where rollout binds, this is the
+    ratio. Elsewhere it exceeds the ratio, which is below 1 then.
     """
     for row in arm.steps[1:]:
         if row["tokens_trained"]:

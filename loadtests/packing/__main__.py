@@ -1,5 +1,7 @@
-"""What packing without padding is worth: plans of a step beside other ways to plan it, and a step's
-forward and backward passes beside padded ones.
+"""Benchmark of packing without padding: plans of a step beside other planners, and passes beside
+padded ones.
+
+Usage:
 
     OMP_NUM_THREADS=1 python -m loadtests.packing
 

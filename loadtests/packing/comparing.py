@@ -56,7 +56,7 @@ def padding(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> list[Ro
 
 
 def first_fit(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> list[Round]:
-    """In the order of arrival, each into the first bin that has room."""
+    """Pack each sequence, in the order of arrival, into the first bin with enough capacity."""
     bins: list[list[int]] = []
     filled: list[int] = []
     for i, length in enumerate(lengths):
@@ -85,8 +85,10 @@ def sort_and_snake(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> 
 
 
 def karmarkar_karp(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> list[Round]:
-    """The largest differencing method (Karmarkar, Karp 1982) on costs, of as few bins as that fits;
-    bins of similar cost share a round. verl balances its micro-batches so.
+    """Pack by the largest differencing method (Karmarkar, Karp 1982) on costs, into the fewest
+    bins.
+
+    Bins of similar cost share a round. verl balances its micro-batches so.
     """
     costs = [cost.estimate_sequence(length) for length in lengths]
     bins = _fewest(partial(_differenced, costs), lengths, budget, ranks)
@@ -134,7 +136,7 @@ def _leaves(part: Part) -> list[int]:
 def _fewest(
     split: Callable[[int], list[list[int]]], lengths: Lengths, budget: int, ranks: int
 ) -> list[list[int]]:
-    """A split into a multiple of `ranks` bins, the fewest (to one in a hundred) that all fit."""
+    """Split into a multiple of `ranks` bins, the fewest (to one in a hundred) that all fit."""
     count = -(-sum(lengths) // budget)
     while True:
         count = -(-count // ranks) * ranks

@@ -1,4 +1,6 @@
-"""transformers' `generate` behind a pipe: one process, one thread, static batches.
+"""Worker with transformers' `generate` behind a pipe: one process, one thread, static batches.
+
+Usage:
 
     python -m loadtests.peers.generate_worker --model DIR --dtype float32
 

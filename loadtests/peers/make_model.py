@@ -1,4 +1,6 @@
-"""Writes a Hugging Face checkpoint of random weights for the engines to be measured on.
+"""Writer of a Hugging Face checkpoint of random weights, on which the engines are measured.
+
+Usage:
 
     python -m loadtests.peers.make_model FOLDER            # Qwen2, 4.07M parameters
 

@@ -1,4 +1,6 @@
-"""TRL's GRPOTrainer on a CPU, with output lengths forced: one run, told in one line of JSON.
+"""Run of TRL's GRPOTrainer on a CPU with forced output lengths, reported in one line of JSON.
+
+Usage:
 
     .venvs/trl/bin/python loadtests/peers/trl_grpo.py --model DIR --rows FILE [--lengths FILE]
 

@@ -1,4 +1,6 @@
-"""vLLM on a CPU behind a pipe: one process, one thread, the compiled path.
+"""Worker with vLLM on a CPU behind a pipe: one process, one thread, the compiled path.
+
+Usage:
 
     .venv-vllm/bin/python vllm_worker.py --model DIR --dtype bfloat16 --max-length 4352
 
@@ -40,7 +42,7 @@ ENVIRONMENT = {
 
 
 def preloads() -> str:
-    """The allocator and the OpenMP runtime that vLLM's CPU worker asks for, for LD_PRELOAD."""
+    """Return the allocator and OpenMP runtime that vLLM's CPU worker requires, for LD_PRELOAD."""
     tcmalloc = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     missing = [] if tcmalloc else ["libtcmalloc_minimal (Debian: libtcmalloc-minimal4)"]
@@ -51,7 +53,7 @@ def preloads() -> str:
 
 
 def claim_stdout() -> TextIO:
-    """The real stdout, for answers; from now on file descriptor 1 is stderr."""
+    """Return the real stdout, for answers, and redirect file descriptor 1 to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
@@ -88,7 +90,9 @@ class Engine:
         self._max_length = max_length
 
     def describe(self) -> dict[str, str]:
-        """What vLLM really runs, by its own configuration after the platform has changed it."""
+        """Return vLLM's actual settings, by its own configuration after the platform has changed
+        it.
+        """
         import vllm
 
         config = self._llm.llm_engine.vllm_config
@@ -121,7 +125,9 @@ class Engine:
         return sum(new_tokens)
 
     def warm_up(self) -> None:
-        """One sequence, all of them, and one as long as fits: every path has run once."""
+        """Run one sequence, all of them, and one of maximal length, so that every path has run
+        once.
+        """
         self.generate([[1] * 4], [WARM_UP_TOKENS], greedy=False)
         self.generate([[1] * 4] * SEQUENCES, [WARM_UP_TOKENS] * SEQUENCES, greedy=False)
         self.generate([[1] * (self._max_length - WARM_UP_TOKENS)], [WARM_UP_TOKENS], greedy=True)

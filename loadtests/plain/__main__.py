@@ -1,4 +1,6 @@
-"""Synchronous GRPO in one process and one thread: the loop that the mesh is measured against.
+"""Synchronous GRPO in one process and one thread: the baseline of the mesh.
+
+Usage:
 
     python -m loadtests.plain examples/calculator.toml --seed 0 --steps 40
 

@@ -99,7 +99,7 @@ class Generator:
         self.tokens = np.zeros((self.count, self.limit + 1), np.int64)
         self.logprobs = np.zeros((self.count, self.limit + 1), np.float32)
         self.sampled = np.zeros((self.count, self.limit + 1), bool)
-        self.position = np.zeros(self.count, np.int64)  # of the token that goes in next
+        self.position = np.zeros(self.count, np.int64)  # of the next input token
         self.known = np.zeros(self.count, np.int64)  # tokens that are there already
 
     def run(self, wanted: list[tuple[int, dict[str, Any]]]) -> Iterator[Finished]:
@@ -156,7 +156,7 @@ class Generator:
         return chosen[:, 0].numpy(), logprobs.gather(1, chosen)[:, 0].numpy()
 
     def _turn(self, index: int) -> Finished | None:
-        """Hands the turn that has ended to the environment; what is finished comes back."""
+        """Pass the ended turn to the environment; return the trajectory if it is finished."""
         slot, known = self.slots[index], int(self.known[index])
         assert slot is not None
         text = self.job.tokenizer.decode(self.tokens[index, slot.said : known].tolist())
@@ -191,7 +191,7 @@ def accuracy(job: Job, model: Decoder, greedy: bool, seed: int = 0) -> float:
 
 
 def train_step(job: Job, learner: Learner, groups: list[list[Finished]], factor: float) -> int:
-    """One update; returns the tokens of the groups that it used."""
+    """Train one update; return the tokens of the groups that it used."""
     config, used = job.config.algorithm, []
     for group in groups:
         rewards = np.array([done.reward for done in group])
@@ -207,7 +207,7 @@ def train_step(job: Job, learner: Learner, groups: list[list[Finished]], factor:
 
 
 def run_plain(job: Job, seed: int, steps: int, state: dict[str, Tensor]) -> dict[str, Any]:
-    """Trains the model of `state` in place and says what it cost, evaluation left out."""
+    """Train the model of `state` in place and return the cost, without evaluation."""
     model = job.model(seed)
     model.load_state_dict(state)
     learner, config = job.learner(model), job.config.algorithm

@@ -1,5 +1,7 @@
-"""Measures the planner's allocation: its time, how far it is from what trying everything finds, and
-from Libra's released search.
+"""Benchmark of the planner's allocation: its time, its gap to exhaustive search, and to Libra's
+released search.
+
+Usage:
 
     python -m loadtests.plan
 
@@ -142,7 +144,7 @@ def peers(rng: random.Random, cases: int) -> dict[str, float]:
 
 
 def grouping(rng: random.Random, cases: int) -> dict[str, float]:
-    """How much longer plans of groups take than those of trajectories one by one."""
+    """Measure how much longer plans of groups take than those of single trajectories."""
     found: dict[str, list[float]] = {}
     of = servers(QWEN_14B, KINDS)
     for index in range(cases):

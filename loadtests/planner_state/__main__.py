@@ -1,12 +1,14 @@
-"""Measures what the planner costs Redis: one look and one write of a large pool, and the commands
-of a mesh that does nothing.
+"""Benchmark of the planner's cost in Redis: a snapshot and a write of a large pool, and an idle
+mesh.
+
+Usage:
 
     python -m loadtests.planner_state
 
 `snapshot_ms` and `write_ms` are CPU-milliseconds of the server for one script, during which it
-answers nobody: of a look at `--gangs` gangs with an engine each, `--jobs` jobs and whole
+answers no client: of a snapshot of `--gangs` gangs with an engine each, `--jobs` jobs and whole
 registry rows; of a full chunk of decisions (`write_ms`), and of one decision with its memory
-(`write_one_ms`). Looks and writes alternate; medians.
+(`write_one_ms`). Snapshots and writes alternate; medians.
 
 An idle mesh has so many workers with real leases and the workers' own polls, an agent for each
 eight, and two planners. `commands_per_s_WORKERS` is what clients send; `commands_growth` its ratio
@@ -76,7 +78,7 @@ end
 return 'renewed'
 """
 WHY = Rationale("default", "job0", {"share": 0.5})
-# What an engine publishes: numbers of its work, its memory, its loop and its traffic.
+# Published values of an engine: its work, its memory, its loop and its traffic.
 STATS = {
     "tokens": 123456789,
     "curve": [1, 0.01234, 0.0001234, 1.234e-07, 6123.0, 123456],
@@ -86,7 +88,7 @@ STATS = {
 
 @dataclass
 class Counted:
-    """A client of Redis that counts what it sends, and how long the answers are."""
+    """Redis client that counts its commands, and the length of the answers."""
 
     client: Any
     commands: int = 0
@@ -116,7 +118,7 @@ class Renewing(Counted):
 
 @contextlib.asynccontextmanager
 async def on_redis() -> AsyncIterator[tuple[StateClient, Asking, Renewing]]:
-    """A State on a Redis of its own that ends with it, and what counts its commands."""
+    """Provide a State on its own temporary Redis, and a counter of its commands."""
     with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch, served(Path(scratch)) as url:
         common: dict[str, Any] = {"decode_responses": True, "protocol": 2}
         few = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=16, **common)
@@ -131,7 +133,7 @@ async def on_redis() -> AsyncIterator[tuple[StateClient, Asking, Renewing]]:
             await state.close()
 
 
-# -- one look and one write ----------------------------------------------------------------------
+# -- one snapshot and one write ------------------------------------------------------------------
 
 
 @dataclass
@@ -154,7 +156,9 @@ class Timer:
 
 
 async def filled(state: StateClient, timer: Timer, gangs: int, count: int) -> int:
-    """The token of the leader of a pool in which every gang of one worker has a ready engine."""
+    """Fill a pool in which every gang of one worker has a ready engine; return its leader's
+    token.
+    """
     token = await leader.campaign(state, "planner", "loadtest", LEASE_MS)
     await pool.write_settings(state, PoolSettings())
     document = JobConfig().to_document()
@@ -201,7 +205,9 @@ async def large_pool(gangs: int, count: int, repeats: int) -> dict[str, Any]:
         timer = Timer(state)
         token = await filled(state, timer, gangs, count)
         memory = {"missing": {f"w{n}": n for n in range(gangs // 16)}}
-        await pool.read_snapshot(state, token)  # the documents of the jobs come with the first look
+        await pool.read_snapshot(
+            state, token
+        )  # the documents of the jobs come with the first snapshot
         asking.longest = 0
         epoch = 1
         for n in range(repeats):

@@ -1,11 +1,13 @@
-"""Measures the planner's decisions: the time of one `decide` by gangs and jobs, of a pool at rest
-and of one that is divided anew.
+"""Benchmark of one `decide` of the planner by gangs and jobs, for a stable pool and one that is
+divided again.
+
+Usage:
 
     python -m loadtests.planning
 
 One worker a gang, eight a host; every fourth job's core has two ranks, priorities and shares
-differ, and all jobs train. `decide_ms` is a look at which nothing is decided, `first_ms` the one
-that places everybody, `lost_ms` one at which a host has been lost; each name ends in workers
+differ, and all jobs train. `decide_ms` is a snapshot without decisions, `first_ms` the one that
+places all instances, `lost_ms` one after the loss of a host; each name ends in workers
 and jobs. Each is a median of `--repeats`, in CPU-milliseconds.
 """
 
@@ -100,7 +102,7 @@ def applied(snapshot: PoolSnapshot, decisions: Sequence[Decision]) -> PoolSnapsh
 
 
 def at_rest(snapshot: PoolSnapshot) -> tuple[PoolSnapshot, PlannerMemory]:
-    """The pool and its planner's memory when nothing is left to place."""
+    """Return the pool and its planner's memory after all placements."""
     memory = PlannerMemory()
     for _ in range(8):
         decisions, memory = decide(snapshot, memory)
@@ -126,7 +128,7 @@ def cpu_ms(snapshot: PoolSnapshot, memory: PlannerMemory, repeats: int) -> float
 
 
 def measured(workers: int, jobs: int, repeats: int) -> dict[str, float]:
-    """The figures of one size of pool, by names that end in its workers and jobs."""
+    """Return the figures of one pool size; the names end in its workers and jobs."""
     new = pool_of(workers, jobs)
     rest, memory = at_rest(new)
     host = rest.workers[-1].host

@@ -1,5 +1,7 @@
-"""What the ranks of a core hold of a model: the most memory that each has while it begins, and
-beside its rows while a version is staged and a checkpoint is written and read.
+"""Benchmark of the memory of a core's ranks: the peak at start, while staging a version, and during
+checkpoints.
+
+Usage:
 
     OMP_NUM_THREADS=1 python -m loadtests.ranks --ranks 4
 
@@ -70,15 +72,15 @@ MEET_S = 600.0
 
 
 class Peak:
-    """Of this process, from when it is made."""
+    """Peak memory of this process since the object was created."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present memory
         self.before = resident("VmRSS")
 
     @property
     def bytes(self) -> int:
-        """The most that it has had since, above what it had then."""
+        """Peak since the object was created, above the memory at that time."""
         return resident("VmHWM") - self.before
 
 
@@ -114,7 +116,9 @@ def begun(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, in
 
 @torch.no_grad()
 def staged(rank: Rank, dtype: str) -> int:
-    """What this rank takes beside its rows while it lays them into a version's chunks."""
+    """Return the peak memory of this rank above its rows while it stages them as a version's
+    chunks.
+    """
     outline = rank.learner.get_meta_tensors(False)
     laying = ChunkBuilder(how(outline, dtype))
     trim_heap()
@@ -129,7 +133,7 @@ def staged(rank: Rank, dtype: str) -> int:
 
 @torch.no_grad()
 def moved(rank: Rank, directory: Path) -> int:
-    """The same while its rows of the weights and of the optimizer's state go to files and back."""
+    """Return the same while its rows of weights and optimizer state go to files and back."""
     weights = {
         MASTER_PREFIX + name: tensor
         for name, tensor in rank.learner.get_meta_tensors(False).items()
@@ -147,7 +151,7 @@ def moved(rank: Rank, directory: Path) -> int:
 
 
 def all_ranks(data: JobData, ranks: int, directory: Path, name: str) -> list[dict[str, int]]:
-    """Of every rank, in their order, each a fork of this process."""
+    """Return the results of every rank in order, each run as a fork of this process."""
 
     def work(number: int) -> dict[str, int]:
         torch.set_num_threads(1)
@@ -159,7 +163,7 @@ def all_ranks(data: JobData, ranks: int, directory: Path, name: str) -> list[dic
 def measure(ranks: int, shape: dict[str, object], directory: Path) -> dict[str, object]:
     config = ModelConfig.from_hf(shape)
     pid = os.fork()
-    if not pid:  # whoever writes the model has it whole
+    if not pid:  # the process that writes the model has it whole
         model = Decoder(config)
         model.initialise(torch.Generator().manual_seed(0))
         save_model(directory / "model", config, model.state_dict())

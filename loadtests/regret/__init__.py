@@ -1,1 +1,1 @@
-"""Whether the planner's moves pay, against every split that stays. Open `__main__.py` first."""
+"""Regret of the planner's moves against every static split. Open `__main__.py` first."""

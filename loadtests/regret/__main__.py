@@ -1,4 +1,6 @@
-"""Whether the planner's moves pay: against every static split, on jobs that were drawn.
+"""Benchmark of the planner's moves against every static split, on randomly drawn jobs.
+
+Usage:
 
     python -m loadtests.regret [--arms demo,virtual,real] [--seeds 0:30] [--processes 2] [-v]
 

@@ -18,7 +18,7 @@ DRIFTING = 0.3  # share of jobs that are another job at their end
 
 
 def drawn(seed: int) -> EmulatedWorkload:
-    """The job of a seed; a step of it takes long enough for a move to matter."""
+    """Return the job of a seed; its steps are long enough for a move to matter."""
     random = Random(seed).child("regret")
     while True:
         job, step_s = _candidate(random)
@@ -27,7 +27,7 @@ def drawn(seed: int) -> EmulatedWorkload:
 
 
 def _candidate(random: Random) -> tuple[EmulatedWorkload, float]:
-    """A job, and the seconds that a step's rollout takes beside its core, roughly."""
+    """Return a job and the approximate seconds of a step's rollout beside its core."""
     turns = random.choice((1, 1, 2, 3))
     median = math.exp(random.uniform(math.log(12), math.log(45))) / math.sqrt(turns)
     sigma = random.uniform(0.3, 1.0)
@@ -71,8 +71,10 @@ def trained_tokens(job: EmulatedWorkload) -> float:
 
 
 def rollout_s(job: EmulatedWorkload, engines: int, decode_s: float, plateau: int) -> float:
-    """Seconds of a step's rollout, roughly: what the engines' rate takes, and not less than a
-    trajectory's own time where the gate lets through no more than IN_FLIGHT steps.
+    """Return the approximate seconds of a step's rollout.
+
+    This is the time at the engines' rate. It is at least a trajectory's own time where the gate
+    admits no more than IN_FLIGHT steps.
     """
     trajectories = job.groups_per_step * job.group_size
     batch = IN_FLIGHT * trajectories / engines

@@ -63,7 +63,7 @@ def errors(judged: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def figures(compared: Sequence[Compared], prefix: str = "") -> dict[str, Any]:
-    """Those of several jobs, flat; None where nothing was judged."""
+    """Return the figures of several jobs, flat; None where no move was judged."""
     judged = [told for one in compared for told in one.judged]
     paid = [bool(told.get("paid")) for told in judged]
     regrets = [one.regret for one in compared]
@@ -81,12 +81,12 @@ def figures(compared: Sequence[Compared], prefix: str = "") -> dict[str, Any]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation."""
+    """Return a quantile by linear interpolation."""
     return round(float(np.quantile(values, share)), 4)
 
 
 def good(found: Mapping[str, Any], prefix: str = "") -> bool:
-    """Whether figures keep what is asked of them."""
+    """Return True if the figures are within their bounds."""
     paid, error = found[f"{prefix}moves_that_paid"], found[f"{prefix}prediction_error_p50"]
     return (
         paid is not None

@@ -1,5 +1,7 @@
-"""Whether a trainer that gets SIGKILL in any phase of a step leaves the weights of a run that
-nothing disturbed, bit for bit.
+"""Replay test: a trainer killed in any phase of a step must leave the undisturbed run's weights,
+bit for bit.
+
+Usage:
 
     python -m loadtests.replay [JOB]
 

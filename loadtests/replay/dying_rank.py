@@ -1,7 +1,7 @@
-"""A training process that gets SIGKILL as it enters given phases of given steps, once in each.
+"""Training process that gets SIGKILL as it enters given phases of given steps, once in each.
 
-`--die PHASE@STEP ... --marks DIRECTORY` come before what meshrl.services.trainer takes; each
-death leaves a file there, so that the next start lives through it.
+`--die PHASE@STEP ... --marks DIRECTORY` precede the arguments of meshrl.services.trainer. Each
+death leaves a file there, so that the next start survives that phase.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs whose trainer dies in given phases of steps, and what is found of them."""
+"""Runs whose trainer dies in given phases of steps, and their results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ SETTINGS = {
 def one_run(
     job: Path, directory: Path, deaths: Sequence[str] = (), steps: int = STEPS
 ) -> dict[str, Any]:
-    """The versions' digests, the lineage and the audit of a run in which the trainer died so."""
+    """Return the versions' digests, the lineage and the audit of a run whose trainer dies at
+    `deaths`.
+    """
     words = SETTINGS | {"out": directory / "run", "budget.steps": steps}
     with started(["run", str(job)], words, directory, deaths) as program:
         ended(program, directory)
@@ -55,7 +57,7 @@ def one_run(
 def changed_run(
     job: Path, directory: Path, deaths: Sequence[str], steps: int, stopped_after: int
 ) -> dict[str, Any]:
-    """The same of a run whose settings change between two steps."""
+    """Return the same of a run whose settings change between two steps."""
     words = SETTINGS | {"out": directory / "run", "training.checkpoint_every": 10 * steps, **SLOW}
     words["budget.steps"] = steps
     with started(["run", str(job)], words, directory, ()) as program:

@@ -1,4 +1,5 @@
-"""The makespan of a step with long tails, by how trajectories are given to engines.
+"""Benchmark of the makespan of a long-tailed step, by the policy that assigns trajectories to
+engines.
 
 Two real engines at the pace of a declared accelerator (decoding flat up to 16 sequences), the
 product's router, tools with latencies, and trajectories of which a few are ten times longer than
@@ -6,7 +7,7 @@ most: which ones shows only in what their tools answer. Policies, each with the 
 bound and queue discipline:
 
 - ours: C-MLFQ, from the lengths of past trajectories of the same prompts;
-- fifo: no buckets, whoever asked first goes first;
+- fifo: no buckets, in the order of requests;
 - mlfq: buckets by what a trajectory has sampled so far;
 - oracle: buckets by what it will still sample.
 
@@ -73,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Script:
-    """One trajectory: what it samples and what its tools answer, known beforehand to nobody."""
+    """Script of one trajectory: its samples and its tools' answers, unknown to the policies."""
 
     prompt: int
     steps: tuple[Step, ...]
@@ -116,14 +117,14 @@ def scripts(rng: random.Random, hard: Sequence[bool], samples: int) -> list[Scri
 
 
 class Fifo(BucketScheduler):
-    """One bucket; whoever asked first goes first."""
+    """Queue with one bucket, in the order of requests."""
 
     def compute_order(self, trajectory: int, bucket: int) -> tuple[int, ...]:
         return ()
 
 
 class Mlfq(BucketScheduler):
-    """Promoted by what it has sampled so far."""
+    """Policy that promotes a trajectory by the tokens that it has sampled so far."""
 
     def decide_bucket(
         self, trajectory: Trajectory, path: Sequence[ToolReturn], current: int
@@ -134,7 +135,7 @@ class Mlfq(BucketScheduler):
 
 
 class Oracle(BucketScheduler):
-    """Knows what each trajectory will still sample."""
+    """Policy with exact knowledge of the tokens that each trajectory will still sample."""
 
     def __init__(self, buckets: Sequence[LengthBucket], plan: Sequence[Script]) -> None:
         super().__init__(buckets, PROMPTS, LengthTrees())
@@ -149,7 +150,7 @@ class Oracle(BucketScheduler):
 
 
 class Ours(BucketScheduler):
-    """C-MLFQ as it is, compared at each decision with what the oracle would have said."""
+    """C-MLFQ unchanged, compared at each decision with the oracle's choice."""
 
     def __init__(
         self, buckets: Sequence[LengthBucket], lengths: LengthTrees, plan: Sequence[Script]

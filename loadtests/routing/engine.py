@@ -1,4 +1,6 @@
-"""An engine with random weights as a member of a mesh, for load tests.
+"""Engine with random weights as a member of a mesh, for load tests.
+
+Usage:
 
 python -m loadtests.routing.engine --name engine/g0 --pace 6/16/30000
 """

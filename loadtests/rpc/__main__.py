@@ -1,4 +1,5 @@
-"""Calls per second between two processes, beside stock zmq.asyncio with the same MessagePack body.
+"""Benchmark of calls between two processes, beside stock zmq.asyncio with the same MessagePack
+body.
 
 Both run on uvloop, 64 calls of 100 bytes in flight. Ours has everything on: authentication,
 deadlines, credits, typed messages, incarnations, trace ids. `open_` is ours without authentication,
@@ -98,7 +99,7 @@ async def compare_payloads(rounds: int, seconds: float) -> dict[str, Any]:
 
 
 async def compare_curve(rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure what CURVE costs, with a key for each process."""
+    """Measure the cost of CURVE, with a key for each process."""
     block = Block(np.zeros(BLOCK_BYTES, np.uint8))
     host = HostMeter()
     async with reached(own_keys()) as (curve, ref), reached() as (plain, plain_ref):

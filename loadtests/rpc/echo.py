@@ -1,9 +1,11 @@
-"""An actor that answers with what it gets, and its process.
+"""Actor that returns its argument, and its process.
+
+Usage:
 
     python -m loadtests.rpc.echo [CLIENT]
 
-CLIENT is the public key of the process that calls; without one anybody may. Prints the address and
-the incarnation.
+CLIENT is the public key of the calling process; without one, unauthenticated peers may connect.
+Prints the address and the incarnation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Calls that carry 1 MiB and 64 MiB to another process, which answers with their size: ours, with
-everything on, beside `grpc.aio` and stock `zmq.asyncio`, which have no authentication.
+"""Benchmark of calls that carry 1 MiB and 64 MiB to another process, which answers with their size.
 
-The peers' processes are `python -m loadtests.rpc.payloads grpc|size|echo`; they print where they
-are, and are asked by `GrpcClient` and `DealerClient`.
+Ours run with all features, beside `grpc.aio` and stock `zmq.asyncio`, which have no authentication.
+The peers' processes are `python -m loadtests.rpc.payloads grpc|size|echo`. They print their
+addresses; `GrpcClient` and `DealerClient` call them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class GrpcClient:
 
 
 class DealerClient:
-    """What one writes with zmq.asyncio: a DEALER, a receiving task, a table of futures."""
+    """Typical client with zmq.asyncio: a DEALER, a receiving task, a table of futures."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.asyncio.Context()

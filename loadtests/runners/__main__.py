@@ -1,8 +1,8 @@
-"""Code that the model wrote, in a container for each call: what a runner costs beside a fresh jail.
+"""Benchmark of generated code in a container per call: cost of a runner beside a fresh jail.
 
 Calls run one after the other, kinds take turns in each round, and all runs a program that prints.
-`--escapes` runs the families of the corpus of escapes in runsc's containers, too.
-`python -m loadtests.runners [--runner NAME]...`
+`--escapes` runs the families of the corpus of escapes in runsc's containers, too. `python -m
+loadtests.runners [--runner NAME]...`
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def bare(rounds: int) -> float:
 
 
 def escapes() -> dict[str, object]:
-    """How many programs of the corpus there were in runsc's containers, and which got out."""
+    """Return the number of corpus programs run in runsc's containers, and those that escaped."""
     with tempfile.TemporaryDirectory(prefix="canary-") as scratch:
         Path(scratch).chmod(0o755)
         canary = Path(scratch) / "canary"

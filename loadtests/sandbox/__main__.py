@@ -1,9 +1,9 @@
-"""Code that the model wrote, in fresh jails, beside a bubblewrap and a bare interpreter per call.
+"""Benchmark of generated code in fresh jails, beside a bubblewrap and a bare interpreter per call.
 
-All three run the same program and read its output. Ours is asked through a real sandbox process
-over ZeroMQ; the two peers are started by asyncio, as many at a time as the concurrency says. Rounds
-alternate; rates are medians over rounds, latencies of all calls. What jails that spin do to their
-limits and neighbours is `loadtests.sandbox_cpu`, and part of it. `python -m loadtests.sandbox`
+All three run the same program and read its output. Ours is called through a real sandbox process
+over ZeroMQ; the two peers are started by asyncio, with the same concurrency. Rounds alternate;
+rates are medians over rounds, latencies of all calls. The effect of spinning jails on their limits
+and neighbours is `loadtests.sandbox_cpu`, and part of it. `python -m loadtests.sandbox`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolL
 from meshrl.services.sandbox.workers.pool import WorkerPool
 from meshrl.services.sandbox.workers.worker import TOOL
 
-ISOLATED = ("-I", "-S")  # as in our jails: no site packages, which take long to look for
+ISOLATED = ("-I", "-S")  # as in our jails: no site packages, whose lookup is slow
 CONCURRENCY = (1, 8, 64)
 PEER_SHARE = 0.4  # of the time that ours gets in a round
 ROUNDS = 6
@@ -42,7 +42,7 @@ def bare(*flags: str) -> list[str]:
 
 
 def cold(*flags: str) -> list[str]:
-    """As in our profile, but made anew for each call."""
+    """Return a command with our profile's flags that creates a new jail for each call."""
     interpreter = Interpreter.default()
     argv = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
     argv += ["--new-session", "--clearenv", "--ro-bind", "/usr", "/usr"]
@@ -103,7 +103,7 @@ async def trusted(place: Place, calls: int) -> float:
 
 
 async def in_worker(place: Place, calls: int) -> float:
-    """The same as the sandbox sees it: from a call's arrival at its pool to its answer."""
+    """Measure the same at the sandbox: from a call's arrival at its pool to its answer."""
     references = {f"{TOOL}c": TRUSTED_TOOLS["calculator"]}
     functions = PoolFunctions("load", str(place.directory), references)
     pool = WorkerPool(SystemHost(), SystemClock(), functions, PoolLimits())

@@ -1,4 +1,4 @@
-"""A sandbox process on a Redis of its own, for load tests, and what it must not leave behind."""
+"""Sandbox process on a Redis of its own, for load tests, with a check for leftover resources."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ One = Callable[[], Awaitable[None]]
 
 @dataclass
 class Leavings:
-    """What exists because of a sandbox, beyond the files that it is made of."""
+    """Resources that a sandbox has created, beyond its own files."""
 
     processes: int
     descriptors: int
@@ -46,7 +46,7 @@ class Leavings:
     files: int
 
     def beyond(self, earlier: Leavings) -> int:
-        """What has come to be since, summed over all kinds."""
+        """Return the number of resources created since `earlier`, summed over all kinds."""
         before = asdict(earlier)
         return sum(max(0, now - before[kind]) for kind, now in asdict(self).items())
 
@@ -90,7 +90,7 @@ class Place:
 
 @contextlib.asynccontextmanager
 async def sandboxed(*options: str) -> AsyncIterator[Place]:
-    """A sandbox as its own process; it ends with the block."""
+    """Start a sandbox as its own process; it ends with the block."""
     async with meshed("loadtest/0", kind="rollout") as (mesh, members):
         process = members.start(NAME, "meshrl.services.sandbox", "--name", NAME, *options)
         await members.ready(mesh, "sandbox")

@@ -1,4 +1,5 @@
-"""What a jail that spins in all its processes does to its own limit, and to its neighbours.
+"""Benchmark of a jail that spins in all its processes: its own limit, and the effect on its
+neighbours.
 
 `enforce_s`: the longest that a limit of one second takes to end a hundred that spin, on one core
 that they share with their keeper and the sandbox, in each tier that works here. `noisy_ratio`: the
@@ -131,7 +132,7 @@ async def _enforced(
 
 
 async def noisy(place: Place, sizes: argparse.Namespace) -> dict[str, float]:
-    """99th percentiles of honest calls, in ms, and what one noisy neighbour makes of them."""
+    """Measure 99th percentiles of honest calls, in ms, alone and beside one noisy neighbour."""
     alone: list[float] = []
     beside: list[float] = []
     ratios = []
@@ -168,7 +169,7 @@ async def latencies(place: Place, seconds: float) -> list[float]:
 
 
 async def measured(place: Place, sizes: argparse.Namespace) -> dict[str, float]:
-    """All of it; the limit of the sandbox `place` is enforced before, on launchers of our own."""
+    """Measure everything; the limit is enforced first, on launchers of our own."""
     by_tier = await enforced(sizes.tries, sizes.limit_s)
     found = {f"enforce_s_{tier}": took for tier, (took, _) in by_tier.items()}
     found |= {f"enforce_cpu_s_{tier}": used for tier, (_, used) in by_tier.items()}

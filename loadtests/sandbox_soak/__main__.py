@@ -94,7 +94,7 @@ class Soak:
         self.tally.checked("calculator", (status, value) == ("ok", str(n + 6)), value)
 
     async def session(self) -> None:
-        """Each session holds the sum of what it was given; one call of it at a time."""
+        """Run sessions that hold the sum of their inputs, one call of a session at a time."""
         name = self.random.choice(list(self._locks))
         async with self._locks[name]:
             n = self.random.randrange(1000)
@@ -113,7 +113,7 @@ class Soak:
         await self._score("score", row, source, 1.0 if right else 0.25)
 
     async def hostile(self) -> None:
-        """A forgery, or a bomb whose end is known."""
+        """Send a forgery, or a bomb with a known outcome."""
         if self.random.random() < FORGED:
             cases = [{"args": [x], "output": x + 7} for x in range(2)]
             row = {"answer": "?", "tests": {"function": "f", "cases": cases}}
@@ -132,7 +132,7 @@ class Soak:
         self.tally.checked(kind, found == ("ok", wanted), (source, found, outcome.error))
 
     async def until(self, end: float) -> None:
-        """Call one after the other; what is lost is told."""
+        """Run calls one after the other; print lost ones."""
         while time.perf_counter() < end:
             hostile = self.random.random() < HOSTILE
             work = self.hostile if hostile else self.random.choice(self._honest)
@@ -151,7 +151,7 @@ class Soak:
 
 
 def growth(samples: list[tuple[float, int]]) -> float:
-    """Of memory from the second quarter of the time to the last, as a share, medians of both."""
+    """Return the growth of memory from the second to the last quarter, as a share of medians."""
     end = samples[-1][0]
     early = [m for t, m in samples if 0.25 * end <= t < 0.5 * end]
     late = [m for t, m in samples if t >= 0.75 * end]

@@ -1,5 +1,7 @@
-"""How far simulated clusters are off in seconds of a step: the same jobs on a simulated cluster,
-on a virtual mesh and on a real one.
+"""Accuracy test of simulated clusters: step seconds of the same jobs in simulation, on a virtual
+and a real mesh.
+
+Usage:
 
     python -m loadtests.simulator [--arms virtual,broad,real] [--seeds 0:8] [--processes 2]
 
@@ -145,7 +147,7 @@ async def real(names: Sequence[str], steps: int) -> dict[str, Any]:
 
 
 def summed(errors: Sequence[float]) -> dict[str, float]:
-    """Of shares by which steps are off; positive: the simulated ones are longer."""
+    """Summarize relative step errors; positive if the simulated steps are longer."""
     return {
         "step_time_error": round(median(map(abs, errors)), 4),
         "step_time_bias": round(median(errors), 4),

@@ -1,4 +1,6 @@
-"""What it takes a training core to sleep and to wake, and whether it goes on bit by bit.
+"""Benchmark of a training core's sleep and wake, with a check that it continues bit for bit.
+
+Usage:
 
     python -m loadtests.sleep_wake [--rounds 7] [--large-rounds 3] [--no-speed] [--no-run]
 
@@ -65,7 +67,7 @@ LARGE = shape(1024, 13, 2816, 32000, (16, 16), **LLAMA)
 
 
 class SegmentCalls(Interface):
-    """What of a worker's interface is about segments."""
+    """Calls of a worker's interface about segments."""
 
 
 SegmentCalls.methods = {
@@ -83,7 +85,7 @@ class Keeper(SegmentCallsMixin):
 
 
 class CoreAlone:
-    """Of a training core its arithmetic."""
+    """Training core reduced to its arithmetic."""
 
     is_removable = True
 
@@ -101,13 +103,13 @@ class CoreAlone:
         await self._compute.wake(restore)
 
     async def move(self, tier: Tier) -> None:
-        """Nobody else keeps anything."""
+        """Do nothing: no other process retains state."""
 
     async def cancel_removal(self) -> None:
-        """It has never stopped."""
+        """Do nothing: no removal is pending."""
 
     async def prepare_removal(self) -> None:
-        """Not asked for."""
+        """Do nothing: not called here."""
 
 
 class Sleepy:

@@ -1,8 +1,8 @@
-"""A training process that sleeps after each step: in memory, on disk, and from one to the other.
+"""Training process that sleeps after each step: in memory, on disk, and from one to the other.
 
-`--marks DIRECTORY [--die TIER@STEP ...]` come before what meshrl.services.trainer takes; each
-sleep, each death asleep (or once it is absent) and each start, from what was kept or not, leaves a
-file there.
+`--marks DIRECTORY [--die TIER@STEP ...]` precede the arguments of meshrl.services.trainer. Each
+sleep, each death asleep (or once it is absent) and each start, with or without retained state,
+leaves a file there.
 """
 
 from __future__ import annotations

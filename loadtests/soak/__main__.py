@@ -1,4 +1,6 @@
-"""A small mesh that trains for half an hour as fast as it can: what of it grows.
+"""Soak test: a small mesh that trains for half an hour at full speed, to find resource growth.
+
+Usage:
 
     python -m loadtests.soak [--minutes 30] [--out DIR]
 
@@ -36,11 +38,11 @@ from meshrl.common.state import registry
 from meshrl.common.state.redis.client import StateClient
 
 WORKERS = "sandbox workers"
-SCAN = 1000  # keys that Redis looks at in one go
+SCAN = 1000  # keys that Redis scans in one step
 
 Reading = dict[str, float]  # quantity -> value
 Samples = Sequence[tuple[float, float]]  # (seconds, value), in order of time
-PAIRS = 20_000  # beyond so many pairs a fixed draw of them says the same to within a percent
+PAIRS = 20_000  # a fixed sample of more pairs has the same result to within a percent
 
 
 def slope(samples: Samples) -> float:
@@ -52,12 +54,12 @@ def slope(samples: Samples) -> float:
 
 
 def second_half(samples: Samples, end: float) -> Samples:
-    """Those of the second half of the time from 0 to `end`."""
+    """Return the samples of the second half of the time from 0 to `end`."""
     return [sample for sample in samples if sample[0] >= end / 2]
 
 
 def rise(samples: Samples) -> float:
-    """By how many units the samples rise from the first to the last, by their slope."""
+    """Return the rise from the first to the last sample by their slope, in the samples' unit."""
     return slope(samples) * (samples[-1][0] - samples[0][0]) if samples else 0.0
 
 
@@ -80,7 +82,7 @@ async def processes(state: StateClient, launcher: int) -> dict[str, Reading]:
         try:
             name, reading = names.get(process.pid) or kind_of(process), _reading(process)
         except (psutil.Error, OSError):
-            continue  # it has ended meanwhile
+            continue  # the process has exited since it was listed
         key = WORKERS if name in ("sandbox", "launcher") else f"{name} {process.pid}"
         told = found.setdefault(key, dict.fromkeys(reading, 0.0))
         for quantity, value in reading.items():
@@ -121,7 +123,7 @@ async def redis(state: StateClient) -> Reading:
 
 
 def _pattern(key: str) -> str:
-    """A key without its job, numbers and names: `{job}:op:admit`."""
+    """Return a key without its job, numbers and names: `{job}:op:admit`."""
     parts = re.sub(r"^\{(?!mesh\})[^}]*\}", "{job}", key).split(":")
     keep = 3 if parts[1] == "op" else 2
     return ":".join(parts[:keep])
@@ -129,7 +131,7 @@ def _pattern(key: str) -> str:
 
 def files(run_dir: Path) -> Reading:
     found: Counter[str] = Counter()
-    for directory, _, names in os.walk(run_dir):  # passes over what goes meanwhile
+    for directory, _, names in os.walk(run_dir):  # skips files that disappear during the walk
         for name in names:
             path = Path(directory, name)
             with contextlib.suppress(FileNotFoundError):
@@ -171,7 +173,7 @@ LOOK_S = 5.0
 LEAST_LOOKS = 8  # however short it is to take
 UP_S = 180.0
 FLAT = 0.02  # of its median, by which a process's memory may rise over the second half
-KEYS = 20  # keys of Redis that come and go with what is under way
+KEYS = 20  # temporary keys of Redis
 
 Series = dict[str, list[tuple[float, float]]]
 
@@ -208,7 +210,7 @@ class Soak:
             await asyncio.sleep(every_s)
 
     def judged(self) -> dict[str, Any]:
-        """Return figures of what was there throughout; `exceeds` lists what is not flat."""
+        """Return figures of processes that ran throughout; `exceeds` lists the growing ones."""
         end = self.steps[-1][0]
         steps_s = slope(second_half(self.steps, end))
         exceeds: list[str] = []
@@ -237,11 +239,11 @@ class Soak:
         }
 
     def _exceeds(self, name: str, half: Samples, end: float) -> str:
-        """Why a rise over the second half is too much; empty if it is not."""
+        """Return the reason why a rise over the second half is too large; empty if it is not."""
         by, as_share = rise(half), share(half)
         who, _, what = name.rpartition(": ")
         if what == "rss":
-            # Resident pages are shared with the nursery's other forks: a share of its own is meant.
+            # Forks share resident pages with the fork server: count only the own share.
             own = [value for _, value in second_half(self.series[f"{who}: pss"], end)]
             as_share = by / statistics.median(own)
         if what == "rss" or name == "redis memory":

@@ -1,1 +1,1 @@
-"""Starts of processes, and what they leave. Open `roles.py` first."""
+"""Starts of processes, and orphans. Open `roles.py` first."""

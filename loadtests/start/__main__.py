@@ -1,4 +1,6 @@
-"""How soon processes start, what they cost, and what is left of them when others die.
+"""Benchmark of process starts: time, cost, and processes left over after kills.
+
+Usage:
 
     python -m loadtests.start [roles mesh churn orphans ...] [--repeats 3]
 

@@ -1,4 +1,4 @@
-"""A thousand starts and ends through one nursery: are exit statuses true, and is nothing left?"""
+"""Test of a thousand starts and ends through one fork server: exit statuses and orphans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ("exit", "killed", "terminated", "echo", "leave")
 
 
 class Churn:
-    """Starts children of all kinds and compares their ends with what they must be."""
+    """Children of all kinds, whose exits are compared with the required ones."""
 
     def __init__(self, host: SystemHost, mark: str, logs: Path) -> None:
         self._host, self._logs = host, logs
@@ -50,7 +50,7 @@ class Churn:
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
     async def _one(self, kind: str) -> tuple[int, int | None]:
-        """The exit status that it must have, and the one that it has."""
+        """Return the required and the actual exit status."""
         status = self._random.randrange(256)
         if kind in ("killed", "terminated"):
             child = self._spawn("wait")
@@ -96,7 +96,7 @@ async def churned(folder: Path, starts: int) -> dict[str, Any]:
             await churn.run(starts)
             took = time.perf_counter() - began
         remain = await left(mark, SETTLE_S)
-        await asyncio.sleep(SETTLE_S)  # the nursery tells of an end, then closes its descriptor
+        await asyncio.sleep(SETTLE_S)  # the fork server reports an exit, then closes its descriptor
         after = descriptors(os.getpid(), process.pid)
         children = len(psutil.Process(process.pid).children())  # zombies among them
     return {

@@ -1,5 +1,4 @@
-"""A whole mesh at rest, forked and executed in turn: its memory, how soon a role process that was
-killed is back, and how long a move takes.
+"""Whole idle mesh, forked and executed in turn: its memory, role process restarts, and move times.
 
 Three workers: a core and two engines, paced so that the job's first step takes longer than this.
 """

@@ -1,4 +1,4 @@
-"""A nursery for a load test, and what is left of its processes."""
+"""Fork server for a load test, and the remaining processes of a trial."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOK_S = 0.1
 
 
 def processes_of(mark: str) -> list[int]:
-    """The running ones, this process and zombies not among them."""
+    """Return the pids of the running ones, without this process and zombies."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -37,7 +37,7 @@ def processes_of(mark: str) -> list[int]:
 
 
 async def left(mark: str, within_s: float, but: frozenset[int] = frozenset()) -> list[int]:
-    """What is still there of a trial after so long; returns as soon as nothing is."""
+    """Wait until no process of a trial is left; return the pids that remain after `within_s`."""
     until = time.monotonic() + within_s
     while found := [pid for pid in processes_of(mark) if pid not in but]:
         if time.monotonic() > until:
@@ -48,7 +48,7 @@ async def left(mark: str, within_s: float, but: frozenset[int] = frozenset()) ->
 
 @contextlib.contextmanager
 def starting(how: str) -> Iterator[None]:
-    """Within this block processes are forked by the nursery whose socket `how` is, or executed."""
+    """Start processes in this block by the fork server at the socket `how`, or by execution."""
     before = os.environ.get(FORK_SERVER_ENV)
     os.environ[FORK_SERVER_ENV] = how
     try:
@@ -62,10 +62,10 @@ def starting(how: str) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def nursery(host: Host, root: Path) -> AsyncIterator[tuple[str, ChildProcess]]:
-    """A mesh's nursery: its socket and its process, which ends with the block."""
+    """Start a mesh's fork server; yield its socket and its process, which ends with the block."""
     place = MeshPaths(root)
     environment = {SETTINGS_ENV: str(place.settings), "OMP_NUM_THREADS": "1"}
-    os.environ.pop(FORK_SERVER_ENV, None)  # a mesh below another one's nursery starts none
+    os.environ.pop(FORK_SERVER_ENV, None)  # a mesh below another one's fork server starts none
     nursed = MeshForkServer(host, SystemClock(), place, environment, BUDGET)
     await nursed.start()
     try:

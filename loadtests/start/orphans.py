@@ -1,4 +1,4 @@
-"""What is left when an owner or the nursery dies at a random moment of a start.
+"""Test for orphans after an owner or the fork server is killed at a random moment of a start.
 
 Owners start processes that wait, have stopped themselves, or hold the interpreter's lock. An owner
 gets SIGKILL, or SIGSTOP and then SIGKILL; or the nursery does, and the owner, which is this
@@ -35,7 +35,7 @@ MOMENTS_S = 0.4  # until the fault, at most: starts take about as long
 STOPPED_S = 0.3  # of an owner, before it is killed
 WITHIN_S = 10.0  # for nothing to be left
 BEGIN_S = 60.0
-LITTLE = "meshrl.common.mesh.process.host"  # that a small nursery has imported
+LITTLE = "meshrl.common.mesh.process.host"  # imported by a small fork server
 HOWS = ("kill", "stop", "nursery", "both")
 
 
@@ -48,7 +48,7 @@ class Found:
 
 
 class Trials:
-    """Trials beside each other; those that kill a nursery have one of their own, which is small."""
+    """Concurrent trials; those that kill a fork server have a small one of their own."""
 
     def __init__(self, host: SystemHost, folder: Path, nursery: str) -> None:
         self._host, self._folder, self._nursery = host, folder, nursery
@@ -59,7 +59,7 @@ class Trials:
         if how in ("kill", "stop"):
             await self._owner(self._nursery, mark, seed, chance, how, 0)
         else:
-            # The socket has the mark for its name: so the nursery is in its trial.
+            # The mark is the socket's name, so that the fork server belongs to its trial.
             async with own_nursery(self._host, self._folder, mark, LITTLE) as (socket, small):
                 if how == "both":
                     await self._owner(socket, mark, seed, chance, how, small.pid)
@@ -77,7 +77,7 @@ class Trials:
     async def _owner(
         self, nursery: str, mark: str, seed: int, chance: random.Random, how: str, pid: int
     ) -> None:
-        """An owner of another process, which dies at a random moment."""
+        """Start an owner in another process, which dies at a random moment."""
         owner = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "loadtests.start.owner", str(CHILDREN), str(seed)),
             stdout=asyncio.subprocess.PIPE,
@@ -100,7 +100,9 @@ class Trials:
                 await asyncio.sleep(0.02)
 
     async def _nursery_dies(self, nursery: str, mark: str, chance: random.Random, pid: int) -> None:
-        """The nursery dies at a random moment; every process of ours is ended, and must tell."""
+        """Kill the fork server at a random moment; every process of ours must end and report its
+        exit.
+        """
         fault = threading.Timer(chance.uniform(0.0, MOMENTS_S), os.kill, (pid, signal.SIGKILL))
         fault.start()
         children: list[SystemChild] = []
@@ -121,12 +123,14 @@ class Trials:
             if code not in (
                 -signal.SIGKILL,
                 UNKNOWN_EXIT_STATUS,
-            ):  # the nursery could not tell any more
+            ):  # the fork server had exited before its report
                 self.found.told.append(f"{child.name} ended with {code}")
 
 
 async def orphans(folder: Path, trials: int) -> dict[str, Any]:
-    """`orphans` after ten seconds, of `orphan_trials`; `hung`: processes whose end was not told."""
+    """Return `orphans` after ten seconds, of `orphan_trials`; `hung`: processes without an exit
+    report.
+    """
     host = SystemHost()
     async with nursery(host, folder) as (socket, process):
         found = Trials(host, folder, socket)
@@ -137,7 +141,7 @@ async def orphans(folder: Path, trials: int) -> dict[str, Any]:
                 await found.one(HOWS[number % len(HOWS)], number)
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
-        # Forks that have not begun look like the nursery, and have no mark of a trial.
+        # Forks that have not started look like the fork server, and have no mark of a trial.
         until = time.monotonic() + WITHIN_S
         while remain := len(psutil.Process(process.pid).children()):
             if time.monotonic() > until:

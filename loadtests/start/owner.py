@@ -1,6 +1,7 @@
-"""An owner of processes that never ends by itself: `python -m loadtests.start.owner COUNT SEED`.
+"""Owner of processes that never exits by itself: `python -m loadtests.start.owner COUNT SEED`.
 
-It says `begun`, starts COUNT processes that are in the way (`brief.py`), says `done`, and waits.
+It prints `begun`, starts COUNT processes that are hard to end (`brief.py`), prints `done`, and
+waits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""From a worker's decision until a role process is ready: seconds, and CPU-seconds of the process.
+"""Benchmark of the start of a role process, from a worker's decision until it is ready.
 
-Forked and executed in turn, on a mesh of Redis, weight store and nursery. The model has half a
-million parameters, whose loading takes milliseconds. A core goes on at version 0 of its job; the
-helper and the rank find no core, which they do not need in order to be ready.
+Measured are seconds, and CPU-seconds of the process. Processes are forked and executed in turn, on
+a mesh of Redis, weight store and fork server. The model has half a million parameters, whose
+loading takes milliseconds. A core continues at version 0 of its job. The hybrid and the rank find
+no core, which they do not need in order to be ready.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Started:
 
 
 def a_worker_of(mesh: Mesh) -> WorkerContext:
-    """What role processes of this process as a worker have in common."""
+    """Return the worker context that role processes of this process share."""
     logs = Path(mesh.settings.run_root) / "logs"
     segments = MemorySegments(lambda: mesh.host.measure_free_space(logs).memory_bytes)
     budgets = Budgets(TierBytes(), mesh.host, logs)
@@ -86,7 +87,7 @@ class Starts:
         }
 
     async def open(self, folder: Path) -> None:
-        """The weight store, and both jobs, whose first core has committed version 0."""
+        """Open the weight store and both jobs, whose first core has committed version 0."""
         argv = [sys.executable, "-m", "meshrl.services.weights"]
         await self._services.add(ChildSpec("weights", argv, log=self._logs / "weights.log"))
         task = digits.write(folder / "task", (LENGTH,))
@@ -130,7 +131,7 @@ class Starts:
     async def _timed(
         self, name: str, start: Callable[[], Awaitable[Any]], pid: Callable[[], int]
     ) -> Started:
-        """Until `name` is ready in the registry; a service is when it is there."""
+        """Measure until `name` is ready in the registry; a service is ready once registered."""
         nursing, began = cpu_s(self._nursery), time.perf_counter()
         await start()
         async with asyncio.timeout(START_S):
@@ -143,7 +144,7 @@ class Starts:
         return Started(time.perf_counter() - began, used, cpu_s(self._nursery) - nursing)
 
     async def _environment(self) -> Started:
-        """Until it has answered its first operation."""
+        """Measure until the environment has answered its first operation."""
         process = EnvironmentProcess(
             self._mesh,
             build_command(self._jobs[ALONE]),

@@ -1,4 +1,6 @@
-"""What honest programs miss in a jail: system calls that its filter refused to them, by name.
+"""Survey of system calls that a jail's filter rejects to honest programs, by name.
+
+Usage:
 
     python -m loadtests.system_calls [--python /path/to/python3.8 ...]
 
@@ -28,7 +30,7 @@ from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=60.0, memory_bytes=1024 * MIB, processes=64, open_files=256)
-NOTHING_TO_DO = 42  # exit status of a program whose library this interpreter does not have
+NOTHING_TO_DO = 42  # exit status of a program whose library is missing in this interpreter
 
 PROGRAMS = Path(__file__).with_name("programs.jsonl")
 

@@ -1,4 +1,7 @@
-"""The trainer beside TRL's, beside padding, and beside itself with more ranks and helpers.
+"""Benchmark of the trainer beside TRL's, beside padding, and beside itself with more ranks and
+hybrids.
+
+Usage:
 
     python -m loadtests.trainer [equal longtail reward ...] [--repeats 3] [--steps 10]
 
@@ -26,8 +29,10 @@ NO_EVALUATION = ("evaluation.before=false", "evaluation.after=false", "evaluatio
 
 
 def demo(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """`logprob_gap_max`, the largest |difference|, and `logprob_kl` (k3, of engine from trainer),
-    the mean over tokens, of a finished run if one is named, or else of one made for it.
+    """Return the log-probability gap of a finished run, which is made if none is named.
+
+    `logprob_gap_max` is the largest |difference|, and `logprob_kl` the mean over tokens (k3, of
+    engine from trainer).
     """
     if chosen.demo is not None:
         lines = (chosen.demo / "metrics.jsonl").read_text().splitlines()

@@ -1,4 +1,5 @@
-"""MeshRL and TRL's GRPOTrainer on one task, in turn: CPU-seconds of a step, and rewards.
+"""Benchmark of MeshRL and TRL's GRPOTrainer on one task, in turn: CPU-seconds of a step, and
+rewards.
 
 Both start from the same weights, with the same prompts, batch, groups, learning rate and forced
 lengths, and step on what the newest weights have sampled. A step is all that it takes: TRL's one
@@ -33,13 +34,13 @@ TRL_S = 900.0
 
 
 def equal(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """All completions are of one length: `ratio_trl_equal`."""
+    """Measure `ratio_trl_equal`, with all completions of one length."""
     task = digits.write(folder / "task", (digits.EQUAL,))
     return compared("equal", task, chosen.trl, chosen.steps, chosen.repeats)
 
 
 def longtail(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Lognormal lengths: `ratio_trl_longtail`, and what the longest tenth of them has."""
+    """Measure `ratio_trl_longtail` with lognormal lengths, and the share of the longest tenth."""
     lengths = digits.long_tail()
     task = digits.write(folder / "task", lengths)
     found = compared("longtail", task, chosen.trl, LONG_STEPS, min(chosen.repeats, LONG_REPEATS))
@@ -77,7 +78,7 @@ def reward(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def ours(task: Task, last: int, out: Path, seed: int = 0) -> Measured:
-    """A mesh that trains the task until step `last`, one step behind another."""
+    """Train the task on a mesh until step `last`, one step behind another."""
     job = task.job_file(out, steps=last + 1, seed=seed, staleness=0)
     measured = asyncio.run(run_job(job, out, last))
     expected = [length(task, step) for step in range(last)]
@@ -88,7 +89,7 @@ def ours(task: Task, last: int, out: Path, seed: int = 0) -> Measured:
 
 
 def theirs(task: Task, steps: int, venv: Path, seed: int = 0) -> dict[str, Any]:
-    """What trl_grpo.py says of a run; RuntimeError with its last words if it fails."""
+    """Return the result of a run of trl_grpo.py; RuntimeError with its last output if it fails."""
     python = venv / "bin" / "python"
     if not python.exists():
         raise RuntimeError(f"there is no TRL in {venv}: build it with `make peers`")

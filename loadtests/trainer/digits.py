@@ -16,7 +16,7 @@ from statistics import NormalDist
 from loadtests.peers.make_model import Shape, write_model
 from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
 
-CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"  # "_" pads and "$" ends for who needs that
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"  # "_" pads, "$" ends if needed
 SHAPE = Shape("qwen2", hidden=128, layers=2, heads=4, kv_heads=2, ffn=512, vocabulary=96)
 ROWS = 512
 PROMPT = 4  # tokens: 3+4=
@@ -37,7 +37,7 @@ JOB = Path(__file__).with_name("digits.toml.template")
 
 @dataclass(frozen=True)
 class Task:
-    """Where the files lie, and how large a step is."""
+    """Digits task: the paths of its files, and the size of a step."""
 
     folder: Path
     lengths: tuple[int, ...]  # of completions, in order, cyclically

@@ -1,8 +1,9 @@
-"""A core of two ranks, a core with a hybrid, one that joins, checkpoints, and a trainer that dies.
+"""Arms with a core of two ranks, a core with a hybrid, one that joins, checkpoints, and a killed
+trainer.
 
 All on the digits task with every step's groups there before it begins (`training.deterministic`),
 no staleness and enough rounds to share, so that `train_s`, a step's time without waiting for
-groups, is of training alone and engines rest meanwhile. Needs as many quiet cores as train.
+groups, is of training alone and engines are idle. Needs as many quiet cores as train.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def run(task: Task, last: int, out: Path, *changes: str) -> list[Row]:
 
 
 def helped(rows: list[Row], name: str) -> list[Row]:
-    """Those of a hybrid's steps that it had a part in: processes do not start at one moment."""
+    """Return the steps in which a hybrid took part, because processes start at different times."""
     found = [row for row in rows if name != "hybrid" or len(row["workers"]) > 1]
     if not found:
         raise RuntimeError("the hybrid had a part in no step")
@@ -85,7 +86,7 @@ def helped(rows: list[Row], name: str) -> list[Row]:
 
 
 def join(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """`join_pause_share`: what a hybrid that joins makes the core wait, as a share of a step."""
+    """Measure `join_pause_share`: the core's wait for a joining hybrid, as a share of a step."""
     task = digits.write(folder / "task", (LENGTH,))
     rows, moved = asyncio.run(joined(task, folder / "run"))
     before = rows[WARM_STEPS:moved]
@@ -100,12 +101,12 @@ def join(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def idle_s(row: Row, core: str) -> float:
-    """Of a step's time, what the core did not spend on gradients."""
+    """Return the part of a step's time that the core did not spend on gradients."""
     return float(row["train_s"] - row["workers"][core])
 
 
 async def joined(task: Task, out: Path) -> tuple[list[Row], int]:
-    """The steps of a run in which a worker is moved to training, and after which one."""
+    """Return the steps of a run in which a worker moves to training, and the step of the move."""
     job = task.job_file(out, steps=JOIN_AT + JOIN_STEPS + 1, staleness=0, workers=3)
     async with started(job, out, *SETTINGS, STAY) as (state, _), asyncio.timeout(DEADLINE_S):
         await committed(state, JOIN_AT)
@@ -129,7 +130,7 @@ async def joined(task: Task, out: Path) -> tuple[list[Row], int]:
 
 
 def checkpoint(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """`checkpoint_pause_s`: what a checkpoint keeps a step from being committed for."""
+    """Measure `checkpoint_pause_s`: the delay of a step's commit by a checkpoint."""
     task = digits.write(folder / "task", (LENGTH,))
     last = WARM_STEPS + chosen.steps
     rows = run(task, last, folder / "run", "training.checkpoint_every=2")

@@ -1,3 +1,3 @@
-"""Weight versions from who publishes them to the tensors of who receives them, measured. Open
-`__main__.py` first; the processes are those of `members/`, put together by `scene.py`.
+"""Benchmark of weight versions from publishers to the tensors of receivers. Open `__main__.py`
+first; the processes are those of `members/`, put together by `scene.py`.
 """

@@ -1,10 +1,12 @@
-"""Weight versions from who publishes them to who receives them: how fast, at what cost, how large.
+"""Benchmark of weight versions from publishers to receivers: speed, cost, size.
+
+Usage:
 
     python -m loadtests.weights [--arms one_host,fanout] [--rounds 7]
 
 Arms run one after the other; what is compared within one runs in rotating order, round by round,
 and a ratio is the median of its pairs, with their quartiles as `_low` and `_high`. Costs are
-CPU-seconds of all processes that take part. Each arm reports what this machine did meanwhile
+CPU-seconds of all processes that take part. Each arm reports this machine's load
 (`ARM_host_cores`, `ARM_steal_cores`, `ARM_load`), and is not `valid` where it is paced by links and
 more than 1.6 cores were busy. Needs root where links are capped.
 
@@ -56,7 +58,7 @@ LEAST = {
 MOST = {
     "copies_per_byte": 1.0,
     "fanout_16_over_4": 1.5,
-    "fanout_16_s": 3.4,  # twice what 32 MiB take at 20 MB/s
+    "fanout_16_s": 3.4,  # twice the time of 32 MiB at 20 MB/s
     "source_copies_sent": 2.0,
     "delta_bytes_share_1pct": 0.0135,
     "delta_bytes_share_02pct": 0.0030,
@@ -75,7 +77,7 @@ def missed(answer: Arm) -> list[str]:
 
 
 async def measured(names: list[str], plan: Plan) -> Arm:
-    """The figures of these arms, one after the other, each told on stderr as it ends."""
+    """Return the figures of these arms; run them in turn and print each result to stderr."""
     answer: Arm = {"cores": os.cpu_count() or 0, "rounds": plan.rounds, "valid": 1}
     for name in names:
         began = time.monotonic()

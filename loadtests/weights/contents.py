@@ -63,7 +63,9 @@ async def staged_whole(
 
 
 def shapes(size: int, dtype: torch.dtype, each: int = TENSOR_BYTES) -> Iterator[tuple[str, int]]:
-    """Name and rows of tensors that have `size` bytes together; the last one has what is left."""
+    """Return name and rows of tensors with `size` bytes together; the last one has the
+    remainder.
+    """
     row = WIDTH * dtype.itemsize
     rows, most = size // row, each // row
     for number in range(-(-rows // most)):
@@ -102,7 +104,7 @@ def change(tensors: Mapping[str, torch.Tensor], share: float, seed: int) -> int:
 
 
 def identity_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of all of them together, by `meshrl.common.weights.layout.identity`."""
+    """Return the identity of all tensors together, by `meshrl.common.weights.layout.identity`."""
     described = {name: TensorSpec.from_tensor(tensor) for name, tensor in tensors.items()}
     trees = {name: MerkleTree() for name in tensors}
     for name, tensor in tensors.items():

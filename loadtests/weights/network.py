@@ -1,5 +1,6 @@
-"""Network namespaces with links that are capped in each direction, without anything else of a host:
-their processes are forks of one nursery and share its files.
+"""Network namespaces with links that are capped in each direction, without other host isolation.
+
+Their processes are forks of one fork server and share its files.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Links:
         return len(self._rates)
 
     def bind(self, number: int) -> str:
-        """What a process in it listens at."""
+        """Return the address at which a process in the namespace listens."""
         return f"tcp://{address(number)}:*"
 
     async def __aenter__(self) -> Links:

@@ -1,6 +1,9 @@
-"""A weight store, who publishes to it and who receives from it, each a process, on hosts that are
-directories of this one, or networks too. Everything ends with the block, and a process that has
-failed says why.
+"""Weight store with publishers and receivers, each a process, on hosts that are directories or
+networks.
+
+Everything ends with the block; a process that has failed reports the reason.
+
+Usage:
 
     async with Scene() as scene:
         await scene.store()
@@ -72,7 +75,7 @@ class Plan:
 
 
 class OrderFailed(RuntimeError):
-    """A process could not do what it was told. `code`: of the error that it raised."""
+    """Failed order. `code`: of the error that the process raised."""
 
     def __init__(self, name: str, answer: dict[str, Any]) -> None:
         super().__init__(f"{name}: {answer['error']}\n{answer['trace']}")
@@ -80,7 +83,7 @@ class OrderFailed(RuntimeError):
 
 
 class Member:
-    """A process of the scene, and what it printed."""
+    """Process of the scene, with its output."""
 
     def __init__(self, name: str, child: SystemChild, log: Path) -> None:
         self.name, self.log = name, log
@@ -125,7 +128,9 @@ class Member:
 
 
 class Scene:
-    """Begins with a Redis and a nursery; hosts come to be as processes are started on them."""
+    """Scene with a Redis and a fork server at first; hosts are created as processes start on
+    them.
+    """
 
     def __init__(self, rates: Iterable[str] = (), directory: Path | None = None) -> None:
         """`rates`: of the links of hosts 0, 1 and so on; without any they share a loopback."""
@@ -211,7 +216,7 @@ class Scene:
     async def member(
         self, kind: str, name: str, host: int, *words: str, module: str = "member"
     ) -> Member:
-        """A process of `loadtests.weights.members` that takes orders."""
+        """Start a process of `loadtests.weights.members` that takes orders."""
         where = f"loadtests.weights.members.{module}"
         member = self.start(name, host, where, kind, name, *words, pipe=True)
         await member.begun()
@@ -224,7 +229,7 @@ class Scene:
         return await self.member("receiver", f"engine/g{number}", host, job)
 
     async def receivers(self, hosts: Sequence[int], first: int = 0) -> list[Member]:
-        """One on each of these hosts, numbered as they come, from `first` on."""
+        """Start a receiver on each of these hosts, numbered in order from `first`."""
         started = [self.receiver(first + number, host) for number, host in enumerate(hosts)]
         return list(await asyncio.gather(*started))
 
@@ -253,8 +258,9 @@ class Scene:
         return asyncio.create_task(answered())
 
     async def registered(self, name: str, gone: str = "") -> registry.RegistryEntry:
-        """The entry of a process, once it has a live lease under another incarnation than `gone`;
-        TimeoutError.
+        """Return a process's entry, once it has a live lease under another incarnation than `gone`.
+
+        TimeoutError if there is none in time.
         """
         async with asyncio.timeout(START_S):
             while True:

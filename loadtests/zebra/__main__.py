@@ -1,4 +1,6 @@
-"""Attention on two A40, experts on two V100, beside the ways that do not divide them.
+"""Benchmark of attention on two A40 and experts on two V100, beside arms that do not divide them.
+
+Usage:
 
     python -m loadtests.zebra [--rounds 7] [--settings D1:4096 D1:16384 D1:20480]
 

@@ -1,10 +1,12 @@
-"""The ranks of a gang: `python -m loadtests.zebra.gang DIRECTORY SETTING ROUNDS`.
+"""Ranks of an emulated gang.
 
-SETTING is a JSON object, the fields of `Setting`.
+Usage:
 
-They are forks of one process, without a mesh. Each computes steps of all arms, in rotating order.
-What each did is printed: when a step began and ended, how long it computed, and what its lanes
-moved meanwhile.
+    python -m loadtests.zebra.gang DIRECTORY SETTING ROUNDS
+
+SETTING is a JSON object, the fields of `Setting`. The ranks are forks of one process, without a
+mesh. Each computes steps of all arms, in rotating order. Each prints the start and end of its
+steps, its computing time, and the transfers of its lanes.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Setting:
 
     @cached_property
     def costs(self) -> tuple[MicroBatchCosts, float]:
-        """Of a micro-batch of one sequence, in declared seconds: see `costs_of`."""
+        """Return the costs of a micro-batch of one sequence, in declared seconds: see
+        `costs_of`.
+        """
         profile = self.profile
         assert profile.fast.attention is not None
         batches = pack_micro_batches(
@@ -90,7 +94,7 @@ class Setting:
 
     @cached_property
     def hosting(self) -> ExpertHosting:
-        """What Asym-EA puts on attention ranks; memory sets no bounds here."""
+        """Return the experts that Asym-EA places on attention ranks; memory is not a bound here."""
         layers, experts, ranks = self.profile.layers, self.profile.experts, RankCounts(COUNT, COUNT)
         bounds = HostingBounds(0, layers * experts)
         return optimize_hosting(layers, MICROS, experts, ranks, *self.costs, bounds)
@@ -102,7 +106,7 @@ class Setting:
         return self.longest_s / max(costs.attention, costs.experts) / costs.backward
 
     def simulated(self, asymmetric: bool) -> Timeline:
-        """A step of the gang as the list schedule has it, in declared seconds."""
+        """Return a step of the gang by the list schedule, in declared seconds."""
         costs, elsewhere = self.costs
         if asymmetric:
             costs = self.hosting.apply_to_costs(costs, elsewhere)
@@ -134,7 +138,7 @@ class Arm:
 
 
 def arms(setting: Setting) -> list[Arm]:
-    """Those of a setting; where hosting would bring little, it is no arm."""
+    """Return the arms of a setting; hosting is no arm where it would gain little."""
     layers, experts = setting.profile.layers, setting.profile.experts
     none, ranks = (0,) * layers, 2 * COUNT
     found = [
@@ -180,7 +184,9 @@ def config(setting: Setting) -> ModelConfig:
 
 
 def bin_of(setting: Setting, number: int) -> Bin:
-    """One sequence, whose rows go to all experts evenly, as the declared costs have it."""
+    """Return one sequence whose rows are spread evenly over all experts, as in the declared
+    costs.
+    """
     random, count = np.random.default_rng(number), setting.tokens
     profile = setting.profile
     k = profile.experts_per_token

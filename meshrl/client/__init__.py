@@ -1,3 +1,3 @@
-"""What Python code asks of a mesh, and the command line with it. Open `client.py` first, then
-`transport.py`.
+"""Requests to a mesh from Python code, and from the command line. Open `client.py` first, then
+`local_transport.py`.
 """

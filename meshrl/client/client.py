@@ -37,16 +37,14 @@ ANSWER_TIMEOUT_S = 20.0  # for what a mesh answers from its records
 SUBMIT_TIMEOUT_S = 600.0  # the job's rows are read, its files packed and, with a token, sent
 WEIGHTS_TIMEOUT_S = 600.0
 VERSIONS_TIMEOUT_S = 60.0  # a process starts for that
-EVENT_WAIT_S = 5.0  # of one look for events; the next follows at once
+EVENT_WAIT_S = 5.0  # of one request for events; the next follows at once
 POLL_S = 0.5
-UNAVAILABLE_TIMEOUT_S = (
-    120.0  # of who follows a job, with a mesh that does not answer: some part starts again
-)
-RETRY_INTERVAL_S = 1.0  # until it is asked again
+UNAVAILABLE_TIMEOUT_S = 120.0  # wait for a mesh that does not answer: some part restarts
+RETRY_INTERVAL_S = 1.0  # between requests to a mesh that does not answer
 
 
 class Client:
-    """The jobs of one mesh: `async with Client() as client`.
+    """Jobs of one mesh: `async with Client() as client`.
 
     `mesh` is a run or mesh directory of this user (default: the mesh that was started last from
     here); `token` is what `meshrl token` printed, or the file that holds it, and reaches any mesh
@@ -99,12 +97,12 @@ class Client:
         force: bool = False,
         deadline_s: float = SUBMIT_TIMEOUT_S,
     ) -> JobHandle:
-        """Checks a job and hands it to the mesh; its handle, with the name that it has there.
+        """Check a job, submit it to the mesh, and return its handle with its name there.
 
         `job` is a job file, or a JobConfig whose paths and modules count from `base` (default: the
-        working directory), or a JobFile that has been checked, of `job_file`; `overrides` are
-        KEY=VALUE, as of `--set`; `force` replaces a run that has ended. ConfigError for a
-        mistake in the job, Refused when it can never fit.
+        working directory), or a checked JobFile, read from `job_file`. `overrides` are KEY=VALUE,
+        as of `--set`; `force` replaces a run that has ended. Raises ConfigError for a mistake in
+        the job, Refused when it can never fit.
         """
         from meshrl.client import job_check
 
@@ -115,24 +113,24 @@ class Client:
         return JobHandle(self, submitted.job, submitted.run_dir)
 
     async def jobs(self) -> list[JobState]:
-        """All jobs of the mesh (with a token: its own) in the order of submission."""
+        """Return all jobs of the mesh (with a token: its own) in the order of submission."""
         async with _deadline(ANSWER_TIMEOUT_S, "asking for the jobs"):
             return await self._transport.jobs()
 
     async def job(self, name: str) -> JobState:
-        """How a job stands. NotFound."""
+        """Return the state of a job. Raises NotFound."""
         async with _deadline(ANSWER_TIMEOUT_S, f"asking for {name}"):
             return await self._transport.job(name)
 
     async def events(self, name: str, since: str = "0") -> AsyncIterator[Event]:
-        """What has happened to a job and happens, in order, until it is over; it goes on after the
-        event whose id is `since`. NotFound.
+        """Yield past and new events of a job, in order, until it is over.
 
-        Those that the mesh does not keep any more are told of by one of kind `history_lost`. A
-        mesh that does not answer, as while Redis starts again, is waited for (PATIENCE_S).
+        `since`: id of the event after which to start. An event of kind `history_lost` reports
+        events that the mesh no longer has. A mesh that does not answer, as while Redis restarts, is
+        retried for `UNAVAILABLE_TIMEOUT_S`. Raises NotFound.
         """
         while True:
-            # before the look: what ends it is seen, too
+            # before the request: so the job's last event is included
             over = (await _retry(partial(self.job, name))).over
             look = partial(self.happened, name, since, 0.0 if over else EVENT_WAIT_S)
             found, since = await _retry(look)
@@ -144,15 +142,18 @@ class Client:
     async def happened(
         self, name: str, since: str = "0", wait_s: float = 0.0
     ) -> tuple[list[Event], str]:
-        """A page of what has happened to a job after the event whose id is `since`, and where to go
-        on; where there is none, what comes within `wait_s`. NotFound.
+        """Return a page of a job's events after the event `since`, and the id to continue from.
+
+        If there is none, wait up to `wait_s` for one. Raises NotFound.
         """
         async with _deadline(ANSWER_TIMEOUT_S + wait_s, f"asking for events of {name}"):
             return await self._transport.read_events(name, since, wait_s)
 
     async def wait(self, name: str, timeout_s: float | None = None) -> JobState:
-        """How a job stands once it is over. DeadlineExceeded after `timeout_s`; NotFound. A
-        mesh that does not answer is waited for (PATIENCE_S).
+        """Return the state of a job once it is over.
+
+        A mesh that does not answer is retried for `UNAVAILABLE_TIMEOUT_S`. Raises DeadlineExceeded
+        after `timeout_s`; NotFound.
         """
         async with _deadline(timeout_s, f"{name} to be over"):
             while True:
@@ -162,25 +163,31 @@ class Client:
                 await asyncio.sleep(POLL_S)
 
     async def stop(self, name: str) -> bool:
-        """Ends a job cleanly; what it has made stays. False: it had ended already. NotFound."""
+        """End a job cleanly; its results stay. Return False if it had ended already. Raises
+        NotFound.
+        """
         async with _deadline(ANSWER_TIMEOUT_S, f"stopping {name}"):
             return await self._transport.stop(name, uuid.uuid4().hex)
 
     async def delete(self, name: str) -> None:
-        """Removes a job that has ended from the mesh's records, and weights that only the mesh's
-        store has; its run directory stays. Refused while it goes on; NotFound.
+        """Remove an ended job from the mesh's records, and weights that only the mesh's store has.
+
+        Its run directory stays. Raises Refused while the job runs; NotFound.
         """
         async with _deadline(ANSWER_TIMEOUT_S, f"deleting {name}"):
             await self._transport.delete(name, uuid.uuid4().hex)
 
     async def workers(self) -> MeshSnapshot:
-        """The mesh's workers and gangs, with all that resides on them. NotAllowed with a token."""
+        """Return the mesh's workers and gangs, with their instances. Raises NotAllowed with a
+        token.
+        """
         async with _deadline(ANSWER_TIMEOUT_S, "asking for the workers"):
             return await self._transport.workers()
 
     async def move(self, worker: str, role: str, job: str = "") -> str:
-        """Has the planner give a worker another role and keep it there; what it decided. Refused
-        with its reason, or when a token is all that one has.
+        """Order the planner to give a worker another role and keep it there; return its decision.
+
+        Raises Refused with the planner's reason, or for a client with only a token.
         """
         async with _deadline(ANSWER_TIMEOUT_S, f"moving {worker}"):
             return await self._transport.move(worker, role, job)
@@ -194,9 +201,10 @@ class Client:
         out: Path | None = None,
         deadline_s: float = WEIGHTS_TIMEOUT_S,
     ) -> Path:
-        """Writes a version of a job's model as a Hugging Face directory, also while it trains: that
-        of a step, the best one, or the last. Returns the directory: `out`, or NAME-model here.
-        NotFound when the mesh does not hold it.
+        """Write a version of a job's model as a Hugging Face directory, also while it trains.
+
+        The version is that of a step, the best one, or the last. Returns the directory: `out`, or
+        NAME-model here. Raises NotFound when the mesh does not have it.
         """
         if best and step is not None:
             raise ConfigError("a step and the best mean two versions", fix="Give one of them")
@@ -205,67 +213,71 @@ class Client:
             return await self._transport.weights(name, step, best, target)
 
     async def versions(self, name: str) -> list[dict[str, Any]]:
-        """The versions of a job's weights that the store has, the oldest first: `lineage`,
-        `version`, `manifest`, `bytes`, `why` each one stays, and more. NotFound.
+        """Return the versions of a job's weights that the store has, the oldest first.
+
+        Each has `lineage`, `version`, `manifest`, `bytes`, `why` it stays, and more. Raises
+        NotFound.
         """
         found: list[dict[str, Any]] = (await self.on_versions(name, "list"))["versions"]
         return found
 
     async def pin(self, name: str, version: int | str, note: str = "") -> None:
-        """Keeps a version until it is unpinned: a number, LINEAGE/NUMBER, `last`, `best`, or the
-        first digits of its manifest. NotFound when the store has it no more.
+        """Retain a version until it is unpinned.
+
+        `version`: a number, LINEAGE/NUMBER, `last`, `best`, or the first digits of its manifest.
+        Raises NotFound when the store no longer has it.
         """
         await self.on_versions(name, "pin", str(version), note)
 
     async def unpin(self, name: str, version: int | str) -> None:
-        """Ends a pin, if there is one. NotFound."""
+        """Remove a pin, if there is one. Raises NotFound."""
         await self.on_versions(name, "unpin", str(version))
 
     async def on_versions(
         self, name: str, action: str, version: str = "", note: str = ""
     ) -> dict[str, Any]:
-        """What `meshrl weights --json` prints for `list`, `pin` and `unpin`."""
+        """Return what `meshrl weights --json` prints for `list`, `pin` and `unpin`."""
         async with _deadline(VERSIONS_TIMEOUT_S, f"looking at the versions of {name}"):
             return await self._transport.run_versions_command(name, action, version, note)
 
 
 @dataclass(frozen=True)
 class JobHandle:
-    """A job that was submitted. Its methods are those of the client, for this job."""
+    """Submitted job. Its methods are those of the client, for this job."""
 
     client: Client
     name: str
     run_dir: str  # on the mesh's host
 
     async def state(self) -> JobState:
-        """How it stands."""
+        """Return the job's state."""
         return await self.client.job(self.name)
 
     def events(self, since: str = "0") -> AsyncIterator[Event]:
-        """What has happened to it and happens, until it is over."""
+        """Yield past and new events of the job, until it is over."""
         return self.client.events(self.name, since)
 
     async def wait(self, timeout_s: float | None = None) -> JobState:
-        """How it stands once it is over."""
+        """Return the job's state once it is over."""
         return await self.client.wait(self.name, timeout_s)
 
     async def stop(self) -> bool:
-        """Ends it cleanly."""
+        """End the job cleanly."""
         return await self.client.stop(self.name)
 
     async def delete(self) -> None:
-        """Removes it from the mesh's records once it has ended."""
+        """Remove the job from the mesh's records once it has ended."""
         await self.client.delete(self.name)
 
     async def weights(
         self, step: int | None = None, *, best: bool = False, out: Path | None = None
     ) -> Path:
-        """Writes a version of its model as a Hugging Face directory."""
+        """Write a version of the job's model as a Hugging Face directory."""
         return await self.client.weights(self.name, step, best=best, out=out)
 
 
 async def _retry(request_once: Callable[[], Awaitable[T]]) -> T:
-    """The answer; asked again while nobody gives any, for PATIENCE_S."""
+    """Return the answer; retry for `UNAVAILABLE_TIMEOUT_S` while there is none."""
     now = asyncio.get_running_loop().time
     until = now() + UNAVAILABLE_TIMEOUT_S
     while True:
@@ -279,7 +291,7 @@ async def _retry(request_once: Callable[[], Awaitable[T]]) -> T:
 
 @asynccontextmanager
 async def _deadline(deadline_s: float | None, operation: str) -> AsyncIterator[None]:
-    """DeadlineExceeded when the block takes longer; errors of ours pass as they are."""
+    """Raise DeadlineExceeded when the block takes longer; our own errors pass unchanged."""
     try:
         async with asyncio.timeout(deadline_s):
             yield

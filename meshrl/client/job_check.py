@@ -1,4 +1,4 @@
-"""A job that code or a person hands in, checked as `meshrl run` does before it starts a mesh."""
+"""Check of a submitted job, as `meshrl run` does before it starts a mesh."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from meshrl.job.job_file import JobFile
 def load_checked_job(
     job: Path | str | JobConfig | JobFile, overrides: list[str], base: Path | None
 ) -> JobFile:
-    """The job with absolute paths; ConfigError names the key that is wrong. A JobFile has been
-    checked.
+    """Return the job with absolute paths, checked unless it is a JobFile.
+
+    Raises ConfigError with the wrong key.
     """
     if isinstance(job, JobFile):
         return job

@@ -1,4 +1,4 @@
-"""A mesh of this user's, asked through its Redis."""
+"""Transport to a mesh of this user, through its Redis."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ MOVE_ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)
 
 
 class LocalTransport:
-    """The mesh at `place`, by its `state`, asked as `Client` describes."""
+    """Transport to the mesh at `place`, by its `state`, with the methods of `Client`."""
 
     def __init__(self, place: MeshPaths, state: StateClient) -> None:
         self._place, self._state, self._clock = place, state, SystemClock()
 
     @classmethod
     async def open(cls, mesh: Path | None) -> LocalTransport:
-        """The mesh that is meant; NotFound, StateUnavailable when it does not run."""
+        """Connect to the mesh that is meant. Raises NotFound, StateUnavailable when it does not
+        run.
+        """
         place = directory_paths.find_mesh(mesh)
         opening = StateClient.open(place.redis_url, connect_timeout_s=CONNECT_TIMEOUT_S)
         return cls(place, await await_redis_answer(place, opening))
@@ -96,7 +98,7 @@ class LocalTransport:
         return await self._wait_for_decision(worker, op_id, last)
 
     async def _wait_for_decision(self, worker: str, op_id: str, since: str) -> str:
-        """What the planner made of a move that was asked for; Refused with its reason."""
+        """Return the planner's decision about a requested move. Raises Refused with its reason."""
         for _ in range(round(DECISION_TIMEOUT_S / POLL_S)):
             await asyncio.sleep(POLL_S)
             for event in await events.read_all(self._state, since):
@@ -134,7 +136,7 @@ class LocalTransport:
 def submit_local(
     job_source: JobFile, force: bool, place: MeshPaths, job_file: Path | None
 ) -> SubmittedJob:
-    """Packs the job into a new run directory and submits it; see `claims.claimed`."""
+    """Pack the job into a new run directory and submit it; see `run_claims.claim_run_directory`."""
     config = job_source.config
     if not MeshSettings.from_file(place.settings).joinable:  # there is one host: this one
         isolation_probe.require_isolation(config)
@@ -151,7 +153,7 @@ def submit_local(
         with translate_write_errors(run_dir):
             about = {"job": job, "mesh": str(place.root)}
             document = pack_run(config, job_source.base, run_dir, about, job_file)
-            (run_dir / "store").symlink_to(place.root / "store")  # where the mesh keeps its weights
+            (run_dir / "store").symlink_to(place.root / "store")  # store of the mesh's weights
 
         async def hand_over(state: StateClient) -> None:
             await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)

@@ -1,4 +1,4 @@
-"""A mesh that a token reaches through its gateway: files travel as bytes, both ways."""
+"""Transport to a mesh through its gateway, with a token: files travel as bytes, both ways."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ CONCURRENT_PIECES = 4  # pieces on their way: enough to fill a link over some di
 
 
 class RemoteTransport:
-    """The mesh that a token reaches, asked as `Client` describes."""
+    """Transport to the mesh that a token reaches, with the methods of `Client`."""
 
     def __init__(self, connection: GatewayConnection) -> None:
         self._connection = connection
 
     @classmethod
     async def open(cls, token: str | Path) -> RemoteTransport:
-        """The mesh of a token, at `$MESHRL_GATEWAY` where that is set; NotAllowed when the token is
-        not good any more, PeerLost without a mesh.
+        """Connect to the mesh of a token, at `$MESHRL_GATEWAY` where that is set.
+
+        Raises NotAllowed when the token is no longer valid, PeerLost without a mesh.
         """
         found = access_token.read_token(token)
         # One token serves inside of a cluster and through a tunnel to it, by another name each.
@@ -84,7 +85,7 @@ class RemoteTransport:
     async def _send_files(
         self, directory: Path, files: Any, upload_id: str, piece_bytes: int
     ) -> None:
-        """All pieces of all files, a few at a time; the first error ends it."""
+        """Send all pieces of all files, a few at a time; the first error ends it."""
         pieces = iter(_read_pieces(directory, files, piece_bytes))
 
         async def sender() -> None:
@@ -155,7 +156,7 @@ class RemoteTransport:
 def _read_pieces(
     directory: Path, files: Iterable[str], piece_bytes: int
 ) -> Iterator[tuple[str, int, bytes]]:
-    """(name, offset, bytes) of all files, in pieces of at most `size`."""
+    """Yield (name, offset, bytes) of all files, in pieces of at most `piece_bytes`."""
     for name in files:
         with (directory / name).open("rb") as file:
             offset = 0
@@ -166,8 +167,9 @@ def _read_pieces(
 
 @contextmanager
 def _atomic_directory(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` when all has gone well, and else leaves nothing. Refused when
-    there is something already.
+    """Yield a scratch directory that becomes `out` on success, and is removed on an error.
+
+    Raises Refused when `out` is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"{out} is not empty", fix="Name another directory")

@@ -1,1 +1,1 @@
-"""What commands do that have no room of their own; `meshrl/cli` declares their arguments."""
+"""Implementations of commands without their own room; `meshrl/cli` declares their arguments."""

@@ -1,4 +1,4 @@
-"""`meshrl doctor`: what this machine offers a mesh, each line with the fix when it is not well."""
+"""`meshrl doctor`: findings about this machine as a host of a mesh, with a fix for each problem."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Finding:
 
 
 def print_findings() -> int:
-    """Prints every line; 1 when a mesh cannot run here."""
+    """Print every line; return 1 when a mesh cannot run here."""
     lines = list(run_checks())
     table = Table(box=None, pad_edge=False, show_header=False)
     colors = {OK: "green", NOTE: "yellow", ERROR: "red"}
@@ -55,7 +55,7 @@ def print_findings() -> int:
 
 
 def run_checks() -> Iterator[Finding]:
-    """One line for each thing a mesh wants. Nothing that a check starts outlives it."""
+    """Yield one finding for each requirement of a mesh. Nothing that a check starts outlives it."""
     checks: list[Callable[[], Finding]] = [
         lambda: Finding(OK, "python", f"{platform.python_version()} ({sys.executable})"),
         _check_torch,
@@ -80,7 +80,7 @@ def run_checks() -> Iterator[Finding]:
 
 
 def _describe_container(kind: str) -> Finding:
-    """What the container leaves to a mesh; what is missing of it, its own lines say."""
+    """Return the rights that the container leaves to a mesh; other findings report missing ones."""
     has = container.read_rights()
     found = (
         f"{kind}: user {has.user_id}, {has.capability_count} capabilities, seccomp {has.seccomp}"
@@ -91,7 +91,7 @@ def _describe_container(kind: str) -> Finding:
 
 
 def _check_writable() -> Finding:
-    """Where files may be made, and whether a mesh would have its directory there."""
+    """Return where files may be created, and whether that includes a mesh's directory."""
     found = ", ".join(container.list_writable_mounts()) or "nothing"
     own = directory_paths.find_mesh_home().absolute()
     there = next(place for place in (own, *own.parents) if place.is_dir())
@@ -173,7 +173,7 @@ def _check_native(subject: str, fallback: str, *libraries: str) -> Finding:
 
 
 def _check_sglang() -> Finding:
-    """The interpreter that `rollout.engine = "sglang"` takes without `rollout.sglang_python`."""
+    """Return the interpreter of `rollout.engine = "sglang"` without `rollout.sglang_python`."""
     from meshrl.commands import engines
 
     place = locate_environment("sglang")
@@ -184,7 +184,7 @@ def _check_sglang() -> Finding:
 
 
 def _check_isolation() -> Finding:
-    """The tier that code of the model runs in here; it is found by running some."""
+    """Return the isolation tier of the model's code here, found by running some code."""
     from meshrl.common.job.isolation import isolation_probe
 
     found = isolation_probe.probe_isolation()
@@ -195,7 +195,7 @@ def _check_isolation() -> Finding:
 
 
 def _check_runsc() -> Finding:
-    """Whether gVisor contains programs here, found by running one; few jobs ask for it."""
+    """Return whether gVisor contains programs here, found by running one; few jobs need it."""
     from meshrl.common.job.isolation import isolation_probe
 
     path = shutil.which(RUNSC)
@@ -222,7 +222,7 @@ def _check_memory() -> Finding:
 
 
 def _check_gpu() -> Finding:
-    """The devices that workers would have, and the driver's word where there are none."""
+    """Return the devices that workers would have, or the driver's error."""
     try:
         listed = devices.list_devices()
     except ConfigError as error:
@@ -231,7 +231,7 @@ def _check_gpu() -> Finding:
 
 
 def _check_gpu_backend() -> Finding:
-    """Which path `rollout.path = "auto"` takes on a worker with a GPU, and why."""
+    """Return the choice of `rollout.path = "auto"` on a worker with a GPU, and its reason."""
     try:
         devices.find_usable_devices("cuda")
     except ConfigError as error:

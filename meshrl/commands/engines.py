@@ -13,11 +13,11 @@ from pathlib import Path
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.mesh.process.engine_environments import locate_environment, locate_python
 
-ENGINE_VERSIONS = {"sglang": "0.5.23"}  # what the adapter was held to
+ENGINE_VERSIONS = {"sglang": "0.5.23"}  # version that the adapter is tested with
 
 
 def install_engine(name: str, directory: Path | None) -> Path:
-    """The engine's interpreter; what is there already in the right version stays as it is."""
+    """Install the engine and return its interpreter; an installed right version stays as it is."""
     if name not in ENGINE_VERSIONS:
         raise ConfigError(
             f"no engine is called {name}", fix=f"One of: {', '.join(ENGINE_VERSIONS)}"
@@ -50,7 +50,7 @@ def install_engine(name: str, directory: Path | None) -> Path:
 
 
 def find_installed_version(environment: Path, name: str) -> str:
-    """The version in an environment; empty: none."""
+    """Return the version in an environment; empty: none."""
     paths = [str(path) for path in environment.glob("lib/python*/site-packages")]
     found = next(iter(importlib.metadata.distributions(name=name, path=paths)), None)
     return found.version if found is not None and locate_python(environment).exists() else ""

@@ -1,6 +1,4 @@
-"""`meshrl hosts`, and `meshrl drain`: a host is to become empty, so that it may leave, or may be
-used again.
-"""
+"""`meshrl hosts` and `meshrl drain`: list hosts; empty one so that it may leave; use it again."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ NO_TIMEOUT_S = 1e8  # the question ends itself
 def drain_host(
     name: str, wait: bool, timeout_s: float | None, as_json: bool, mesh: Path | None
 ) -> None:
-    """Asks that everything moves away from a host; with `wait` it returns when it has."""
+    """Request that everything moves off a host; with `wait` return when it has."""
     place, began = find_mesh(mesh), time.monotonic()
 
     async def asked(state: StateClient) -> HostRow:
         found = await _find_host(state, place, name)
-        if found.draining in ("", SHUTDOWN_NOTICE):  # that of a person outlasts its return
+        if found.draining in ("", SHUTDOWN_NOTICE):  # a user's drain outlasts the host's return
             if not any(
                 row.state == "up" and row.workers and row.host != found.host
                 for row in await read_hosts(state, place)
@@ -64,7 +62,7 @@ def drain_host(
 
 
 def end_drain(name: str, as_json: bool, mesh: Path | None) -> None:
-    """Lets a host be used again."""
+    """Let the mesh use a host again."""
     place = find_mesh(mesh)
 
     async def asked(state: StateClient) -> tuple[str, bool]:
@@ -101,7 +99,7 @@ def _wait_until_drained(
 
 
 async def _find_host(state: StateClient, place: MeshPaths, name: str) -> HostRow:
-    """The host of that name, or the one that begins so."""
+    """Return the host of that name, or with that unique prefix."""
     found = await read_hosts(state, place)
     named = [row for row in found if row.host == name] or [
         row for row in found if row.host.startswith(name)
@@ -114,7 +112,7 @@ async def _find_host(state: StateClient, place: MeshPaths, name: str) -> HostRow
 
 
 def print_hosts(mesh: Path | None, as_json: bool) -> None:
-    """Prints the hosts of a mesh."""
+    """Print the hosts of a mesh."""
     place = find_mesh(mesh)
     found = query_mesh(place, partial(read_hosts, mesh_paths=place), ANSWER_TIMEOUT_S)
     if as_json:

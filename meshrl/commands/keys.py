@@ -1,4 +1,4 @@
-"""`meshrl keys`: whose keys a mesh lets in, and those that it lets in no more."""
+"""`meshrl keys`: keys that a mesh admits, and their revocation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEY_PREFIX_PATTERN = f"[0-9a-f]{{8,{KEY_DIGITS}}}"  # or how one begins
 
 
 def print_keys(mesh: Path | None, as_json: bool) -> None:
-    """Prints the keys that are let in."""
+    """Print the admitted keys."""
     place = find_head(mesh)
     found = query_mesh(place, credentials.list_credentials, ANSWER_TIMEOUT_S)
     if as_json:
@@ -40,7 +40,7 @@ def print_keys(mesh: Path | None, as_json: bool) -> None:
 
 
 def revoke_host_or_key(host_or_key: str, mesh: Path | None) -> None:
-    """Lets a host, or one key, in no more."""
+    """Revoke a host, or one key."""
     place = find_head(mesh)
     begins = re.fullmatch(
         KEY_PREFIX_PATTERN, host_or_key.lower().removesuffix("...").removesuffix("…")
@@ -79,17 +79,17 @@ def revoke_host_or_key(host_or_key: str, mesh: Path | None) -> None:
 
 
 def _find_valid_token(known: access_records.AccessRecords, host: str, now_s: float) -> str:
-    """The name of the token that a member came by, if it would let it in again; empty: it would
-    not.
-    """
+    """Return the name of the member's token if it would still admit the host; empty if not."""
     by = {member.token for member in known.members if member.host == host}
     good = (t for t in known.tokens if t.id in by and t.good(now_s) and not t.is_exhausted)
     return next((token.name for token in good), "")
 
 
 async def _find_key(state: StateClient, prefix: str) -> tuple[str, str]:
-    """The one key that begins so, and who shows it, at whichever doors: any host may show another's
-    at its own. A whole one need not be let in now.
+    """Return the one key with this prefix, and the services that present it.
+
+    Any host may present another's key at its own endpoints. A complete key need not be admitted
+    now.
     """
     found: dict[str, list[str]] = {}
     for row in await credentials.list_credentials(state):
@@ -108,7 +108,7 @@ async def _find_key(state: StateClient, prefix: str) -> tuple[str, str]:
 
 
 def _match_hosts(place: MeshPaths, name: str) -> list[str]:
-    """The hosts whose name this is, or begins so."""
+    """Return the hosts with this name or prefix."""
     known = [MeshSettings.from_file(place.settings).host, *read_joined_hosts(place)]
     return [name] if name in known else [host for host in known if host.startswith(name)]
 

@@ -1,5 +1,6 @@
-"""`meshrl logs`: the last lines of a mesh's log files, each with the name of its process; those of
-other hosts of a mesh that runs come from there.
+"""`meshrl logs`: the last lines of a mesh's log files, each with the name of its process.
+
+Logs of other hosts of a running mesh are fetched from them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SILENCE_LIMIT_S = (
 def print_logs(
     targets: list[str], mesh: Path | None, lines: int, follow: bool, list_only: bool
 ) -> None:
-    """`words`: a run or a mesh, a service of it, or both, in either order."""
+    """Print logs. `targets`: a run or a mesh, a service of it, or both, in either order."""
     where = next((Path(word) for word in targets if Path(word).is_dir()), None)
     named = [word for word in targets if where is None or Path(word) != where]
     if len(named) > 1:
@@ -74,7 +75,7 @@ def print_logs(
 
 
 def _list_logs(place: MeshPaths, local_logs: list[Path]) -> None:
-    """Host, bytes and name of each log."""
+    """Print host, bytes and name of each log."""
     for path in local_logs:
         print(f"{'here':<28} {path.stat().st_size:>10}  {path.stem}")
     if not find_root_pid(place):
@@ -94,9 +95,7 @@ def _list_logs(place: MeshPaths, local_logs: list[Path]) -> None:
 async def _print_remote_log(
     place: MeshPaths, service: str, lines: int, follow: bool, local_logs: list[Path]
 ) -> bool:
-    """The log of a process that may be on another host, the newest of its name; False: it is that
-    of this one.
-    """
+    """Print the newest log of a process on any other host; return False if the log is local."""
     path, names = place.log_path(service), [path.stem for path in local_logs]
     silent: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as opened:
@@ -104,7 +103,7 @@ async def _print_remote_log(
             try:
                 remote = await opened.enter_async_context(RemoteLogs.connect(place))
                 found, silent = await remote.list_logs()
-            except MeshError as error:  # perhaps what the log of this host is to tell of
+            except MeshError as error:  # perhaps an error that this host's log explains
                 if path not in local_logs:
                     raise
                 told = f"whether another host has a newer log of {service} is not known"
@@ -137,7 +136,7 @@ async def _print_from_host(remote: RemoteLogs, log: RemoteLog, lines: int, follo
             before, part = part.next_offset, await remote.read_part(log, part.next_offset)
             if part.file_size_bytes < before:  # it was too long, and has started again
                 part = await remote.read_part(log, 0)
-        except MeshError as error:  # its agent starts again, or the host is gone
+        except MeshError as error:  # its agent restarts, or the host is gone
             now = time.monotonic()
             if silent_s is None:
                 silent_s = now
@@ -183,14 +182,14 @@ def _print_lines(name: str, lines: list[str], with_names: bool) -> None:
 
 @dataclass(frozen=True)
 class RemoteLog:
-    """A log file of another host."""
+    """Log file of another host."""
 
     host: str
     log_file: LogFile
 
 
 class RemoteLogs:
-    """The log files of all hosts of a mesh but this one."""
+    """Log files of all hosts of a mesh but this one."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -198,7 +197,7 @@ class RemoteLogs:
     @classmethod
     @asynccontextmanager
     async def connect(cls, place: MeshPaths) -> AsyncIterator[RemoteLogs]:
-        """Those of the mesh at `place`, which runs, asked as the mesh's owner."""
+        """Open the log files of the running mesh at `place`, as the mesh's owner."""
         from meshrl.common.mesh.runtime.mesh import Mesh  # only now is it sure that it is needed
 
         settings = make_person_settings(MeshSettings.from_file(place.settings), place.directory)
@@ -211,7 +210,7 @@ class RemoteLogs:
             await mesh.leave()
 
     async def list_logs(self) -> tuple[list[RemoteLog], dict[str, str]]:
-        """All of them, and why a host does not tell of its own."""
+        """Return all of them, and why a host does not list its own."""
         entries = await registry.list_entries(self._mesh.state, "node")
         hosts = [e.host for e in entries if e.alive and e.host != self._mesh.settings.host]
         calls = (self._mesh.ref(agent_name(host)).call(Node.list_logs, None) for host in hosts)
@@ -228,6 +227,6 @@ class RemoteLogs:
         return found, silent
 
     async def read_part(self, log: RemoteLog, offset: int) -> LogPart:
-        """A part of it; see `Node.read_log`."""
+        """Return a part of a log; see `Node.read_log`."""
         asked = ReadLog(log.log_file.name, offset, READ_BYTES)
         return await self._mesh.ref(agent_name(log.host)).call(Node.read_log, asked)

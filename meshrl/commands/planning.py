@@ -1,4 +1,4 @@
-"""`meshrl plan`: what the planner decides from, and what it would decide now, with its rules."""
+"""`meshrl plan`: the planner's input, and its decisions for that now, with their rules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ EXPLAIN_TIMEOUT_S = 60.0
 
 
 def print_plan(snapshot_file: Path | None, explain: bool, as_json: bool, mesh: Path | None) -> int:
-    """Prints a look, or what would be decided of it; the exit status. `look` is a file that this
-    has printed before; None: the mesh is looked at.
+    """Print a snapshot, or the decisions for it, and return the exit status.
+
+    `snapshot_file` is a file that this command has printed before; None: the mesh is read.
     """
     if snapshot_file is None:
         text = json.dumps(
@@ -49,7 +50,7 @@ def print_plan(snapshot_file: Path | None, explain: bool, as_json: bool, mesh: P
 
 
 async def _read_planner_input(state: StateClient) -> dict[str, Any]:
-    """As the leader sees it: who asks takes the leader's token, and writes nothing by it."""
+    """Return the leader's input, read with the leader's token, which is used for no write."""
     owner, token = await leader.read_leader(state, PLANNER_ELECTION)
     if not owner:
         raise StateUnavailable("no planner leads at the moment", fix="Ask again in a second")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# What is no scenario of a cluster: the module that runs it, its options, and what it is.
+# Scenarios without a cluster: module, options and description.
 OTHER_SCENARIOS = {
     "validity": (
         ["loadtests.simulator", "--arms=broad,real"],
@@ -32,7 +32,7 @@ def run_simulation(
     out: Path | None = None,
     run_dir: Path | None = None,
 ) -> int:
-    """The exit status; without a scenario and a run those that are here are named."""
+    """Run a scenario and return the exit status; without a scenario and a run, list scenarios."""
     if scenario in OTHER_SCENARIOS:
         words, _ = OTHER_SCENARIOS[scenario]
         lacking = ""

@@ -1,4 +1,4 @@
-"""Commands that ask a running mesh something or tell it something, through its Redis."""
+"""Commands that read or change a running mesh through its Redis."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STALL_TIMEOUT_S = 3.0  # with the start of this program below the 5 s that a sta
 
 
 def print_status(target: Path | None, mesh: Path | None, as_json: bool) -> None:
-    """Of a run: how it stands, and its mesh while that runs. Of a mesh: what is on it."""
+    """Print the state of a run, with its mesh while that runs, or all jobs and hosts of a mesh."""
     if print_run_status(target, mesh, as_json):
         return
     place = resolve_mesh(target, mesh)
@@ -83,7 +83,9 @@ def print_status(target: Path | None, mesh: Path | None, as_json: bool) -> None:
 
 
 def print_run_status(target: Path | None, mesh: Path | None, as_json: bool) -> bool:
-    """Says how a run stands; True when nothing is left to say, as its mesh does not run."""
+    """Print the state of a run; return True when its mesh does not run, so nothing else is to
+    print.
+    """
     directory = target or mesh or find_mesh(None).root
     if not (directory / "job.json").is_file():
         return False
@@ -98,7 +100,7 @@ def print_run_status(target: Path | None, mesh: Path | None, as_json: bool) -> b
 
 
 def print_workers(mesh: Path | None, as_json: bool) -> None:
-    """Prints the workers of a mesh with all that resides on them."""
+    """Print the workers of a mesh with all their instances."""
     found = query_mesh(find_mesh(mesh), read_mesh_snapshot, ANSWER_TIMEOUT_S)
     if as_json:
         print(json.dumps(mesh_tables.to_document(found)))
@@ -108,8 +110,10 @@ def print_workers(mesh: Path | None, as_json: bool) -> None:
 
 
 def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
-    """Prints the last decisions about a job, a gang or a worker, each with its rule and inputs, and
-    what came of its last moves; of a job what is predicted now, and why nothing moves.
+    """Print the last decisions about a job, a gang or a worker, with rules, inputs and move
+    outcomes.
+
+    For a job also print its current prediction, and why nothing moves.
     """
 
     async def look(
@@ -148,7 +152,7 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
 
 
 def print_stalls(target: Path | None, mesh: Path | None, as_json: bool) -> None:
-    """Prints who waits for whom; also when it is Redis itself that does not answer."""
+    """Print which process waits for which; also when Redis itself does not answer."""
     place = resolve_mesh(target, mesh)
     found, entries = diagnose_run_stalls(place)
     if as_json:
@@ -162,9 +166,8 @@ def print_stalls(target: Path | None, mesh: Path | None, as_json: bool) -> None:
         who = f"{stall.waiter} waits for {stall.culprit}" if stall.waiter else stall.culprit
         who += f" (job {stall.job})" if stall.job and stall.job not in who else ""
         pid = pids.get(stall.culprit, 0)
-        usage = (
-            read_process_usage(pid) if pid else None
-        )  # what this machine's kernel says of the culprit
+        # This machine's kernel reports the state of the culprit.
+        usage = read_process_usage(pid) if pid else None
         seen = "" if usage is None else f" Process {pid}"
         seen += (" is stopped by a signal." if usage.state == "T" else ".") if usage else ""
         print(f"{who}: {stall.what}, since {stall.since_s:.1f} s. {stall.reason}{seen}")
@@ -180,7 +183,7 @@ def print_stalls(target: Path | None, mesh: Path | None, as_json: bool) -> None:
 
 
 def diagnose_run_stalls(place: MeshPaths) -> tuple[list[Stall], Sequence[RegistryEntry]]:
-    """The stalls of a mesh, with all that its processes say; it takes a few seconds at most."""
+    """Return the stalls of a mesh and its registry entries; it takes a few seconds at most."""
     full = disk_full.find_full_disk([place.root, place.redis_directory])
     here = MeshSettings.from_file(place.settings).host
     try:

@@ -1,4 +1,4 @@
-"""Commands that are given a token: jobs on a mesh of somebody else's, which are known by name."""
+"""Commands with a token: jobs on another user's mesh, identified by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshrl.view.live import console_tables
 
 
 def show_status(token: str, name: str | None, as_json: bool) -> None:
-    """Shows the token's jobs, or one of them."""
+    """Show the token's jobs, or one of them."""
 
     async def look(client: Client) -> list[JobState]:
         return await client.jobs() if name is None else [await client.job(name)]
@@ -34,7 +34,7 @@ def show_status(token: str, name: str | None, as_json: bool) -> None:
 
 
 def watch_job(token: str, name: str) -> int:
-    """Prints what happens to a job until it is over; the exit status says how it ended."""
+    """Print the events of a job until it is over; return the exit status for its end."""
 
     async def follow(client: Client) -> JobState:
         async for event in client.events(name):
@@ -45,7 +45,7 @@ def watch_job(token: str, name: str) -> int:
 
 
 def wait_for_job(token: str, name: str, timeout_s: float | None, as_json: bool) -> int:
-    """Returns when a job is over, with the exit status for its end."""
+    """Return when a job is over, with the exit status for its end."""
     try:
         return _print_outcome(
             run_request(lambda client: client.wait(name, timeout_s), token=token), as_json
@@ -56,7 +56,7 @@ def wait_for_job(token: str, name: str, timeout_s: float | None, as_json: bool) 
 
 
 def cancel_job(token: str, name: str, as_json: bool) -> int:
-    """Ends a job; Refused when it has finished or failed already."""
+    """End a job. Raises Refused when it has finished or failed already."""
 
     async def stopped(client: Client) -> tuple[bool, JobState]:
         return await client.stop(name), await client.job(name)

@@ -1,5 +1,7 @@
-"""`meshrl token`: who else may hand jobs to a mesh; `meshrl secrets`: all that lets the parts of a
-mesh know each other, made before any of it runs, for an orchestrator to hand out.
+"""`meshrl token`: tokens that let other users submit jobs; `meshrl secrets`: a new mesh's secrets.
+
+The secrets let the parts of a mesh authenticate each other. They are made before any part runs, for
+an orchestrator to hand out.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ VALID = "good"
 def create_token(
     name: str, days: float, priority: int, out: Path | None, mesh: Path | None
 ) -> None:
-    """Prints the token, or writes it to `out`, which must not be there."""
+    """Print the token, or write it to `out`, which must not exist."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]*", name):
         raise ConfigError(f"{name!r} is no name of a token", fix="Take letters, digits, . _ @ -")
     place = find_head(mesh)
@@ -55,8 +57,9 @@ def create_token(
 def print_new_host_token(
     name: str | None, hours: float, uses: int, out: Path | None, mesh: Path | None
 ) -> None:
-    """Makes a token that lets in so many hosts (0: any number), and prints it, or writes it to
-    `out`. Refused for a mesh that is one host's.
+    """Create a token that admits `uses` hosts (0: any number), and print it or write it to `out`.
+
+    Raises Refused for a mesh of one host.
     """
     place = find_head(mesh)
     if not MeshSettings.from_file(place.settings).joinable:
@@ -75,7 +78,7 @@ def _check_not_existing(out: Path | None) -> None:
 
 
 def _deliver(token: AccessToken, out: Path | None) -> bool:
-    """Prints it, or writes it to `out`; whether it was written."""
+    """Print the token, or write it to `out`; return True if it was written."""
     if out is None:
         print(token.encoded)
         return False
@@ -84,7 +87,7 @@ def _deliver(token: AccessToken, out: Path | None) -> bool:
 
 
 def print_tokens(mesh: Path | None, as_json: bool) -> None:
-    """Prints what is known of the tokens."""
+    """Print the records of the tokens."""
     known, now_s = access_records.read_records(_token_file(find_head(mesh))).tokens, time.time()
     if as_json:
         about = [
@@ -98,7 +101,7 @@ def print_tokens(mesh: Path | None, as_json: bool) -> None:
     for token in known:
         dates = _format_date(token.made_s), _format_date(token.expires_s)
         of_host = token.kind == HOST_TOKEN
-        hosts = f"{token.used} of {token.uses or 'any'}" if of_host else ""  # that it has let in
+        hosts = f"{token.used} of {token.uses or 'any'}" if of_host else ""  # admitted hosts
         priority = "" if of_host else str(token.priority)
         table.add_row(
             token.id, token.name, *dates, priority, hosts, _describe_validity(token, now_s)
@@ -107,7 +110,7 @@ def print_tokens(mesh: Path | None, as_json: bool) -> None:
 
 
 def revoke_tokens(name_or_id: str, mesh: Path | None) -> None:
-    """Says how many are good no more."""
+    """Revoke tokens and print how many."""
     revoked = token_registry.revoke_tokens(_token_file(find_head(mesh)), name_or_id, time.time())
     of_hosts = any(token.kind == HOST_TOKEN for token in revoked)
     stays = (
@@ -139,8 +142,9 @@ JOIN_FILE, SUBMIT_FILE, REDIS_DIR = "join.token", "submit.token", "redis"
 def make_secrets(
     directory: Path, head_address: str, exposed_address: str, redis_address: str, days: float
 ) -> None:
-    """Makes the directory, whole or not at all, and says what is in it. Refused where there is one;
-    ConfigError for a NAME[:PORT] that is none.
+    """Create the directory of secrets atomically, and print its content.
+
+    Raises Refused if it exists; ConfigError for an invalid NAME[:PORT].
     """
     near = parse_gateway_address(head_address, GATEWAY_PORT, "--head")
     far = parse_gateway_address(exposed_address, GATEWAY_PORT, "--exposed")

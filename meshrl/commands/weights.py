@@ -1,5 +1,5 @@
-"""`meshrl weights`: shows a run's versions and how each process got the last one, pins, exports,
-imports and compares versions.
+"""`meshrl weights`: shows a run's versions and their transports, pins, exports, imports and
+compares versions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MANIFEST_DIGITS = 8  # digits of a digest that are shown
 
 
 def print_versions(run: Path | None, mesh: Path | None, token: str | None, as_json: bool) -> None:
-    """Prints the versions that the store has, the oldest first."""
+    """Print the versions that the store has, the oldest first."""
     found = _request_versions("list", run, mesh, token)
     if as_json:
         print(json.dumps(found))
@@ -136,7 +136,7 @@ def _request_versions(
     version: str = "",
     note: str = "",
 ) -> dict[str, Any]:
-    """The answer about a run of this user's, or with a token about a job of another's mesh."""
+    """Return the answer about this user's run, or with a token about a job of another's mesh."""
     if not token or mesh or (run and (run / "job.json").is_file()):
         meant: RunLocation = resolve_run(run, mesh)
         return run_versions_command(*build_arguments(action, meant.directory, version, note))
@@ -150,7 +150,7 @@ def _print_result(result: dict[str, Any], text: str, as_json: bool) -> None:
 
 
 def _format_version(version: dict[str, Any]) -> str:
-    """The number, which tells the lineage where that is not the first."""
+    """Return the version's number, with the lineage unless that is the first."""
     return (
         str(version["version"])
         if not version["lineage"]
@@ -172,7 +172,7 @@ MIB = 1 << 20
 
 
 def explain_transports(run: Path | None, mesh: Path | None, as_json: bool) -> None:
-    """Prints it of the processes of a mesh that runs, else what a run has on record."""
+    """Print the transports of a running mesh's processes, else those in a run's record."""
     found = _read_received_versions(resolve_run(run, mesh))
     if as_json:
         print(json.dumps(found))
@@ -199,7 +199,7 @@ def explain_transports(run: Path | None, mesh: Path | None, as_json: bool) -> No
 
 
 def _read_received_versions(run: RunLocation) -> list[dict[str, Any]]:
-    """What each process told last, by its name."""
+    """Return the last report of each process, by its name."""
     if may_be_running(run.mesh_paths):
         entries = query_mesh(run.mesh_paths, registry.list_entries, ANSWER_TIMEOUT_S)
         told = {

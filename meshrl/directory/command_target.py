@@ -1,4 +1,4 @@
-"""What an argument of the command line means: a run, a mesh, or the mesh that was started last."""
+"""Target of a command-line argument: a run, a mesh, or the mesh that was started last."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
 
 @dataclass(frozen=True)
 class RunLocation:
-    """A run: its directory, the name of its job, and the mesh that it was started or submitted
-    on.
-    """
+    """Run: its directory, its job's name, and the mesh that it was started or submitted on."""
 
     directory: Path
     job: str
@@ -26,17 +24,20 @@ class RunLocation:
 
     @classmethod
     def from_job_file(cls, directory: Path, content: dict[str, Any]) -> RunLocation:
-        """The run in a directory whose `job.json` holds this."""
+        """Return the run in a directory whose `job.json` has this content."""
         return cls(directory, content["job"], MeshPaths(Path(content.get("mesh", directory))))
 
     @property
     def display_path(self) -> str:
-        """Its directory as one would type it."""
+        """Run's directory as a user would type it."""
         return directory_paths.format_path(self.directory)
 
 
 def read_run(directory: Path) -> RunLocation:
-    """The run in a directory; NotFound when there is none, Damaged when `job.json` is."""
+    """Return the run in a directory.
+
+    Raises NotFound when there is none, CorruptData when its `job.json` is corrupt.
+    """
     found = directory_paths.require_run(directory)
     path = found / job_file.JOB_FILE_NAME
     try:
@@ -52,7 +53,7 @@ def read_run(directory: Path) -> RunLocation:
 
 
 def resolve_mesh(target: Path | None, mesh: Path | None) -> MeshPaths:
-    """The mesh that a run or mesh directory, `--mesh`, or neither of them means."""
+    """Return the mesh that a run or mesh directory, `--mesh`, or neither of them means."""
     if target is not None and mesh is not None:
         raise ConfigError(f"both {target} and --mesh {mesh} name a mesh", fix="Give one of them")
     target = target or mesh
@@ -74,8 +75,9 @@ def resolve_mesh(target: Path | None, mesh: Path | None) -> MeshPaths:
 
 
 def resolve_run(target: Path | None, mesh: Path | None) -> RunLocation:
-    """The run that is meant: a run's directory, a job of the mesh by its name, or, when neither is
-    given, the job that the mesh works on (the last one if it works on none).
+    """Return the run that is meant: a run's directory, or a job of the mesh by its name.
+
+    When neither is given, it is the job that the mesh works on (the last one if it works on none).
     """
     if target is not None and (target / "job.json").is_file():
         return read_run(target)
@@ -96,8 +98,9 @@ def resolve_run(target: Path | None, mesh: Path | None) -> RunLocation:
 
 
 def resolve_bare_mesh(target: Path | None, mesh: Path | None) -> MeshPaths | None:
-    """The mesh, where that is meant and no run or job of it; None: it is one of these. NotFound
-    when there is none.
+    """Return the mesh if the target is a mesh; None if it is a run or a job.
+
+    Raises NotFound when there is none.
     """
     if target is not None and (not target.exists() or (target / "job.json").is_file()):
         return None
@@ -118,8 +121,9 @@ def _resolve_job(mesh_paths: MeshPaths, name: str) -> RunLocation:
 
 
 async def read_run_row(state: StateClient, run: RunLocation) -> jobs.JobRow:
-    """The run's row in the Redis of its mesh; NotFound when that has no such job, Refused when it
-    has another one of that name.
+    """Return the run's row in the Redis of its mesh.
+
+    Raises NotFound when that has no such job, Refused when its job of that name is another run.
     """
     row = await jobs.read_job(state, run.job)
     if row.run_dir != str(run.directory):
@@ -128,8 +132,9 @@ async def read_run_row(state: StateClient, run: RunLocation) -> jobs.JobRow:
 
 
 def may_be_running(mesh_paths: MeshPaths) -> bool:
-    """Whether there may be a mesh: its launcher runs on this host, or its Redis answers and a
-    process of it holds a lease.
+    """Return True if there may be a mesh.
+
+    Its launcher runs on this host, or its Redis answers and one of its processes holds a lease.
     """
     if not mesh_paths.settings.is_file():
         return False

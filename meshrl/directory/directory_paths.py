@@ -22,7 +22,7 @@ from meshrl.directory.file_ownership import require_own_file
 
 
 class _MeshFile:
-    """Attribute of a place: the file of this name in its directory."""
+    """Attribute of `MeshPaths`: the file of this name in its directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -33,7 +33,7 @@ class _MeshFile:
 
 @dataclass(frozen=True)
 class MeshPaths:
-    """The files of one mesh."""
+    """Paths of the files of one mesh."""
 
     root: Path
 
@@ -41,18 +41,18 @@ class MeshPaths:
         "home"
     )  # the home directory of its processes, where their user has none
     settings = _MeshFile("settings.json")
-    shape = _MeshFile("shape.json")  # what runs here, as it was started last
+    shape = _MeshFile("shape.json")  # shape of the last start
     membership = _MeshFile("membership.json")  # on a host that has joined: which mesh, what token
     joined = _MeshFile("joined.json")  # which hosts have joined the mesh
     redis_directory = _MeshFile("redis")
-    redis_note = _MeshFile("redis-note.json")  # how far it had come when the launcher looked last
+    redis_note = _MeshFile("redis-note.json")  # progress of Redis at the launcher's last check
     logs = _MeshFile("logs")
     fork_server_socket = _MeshFile("nursery")  # its socket
     lock = _MeshFile("lock")
-    launcher = _MeshFile("launcher.json")  # who runs the mesh: `{pid, start_time, ready, end_s}`
+    launcher = _MeshFile("launcher.json")  # root process: `{pid, start_time, ready, end_s}`
     leave_marker = _MeshFile(
         "leaving"
-    )  # is there when who runs a host is to leave the mesh at its end
+    )  # exists when a host's root process must leave the mesh at its end
 
     @property
     def directory(self) -> Path:
@@ -60,15 +60,16 @@ class MeshPaths:
 
     @property
     def redis_url(self) -> str:
-        """The Redis of the mesh, as its own user reaches it; $MESHRL_REDIS_URL is already in its
-        settings. Refused on a host that has joined: people ask at the head.
+        """URL of the mesh's Redis for its own user; $MESHRL_REDIS_URL is already in its settings.
+
+        Raises Refused on a joined host: users run their commands at the head.
         """
         self.require_head()
         settings = MeshSettings.from_file(self.settings)
         return make_person_settings(settings, self.directory).make_redis_url(PERSON_ROLE)
 
     def require_head(self) -> None:
-        """Refused on a host that has joined a mesh: that is asked at its head."""
+        """Raise Refused on a host that has joined a mesh: its head has the records."""
         if self.membership.is_file():
             raise Refused(
                 f"{self.root} is a host that has joined a mesh, whose records are at its head",
@@ -76,7 +77,7 @@ class MeshPaths:
             )
 
     def log_path(self, name: str) -> Path:
-        """The log of a service or worker: `planner/0` -> `planner-0.log`."""
+        """Return the log of a service or worker: `planner/0` -> `planner-0.log`."""
         return self.logs / (name.replace("/", "-") + ".log")
 
 
@@ -85,15 +86,16 @@ def find_mesh_home() -> Path:
 
 
 def set_current_mesh(mesh_paths: MeshPaths) -> None:
-    """Makes `place` the mesh that commands without --mesh mean."""
+    """Make this mesh the default of commands without --mesh."""
     find_mesh_home().mkdir(parents=True, exist_ok=True)
     write_json(find_mesh_home() / "current.json", {"root": str(mesh_paths.root.resolve())})
 
 
 def find_mesh(path: Path | None) -> MeshPaths:
-    """The mesh at `chosen` (a run directory, its mesh directory or settings file), or the last one.
+    """Return the mesh at `path` (a run directory, its mesh directory or settings file), or the last
+    one.
 
-    NotFound says how to start one.
+    Raises NotFound with how to start one.
     """
     if path is None:
         pointer = find_mesh_home() / "current.json"
@@ -120,17 +122,20 @@ def find_mesh(path: Path | None) -> MeshPaths:
 
 
 def find_head(path: Path | None) -> MeshPaths:
-    """The same; Refused on a host that has joined: records of hosts and tokens are at the head."""
+    """Return the mesh, as `find_mesh` does.
+
+    Raises Refused on a joined host: records of hosts and tokens are at the head.
+    """
     place = find_mesh(path)
     place.require_head()
     return place
 
 
 def choose_run_directory(config: JobConfig, force: bool) -> Path:
-    """Where a new run goes: `out`, or `runs/<name>`, `runs/<name>-2`, ...; nothing is made.
+    """Return the path of a new run: `out`, or `runs/<name>`, `runs/<name>-2`, ...; create nothing.
 
-    What is already in `out` is refused, because the user named that very place, unless `force` is
-    to replace it.
+    Raises Refused if `out` is occupied, because the user named that very path, unless `force` is to
+    replace it.
     """
     named = config.out_directory
     target = Path(named).expanduser() if named else Path("runs") / config.name
@@ -148,7 +153,7 @@ def choose_run_directory(config: JobConfig, force: bool) -> Path:
 
 
 def require_run(directory: Path) -> Path:
-    """`directory` made absolute; NotFound when no run is there."""
+    """Return the absolute path of a run's directory. Raises NotFound when no run is there."""
     if not (directory / "job.json").is_file():
         if (directory / "bundle").is_dir() and (directory / "events.jsonl").is_file():
             raise CorruptData(
@@ -166,14 +171,14 @@ def require_run(directory: Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a document holds; Damaged when it is not what was written."""
+    """Return the content of a document. Raises CorruptData when it is not as written."""
     if path.exists() and not path.is_file():  # a pipe would be waited for without end
         raise CorruptData("it is no file", where=str(path))
     return documents.decode(path.read_bytes(), str(path))
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """The same of one that tells nothing that others do not: nothing when it is damaged or gone."""
+    """Return a document's content; empty if it is corrupt or missing, as others repeat it."""
     try:
         return read_json(path)
     except (CorruptData, FileNotFoundError):
@@ -181,19 +186,19 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> None:
-    """Whole or not at all: a reader never sees half a file. StorageFull."""
+    """Write a file atomically: no reader sees half a file. Raises StorageFull."""
     documents.write(path, content, durable=durable)
 
 
 def is_occupied(directory: Path) -> bool:
-    """Whether anything is there but an empty directory."""
+    """Return True if the path has anything but an empty directory."""
     if not os.path.lexists(directory):
         return False
     return not directory.is_dir() or any(directory.iterdir())
 
 
 def format_path(path: Path) -> str:
-    """A path as one would type it: relative to the working directory where it lies below."""
+    """Return a path as a user would type it: relative to the working directory if it is below."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -201,7 +206,7 @@ def format_path(path: Path) -> str:
 
 
 def find_root_pid(mesh_paths: MeshPaths) -> int:
-    """The pid of the process that runs the mesh; 0 when none does."""
+    """Return the pid of the process that runs the mesh; 0 when none does."""
     marker = read_json_or_empty(mesh_paths.launcher)
     pid = int(marker.get("pid", 0))
     if not pid:

@@ -1,6 +1,4 @@
-"""Whose files these are: a mesh's own lie in directories that nobody else can enter, and what
-another user has put in their place is not used.
-"""
+"""Ownership of a mesh's files: its directories are private, and other users' files are rejected."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ WORLD_WRITABLE = stat.S_IWOTH
 
 
 def create_private_directory(directory: Path) -> None:
-    """Makes a directory that this user alone can enter, or closes it to the others. Refused when it
-    is another user's, or when anybody may put another one in its place.
+    """Create a directory that this user alone can enter, or close it to others.
+
+    Raises Refused when it is another user's, or when any user may put another one in its place.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o777 & ~PRIVATE_UMASK)
     require_own_file(directory)
@@ -33,8 +32,9 @@ def create_private_directory(directory: Path) -> None:
 
 
 def require_own_file(path: Path) -> None:
-    """Refused when what is at `path` belongs to another user, who could have it name any server and
-    any process; root's is nobody's trap.
+    """Raise Refused when `path` belongs to another user.
+
+    Such a file could name any server and any process. A file of root's is trusted.
     """
     owner = path.lstat().st_uid
     if owner not in (0, os.geteuid()):

@@ -1,4 +1,4 @@
-"""`job.json`, which says what a run is: read, and written again from the copy in Redis."""
+"""`job.json`, which identifies a run: read, and rewritten from the copy in Redis."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ SOURCE_URL_KEY = "brought"  # from which URL, of a run that another host has mad
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
-    """What a run's `job.json` holds: job, document, and what was packed. Damaged when that cannot
-    be told, FileNotFoundError when there is none.
+    """Return a run's `job.json`: job, document, and packed files.
+
+    Raises CorruptData when it is invalid, FileNotFoundError when there is none.
     """
     held = read_json(path)
     if not isinstance(held.get("job"), str) or not isinstance(held.get("document"), dict):
@@ -29,8 +30,9 @@ def read_job_file(path: Path) -> dict[str, Any]:
 async def restore_job_file(
     state: StateClient, run_dir: Path, extra_fields: Mapping[str, Any], reason: str
 ) -> dict[str, Any] | None:
-    """Writes a damaged one again from what Redis has of the job in this directory, with `about`;
-    the fields of an event. None: Redis has no such job.
+    """Rewrite a corrupt `job.json` from Redis, with `extra_fields`; return the fields of an event.
+
+    Returns None if Redis has no job in this directory.
     """
     rows = [row for row in await jobs.read_jobs(state) if row.run_dir == str(run_dir)]
     if not rows:

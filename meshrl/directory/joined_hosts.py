@@ -12,21 +12,21 @@ from meshrl.directory.directory_paths import MeshPaths, write_json
 
 @dataclass(frozen=True)
 class JoinedHost:
-    """A host that was let in."""
+    """Host that was admitted."""
 
     host: str
     address: str
-    prefix: str  # of its workers' names
+    prefix: str  # prefix of its workers' names
     planner: str  # name of the planner that stands by there; empty: none does
     workers: int
     joined_s: float  # wall clock
     key: str  # digest of that by which it is known at the gateway
-    ephemeral: bool = False  # it is forgotten when it has been away for `pool.gone_s`
+    ephemeral: bool = False  # it is removed after an absence of `pool.gone_s`
 
 
 @dataclass(frozen=True)
 class JoinedHosts:
-    """The hosts that were let in, and how many there have been."""
+    """Hosts that were admitted, and the count of all so far."""
 
     count: int = 0
     hosts: Mapping[str, JoinedHost] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class JoinedHosts:
 
     @classmethod
     def read(cls, mesh_paths: MeshPaths) -> JoinedHosts:
-        """That of a mesh; Damaged."""
+        """Return the joined hosts of a mesh. Raises CorruptData."""
         try:
             held = documents.read(mesh_paths.joined, REPAIR_HINT.format(other="hosts.json"))
         except FileNotFoundError:
@@ -48,10 +48,10 @@ class JoinedHosts:
             raise documents.make_corrupt_error(mesh_paths.joined, why, fix) from error
 
     def write(self, mesh_paths: MeshPaths) -> None:
-        """Puts it on record."""
+        """Write the record."""
         write_json(mesh_paths.joined, asdict(self))
 
 
 def read_joined_hosts(mesh_paths: MeshPaths) -> Mapping[str, JoinedHost]:
-    """The hosts that have joined a mesh, by name; Damaged."""
+    """Return the hosts that have joined a mesh, by name. Raises CorruptData."""
     return JoinedHosts.read(mesh_paths).hosts

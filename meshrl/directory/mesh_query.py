@@ -1,4 +1,4 @@
-"""Asks a running mesh something through its Redis, within a deadline."""
+"""Query of a running mesh through its Redis, within a deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ ANSWER_TIMEOUT_S = 10.0
 def query_mesh(
     mesh_paths: MeshPaths, query: Callable[[StateClient], Awaitable[T]], deadline_s: float
 ) -> T:
-    """Runs `question` on the mesh's Redis; StateUnavailable or its own error after `deadline_s`."""
+    """Run `query` on the mesh's Redis.
+
+    Raises StateUnavailable or the query's own error after `deadline_s`.
+    """
 
     async def asking() -> T:
         try:
@@ -35,7 +38,7 @@ def query_mesh(
 
 
 async def await_redis_answer(mesh_paths: MeshPaths, answer: Awaitable[T]) -> T:
-    """Return the answer of a mesh's Redis; one that is away is named with what to do."""
+    """Return the answer of a mesh's Redis; an absent one raises an error with a fix."""
     try:
         return await answer
     except StateUnavailable as error:

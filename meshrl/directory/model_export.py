@@ -1,4 +1,4 @@
-"""`meshrl export`: a version of a run as a Hugging Face directory, by a process of its own."""
+"""`meshrl export`: writes a run's version as a Hugging Face directory, in a separate process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.directory import directory_paths
 def build_export_command(
     run_dir: Path, output_directory: Path, step: int | None = None, best_version: bool = False
 ) -> list[str]:
-    """What writes it."""
+    """Return the command of the export process."""
     words = [sys.executable, "-m", "meshrl.services.weights.export", "--run", str(run_dir)]
     words += ["--out", str(output_directory)]
     words += ["--step", str(step)] if step is not None else []
@@ -40,7 +40,10 @@ def export_model(
     *,
     quiet: bool = False,
 ) -> int:
-    """The exit status; the process says itself what it wrote, unless `quiet`, or what is wrong."""
+    """Export a version and return the exit status.
+
+    The process prints its output path, unless `quiet`, and its errors.
+    """
     require_one_version(step, best_version)
     run_dir = directory_paths.require_run(run)
     suffix = f"-{step}" if step is not None else "-best" if best_version else ""

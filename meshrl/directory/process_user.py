@@ -1,5 +1,6 @@
-"""The user whom a container runs processes as: often one without a home directory that it can write
-to, or even a name, both of which libraries take for granted when they look for a place to cache.
+"""User of a container's processes: often one without a writable home directory, or even a name.
+
+Libraries take both for granted when they choose a cache directory.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from meshrl.common.mesh.process.entry.child import PRIVATE_UMASK
 
 
 def ensure_home(home: Path) -> None:
-    """`home` is the home directory of this process, and of all that it starts, where the user has
-    none that it can write to; and its number its name where it has none.
+    """Set `home` as the home directory of this process and its children if the user has no writable
+    one.
+
+    Set the user's number as its name if it has none.
     """
-    if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # "~" itself: nobody knows
+    if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # "~" itself: no home is known
         home.mkdir(parents=True, exist_ok=True, mode=0o777 & ~PRIVATE_UMASK)
         os.environ["HOME"] = str(home)
     try:
@@ -28,8 +31,9 @@ def ensure_home(home: Path) -> None:
 
 
 def ensure_temporary_home() -> None:
-    """The same for a command that keeps nothing: only where no home directory is known at all. The
-    home directory is a new one, as other users may have made files in any known one.
+    """Set a temporary home directory for a command that stores nothing, only if no home is known.
+
+    The directory is a new one, as other users may have made files in any known one.
     """
     if os.path.expanduser("~") == "~":
         home = tempfile.mkdtemp(prefix="meshrl-home-")

@@ -1,5 +1,6 @@
-"""The directory of a new run: made once the start can be expected to succeed, and taken back if it
-does not. A run that --force replaces lies aside until then.
+"""Directory of a new run: created once the start can be expected to succeed, else removed again.
+
+A run that --force replaces is moved to another path until then.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass
 class RunClaim:
-    """A new run's directory, which is empty."""
+    """New run's directory, which is empty."""
 
     directory: Path
     created_directories: list[Path]  # directories that were not there, innermost first
-    replaced_run: Path | None = None  # where the run that it replaces lies
+    replaced_run: Path | None = None  # path of the run that it replaces
     is_marked: bool = False
     is_committed: bool = False
 
     def commit(self) -> None:
-        """The run has begun, or nobody knows: its directory stays."""
+        """Retain the directory: the run has begun, or its state is unknown."""
         self.is_committed = True
         (self.directory / CLAIM_FILE).unlink(missing_ok=True)
 
     def delete_replaced_run(self) -> None:
-        """The run goes on: what it replaces goes."""
+        """Delete the replaced run, as the new one has started."""
         if self.replaced_run is not None:
             told = "of the run that was replaced cannot be deleted"
             shutil.rmtree(
@@ -53,18 +54,18 @@ class RunClaim:
             self.replaced_run = None
 
     def create_marker(self) -> None:
-        """Takes the directory: it is not empty from here on."""
+        """Claim the directory: it is not empty from here on."""
         with (self.directory / CLAIM_FILE).open("x") as mark:
             self.is_marked = True
             mark.write("a run is being started here\n")
 
     def roll_back(self) -> None:
-        """Leaves everything as it was before."""
+        """Restore everything as it was before."""
         if self.is_marked:
             for path in self.directory.iterdir():
                 folder = path.is_dir() and not path.is_symlink()
                 shutil.rmtree(path, ignore_errors=True) if folder else path.unlink()
-        with contextlib.suppress(OSError):  # somebody else has put something there
+        with contextlib.suppress(OSError):  # another process has put something there
             for path in self.created_directories:
                 path.rmdir()
         if self.replaced_run is None:
@@ -75,17 +76,17 @@ class RunClaim:
             self.report_replaced_run(str(error))
 
     def report_replaced_run(self, reason: str) -> None:
-        """Where the run lies that was to be replaced, and is neither deleted nor put back."""
+        """Print the path of a replaced run that is neither deleted nor put back."""
         told = f"the run that --force replaces is whole in {self.replaced_run} ({reason})"
         print(f"{told}; `mv` it to a name of its own, and `meshrl resume` goes on", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def claim_run_directory(config: JobConfig, force: bool) -> Iterator[RunClaim]:
-    """The directory of a new run, which stays if it is kept within the context.
+    """Yield the directory of a new run, which stays if it is committed within the context.
 
-    Refused when it cannot be written, and when `force` would delete what is no run, or one that
-    goes on.
+    Raises Refused when it cannot be written, and when `force` would delete a directory that is no
+    run, or a run in progress.
     """
     if config.out_url and not force:
         there = RemoteDirectory(config.out_url, "out", "the URL")
@@ -119,7 +120,7 @@ def claim_run_directory(config: JobConfig, force: bool) -> Iterator[RunClaim]:
 
 @contextlib.contextmanager
 def translate_write_errors(directory: Path) -> Iterator[None]:
-    """What the system says when something cannot be written there, as one line."""
+    """Translate the system's error of a failed write into one line."""
     try:
         yield
     except OSError as error:
@@ -132,7 +133,7 @@ def translate_write_errors(directory: Path) -> Iterator[None]:
 
 
 def _create(claim: RunClaim, config: JobConfig) -> None:
-    """Makes the claim's directory, or the next one when somebody else was faster."""
+    """Create the claim's directory, or the next one if another process was faster."""
     while True:
         missing = [p for p in (claim.directory, *claim.directory.parents) if not p.exists()]
         try:
@@ -155,7 +156,10 @@ def _create(claim: RunClaim, config: JobConfig) -> None:
 
 @contextlib.contextmanager
 def _lock_replaceable_run(directory: Path) -> Iterator[None]:
-    """Refused unless a run of ours lies there that nobody works on; nobody begins to meanwhile."""
+    """Lock a run for replacement: no process can resume it in the block.
+
+    Raises Refused unless the directory has a run of ours that no process works on.
+    """
     if directory.is_symlink():
         raise Refused(
             f"{directory} is a symbolic link to {directory.readlink()}: --force does not follow it",
@@ -177,7 +181,9 @@ def _lock_replaceable_run(directory: Path) -> Iterator[None]:
 
 
 def _read_run(directory: Path) -> tuple[str, Path | None]:
-    """(the run's job, the mesh that it was submitted to); Refused when there is no run."""
+    """Return (the run's job, the mesh that it was submitted to). Raises Refused when there is no
+    run.
+    """
     try:
         held = job_file.read_job_file(directory / job_file.JOB_FILE_NAME)
     except (OSError, CorruptData) as error:
@@ -190,7 +196,7 @@ def _read_run(directory: Path) -> tuple[str, Path | None]:
 
 @contextlib.contextmanager
 def lock_mesh(mesh_paths: MeshPaths, run_dir: Path) -> Iterator[None]:
-    """Holds the lock of a mesh, if there is one; Refused while the mesh runs."""
+    """Hold the lock of a mesh, if there is one. Raises Refused while the mesh runs."""
     with contextlib.ExitStack() as stack:
         if mesh_paths.lock.is_file():
             lock = stack.enter_context(mesh_paths.lock.open("r"))
@@ -208,7 +214,7 @@ def lock_mesh(mesh_paths: MeshPaths, run_dir: Path) -> Iterator[None]:
 
 
 def is_mesh_running(mesh_paths: MeshPaths) -> bool:
-    """Whether a launcher holds the mesh's lock."""
+    """Return True if a launcher holds the mesh's lock."""
     try:
         with lock_mesh(mesh_paths, mesh_paths.root):
             return False
@@ -217,7 +223,7 @@ def is_mesh_running(mesh_paths: MeshPaths) -> bool:
 
 
 def _require_finished(mesh_paths: MeshPaths, directory: Path, job: str) -> None:
-    """Refused unless the mesh that a job was submitted to has done with it."""
+    """Raise Refused unless the mesh that a job was submitted to has finished it."""
     if not mesh_paths.settings.is_file():
         return  # there is no such mesh any more
     fix = f"`meshrl cancel {directory}` ends it; or set another `out`"

@@ -1,5 +1,6 @@
-"""Asks for the versions of a run, or pins, compares and exports some, by a process of its own: it
-reads what the store has, whether or not a mesh runs.
+"""Queries and changes of a run's versions in a process of its own: list, pin, compare, export.
+
+The process reads the store, with or without a running mesh.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ POLL_S = 0.01
 
 
 def build_command(arguments: Sequence[str | Path]) -> list[str]:
-    """What does so: `words` are the command and its arguments."""
+    """Return the command line of the process: `arguments` are the command and its arguments."""
     return [sys.executable, "-m", "meshrl.services.weights.versions", *map(str, arguments)]
 
 
 def build_arguments(
     action: str, run: str | Path, version: str = "", note: str = ""
 ) -> list[str | Path]:
-    """Those of `list`, `pin` and `unpin`; what a person has typed is taken for no option."""
+    """Return the arguments of `list`, `pin` and `unpin`; no user input is parsed as an option."""
     noted = [f"--note={note}"] if note else []
     return [action, *noted, "--", run, *([version] if action != "list" else [])]
 
 
 def run_versions_command(*arguments: str | Path) -> dict[str, Any]:
-    """The answer to a command; its own error."""
+    """Return the answer to a command. Raises the command's own error."""
     with TemporaryDirectory(prefix="meshrl-versions-") as scratch:
         said = Path(scratch) / "said"
         tied = threading.current_thread() is threading.main_thread()  # no other thread can tie it
@@ -59,8 +60,9 @@ def run_versions_command(*arguments: str | Path) -> dict[str, Any]:
 
 
 async def copy_versions(run: Path, stop: asyncio.Event) -> str:
-    """Copies what a run that is over keeps for good to its `weights.copies`; why some of it is not
-    there, empty if all is. `stop` ends it.
+    """Copy the retained versions of a finished run to its `weights.copies`; `stop` ends the copy.
+
+    Returns why some versions are missing there, empty if all are present.
     """
     place = (
         job_file.read_job_file(run / job_file.JOB_FILE_NAME)["document"]
@@ -93,7 +95,7 @@ async def copy_versions(run: Path, stop: asyncio.Event) -> str:
 
 
 async def run_command(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """The exit status of a process, and what it said and complained of."""
+    """Return the exit status of a process, its standard output and its standard error."""
     process = await asyncio.create_subprocess_exec(*arguments, stdout=PIPE, stderr=PIPE)
     try:
         said, complained = await process.communicate()
@@ -106,7 +108,7 @@ async def run_command(arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 def parse_answer(stdout: str, stderr: str) -> dict[str, Any]:
-    """What the process said last, or the error that it told of."""
+    """Return the process's last output, or raise the error that it reported."""
     lines = stdout.strip().splitlines()
     try:
         found: dict[str, Any] = json.loads(lines[-1])

@@ -1,4 +1,4 @@
-"""Documents that a process has written or read, and keeps whole while it runs."""
+"""Documents that a process has written or read, and repairs while it runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ POLL_S = 1.0
 
 
 class WatchedDocument:
-    """What a file holds: Damaged, or FileNotFoundError, when it cannot be read at first. From then
-    on it is put back when it is damaged or gone; what somebody else writes right is taken over.
+    """Content of a file: CorruptData, or FileNotFoundError, when it cannot be read at first.
+
+    From then on it is restored when it is corrupt or missing; valid content that another process
+    writes is adopted.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class WatchedDocument:
         self._signature = read_signature(path)
 
     def repair_if_changed(self) -> dict[str, Any] | None:
-        """The fields of an event when it had to be put back. StorageFull: there is no room for it,
-        and it is tried again.
+        """Restore the file if it was corrupt or missing, and return the fields of an event.
+
+        Raises StorageFull if there is no space for it; the next call retries.
         """
         if (now := read_signature(self.path)) == self._signature:
             return None
@@ -65,7 +68,7 @@ async def watch_documents(
     clock: Clock,
     on_repair: Callable[[dict[str, Any]], Awaitable[None]],
 ) -> None:
-    """Looks at documents for ever, and says what had to be put back."""
+    """Poll documents for ever, and report each repair to `on_repair`."""
     documents = list(documents)
     while True:
         for document in documents:

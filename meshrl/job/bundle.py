@@ -43,8 +43,9 @@ def pack_run(
     extra_fields: dict[str, Any],
     job_file: Path | None,
 ) -> dict[str, Any]:
-    """Fills a new run's directory with its bundle and `job.json`: `about`, the document, which is
-    returned, by what it is told from other runs of its name, and the job file as it is now.
+    """Fill a new run's directory with its bundle and `job.json`, and return the document.
+
+    `extra_fields` identify the run among others of its name. The job file is copied as it is now.
     """
     _, document = pack_bundle(config, base, run_dir)
     record = extra_fields | {"document": document, "run_id": uuid.uuid4().hex}
@@ -55,12 +56,12 @@ def pack_run(
 
 
 def pack_bundle(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, Any]]:
-    """Write the job's bundle under `run_dir`; returns its directory and the document to submit.
+    """Write the job's bundle under `run_dir`; return its directory and the document to submit.
 
-    The document is `config.document()`, paths relative to the bundle, and `bundle: {dir, digest,
-    files, parameters, shape}`: `files` has bytes and digest of each file by its name, for who reads
-    it to check; `parameters` and `shape` are the model's, for who plans where it fits and what it
-    costs.
+    The document is `config.to_document()`, with paths relative to the bundle, and `bundle: {dir,
+    digest, files, parameters, shape}`. `files` has bytes and digest of each file by its name, so
+    that readers can check it. `parameters` and `shape` are the model's, for planning its place and
+    cost.
     """
     home = run_dir / "bundle"
     home.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ def _fill_bundle(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]
 
 
 def copy_modules(config: JobConfig, base: Path, target: Path) -> None:
-    """The job's modules with the neighbours that they import, and its MCP servers' files."""
+    """Copy the job's modules with the neighbours that they import, and its MCP servers' files."""
     modules = [reference.partition(":")[0] for _, reference in references.find_references(config)]
     if config.environment.verifiers:
         taskset = tasksets.get_module_name(config.environment.verifiers)
@@ -126,7 +127,7 @@ def copy_modules(config: JobConfig, base: Path, target: Path) -> None:
 
 
 def _find_server_files(config: JobConfig, base: Path) -> Iterator[Path]:
-    """The files beside the job file that commands of MCP servers name."""
+    """Yield the files beside the job file that commands of MCP servers name."""
     for command in config.environment.mcp.values():
         for word in command:
             path = base / word

@@ -1,7 +1,7 @@
-"""Reads dataset files row by row, and checks them before a mesh starts on them.
+"""Reader of dataset files, row by row, with checks before a mesh starts.
 
-JSONL; Parquet, one file, a pattern (`train-*.parquet`) or a directory of them; and what Hugging
-Face's `datasets` writes with `save_to_disk`.
+JSONL; Parquet, one file, a pattern (`train-*.parquet`) or a directory of them; and the output of
+`save_to_disk` of Hugging Face's `datasets`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class DatasetRow:
 
     @property
     def identity(self) -> bytes:
-        """Equal for rows that say the same, however they are written."""
+        """Bytes that are equal for equal rows, in any notation."""
         text = json.dumps(self.value, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def has_dataset(path: Path) -> bool:
-    """Whether there is anything at a dataset's path, which may be a pattern."""
+    """Return True if a file exists at a dataset's path, which may be a pattern."""
     return path.exists() or bool(_match_pattern(path))
 
 
 def read_rows(path: Path, prompt_key: str = "", *, chat: bool = False) -> Iterator[DatasetRow]:
-    """The rows of a dataset, blank lines left out.
+    """Yield the rows of a dataset, without blank lines.
 
-    ConfigError names the place of a row that is no object of plain JSON values, that cannot be
-    sent, or whose `prompt` is no string (with `chat`: no string and no list of messages).
+    Raises ConfigError with the place of a row that is no object of plain JSON values, that cannot
+    be sent, or whose `prompt_key` is no string (with `chat`: no string and no list of messages).
     """
     for row in _read_any(path):
         check_sendable(row.location, row.value)
@@ -53,7 +53,7 @@ def read_rows(path: Path, prompt_key: str = "", *, chat: bool = False) -> Iterat
 
 
 class TimedRows:
-    """Rows of several datasets, which share a time by parts of the same length."""
+    """Rows of several datasets, which share a time limit in equal parts."""
 
     def __init__(self, datasets: Sequence[tuple[str, Path]], time_limit_s: float) -> None:
         self._datasets, self._time_limit_s = datasets, time_limit_s
@@ -72,7 +72,7 @@ class TimedRows:
 
 
 def _check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
-    """ConfigError unless the row's prompt is a text or, with `chat`, messages."""
+    """Raise ConfigError unless the row's prompt is a text or, with `chat`, messages."""
     value = row.value.get(prompt_key)
     if isinstance(value, str):
         return
@@ -102,7 +102,7 @@ def _check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
 
 
 def check_sendable(location: str, value: dict[str, Any]) -> None:
-    """ConfigError unless a row can be sent to the process that will work on it."""
+    """Raise ConfigError unless a row can be sent to the process that will work on it."""
     if not (problem := _explain_unsendable(value)):
         return
     culprits = (f"column {k!r}" for k, cell in value.items() if _explain_unsendable({k: cell}))
@@ -196,7 +196,7 @@ def _read_directory(path: Path) -> Iterator[DatasetRow]:
 
 
 def _read_saved_dataset(path: Path) -> Iterator[DatasetRow]:
-    """What `save_to_disk` writes: Arrow streams, listed in state.json."""
+    """Yield the rows that `save_to_disk` wrote: Arrow streams, listed in state.json."""
     arrow = _import_pyarrow(path)
     if _read_json_list(path / "state.json", "_indices_data_files", []):
         raise ConfigError(
@@ -213,7 +213,7 @@ def _read_saved_dataset(path: Path) -> Iterator[DatasetRow]:
 
 
 def _read_json_list(file: Path, key: str, default: list[Any] | None = None) -> list[Any]:
-    """A list in a JSON file that `datasets` wrote; ConfigError if it is not there."""
+    """Return a list in a JSON file that `datasets` wrote; raise ConfigError if it is missing."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         listed = found.get(key, default) or default

@@ -1,4 +1,4 @@
-"""Remembers the job file that a run began with, and says what differs when it has been edited."""
+"""Record of the job file that a run began with, and its differences from the edited file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_VALUE_CHARS = 60  # characters of a value that is shown
 
 
 def record_job_file(path: Path) -> dict[str, Any]:
-    """What a run keeps of its job file: where it was, its digest, and what it said."""
+    """Return the job file's path, digest and keys for the run's record."""
     content = path.read_bytes()
     return {
         "path": str(path.resolve()),
@@ -26,8 +26,9 @@ def record_job_file(path: Path) -> dict[str, Any]:
 def describe_edits(
     recorded_file: Mapping[str, Any], document: Mapping[str, Any], run: str
 ) -> list[str]:
-    """What to tell whoever resumes a run whose job file has changed since; nothing if it has not,
-    or is not there, or says by now what the run does.
+    """Return the notices for a resumed run whose job file has changed since.
+
+    Returns none if the file is unchanged or missing, or now agrees with the run.
     """
     path = Path(recorded_file["path"])
     try:

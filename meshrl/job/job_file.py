@@ -1,4 +1,4 @@
-"""A job as its file describes it, with the line of each key for messages."""
+"""Job as its file describes it, with the line of each key for messages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MESSAGE_WITH_FIX = "{key}: {error}"  # with what to do
 
 @dataclass(frozen=True, eq=False)
 class JobFile:
-    """A job file as it was read; equal to itself alone."""
+    """Job file as read; equal to itself alone."""
 
     config: JobConfig  # its paths are absolute
-    base: Path  # the directory that it lies in
+    base: Path  # directory of the file
     make_error: MakeError
     raw_document: Mapping[str, Any] = field(default_factory=dict)  # the tables and keys of the file
 
@@ -34,8 +34,10 @@ class JobFile:
     def locate_errors(
         self, key: str, message_format: str = "{key}: {error.message}"
     ) -> Iterator[None]:
-        """Name the line of `key` in a ConfigError of the block; `form` makes the message of `key`,
-        `error` and `place`, which is where the error says that it was, in brackets.
+        """Add the line of `key` to a ConfigError of the block.
+
+        `message_format` makes the message from `key`, `error` and `place`, which is the error's own
+        location in brackets.
         """
         try:
             yield
@@ -48,7 +50,7 @@ class JobFile:
 
     @property
     def datasets(self) -> list[tuple[str, Path]]:
-        """The key and path of each dataset."""
+        """Key and path of each dataset."""
         return [
             (f.key, Path(f.path)) for f in list_named_files(self.config) if f.is_dataset and f.path
         ]

@@ -1,6 +1,4 @@
-"""Reads job files: from TOML and `--set` to a checked JobConfig, every error with its line and a
-fix.
-"""
+"""Reader of job files, from TOML and `--set` to a checked JobConfig; errors have line and fix."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ from meshrl.job.toml import reader
 
 
 def load_config(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
-    """The job that `read` finds in a file, and the directory it lies in."""
+    """Return the job that `read_job_file` finds in a file, and the file's directory."""
     found = read_job_file(path, overrides)
     return found.config, found.base
 
 
 def read_job_file(path: Path, overrides: list[str]) -> JobFile:
-    """The job that a file describes, with `KEY=VALUE` overrides.
+    """Return the job that a file describes, with `KEY=VALUE` overrides.
 
-    ConfigError names the line, or the override, that is wrong.
+    Raises ConfigError with the wrong line or override.
     """
     document, places = reader.read_toml(path, "the job file")
     for override in overrides:
@@ -45,7 +43,9 @@ def read_job_file(path: Path, overrides: list[str]) -> JobFile:
 
 
 def check_config(config: JobConfig, base: Path, overrides: list[str]) -> JobFile:
-    """A job that was made in code, with `KEY=VALUE` overrides, checked as a file in `base` is."""
+    """Return a job that was made in code, with `KEY=VALUE` overrides, checked as a file in `base`
+    is.
+    """
     document = config.to_document()
     places = {apply_override(document, override): f"--set {override}" for override in overrides}
     return _check_document(document, base, Path("the job"), places)
@@ -54,8 +54,10 @@ def check_config(config: JobConfig, base: Path, overrides: list[str]) -> JobFile
 def reload_document(
     document: dict[str, Any], overrides: list[str]
 ) -> tuple[JobFile, dict[str, Any]]:
-    """A run's document with `KEY=VALUE` overrides, checked: as a job file whose files are those of
-    the run's bundle, and as the changed document.
+    """Return a run's document with `KEY=VALUE` overrides, checked.
+
+    It is returned as a job file whose files are those of the run's bundle, and as the changed
+    document.
     """
     bundle = document["bundle"]
     held = deepcopy({key: value for key, value in document.items() if key != "bundle"})
@@ -94,7 +96,7 @@ def apply_override(document: dict[str, Any], override: str) -> str:
 def _check_document(
     document: dict[str, Any], base: Path, path: Path, locations: Mapping[str, str]
 ) -> JobFile:
-    """The checked job of a document, which stands in the file `path` at these places."""
+    """Return the checked job of a document from the file `path`, with the locations of its keys."""
     fail = partial(reader.make_error, path, locations)
     found = JobFile(JOB_SCHEMA.validate(document, fail), base, fail, document)
     config = _resolve_paths(found.config, base)
@@ -108,7 +110,10 @@ def _check_document(
 
 
 def _resolve_paths(config: JobConfig, base: Path) -> JobConfig:
-    """With absolute paths of programs and directories of this host, which count from `base`."""
+    """Return the configuration with absolute paths of this host's programs and directories.
+
+    Relative paths count from `base`.
+    """
     copies = config.weights.copies
     if copies and not is_url(copies):
         copies = str((base / Path(copies).expanduser()).resolve())

@@ -15,7 +15,7 @@ from meshrl.job.job_file import MESSAGE_WITH_LOCATION, JobFile
 
 
 def load_tokenizer(job: JobFile, path: Path, key: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json or its directory, which `key` names."""
+    """Return the tokenizer of a tokenizer.json or its directory, which `key` names."""
     with job.locate_errors(key, MESSAGE_WITH_LOCATION):
         if (file := path / "tokenizer.json" if path.is_dir() else path).is_file():
             reject_lfs_pointer(file)
@@ -23,13 +23,14 @@ def load_tokenizer(job: JobFile, path: Path, key: str) -> Tokenizer:
 
 
 def load_shape(config: JobConfig) -> ModelConfig:
-    """The shape of the model that a job trains; ConfigError as of `shape_at`."""
+    """Return the shape of the model that a job trains; ConfigError as in `load_shape_from`."""
     return load_shape_from(config.model.path, config.model.config)
 
 
 def load_shape_from(path: str, description: dict[str, Any]) -> ModelConfig:
-    """What the files of a directory say, or `described` without one; ConfigError when that is no
-    decoder of ours.
+    """Return the shape in a directory's files, or that of `description` without a directory.
+
+    Raises ConfigError when that is no supported decoder.
     """
     try:
         if path:

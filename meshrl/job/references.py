@@ -1,6 +1,6 @@
-"""Resolves `module:function` references of a job file: the module's file, its names and imports.
+"""Resolution of `module:function` references of a job file: the module's file, names and imports.
 
-Nothing is imported here: the author's code runs only in the processes that are made to contain it.
+Nothing is imported here: the author's code runs only in processes that contain it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REFERENCE_PATTERN = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w
 
 
 def find_references(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """(dotted key, module:function) of all code that a job names."""
+    """Yield (dotted key, module:function) of all code that a job names."""
     named = [(key, get_value(config, key)) for key in (*REFERENCE_KEYS, "reward.use")]
     named += [("reward.parts", part.use) for part in config.reward.parts]
     tools = config.environment.tools.items()
@@ -32,8 +32,8 @@ def find_references(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_reference(text: str, base: Path) -> None:
-    """ConfigError unless what `text` names is beside the job file (`base`), or else its module is
-    installed.
+    """Raise ConfigError unless `text` names a module beside the job file (`base`) or an installed
+    one.
     """
     match = _REFERENCE_PATTERN.match(text)
     if not match:
@@ -58,7 +58,7 @@ def check_reference(text: str, base: Path) -> None:
 
 
 def find_module_file(base: Path, module: str) -> Path | None:
-    """The file that `import module` would read with `base` on the path, or None."""
+    """Return the file that `import module` would read with `base` on the path, or None."""
     stem = base.joinpath(*module.split("."))
     for candidate in (stem / "__init__.py", stem.with_name(stem.name + ".py")):
         if candidate.is_file():
@@ -67,7 +67,7 @@ def find_module_file(base: Path, module: str) -> Path | None:
 
 
 def parse_module(path: Path) -> ast.Module:
-    """The syntax tree of a file; ConfigError names file and line of a syntax error."""
+    """Return the syntax tree of a file; raise ConfigError with file and line of a syntax error."""
     try:
         return ast.parse(path.read_bytes(), filename=str(path))
     except OSError as error:
@@ -79,7 +79,9 @@ def parse_module(path: Path) -> ast.Module:
 
 
 def find_top_level_names(tree: ast.Module) -> Iterator[str]:
-    """Names that importing the module binds, also inside top-level blocks; `*`: a star import."""
+    """Yield names that importing the module binds, also inside top-level blocks; `*`: a star
+    import.
+    """
     pending: list[ast.stmt] = list(tree.body)
     while pending:
         node = pending.pop()
@@ -96,7 +98,7 @@ def find_top_level_names(tree: ast.Module) -> Iterator[str]:
 
 
 def find_local_imports(base: Path, modules: list[str]) -> list[Path]:
-    """Files beside the job file that `modules` consist of and import, transitively, sorted."""
+    """Return the sorted files beside the job file that `modules` are and import, transitively."""
     found: set[Path] = set()
     pending = list(modules)
     while pending:

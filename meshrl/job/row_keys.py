@@ -1,8 +1,8 @@
-"""Which keys of a row the job's rewards read, and the rows that lack one.
+"""Row keys that the job's rewards read, and the rows that lack one.
 
-Of a built-in reward the options say it. Of the author's own, its source: `row["key"]` in a
-statement that every call comes to, where no earlier one returns because of the row or looks what it
-has.
+A built-in reward's options name them. For the author's own reward its source does: `row["key"]` in
+a statement that every call reaches, where no earlier one returns because of the row or tests which
+keys it has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RequiredKey:
 
 
 def find_required_keys(config: JobConfig, base: Path) -> list[RequiredKey]:
-    """The keys that all rows must have, with what reads them."""
+    """Return the keys that all rows must have, with their readers."""
     found: list[RequiredKey] = []
     for i, part in enumerate(config.reward.reward_parts):
         table = f"reward.parts[{i}]" if config.reward.parts else "reward"
@@ -44,7 +44,7 @@ def find_required_keys(config: JobConfig, base: Path) -> list[RequiredKey]:
 
 
 def find_missing_key(row: DatasetRow, keys: list[RequiredKey]) -> tuple[str, str, str] | None:
-    """(the setting, what is wrong, what to do) of the first key that a row lacks."""
+    """Return (setting, error, fix) for the first key that a row lacks."""
     for needed in keys:
         if needed.key not in row.value:
             has = ", ".join(map(repr, row.value)) or "nothing"
@@ -68,10 +68,10 @@ def _find_builtin_keys(part: RewardPartConfig, table: str) -> Iterator[RequiredK
 
 
 def has_answer_group(pattern: object) -> bool:
-    """Whether a pattern has the group that is compared with the row."""
+    """Return True if a pattern has the group that is compared with the row."""
     try:
         return isinstance(pattern, str) and ANSWER_KEY in re.compile(pattern).groupindex
-    except re.error:  # said where options are checked
+    except re.error:  # reported by the check of options
         return False
 
 
@@ -80,7 +80,7 @@ def _find_custom_keys(use: str, setting: str, base: Path) -> Iterator[RequiredKe
     path = references.find_module_file(base, module)
     try:
         tree = references.parse_module(path) if path else ast.Module([], [])
-    except ConfigError:  # said where references are checked
+    except ConfigError:  # reported by the check of references
         return
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
@@ -89,8 +89,9 @@ def _find_custom_keys(use: str, setting: str, base: Path) -> Iterator[RequiredKe
 
 
 def find_unconditional_keys(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
-    """(key, line) of each `row["key"]` that every call of a function comes to, `row` being its
-    first parameter.
+    """Yield (key, line) of each `row["key"]` that every call of a function reaches.
+
+    `row` is its first parameter.
     """
     parameters = [*function.args.posonlyargs, *function.args.args]
     if not parameters or function.decorator_list:
@@ -116,7 +117,7 @@ def find_unconditional_keys(function: ast.FunctionDef) -> Iterator[tuple[str, in
 
 
 def _find_subscripts(parts: list[ast.AST], row: str) -> Iterator[tuple[str, int]]:
-    """The keys in parts that are evaluated whole, but for what may be skipped in them."""
+    """Yield the keys in completely evaluated parts, without those in parts that may be skipped."""
     pending = list(parts)
     while pending:
         node = pending.pop(0)
@@ -146,8 +147,9 @@ def _is_row_subscript(node: ast.AST, row: str) -> TypeGuard[ast.Subscript]:
 
 
 def _uses_whole_row(statement: ast.stmt, row: str) -> bool:
-    """Whether a statement uses the row otherwise than by `row[key]`: it may ask what it has, or
-    change it.
+    """Return True if a statement uses the row otherwise than by `row[key]`.
+
+    It may test which keys the row has, or change it.
     """
     held = {id(node.value) for node in ast.walk(statement) if _is_row_subscript(node, row)}
     return any(

@@ -1,4 +1,4 @@
-"""Reads the tasks of a `verifiers` taskset as rows, by the interpreter that has the package."""
+"""Reader of a `verifiers` taskset's tasks as rows, by the interpreter that has the package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ LOAD_TIMEOUT_S = 1800.0  # a taskset may fetch its data first
 
 
 def load_tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
-    """(held-out rows, training rows) as JSON lines; ConfigError with what the taskset said."""
+    """Return (held-out rows, training rows) as JSON lines.
+
+    Raises ConfigError with the taskset's output.
+    """
     environment, dataset = config.environment, config.dataset
     most = dataset.tasks + dataset.held_out_tasks if dataset.tasks else 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -59,8 +62,9 @@ def load_tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
 def run_guarded(
     argv: list[str], log: Path, *, python: Sequence[str] = GUARD_COMMAND, **options: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that writes to `log`, as `child.py` takes its command line; with the block all that
-    it has started ends, too. `options` are those of `Popen`.
+    """Run a program that writes to `log`; all its children end with the block.
+
+    `python` takes its command line as `child.py` does. `options` are those of `Popen`.
     """
     owner, ours = os.pipe()  # a guard ends all of them, and bounds what they write
     fds = [owner, *options.pop("pass_fds", ())]
@@ -78,5 +82,5 @@ def run_guarded(
 
 
 def get_module_name(taskset: str) -> str:
-    """The module that a taskset's id names: `owner/my-tasks@1` is `my_tasks`."""
+    """Return the module that a taskset's id names: `owner/my-tasks@1` is `my_tasks`."""
     return taskset.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()

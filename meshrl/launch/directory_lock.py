@@ -1,5 +1,6 @@
-"""Who holds the directory of a mesh, on the head or on a host that has joined: one process at a
-time, by a lock and by a file that names it; and the signals that end it.
+"""Lock of a mesh's directory, on the head or on a joined host, and the stop signals of its owner.
+
+One process owns the directory at a time, by a lock and by a file that names the process.
 """
 
 from __future__ import annotations
@@ -22,22 +23,26 @@ SIGNAL_DEBOUNCE_S = 1.0  # one Ctrl-C may arrive twice, from the terminal and fr
 
 
 class DirectoryLocked(Refused):
-    """Another process holds the directory; it may be one that ends."""
+    """Error raised when another process, which may be ending, owns the directory."""
 
     code = "held"
     retryable = True
 
 
 class DirectoryLock:
-    """This process's hold of a mesh's directory. `end_s`: that its end in order may take."""
+    """Ownership of a mesh's directory by this process. `end_s`: seconds that its orderly end may
+    take.
+    """
 
     def __init__(self, mesh_paths: MeshPaths, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
         self._place, self._end_s = mesh_paths, stop_timeout_s
         self._lock: IO[str] | None = None
-        self.is_ready = False  # what the holder has told last
+        self.is_ready = False  # the owner's last report
 
     def acquire(self) -> None:
-        """Makes the directory, for this user alone. Refused when another process holds it."""
+        """Create the directory, for this user alone, and lock it. Raises Refused when another
+        process owns it.
+        """
         create_private_directory(self._place.directory)
         lock = self._place.lock.open("w")
         try:
@@ -49,7 +54,7 @@ class DirectoryLock:
                 fix=f"`meshrl down --mesh {self._place.root}` stops it",
             ) from error
         self._lock = lock
-        self._place.leave_marker.unlink(missing_ok=True)  # that was asked of who had it before
+        self._place.leave_marker.unlink(missing_ok=True)  # a request to the former owner
         self.set_ready(ready=False)
 
     def set_ready(self, ready: bool) -> None:
@@ -69,7 +74,7 @@ class DirectoryLock:
 
 
 def handle_stop_signals(stop: asyncio.Event, kill: Callable[[], None]) -> None:
-    """SIGINT and SIGTERM set `stop`; a second one that is no echo ends everything at once."""
+    """Make SIGINT and SIGTERM set `stop`; a second one that is no echo kills everything at once."""
     loop = asyncio.get_running_loop()
     first_at = 0.0
 

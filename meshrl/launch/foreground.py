@@ -1,5 +1,7 @@
-"""`--foreground`: what was started is the root process of its host itself, as the main process of a
-container is. Its exit status tells whoever started it whether starting it again may help.
+"""`--foreground` mode: the command becomes the root process of its host, as a container's main
+process.
+
+Its exit status tells an orchestrator whether a restart may help.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from meshrl.common.base.errors import (
 from meshrl.directory import directory_paths
 from meshrl.directory.directory_paths import MeshPaths
 
-# It was asked to end and ended in order; started again it may go on; it never will as it is.
+# Orderly end on request; failure that a restart may fix; failure that no restart fixes.
 EXIT_OK, EXIT_RETRY, EXIT_FATAL = 0, 1, 2
-REPORTED_ERRORS = (MeshError, OSError)  # that are told
+REPORTED_ERRORS = (MeshError, OSError)  # printed without a traceback
 FATAL_ERRORS = (ConfigError, CorruptData, NotAllowed, NotFound, Refused)
 
 
@@ -33,8 +35,9 @@ def choose_exit_status(error: MeshError) -> int:
 
 
 def run_foreground(work: Callable[[], int]) -> int:
-    """What `work` ends with; an error is told, and is its status. SIGINT and SIGTERM end it in
-    order from now on: what it starts takes them over.
+    """Run `work` and return its exit status; print an error and return its status instead.
+
+    SIGINT and SIGTERM stop it in order from now on; what it starts takes the signals over.
     """
     before = {
         number: signal.signal(number, _exit_on_signal) for number in (signal.SIGINT, signal.SIGTERM)
@@ -55,12 +58,12 @@ def run_foreground(work: Callable[[], int]) -> int:
 
 
 def _exit_on_signal(number: int, frame: object) -> NoReturn:
-    """Nothing has been started yet that would have to end before."""
+    """Exit at once: nothing has been started that would have to end first."""
     raise SystemExit(EXIT_OK)
 
 
 def report_error_after_stop(error: Exception, stop: asyncio.Event) -> int:
-    """ENDED, with the error told, when it came after the order to end; else it is raised again."""
+    """Return EXIT_OK and print the error if it came after the stop order; else raise it again."""
     if not stop.is_set():
         raise error
     print(f"error: {error}", file=sys.stderr, flush=True)
@@ -68,8 +71,9 @@ def report_error_after_stop(error: Exception, stop: asyncio.Event) -> int:
 
 
 async def start_unless_stopped(start: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Whether a start came to its end before `stop` was set, which cancels it; its error, which is
-    only told after that.
+    """Return True if the start finished before `stop` was set, which cancels it.
+
+    Raises the error of the start; after the stop order it is only printed.
     """
     starting = asyncio.create_task(start, name="start")
     stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -91,8 +95,10 @@ async def start_unless_stopped(start: Coroutine[Any, Any, None], stop: asyncio.E
 
 
 def set_current_mesh(mesh_paths: MeshPaths) -> None:
-    """Commands without --mesh mean this one from now on, unless nobody may write where that is
-    said: a container's working directory is often one of the read-only root file system.
+    """Make this mesh the default of commands without --mesh.
+
+    Print how to name it instead where the file is not writable: a container's working directory is
+    often on a read-only root file system.
     """
     try:
         directory_paths.set_current_mesh(mesh_paths)

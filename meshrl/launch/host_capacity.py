@@ -1,4 +1,4 @@
-"""What a host gives its mesh: workers, and the services of jobs that may be placed there."""
+"""Capacity that a host offers its mesh: workers, and services of jobs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES, parse_services
 
 CPU = "cpu"
-DEFAULT_HEAD_WORKERS = 3  # CPU slots of `meshrl up`, unless another number is asked for
+DEFAULT_HEAD_WORKERS = 3  # CPU slots of `meshrl up`, unless another number is requested
 
 
 @dataclass(frozen=True)
 class HostCapacity:
-    """As the command line says it. `workers` 0 of `device` cpu: none."""
+    """Capacity as the command line states it. `workers` 0 of `device` cpu: none."""
 
     workers: int
     device: str
@@ -23,9 +23,10 @@ class HostCapacity:
 def parse_host_capacity(
     workers: int, device: str, no_workers: bool, services: str | None, default_workers: int = 0
 ) -> HostCapacity:
-    """What the options of `meshrl up` and `meshrl join` come to; `none`: --no-workers, `otherwise`:
-    the CPU slots of a host that does not say how many. ConfigError for those that contradict each
-    other, or leave nothing to give.
+    """Return the capacity from the options of `meshrl up` and `meshrl join`.
+
+    `no_workers`: --no-workers; `default_workers`: the CPU slots of a host that states no number.
+    Raises ConfigError for options that contradict each other or leave nothing to offer.
     """
     takes = parse_services(services) if services is not None else ALL_SERVICES
     if no_workers and workers:

@@ -1,5 +1,7 @@
-"""Finds processes that a mesh left behind, by the mark of its settings in their environment, and
-ends them. A stop ends with it, and a start begins with it.
+"""Finder and killer of processes that a mesh left behind.
+
+The path of its settings in their environment marks them. A stop ends with it, and a start begins
+with it.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ POLL_S = 0.05
 
 
 def find_leftovers(settings_path: Path) -> list[int]:
-    """Pids of running processes, other than this one, that were started with these settings."""
+    """Return pids of other running processes that were started with these settings."""
     return mesh_processes.find_mesh_processes(compute_mesh_tag(settings_path))
 
 
 async def kill_leftovers(
     settings_path: Path, deadline_s: float, excluded_pids: Collection[int] = ()
 ) -> list[int]:
-    """SIGKILLs what is left, but for the `spared`, until nothing is; the pids that were found. They
-    are gone on return.
+    """SIGKILL leftover processes, except `excluded_pids`, until none is left.
+
+    Returns the pids that were found. They have ended on return.
     """
     found: set[int] = set()
     with contextlib.suppress(TimeoutError):

@@ -1,6 +1,4 @@
-"""The root process of a host's part of a mesh, the head's or another's, and what it says of itself
-while it runs.
-"""
+"""Root process of a host's part of a mesh, the head's or another's, and its published state."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ from meshrl.launch.shutdown import STOP_TIMEOUT_S
 
 
 class RootProcess:
-    """The processes of a host's part of a mesh, and the hold on its directory. `state` and
-    `settings` are there once the mesh's Redis is known; `failed` is set, with the reason in `why`,
-    when it cannot go on.
+    """Processes of a host's part of a mesh, and the lock of its directory.
+
+    `state` and `settings` exist once the mesh's Redis is known. `failed` is set, with
+    `failure_reason`, when the host's part cannot continue.
     """
 
     state: StateClient
@@ -44,12 +43,14 @@ class RootProcess:
 
     @property
     def connection(self) -> tuple[StateClient, MeshSettings] | None:
-        """The mesh's Redis, and what processes here are told; None before it is known."""
+        """Client of the mesh's Redis, and the settings of processes here; None before they are
+        known.
+        """
         return (self.state, self.settings) if hasattr(self, "state") else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that belongs to it has come up."""
+        """True once everything that belongs to the root process has started."""
         return self._directory_lock.is_ready
 
     @property
@@ -58,5 +59,5 @@ class RootProcess:
 
     @property
     def unready_reason(self) -> str:
-        """Why it does not do its work now, though it has come up; empty: it does."""
+        """Reason why the started root process is not ready; empty if it is."""
         return self._services.down_reason

@@ -1,6 +1,4 @@
-"""Starts the root process of a host in the background, where it goes on when its starter ends; and
-the entry of such a process.
-"""
+"""Background start of a host's root process, which outlives its starter, and its entry point."""
 
 from __future__ import annotations
 
@@ -26,18 +24,19 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class RootProgram:
-    """A program that is the root process of a host, and how its start is told of."""
+    """Program that is the root process of a host, with its start messages."""
 
     module: str
     log_name: str  # name of its log
     start_timeout_s: float  # until it is ready
-    failure_message: str  # of a start that fails
-    timeout_message: str  # of one that takes longer
+    failure_message: str  # error of a failed start
+    timeout_message: str  # error of a start beyond its timeout
 
 
 def start_in_background(program: RootProgram, mesh_paths: MeshPaths, *arguments: str) -> int:
-    """Start it and wait until it is ready; return its pid. MeshError with the end of its log when
-    it ends before that; DeadlineExceeded.
+    """Start the program and wait until it is ready; return its pid.
+
+    Raises MeshError with the end of its log when it ends before that, or DeadlineExceeded.
     """
     mesh_paths.logs.mkdir(parents=True, exist_ok=True)
     log = mesh_paths.log_path(program.log_name)
@@ -68,8 +67,9 @@ def start_in_background(program: RootProgram, mesh_paths: MeshPaths, *arguments:
 def run_root_program(
     module: str, serve: Callable[[argparse.Namespace], Coroutine[Any, Any, int]], *json_options: str
 ) -> NoReturn:
-    """The life of a root process: its status is what `serve` returns of its options, --root and
-    --health, and the `documents`, which are JSON.
+    """Run a root process and exit with the status that `serve` returns.
+
+    `serve` gets the options --root, --health and the `json_options`, which are JSON.
     """
     os.umask(PRIVATE_UMASK)
     parser = argparse.ArgumentParser(prog=module)

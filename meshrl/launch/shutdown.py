@@ -1,4 +1,4 @@
-"""Ends the process that runs a mesh, or a host's part of one, from another process."""
+"""Stop of a mesh's root process, or a host's, from another process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import time
 from meshrl.directory.directory_paths import MeshPaths, find_root_pid, read_json_or_empty
 from meshrl.launch import leftover_processes
 
-STOP_TIMEOUT_S = 60.0  # in which all processes of a host end in order
+STOP_TIMEOUT_S = 60.0  # for the orderly end of all processes of a host
 POLL_S = 0.1
 
 
 def stop_root_process(mesh_paths: MeshPaths, leave_mesh: bool = False) -> tuple[int, list[int]]:
-    """Its pid, 0 when none ran; and those of what was left behind. It has the time that it says
-    its end may take, and is killed then. With `leaves` a host leaves the mesh by itself once it has
-    ended: in a container whoever asked for that ends together with it.
+    """Stop the root process; return its pid, 0 when none ran, and the pids of leftover processes.
+
+    It has the time that it states for its end, and is killed then. With `leave_mesh` a host leaves
+    the mesh by itself once it has ended: in a container the requesting process ends together with
+    it.
     """
     pid = find_root_pid(mesh_paths)
     if pid:

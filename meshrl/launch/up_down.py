@@ -33,14 +33,14 @@ from meshrl.launch.services import service_plan
 
 @dataclass(frozen=True)
 class DurableConfig(ConfigTable):
-    """Where a copy is kept of what another host goes on from when this one is gone."""
+    """Location of the copy from which another host resumes when this one is lost."""
 
     url: str = ""  # of any kind that fsspec knows; empty: there is none
 
 
 @dataclass(frozen=True)
 class MeshFile(ConfigTable):
-    """A whole `mesh.toml`, checked."""
+    """Complete `mesh.toml`, checked."""
 
     pool: PoolSettings = field(default_factory=PoolSettings)
     durable: DurableConfig = field(default_factory=DurableConfig)
@@ -50,7 +50,7 @@ MESH_SCHEMA = Schema(MeshFile, "docs/operations.md lists all keys of mesh.toml")
 
 
 def read_mesh_file(path: Path) -> MeshFile:
-    """What a file says; ConfigError names the line that is wrong."""
+    """Read and check a file of a mesh. Raises ConfigError that names the wrong line."""
     document, places = reader.read_toml(path, "the file of the mesh")
 
     def fail(key: str, message: str, fix: str) -> ConfigError:
@@ -62,7 +62,7 @@ def read_mesh_file(path: Path) -> MeshFile:
 LOCAL_GATEWAY = "tcp://127.0.0.1:*"  # the gateway of a mesh of one host
 JOIN_TOKEN_FILE = "join.token"  # in the mesh's directory
 JOIN_TOKEN_LIFETIME_S = 86_400.0
-REMOTE_WORKERS_WAIT_S = 7 * 86_400.0  # that a queue of a cluster, or who adds hosts, may take
+REMOTE_WORKERS_WAIT_S = 7 * 86_400.0  # for a cluster's queue, or a user who adds hosts
 LAUNCHER_LOG = "launcher"  # the name of its log
 LAUNCHER_PROGRAM = RootProgram(
     "meshrl.launch.head.launcher",
@@ -78,18 +78,18 @@ class UpOptions:
     """Options of `meshrl up` beside the shape of the mesh."""
 
     config_file: Path | None = None
-    gateway: str | None = None  # where it listens; None: as hosts that may join need it
+    gateway: str | None = None  # its listen address; None: as joining hosts need it
     resume_url: str = ""  # URL of the durable copy of a mesh that is gone, whose jobs go on here
     health_address: str = ""  # HOST:PORT, where it answers for this host as a whole; empty: nowhere
-    foreground: bool = False  # it runs in this process, until that is told to end
-    secrets_file: Path | None = (
-        None  # a file of those that it takes over, whose tokens are handed out
-    )
+    foreground: bool = False  # it runs in this process, until the stop order
+    secrets_file: Path | None = None  # file of secrets to take over, whose tokens are handed out
 
 
 def up(root: Path | None, requested: MeshShape, options: UpOptions) -> int:
-    """Start a mesh; the exit status. `wanted.listen`: HOST[:LOW-HIGH], by which hosts that may join
-    reach this one; empty: none may.
+    """Start a mesh and return the exit status.
+
+    `requested.listen`: HOST[:LOW-HIGH], by which joining hosts reach this one; empty: none may
+    join.
     """
     place = MeshPaths((root or directory_paths.find_mesh_home()).absolute())
     process_user.ensure_home(place.process_home)
@@ -129,8 +129,10 @@ def up(root: Path | None, requested: MeshShape, options: UpOptions) -> int:
 
 
 def make_default_pool(workers: int) -> PoolSettings:
-    """The settings of a mesh whose head has so many workers, where no file says others. Of a head
-    without any all come from elsewhere, later, and may all go again: a job waits for them.
+    """Return the pool settings of a mesh whose head has so many workers, where no file sets others.
+
+    Of a head without workers all come from elsewhere, later, and may all leave: a job waits for
+    them.
     """
     return PoolSettings() if workers else PoolSettings(short_s=REMOTE_WORKERS_WAIT_S)
 
@@ -146,7 +148,7 @@ def _run_in_foreground(
     health_address: str,
     writes_token: bool,
 ) -> int:
-    """The mesh in this process, until it is told to end; the exit status."""
+    """Run the mesh in this process until its stop order; return the exit status."""
 
     def ready() -> None:
         set_current_mesh(mesh_paths)
@@ -158,7 +160,9 @@ def _run_in_foreground(
 
 
 def _resolve_addresses(shape: MeshShape, gateway: str | None) -> MeshShape:
-    """The shape with where its processes and its gateway listen, for this host and for others."""
+    """Return the shape with the addresses of its processes and its gateway, for this host and
+    others.
+    """
     if shape.listen:
         listen = address_checks.resolve_listen_endpoint(shape.listen, shape.advertise)
         shape = replace(shape, listen=listen, bind=listen)
@@ -170,7 +174,7 @@ def _resolve_addresses(shape: MeshShape, gateway: str | None) -> MeshShape:
 
 
 def _check_startable(shape: MeshShape) -> int:
-    """The number of workers, once this host has all that they need; an error says what it lacks."""
+    """Return the number of workers, once this host has all that they need; else raise an error."""
     address_checks.require_bindable_endpoint(shape.bind)
     if shape.gateway != METRICS_OFF:
         address_checks.require_bindable_endpoint(shape.gateway, process_count=1)
@@ -184,15 +188,16 @@ def _check_startable(shape: MeshShape) -> int:
 
 
 def choose_gateway_endpoint(listen: str) -> str:
-    """Where the gateway of hosts that join listens: tokens name its port, so it has one that no
-    other process takes first.
+    """Return the endpoint of the gateway for joining hosts.
+
+    Tokens name its port, so the port is one that no other process takes first.
     """
     host, among = parse_listen_address(listen, "--listen")
     return listen if among == EPHEMERAL_PORTS else f"tcp://{host}:{among[-1]}"
 
 
 def write_join_token(mesh_paths: MeshPaths) -> None:
-    """Writes a new token, which lets in one host, and says what to do with it."""
+    """Write a new token, which admits one host, and print how to use it."""
     path = mesh_paths.directory / JOIN_TOKEN_FILE
     path.unlink(missing_ok=True)
     host_tokens.write_token(

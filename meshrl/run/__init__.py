@@ -1,3 +1,3 @@
-"""What is done with a run that there is already: watched, waited for, cancelled, evaluated, talked
-with. Open `command_target.py` and `outcome.py` first.
+"""Commands on an existing run: watch, wait, cancel, evaluate, chat. Open `command_target.py` and
+`outcome.py` first.
 """

@@ -1,4 +1,4 @@
-"""`meshrl wait` and `meshrl cancel`: the end of a job, waited for or brought about."""
+"""`meshrl wait` and `meshrl cancel`: wait for the end of a job, or end it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPORT_TIMEOUT_S = (
 
 
 def wait_for_run(target: Path, mesh: Path | None, timeout_s: float | None, as_json: bool) -> int:
-    """Returns when the run is over and its report is written, with the exit status for its end."""
+    """Return when the run is over and its report is written, with the exit status for its end."""
     run = resolve_run(target, mesh)
     found = wait_for_outcome(run, timeout_s)
     if found is None:
@@ -40,7 +40,7 @@ def wait_for_run(target: Path, mesh: Path | None, timeout_s: float | None, as_js
 
 
 def cancel_run(target: Path, mesh: Path | None, as_json: bool) -> int:
-    """Ends a run for good or until it is resumed; 0 when it stands still now and may go on."""
+    """End a run for good or until it is resumed; return 0 when it has stopped, resumably."""
     run = resolve_run(target, mesh)
 
     async def stop(state: StateClient) -> None:
@@ -59,7 +59,7 @@ def cancel_run(target: Path, mesh: Path | None, as_json: bool) -> int:
 
 
 def wait_for_outcome(run: RunLocation, timeout_s: float | None) -> RunOutcome | None:
-    """How the run ended, once it has and what it leaves is written; None when that takes longer."""
+    """Return the run's outcome once it has ended and its results are written; None on a timeout."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     gone: float | None = None  # since when Redis answers and has the run no more
     while until is None or time.monotonic() < until:
@@ -78,7 +78,10 @@ def wait_for_outcome(run: RunLocation, timeout_s: float | None) -> RunOutcome | 
 
 
 def _read_job_row(run: RunLocation) -> JobRow | None:
-    """None: Redis does not answer. NotFound or Refused: it does, and has the run no more."""
+    """Return the job's row; None if Redis does not answer.
+
+    Raises NotFound or Refused if Redis answers and no longer has the run.
+    """
     if not run.mesh_paths.settings.is_file():
         return None
     try:
@@ -88,9 +91,10 @@ def _read_job_row(run: RunLocation) -> JobRow | None:
 
 
 def _wait_for_summary(run: RunLocation, is_terminal: bool, deadline_s: float | None) -> None:
-    """Waits until the files of a run tell of its end: the summary comes last, after the model.
+    """Wait until the files of a run show its end: the summary comes last, after the model.
 
-    `ended`: Redis says that it has; else its mesh is gone, and it has only if its events say so.
+    `is_terminal`: Redis reports the end. Otherwise its mesh is gone, and the run has ended only if
+    its events record that.
     """
     summary, began = run.directory / "summary.json", time.time()
     record = run.directory / "events.jsonl"
@@ -105,7 +109,7 @@ def _wait_for_summary(run: RunLocation, is_terminal: bool, deadline_s: float | N
             began if is_terminal else 0.0, record.stat().st_mtime if record.is_file() else 0.0
         )
         if time.time() > noted + EXPORT_TIMEOUT_S:
-            return  # nobody is at it
+            return  # no process records the run
         time.sleep(POLL_S)
 
 

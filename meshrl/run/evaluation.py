@@ -1,5 +1,5 @@
-"""`meshrl eval`: a model on a job's held-out rows and evaluation datasets, on a mesh that trains
-nothing.
+"""`meshrl eval`: a model on a job's held-out rows and evaluation datasets, on a mesh without
+training.
 
 It is the evaluation before training of the same job with another model and a budget of no steps.
 """
@@ -37,7 +37,7 @@ FIXED_SETTINGS = (
     'warm_start.demonstrations=""',
     "lora.rank=0",
     "training.ranks=1",
-    # What training compares with is not asked; a model that judges is.
+    # Models that training compares with are not used; a judge is.
     "algorithm.kl_coefficient=0.0",
     'models.reference.path=""',
     'models.teacher.path=""',
@@ -50,7 +50,7 @@ NO_TEACHER_SETTING = (
 def evaluate_model(
     model: Path, job: Path, settings: list[str], step: int | None, best: bool, as_json: bool
 ) -> int:
-    """Prints the figures and writes them into the evaluation's run directory; the exit status."""
+    """Print the figures, write them to the evaluation's run directory, return the exit status."""
     with _resolve_model(model, step, best) as directory:
         fixed = [*FIXED_SETTINGS, NO_TEACHER_SETTING] if _is_distillation(job) else FIXED_SETTINGS
         path = directory.absolute()
@@ -86,7 +86,7 @@ def evaluate_model(
 
 
 def _is_distillation(job: Path) -> bool:
-    """Whether the job's algorithm takes a teacher; what is wrong with the file, the loader says."""
+    """Return True if the job's algorithm takes a teacher; the loader reports errors of the file."""
     try:
         document = tomllib.loads(job.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -97,7 +97,7 @@ def _is_distillation(job: Path) -> bool:
 
 @contextlib.contextmanager
 def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[Path]:
-    """The Hugging Face directory that is meant: as it is, or a version of a run, exported."""
+    """Yield the model's Hugging Face directory: as it is, or exported from a run's version."""
     if (model / "job.json").is_file():
         with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as made:
             out = Path(made) / "model"
@@ -116,7 +116,9 @@ def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[Path]:
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """The figures by name, and how many samples have no say in them; None without an evaluation."""
+    """Return the figures by name, with the shares and counts of their samples; None without an
+    evaluation.
+    """
     for event in json_lines.iterate_rows(run_dir / "events.jsonl", '"evaluation"'):
         fields = event["fields"]
         if event["kind"] == "evaluation" and fields["tag"] == BEFORE:

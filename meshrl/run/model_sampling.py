@@ -1,5 +1,5 @@
-"""`meshrl chat` and `meshrl sample`: trajectories with the model of a run, by a process of its own
-and without a mesh.
+"""`meshrl chat` and `meshrl sample`: trajectories of a run's model, in a process and without a
+mesh.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHAT_MODULE, SAMPLE_MODULE = (
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """With which version, and how, trajectories are sampled."""
+    """Version and settings with which trajectories are sampled."""
 
     step: int | None = None
     best: bool = False
@@ -37,7 +37,7 @@ class ModelChoice:
 
 
 def chat_with_model(target: Path, choice: ModelChoice, prompt: str | None, row: int | None) -> int:
-    """The exit status; the process says itself what the model said, or what is wrong."""
+    """Chat with the model and return the exit status; the process prints output and errors."""
     options = {"--prompt": prompt, "--row": row}
     return _run_sampler(resolve_run(target, None), CHAT_MODULE, choice, options)
 
@@ -45,8 +45,10 @@ def chat_with_model(target: Path, choice: ModelChoice, prompt: str | None, row: 
 def sample_model(
     target: Path, prompt: str, choice: ModelChoice, n: int = 1, max_tokens: int | None = None
 ) -> int:
-    """The exit status: 1 when a trajectory failed, which the process says itself. `n` are sampled
-    of each prompt, each of at most `max_tokens` of the model's; None: what has room.
+    """Sample from the model and return the exit status: 1 when a trajectory failed.
+
+    The process prints the failures itself. `n` trajectories are sampled of each prompt, each of at
+    most `max_tokens` of the model's; None: as many as fit.
     """
     run = resolve_run(target, None)
     lines = list(encode_requests(sys.stdin if prompt == STDIN_ARGUMENT else [prompt]))
@@ -63,7 +65,7 @@ def _run_sampler(
     options: Mapping[str, str | int | None],
     lines: str | None = None,
 ) -> int:
-    """The exit status of the process that plays; `lines` are its standard input."""
+    """Return the exit status of the sampling process; `lines` are its standard input."""
     with tempfile.TemporaryDirectory(prefix="meshrl-talking-") as made:
         scratch = Path(made)
         model = find_model(run, choice.step, choice.best, scratch)
@@ -74,13 +76,15 @@ def _run_sampler(
         words += ["--json"] if choice.as_json else []
         try:
             return subprocess.run(words, check=False, input=lines, text=True).returncode
-        except KeyboardInterrupt:  # the process has heard it too
+        except KeyboardInterrupt:  # the process has received it too
             return EXIT_INTERRUPTED
 
 
 def find_model(run: RunLocation, step: int | None, best: bool, scratch: Path) -> Path:
-    """The directory of a step's version, the best one or the newest: the run's own where that is
-    the newest, or else one that is written below `scratch`. NotFound when there is no such version.
+    """Return the directory of a step's version, the best one or the newest.
+
+    It is the run's own directory if that is the newest, else one written below `scratch`. Raises
+    NotFound when there is no such version.
     """
     model_export.require_one_version(step, best)
     if not (run.directory / "job.json").is_file():
@@ -107,7 +111,7 @@ def find_model(run: RunLocation, step: int | None, best: bool, scratch: Path) ->
 
 
 def encode_requests(texts: Iterable[str]) -> Iterator[str]:
-    """The lines that the process reads: of each text a prompt, or a whole row of a JSON object."""
+    """Yield input lines of the process: of each text a prompt, or a whole row of a JSON object."""
     for text in texts:
         text = text.rstrip("\r\n")
         if not text.strip():

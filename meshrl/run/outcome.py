@@ -1,4 +1,4 @@
-"""How a run stands or how it ended, from the files of its directory alone."""
+"""State or outcome of a run, from the files of its directory alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED = (
     3,
 )  # exit statuses of commands that follow a run to its end
 EXIT_INTERRUPTED = 130  # after Ctrl-C, as shells have it
-MAX_CORRUPT_FILES = 5  # damaged files that are told of, the last ones
+MAX_CORRUPT_FILES = 5  # corrupt files that are reported, the last ones
 RUNNING_STATE, STOPPED_STATE = "running", "stopped"
 # What is read of a run: a mesh gives up with a process that ends and is not started again.
 OUTCOME_EVENTS = tuple(
@@ -37,31 +37,34 @@ OUTCOME_EVENTS = tuple(
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """`state` is running, finished, failed or stopped: what has not finished and nobody runs."""
+    """Outcome of a run.
+
+    `state` is running, finished, failed or stopped: not finished, and no process runs it.
+    """
 
     run: str
     job: str
     state: str
     phase: str
     step: int
-    steps: int | None  # that the job is to do; None: its `job.json` is damaged
+    steps: int | None  # steps of the job's budget; None: its `job.json` is corrupt
     reward: float | None  # of the last step
     held_out: float | None  # sampled, as measured last
     error: str
-    damaged: tuple[str, ...] = ()  # what was or is damaged among its files, and what followed
+    damaged: tuple[str, ...] = ()  # corruptions among its files, and their consequences
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a command that has seen this end."""
+        """Exit status of a command that has followed the run to this end."""
         return {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}.get(self.state, EXIT_STOPPED)
 
     @property
     def resume(self) -> str:
-        """The command that goes on; empty when nothing is left to do or somebody is at it."""
+        """Command that resumes the run; empty when nothing is left to do or a process runs it."""
         return f"meshrl resume {self.run}" if self.state in ("failed", "stopped") else ""
 
     def format_lines(self) -> list[str]:
-        """It in words."""
+        """Return the outcome as lines of text."""
         of = "" if self.steps is None else f" of {self.steps}"
         at = f"at step {self.step}{of}"
         figures = [] if self.reward is None else [f"reward {self.reward:.3f}"]
@@ -81,12 +84,12 @@ class RunOutcome:
         return [*said, *(f"damaged: {line}" for line in self.damaged)]
 
     def to_document(self) -> dict[str, Any]:
-        """It as JSON."""
+        """Return the outcome as JSON."""
         return {**asdict(self), "resume": self.resume}
 
 
 def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
-    """How the run stands; `live`: whether its mesh runs, None: look."""
+    """Return the state of the run; `is_live`: its mesh runs, None: find out."""
     harm: list[str] = []
     phase, error, held_out, gave_up = Phase.QUEUED.value, "", None, ""
     for event in json_lines.iterate_rows(run.directory / "events.jsonl", *OUTCOME_EVENTS):
@@ -98,7 +101,7 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
         if fields.get("job") != run.job:
             continue
         if kind in ("phase", "step"):
-            gave_up = ""  # it went on
+            gave_up = ""  # the mesh continued the run
         if kind == "phase":
             phase, error = fields["phase"], fields.get("error", "")
         elif kind == "evaluation" and fields.get("sampled") is not None:
@@ -138,8 +141,8 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
 
 
 def _find_violations(run: RunLocation) -> str:
-    """What its summary says that must not be, or its events if that is damaged; empty while there
-    is none.
+    """Return violations in the run's summary, or in its events if that is corrupt; empty if there
+    are none.
     """
     summary = run.directory / "summary.json"
     if not summary.is_file():

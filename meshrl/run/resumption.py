@@ -1,4 +1,4 @@
-"""`meshrl resume`: a run goes on where it stands, with other values of keys that may change."""
+"""`meshrl resume`: continues a run from its checkpoint, with new values of changeable keys."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ if TYPE_CHECKING:
 def continue_run(
     run: RunLocation, record: dict[str, Any], job: JobFile, changes: dict[str, tuple[Any, Any]]
 ) -> int:
-    """The rest of the run; the exit status. `held` is what `job.json` says, `job` what the run is
-    to go on with, and `changes` how that differs.
+    """Continue the run and return the exit status.
+
+    `record` is the content of `job.json`, `job` the job to continue with, and `changes` their
+    differences.
     """
     from meshrl.launch.checks import mesh_checks  # a run that is refused needs none of these
     from meshrl.run.session import derive_mesh_shape, run_session
@@ -64,17 +66,17 @@ def continue_run(
 
     async def begin(launcher: Launcher) -> None:
         row = await _restore_job(run, record, launcher)
-        # What Redis has is what the steps were done with; the user's changes go on top of it.
+        # The steps were done with the document in Redis; the user's changes are applied to it.
         document = apply_changes(row.document, {key: new for key, (_, new) in changes.items()})
         await _apply_changes(run, record, row, document, launcher.state)
 
-    # The mesh that the job asks for now, or the one that it was submitted to.
+    # The mesh that the job requests now, or the one that it was submitted to.
     shape = derive_mesh_shape(job.config) if own else read_shape(run.mesh_paths)
     return asyncio.run(run_session(run.directory, shape, begin))
 
 
 async def _restore_job(run: RunLocation, record: dict[str, Any], launcher: Launcher) -> jobs.JobRow:
-    """The job as Redis has it, given back to it if it is gone, before any service runs."""
+    """Return the job's row in Redis; restore it first if it is missing, before any service runs."""
     state = launcher.state
     known = {row.id: row for row in await jobs.read_jobs(state)}
     if run.job not in known:
@@ -95,7 +97,7 @@ async def _apply_changes(
     document: dict[str, Any],
     state: StateClient,
 ) -> None:
-    """Puts what the run is to go on with on record, and opens it again if it had ended."""
+    """Record the job's new document, and reopen the run if it had ended."""
     path = run.directory / "job.json"
     if changes := diff_documents(row.document, document):
         steps = document["budget"]["steps"]
@@ -113,7 +115,7 @@ async def _apply_changes(
         for key, (old, new) in changes.items():
             print(f"{key}: {old} -> {new}, from step {row.version + 1} on", flush=True)
         row = await jobs.read_job(state, run.job)
-    elif record["document"] != document:  # it was changed, and cut off before it was noted
+    elif record["document"] != document:  # changed, but interrupted before the record
         write_json(path, record | {"document": document})
     if row.phase == jobs.Phase.FINISHED:
         raise make_finished_error(run, row.document)
@@ -125,8 +127,9 @@ MAX_NAMED_FILES = 3  # missing files that an error names
 
 
 def check_run(run_dir: Path, record: Mapping[str, Any], place: MeshPaths) -> None:
-    """Returns if the run is whole; NotFound or Damaged names what is not. Files of its record are
-    mended when it goes on.
+    """Check that the run is complete; raise NotFound or CorruptData with what is not.
+
+    Files of its record are repaired when it continues.
     """
     if place.root != run_dir and not place.directory.is_dir():
         raise NotFound(
@@ -157,8 +160,9 @@ def _check_bundle(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 
 def _check_checkpoint(run_dir: Path, place: MeshPaths) -> None:
-    """Returns if there is a checkpoint to go on from, or nothing to go on from: the trainer passes
-    over those that are not whole, and checks every byte of the one that it takes.
+    """Check that there is a checkpoint to resume from, or that none is needed.
+
+    The trainer skips incomplete checkpoints, and checks every byte of the one that it loads.
     """
     named, paths = read_last_committed_name(run_dir), list_manifest_paths(run_dir)
     redis = place.redis_directory.is_dir() and any(place.redis_directory.iterdir())
@@ -178,7 +182,7 @@ def _check_checkpoint(run_dir: Path, place: MeshPaths) -> None:
 
 
 def _find_missing_files(checkpoint: Path, chunks: ChunkStore) -> str | None:
-    """What a checkpoint lacks, as far as names tell; None: nothing."""
+    """Return what a checkpoint lacks, judged by names; None if nothing."""
     directory = checkpoint.with_suffix("")
     try:
         held = read_manifest(checkpoint)
@@ -210,7 +214,7 @@ _START_OVER_FIX = "To start over: meshrl run JOB"
 
 
 def resume_run(directory: Path, settings: list[str]) -> int:
-    """Continues the run in a directory, with `KEY=VALUE` settings; the exit status."""
+    """Continue the run in a directory, with `KEY=VALUE` settings; return the exit status."""
     there = (directory / "bundle").is_dir() or (directory / "job.json").is_file()
     held = read_run_record(directory) if there else {}
     run_dir = directory_paths.require_run(directory)
@@ -247,7 +251,9 @@ def resume_run(directory: Path, settings: list[str]) -> int:
 def _check_changes(
     run: RunLocation, old_document: dict[str, Any], new_document: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """The changes of a document; ConfigError says which of them may not be, and why."""
+    """Return the changes of a document; raise ConfigError with the keys that may not change, and
+    why.
+    """
     changes = diff_documents(old_document, new_document)
     refused = {
         key: why
@@ -275,7 +281,7 @@ def _check_changes(
 def _check_not_finished(
     run: RunLocation, old_document: dict[str, Any], new_document: dict[str, Any]
 ) -> None:
-    """Refused when the run has finished and gets no more steps: no mesh need start to say so."""
+    """Raise Refused when the run has finished and gets no more steps, before a mesh starts."""
     summary = run.directory / "summary.json"
     if old_document["budget"]["steps"] < new_document["budget"]["steps"]:
         return
@@ -288,7 +294,7 @@ def _check_not_finished(
 
 
 def _resume_on_mesh(run: RunLocation, settings: list[str]) -> int:
-    """A job that was stopped goes on, on its mesh, which runs."""
+    """Resume a stopped job on its running mesh."""
     try:
         row = query_mesh(
             run.mesh_paths, lambda state: jobs.read_job(state, run.job), ANSWER_TIMEOUT_S
@@ -324,14 +330,14 @@ def _resume_on_mesh(run: RunLocation, settings: list[str]) -> int:
 
 
 def make_too_few_steps_error(steps: int, done: int) -> ConfigError:
-    """The error of a budget of fewer steps than are done."""
+    """Return the error of a budget of fewer steps than are done."""
     return ConfigError(
         f"budget.steps = {steps}, and {done} steps are done", fix=f"Set it to {done} or more"
     )
 
 
 def make_finished_error(run: RunLocation, document: dict[str, Any]) -> Refused:
-    """The error of a run that has nothing left to do."""
+    """Return the error of a run that has nothing left to do."""
     steps = document["budget"]["steps"]
     return Refused(
         f"{run.display_path} is finished, after {steps} steps",
@@ -340,8 +346,9 @@ def make_finished_error(run: RunLocation, document: dict[str, Any]) -> Refused:
 
 
 def read_run_record(directory: Path) -> dict[str, Any]:
-    """What `job.json` holds, written again from Redis if need be; Damaged says what to do when
-    Redis does not have it either.
+    """Return the content of `job.json`, rewritten from Redis if necessary.
+
+    Raises CorruptData with the fix when Redis does not have it either.
     """
     run_dir = directory.absolute()
     path = run_dir / job_file.JOB_FILE_NAME

@@ -1,4 +1,4 @@
-"""A run that lies at a URL, brought to a directory of this host: commands take it from there."""
+"""Download of a run from a URL to a directory of this host, where commands use it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from meshrl.directory.job_file import SOURCE_URL_KEY
 
 
 def download_run(url: str) -> Path:
-    """`runs/NAME` with what lies at a URL, whole or not at all. NotFound when no run does, Refused
-    when there is a directory of that name.
+    """Download the run at a URL to `runs/NAME`, atomically.
+
+    Raises NotFound when there is no run, Refused when there is a directory of that name.
     """
     there = RemoteDirectory(url, "RUN", "the URL")
     try:
@@ -43,7 +44,7 @@ def download_run(url: str) -> Path:
     shutil.rmtree(scratch, ignore_errors=True)
     for name in names:
         there.fetch_file(name, scratch / name)
-    # It is a run of its own here: its mesh is elsewhere, and its bundle lies beside it.
+    # It is a run of its own here: its mesh is elsewhere, and its bundle is beside it.
     held.pop("mesh", None)
     held[SOURCE_URL_KEY] = there.public_url
     held["document"]["bundle"]["dir"] = str(run_dir / "bundle" / digest)

@@ -37,7 +37,7 @@ from meshrl.view.report.summary_table import print_summary
 
 
 def run_job(config: JobConfig, base: Path, force: bool, job_file: Path | None = None) -> int:
-    """Runs a job from its start; the exit status. `job_file` is where it was read."""
+    """Run a job from its start and return the exit status. `job_file`: the path of its file."""
     with claim_run_directory(config, force) as claim:
         run_dir = claim.directory
         with translate_write_errors(run_dir):
@@ -60,7 +60,7 @@ def run_job(config: JobConfig, base: Path, force: bool, job_file: Path | None = 
 
 
 def derive_mesh_shape(config: JobConfig) -> MeshShape:
-    """The mesh that a job asks for."""
+    """Return the mesh that a job requests."""
     mesh = config.mesh
     return MeshShape(mesh.workers, mesh.device, mesh.bind, mesh.advertise, mesh.metrics)
 
@@ -71,8 +71,10 @@ async def run_session(
     submit: Callable[[Launcher], Awaitable[None]],
     on_started: Callable[[], None] = lambda: None,
 ) -> int:
-    """A mesh from its start to the end of a run; the exit status. `begin` gives Redis the job,
-    before any service looks for one; `started` is called when all services are there.
+    """Run a mesh from its start to the end of a run; return the exit status.
+
+    `submit` gives Redis the job, before any service reads it; `on_started` is called when all
+    services are registered.
     """
     install_lossy_output()
     run = read_run(run_dir)
@@ -98,7 +100,7 @@ async def run_session(
 
 
 async def _follow_run(recorder: Recorder, launcher: Launcher, stop: asyncio.Event) -> None:
-    """Shows the run until it is over, the user stops it, or the mesh gives up."""
+    """Show the run until it is over, the user stops it, or the mesh gives up."""
     with GuardedView(make_run_view(recorder.run_dir)) as view:
         async with aclosing(report.LivePage(recorder, view.print_line)) as page:
             while not stop.is_set() and not launcher.failed.is_set():
@@ -116,7 +118,7 @@ async def _follow_run(recorder: Recorder, launcher: Launcher, stop: asyncio.Even
 async def _conclude(
     recorder: Recorder, summary: dict[str, Any], launcher: Launcher, stop: asyncio.Event
 ) -> int:
-    """Says what the user can do next, and delivers what is to be elsewhere; the exit status."""
+    """Print the user's next commands, deliver output to other places, return the exit status."""
     with WarningGuard()("the closing table"):
         print_summary(summary, recorder.run_dir)
     phase = recorder.snapshot.phase if recorder.snapshot else None
@@ -143,7 +145,7 @@ async def _conclude(
 
 
 def choose_exit_status(summary: dict[str, Any], phase: jobs.Phase | None, gave_up: bool) -> int:
-    """The exit status of a run: 0 only for one that has finished with an account that is right."""
+    """Return the exit status of a run: 0 only for a finished one with a correct account."""
     if format_violations(summary) or phase == jobs.Phase.FAILED:
         return EXIT_FAILED
     if phase == jobs.Phase.FINISHED:

@@ -1,3 +1,5 @@
-"""Views of a mesh and of its runs: one snapshot (`mesh`), what its events tell (`history`), and the
-renderers of both: live view, top, metrics, report, trace. Beside them the record of each run.
+"""Views of a mesh and of its runs: one snapshot (`mesh`), the history of its events (`history`),
+and their renderers.
+
+The renderers are live view, top, metrics, report and trace. Beside them is the record of each run.
 """

@@ -1,4 +1,4 @@
-"""Says which disk of a run is full, and what to do about it."""
+"""Messages about a full disk of a run: which disk, and how to recover."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ MIN_FREE_BYTES = 1 << 20  # less than a segment of a ledger or a chunk of weight
 
 
 def measure_free_bytes(path: Path) -> int:
-    """What this user may still write there; OSError when it is not there."""
+    """Return the bytes that this user can still write there. Raises OSError if the path does not
+    exist.
+    """
     found = os.statvfs(path)
     blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
     return blocks * found.f_frsize
 
 
 def find_full_disk(paths: Iterable[Path]) -> str:
-    """The first of these directories whose disk has no room, said to a person; empty for none."""
+    """Return the message for the first directory on a full disk; empty if none is full."""
     for path in paths:
         try:
             free = measure_free_bytes(path)
-        except OSError:  # it is gone, which is another trouble
+        except OSError:  # the path no longer exists, which is another error
             continue
         if free < MIN_FREE_BYTES:
             return describe_full_disk(path, free)
@@ -31,7 +33,7 @@ def find_full_disk(paths: Iterable[Path]) -> str:
 
 
 def describe_full_disk(path: Path, free_bytes: int = 0) -> str:
-    """The text for a disk on which a write has failed."""
+    """Return the message for a disk on which a write has failed."""
     return (
         f"the disk of {path} is full ({free_bytes // 1024} KiB are free). "
         "Make room there: everything waits, and goes on by itself."
@@ -39,6 +41,8 @@ def describe_full_disk(path: Path, free_bytes: int = 0) -> str:
 
 
 def describe_rejected_write(error: StorageFull, default_path: Path) -> str:
-    """The text for a write that a full disk has refused: which file needs how much."""
+    """Return the message for a write that a full disk has rejected: the file and the bytes it
+    needs.
+    """
     where = Path(error.where or default_path)
     return f"{describe_full_disk(where.parent)} {where}: {error.message}."

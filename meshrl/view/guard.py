@@ -1,5 +1,5 @@
-"""Guard around drawing, reports and trackers: a fault there costs a run a warning, never its end,
-its model or its result.
+"""Guard around drawing, reports and trackers: a fault there costs a run a warning, never its
+result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def warn(text: str) -> None:
 
 
 class WarningGuard:
-    """Turns each exception of a guarded block into one warning; the same one is printed once."""
+    """Guard that turns each exception of its block into one warning; a repeated one is printed
+    once.
+    """
 
     def __init__(self, on_warning: Callable[[str], None] = warn) -> None:
         self._on_warning = on_warning
@@ -28,7 +30,9 @@ class WarningGuard:
 
     @contextmanager
     def __call__(self, description: str) -> Iterator[None]:
-        """Run the block; on an exception, warn that `what` failed and go on after the block."""
+        """Run the block; on an exception, warn that `description` failed and continue after the
+        block.
+        """
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Keeps the records of all jobs of a mesh that stays up, each by a task of its own."""
+"""Recorders of all jobs of a mesh that stays up, each in a task of its own."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from meshrl.view.recording.recorder import POLL_S, POLL_TIMEOUT_S, Recorder
 from meshrl.view.recording.shared_snapshot import RunningMesh, SharedSnapshot
 from meshrl.view.report import report
 
-DISK_FULL_STOP_S = 5.0  # that a full disk is waited for when the mesh is to stop
+DISK_FULL_STOP_S = 5.0  # wait for a full disk while the mesh stops
 RETRY_S = 5.0  # a run directory that cannot be read or written is tried again: disks get emptied
 
 
 async def record_all(mesh: RunningMesh, stop: asyncio.Event) -> None:
-    """Records every job of a mesh until `stop`, each by itself, so that one with a bad directory or
-    a slow tracker holds up no other.
+    """Record every job of a mesh until `stop`, each in its own task.
+
+    A job with a bad directory or a slow tracker does not delay the others.
     """
     recording: dict[str, asyncio.Task[None]] = {}
     looks = SharedSnapshot(mesh)
@@ -39,7 +40,7 @@ async def record_all(mesh: RunningMesh, stop: asyncio.Event) -> None:
                 work = record_job(mesh, row.id, Path(row.run_dir), stop, looks)
                 recording[row.id] = asyncio.create_task(work, name=f"record {row.id}")
         for job in [job for job, task in recording.items() if task.done()]:
-            recording.pop(job).result()  # raises what is a fault of ours; it may be resumed
+            recording.pop(job).result()  # raises our own faults; the job may be resumed
         await mesh.clock.sleep(POLL_S)
     await asyncio.gather(*recording.values())
 
@@ -51,10 +52,10 @@ async def record_job(
     stop: asyncio.Event,
     shared_snapshot: SharedSnapshot | None = None,
 ) -> None:
-    """Records one job until it is over or `stop`, and writes its report.
+    """Record one job until it has ended or `stop` is set, and write its report.
 
-    While its directory cannot be used it says so once, in the log and as the event `unrecorded`,
-    and tries again.
+    While its directory is unusable, report that once, in the log and as the event `unrecorded`, and
+    retry.
     """
 
     def say(text: str) -> None:
@@ -98,7 +99,7 @@ async def record_job(
 
 
 async def _repair_job_file(mesh: RunningMesh, run_dir: Path) -> None:
-    """Puts a damaged `job.json` back from Redis; one that is gone may be so for a reason."""
+    """Restore a corrupt `job.json` from Redis; a missing one may have been removed on purpose."""
     try:
         job_file.read_job_file(run_dir / job_file.JOB_FILE_NAME)
     except CorruptData as error:
@@ -110,7 +111,7 @@ async def _repair_job_file(mesh: RunningMesh, run_dir: Path) -> None:
 
 
 def _make_give_up_check(mesh: RunningMesh, stop: asyncio.Event) -> Callable[[], bool]:
-    """Whether the mesh has been stopping for so long that a full disk is not waited for longer."""
+    """Return a check that the mesh has been stopping for too long to wait for a full disk."""
     stopping: list[float] = []
 
     def given_up() -> bool:

@@ -14,14 +14,14 @@ from meshrl.common.base.host.terminal import EscapingStream, escape_controls
 
 
 class Console(console.Console):
-    """A console for texts of any origin; its own styles and cursor movements reach the terminal."""
+    """Console for texts of any origin; its own styles and cursor movements reach the terminal."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
 
     @property
     def file(self) -> IO[str]:
-        """The stream that takes rich's own escape sequences."""
+        """Stream that takes rich's own escape sequences."""
         found = super().file
         return found.raw_stream if isinstance(found, EscapingStream) else found
 

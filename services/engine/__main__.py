@@ -1,4 +1,4 @@
-"""The entry of an engine process: the role process of a worker in the rollout role."""
+"""Entry point of an engine process: the role process of a worker in the rollout role."""
 
 from __future__ import annotations
 

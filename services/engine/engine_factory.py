@@ -1,4 +1,4 @@
-"""Builds the engine that a job asks for on this host, without weights."""
+"""Factory of the engine that a job asks for on this host, created without weights."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 
 async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> TokenEngine:
-    """The job's engine, asleep; native code is compiled if this host has none yet. A seat of
-    several ranks has one of so many workers, whose accelerators this process sees: at a pace they
-    are emulated, else SGLang computes on them.
+    """Create the job's engine, asleep; compile native code if this host has none yet.
 
-    From the main thread: a server that an engine needs dies with the thread that starts it.
+    A placement of several ranks has an engine of as many tensor-parallel workers, whose
+    accelerators this process sees. Steps are emulated if the job declares an emulated speed;
+    otherwise SGLang computes them. Call this on the main thread: a server that an engine needs dies
+    with the thread that starts it.
     """
     pace = data.config.rollout.pace
     if data.config.rollout.engine == "sglang":
@@ -89,7 +90,7 @@ async def _create_sglang_engine(
 
 
 def _choose_hierarchical_cache(mesh: Mesh, data: JobData) -> HierarchicalCache | None:
-    """Where SGLang's own cache goes on; None: nowhere."""
+    """Return where SGLang's own hierarchical cache is, or None if there is none."""
     from meshrl.services.engine.sglang.server import HierarchicalCache
 
     limits = data.config.rollout
@@ -100,7 +101,7 @@ def _choose_hierarchical_cache(mesh: Mesh, data: JobData) -> HierarchicalCache |
     if limits.kv.disk:
         try:
             directory = make_private_directory(root) / f"{data.config.name}-sglang"
-        except ConfigError as error:  # another user has taken the name
+        except ConfigError as error:  # another user owns the directory
             log_unused_tier(mesh, "rollout.kv.disk", error)
     if not limits.kv_memory_gib and directory is None:
         return None

@@ -1,6 +1,4 @@
-"""Runs an engine process: a thread for its arithmetic, and weights that follow the job's
-version.
-"""
+"""Role process of an engine: a thread that computes, and weights that follow the job's version."""
 
 from __future__ import annotations
 
@@ -37,21 +35,21 @@ from meshrl.services.engine.weights.engine_weights import AdapterVersion, Engine
 from meshrl.services.engine.weights.merge_policy import AdapterMode, MergePolicy
 from meshrl.services.engine.weights.version_receiver import VersionReceiver
 
-IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
-# A slice is long beside the millisecond that a turn takes to change hands, and short beside a step
-# of training: tokens come in no coarser bursts than flushes to a far shard do.
+IDLE_S = 0.05  # longest sleep of an idle driver without a hint
+# A slice is long relative to the millisecond of a switch, and short relative to a training step.
+# Tokens so arrive in no coarser bursts than flushes to a remote shard.
 SLICE_S = 0.2
-POLL_S = 1.0  # how often the job's version is looked at without a hint, which rarely gets lost
-MERGE_TIMEOUT_S = 300.0  # for adapters to become part of the model
-CLOSE_TIMEOUT_S = 10.0  # for what is kept of keys and values to be given up
-SWITCH_INTERVAL_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
+POLL_S = 1.0  # interval of polls of the job's version; hints are rarely lost
+MERGE_TIMEOUT_S = 300.0  # to merge adapters into the model
+CLOSE_TIMEOUT_S = 10.0  # to close the KV tiers
+SWITCH_INTERVAL_S = 0.0005  # how often the compute thread yields the interpreter to the loop
 
 
 OpenEngine = Callable[[Mesh, JobData, Placement], Awaitable[TokenEngine]]
 
 
 class EngineDriver(Protocol):
-    """What takes an engine service's turns."""
+    """Driver that runs an engine service's steps."""
 
     def call_on_loop(self, action: Callable[[], None]) -> None:
         """Runs `action` on the loop."""
@@ -61,8 +59,10 @@ class EngineDriver(Protocol):
 
 
 class ThreadDriver:
-    """Runs an engine service's turns in a thread of its own: for ever, or, where the gang has
-    others that compute, in slices of `QUANTUM_S`, for each of which it takes the gang's turn.
+    """Driver that runs an engine service's steps in a thread of its own.
+
+    It runs without a break or, if other instances of the gang compute too, in slices of
+    `SLICE_S`, for each of which it acquires the gang's time slice.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -92,15 +92,13 @@ class ThreadDriver:
                 if wait_s:
                     service.commands.wait(wait_s)
         except BaseException as error:
-            if self._stopped:  # what it waited for was cancelled with the loop
+            if self._stopped:  # the loop cancelled the wait at its end
                 return
             self.error = error
             service.mesh.host.exit(70, f"the engine failed: {error!r}", error)
 
     def _run_slice(self, service: EngineService, time_slices: SliceClient) -> bool:
-        """Takes one turn of the gang, if there is anything to do in it; False when there was
-        nothing.
-        """
+        """Acquire one time slice if there is work for it; return False if there was none."""
         service.run_commands(in_slice=False)
         function = service.slice_function
         if not function:
@@ -122,7 +120,10 @@ class ThreadDriver:
             self._loop.call_soon_threadsafe(time_slices.release_slice, ticket, function, lasted_s)
 
     def _run_steps(self, service: EngineService, until_s: float) -> bool:
-        """Steps until then, and to the end of the last step; whether there was anything to do."""
+        """Run steps until `until_s` and to the end of the last step.
+
+        Return True if there was work.
+        """
         clock, steps, did = service.mesh.clock, service.steps, False
         while not self._stopped and service.run_once():
             did = True
@@ -130,7 +131,7 @@ class ThreadDriver:
             while (due_s := steps.next_step_delay_s) > 0 and not self._stopped:
                 service.commands.wait(due_s)
                 if not last:
-                    break  # a command may have come, which holds at once
+                    break  # a queued command takes effect at once
             if last and steps.next_step_delay_s <= 0:
                 break
         service.flush()
@@ -139,7 +140,10 @@ class ThreadDriver:
     def _wait_for_slice(
         self, service: EngineService, request: Coroutine[Any, Any, int]
     ) -> int | None:
-        """The ticket of a turn; what needs none is done while it is waited for. None: it stops."""
+        """Wait for a time slice and return it; None if the driver stops.
+
+        Commands that need no slice run during the wait.
+        """
         future = asyncio.run_coroutine_threadsafe(request, self._loop)
         future.add_done_callback(lambda _: service.commands.wake_event.set())
         while not future.done():
@@ -219,7 +223,7 @@ async def serve(
         if bulk is not None:
             bulk.close()
         if kv is not None:
-            with suppress(MeshError):  # a thread that waits for others ends with the process
+            with suppress(MeshError):  # a waiting thread ends with the process
                 await mesh.host.run_blocking(kv.close, deadline_s=CLOSE_TIMEOUT_S)
         await traces.close()
         await mesh.leave()
@@ -229,15 +233,17 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def _choose_adapter_mode(data: JobData) -> AdapterMode:
-    """What SGLang does with adapters is decided when its server starts, so before anything was
-    measured: it computes them beside the model where the job asks for that alone.
+    """Return how the engine treats adapters.
+
+    SGLang fixes this at the start of its server, before any measurement: it computes adapters
+    beside the model only if the job requires that.
     """
     wish = data.config.lora.engines
     return "merged" if data.config.rollout.engine == "sglang" and wish == "auto" else wish
 
 
 def _merge_adapters(data: JobData, tensors: Tensors) -> Tensors:
-    """A version's tensors as an engine takes them: adapters become part of the model."""
+    """Return a version's tensors with its adapters merged into the model."""
     if not any(map(is_adapter_tensor, tensors)):
         return tensors
     return merge_adapters(load_model_config(data), tensors, data.config.lora.scale)
@@ -267,7 +273,7 @@ async def _update_weights(
 async def _put_adapters(
     weights: EngineWeights, versions: VersionReceiver, row: jobs.JobRow
 ) -> bool:
-    """Puts a version's adapters beside their base; False: it is not one of adapters alone."""
+    """Load a version's adapters beside their base; return False if it has more than adapters."""
     manifest = await versions.read_manifest(row.manifest)
     base = manifest.base
     if base is None:
@@ -297,8 +303,9 @@ async def _put_adapters(
 def _build_pull_trace(
     mesh: Mesh, version: int, duration_s: float, paused_s: float
 ) -> dict[str, Any]:
-    """What a trace tells of a version that has just been put in place: it was pulled, and waited
-    for the end of a step, and then no step ran.
+    """Build the trace of a version that was just installed.
+
+    Its spans are the pull, the wait for the end of a step, and the pause without steps.
     """
     paused_ms = round(1000 * min(paused_s, duration_s), 3)
     parts = ["pull", round(1000 * duration_s - paused_ms, 3), "pause", paused_ms]
@@ -316,9 +323,10 @@ async def follow_versions(
     merge_policy: MergePolicy | None = None,
     traces: TraceWriter | None = None,
 ) -> None:
-    """Keeps the engine at the job's committed version: looks at each hint, and each `look_s`.
-    ConfigError when a version's weights are damaged, and nobody can write them again; what else
-    keeps it from new ones for too long (`RetryPolicy`).
+    """Update the engine to the job's committed version at each hint and every `poll_s` seconds.
+
+    Raise ConfigError if a version's weights are corrupt and cannot be written again. Other errors
+    that block new versions for too long raise too (`RetryPolicy`).
     """
     patience = RetryPolicy(mesh.job_clock)
     weights = service.weights
@@ -342,9 +350,9 @@ async def follow_versions(
                         _build_pull_trace(mesh, row.version, took_s, service.pauses.last_pause_s)
                     )
             elif row is not None and not stale and row.lineage != weights.lineage:
-                weights.enter_lineage(row.lineage)  # it begins with these weights
+                weights.enter_lineage(row.lineage)  # the new lineage begins with the loaded weights
             patience.record_success()
-        except ConfigError:  # the weights cannot be had
+        except ConfigError:  # the weights are unavailable
             raise
         except MeshError as error:
             mesh.telemetry.log.warning("weights", error=str(error))

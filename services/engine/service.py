@@ -1,8 +1,7 @@
-"""The actor of an engine process: takes requests of rollout shards, streams tokens back.
+"""Actor of an engine process: accepts requests of rollout shards and streams tokens back.
 
-The engine itself is driven from elsewhere (a thread where it computes, a task where it is
-simulated): the driver calls `turn` in a loop, which runs what was asked for since, one step, and
-hands over what is to be flushed.
+A driver calls `run_once` in a loop: a thread if the engine computes, a task if it is simulated.
+Each call runs the queued commands and one step, and sends the tokens that are due for a flush.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ from meshrl.services.engine.weights.engine_weights import EngineSleeper, EngineW
 
 FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
-DRAIN_TIMEOUT_S = 3.0  # for the last tokens to leave
+DRAIN_TIMEOUT_S = 3.0  # to send the last tokens
 DRAIN_POLL_S = 0.01
-LOOK_UP_TIMEOUT_S = 4.0  # to look at the host's shelves for another one
-OFFLOAD_TIMEOUT_S = 1.0  # for what was computed to be left to the host's other engines
+LOOK_UP_TIMEOUT_S = 4.0  # to look up chunks on the host's tiers for another host
+OFFLOAD_TIMEOUT_S = 1.0  # to offload caches for the host's other engines
 
 
 class EngineService(Actor):
-    """Serves one engine to any number of shards."""
+    """Service of one engine for any number of shards."""
 
     interface = Engine
 
@@ -71,9 +70,11 @@ class EngineService(Actor):
         time_slices: SliceClient | None = None,
         emulation: EmulatedSteps | None = None,
     ) -> None:
-        """`deliver` runs a function on the loop, from the driver's side; `turns` are those with
-        others of its gang, None: it has the accelerator alone. `emulated`: the engine's steps at a
-        declared pace, None: they are taken at its own speed.
+        """Initialize the service.
+
+        `call_on_loop` runs a function on the loop, from the driver's side. `time_slices` is the
+        client of the gang's time slices; None: the engine has the accelerator alone. `emulation`:
+        the engine's steps at a declared speed; None: the engine runs at its own speed.
         """
         self.host_cache: HostCache | None = None
         self.mesh, self.engine, self.time_slices = mesh, engine, time_slices
@@ -103,10 +104,10 @@ class EngineService(Actor):
             mesh, sleeper, *mesh.settings.offload_targets, set_time_slicing=self.set_time_slicing
         )
 
-    # -- the driver's side -----------------------------------------------------------------------
+    # -- driver side -----------------------------------------------------------------------------
 
     def run_once(self) -> bool:
-        """One turn of the driver's loop; False when there was nothing to do."""
+        """Run one iteration of the driver's loop; return False if there was nothing to do."""
         self.run_commands(in_slice=True)
         running, before = self.engine.num_running, self.engine.tokens_generated
         busy_s, steps = self.steps.busy_s, self.engine.num_steps
@@ -130,13 +131,16 @@ class EngineService(Actor):
         self.host_cache = self.weights.host_cache = host_cache
 
     def run_commands(self, in_slice: bool) -> None:
-        """Runs what was commanded, in order; without a turn, up to what needs one."""
+        """Run queued commands in order.
+
+        Without a time slice, stop at the first one that needs it.
+        """
         if self.commands.run(in_slice) and not in_slice:
             self.flush()
 
     @property
     def slice_function(self) -> str:
-        """The function that it wants a turn for; empty: there is nothing to compute."""
+        """Name of the function that needs a time slice; empty: there is nothing to compute."""
         if self.commands.needs_slice:
             return "sync"
         able = self.engine.version >= 0 and not self.weights.is_asleep
@@ -200,7 +204,10 @@ class EngineService(Actor):
         )
 
     def _collect_kv_stats(self) -> KVStats | None:
-        """What it publishes of keys and values that it loaded; None: it loads none."""
+        """Collect the published counters of loaded keys and values.
+
+        None if the engine loads none.
+        """
         found = self.host_cache.stats() if self.host_cache is not None else None
         moves = self.cache_moves
         if moves.received_tokens:
@@ -214,7 +221,7 @@ class EngineService(Actor):
             )
         return found
 
-    # -- the loop's side -------------------------------------------------------------------------
+    # -- loop side -------------------------------------------------------------------------------
 
     @stream(Engine.attach)
     async def attach(self, request: AttachStream) -> AsyncIterator[TokenBatch]:
@@ -229,7 +236,7 @@ class EngineService(Actor):
             self._detach(owner)
 
     def _detach(self, owner: AttachedShard) -> None:
-        """Aborts what an owner that has gone still had running."""
+        """Abort all running requests of a detached owner."""
         if ids := self.shard_streams.detach(owner):
             self.commands.enqueue(lambda: self.engine.abort(ids))
 
@@ -282,7 +289,7 @@ class EngineService(Actor):
             raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
 
     def _reject(self, ids: list[int], error: Refused) -> None:
-        """What the engine cannot serve ends as aborted, and the reason is logged."""
+        """End requests that the engine cannot serve as aborted, and log the reason."""
         self.mesh.telemetry.log.error("requests refused", error=str(error))
         self.shard_streams.reject(ids)
 
@@ -296,8 +303,9 @@ class EngineService(Actor):
             self.commands.enqueue(lambda: self.engine.abort(ids))
 
     async def set_time_slicing(self, enabled: bool) -> None:
-        """Whether its gang has others that compute by turns with it. Returns when it keeps to it,
-        at the end of the step in hand.
+        """Set if other instances of the gang compute in time slices.
+
+        Return once the setting is in force, at the end of the running step.
         """
         if self.time_slices is not None and enabled != self.time_slices.is_enabled:
             await self.time_slices.set_enabled(enabled)
@@ -309,7 +317,10 @@ class EngineService(Actor):
 
     @call(Engine.move_cache)
     async def move_cache(self, request: CacheMove) -> CacheMoveResult:
-        """Has a session's cache come from another engine, as far as that goes; never an error."""
+        """Move a session's cache here from another engine as far as possible.
+
+        Never raise an error.
+        """
         if self.draining or self.shard_streams.find_shard(request.owner) is None:
             return CacheMoveResult(0, 0, 0.0, False)
         return await self.cache_moves.fetch_cache(request)
@@ -322,7 +333,9 @@ class EngineService(Actor):
 
     @call(Engine.look_up_chunks)
     async def look_up_chunks(self, request: ChunkLookup) -> ChunkLookupResult:
-        """Which chunks of a prefix lie on this host's shelves, where they stay for a while."""
+        """Return which chunks of a prefix are on this host's KV tiers, and reserve them for a
+        while.
+        """
         there = np.zeros(request.chunk_names.nbytes // NAME_BYTES, np.bool_)
         if self.host_cache is not None:
             look = partial(self.host_cache.look_up_chunks, request)
@@ -338,7 +351,7 @@ class EngineService(Actor):
 
     @call(Engine.drain)
     async def drain(self, request: str) -> None:
-        """Takes nothing more; what runs ends as aborted, with every token so far delivered."""
+        """Accept no more requests; end running ones as aborted, with all their tokens delivered."""
         self.draining = True
         ids = self.shard_streams.open_requests
         self.commands.enqueue(lambda: self.engine.abort(ids))
@@ -346,9 +359,7 @@ class EngineService(Actor):
             while self.shard_streams.open_requests:
                 await self.mesh.clock.sleep(DRAIN_POLL_S)
         self.shard_streams.close()
-        if (
-            kv := self.host_cache
-        ) is not None:  # what was computed is left to the host's other engines
+        if (kv := self.host_cache) is not None:  # offload caches for the host's other engines
             with suppress(MeshError):
                 await self.commands.run_between_steps(
                     kv.offload_all, "caches to be kept", OFFLOAD_TIMEOUT_S / 2, needs_slice=True

@@ -1,1 +1,1 @@
-"""The program that runs users' environments. Open `environments.py` first."""
+"""Program that runs users' environments. Open `environments.py` first."""

@@ -1,4 +1,4 @@
-"""The entry of an environment process, which a rollout shard starts."""
+"""Entry point of an environment process, which a rollout shard starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answers of an environment of the author's, each validated as a whole."""
+"""Validated return values of the functions of an author's environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSWER_FORMS = (
 
 
 class InvalidAnswer(Exception):
-    """The author's function returned what it must not; `function` is it."""
+    """Error raised when the author's `function` returns an invalid value."""
 
     def __init__(self, message: str, function: Any) -> None:
         super().__init__(message)
@@ -26,24 +26,26 @@ class InvalidAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentAnswer:
-    """A call of a tool, an observation, or the end with a last one or none."""
+    """Valid answer: a call of a tool, an observation, or the end with or without a last
+    observation.
+    """
 
     tool: str = ""
     input: Any = None
     append: Any = None  # None: nothing
     done: bool = False
-    reward: float | None = None  # None: left to the job's reward
+    reward: float | None = None  # left to the job's reward
 
 
 def call_environment(function: Callable[..., Any], *arguments: Any) -> EnvironmentAnswer:
-    """Call `step` or `result` of an environment; BadAnswer for an answer that is none."""
+    """Call `step` or `result` of an environment; InvalidAnswer for an invalid return value."""
     value = function(*arguments)
     with _raise_invalid_answer(function, value):
         return _parse_answer(value)
 
 
 def call_for_reward(function: Callable[..., Any], *arguments: Any) -> float | None:
-    """Call a function that returns a reward, or None to leave it to the job's."""
+    """Call a function that returns a reward, or None to leave it to the job's reward."""
     value = function(*arguments)
     with _raise_invalid_answer(function, value):
         return None if value is None else to_finite_float(value, "a reward")

@@ -1,7 +1,7 @@
-"""An environment process: runs the job author's environment code, and owns the tokenizer.
+"""Environment process: runs the job author's environment code, and owns the tokenizer.
 
-It decodes what the model sampled for `step` and encodes only what the environment appends. One
-frame in, one frame out: a list of [key, operation, argument] answered by a list of [key, status,
+It decodes what the model sampled for `step` and encodes only what the environment appends. Each
+frame, a list of [key, operation, argument], is answered by one frame, a list of [key, status,
 value].
 """
 
@@ -40,7 +40,7 @@ StatusReply = tuple[str, Any]
 
 
 class Environments:
-    """The open environments of one process, by trajectory."""
+    """Open environments of one process, by trajectory."""
 
     def __init__(
         self,
@@ -53,8 +53,11 @@ class Environments:
         special_tokens: str = TEMPLATE_FORMAT,
         end_tokens: Sequence[str] = (),
     ) -> None:
-        """`special_tokens` and `ends`, the tokens of `rollout.stop`, are for texts without chat."""
-        self._module_directory = modules  # where the author's code is
+        """Create an empty table.
+
+        `special_tokens` and `ends`, the tokens of `rollout.stop`, are for texts without chat.
+        """
+        self._module_directory = modules  # directory of the author's code
         self._escapes_special_tokens, self._end_tokens = (
             special_tokens != SPECIAL_TOKENS_ANYWHERE,
             end_tokens,
@@ -65,10 +68,10 @@ class Environments:
         self._sessions: dict[int, EnvironmentSession] = {}
 
     def run_operation(self, key: int, operation: str, argument: Any) -> StatusReply:
-        """One operation; what the author's code raises becomes the status `raised`."""
+        """Run one operation; an exception of the author's code becomes the status `raised`."""
         try:
             answer = getattr(self, "_" + operation)(key, argument)
-            check_packable(answer)  # what cannot travel is the author's to know
+            check_packable(answer)  # an unencodable value is the author's error
             return "ok", answer
         except Exception as error:
             if isinstance(error, KeyError) and error.args == (key,):
@@ -76,7 +79,7 @@ class Environments:
             return "raised", self._describe_error(error)
 
     def _describe_error(self, error: Exception) -> str:
-        """Type, text and the line of the author's code."""
+        """Return the type and text of an error, and the line of the author's code."""
         if isinstance(error, InvalidAnswer):
             own = isinstance(getattr(error.function, "__self__", None), SingleTurn)
             place = "" if own else locate_function(error.function, self._module_directory)
@@ -103,7 +106,7 @@ class Environments:
         return ids
 
     def _answer(self, key: int, argument: Any) -> list[list[int]]:
-        """Ids of the prompt and of the answer that is given to it; nothing stays open."""
+        """Return the ids of the prompt and of its supervised answer; no environment stays open."""
         row, value = argument
         ids = self._begin(key, row)
         try:
@@ -118,8 +121,8 @@ class Environments:
         return self._sessions[key].result(value)
 
     def _cut(self, key: int, ids: list[int]) -> list[Any]:
-        """The trajectory ends in mid-turn: the turn's text, and the score of an environment that
-        has one for it.
+        """Truncate a trajectory in mid-turn; return the turn's text and the environment's score, if
+        any.
         """
         return [self._tokenizer.decode(ids), self._sessions[key].truncate(ids)]
 
@@ -137,7 +140,7 @@ class Environments:
             session.close()
 
     def close(self) -> None:
-        """Closes all that is open; what their closing raises is for the log."""
+        """Close all open environments; log the errors of closing."""
         for key in list(self._sessions):
             status, error = self.run_operation(key, "close", None)
             if status == "raised":
@@ -145,7 +148,7 @@ class Environments:
 
 
 class SingleTurn:
-    """The environment of a job that names none: the prompt, one turn without a call, done."""
+    """Environment of a job that names none: the prompt, one turn without a call, done."""
 
     def __init__(self, prompt: str) -> None:
         self._prompt = prompt
@@ -163,7 +166,7 @@ class SingleTurn:
 def load_tools(
     references: dict[str, str], servers: dict[str, list[str]], modules: str
 ) -> dict[str, ModelTool]:
-    """The tools that the model is told of."""
+    """Load the tools that the model may call."""
     found: dict[str, ModelTool] = {}
     served: dict[str, dict[str, Any]] = {}
     for name, use in references.items():
@@ -182,7 +185,7 @@ def load_tools(
 
 
 def import_reference(reference: str, directory: str) -> Callable[..., Any]:
-    """The object that `module:function` names, with `directory` first on the path."""
+    """Return the object that `module:function` names, with `directory` first on the path."""
     if directory not in sys.path:
         sys.path.insert(0, directory)
     module, _, name = reference.partition(":")
@@ -222,7 +225,7 @@ def main() -> None:
 
 
 def build_environments(arguments: argparse.Namespace) -> Environments:
-    """What a command line asks for."""
+    """Build the environments that a command line describes."""
     tokenizer = Tokenizer.load(arguments.tokenizer)
     chat, tools = None, {}
     if arguments.chat:
@@ -243,14 +246,14 @@ def build_environments(arguments: argparse.Namespace) -> Environments:
 
 
 def serve_channel(channel: ChildChannel, served: Environments) -> None:
-    """Answers the shard until it closes the channel, perhaps in the middle of an operation."""
+    """Answer the shard until it closes the channel, which may be in the middle of an operation."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while (block := channel.recv()) is not None:
             channel.send(answer_frame(served, block))
 
 
 def answer_frame(served: Environments, block: bytes) -> bytes:
-    """The frame that answers a frame of operations."""
+    """Answer one frame of operations with a frame."""
     answers = [
         [key, *served.run_operation(key, operation, argument)]
         for key, operation, argument in msgpack.unpackb(block, raw=False)

@@ -1,6 +1,4 @@
-"""Describes tools to a model by JSON schemas, and turns the calls that it writes into tool
-calls.
-"""
+"""Descriptions of tools as JSON schemas, and conversion of the model's calls to tool calls."""
 
 from __future__ import annotations
 
@@ -19,18 +17,18 @@ JSON_TYPES = (*JSON_TYPE_OF.values(), "null")
 
 
 class InvalidToolCall(Exception):
-    """A call that the model wrote and the tool would not understand; its text is for the model."""
+    """Error raised for a call that the tool cannot take; the model reads its text."""
 
 
 class ModelTool:
-    """A tool that MeshRL brings along, or an MCP server's: what is known of it without its code."""
+    """Built-in tool or an MCP server's tool, as far as it is known without its code."""
 
     def __init__(
         self, name: str, description: str, parameters: dict[str, Any], single: str = ""
     ) -> None:
         self.name, self.description, self.parameters = name, description, parameters
         self._single_argument = (
-            single  # the argument that is passed alone; empty: all of them, as a table
+            single  # the argument that is passed alone; empty: all of them, as an object
         )
 
     @classmethod
@@ -40,12 +38,12 @@ class ModelTool:
 
     @property
     def description_for_template(self) -> dict[str, Any]:
-        """The tool's description in the form that chat templates take."""
+        """Description of the tool in the form that chat templates take."""
         about = {"name": self.name, "description": self.description}
         return {"type": "function", "function": about | {"parameters": self.parameters}}
 
     def prepare_input(self, arguments: dict[str, Any]) -> Any:
-        """What the tool is called with; BadCall when the arguments are not what it takes."""
+        """Return the tool's input; InvalidToolCall when the arguments do not match its schema."""
         if problem := find_mismatch(self.parameters, arguments):
             raise InvalidToolCall(problem)
         arguments = convert_integers(self.parameters, arguments)
@@ -53,11 +51,11 @@ class ModelTool:
 
 
 class JobTool(ModelTool):
-    """A tool of the job's author, `f(input)`, as what a model calls with named arguments.
+    """Tool of the job's author, `f(input)`, which a model calls with named arguments.
 
-    A TypedDict as the type of `input`, or an attribute `parameters` of the function, which is a
-    JSON schema, names the arguments, and `input` is the whole object; else there is one argument,
-    called as the function's parameter is.
+    The names of the arguments come from a TypedDict as the type of `input`, or from the attribute
+    `parameters` of the function, a JSON schema; `input` is then the whole object. Otherwise there
+    is one argument, named like the function's parameter.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -82,7 +80,7 @@ def make_single_argument_schema(name: str, kind: dict[str, Any]) -> dict[str, An
 
 
 def make_schema(kind: Any) -> dict[str, Any]:
-    """The JSON schema of a type annotation; of one that has none, a schema that takes anything."""
+    """Return the JSON schema of a type annotation; without one, a schema that accepts any value."""
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin in (typing.Required, typing.NotRequired, typing.Annotated):
         return make_schema(arguments[0])
@@ -111,12 +109,12 @@ def _is_required(hint: Any, table: Any) -> bool:
 
 
 def find_mismatch(schema: Any, value: Any, path: str = "") -> str:
-    """Why a value is not what a schema asks for; empty when it is.
+    """Explain how a value differs from a schema; empty when it matches.
 
-    Types, enums, required and further properties are looked at; other keywords, and types that JSON
-    schema does not know, are the tool's own business.
+    Types, enums, required and additional properties are checked. The tool itself must check other
+    keywords, and types that JSON schema does not know.
     """
-    if not isinstance(schema, dict):  # `true`, which takes anything
+    if not isinstance(schema, dict):  # `true`, which accepts any value
         return ""
     name = path or "the arguments"
     if options := schema.get("anyOf"):
@@ -138,7 +136,7 @@ def find_mismatch(schema: Any, value: Any, path: str = "") -> str:
 
 
 def convert_integers(schema: Any, value: Any) -> Any:
-    """A value that a schema takes, with integers that were written as 3.0 as integers."""
+    """Convert integers that were written as 3.0, in a value that matches a schema."""
     if not isinstance(schema, dict):
         return value
     if options := schema.get("anyOf"):
@@ -155,7 +153,7 @@ def convert_integers(schema: Any, value: Any) -> Any:
 
 
 def _list_types(schema: dict[str, Any]) -> list[str]:
-    """The types that a schema names: one, several or none."""
+    """List the types that a schema names: one, several or none."""
     kinds = schema.get("type", [])
     return [kinds] if isinstance(kinds, str) else list(kinds)
 

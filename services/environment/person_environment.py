@@ -1,4 +1,4 @@
-"""The environment of a conversation with a person: what they say follows the model's turns."""
+"""Environment of a conversation with a person, whose messages follow the model's turns."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from meshrl.common.job.builtin import PERSON
 
 
 class PersonEnvironment:
-    """A chat that ends when the person has nothing more to say."""
+    """Chat that ends when the person has no further message."""
 
     def open(self, row: dict[str, Any]) -> Any:
-        """What the person says first: text, or messages."""
+        """Return the person's first message: text, or messages."""
         return row["prompt"]
 
     def step(self, text: str) -> dict[str, Any]:
-        """The model has said `text`, and called nothing: it is the person's turn."""
+        """Request the person's next message after a turn `text` of the model without calls."""
         return {"tool": PERSON, "input": text}
 
     def result(self, value: Any) -> dict[str, Any]:
-        """What the person says; None: nothing more."""
+        """Append the person's message; None ends the chat."""
         return {"done": True} if value is None else {"append": value}
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Do nothing: no resource is open."""
 
 
 def make_environment() -> PersonEnvironment:
-    """The environment."""
     return PersonEnvironment()

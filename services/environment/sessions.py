@@ -1,8 +1,8 @@
 """One trajectory's environment inside an environment process: token ids in, actions out.
 
-What a session answers is what the shard acts on: `["tool", [name, input]]`, `["append", ids]`,
-`["done", score]`, or `["last", [ids, score]]` for an end with a last observation. The score is None
-when it is left to the job's reward.
+The shard acts on the answers of a session: `["tool", [name, input]]`, `["append", ids]`, `["done",
+score]`, or `["last", [ids, score]]` for an end with a last observation. The score is None when it
+is left to the job's reward.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ from meshrl.services.environment.answers import InvalidAnswer, call_environment,
 from meshrl.services.environment.model_tools import InvalidToolCall, ModelTool
 
 Action = list[Any]
-MAX_PIECES_IN_ERROR = 5  # pieces of a text that an error names
+MAX_PIECES_IN_ERROR = 5  # pieces of a text that an error shows
 
 
 class EnvironmentSession(ABC):
-    """One trajectory's environment, which speaks text or messages."""
+    """Environment of one trajectory, which exchanges text or messages."""
 
     def __init__(self, environment: Any, tokenizer: Tokenizer) -> None:
         self._environment, self._tokenizer = environment, tokenizer
 
     @abstractmethod
     def start(self, row: dict[str, Any]) -> list[int]:
-        """Opens the environment; the prompt's ids."""
+        """Open the environment and return the prompt's ids."""
 
     @abstractmethod
     def encode_answer(self, value: Any) -> list[int]:
-        """The ids of a turn that is given, right after `begin`."""
+        """Return the ids of a supervised turn, right after `start`."""
 
     @abstractmethod
     def step(self, ids: list[int]) -> Action:
-        """After a turn of the model: the turn's text, then the action."""
+        """Return the action that follows a turn of the model."""
 
     def result(self, value: Any) -> Action:
-        """After a tool's value."""
+        """Return the action that follows a tool's value."""
         return self._call_for_action(self._environment.result, value)
 
     def truncate(self, ids: list[int]) -> float | None:
-        """The score of a trajectory that ends before the environment does, in mid-turn (with the
-        ids of that turn) or not; most environments leave it open.
+        """Return the score of a trajectory that ends before its environment does; most leave it
+        open.
+
+        The ids are those of the unfinished turn, if there is one.
         """
         cut = getattr(self._environment, "cut", None)
         return None if cut is None else call_for_reward(cut, self._decode_turn(ids))
 
     def check_replay(self, ids: list[int]) -> None:
-        """After a replay: raises unless the trajectory began with these ids, which were logged."""
+        """Raise unless a replayed trajectory begins with these logged ids."""
         return None
 
     def close(self) -> None:
@@ -63,14 +65,16 @@ class EnvironmentSession(ABC):
 
     @abstractmethod
     def _decode_turn(self, ids: list[int]) -> str:
-        """What the environment sees of a turn."""
+        """Decode a turn for the environment."""
 
     @abstractmethod
     def _encode_append(self, value: Any, function: Any) -> list[int]:
-        """The ids of what the environment's function appends; BadAnswer if it is none."""
+        """Return the ids of what the environment's function appends; InvalidAnswer for an invalid
+        value.
+        """
 
     def _call_for_action(self, function: Callable[..., Any], argument: Any) -> Action:
-        """What the shard is to do, by the answer of a function of the environment's."""
+        """Call a function of the environment and return the action that its answer requests."""
         answer = call_environment(function, argument)
         if answer.tool:
             return ["tool", [answer.tool, answer.input]]
@@ -81,7 +85,7 @@ class EnvironmentSession(ABC):
 
 
 class TextSession(EnvironmentSession):
-    """An environment that speaks text: turns are decoded, only what it appends is encoded.
+    """Environment that exchanges text: turns are decoded, and only what it appends is encoded.
 
     `quotes`: special tokens in its texts are text. `ends`: tokens that may end an answer.
     """
@@ -119,7 +123,7 @@ class TextSession(EnvironmentSession):
         return self._tokenizer.decode(ids)
 
     def _encode(self, text: str, end: str = "") -> list[int]:
-        """The ids of the author's text, and of the token that ends it."""
+        """Return the ids of the author's text, and of the token that ends it."""
         quoted = self._tokenizer.escape(text) if self._escapes_special_tokens else text
         return self._tokenizer.encode(quoted + end)
 
@@ -131,11 +135,11 @@ class TextSession(EnvironmentSession):
 
 
 class ChatSession(EnvironmentSession):
-    """An environment that speaks messages, in the model's own chat format.
+    """Environment that exchanges messages, in the model's own chat format.
 
-    Calls that the model writes go to the job's tools one by one; their values, and what is wrong
-    with calls that cannot be made, come back as tool messages. The environment sees turns without
-    calls: `step` and `cut` get what the model said, without its reasoning and the format's own
+    The session sends calls that the model writes to the job's tools, one by one. Their values, and
+    the errors of invalid calls, return as tool messages. The environment receives turns without
+    calls: `step` and `truncate` get the model's text, without its reasoning and the format's own
     tokens.
     """
 
@@ -147,9 +151,7 @@ class ChatSession(EnvironmentSession):
         self._conversation: ChatConversation | None = None
         self._prompt: tuple[list[Message], Any] = ([], [])
         self._pending_calls: deque[ParsedToolCall] = deque()
-        self._current_call: ParsedToolCall | None = (
-            None  # the call whose value the shard will bring
-        )
+        self._current_call: ParsedToolCall | None = None  # the call whose value the shard will send
         self._tool_messages: list[Message] = []
 
     @property
@@ -242,7 +244,7 @@ class ChatSession(EnvironmentSession):
 
 
 def check_encodable(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
-    """BadAnswer when a prompt would be trained without some of its characters."""
+    """Raise InvalidAnswer when the tokenizer would drop some characters of a prompt."""
     if lost := tokenizer.find_lossy_pieces(prompt):
         some = ", ".join(map(repr, lost[:MAX_PIECES_IN_ERROR]))
         said = f"the tokenizer drops or replaces {some} of the prompt {prompt!r:.80}"
@@ -250,7 +252,7 @@ def check_encodable(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
 
 
 def split_opening(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Message]]:
-    """Messages and tools of an `open` that returns both, or its messages and the job's tools."""
+    """Return messages and tools of an `open` that has both, or its messages and the job's tools."""
     if unknown := [key for key in opened if key not in ("messages", "tools")]:
         raise ValueError(f"there is no key {unknown[0]!r}; there are 'messages' and 'tools'")
     tools = specs if opened.get("tools") is None else opened["tools"]

@@ -1,8 +1,8 @@
-"""Serves an environment process whose operations wait: each in a thread of its own, answered when
-it can be, however many are open. So one that waits for its tools holds up no other.
+"""Server of an environment process whose operations wait: each runs in a thread of its own.
 
-Frames in are lists of [number, key, operation, argument], frames out lists of [number, status,
-value], as those of `verifying`. The operations of one trajectory come one after the other.
+Each operation is answered when it ends, so one that waits for its tools delays no other. Frames in
+are lists of [number, key, operation, argument], frames out lists of [number, status, value], as
+those of `verifiers_environment`. Operations of one trajectory run one after the other.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import msgpack
 from meshrl.common.environment.framing import pack_message
 from meshrl.common.mesh.process.entry.child import ChildChannel
 
-LIVENESS_OPERATION = "text"  # operation that asks for a sign of life; no environment's
+LIVENESS_OPERATION = "text"  # operation that checks for liveness; no environment's
 
 
-RunOperation = Callable[[int, str, Any], tuple[str, Any]]  # of a key, an operation and its argument
+RunOperation = Callable[[int, str, Any], tuple[str, Any]]  # of key, operation, argument
 
 
 def serve_threaded(channel: ChildChannel, run_operation: RunOperation, num_threads: int) -> None:
-    """Answers the shard until it closes the channel, with so many operations at a time; returns
-    when those that were begun have ended.
+    """Answer the shard until it closes the channel, in `num_threads` threads.
+
+    Return when the operations that had begun have ended.
     """
     sending = Lock()
 
@@ -37,7 +38,7 @@ def serve_threaded(channel: ChildChannel, run_operation: RunOperation, num_threa
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while (block := channel.recv()) is not None:
                 for number, key, operation, argument in msgpack.unpackb(block, raw=False):
-                    if operation == LIVENESS_OPERATION:  # its answer waits for nobody
+                    if operation == LIVENESS_OPERATION:  # no caller waits for its answer
                         _send_reply(channel, sending, number, "ok", "")
                     else:
                         pool.submit(answer, number, key, operation, argument)

@@ -1,1 +1,1 @@
-"""The gateway: the mesh's door for people who hold a token. Open `gateway_actor.py` first."""
+"""Gateway: the mesh's endpoint for users with an access token. Open `gateway_actor.py` first."""

@@ -1,4 +1,4 @@
-"""The entry of the gateway's process."""
+"""Entry point of the gateway process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def main(listen: str, advertise: str) -> None:
 
 
 async def serve(mesh: Mesh, listen: str, advertise: str = "") -> None:
-    """The life of the gateway, until it is cancelled."""
+    """Run the gateway until cancellation."""
     directory = Path(mesh.settings.run_root) / "mesh"
     known = TokenRegistry(directory / RECORDS_FILE, mesh.clock.wall)
     transport = create_transport(mesh, directory, listen, advertise, known)
@@ -45,8 +45,8 @@ async def serve(mesh: Mesh, listen: str, advertise: str = "") -> None:
 def create_transport(
     mesh: Mesh, directory: Path, listen: str, advertise: str, tokens: TokenRegistry
 ) -> ZmqTransport:
-    """The front door's transport, with the key and, if it can be had, the port of the last start:
-    tokens that were given tell of both.
+    """Create the transport of the endpoint. Reuse the key, and if possible the port, of the last
+    start, as issued tokens contain both.
     """
     try:
         before = gateway_identity.find_identity(directory)

@@ -1,5 +1,5 @@
-"""The gateway's actor: what holders of tokens ask, each about jobs that came with its token, and
-what hosts ask that join.
+"""Gateway actor: it serves requests of token holders about their own jobs, and requests of hosts
+that join.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ from meshrl.services.gateway.listener import caller_id
 from meshrl.services.gateway.model_exports import ModelExports, run_versions_command
 from meshrl.services.gateway.uploads import Upload, Uploads, parse_config
 
-UPLOAD_IDLE_S = 60.0  # an upload of which nothing arrives for so long is given up
-POLL_S = 1.0  # between two looks whether it is
-MAX_EVENT_WAIT_S = 20.0  # longest wait of one question for events
+UPLOAD_IDLE_S = 60.0  # an upload is aborted after this time without data
+POLL_S = 1.0  # interval of the check for idle uploads
+MAX_EVENT_WAIT_S = 20.0  # limit of one request's wait for events
 CONTAINMENT_TIMEOUT_S = isolation_probe.PROBE_TIMEOUT_S + 5.0
-MAX_REMEMBERED_JOBS = 256  # uploads that were submitted, whose question may come again
+MAX_REMEMBERED_JOBS = 256  # submitted uploads whose request may be repeated
 
 
 class GatewayActor(HostCalls):
-    """Serves the runs below `<root>/runs`, and makes new ones there."""
+    """Gateway of the runs below `<root>/runs`; it also creates runs there."""
 
     interface = Gateway
 
@@ -78,8 +78,8 @@ class GatewayActor(HostCalls):
         self._uploads = Uploads(mesh.host, self._runs_directory)
         self._models = ModelExports(mesh, self._run_root)
         self._submitted_jobs: OrderedDict[str, tuple[str, SubmittedJob]] = OrderedDict()
-        # Of each run, by its directory, with the signature of the record that says so: another job
-        # may come to have the name and the directory of one that was deleted.
+        # Token of each run directory, with the signature of its job record: another job
+        # may reuse the name and the directory of a deleted job.
         self._tokens_by_run: dict[str, tuple[Any, str]] = {}
 
     async def start(self) -> None:
@@ -89,7 +89,7 @@ class GatewayActor(HostCalls):
 
     @stream(Gateway.upload)
     async def upload(self, request: BeginUpload) -> AsyncIterator[UploadOpened]:
-        """Opens an upload, and holds it open while the other end is there."""
+        """Open an upload, and hold it open while the client is connected."""
         token, clock = caller_id.get(), self.mesh.clock
         config = parse_config(request.document)
         priority, most = config.pool.priority, self._tokens.find_priority(token)
@@ -126,14 +126,14 @@ class GatewayActor(HostCalls):
         upload = self._uploads.find(upload_id, token)
         if upload.submission_task is None:
             await self._uploads.check_complete(upload)
-            # It goes on if who asked has gone: Redis may have the job by then.
+            # It continues if the client disconnects: Redis may have the job already.
             upload.submission_task = asyncio.create_task(
                 self._submit_and_remember(upload), name="submit a job"
             )
         return await asyncio.shield(upload.submission_task)
 
     async def _submit_and_remember(self, upload: Upload) -> SubmittedJob:
-        """Submits; the answer is remembered for who asks again."""
+        """Submit an upload; remember the answer for repeated requests."""
         try:
             found = await self._submit(upload)
         finally:
@@ -144,14 +144,14 @@ class GatewayActor(HostCalls):
         return found
 
     async def _submit(self, upload: Upload) -> SubmittedJob:
-        """Makes the run's directory and puts the job on record, under the first free name."""
+        """Create the run directory and submit the job under the first free name."""
         state = self.mesh.state
-        if not self.mesh.settings.joinable:  # there is one host: this one
+        if not self.mesh.settings.joinable:  # the only host is this one
             tried, config = isolation_probe.require_isolation, upload.config
             await self.mesh.host.run_blocking(tried, config, deadline_s=CONTAINMENT_TIMEOUT_S)
         taken = {row.id for row in await jobs.read_jobs(state)}
         taken |= {path.name for path in self._runs_directory.iterdir()}
-        # What is told of a deleted job, such as its events, is told by its name.
+        # Records of a deleted job, such as its events, are found by its name.
         taken |= set(await deletion.read_deleted_jobs(state))
         about = {"mesh": str(self._run_root), "token": upload.token_id}
         while True:
@@ -164,7 +164,7 @@ class GatewayActor(HostCalls):
         try:
             await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
         except (StateUnavailable, DeadlineExceeded):
-            raise  # perhaps the mesh has the job all the same: its directory stays
+            raise  # the mesh may have the job, so its directory stays
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise
@@ -207,7 +207,7 @@ class GatewayActor(HostCalls):
         try:
             row = await self._find_own_job(request.job)
         except NotFound:
-            with suppress(Refused):  # it is no name of a job
+            with suppress(Refused):  # not a job name
                 if await deletion.was_deleted(self.mesh.state, request.job, op):
                     return True  # the answer was lost
             raise
@@ -216,8 +216,8 @@ class GatewayActor(HostCalls):
         return True
 
     async def _find_own_job(self, job: str) -> JobRow:
-        """The row of a job that came with the token of this request; NotFound for any other, so
-        that nobody learns which there are.
+        """Return the row of a job that was submitted with the token of this request. Raise NotFound
+        for any other job, so that names of other users' jobs are not disclosed.
         """
         missing = NotFound(
             f"there is no job {job!r:.100} of yours", fix="`meshrl status` lists them"
@@ -231,7 +231,9 @@ class GatewayActor(HostCalls):
         return row
 
     def _find_token(self, row: JobRow) -> str:
-        """The token that a job came with; empty: it came from the mesh's own user."""
+        """Return the token id of a job's submission; empty: it was submitted by the mesh's own
+        user.
+        """
         run_dir = Path(row.run_dir)
         if run_dir.parent != self._runs_directory:
             return ""
@@ -244,7 +246,7 @@ class GatewayActor(HostCalls):
         try:
             held = documents.decode(path.read_bytes(), str(path))
         except (CorruptData, OSError):
-            return ""  # it is being mended, or gone
+            return ""  # being repaired, or deleted
         token = str(held.get("token", ""))
         self._tokens_by_run[row.run_dir] = now, token
         return token
@@ -253,7 +255,7 @@ class GatewayActor(HostCalls):
 
     @call(Gateway.model)
     async def model(self, request: ModelRequest) -> ModelFiles:
-        """Writes the model where its files can be read; each version once."""
+        """Export the model for downloads; each version once."""
         return await self._models.export_model(await self._find_own_job(request.job), request)
 
     @call(Gateway.read)
@@ -262,7 +264,7 @@ class GatewayActor(HostCalls):
 
     @call(Gateway.versions)
     async def versions(self, request: VersionsRequest) -> VersionsAnswer:
-        """Refused for words that are none of a token's."""
+        """Run a versions command. Raise Refused for actions that a token does not permit."""
         return VersionsAnswer(
             await run_versions_command(self.mesh, await self._find_own_job(request.job), request)
         )
@@ -272,7 +274,9 @@ class GatewayActor(HostCalls):
 
 
 def _build_operation_id(request: JobRequest) -> str:
-    """What the state knows a request by: the token's own, so that none is told another's."""
+    """Build the operation id of a request in the state. It contains the token id, so that requests
+    of different tokens never collide.
+    """
     if not re.fullmatch(r"[0-9a-zA-Z]{8,64}", request.op_id):
         raise Refused(
             f"{request.op_id!r:.100} tells no request from another", fix="Make up a new one"

@@ -1,5 +1,5 @@
-"""Hosts that come to the gateway: each joins with a token, naming a key of its own, by which it is
-known as a member from then on: it leaves with it, and is told whether it still belongs to the mesh.
+"""Host membership at the gateway. A host joins with a token and its own key, and is then identified
+by the key as a member. It can leave, and query its membership.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ADDRESS_PATTERN = re.compile(r"[0-9A-Za-z.:\[\]_-]{1,255}")
 
 @dataclass(frozen=True)
 class JoinInProgress:
-    """A host that is being let in, or was just now."""
+    """Admission of a host in progress, or a recent one."""
 
     token: str
     request: JoinHost
@@ -46,17 +46,17 @@ class JoinInProgress:
 
 
 class HostCalls(Actor):
-    """The gateway's calls of hosts, each of which names its member key, or a token to join with."""
+    """Host methods of the gateway; each call contains the host's member key, or a token to join."""
 
     def __init__(self, mesh: Mesh, tokens: TokenRegistry) -> None:
         self.mesh, self._tokens = mesh, tokens
-        # By the host's own key: one whose answer was lost asks again, and is to have the same
-        # secret.
+        # By the host's own key: a host whose answer was lost repeats the request, and must receive
+        # the same secret.
         self._joins: dict[str, JoinInProgress] = {}
 
     @call(Gateway.join)
     async def join(self, request: JoinHost) -> HostAdmitted:
-        """Lets a host in. Refused says why not."""
+        """Admit a host. Raise Refused with the reason of a rejection."""
         token = caller_id.get()
         if (member := self._tokens.find_member(token)) is not None:
             raise Refused(
@@ -87,7 +87,9 @@ class HostCalls(Actor):
             request.address
         ):
             raise Refused(f"{request.host!r:.60} at {request.address!r:.60} cannot be a host")
-        if request.host == self.mesh.settings.host:  # before it is a member: it would ask as one
+        if (
+            request.host == self.mesh.settings.host
+        ):  # before it is a member: the request would have the member's name
             raise Refused(f"{request.host} is the head's own name", fix="Join from a new directory")
         if not KEY_PATTERN.fullmatch(request.key):
             raise Refused(f"{request.key!r:.60} is no public key of a host")
@@ -102,7 +104,7 @@ class HostCalls(Actor):
         try:
             await self._change_token_file(members.admit_member, token, host, public, now_s)
             secret = secrets.token_hex(SECRET_BYTES)
-            # That of a planner's too, which the launcher leaves out where there is to be none.
+            # Includes the planner's, which the launcher leaves out if none is to run.
             roles = HOST_ROLES | {PLANNER_ROLE}
             about = {
                 "admitted": asdict(
@@ -119,11 +121,11 @@ class HostCalls(Actor):
                 told = await host_requests.submit_host_request(
                     mesh.state, mesh.clock, id, host_requests.JOIN, about
                 )
-            except Refused:  # it is no member then
+            except Refused:  # then it is no member
                 await self._change_token_file(members.undo_admission, token, host)
                 raise
-        # After any other error it may ask again by the same key, which gives it nothing before the
-        # launcher has let it in.
+        # After any other error it may retry with the same key, which grants nothing before the
+        # launcher has admitted it.
         except BaseException:
             self._joins.pop(request.key, None)
             raise
@@ -131,13 +133,13 @@ class HostCalls(Actor):
         return HostAdmitted(secret=secret, **told)
 
     async def _change_token_file(self, change: Callable[..., None], *arguments: Any) -> None:
-        """Changes tokens and members, on a thread: another process may have the file locked."""
+        """Change tokens and members on a thread, as another process may hold the file lock."""
         file = Path(self.mesh.settings.run_root) / "mesh" / RECORDS_FILE
         await self.mesh.host.run_blocking(change, file, *arguments, deadline_s=FILE_TIMEOUT_S)
 
     @call(Gateway.leave)
     async def leave(self, request: None) -> bool:
-        """Forgets the host of a member key; whether there was one."""
+        """Remove the host of a member key; return True if there was one."""
         id, host = caller_id.get(), self._find_member_host()
         state, clock, about = self.mesh.state, self.mesh.clock, {"host": host}
         told = await host_requests.submit_host_request(
@@ -148,12 +150,12 @@ class HostCalls(Actor):
 
     @call(Gateway.drain)
     async def drain(self, request: None) -> bool:
-        """Has everything move away from the host of a member key, which is about to end."""
+        """Drain the host of a member key, which is about to stop."""
         return bool((await self._request_launcher(host_requests.DRAIN))["changed"])
 
     @call(Gateway.back)
     async def back(self, address: str) -> bool:
-        """Ends that, as the host is there again."""
+        """End the drain of a host that has returned."""
         if not ADDRESS_PATTERN.fullmatch(address):
             raise Refused(f"{address!r:.60} is no address of a host")
         told = await self._request_launcher(host_requests.RETURN, address=address)
@@ -161,18 +163,18 @@ class HostCalls(Actor):
 
     @call(Gateway.whereabouts)
     async def whereabouts(self, request: None) -> RedisLocation:
-        """What the host of a member key was told when it joined, as it is now."""
+        """Return the current Redis location for the host of a member key."""
         return RedisLocation(**await self._request_launcher(host_requests.LOCATE))
 
     async def _request_launcher(self, kind: str, **arguments: str) -> dict[str, Any]:
-        """The launcher's answer about the host of the request's member key."""
+        """Request an answer of the launcher for the host of the request's member key."""
         mesh, asked = self.mesh, f"{caller_id.get()}.{kind}.{secrets.token_hex(8)}"
         told = {**arguments, "host": self._find_member_host()}
         return await host_requests.submit_host_request(mesh.state, mesh.clock, asked, kind, told)
 
     @call(Gateway.remaining)
     async def remaining(self, request: None) -> RemainingNames:
-        """What is left on the host of a member key."""
+        """Return the services and instances left on the host of a member key."""
         state, host = self.mesh.state, self._find_member_host()
         return RemainingNames(
             await list_remaining(state, host), await pool.is_draining(state, host)
@@ -180,11 +182,13 @@ class HostCalls(Actor):
 
     @call(Gateway.membership)
     async def membership(self, request: None) -> str:
-        """The host of a member key."""
+        """Return the host of a member key."""
         return self._find_member_host()
 
     def _find_member_host(self) -> str:
-        """The host of the request's member key. NotFound for a token, which is nobody's."""
+        """Return the host of the request's member key. Raise NotFound for a token, which identifies
+        no host.
+        """
         known = self._tokens.find_member(caller_id.get())
         if known is None:
             raise NotFound("this is the key of no host that has joined", fix="`meshrl join` does")

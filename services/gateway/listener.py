@@ -1,7 +1,7 @@
-"""The front door: a socket of its own, with keys of its own, at which holders of tokens are served.
+"""Gateway listener: a separate socket with separate keys, which serves holders of tokens.
 
-Nothing of the mesh's secret is behind it: who comes in reaches the methods of the gateway's actor,
-and no other process.
+It gives no access to the mesh's secret. A connected client reaches the methods of the gateway's
+actor, and no other process.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.transport.base import Peer, Transport
 from meshrl.common.mesh.wire.frames import unpack_header
 
-# The id of the token, or of the member, that the request which is being served came with.
+# Id of the token, or of the member, of the current request.
 caller_id: ContextVar[str] = ContextVar("holder")
 
 
 class GatewayListener:
-    """Serves `actor` at `transport`, whose doorkeeper says which token a connection has."""
+    """Listener that serves `actor` on `transport`, whose authenticator identifies the token of a
+    connection.
+    """
 
     def __init__(self, mesh: Mesh, transport: Transport, tokens: TokenRegistry) -> None:
         self._mesh, self._transport, self._tokens = mesh, transport, tokens
@@ -42,7 +44,7 @@ class GatewayListener:
         )
 
     def start(self, actor: Actor) -> None:
-        """Lets requests in from now on."""
+        """Start to serve requests."""
         self._deadline_timer.start()
         self._server.start()
         self._server.set_methods(bind(actor))
@@ -57,8 +59,8 @@ class GatewayListener:
         except BadMessage:
             self._mesh.telemetry.count("bad_frames")
             return
-        # A connection outlives the token that it was opened with: that is asked each time.
-        role = ""  # nobody's any more
+        # A connection outlives its token, so the token is checked for each request.
+        role = ""  # no longer valid
         if self._tokens.is_valid(token):
             known = self._tokens.find_token(token)
             role = (
@@ -68,7 +70,7 @@ class GatewayListener:
         self._server.receive(peer, header, frames, role)
 
     async def close(self) -> None:
-        """Ends what is being served, and all connections."""
+        """Close all connections, and end the current requests."""
         await self._server.stop()
         self._deadline_timer.stop()
         await self._transport.close()

@@ -1,5 +1,5 @@
-"""Models that were asked for: each version of a run has a directory of its own, which does not
-change under who reads it, and goes when nobody does any more.
+"""Exported models: each version of a run has its own directory, unchanged while it is read, and
+removed when it is unused.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from meshrl.common.state.jobs import JobRow
 EXPORTS_DIRECTORY = "exports"  # below a run
 EXPORT_TIMEOUT_S = 540.0
 IO_TIMEOUT_S = 60.0
-UNREAD_TIMEOUT_S = 60.0  # who fetches a model asks for a piece at least every 30 s, or has gone
+UNREAD_TIMEOUT_S = 60.0  # a client requests a piece at least every 30 s
 MAX_EXPORTS = 8  # versions of one run at a time: each is as large as the model
 
 
 class ModelExports:
-    """The exports of all runs of the mesh whose files are in `root`."""
+    """Exports of all runs of the mesh whose files are in `root`."""
 
     def __init__(self, mesh: Mesh, root: Path) -> None:
         self._mesh, self._root = mesh, root
-        self._last_read_s: dict[Path, float] = {}  # by directory: when somebody asked for it last
-        # One at a time for a run: what is there is looked at, written and removed.
+        self._last_read_s: dict[Path, float] = {}  # by directory: time of the last request
+        # Serializes the check, write and removal of exports of one run.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def export_model(self, row: JobRow, request: ModelRequest) -> ModelFiles:
-        """Writes the version unless it is there; its files. NotFound when the run does not hold it,
-        Overloaded while several others are being fetched.
+        """Export the version unless it exists; return its files. Raise NotFound if the run does not
+        have it, and Overloaded during too many other downloads.
         """
         host, models = self._mesh.host, Path(row.run_dir) / EXPORTS_DIRECTORY
         lock = self._locks.setdefault(row.run_dir, asyncio.Lock())
@@ -69,7 +69,7 @@ class ModelExports:
         return ModelFiles(out.name, files)
 
     async def read_piece(self, row: JobRow, request: ReadModelFile) -> bytes:
-        """Bytes of a file of a model; NotFound for anything else."""
+        """Read bytes of a model file; raise NotFound for any other path."""
         models = (Path(row.run_dir) / EXPORTS_DIRECTORY).resolve()
         path = (models / request.model / request.name).resolve()
         if not path.is_relative_to(models) or not path.is_file():
@@ -85,7 +85,7 @@ class ModelExports:
         self._last_read_s[model] = self._mesh.clock.monotonic()
 
     def _list_in_use(self, models: Path) -> set[Path]:
-        """The directories that somebody may still read."""
+        """Return the directories with recent reads."""
         since = self._mesh.clock.monotonic() - UNREAD_TIMEOUT_S
         self._last_read_s = {path: at for path, at in self._last_read_s.items() if at > since}
         return {path for path in self._last_read_s if path.parent == models}
@@ -112,7 +112,7 @@ class ModelExports:
 
 
 def _remove_unused(models: Path, in_use: set[Path]) -> None:
-    """Removes what nobody reads, and what was cut off half way."""
+    """Remove directories without recent reads, and incomplete ones."""
     for path in models.iterdir():
         if path not in in_use:
             shutil.rmtree(path, ignore_errors=True)
@@ -126,12 +126,14 @@ def _read_piece(path: Path, offset: int) -> bytes:
 
 ANSWER_TIMEOUT_S = 50.0  # below the call's deadline
 VERSION_ACTIONS = ("list", "pin", "unpin")
-MAX_TEXT_CHARS = 1000  # characters of what a person types
+MAX_TEXT_CHARS = 1000  # characters of user input
 
 
 async def run_versions_command(mesh: Mesh, row: JobRow, request: VersionsRequest) -> Any:
-    """The answer, without this host's directories; the process' own error, Refused for anything
-    else than these acts; DeadlineExceeded.
+    """Run a versions command; return its answer without this host's directories.
+
+    Raise the process's own error, Refused for any action that is not permitted, and
+    DeadlineExceeded.
     """
     if (
         request.action not in VERSION_ACTIONS
@@ -151,7 +153,7 @@ async def run_versions_command(mesh: Mesh, row: JobRow, request: VersionsRequest
         )
     except DeadlineExceeded:
         raise
-    except MeshError as unsaid:  # its words may name what is this host's alone
+    except MeshError as unsaid:  # its text may contain paths of this host
         raise MeshError("the versions could not be looked at", where=mesh.name) from unsaid
     if error := found.get("error"):
         text = error["text"].replace(row.run_dir, row.id).replace(mesh.settings.run_root, "")

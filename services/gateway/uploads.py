@@ -1,5 +1,5 @@
-"""Jobs on their way in: the files of each arrive below a directory of its own, which becomes the
-run's when they are whole. An upload whose sender has gone, or is silent, leaves nothing.
+"""Uploads of jobs: each has its own directory, which becomes the run's directory when its files are
+complete. An upload whose client is disconnected or silent is removed.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from meshrl.common.job.bundle import bundle_upload
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.host import Host
 
-INCOMING_PREFIX = ".incoming-"  # how the directories of uploads begin
-IO_TIMEOUT_S = 60.0  # for one piece, or to make all files
-CHECK_TIMEOUT_S = 280.0  # to read all of a bundle again: 64 GiB at a quarter of a GB a second
-MAX_UPLOADS_PER_TOKEN = 2  # uploads of one token at a time
-MAX_UPLOADS = 8  # of all tokens
-MIN_FREE_BYTES = 1 << 30  # of the disk that uploads leave
+INCOMING_PREFIX = ".incoming-"  # prefix of upload directories
+IO_TIMEOUT_S = 60.0  # for one piece, or to create all files
+CHECK_TIMEOUT_S = 280.0  # to read a whole bundle again: 64 GiB at a quarter of a GB per second
+MAX_UPLOADS_PER_TOKEN = 2  # concurrent uploads of one token
+MAX_UPLOADS = 8  # concurrent uploads of all tokens
+MIN_FREE_BYTES = 1 << 30  # disk space that uploads must leave free
 
 
 @dataclass
 class Upload:
-    """One job on its way in."""
+    """Upload of one job."""
 
     id: str
-    token_id: str  # the token that it came with
+    token_id: str  # the token of its request
     config: JobConfig
     digest: str
     files: Mapping[str, tuple[int, str]]
     parameters: int  # of its model
-    directory: Path  # which becomes the run's
-    last_arrival_s: float  # when something of it arrived last
-    is_sealed: bool = False  # all of it has arrived: nothing is written to it any more
+    directory: Path  # becomes the run directory
+    last_arrival_s: float  # time of the last data
+    is_sealed: bool = False  # all data has arrived: no more writes
     submission_task: asyncio.Task[SubmittedJob] | None = (
-        None  # it becomes a run, whoever is there still
+        None  # submits it as a run, even if the client disconnects
     )
-    pieces_in_progress: int = field(default=0)  # that are being written
+    pieces_in_progress: int = field(default=0)  # pieces being written
 
     @property
     def bundle(self) -> Path:
-        """Where the files arrive."""
+        """Directory of the uploaded files."""
         return self.directory / "bundle" / self.digest
 
 
 class Uploads:
-    """All jobs on their way in, below `runs`."""
+    """Uploads in progress, below `runs`."""
 
     def __init__(self, host: Host, runs: Path) -> None:
         self._host, self._runs = host, runs
         self._open_uploads: dict[str, Upload] = {}
 
     async def start(self) -> None:
-        """Removes what an earlier process of ours left half way."""
+        """Remove incomplete uploads of an earlier process."""
 
         def tidy() -> None:
             self._runs.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,9 @@ class Uploads:
         return len(self._open_uploads)
 
     def find(self, upload_id: str, token_id: str) -> Upload:
-        """An upload of this token; NotFound when it has ended, or is another's."""
+        """Return an upload of this token. Raise NotFound if it has ended, or belongs to another
+        token.
+        """
         found = self._open_uploads.get(upload_id)
         if found is None or found.token_id != token_id:
             raise NotFound("there is no such upload: it was given up", fix="Submit the job again")
@@ -86,8 +88,8 @@ class Uploads:
     async def open_upload(
         self, token_id: str, begin: BeginUpload, now_s: float
     ) -> AsyncIterator[Upload]:
-        """A new upload, which is given up at the end of the context unless it has become a run.
-        Refused or ConfigError for what is no job; Overloaded; StorageFull.
+        """Open an upload, which is removed at the end of the context unless it has become a run.
+        Raise Refused or ConfigError for an invalid job, Overloaded, or StorageFull.
         """
         mine = sum(upload.token_id == token_id for upload in self._open_uploads.values())
         if mine >= MAX_UPLOADS_PER_TOKEN or len(self._open_uploads) >= MAX_UPLOADS:
@@ -117,14 +119,14 @@ class Uploads:
             await self._host.run_blocking(make, upload.bundle, checked, deadline_s=IO_TIMEOUT_S)
             yield upload
         finally:
-            if upload.submission_task is not None:  # until then the directory is its own
+            if upload.submission_task is not None:  # before that the directory is the upload's own
                 await asyncio.wait([upload.submission_task])
             del self._open_uploads[name]
             remove = partial(shutil.rmtree, directory, ignore_errors=True)
             await self._host.run_blocking(remove, deadline_s=IO_TIMEOUT_S)
 
     async def write_piece(self, upload: Upload, name: str, offset: int, content: bytes) -> None:
-        """Writes a piece. Refused outside of the file's size, or for a file that was not listed."""
+        """Write a piece. Raise Refused outside of the file's size, or for an unlisted file."""
         if name not in upload.files:
             raise Refused(f"{name!r:.300} is not in the bundle's list")
         if upload.is_sealed:
@@ -143,7 +145,7 @@ class Uploads:
             upload.pieces_in_progress -= 1
 
     async def check_complete(self, upload: Upload) -> None:
-        """Refused unless all of its bytes have arrived as they were packed."""
+        """Check that all bytes have arrived as packed; raise Refused otherwise."""
         if upload.pieces_in_progress or upload.is_sealed:
             raise Refused("pieces of it are being written")
         upload.is_sealed = True
@@ -160,7 +162,9 @@ class Uploads:
     def create_run(
         self, upload: Upload, job: str, about: dict[str, Any], store: Path
     ) -> Path | None:
-        """Makes an upload the run directory of `job`, at once; None when there is one already."""
+        """Turn an upload into the run directory of `job` atomically. Return None if it exists
+        already.
+        """
         target = self._runs / job
         if os.path.lexists(target):
             return None
@@ -172,7 +176,7 @@ class Uploads:
         }
         document = upload.config.to_document() | {"bundle": bundle}
         documents.write(upload.directory / "job.json", about | {"job": job, "document": document})
-        link = upload.directory / "store"  # where the mesh keeps its weights
+        link = upload.directory / "store"  # the mesh's weight store
         if not link.is_symlink():
             link.symlink_to(store)
         try:
@@ -185,8 +189,8 @@ class Uploads:
 
 
 def parse_config(document: Any) -> JobConfig:
-    """The job that a document is; ConfigError names the key that is wrong."""
-    # pydantic, which no other service needs: it is imported when the first job comes.
+    """Parse a job document; the ConfigError names the invalid key."""
+    # pydantic is imported with the first job, as no other service needs it.
     from meshrl.common.job.schema import JOB_SCHEMA
 
     def fail(key: str, message: str, fix: str) -> ConfigError:
@@ -200,6 +204,6 @@ def parse_config(document: Any) -> JobConfig:
             "`out` names a URL, which the mesh would write to with its owner's credentials",
             fix="Leave it out; `meshrl export` brings the model. The mesh's owner may name one",
         )
-    # Where its files lie is the mesh's matter: paths of the sender's host mean nothing here.
+    # Paths of the client's host are meaningless here.
     cache = str(Path("~/.cache/meshrl").expanduser()) if config.cache else ""
     return replace(config, out="", cache=cache)

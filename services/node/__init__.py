@@ -1,3 +1,1 @@
-"""The host agent and the workers that it starts, one for each accelerator. Open `agent.py`
-first.
-"""
+"""Host agent and the workers that it starts, one for each accelerator. Open `agent.py` first."""

@@ -1,4 +1,4 @@
-"""The entry of a host's agent: `python -m meshrl.services.node --workers 3`."""
+"""Entry point of a host's agent: `python -m meshrl.services.node --workers 3`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshrl.services.node.worker import add_budget_options, add_market_option
 
 async def main(args: argparse.Namespace) -> None:
     settings = MeshSettings.from_env()
-    override_commands(args.role_command)  # a mistake in them is said here, not by every worker
+    override_commands(args.role_command)  # validated once here, not by every worker
     await serve(await Mesh.open(f"node/{settings.host}", "node", settings), args)
 
 
@@ -48,7 +48,7 @@ async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
     finally:
         if bulk is not None:
             bulk.close()
-        await agent.shut_down()  # it has more to wait for than the stop of an actor may take
+        await agent.shut_down()  # stopping the host takes longer than stopping one actor
         await mesh.leave()
 
 

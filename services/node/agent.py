@@ -1,8 +1,8 @@
-"""The agent of a host: it starts one worker for each accelerator and the shards and sandboxes that
-the planner wants here, watches them, and adopts them again.
+"""Agent of a host: starts and watches one worker for each accelerator, and the host's services.
 
-They are in sessions of their own and survive the agent. Its next incarnation finds them by what it
-wrote down (pid and start time) and goes on watching.
+The services are the shards and sandboxes that the planner places on this host. All of these
+processes run in sessions of their own and survive the agent. The next incarnation adopts them by
+the pids and start times in its pid file.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from meshrl.services.node.host_isolation import HostIsolation
 from meshrl.services.node.job_services import JobServices
 from meshrl.services.node.pid_file import PidFile
 
-MAX_READ_BYTES = 1 << 20  # of a part, whatever is asked for
+MAX_READ_BYTES = 1 << 20  # most bytes of one part, whatever the request
 LOG_SUFFIX = ".log"
 
 
 class HostLogFiles:
-    """Those in one directory."""
+    """Log files in one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -63,8 +63,13 @@ class HostLogFiles:
         return found
 
     def read(self, name: str, offset: int, max_bytes: int) -> LogPart:
-        """A part of a file from `offset` on, whole lines if there is one; or of so many bytes
-        before its end if that is less than 0. NotFound.
+        """Return a part of a log file, cut at line ends where it holds a whole line.
+
+        Args:
+            offset: First byte; below 0, that many bytes before the end of the file.
+
+        Raises:
+            NotFound: There is no such file.
         """
         if name not in (file.name for file in self.list_files()):
             raise NotFound(f"there is no log {name!r:.200} here")
@@ -77,25 +82,25 @@ class HostLogFiles:
         return LogPart(whole.decode(errors="replace"), start + len(whole), size)
 
     def truncate_oversized(self) -> None:
-        """Start those again that are too long, whatever process writes to them."""
+        """Truncate log files that are too long, whichever process writes to them."""
         for path in self._directory.glob(f"*{LOG_SUFFIX}"):
             rotate_file_if_long(path)
 
 
 LOAD_POLL_S = 1.0
-WINDOW_S = 5.0  # that `busy_cores` is the mean of
+WINDOW_S = 5.0  # window of the mean `busy_cores`
 LATENCY_POLL_S = 10.0
 LATENCY_TIMEOUT_S = 5.0
-LATENCY_SAMPLES = 3  # the shortest trip of so many tells most
+LATENCY_SAMPLES = 3  # the shortest of so many round trips is the most accurate
 
 
 class HostLoadSampler:
-    """Statistics of the last look; none of the processors before the second."""
+    """Load statistics of the host, as of the last sample; the processors' need two samples."""
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
-        """`directory` is on the disk whose room is told."""
+        """Create a sampler; `directory` is on the disk whose free space is reported."""
         self._mesh, self._directory = mesh, directory
-        self._samples: deque[tuple[float, float]] = deque()  # when, and busy seconds until then
+        self._samples: deque[tuple[float, float]] = deque()  # time, busy seconds until then
         self.stats = HostLoadStats()
 
     async def run(self) -> None:
@@ -117,7 +122,7 @@ class HostLoadSampler:
 
 
 class HeadLatencySampler:
-    """Statistics of the last look; none before the first."""
+    """Round trip to the head and clock offset, as of the last sample; empty before the first."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -134,8 +139,9 @@ class HeadLatencySampler:
             await self._mesh.clock.sleep(LATENCY_POLL_S)
 
     async def _measure(self) -> tuple[float, float]:
-        """The round trip, and by how much this clock is ahead: Redis told its time about in the
-        middle.
+        """Return the round trip and this host's clock lead, in seconds.
+
+        The offset assumes that Redis reads its clock in the middle of the round trip.
         """
         clock = self._mesh.clock
         before = clock.monotonic()
@@ -149,15 +155,15 @@ RESTART_BUDGET = (
     20,
     120.0,
 )  # restarts of a worker in seconds: spot hosts see faults every few seconds
-TRY_AGAIN_S = 60.0  # after the budget was spent
+TRY_AGAIN_S = 60.0  # after the restart budget is exhausted
 GRACE_S = 6.0  # for a worker to end its role processes and itself
 LOG_READ_TIMEOUT_S = 8.0  # to read a part of a log file
-LOG_TRUNCATE_INTERVAL_S = 1.0  # between two looks at the length of the host's logs
-EVENT_TIMEOUT_S = 2.0  # a report must not hold up a restart
+LOG_TRUNCATE_INTERVAL_S = 1.0  # between two checks of the logs' length
+EVENT_TIMEOUT_S = 2.0  # a report must not delay a restart
 
 
 def worker_command_words(name: str) -> list[str]:
-    """What tells the command line of the worker with this name in the registry."""
+    """Return the words that identify the command line of the worker with this registry name."""
     return ["meshrl.services.node.worker", "--worker", name.partition("/")[2]]
 
 
@@ -173,8 +179,9 @@ class NodeAgent(Actor, SupervisorHooks):
         service_options: Sequence[str] = (),
         accepted_services: Sequence[str] = ALL_SERVICES,
     ) -> None:
-        """Workers are called `prefix` and a number, which is unique to this host in the mesh.
-        `takes`: the services that may be placed here.
+        """Worker names are `worker_prefix` and a number, which is unique to this host in the mesh.
+
+        `accepted_services`: services that the planner may place here.
         """
         self._accepted_services = list(accepted_services)
         self._mesh, self._accelerators, self._prefix = mesh, accelerators, worker_prefix
@@ -256,8 +263,10 @@ class NodeAgent(Actor, SupervisorHooks):
         )
 
     async def shut_down(self) -> None:
-        """The host leaves the mesh: what it started ends, shards first, as they still use the
-        others. (An agent that is killed leaves them be.)
+        """Remove the host from the mesh and stop all that it started, shards first, as they use the
+        rest.
+
+        A killed agent leaves its processes running.
         """
         for task in self._tasks:
             task.cancel()
@@ -302,7 +311,7 @@ class NodeAgent(Actor, SupervisorHooks):
             async with self._mesh.clock.timeout(EVENT_TIMEOUT_S, "an event"):
                 await events.append(self._mesh.state, kind, fields)
 
-    # What the supervisor tells
+    # Supervisor hooks
 
     async def on_start(self, child: ChildProcess) -> None:
         self._pid_file.write(self._supervisor.children.values())
@@ -331,7 +340,7 @@ class NodeAgent(Actor, SupervisorHooks):
         self._spawn_task(self._retry_start(spec))
 
     async def _retry_start(self, spec: ChildSpec) -> None:
-        """Starts it once more after a pause, and again for as long as this host cannot."""
+        """Start a child again after a pause, and repeat until this host can."""
         await self._supervisor.remove(spec.name, 0.0)
         while True:
             await self._mesh.clock.sleep(TRY_AGAIN_S)

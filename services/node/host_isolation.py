@@ -1,5 +1,6 @@
-"""Which isolation this host gives sandboxes, where the planner is to know it before it places one:
-of several hosts each says its own.
+"""Isolation tiers that this host offers to sandboxes, published before the planner places one.
+
+Hosts may offer different tiers, so each publishes its own.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.process_names import SERVICE_NAMES
 
 PROBE_TIMEOUT_S = 2 * isolation_probe.PROBE_TIMEOUT_S + 5.0  # the host's own, and gVisor's
-REPROBE_S = 300.0  # what is missing may be installed, and a probe fail for want of time or memory
-STABLE_REPROBE_S = 3600.0  # where only an installation or another setting of the host gives more
+REPROBE_S = 300.0  # what is missing may be installed; a probe may lack time or memory
+STABLE_REPROBE_S = 3600.0  # where only an installation or another setting of the host adds a tier
 PENDING_REPROBE_S = 60.0  # while jobs wait for the answer
-TRIES = 3  # that fail: then it is taken to have no more than was found, until there is more
-BEST_HOST_TIER = "bwrap"  # of a host's own: that it has no control groups is no matter of luck
+TRIES = 3  # failed probes after which the found tiers count as all, until there are more
+BEST_HOST_TIER = "bwrap"  # of a host's own: missing control groups are no transient failure
 
 
 class HostIsolation:
-    """Tiers of isolation as far as they are known; None where nobody asks."""
+    """Isolation tiers as far as they are detected; None where no sandbox needs them."""
 
     def __init__(self, mesh: Mesh, accepted_services: Collection[str]) -> None:
         self._mesh = mesh
@@ -29,8 +30,9 @@ class HostIsolation:
         self.tiers: list[str] | None = [PROBING] if asked else None
 
     async def run(self) -> None:
-        """Finds out, and again while there may be more. What was found once stays: no probe that
-        fails takes sandboxes away.
+        """Detect the tiers, and again while more may become available.
+
+        A detected tier stays: a probe that fails later takes no sandbox away.
         """
         had: tuple[str, ...] = ()
         tries = 0

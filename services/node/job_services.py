@@ -1,7 +1,6 @@
-"""The shards and sandboxes of jobs on one host: those that the planner has written down for it run,
-and no others.
+"""Shards and sandboxes of jobs on one host: exactly those that the planner has placed there.
 
-Each serves one job: what ends one is charged to its job, and touches no other.
+Each serves one job. Its failure is charged to its job, and affects no other.
 """
 
 from __future__ import annotations
@@ -44,28 +43,26 @@ from meshrl.services.node.pid_file import PidFile
 
 ERROR_RETRY_S = 5.0  # after an error
 REDIS_RETRY_S = 0.5  # after Redis did not answer
-DOCUMENT_POLL_S = 15.0  # between two looks for documents that have changed
-NO_DIGEST = "none"  # no digest: what a sandbox may load whose job there is no more
+DOCUMENT_POLL_S = 15.0  # between two checks for changed documents
+NO_DIGEST = "none"  # no digest: for a sandbox whose job no longer exists
 
 
 class SandboxCode:
-    """The code that sandboxes may load, brought to a host that does not see where a job is at home.
+    """Code that sandboxes may load, fetched to a host that does not share the run's directory.
 
-    Sandboxes, which run what the model wrote, may ask the weight store for nothing, and see no row
-    of a job. `news` is called when some code has come.
+    Sandboxes run code of the model, so they may neither call the weight store nor read a job's row.
+    `on_change` is called when code has arrived.
     """
 
     def __init__(self, mesh: Mesh, on_change: Callable[[], None]) -> None:
         self._mesh, self._on_change = mesh, on_change
         self._fetches: dict[str, asyncio.Task[None]] = {}
-        self._local_bundles: dict[
-            str, Path | None
-        ] = {}  # by sandbox; None: where the run is at home
-        self._load_digests: dict[str, str] = {}  # by sandbox: digest of what it may be told to load
-        self._last_document_poll = float("-inf")  # for documents that have changed
+        self._local_bundles: dict[str, Path | None] = {}  # by sandbox; None: on the run host
+        self._load_digests: dict[str, str] = {}  # by sandbox: digest of the code that it may load
+        self._last_document_poll = float("-inf")  # for changed documents
 
     def ensure_local(self, name: str) -> bool:
-        """Whether a service has its code here; a shard looks for that itself."""
+        """Return whether a sandbox's code is local; a shard fetches its own code."""
         if process_names.parse_service_name(name)[0] != "sandbox" or name in self._local_bundles:
             return True
         if name not in self._fetches:
@@ -75,24 +72,28 @@ class SandboxCode:
         return False
 
     def command_options(self, name: str) -> list[str]:
-        """What is told a service that begins: a joined host can have any shard's key, so a sandbox
-        takes the word of none for what it is to import and run.
+        """Return the options of a service that starts.
+
+        A joined host can have any shard's key, so a sandbox trusts no shard for the code that it
+        imports and runs.
         """
         if process_names.parse_service_name(name)[0] != "sandbox":
             return []
         return ["--load", self._load_digests.get(name, NO_DIGEST)]
 
     async def record_adopted(self, name: str) -> None:
-        """Finds out what a sandbox that runs already may load when it is started again."""
+        """Read which code a running sandbox may load when it is started again."""
         if process_names.parse_service_name(name)[0] == "sandbox":
             job = process_names.parse_service_name(name)[1]
-            with contextlib.suppress(NotFound):  # nor is it wanted any more
+            with contextlib.suppress(NotFound):  # no longer desired either
                 row = await retry(self._mesh.clock, lambda: jobs.read_job(self._mesh.state, job))
                 self._load_digests[name] = _load_digest(row)
 
     async def find_outdated(self, running: Collection[str]) -> list[str]:
-        """The sandboxes that run of jobs which have another document by now, and load by that when
-        they are started again. It is looked for now and then: a job has it from a resume.
+        """Return running sandboxes whose job's document has changed, as it does on a resume.
+
+        The check runs now and then. Such sandboxes load the new document once they are started
+        again.
         """
         now = self._mesh.clock.monotonic()
         if now < self._last_document_poll + DOCUMENT_POLL_S:
@@ -100,7 +101,7 @@ class SandboxCode:
         found = {}
         for name in sorted(running):
             if process_names.parse_service_name(name)[0] == "sandbox":
-                with contextlib.suppress(NotFound):  # nor is it wanted any more
+                with contextlib.suppress(NotFound):  # no longer desired either
                     found[name] = _load_digest(
                         await jobs.read_job(
                             self._mesh.state, process_names.parse_service_name(name)[1]
@@ -112,7 +113,7 @@ class SandboxCode:
         return changed
 
     def release_others(self, desired: Collection[str]) -> None:
-        """Lets go of the code of sandboxes that are not wanted any more."""
+        """Release the code of sandboxes that are no longer desired."""
         for name in self._fetches.keys() - set(desired):
             self._fetches.pop(name).cancel()
         for name in self._load_digests.keys() - set(desired):
@@ -143,7 +144,7 @@ class SandboxCode:
         mesh, directory = self._mesh, None
         try:
             row = await jobs.read_job(mesh.state, process_names.parse_service_name(name)[1])
-        except NotFound:  # nor is it wanted for long
+        except NotFound:  # soon no longer desired
             self._local_bundles[name] = None
             return
         if not (await is_run_host(mesh) or await is_on_run_host(mesh, Path(row.run_dir))):
@@ -157,19 +158,19 @@ def _load_digest(row: jobs.JobRow) -> str:
     )
 
 
-POLL_S = 1.0  # between two looks at the record; a hint comes earlier
-# As of a role process: restarts in seconds, whose delays add up to what an error of its own must
-# last until it is the job's end.
+POLL_S = 1.0  # between two polls of the record; a hint arrives earlier
+# As of a role process: restarts in seconds, whose delays add up to the time for which an error of
+# its own must last to end the job.
 RESTART_BUDGET = (8, 60.0)
-TRY_AGAIN_S = 30.0  # after the budget was spent, or while this host can start nothing
+TRY_AGAIN_S = 30.0  # after the restart budget is exhausted, or while this host can start nothing
 RESTART_AFTER_SUCCESS_S = (
-    3.0  # after one has ended well whose record still wants it: its job goes on again
+    3.0  # after a clean exit of a process that is still desired: its job has resumed
 )
-# From SIGTERM to SIGKILL: a shard ends its environments' processes in an orderly way, which may
-# take five seconds.
+# From SIGTERM to SIGKILL: a shard ends its environments' processes in order, which may take five
+# seconds.
 GRACE_S = 8.0
 KINDS = ("rollout", "sandbox")
-# A sandbox runs code of the job's author and of its model: it shares no memory with the nursery.
+# A sandbox runs code of the author and the model: it shares no memory with the fork server.
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "rollout": {},
     "sandbox": {FORK_SERVER_ENV: FORK_SERVER_OFF},
@@ -184,7 +185,7 @@ def service_command(name: str, options: Sequence[str]) -> list[str]:
 
 
 def service_command_words(name: str) -> list[str]:
-    """What tells the command line of the service with this name in the registry."""
+    """Return the words that identify the command line of the service with this registry name."""
     return service_command(name, [])[2:]
 
 
@@ -196,9 +197,9 @@ class JobServices(SupervisorHooks):
         )
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
         self._exit_reports = ExitReportSender(mesh.state, mesh.clock)
-        self._supervised: set[str] = set()  # those that are supervised
-        self._not_before: dict[str, float] = {}  # when one that failed is started again
-        self._succeeded: set[str] = set()  # those that have ended by themselves without an error
+        self._supervised: set[str] = set()  # supervised processes
+        self._not_before: dict[str, float] = {}  # when a failed one is started again
+        self._succeeded: set[str] = set()  # those that exited by themselves without an error
         self._stopping: dict[str, asyncio.Task[None]] = {}
         self._wakeup = asyncio.Event()
         self._sandbox_code = SandboxCode(mesh, self._wakeup.set)
@@ -209,13 +210,11 @@ class JobServices(SupervisorHooks):
         return list(self._supervisor.children.values())
 
     def notify_change(self) -> None:
-        """The record has changed."""
+        """Wake the loop: the record has changed."""
         self._wakeup.set()
 
     async def adopt_running(self) -> None:
-        """Takes up what an earlier incarnation started; what is no longer wanted ends with the next
-        look.
-        """
+        """Adopt processes of an earlier incarnation; the next poll stops undesired ones."""
         for name, child in (await self._pid_file.find_running(KINDS)).items():
             self._supervised.add(name)
             self.adopted_count += 1
@@ -226,7 +225,9 @@ class JobServices(SupervisorHooks):
                 self._begin_stop(name)
 
     async def run(self) -> None:
-        """Looks at the record for ever. A look that Redis does not answer changes nothing."""
+        """Reconcile with the record until cancelled. A poll that Redis does not answer changes
+        nothing.
+        """
         mesh = self._mesh
         while True:
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
@@ -237,7 +238,7 @@ class JobServices(SupervisorHooks):
             self._wakeup.clear()
 
     async def stop(self, kind: str = "") -> None:
-        """Ends all, or those of one kind, together."""
+        """Stop all services, or those of one kind, concurrently."""
         if not kind:
             self._exit_reports.stop()
         for name in sorted(self._supervised):
@@ -266,7 +267,7 @@ class JobServices(SupervisorHooks):
             try:
                 await self._supervisor.add(self._build_child_spec(name))
                 self._supervised.add(name)
-            except OSError as error:  # no process, memory or log to be had now
+            except OSError as error:  # no process, memory or log available now
                 self._not_before[name] = self._mesh.clock.monotonic() + TRY_AGAIN_S
                 end = ChildExit(
                     START_FAILED_STATUS, "it cannot be started", Failure.from_error(error)
@@ -274,7 +275,7 @@ class JobServices(SupervisorHooks):
                 await self._report_exit(name, end)
 
     def _begin_stop(self, name: str) -> None:
-        """Begins the end of one; one that is slow to end holds up nobody."""
+        """Stop a service in a task of its own, so that a slow end delays no other."""
         self._supervised.discard(name)
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -293,14 +294,14 @@ class JobServices(SupervisorHooks):
             service_command(name, [*self._sandbox_code.command_options(name), *self._options]),
             env=ENVIRONMENT[process_names.parse_service_name(name)[0]],
             log=self._log_path(name),
-            restart="on_failure",  # a shard ends when its job has
+            restart="on_failure",  # a shard exits with its job
             budget=RESTART_BUDGET,
             own_session=True,
             die_with_parent=False,
         )
 
     def _has_current_code(self, child: ChildProcess, argv: list[str]) -> bool:
-        """Whether a process, if it is a sandbox's, was told to load what this command line says."""
+        """Return whether a process that is a sandbox has the code options of this command line."""
         said = argv[2 : len(argv) - len(self._options)]
         process = child.pid, child.start_time
         sandbox = process_names.parse_service_name(child.name)[0] == "sandbox"
@@ -309,7 +310,7 @@ class JobServices(SupervisorHooks):
     def _log_path(self, name: str) -> Path:
         return self._root / "logs" / (name.replace("/", "-") + ".log")
 
-    # What the supervisor tells
+    # Supervisor hooks
 
     async def on_start(self, child: ChildProcess) -> None:
         self._pid_file.write(self._supervisor.children.values())
@@ -323,7 +324,9 @@ class JobServices(SupervisorHooks):
             self._succeeded.add(child.name)
 
     async def _report_exit(self, name: str, child_exit: ChildExit) -> None:
-        """An error that no restart mends ends the job, and so does any that comes for ever."""
+        """Report an exit. An error that no restart repairs, or one that always recurs, ends the
+        job.
+        """
         job, log = process_names.parse_service_name(name)[1], str(self._log_path(name))
         report = ExitReport(
             name,
@@ -340,7 +343,7 @@ class JobServices(SupervisorHooks):
         return self._leases.has_expired(child)
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
-        """Its job is charged with each end, and fails by them; until then it is started again."""
+        """Retry after the restart budget: each exit is charged to the job, which fails by them."""
         again_s = RESTART_AFTER_SUCCESS_S if spec.name in self._succeeded else TRY_AGAIN_S
         self._mesh.telemetry.log.info("a service is not up", name=spec.name, why=why, for_s=again_s)
         self._not_before[spec.name] = self._mesh.clock.monotonic() + again_s

@@ -1,6 +1,7 @@
-"""Removes what a host has kept of runs that are over: on one that has joined ledgers and files in
-the making, chunks of weights that nobody uses, and what processes that were killed had begun to
-remove; on any, keys and values of engines that were killed.
+"""Removal of a host's files of runs that are over.
+
+A joined host loses ledgers, partial files, unused weight chunks, and what killed processes had
+begun to remove. Every host loses the KV tiers of killed engines.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from meshrl.common.state import jobs
 from meshrl.common.weights.store import chunk_cache, job_files
 
 SWEEP_S = 3600.0
-# Of a job that Redis does not know: it may have lost it, and `meshrl resume` bring it back, but
-# that begins anew on another record, for which none of this counts.
+# Of a job that Redis does not know: Redis may have lost it, and `meshrl resume` may restore it. But
+# that starts from another record, for which none of these files counts.
 UNKNOWN_JOB_TTL_S = 24 * 3600.0
 IO_S = 600.0
 
@@ -31,8 +32,9 @@ async def sweep_forever(mesh: Mesh) -> None:
 
 
 async def sweep(mesh: Mesh) -> None:
-    """Removes the directories of jobs that have ended, or have begun anew since. Never where runs
-    are at home: there they are the runs themselves.
+    """Remove the directories of jobs that have ended, or were started again from the beginning.
+
+    Never on a run host: there the directories are the runs themselves.
     """
     run, root = mesh.host.run_blocking, Path(mesh.settings.run_root)
     await run(job_files.remove_leftovers, root / job_files.BUNDLES_FOLDER, deadline_s=IO_S)
@@ -57,7 +59,7 @@ async def sweep(mesh: Mesh) -> None:
 
 
 def _list_run_directories(runs: Path) -> list[Path]:
-    """Directories as `local_files.own_directory` names them."""
+    """Return directories named as by `job_files.local_run_directory`."""
     return sorted(path for path in runs.glob("*/*") if path.is_dir() and path.name.isdecimal())
 
 

@@ -1,5 +1,6 @@
-"""Finds the processes again that an earlier incarnation of this host's agent started: by what it
-wrote down, and by what they say themselves.
+"""Recovery of the processes that an earlier incarnation of this host's agent started.
+
+It uses the pid file, and the processes' registry entries.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import registry
 
-LOOKUP_TIMEOUT_S = 2.0  # a look for one process must not hold up a restart
+LOOKUP_TIMEOUT_S = 2.0  # a slow check of one process must not delay a restart
 
 ProcessTable = Mapping[str, tuple[int, int]]  # pid and start time, by name
 
 
 class PidFile:
-    """Which processes of one kind run, in a file. The registry is anybody's to write: what it tells
-    of a process is held against the mark and command line that this has.
+    """File of the running processes of one kind.
+
+    Any process may write to the registry, so an entry is checked against the process's mesh tag and
+    command line.
     """
 
     def __init__(
         self, mesh: Mesh, path: Path, command_words: Callable[[str], Sequence[str]]
     ) -> None:
-        """`program`: words of the command line of the process with a name."""
+        """Create a pid file; `command_words` identify the command line of a process by its name."""
         self._mesh, self._path, self._command_words = mesh, path, command_words
 
     def read(self) -> ProcessTable:
-        """What was written last; nothing without a file."""
+        """Return the table that was written last; empty without a file."""
         try:
             notes = json.loads(self._path.read_bytes())
         except FileNotFoundError:
@@ -49,8 +52,9 @@ class PidFile:
         self._path.unlink(missing_ok=True)
 
     async def find_running(self, kinds: Iterable[str]) -> dict[str, ChildProcess]:
-        """The processes that run, by name: the noted ones, and those of these kinds that the
-        registry has on this host, as a full disk takes no notes.
+        """Return the running processes by name: those on file, and registered ones of these kinds.
+
+        The registry covers for a full disk, which records nothing.
         """
         mesh, wanted = self._mesh, set(kinds)
         entries = await retry(mesh.clock, lambda: registry.list_entries(mesh.state))
@@ -58,20 +62,22 @@ class PidFile:
             self._adopt_entry(entry) for entry in entries if entry.name.partition("/")[0] in wanted
         )
         found = {child.name: child for child in registered if child is not None}
-        for name, process in self.read().items():  # what is noted counts more
+        for name, process in self.read().items():  # the file takes precedence
             if (child := mesh.host.adopt(*process, name=name)) is not None:
                 found[name] = child
         return found
 
     async def evict_leases(self, child: ChildProcess, leases: LeaseWatch) -> None:
-        """Takes a process that has ended off the registry, and whichever has its name unwatched."""
+        """Remove an exited process from the registry, and any unwatched process of its name."""
         await leases.evict(child)
         if (unwatched := await self.kill_unrecorded(child.name)) is not None:
             await leases.evict(unwatched)
 
     async def kill_unrecorded(self, name: str) -> ChildProcess | None:
-        """Ends the process that holds this name and is nobody's: it was started when no note could
-        be taken, and had not registered when its agent was followed by this one.
+        """Kill the process that holds this name but is on no record.
+
+        It was started when the pid file could not be written, and registered after its agent was
+        replaced by this one.
         """
         mesh = self._mesh
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
@@ -83,7 +89,7 @@ class PidFile:
         return None
 
     def _adopt_entry(self, entry: registry.RegistryEntry) -> ChildProcess | None:
-        """The process of an entry, if it runs here and is what the entry says."""
+        """Return the process of an entry, if it runs here and matches the entry."""
         if entry.host != self._mesh.settings.host:
             return None
         program = self._command_words(entry.name)

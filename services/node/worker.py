@@ -1,9 +1,8 @@
-"""A worker: it makes its processes match its gang's record, and reports what runs.
+"""Worker: reconciles its processes with its gang's record, and reports what runs.
 
-Its own record is all that it polls: it says which gang the worker is in, and that something about
-it has changed. It imports no model code: role processes, its children, do. It lives on when the
-agent dies, and ends itself when no agent of its host has held its lease for a minute, or Redis was
-unreachable that long.
+It polls only its own record, which names its gang and changes whenever the gang does. It imports no
+model code: its children, the role processes, do. It survives the agent. It exits when no agent of
+its host has held its lease for a minute, or Redis was unreachable that long.
 """
 
 from __future__ import annotations
@@ -45,14 +44,12 @@ from meshrl.services.node.instances.segments import MemorySegments, SegmentCalls
 from meshrl.services.node.instances.slice_scheduler import SliceCallsMixin, SliceScheduler
 from meshrl.services.node.instances.worker_instances import WorkerInstances
 
-POLL_S = 0.5  # between two looks at the record; a hint comes earlier
-LEAVE_TIMEOUT_S = 3.0  # to give the name back
+POLL_S = 0.5  # between two polls of the record; a hint arrives earlier
+LEAVE_TIMEOUT_S = 3.0  # to release the name
 
 
 class GangWorker(SliceCallsMixin, SegmentCallsMixin):
-    """`row` is the worker's record as it is when it joins; what the planner says of it comes from
-    Redis.
-    """
+    """Worker of a gang; `row` is its record at joining, and later decisions come from Redis."""
 
     interface = Worker
 
@@ -60,7 +57,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         self._mesh, self._row, self._budgets = mesh, row, context.budgets
         self._wakeup = asyncio.Event()
         self._seen_revision: tuple[str, int, int] | None = None  # gang, membership, revision
-        self._has_deleted_old_files = False  # of what earlier residents have left on disk
+        self._has_deleted_old_files = False  # offloaded by earlier instances to disk
         self.gang: Gang | None = None
         self.instances = WorkerInstances(
             context,
@@ -90,12 +87,14 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         self._wakeup.set()
 
     async def register(self) -> WorkerRow:
-        """Puts this worker on record, or takes its record up again."""
+        """Register this worker, or adopt its existing record."""
         mesh = self._mesh
         return await pool.join_worker(mesh.state, replace(self._row, token=mesh.token))
 
     async def run(self) -> None:
-        """Looks at the record for ever. A look that Redis does not answer changes nothing."""
+        """Reconcile with the record until cancelled. A poll that Redis does not answer changes
+        nothing.
+        """
         while True:
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
                 await self._poll_record()
@@ -111,7 +110,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         seen = (row.gang, row.membership, row.revision)
         if seen == self._seen_revision:
             return
-        self._seen_revision = seen  # before the gang is read, which is at least as new
+        self._seen_revision = seen  # read before the gang, which is therefore at least as new
         try:
             self.gang = await pool.read_gang(self._mesh.state, row.gang) if row.gang else None
         except (StateUnavailable, DeadlineExceeded):
@@ -127,7 +126,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
             await self._report_conflict(wish, holder)
 
     async def _report_conflict(self, desired: DesiredRole, holder: str) -> None:
-        """Says that a resident has no process, because another one has its name."""
+        """Report that an instance has no process, because another one has its name."""
         resident = desired.instance
         why = (
             f"{resident.id} has no process here: {desired.name} is that of {holder}, on this worker"
@@ -154,7 +153,9 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
             self._invalidate_record()
 
     def _invalidate_record(self) -> None:
-        """A report was refused: the record is not what it was when it was read."""
+        """Mark the record as stale: a report was rejected, so the record has changed since it was
+        read.
+        """
         self._seen_revision = None
         self._wakeup.set()
 
@@ -171,7 +172,7 @@ async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
 
     async with MemorySegments(
         left, args.memory_bytes, mesh.name
-    ) as segments:  # beyond their processes' end
+    ) as segments:  # longer than their processes' end
         await _serve_with_segments(mesh, args, root, segments)
 
 

@@ -1,1 +1,1 @@
-"""The planner program, which decides who computes what where. Open `planner.py` first."""
+"""Planner service, which decides the role and the job of each worker. Open `planner.py` first."""

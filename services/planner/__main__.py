@@ -1,4 +1,4 @@
-"""The entry of a planner's process."""
+"""Entry point of a planner process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 async def run_planner(mesh: Mesh) -> None:
-    """The life of a planner, until it is cancelled."""
+    """Run a planner until cancellation."""
     planner = Planner(mesh)
     await mesh.join(planner, stats=lambda: planner.stats().encode())
     try:

@@ -1,9 +1,8 @@
-"""The planner's decisions: one pure function from what a leader sees, and what it remembers, to
-what it decides and remembers then.
+"""Decisions of the planner: one pure function of a snapshot and a memory. It returns the decisions
+and the new memory.
 
-The policies beside it answer one question each; the order in which they are asked is here. Each
-works on a draft that the last one left, and a snapshot that shows what was decided leads to nothing
-more.
+Each policy module answers one question; this module calls them in order. Each works on the draft
+that the previous one left. A snapshot that already contains the decisions leads to no new ones.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from meshrl.services.planner.pool.presence import PoolPresence, compute_presence
 
 
 def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision], PlannerMemory]:
-    """What a leader decides at this look, in order, and what it remembers after it."""
+    """Decide on one snapshot: return the decisions in order, and the memory for the next pass."""
     presence = compute_presence(snapshot, memory)
     draft = PoolDraft(snapshot, presence.usable_workers)
     evict_lost(draft, presence)
@@ -96,8 +95,8 @@ def _divide_pool(
     presence: PoolPresence,
     service_hosts: ServiceHosts,
 ) -> PoolDivision:
-    """The shares of jobs; none for those whose services no host takes. While a new mesh gathers
-    nobody takes turns: workers may still come.
+    """Divide the pool among jobs, except jobs whose services no host accepts. While a new mesh
+    gathers workers, time slicing is off, as workers may still join.
     """
     snapshot = draft.snapshot
     unserved = {job.id: why for job in jobs if (why := service_hosts.explain_rejection(job))}
@@ -126,7 +125,7 @@ def _build_share_claim(draft: PoolDraft, job: PlannedJob) -> ShareClaim:
 def _place_instances(
     draft: PoolDraft, jobs: Sequence[PlannedJob], division: PoolDivision, presence: PoolPresence
 ) -> None:
-    """Residents where the shares say: what is given back first, then floors, then the rest."""
+    """Place instances by shares: first shrink jobs, then place floors, then grow."""
     for job in jobs:
         if job.id not in division.workers:
             pausing.update_admission(draft, job, division)

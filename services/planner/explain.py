@@ -1,7 +1,7 @@
-"""What the planner would decide, and why: `python -m meshrl.services.planner.explain < look.json`.
+"""Explanation of decisions: `python -m meshrl.services.planner.explain < look.json`.
 
-Reads `{"snapshot": ..., "memory": ...}` (or a snapshot alone) and prints each decision with its
-rule and the figures that it was made by. Nothing is written anywhere.
+It reads `{"snapshot": ..., "memory": ...}` (or a snapshot alone), and prints each decision with its
+rule and figures. It writes nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from meshrl.services.planner.decision import decide
 from meshrl.services.planner.memory import PlannerMemory
 from meshrl.services.planner.pool.presence import compute_presence
 
-# Kinds that are others in JSON than those that the script knows.
+# Kinds whose JSON name differs from the class name.
 _JSON_KINDS: Mapping[type, str] = {ReportHostPresence: "hostgone", FailJob: "failjob"}
 
 
 def describe_decision(decision: Decision) -> str:
-    """What is decided, in words."""
+    """Describe a decision in words."""
     match decision:
         case FormGang(gang, workers):
             return f"form {gang} of {', '.join(workers)}"
@@ -74,7 +74,7 @@ def describe_decision(decision: Decision) -> str:
 
 
 def format_decisions(decisions: Iterable[Decision]) -> list[str]:
-    """A line for each decision: what, by which rule, by which figures."""
+    """Format a line for each decision, with its rule and its figures."""
     found = []
     for decision in decisions:
         inputs = " ".join(f"{key}={value}" for key, value in decision.why.inputs.items())
@@ -85,9 +85,8 @@ def format_decisions(decisions: Iterable[Decision]) -> list[str]:
 
 
 def format_predictions(memory: PlannerMemory) -> list[str]:
-    """A line for each job whose steps are predicted: what, beside what was observed, and how far
-    predictions of its moves have been off; and one for each degree of its engines whose speed was
-    predicted and measured.
+    """Format a line for each job with predicted steps: predictions, observations and errors of past
+    moves. Add a line for each degree of engines with predicted and measured speed.
     """
     found = []
     for job, watch in sorted(memory.watches.items()):
@@ -114,20 +113,20 @@ def format_predictions(memory: PlannerMemory) -> list[str]:
 
 
 def encode_decisions(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
-    """The decisions as JSON takes them, with all that they say."""
+    """Encode the decisions with all fields for JSON."""
     return [{"kind": get_decision_kind(one), **asdict(one)} for one in decisions]
 
 
 def get_decision_kind(decision: Decision) -> str:
-    """The name of a decision in JSON, which does not change with that of its class."""
+    """Return the name of a decision in JSON, which is independent of its class name."""
     return _JSON_KINDS.get(type(decision), DECISION_KINDS[type(decision)])
 
 
 def list_unplaced_services(
     snapshot: PoolSnapshot, memory: PlannerMemory, decisions: Iterable[Decision]
 ) -> list[str]:
-    """A line for the shards, and one for the sandboxes, of each job that are on no host when all
-    is done that is decided: what the hosts say.
+    """List the shards and sandboxes that remain on no host after the decisions, with the reasons of
+    the hosts.
     """
     there = {host.name: host.services for host in snapshot.hosts}
     there |= {one.host: one.services for one in decisions if isinstance(one, AssignServices)}
@@ -141,7 +140,7 @@ def list_unplaced_services(
 
 
 def main() -> int:
-    """Explains the look on standard input; the exit status, 2 when it cannot be read."""
+    """Explain the snapshot on standard input; return the exit status, 2 if it cannot be read."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

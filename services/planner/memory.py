@@ -1,6 +1,6 @@
-"""What the planner remembers from look to look: a value, which is on record for the next leader.
+"""Memory of the planner between passes: an immutable value, stored for the next leader.
 
-All its times are Redis' milliseconds.
+All times are Redis' milliseconds.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from meshrl.services.planner.pool.presence import PoolAbsences
 
 @dataclass(frozen=True, slots=True)
 class PlannerMemory(PoolAbsences):
-    """What one look leaves to the next."""
+    """State that one pass leaves to the next."""
 
-    short: Mapping[str, int] = field(default_factory=dict)  # job that can never fit -> since
-    watches: Mapping[str, SplitState] = field(default_factory=dict)  # of jobs' splits
-    entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; people are shown it
+    short: Mapping[str, int] = field(default_factory=dict)  # infeasible job -> since
+    watches: Mapping[str, SplitState] = field(default_factory=dict)  # by job: state of its split
+    entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; displayed to users
     mixtures: Mapping[str, ExpertSplitState] = field(
         default_factory=dict
-    )  # of jobs whose cores divide
-    correction: Correction = field(default_factory=Correction)  # of predicted speeds of engines
+    )  # of jobs whose cores split experts
+    correction: Correction = field(default_factory=Correction)  # of predicted engine speeds
 
     def encode(self) -> dict[str, Any]:
-        """All of it, as JSON takes it, and what people are told of jobs and their shares."""
+        """Encode the memory for JSON, with the explanations of jobs and shares for users."""
         explained = {job: dict(watch.explained) for job, watch in self.watches.items()}
         for job, mixture in self.mixtures.items():
             explained.setdefault(job, {})["ranks"] = describe_expert_split(mixture)
@@ -40,7 +40,9 @@ class PlannerMemory(PoolAbsences):
 
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> PlannerMemory:
-        """The memory that was written as this document; an empty one for an empty document."""
+        """Decode a memory from its document; an empty document gives an empty memory. Raise
+        BadMessage for the document of another version.
+        """
         try:
             return from_json_value(
                 cls, {key: one for key, one in document.items() if key != "explained"}
@@ -53,7 +55,7 @@ class PlannerMemory(PoolAbsences):
             ) from error
 
     def reset_after_outage(self) -> PlannerMemory:
-        """The memory after Redis was away: all leases look expired then, so who is missing counts
-        anew.
+        """Return the memory after an outage of Redis. All leases look expired then, so absence
+        times restart.
         """
         return replace(self, missing={}, away={})

@@ -1,8 +1,7 @@
-"""The planner's shell: it stands for election, and as the leader looks, decides and writes.
+"""Planner actor: it campaigns for leadership. The leader reads snapshots, decides and writes.
 
-All that it decides comes from `decide`; all that it remembers is on record, written with the
-decisions, so that whoever leads next goes on where it was. What it tells workers are hints: they
-read their own records anyway.
+All decisions come from `decide`. The memory is stored with the decisions, so the next leader
+continues from it. Messages to workers are only hints, as workers read their own records anyway.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ LEASE_MS = 6000
 LEASE_RENEWAL_S = 1.5
 POLL_S = 0.5
 HINTS_TIMEOUT_S = (
-    1.0  # for all hints of a look: who gets none reads its record within a second or so
+    1.0  # for all hints of a pass: a worker without one reads its record within about a second
 )
-CLEANUP_INTERVAL_S = 5.0  # between looks at what is kept no longer
+CLEANUP_INTERVAL_S = 5.0  # between two cleanups of expired records
 
 
 class Planner(Actor):
-    """One of several; the others stand by and take over when the leader's lease expires."""
+    """Planner actor, one of several; the others stand by until the leader's lease expires."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.fencing_token = 0  # fencing token of the leadership; 0: standing by
+        self.fencing_token = 0  # of the leadership; 0: standing by
         self._is_first_poll = (
-            False  # nobody has looked for a while: who is missing now may only be late
+            False  # no planner has led for a while: missing workers may only be late
         )
         self._had_outage = False
-        self._last_stats = PlannerStats(True, 0.0, 0.0, 0.0, 0, 0)  # of the last look
+        self._last_stats = PlannerStats(True, 0.0, 0.0, 0.0, 0, 0)  # of the last pass
         self._last_cleanup_s = mesh.clock.monotonic()
         self._lease_renewal: Stoppable | None = None
 
@@ -66,7 +65,7 @@ class Planner(Actor):
     # -- leadership ------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Campaigns and leads, until cancelled."""
+        """Campaign and lead until cancelled."""
         while True:
             try:
                 owner = f"{self.mesh.name}#{self.mesh.incarnation}"
@@ -89,8 +88,8 @@ class Planner(Actor):
             await self.mesh.clock.sleep(POLL_S)
 
     def _take_over(self, token: int) -> None:
-        """Begins a term, and keeps the lease from a thread. What its predecessors remembered and
-        left under way is on record.
+        """Begin a term, with a thread that renews the lease. The memory and the open moves of the
+        predecessors are stored.
         """
         self._is_first_poll = True
 
@@ -104,10 +103,12 @@ class Planner(Actor):
             self._lease_renewal.stop()
         self._lease_renewal = self.mesh.host.run_periodically(LEASE_RENEWAL_S, keep, "leadership")
 
-    # -- one look --------------------------------------------------------------------------------
+    # -- one pass ----------------------------------------------------------------------------------
 
     async def _reconcile(self) -> PoolSettings:
-        """Looks, decides, writes, and tells those whose records have changed; the settings."""
+        """Read a snapshot, decide, write, and send hints about changed records; return the
+        settings.
+        """
         state, token, clock = self.mesh.state, self.fencing_token, self.mesh.clock
         began = clock.monotonic()
         seen = await pool.read_snapshot(state, token)
@@ -148,7 +149,7 @@ class Planner(Actor):
         return seen.snapshot.settings
 
     async def _send_hints(self, snapshot: PoolSnapshot, decisions: Iterable[Decision]) -> None:
-        """One hint to each worker and agent whose record has changed, whoever gets it."""
+        """Send one hint to each worker and agent whose record has changed; ignore failures."""
         workers, hosts = find_changed_records(snapshot, decisions)
         refs = [self.mesh.ref(worker_name(worker)).cast for worker in workers]
         casts = [cast(Worker.notify_change, ChangeHint("desired")) for cast in refs]
@@ -171,7 +172,7 @@ class Planner(Actor):
                 raise answer
 
     async def _clean_up(self, settings: PoolSettings) -> None:
-        """Lets go of what is kept no longer: jobs that ended long ago, and who is gone for good."""
+        """Remove expired records: jobs that ended long ago, and hosts that left for good."""
         now_s = self.mesh.clock.monotonic()
         if now_s - self._last_cleanup_s < CLEANUP_INTERVAL_S:
             return
@@ -183,7 +184,9 @@ class Planner(Actor):
 def find_changed_records(
     snapshot: PoolSnapshot, decisions: Iterable[Decision]
 ) -> tuple[list[str], list[str]]:
-    """The workers whose records these decisions change, and the hosts whose services they do."""
+    """Return the workers whose records these decisions change, and the hosts whose services
+    change.
+    """
     members = {gang.id: gang.workers for gang in snapshot.gangs}
     workers: dict[str, None] = {}
     hosts: dict[str, None] = {}

@@ -1,3 +1,3 @@
-"""The rollout shard, which admits prompts, runs their trajectories and hands in groups. Open
-`shard.py` first.
+"""Rollout shard: it admits prompts, runs their trajectories and submits groups. Open `shard.py`
+first.
 """

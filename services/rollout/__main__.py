@@ -1,5 +1,6 @@
-"""The entry of a rollout shard's process: `python -m meshrl.services.rollout --job JOB --shard
-N`."""
+"""Entry point of a rollout shard process: `python -m meshrl.services.rollout --job JOB --shard
+N`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ async def main(args: argparse.Namespace) -> None:
 
 
 async def serve(mesh: Mesh, orphan_s: float = 0.0) -> None:
-    """The life of a shard, until its job has ended, it is an orphan, or it is cancelled."""
+    """Run a shard until its job has ended, it is orphaned, or it is cancelled."""
     actor = RolloutShard(mesh, Path(mesh.settings.run_root) / "mesh" / "logs")
     await mesh.join(actor, stats=actor.stats)
     try:

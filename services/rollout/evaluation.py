@@ -1,4 +1,6 @@
-"""Evaluates one weight version on the engines of the job: the held-out set and the other sets."""
+"""Evaluation of one weight version on the engines of the job: the held-out set and the other
+sets.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,21 @@ from meshrl.services.rollout.shard_job import ShardJob
 from meshrl.services.rollout.trajectories.failures import OTHER_KIND
 from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 
-TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # the modes in which the held-out set is evaluated
-MAX_SETS = 64  # datasets and modes of one version that have groups of their own
-LINEAGE_BIT, LINEAGE_COUNT = 45, 32  # where a lineage shows in their numbers, and how many differ
+TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # sampling modes of the held-out set
+MAX_SETS = 64  # datasets and modes of one version with their own groups
+LINEAGE_BIT, LINEAGE_COUNT = (
+    45,
+    32,
+)  # bit position of a lineage in group numbers, and number of distinct lineages
 
 
 @dataclass(slots=True)
 class SampledSet:
-    rewards: list[list[float]]  # without samples that failed or ran on into another version
+    rewards: list[list[float]]  # without failed samples and samples of mixed versions
     lengths: list[int] = field(default_factory=list)
     failed_samples: int = 0
-    failure_reasons: Counter[str] = field(default_factory=Counter)  # why, by kind
-    mixed_samples: int = 0  # samples that another version has had a part in
+    failure_reasons: Counter[str] = field(default_factory=Counter)  # by kind of failure
+    mixed_samples: int = 0  # samples with tokens of another version
 
     @property
     def all_rewards(self) -> list[float]:
@@ -44,7 +49,7 @@ class SampledSet:
 
     @property
     def valid_share(self) -> float:
-        """Of its samples, those that have a say in its figures."""
+        """Share of its samples that count in its figures."""
         return len(self.all_rewards) / max(1, len(self.lengths))
 
     @property
@@ -53,17 +58,21 @@ class SampledSet:
 
 
 class EvaluationRun:
-    """One plan, carried out; groups are off the books and numbered by version and set."""
+    """Run of one evaluation plan. Its groups are not recorded, and are numbered by version and
+    set.
+    """
 
     def __init__(self, shard: ShardJob, plan: EvaluationPlan, lineage: int) -> None:
-        """`lineage` is that of the plan's version."""
+        """Prepare a run. `lineage` is the lineage of the plan's version."""
         self._shard, self._plan, self._lineage = shard, plan, lineage
         self._set_count = 0
         self._sampled_sets: list[SampledSet] = []
-        self._figures: dict[str, tuple[float, SampledSet]] = {}  # figures, and what they are of
+        self._figures: dict[str, tuple[float, SampledSet]] = {}  # figures with their samples
 
     async def run(self) -> dict[str, Any]:
-        """The result, recorded under the plan's tag: figures by name, and how they came about."""
+        """Evaluate all sets; record and return the figures by name, with their details, under the
+        plan's tag.
+        """
         shard, plan = self._shard, self._plan
         settings = shard.config.evaluation
         problems = shard.held_out[: settings.problems]
@@ -98,7 +107,7 @@ class EvaluationRun:
         return result
 
     def _choose_best_value(self, best: str) -> float | None:
-        """The figure that makes a version the best one; None: it is not to be compared."""
+        """Return the figure that selects the best version; None if it is not comparable."""
         if best not in self._figures:
             return None
         figure, drawn = self._figures[best]
@@ -117,10 +126,10 @@ class EvaluationRun:
     async def _sample_set(
         self, name: str, rows: Sequence[dict[str, Any]], samples: int, temperature: float
     ) -> SampledSet:
-        """`samples` trajectories of each row of a set, on engines at the version or newer."""
+        """Sample `samples` trajectories per row of a set, on engines at the version or newer."""
         shard, version = self._shard, self._plan.version
         base = FIRST_EVALUATION_GROUP + (((version + 1) * MAX_SETS + self._set_count) << 20)
-        # Engines must not take the keys and values of one lineage's evaluation for the next one's.
+        # Engines must not reuse the KV cache of one lineage's evaluation for the next lineage's.
         base += self._lineage % LINEAGE_COUNT << LINEAGE_BIT
         self._set_count += 1
         every = [
@@ -164,7 +173,7 @@ class EvaluationRun:
 
 
 async def evaluate(shard: ShardJob, plan: EvaluationPlan, lineage: int) -> None:
-    """Carries out a plan for a version of a lineage, unless a predecessor has."""
+    """Evaluate a version of a lineage by a plan, unless a predecessor has done so."""
     recorded = await retry(
         shard.mesh.clock, lambda: jobs.read_evaluations(shard.mesh.state, shard.job.id)
     )

@@ -1,5 +1,5 @@
-"""The runner of a job's trajectories on a shard: each from its prompt, or from where the ledger has
-it, to its reward.
+"""Runner of a job's trajectories on a shard: each from its prompt, or from its state in the ledger,
+to its reward.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from meshrl.services.rollout.trajectories.transcript import Transcript, find_sto
 from meshrl.services.rollout.trajectories.turn_player import TurnPlayer
 from meshrl.services.rollout.work_counters import IN_FLIGHT, ShardWorkCounters, TrajectoryTracer
 
-FIRST_EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
+FIRST_EVALUATION_GROUP = 1 << 40  # evaluation groups are numbered from here, and are not recorded
 TOO_LONG_FIX = "leave out what is longer than rollout.max_tokens = {}, or raise it"
-SUPERVISED_REWARD = 1.0  # reward of every answer of sft
+SUPERVISED_REWARD = 1.0  # reward of every sft answer
 
 
 class TrajectoryRunner:
-    """All that trajectories of a job are run with: engines, environments, tools, rewards and the
-    ledger. Training trajectories are in the ledger before their tokens count; evaluation's start
-    over when the shard does.
+    """Runner with the job's engines, environments, tools, rewards and ledger. Tokens of training
+    trajectories count once they are in the ledger; evaluation trajectories restart with the
+    shard.
     """
 
     def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
@@ -78,11 +78,11 @@ class TrajectoryRunner:
         self.scoring_client = ScoringClient(mesh, job)
         self.judge = create_judge(mesh, job, self.scoring_client)
         self.work_counters = ShardWorkCounters(self.router.occupancy)
-        self.slot_freed = asyncio.Event()  # there is room for another trajectory
+        self.slot_freed = asyncio.Event()  # capacity for another trajectory
 
     def _build_sampling(self, tokenizer: Tokenizer) -> SamplingParams:
         rollout = self.config.rollout
-        forced = bool(rollout.lengths)  # then nothing else ends a turn
+        forced = bool(rollout.lengths)  # then lengths alone end a turn
         return SamplingParams(
             stop_token_ids=[] if forced else find_stop_token_ids(tokenizer, rollout.stop),
             stop_strings=[] if forced else rollout.stop_text,
@@ -96,8 +96,8 @@ class TrajectoryRunner:
         return [stay.trajectory for stay in self.router.assignments.values()]
 
     async def run_training(self, trajectory: Trajectory, row: dict[str, Any]) -> None:
-        """A trajectory of training to its end, and what the job's frozen models make of it; one
-        that the ledger has ended is only scored.
+        """Run a training trajectory to its end, and score it with the job's frozen models. A
+        trajectory that has ended in the ledger is only scored.
         """
         if trajectory.outcome is not None:
             return await self._score(trajectory)
@@ -147,7 +147,7 @@ class TrajectoryRunner:
         if trajectory.is_recorded:
             if (
                 trajectory.last_observation
-            ):  # with the end, so that a trajectory is never taken up between both
+            ):  # together with the end, so that no trajectory is recovered between both
                 self.ledger.defer_record(
                     RecordKind.APPEND,
                     [trajectory.id, trajectory.last_observation],
@@ -192,8 +192,8 @@ class TrajectoryRunner:
     async def compute_reward(
         self, trajectory: Trajectory, row: dict[str, Any], reason: str, score: float | None
     ) -> float:
-        """Return the job's reward or judge's verdict, or else the environment's own score.
-        TrajectoryFailed if that is no finite number.
+        """Return the job's reward or judge's verdict, or else the environment's own score. Raise
+        TrajectoryFailed if it is no finite number.
         """
         environment = self.config.environment
         trajectory.stopwatch.enter("reward")
@@ -224,7 +224,7 @@ class TrajectoryRunner:
         return found
 
     async def close(self) -> None:
-        """Leaves what is in flight to the ledger."""
+        """Close the runner; trajectories in flight remain in the ledger."""
         await self.tracer.close()
         await self.router.close()
         await self.group_commit.close()
@@ -239,7 +239,7 @@ class TrajectoryRunner:
 
 
 class JobTurnPlayer(TurnPlayer):
-    """The turns of a trajectory that stays at a shard's engines."""
+    """Turns of a trajectory at a shard's engines."""
 
     def __init__(
         self, runner: TrajectoryRunner, assignment: Assignment, row: dict[str, Any]
@@ -309,10 +309,10 @@ async def fill_supervised(
     environment_pool: EnvironmentPool,
     max_tokens: int,
 ) -> None:
-    """Fills a trajectory of sft with the row's own prompt and answer, encoded and not sampled, and
-    ends it; one that cannot be learned fails by type.
+    """Fill an sft trajectory with the row's own prompt and answer, encoded and not sampled, and end
+    it. A row that cannot be learned fails by type.
 
-    Nothing of it is in the ledger: the row gives it again.
+    The ledger does not store it, as the row contains it.
     """
     trajectory.is_recorded = False
     try:

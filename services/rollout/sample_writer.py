@@ -1,10 +1,10 @@
-"""Keeps a few trajectories of each step and each evaluation for people to read: `samples.jsonl`.
+"""Samples of the trajectories of each step and each evaluation, for users: `samples.jsonl`.
 
-Of a step, which is the one under way when a trajectory ends: each that is the best, the worst or
-the longest of the step so far, the first FAILED of each kind of failure, and about CHANCE of them
-by a hash of the seed; MOST in all. Of an evaluation, by set: its EVALUATED best, worst and failed.
-Texts longer than TEXT characters are cut in the middle. Each shard has a file at the run's home.
-Only what is kept is decoded.
+Samples of a step, the current one when a trajectory ends: each that is the best, the worst or the
+longest of the step so far, the first MAX_FAILED_SAMPLES of each kind of failure, and about
+RANDOM_SAMPLES of them by a hash of the seed. There are at most MAX_SAMPLES. Samples of an
+evaluation, by set: its EVALUATION_SAMPLES best, worst and failed. Texts longer than MAX_TEXT_CHARS
+characters are cut in the middle. Each shard has a file on the run host. Only samples are decoded.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from meshrl.common.records.line_files import open_line_writer, sample_file_name
 from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 from meshrl.services.rollout.trajectories.transcript import Transcript
 
-MAX_SAMPLES = 24  # trajectories of a step, on one shard
+MAX_SAMPLES = 24  # samples of a step, on one shard
 MAX_FAILED_SAMPLES = 3  # of each kind of failure in a step
-RANDOM_SAMPLES = 2.0  # trajectories of a step that are kept whatever they are
+RANDOM_SAMPLES = 2.0  # expected random samples of a step
 EVALUATION_SAMPLES = 3  # of the best, the worst and the failed of a set
-MAX_TEXT_CHARS = 8000  # characters of one text: some 2000 tokens, more than anyone reads
+MAX_TEXT_CHARS = 8000  # characters of one text: about 2000 tokens
 MAX_TURNS = 60  # of a trajectory, the first and the last ones
 
 
 class SampleWriter:
-    """What one shard keeps of a job's trajectories."""
+    """Writer of one shard's samples of a job."""
 
     def __init__(self, mesh: Mesh, job: JobData, transcript: Transcript) -> None:
         self._mesh, self._transcript, self._seed = mesh, transcript, job.config.seed
@@ -43,7 +43,7 @@ class SampleWriter:
         algorithm = job.config.algorithm
         self._probability = RANDOM_SAMPLES / (algorithm.group_size * algorithm.groups_per_step)
         self._is_disk_full = False
-        self._line_number = 0  # of the next line since this shard has begun: it tells no gaps
+        self._line_number = 0  # of the next line since the shard started: gaps are not visible
         self._start_step(-1)
 
     def _start_step(self, step: int) -> None:
@@ -110,9 +110,7 @@ class SampleWriter:
         versions = [int(sampled.min()), int(sampled.max())] if len(sampled) else []
         turns = self._transcript.build_turns(trajectory, trajectory.outcome.reason)
         if unfinished := self._transcript.decode_unfinished(trajectory):
-            broken = (
-                trajectory.outcome.reason != "done"
-            )  # else it was given, and learned as a whole
+            broken = trajectory.outcome.reason != "done"  # else it is supervised
             told = {"role": "model", "text": unfinished, "stop": "", "truncated": broken}
             turns.append(told)
         return {
@@ -135,7 +133,7 @@ class SampleWriter:
         }
 
     def _write(self, sample: dict[str, Any]) -> None:
-        """Appends it; what a full disk has no room for is left out."""
+        """Append a sample; drop it if the disk is full."""
         content = add_check(json.dumps(sample, ensure_ascii=False, default=str), self._line_number)
         try:
             self._file.write(content)
@@ -146,12 +144,12 @@ class SampleWriter:
             self._is_disk_full = True
 
     async def close(self) -> None:
-        """Closes the file; the next sample opens it again."""
+        """Close the file; the next sample opens it again."""
         await self._file.close()
 
 
 def truncate(value: Any) -> Any:
-    """The value with long texts, and long lists of values, cut in the middle."""
+    """Cut long texts, and long lists of values, in the middle."""
     if isinstance(value, str):
         if len(value) <= MAX_TEXT_CHARS:
             return value

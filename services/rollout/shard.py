@@ -1,5 +1,5 @@
-"""A rollout shard: serves one job from before it begins until it has ended, phase by phase, and
-keeps its engines busy.
+"""Rollout shard: it serves one job, phase by phase, from before its start to its end, and keeps its
+engines busy.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from meshrl.services.rollout.evaluation import evaluate
 from meshrl.services.rollout.runner import TrajectoryRunner
 from meshrl.services.rollout.shard_job import POLL_S, ShardJob, enter_phase
 
-EXIT_UNEXPECTED = 70  # exit status after an error that nobody foresaw
+EXIT_UNEXPECTED = 70  # exit status after an unexpected error
 
 
 class RolloutShard(Actor):
-    """The shard of a job that its process is called after; the first one evaluates."""
+    """Shard of the job in its process name; the first shard also evaluates."""
 
     def __init__(self, mesh: Mesh, logs: Path) -> None:
         self.mesh, self.logs = mesh, logs
         _, self.job, self.number = parse_service_name(mesh.name)
         self.shard_job: ShardJob | None = None
-        self._host_drains = False  # its host is to become empty
+        self._host_drains = False  # its host drains
         self._phase_changed = asyncio.Event()
         self._lineage = -1  # the job's current lineage
-        self._evaluated_tags: set[str] = set()  # what has been evaluated in that lineage
+        self._evaluated_tags: set[str] = set()  # completed evaluations in that lineage
         self._evaluation_tasks: set[asyncio.Task[Any]] = set()
         self._background_tasks: set[asyncio.Task[Any]] = set()
 
@@ -56,15 +56,15 @@ class RolloutShard(Actor):
 
     @property
     def is_drained(self) -> bool:
-        """Whether it may go to another host, as its own drains, and has nothing under way."""
+        """True if it may move to another host: its host drains, and no work is in progress."""
         shard = self.shard_job
         return (
             self._host_drains and shard is not None and shard.is_idle and not self._evaluation_tasks
         )
 
     async def serve(self) -> None:
-        """Returns when the job has ended, or is not on record any more. It fails by an error that
-        no restart mends; any other error ends the process, which is started again.
+        """Serve until the job has ended, or is no longer recorded. Raise errors that a restart
+        cannot fix; any other error ends the process, which is restarted.
         """
         try:
             row = await self._wait_for_start()
@@ -72,7 +72,7 @@ class RolloutShard(Actor):
                 await self._serve_job(await open_local_job(self.mesh, row))
         except FATAL_ERRORS as error:
             self.mesh.telemetry.log.error("job failed", job=self.job, error=str(error))
-            with suppress(Refused):  # it has ended otherwise meanwhile
+            with suppress(Refused):  # it has ended otherwise
                 await enter_phase(self.mesh, self.job, Phase.FAILED, str(Failure.from_error(error)))
         except Exception as error:
             traceback.print_exc()
@@ -95,7 +95,7 @@ class RolloutShard(Actor):
             return None
 
     async def _wait_for_change(self) -> None:
-        """Returns when the phase has changed here, after LOOK_S seconds at most."""
+        """Wait until the phase has changed here, at most POLL_S seconds."""
         self._phase_changed.clear()
         try:
             async with self.mesh.clock.timeout(POLL_S, "a change of phase"):
@@ -130,7 +130,7 @@ class RolloutShard(Actor):
             row = await self._read_row()
             if row is None or row.is_terminal:
                 return False
-            if row.lineage != self._lineage:  # its versions are others, whatever their numbers
+            if row.lineage != self._lineage:  # its versions differ, whatever their numbers
                 for task in self._evaluation_tasks:
                     task.cancel()
                 await asyncio.gather(*self._evaluation_tasks, return_exceptions=True)
@@ -152,7 +152,7 @@ class RolloutShard(Actor):
         return True
 
     def _start_due_evaluation(self, shard: ShardJob, row: jobs.JobRow) -> None:
-        """Starts the evaluation that this phase or version asks for, once in a lineage."""
+        """Start the evaluation that this phase or version requires, once per lineage."""
         config = shard.config
         if row.phase == Phase.BASELINE and self._claim_evaluation(BEFORE):
             plan = plan_boundary_evaluation(config, BEFORE, row.version)
@@ -174,7 +174,7 @@ class RolloutShard(Actor):
     async def _run_bracket(
         self, shard: ShardJob, plan: EvaluationPlan | None, lineage: int, next_phase: Phase
     ) -> None:
-        """The evaluation before or after training, if any, and the phase that follows it."""
+        """Run the evaluation before or after training, if any, and enter the next phase."""
         if plan is not None:
             await evaluate(shard, plan, lineage)
         await enter_phase(self.mesh, self.job, next_phase, lineage=lineage)

@@ -1,4 +1,6 @@
-"""A job on a rollout shard: admits prompts, runs their trajectories, hands in finished groups."""
+"""Job on a rollout shard: it admits prompts, runs their trajectories, and submits finished
+groups.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from meshrl.services.rollout.sample_writer import SampleWriter
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 from meshrl.services.rollout.work_counters import GATE_CLOSED
 
-POLL_S = 0.5  # how often engines and the job's row are looked at without a hint
-GATE_RETRY_S = 0.1  # how soon a closed gate is tried again
+POLL_S = 0.5  # interval of polls of engines and the job's row without a hint
+GATE_RETRY_S = 0.1  # interval of retries at a closed gate
 LENGTH_BOUNDS = (
     32,
     64,
@@ -46,7 +48,7 @@ LENGTH_BOUNDS = (
 
 
 class FirstError:
-    """The first error of any task that works for a job: it ends the work of all of them."""
+    """First error of any task that works for a job; it ends the work of all of them."""
 
     def __init__(self) -> None:
         self._error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -54,7 +56,7 @@ class FirstError:
     def fail(self, error: BaseException) -> None:
         if not self._error.done():
             self._error.set_exception(error)
-            self._error.exception()  # it is told to whoever guards, if anybody does
+            self._error.exception()  # reported to the guard, if there is one
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -69,14 +71,14 @@ class FirstError:
 
 
 class ShardJob:
-    """The groups of a job that this shard owns."""
+    """Groups of a job that this shard owns."""
 
     def __init__(self, mesh: Mesh, job: JobData, runner: TrajectoryRunner) -> None:
         self.mesh, self.job, self.config = mesh, job, job.config
         self.train_rows, self.held_out = job.read_rows("train"), job.read_rows("held_out")
         self.runner = runner
         self.samples = SampleWriter(mesh, job, runner.transcript)
-        self.version = -1  # the job's current one
+        self.version = -1  # the job's current version
         self.bulk_client = BulkClient(mesh)
         self.first_error = FirstError()
         self.groups_finished = 0
@@ -85,18 +87,18 @@ class ShardJob:
         self.admission_open = (
             False  # the job is in its training phase, and this host does not drain
         )
-        self._is_admitting = False  # groups are being asked for
+        self._is_admitting = False  # an admission request is in progress
         self.lineage = -1  # the job's current lineage
-        self._lineage_start_version = 0  # its version when the lineage was seen
+        self._lineage_start_version = 0  # its version when the lineage was first seen
 
     def compute_seed(self, group: int, member: int) -> int:
         text = f"{self.config.seed}/{group}/{member}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
     async def take_over(self) -> None:
-        """Claims the shard and goes on with what its predecessor left of the open groups."""
+        """Claim the shard, and continue the predecessor's open groups."""
         history = self.runner.history
-        if history is not None and history.corruption:  # told of once
+        if history is not None and history.corruption:  # reported once
             then = corruption.RECOVERY_BY_KIND["lengths"]
             about = "lengths", history.path, history.corruption, then
             told = corruption.make_event_fields(
@@ -107,7 +109,7 @@ class ShardJob:
         await self._resume_open_groups(await self.runner.ledger.take_over(self.compute_seed))
 
     async def poll_engines(self) -> None:
-        """Takes in which engines serve this job now; tells what has failed."""
+        """Poll the engines that serve this job, and report failures."""
         entries = await registry.list_entries(self.mesh.state, "engine")
         alive = [e for e in entries if e.alive and e.stats.get("ready")]
         own = {
@@ -120,7 +122,7 @@ class ShardJob:
         await self.runner.failures.report()
 
     def count_desired_groups(self) -> int:
-        """Groups to ask the gate for: enough for every slot, and one group in reserve."""
+        """Count the groups to request from the gate: enough for every slot, and one in reserve."""
         size = self.config.algorithm.group_size
         if self.config.is_supervised:  # no engine is needed
             return max(0, 2 * self.config.algorithm.groups_per_step - len(self._group_tasks))
@@ -128,18 +130,20 @@ class ShardJob:
 
     @property
     def _free_slots(self) -> int:
-        """Trajectories that would find an engine at once."""
+        """Number of trajectories that an engine could accept at once."""
         seats = self.runner.router.capacity - len(self.runner.router.assignments)
         return min(seats, self.runner.router.free_requests)
 
     def _is_gate_closed(self, opened: int) -> bool:
-        """Whether the gate holds back what there is room for, as it opened so many groups."""
+        """Return True if the gate blocks groups despite free capacity, after it opened `opened`
+        groups.
+        """
         if opened or not (self.admission_open and self.count_desired_groups()):
             return False
         return self.config.is_supervised or self._free_slots > 0
 
     async def admit_forever(self) -> None:
-        """Opens groups as soon as slots free up, as far as the staleness gate allows."""
+        """Open groups as slots become free, as far as the staleness gate allows."""
         while True:
             await self.runner.slot_freed.wait()
             self.runner.slot_freed.clear()
@@ -156,7 +160,7 @@ class ShardJob:
                     raise
                 self.mesh.telemetry.log.warning("admission", error=str(error))
                 await self.mesh.clock.sleep(GATE_RETRY_S)
-                # Takes up groups that an admission opened whose reply was lost.
+                # Continues groups of an admission whose reply was lost.
                 await retry(self.mesh.clock, lambda: self._resume_open_groups({}))
                 opened = 0
             self._is_admitting = False
@@ -167,7 +171,7 @@ class ShardJob:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no group is under way, nor will be before `admitting` is set again."""
+        """True if no group is in progress, and none can start before `admission_open` is set."""
         return not (self.admission_open or self._is_admitting or self._group_tasks)
 
     async def _admit(self) -> int:
@@ -192,7 +196,7 @@ class ShardJob:
         group = admitted.group
         self.enter_lineage(admitted.lineage, admitted.version)
         version = admitted.version
-        if admitted.lineage < self.lineage:  # word of the next one was faster
+        if admitted.lineage < self.lineage:  # the notice of the next lineage was faster
             version = min(version, self._lineage_start_version)
         if group not in self._group_tasks:
             work = self._run_group(group, admitted.prompt, version, members)
@@ -202,15 +206,15 @@ class ShardJob:
             def ended(task: asyncio.Task[None]) -> None:
                 self._group_tasks.pop(group, None)
                 if not task.cancelled() and (error := task.exception()) is not None:
-                    # A group that stops without a fate would be awaited without end: begin again
-                    # from the ledger.
+                    # A group that stops without a result would be awaited forever: recover
+                    # it from the ledger.
                     self.first_error.fail(error)
 
             task.add_done_callback(ended)
 
     def enter_lineage(self, lineage: int, version: int) -> None:
-        """The job is in a lineage, at `version`: if it is a new one, only engines that have its
-        weights serve from now on, and nobody waits for a version that it may not reach.
+        """Enter a lineage at `version`. In a new lineage only engines with its weights serve, and
+        no trajectory waits for a version that it may not reach.
         """
         if lineage <= self.lineage:
             return
@@ -231,7 +235,9 @@ class ShardJob:
         ]
         for t in members:
             t.temperature = self.config.rollout.temperature
-            t.version = min(t.version, version)  # the ledger's may be of an abandoned lineage
+            t.version = min(
+                t.version, version
+            )  # the ledger's version may be of an abandoned lineage
         await run_all(self._run_member(t, row) for t in members)
         scored = [t for t in members if t.outcome is not None and t.outcome.reward is not None]
         if len(scored) >= self.config.min_group:
@@ -261,7 +267,7 @@ class ShardJob:
                 ),
             )
             fate = "dropped"
-            # Once all that the gate lets through at a time has failed, its code is broken for ever.
+            # If all concurrent trajectories have failed, the code is permanently broken.
             self._consecutive_drops += 1
             algorithm = self.config.algorithm
             if self._consecutive_drops >= algorithm.groups_per_step * (algorithm.max_staleness + 1):
@@ -306,7 +312,7 @@ class ShardJob:
         )
 
     async def close(self) -> None:
-        """Leaves what is in flight to the ledger."""
+        """Close the job; groups in flight remain in the ledger."""
         await self.runner.failures.close()
         tasks = list(self._group_tasks.values())
         for task in tasks:

@@ -1,4 +1,4 @@
-"""Measurements of a shard's own work, as the planner reads them and as traces have them."""
+"""Counters of a shard's own work, for the planner and for traces."""
 
 from __future__ import annotations
 
@@ -17,42 +17,38 @@ from meshrl.common.state.pool.demand.measurements import QUANTILES, LengthQuanti
 from meshrl.services.rollout.routing.assignment import AT_ENGINE, TURN
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
-# places of `ShardWorkCounters.occupancy`, beside those of a stay: training trajectories
+# places of `ShardWorkCounters.occupancy`, beside those of an assignment: training trajectories
 IN_FLIGHT = "flight"
-GATE_CLOSED = "shut"  # and the gate, which is there while it holds back what there is room for
+GATE_CLOSED = "shut"  # and the gate, present while it blocks groups despite free capacity
 MAX_LENGTHS, MIN_LENGTHS = (
     512,
     16,
-)  # trajectories whose lengths are published: so many at most, and at least
+)  # trajectories whose lengths are published: maximum and minimum number
 
 
 class ShardWorkCounters:
-    """Counts of groups and trajectories that may be trained, and where their time went."""
+    """Counts of groups and trajectories for training, and their time by state."""
 
     def __init__(self, occupancy: Occupancy) -> None:
-        """`spent` goes by the clock of the job: what happens in a pause is no work."""
+        """Create counters. `occupancy` uses the clock of the job, so that pauses do not count."""
         self.occupancy = occupancy
-        self.groups = 0  # handed in
-        self.trajectories = 0  # ended, by whatever end
-        self._prompt_tokens = 0  # tokens of the prompts of those that did not fail
+        self.groups = 0  # submitted
+        self.trajectories = 0  # ended, successfully or not
+        self._prompt_tokens = 0  # prompt tokens of successful ones
         self._latest_lengths: deque[tuple[int, int]] = deque(
             maxlen=MAX_LENGTHS
         )  # (sampled, prompt) of each
-        self._length_summary: LengthQuantiles | None = (
-            None  # of those, as long as they are the latest
-        )
+        self._length_summary: LengthQuantiles | None = None  # None: to be computed
 
     def add_trajectory(self, sampled_tokens: int, prompt_tokens: int) -> None:
-        """A training trajectory is over that did not fail, with so many tokens sampled behind a
-        prompt of so many.
-        """
+        """Add a successful training trajectory with its sampled tokens and prompt tokens."""
         self._prompt_tokens += prompt_tokens
         self._latest_lengths.append((sampled_tokens, prompt_tokens))
         self._length_summary = None
 
     @property
     def length_summary(self) -> LengthQuantiles | None:
-        """Of the latest of those; None as long as they are few."""
+        """Length quantiles of the latest trajectories; None while there are too few."""
         if self._length_summary is None and len(self._latest_lengths) >= MIN_LENGTHS:
             sampled, prompts = np.array(self._latest_lengths, np.float64).T
             levels = tuple(map(float, np.quantile(sampled, QUANTILES)))
@@ -62,7 +58,9 @@ class ShardWorkCounters:
         return self._length_summary
 
     def measure_work(self, sampled_tokens: int) -> MeasuredWork:
-        """All so far, trajectories in flight among them; `sampled`: tokens of training ones."""
+        """Measure all work so far, with trajectories in flight; `sampled_tokens` are those of
+        training.
+        """
         flight_s, turn_s = self.occupancy.read_seconds(IN_FLIGHT), self.occupancy.read_seconds(TURN)
         engine_s = self.occupancy.read_seconds(AT_ENGINE)
         return MeasuredWork(
@@ -79,13 +77,13 @@ class ShardWorkCounters:
 
 
 class TrajectoryTracer:
-    """Gives trajectories their stopwatch, and tells what it says in the end, of as many groups as
-    the job has traced.
+    """Tracer of trajectories: it gives them a stopwatch, and writes the result for the traced
+    groups of the job.
 
-    A trajectory is in one state at a time: `open` until its prompt is there, `queue` until an
-    engine has room for its turn, `cache` while its keys and values come along, `prefill` until the
-    first token of the turn is written down (the engine's own queue is part of it), `decode`,
-    `environment`, `tool`, `reward`, `scoring`.
+    A trajectory is in one state at a time: `open` until its prompt exists, `queue` until an engine
+    has room for its turn, `cache` while its KV cache is moved, `prefill` until the first token of
+    the turn is written (with the engine's own queue), `decode`, `environment`, `tool`, `reward`,
+    `scoring`.
     """
 
     def __init__(self, mesh: Mesh, job: JobData) -> None:
@@ -94,7 +92,7 @@ class TrajectoryTracer:
 
     @contextmanager
     def trace(self, trajectory: Trajectory) -> Iterator[None]:
-        """The time of a trajectory; within another one of the same it is part of that."""
+        """Trace the time of a trajectory; a nested trace of the same one is part of it."""
         if trajectory.stopwatch is not NULL_STOPWATCH or not self._traces.is_traced(
             trajectory.group
         ):
@@ -105,7 +103,7 @@ class TrajectoryTracer:
             yield
         finally:
             trajectory.stopwatch = NULL_STOPWATCH
-            ending = trajectory.outcome  # None when it is cut off, as its shard ends
+            ending = trajectory.outcome  # None if it is cut off by the end of its shard
             self._traces.write(
                 {
                     "kind": "trajectory",

@@ -1,1 +1,1 @@
-"""The sandbox program, which runs a job's tools and rewards in isolation. Open `actor.py` first."""
+"""Sandbox program, which runs a job's tools and rewards in isolation. Open `actor.py` first."""

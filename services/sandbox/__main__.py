@@ -1,4 +1,4 @@
-"""The entry of a sandbox: `python -m meshrl.services.sandbox --name sandbox/JOB/N`."""
+"""Entry point of a sandbox: `python -m meshrl.services.sandbox --name sandbox/JOB/N`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actor of a sandbox: loads its job, takes batches of calls, and answers in the same order."""
+"""Actor of a sandbox: loads its job, and answers batches of calls in their order."""
 
 from __future__ import annotations
 
@@ -43,30 +43,28 @@ from meshrl.services.sandbox.outcomes import CallResult, ExitReporter
 from meshrl.services.sandbox.workers.calls import PoolFunctions, PoolLimits
 from meshrl.services.sandbox.workers.pool import WorkerPool
 
-FindModules = Callable[[str, str], Awaitable[str]]  # of a directory at home and a bundle's digest
-SWEEP_INTERVAL_S = 5.0  # between two looks for sessions that are idle
+FindModules = Callable[[str, str], Awaitable[str]]  # of a directory and a bundle's digest
+SWEEP_INTERVAL_S = 5.0  # between two checks for idle sessions
 
 
 @dataclass(frozen=True)
 class SandboxIdentity:
-    """A sandbox's name, and what it serves."""
+    """Name of a sandbox, and the job that it serves."""
 
     name: str
-    job: str = ""  # empty: whichever is loaded, in place of the one before
-    load_digest: str = ""  # digest of what may be loaded; empty: whatever its starter sends
-    slots: int = 8  # jails at a time
+    job: str = ""  # empty: any job, which replaces the loaded one
+    load_digest: str = ""  # digest of the permitted code; empty: whatever its starter sends
+    slots: int = 8  # concurrent jails
 
 
 @dataclass(frozen=True)
 class MeshServices:
-    """What a mesh gives a sandbox; one without a mesh has none of it."""
+    """Services that a mesh provides to a sandbox; a standalone sandbox has none of them."""
 
     waits: WaitTable | None = None
     exit_reporter: ExitReporter = field(default_factory=ExitReporter)
     job_clock: Clock | None = None  # stands still while the job is paused
-    find_modules: FindModules | None = (
-        None  # finds the author's code; None: it lies where it is said to
-    )
+    find_modules: FindModules | None = None  # finds the author's code; None: at its given path
 
 
 class SandboxActor(Actor):
@@ -94,7 +92,7 @@ class SandboxActor(Actor):
         self._cgroup_parents: cgroups.CgroupParents | None = None
         self._sweep_task: asyncio.Task[None] | None = None
         self._no_retry_batches = (
-            0  # batches under way of calls that are not run again when this ends
+            0  # running batches of calls that are not repeated if this process ends
         )
 
     def stats(self) -> SandboxStats:
@@ -128,8 +126,9 @@ class SandboxActor(Actor):
 
     @call(Sandbox.load_job)
     async def load_job(self, m: LoadJob) -> LoadResult:
-        """Idempotent; other code of the job replaces its workers and jails. Refused for a job that
-        it does not serve, and for other code than its document has.
+        """Load a job. Idempotent; other code of the job replaces its workers and jails.
+
+        Refused for a job that the sandbox does not serve, and for code other than its document's.
         """
         served = self._identity
         if served.job and m.job != served.job:
@@ -174,7 +173,7 @@ class SandboxActor(Actor):
         return LoadedJob(m, pools, jailed)
 
     async def _create_jailed_functions(self, m: LoadJob) -> JailedFunctions | None:
-        """Jails for what runs the model's code; Refused below the tier that the job demands."""
+        """Create jails for the model's code; Refused below the tier that the job demands."""
         uses = builtin.select_jailed([*m.tools.values(), *(part.use for part in m.rewards)])
         if not uses:
             return None
@@ -198,7 +197,7 @@ class SandboxActor(Actor):
         tier = found.tier if found.tier in ("landlock", "runner") else "bwrap"
         launcher = self._get_launcher(interpreter, tier, log)
         await launcher.start()
-        # One with pytest begins when the first row asks for it.
+        # One with pytest starts at the first row that needs it.
         suites = self._get_launcher(add_pytest(interpreter), tier, log)
         made = launcher, suites, self._clock, self._slots
         return JailedFunctions(*made, m, found.meaning, self._mesh.job_clock)
@@ -206,7 +205,7 @@ class SandboxActor(Actor):
     async def _detect_tier(
         self, interpreter: Interpreter, log: Path | None
     ) -> tier_detection.DetectedTier:
-        """The tier of this host, or of a job's runner on it; each is tried once."""
+        """Return the tier of this host, or of a job's runner on it; each is probed once."""
         runner = interpreter if interpreter.runner else None
         if runner not in self._detected_tiers:
             if not self._detected_tiers:
@@ -219,7 +218,7 @@ class SandboxActor(Actor):
                 found = await tier_detection.detect_runner_tier(
                     runner, self._host, self._clock, log
                 )
-                if found.tier == "none":  # what is missing may be installed, and the job come again
+                if found.tier == "none":  # a fix may be installed, and the job resubmitted
                     return found
             self._detected_tiers[runner] = found
         return self._detected_tiers[runner]

@@ -1,4 +1,4 @@
-"""A loaded job: its trusted functions in a pool of workers, its jailed ones, and their sums."""
+"""Loaded job: trusted functions in a pool of workers, jailed functions, and sums of rewards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SOURCE_BYTES = 1 << 20
 
 
 def list_worker_functions(loaded: LoadJob) -> tuple[dict[str, str], dict[str, str]]:
-    """What a job's workers import, by name: our own, and the author's. The rest is run in jails."""
+    """Return what a job's workers import, by name: our own and the author's; jails run the rest."""
     uses = {TOOL + name: use for name, use in loaded.tools.items()}
     uses |= {f"{REWARD}{i}": part.use for i, part in enumerate(loaded.rewards)}
     ours = {name: TRUSTED_BUILTINS[use] for name, use in uses.items() if use in TRUSTED_BUILTINS}
@@ -56,7 +56,7 @@ def list_worker_functions(loaded: LoadJob) -> tuple[dict[str, str], dict[str, st
 
 
 class JailedFunctions:
-    """The jailed tools and rewards of one job."""
+    """Jailed tools and rewards of one job."""
 
     def __init__(
         self,
@@ -68,8 +68,12 @@ class JailedFunctions:
         isolation: str,
         job_clock: Clock | None = None,
     ) -> None:
-        """`suites` makes jails with pytest; `isolation` says in words what contains them; sessions
-        are idle by the `job_clock`.
+        """Create the jailed functions.
+
+        Args:
+            pytest_launcher: Launcher of jails with pytest.
+            isolation: Description of what contains the jails.
+            job_clock: Clock by which sessions are idle.
         """
         self.isolation = isolation
         self._pytest_jails = pytest_tests.PytestJails(pytest_launcher)
@@ -83,7 +87,7 @@ class JailedFunctions:
     async def run_tool(
         self, name: str, argument: Any, deadline_s: float, session: str, has_session_state: bool
     ) -> CallResult:
-        """What the model reads, whatever became of its code."""
+        """Run a tool and return the text that the model reads, also for a failure."""
         use = self._tools[name]
         if not isinstance(argument, str) or len(argument) > SOURCE_BYTES:
             kind = builtin.TOOLS[use].argument
@@ -103,7 +107,7 @@ class JailedFunctions:
     async def compute_reward(
         self, row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]
     ) -> CallResult:
-        """`code_tests`."""
+        """Compute the reward `code_tests`."""
         grading = code.CodeGrader(
             self._launcher, self._slots, self._limits, options, self._pytest_jails
         )
@@ -127,7 +131,7 @@ def format_result(result: ProgramResult) -> dict[str, Any]:
 
 
 class LoadedJob:
-    """Answers its calls; every one of them, by type."""
+    """Job that answers every call by type."""
 
     def __init__(
         self, loaded: LoadJob, pools: Sequence[WorkerPool], jailed: JailedFunctions | None
@@ -150,7 +154,7 @@ class LoadedJob:
         return [next(own if place in jailed else others) for place in range(len(calls))]
 
     async def score(self, calls: Sequence[RewardCall]) -> list[CallResult]:
-        """The weighted sum of the parts, if all of them are scores; else the first that is none."""
+        """Return the weighted sum of the parts if all are scores; else the first that is none."""
         parts = self.loaded.rewards
         if not parts:
             missing = f"job {self.loaded.job} has no reward; it has none at all"
@@ -171,7 +175,7 @@ class LoadedJob:
         return await self._run_in_pools(work)
 
     async def _run_in_pools(self, work: Sequence[PoolCall]) -> list[CallResult]:
-        """Each by the pool that has it."""
+        """Run each call in the pool of its function."""
         answers: dict[int, CallResult] = {}
 
         async def by(pool: WorkerPool) -> None:
@@ -209,8 +213,9 @@ async def catch_errors(work: Awaitable[CallResult]) -> CallResult:
 
 
 def sum_rewards(weights: Sequence[float], answers: Sequence[CallResult]) -> CallResult:
-    """The weighted sum, rounded once; the first answer that is no score; BAD_VALUE if the sum is
-    not finite.
+    """Return the weighted sum, rounded once; else the first answer that is no score.
+
+    BAD_VALUE if the sum is not finite.
     """
     if wrong := [answer for answer in answers if answer.status != OK]:
         return wrong[0]

@@ -1,8 +1,8 @@
-"""The answer to one call; and processes of a sandbox that ended unasked, its workers and zygotes:
-counted, and told together.
+"""Answers to calls, and reports on processes of a sandbox that ended unexpectedly.
 
-A reward that crashes its process with every call ends hundreds a minute: they are told as one event
-each few seconds. They fail no job by themselves, because each call of theirs is answered by type.
+A reward that crashes its process with every call ends hundreds of workers a minute, so ends are
+counted and published as one event every few seconds. They fail no job by themselves, because each
+of their calls is answered by type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.common.mesh.process.supervision.exit_reports import ExitReport, Exit
 from meshrl.common.state.redis.client import StateClient
 
 REPORT_INTERVAL_S = 5.0  # between two events of one name
-KILLED_EXIT_CODE = -9  # what ended a process that was killed for what it did not do
+KILLED_EXIT_CODE = -9  # why a process was killed that did not answer
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,17 @@ class _ExitCounter:
 
 
 class ExitReporter:
-    """Hears of ends. This one tells nobody: for a sandbox without a mesh."""
+    """Reporter of exits that publishes nothing: for a sandbox without a mesh."""
 
     def record_exit(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
-        """A process of this name has ended, or was killed, and another takes its place."""
+        """Record that a process has ended, or was killed, and that another replaces it."""
 
     def stop(self) -> None:
-        """Drops what is not told yet."""
+        """Drop pending reports."""
 
 
 class RedisExitReporter(ExitReporter):
-    """Tells Redis, in the name of the sandbox `of`, which serves one job: its zygotes' ends are
-    that job's too.
-    """
+    """Reporter that writes to Redis for a sandbox of one job, to which its zygotes' ends count."""
 
     def __init__(self, state: StateClient, clock: Clock, sandbox: str, job: str) -> None:
         self._reports, self._clock, self._sandbox, self._job = (
@@ -71,7 +69,7 @@ class RedisExitReporter(ExitReporter):
             )
 
     async def _report_pending(self) -> None:
-        """The first at once, those of the next seconds together."""
+        """Report the first exit at once, and those of the next seconds together."""
         try:
             while self._pending:
                 seen, self._pending = self._pending, {}

@@ -1,6 +1,4 @@
-"""Sessions: interpreters that keep their state from call to call of a trajectory, each in a
-jail.
-"""
+"""Sessions: interpreters in jails that retain their state between the calls of a trajectory."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.jail.guests import guest
 
-MAX_REMEMBERED = 4096  # evicted sessions whose next call is told so
+MAX_REMEMBERED = 4096  # evicted sessions whose next call reports it
 SEND_S = 30.0
 WROTE_TO_CHANNEL = "its code wrote where the interpreter answers"
 CLOSED_CHANNEL = "its code closed where the interpreter answers"
@@ -33,12 +31,12 @@ SESSION_LOST = "the session has ended; what it held is gone, and the next call b
 
 
 class _ChannelCorrupted(Exception):
-    """Something else than the interpreter's answer has come; its text is told."""
+    """Error raised for data other than the interpreter's answer; its text is reported."""
 
 
 @dataclass
 class _CellSession:
-    """A place taken, from before its jail starts until it is ended."""
+    """Session that occupies a place, from before its jail starts until it is ended."""
 
     last_used_s: float
     jail: Jail | None = None  # none yet
@@ -48,14 +46,14 @@ class _CellSession:
     is_closed: bool = False
 
     def close(self) -> None:
-        """Closes its jail, or tells the call that starts one to close it."""
+        """Close its jail, or make the call that starts one close it."""
         self.is_closed = True
         if self.jail is not None:
             self.jail.close()
 
 
 class Sessions:
-    """The sessions of one job: at most `most` at a time, each ended after `idle_s` idle."""
+    """Sessions of one job: at most `max_sessions`, each ended after `idle_timeout_s` idle."""
 
     def __init__(
         self,
@@ -66,7 +64,7 @@ class Sessions:
         idle_timeout_s: float,
         job_clock: Clock | None = None,
     ) -> None:
-        """`job_clock`: by which they are idle; it may stand still."""
+        """Create an empty table; `job_clock`: measures idle time; it may stand still."""
         self._launcher, self._clock, self._limits = launcher, clock, limits
         self._max_sessions, self._idle_timeout_s, self._idle_clock = (
             max_sessions,
@@ -77,16 +75,16 @@ class Sessions:
         self._evicted: OrderedDict[str, str] = OrderedDict()  # name -> why
         self._reported_lost: OrderedDict[str, None] = (
             OrderedDict()
-        )  # sessions whose end has been told
+        )  # sessions whose end has been reported
 
     @property
     def size(self) -> int:
         return len(self._open)
 
     async def run(self, name: str, source: str, has_session_state: bool = False) -> ProgramResult:
-        """One cell in the session of that name, which is begun if there is none.
+        """Run one cell in the session of that name, which starts if there is none.
 
-        Where the caller knows of one that has `begun` and there is none, it is told so first.
+        If the caller has session state and the session is gone, the result reports that first.
         """
         if why := self._evicted.pop(name, ""):
             self._mark_reported(name)
@@ -116,9 +114,9 @@ class Sessions:
                 self._discard(name, session)
 
     async def _run_locked(self, name: str, session: _CellSession, source: str) -> ProgramResult:
-        """One cell, of the call that holds the session's lock.
+        """Run one cell for the call that holds the session's lock.
 
-        The first call starts the jail; should it fail, the next that waits tries in its turn.
+        The first call starts the jail; if that fails, the next waiting call tries.
         """
         if session.jail is None and not session.is_closed:
             session.jail = await self._launcher.open(JailProgram(mode="cells"), self._limits)
@@ -159,7 +157,7 @@ class Sessions:
         )
 
     def _discard(self, name: str, session: _CellSession) -> None:
-        """Ends the session and frees its place, which may be another's by now."""
+        """End the session and free its place, which another session may have by now."""
         if self._open.get(name) is session:
             del self._open[name]
         session.close()
@@ -167,11 +165,11 @@ class Sessions:
     async def _run_cell(
         self, session: _CellSession, jail: Jail, source: str
     ) -> ProgramResult | None:
-        """What a cell came to; None if the jail has ended, or will.
+        """Return the result of a cell; None if the jail has ended, or will.
 
-        Only what comes after the cell, with its token, is an answer. The code of the cell can give
-        it early, and gains nothing: the session stands still from then on. A jail that stands
-        still does not end, so one whose channel has ended meanwhile is not waited for.
+        Only a frame with the cell's token that arrives after the cell is an answer. The code of the
+        cell can send it early, without an advantage: the session is paused from then on. A paused
+        jail does not end, so a jail whose channel has ended is not waited for.
         """
         assert jail.guest_channel is not None
         if not jail.guest_channel.is_idle():
@@ -219,7 +217,7 @@ class Sessions:
         return ProgramResult(status, out, err, code, error=error, denied_calls=refused)
 
     def evict_idle(self) -> None:
-        """Ends sessions that nobody has used for too long."""
+        """End sessions that have been idle for too long."""
         oldest = self._idle_clock.monotonic() - self._idle_timeout_s
         for name, session in list(self._open.items()):
             if session.last_used_s < oldest and not session.pending_calls:
@@ -237,7 +235,7 @@ class Sessions:
             self._reported_lost.popitem(last=False)
 
     def end(self, name: str) -> None:
-        """Ends the session of a trajectory that is over; nothing happens if there is none."""
+        """End the session of a finished trajectory; nothing happens if there is none."""
         self._evicted.pop(name, None)
         self._reported_lost.pop(name, None)
         session = self._open.pop(name, None)

@@ -1,8 +1,7 @@
-"""The sandbox without a mesh: one parent asks it through a channel, one request at a time.
+"""Sandbox without a mesh: one parent sends requests through a channel, one at a time.
 
 `python -m meshrl.services.sandbox.standalone`. A frame is [method, body] of
-`meshrl.common.api.sandbox`;
-the answer is ["ok", body] or ["error", code, text].
+`meshrl.common.api.sandbox`; the answer is ["ok", body] or ["error", code, text].
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SEND_S = 60.0
 
 
 async def main() -> None:
-    """Serves until the parent closes its end."""
+    """Serve until the parent closes its end."""
     host, clock, channel = SystemHost(), SystemClock(), ChildChannel.from_env()
     actor = SandboxActor(
         host, clock, None, PoolLimits(warm_workers=1, max_workers=2), SandboxIdentity("sandbox")

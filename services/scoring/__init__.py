@@ -1,1 +1,1 @@
-"""The program that hosts a job's frozen models. Open `frozen_models.py` first."""
+"""Program that hosts a job's frozen models. Open `frozen_models.py` first."""

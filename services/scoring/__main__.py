@@ -1,4 +1,4 @@
-"""The entry of the process that hosts a job's frozen models: the role process of a scoring gang."""
+"""Entry point of a scoring gang's role process, which hosts a job's frozen models."""
 
 from __future__ import annotations
 

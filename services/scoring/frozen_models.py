@@ -1,4 +1,4 @@
-"""The actor of a job's frozen models: scores given tokens and judges texts."""
+"""Actor of a job's frozen models: scores given tokens and judges texts."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from meshrl.common.model.tokens.tokenizer import Tokenizer
 T = TypeVar("T")
 LoadModels = Callable[[], Awaitable[dict[str, "FrozenModel"]]]
 
-COMPUTE_TIMEOUT_S = 3600.0  # for one batch: callers have deadlines by its size
-LOAD_WAIT_S = 20.0  # for models that are being loaded; who asks then asks again
-POLL_S = 0.25  # how soon the process ends after a batch broke it, whose caller is told first
+COMPUTE_TIMEOUT_S = 3600.0  # for one batch: callers set deadlines by its size
+LOAD_WAIT_S = 20.0  # for models that are being loaded; callers then retry
+POLL_S = 0.25  # delay of the exit after a failed batch, whose caller gets the error first
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
     engine: TokenEngine
-    tokenizer: Tokenizer | None = None  # the model's own; only a judge needs one
+    tokenizer: Tokenizer | None = None  # only a judge needs one
     size_bytes: int = 0  # of its weights
 
 
 class FrozenModels(StatelessSleeper, Actor):
-    """Serves the models of one job, one batch at a time: they share the accelerator, and an engine
-    bears one thread.
+    """Actor that serves the models of one job, one batch at a time.
 
-    Who asks before they are loaded waits. After anything but a typed error nobody knows what state
-    the models are in: the process is to end then, see `broken`.
+    The models share the accelerator, and an engine supports one thread. Calls before the models are
+    loaded wait. After an error that is not typed, the state of the models is unknown. The process
+    must then exit, see `wait_for_failure`.
     """
 
     interface = Scoring
@@ -63,8 +63,9 @@ class FrozenModels(StatelessSleeper, Actor):
     def __init__(
         self, mesh: Mesh, load_models: LoadModels, time_slices: SliceClient | None = None
     ) -> None:
-        """`load` brings the models, as often as they are needed. `turns`: with others of its gang;
-        None: it has the accelerator alone.
+        """Create the actor; `load_models` loads the models after each sleep.
+
+        `time_slices`: slices of a shared accelerator; None: the actor has it alone.
         """
         self.mesh, self._load_models = mesh, load_models
         self.time_slices = time_slices or SliceClient(mesh, "", "", 0)
@@ -109,7 +110,7 @@ class FrozenModels(StatelessSleeper, Actor):
         return sum(model.size_bytes for model in self._models.values())
 
     async def sleep(self, save: SaveTensors) -> None:
-        """Lets go of the models between two batches: they lie where they were loaded from."""
+        """Release the models between two batches; `wake` loads them again from their source."""
         if not self._loaded_event.is_set():
             raise Refused("it is loading", where=self.mesh.name, fix="wait until it has")
         self._loaded_event.clear()
@@ -121,7 +122,7 @@ class FrozenModels(StatelessSleeper, Actor):
         await self._thread.run(let_go, deadline_s=COMPUTE_TIMEOUT_S)
 
     async def wake(self, restore: RestoreTensors) -> None:
-        """Loads them again, the same: they never change."""
+        """Load the same models again: they never change."""
         self.set_models(await self._load_models())
 
     @property
@@ -129,7 +130,7 @@ class FrozenModels(StatelessSleeper, Actor):
         return self._draining or self._failure is not None
 
     async def wait_for_failure(self) -> Exception:
-        """What broke the process, once something has."""
+        """Return the error that broke the process, once there is one."""
         while self._failure is None:
             await self.mesh.clock.sleep(POLL_S)
         return self._failure
@@ -175,7 +176,7 @@ class FrozenModels(StatelessSleeper, Actor):
 
     async def _run_in_slice(self, work: Callable[[], T]) -> T:
         def watched() -> T:
-            self._check_not_draining()  # it has waited for its turn
+            self._check_not_draining()  # the batch may have waited for its turn
             if not self._models:
                 raise ServiceUnavailable("the models sleep", where=self.mesh.name, fix="ask again")
             started = self.mesh.clock.monotonic()
@@ -195,14 +196,14 @@ class FrozenModels(StatelessSleeper, Actor):
 
     @call(Scoring.drain)
     def drain(self, reason: str) -> None:
-        """What is under way is asked for again where the models are next."""
+        """Stop accepting batches; callers repeat current ones where the models run next."""
         self._draining = True
 
 
 def score_sequences(
     role: str, engine: TokenEngine, sequences: Sequence[NDArray[np.int32]]
 ) -> RoleLogprobs:
-    """Log-probabilities of each sequence's tokens, 0 for its first one."""
+    """Return the log-probabilities of each sequence's tokens, 0 for its first one."""
     found, errors = [], []
     for tokens in sequences:
         logprobs, error = np.zeros(len(tokens), np.float32), ""
@@ -216,7 +217,7 @@ def score_sequences(
 
 
 def judge_texts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
-    """The probability of each text that it goes on with `yes`, if it goes on with `yes` or `no`."""
+    """Return each text's probability that `yes` follows, given that `yes` or `no` does."""
     assert model.tokenizer is not None
     found, errors = np.full(len(batch.texts), np.nan), [""] * len(batch.texts)
     try:
@@ -239,5 +240,5 @@ def judge_texts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
 
 
 def escape_untrusted_parts(tokenizer: Tokenizer, parts: Sequence[str]) -> str:
-    """The text with its untrusted parts, every second one, marked as such."""
+    """Return the text with every second part, which is untrusted, escaped."""
     return "".join(tokenizer.escape(part) if i % 2 else part for i, part in enumerate(parts))

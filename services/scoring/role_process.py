@@ -1,4 +1,4 @@
-"""Runs the process of a job's frozen models: it loads them, then serves until one breaks."""
+"""Role process of a job's frozen models: it loads them, then serves until one fails."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from meshrl.common.weights.store.job_files import open_local_job
 from meshrl.services.scoring.frozen_models import FrozenModel, FrozenModels
 
 LOAD_TIMEOUT_S = 3600.0  # to load one model into memory
-POLL_S = 0.5  # how often version 0 is looked for
+POLL_S = 0.5  # between two checks for version 0
 FROZEN_VERSION = 0  # these weights never change
-BROKEN_EXIT_STATUS = 70  # exit status after a batch that left the models in an unknown state
+BROKEN_EXIT_STATUS = 70  # after a batch that left the models in an unknown state
 
 
 async def run_scoring(placement: Placement) -> None:
@@ -81,7 +81,7 @@ async def run_scoring(placement: Placement) -> None:
 
 
 async def load_frozen_models(mesh: Mesh, data: JobData) -> dict[str, FrozenModel]:
-    """The frozen models of a job, by role; one that begins as the job does is waited for."""
+    """Return a job's frozen models by role; wait for version 0 if one starts from it."""
     found = {}
     for role, config in data.config.models.models_by_role.items():
         with mesh.loading():
@@ -97,7 +97,7 @@ async def load_frozen_models(mesh: Mesh, data: JobData) -> dict[str, FrozenModel
 
 
 async def _load_initial_model(mesh: Mesh, data: JobData, config: FrozenModelConfig) -> FrozenModel:
-    """The weights of version 0, which retention keeps for this."""
+    """Load the weights of version 0, which retention keeps for frozen models."""
     manifest = ""
     with mesh.wait("version 0", on=f"trainer/{data.id}"):
         while not manifest:
@@ -124,7 +124,7 @@ async def _load_initial_model(mesh: Mesh, data: JobData, config: FrozenModelConf
 
 
 def _load_bundled_model(data: JobData, role: str) -> FrozenModel:
-    """One that lies in the job's bundle; ConfigError when it cannot be read."""
+    """Load a model from the job's bundle; raise ConfigError if it is unreadable."""
     config: FrozenModelConfig = getattr(data.config.models, role)
     place = data.get_frozen_model_dir(role)
     hf = load_config(place)

@@ -1,1 +1,1 @@
-"""The training program: core, further ranks, and hybrids that help. Open `core/core.py` first."""
+"""Training program: core, further ranks, and hybrids. Open `core/core.py` first."""

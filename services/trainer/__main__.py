@@ -1,4 +1,4 @@
-"""The entry of a training process: the core, a further rank of its gang, or a hybrid."""
+"""Entry point of a training process: the core, a further rank of its gang, or a hybrid."""
 
 from __future__ import annotations
 

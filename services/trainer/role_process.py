@@ -1,6 +1,6 @@
-"""Runs a training process: as the core, as a further rank of its gang, or as a hybrid.
+"""Training process: a core, a further rank of its gang, or a hybrid.
 
-What only a core of several needs is imported where one begins: FSDP takes three seconds of CPU.
+Only a core of several ranks imports FSDP, which takes three seconds of CPU.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ async def main(placement: Placement) -> None:
 
 class LearnerFactory:
     def prepare(self) -> None:
-        """Whatever takes long and is done once on a host. It blocks."""
+        """Do the slow preparations that a host needs once; it blocks."""
         compile_kernels()
 
     def make_learner(self, data: JobData) -> Learner:
-        """That of a core alone, or of a hybrid."""
+        """Return the learner of a single-rank core or of a hybrid."""
         _check_gpu(data)
         return create_learner(data)
 
     def make_rank(self, data: JobData, placement: Placement, accelerator: str) -> Rank:
-        """One of a core, on an accelerator of this name; of several in no group yet."""
+        """Return a core's rank on this accelerator; with several ranks it is in no group yet."""
         if placement.ranks == 1:
             return Rank.for_single_rank(self.make_learner(data))
         from meshrl.services.trainer.gang.rank_process import make_rank
@@ -66,7 +66,7 @@ class LearnerFactory:
 
 
 def _check_gpu(data: JobData) -> None:
-    """NoGpuPath on a worker with a GPU that torch cannot use."""
+    """Raise NoGpuPath on a worker with a GPU that torch cannot use."""
     if data.config.mesh.device == "cuda":
         gpu_requirement.require_gpu("the trainer")
 
@@ -94,7 +94,7 @@ async def run_role(mesh: Mesh, placement: Placement, learner_factory: LearnerFac
 
 
 async def _measure_profile(mesh: Mesh, data: JobData, placement: Placement) -> dict[str, Any]:
-    """What a rank publishes of its accelerator, if the planner is to divide the core by that."""
+    """Return the accelerator profile to publish, if the planner divides the core by it."""
     training = data.config.training
     if placement.ranks == 1 or not training.zebra.auto or training.pace:
         return {}
@@ -104,7 +104,7 @@ async def _measure_profile(mesh: Mesh, data: JobData, placement: Placement) -> d
 
 
 def get_process_kind_and_name(placement: Placement) -> tuple[str, str]:
-    """Kind and name of the process in the mesh."""
+    """Return the kind and name of the process in the mesh."""
     if placement.rank:
         return "rank", rank_name(placement.job, placement.rank)
     if placement.core:
@@ -115,7 +115,7 @@ def get_process_kind_and_name(placement: Placement) -> tuple[str, str]:
 async def run_core(
     mesh: Mesh, data: JobData, placement: Placement, learner_factory: LearnerFactory
 ) -> None:
-    """The core's life; an error in the job itself ends the job with its text."""
+    """Run the core; an error in the job itself ends the job with its text."""
     try:
         check_job(data)
         rank = learner_factory.make_rank(data, placement, mesh.settings.accelerator)
@@ -129,7 +129,7 @@ async def run_core(
         )
         core = TrainerCore(mesh, data, placement, compute)
     except ConfigError as error:
-        await mesh.join(None)  # only who holds a lease ends a job
+        await mesh.join(None)  # only the holder of the lease can end a job
         await _fail_job(mesh, data, error)
         raise
     profile = await _measure_profile(mesh, data, placement)

@@ -1,4 +1,4 @@
-"""The entry of the weight store's process."""
+"""Entry point of the weight store's process."""
 
 from __future__ import annotations
 

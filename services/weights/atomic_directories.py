@@ -1,5 +1,6 @@
-"""Directories that are made whole or not at all, whenever whoever makes them is killed: beside the
-place that is meant, and then put there in one step.
+"""Directories that are replaced atomically, even if the writing process is killed.
+
+They are written beside the target and then renamed in one step.
 """
 
 from __future__ import annotations
@@ -19,21 +20,17 @@ from meshrl.common.base.files.append_file import DISK_FULL_ERRNOS
 from meshrl.common.base.files.disk_sync import fsync_path, fsync_tree
 from meshrl.common.base.files.remote_directory import is_url, redact_url
 
-EXPORT_MARKER = (
-    "meshrl.json"  # marks a directory that an export wrote, and the next one may replace
-)
-NEW_FOLDER = (
-    "made"  # what is being made, in a scratch directory: no model is opened by that one's name
-)
-OLD_FOLDER = "old"  # beside it: what it replaces, for a moment
+EXPORT_MARKER = "meshrl.json"  # marks an exported directory, which the next export may replace
+NEW_FOLDER = "made"  # new directory in a scratch directory; models are not opened under that path
+OLD_FOLDER = "old"  # beside it: the replaced directory, until it is removed
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
-_UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # to this kind of disk
+_UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # by this kind of disk
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
 _DENIED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def check_replaceable(out: Path) -> None:
-    """Refused when `out` is anything but absent, empty or an export."""
+    """Raise Refused unless `out` is absent, empty or an export."""
     if not out.exists() or (out / EXPORT_MARKER).is_file():
         return
     if not out.is_dir() or any(out.iterdir()):
@@ -45,10 +42,13 @@ def check_replaceable(out: Path) -> None:
 
 @contextmanager
 def scratch_directory(scratch: Path, out: Path | None = None) -> Iterator[Path]:
-    """An empty directory in `scratch`, to be filled and then put elsewhere. What somebody who was
-    killed has left of `scratch` goes, and all of it does in the end; what was to be replaced at
-    `out`, and was not, is there again. Refused when `scratch` is something else, or while another
-    process makes it.
+    """Provide an empty directory in `scratch`, to be filled and then moved.
+
+    Leftovers of killed processes in `scratch` are removed first, and everything in it at the end.
+    If a replacement of `out` was interrupted, the old directory is moved back.
+
+    Raises:
+        Refused: `scratch` is something else, or another process writes it.
     """
     descriptor = _lock_scratch(scratch)
     try:
@@ -67,26 +67,25 @@ def scratch_directory(scratch: Path, out: Path | None = None) -> Iterator[Path]:
             yield made
         finally:
             _clear_scratch(scratch, out)
-            marker.unlink(missing_ok=True)  # last: what has none is nobody's
-            with suppress(OSError):  # somebody has put something there
+            marker.unlink(missing_ok=True)  # last: a directory without marker has no owner
+            with suppress(OSError):  # another process has put something there
                 scratch.rmdir()
     finally:
         os.close(descriptor)
 
 
 def replace_directory(new_directory: Path, out: Path) -> None:
-    """Has `new_directory` take the place of `out`, an export or an empty directory, or nothing. At
-    every moment all of the one or of the other is there. Refused when `out` has become something
-    else.
+    """Replace `out`, an export, an empty directory or nothing, by `new_directory`.
+
+    Either the old or the new directory is complete at any time. Refused: `out` has other content
+    now.
     """
     fsync_tree(new_directory)
     check_replaceable(out)
     if not out.exists():
         new_directory.rename(out)
     elif not _exchange(new_directory, out):
-        out.rename(
-            new_directory.with_name(OLD_FOLDER)
-        )  # this kind of disk cannot do both in one step
+        out.rename(new_directory.with_name(OLD_FOLDER))  # this kind of disk cannot exchange paths
         new_directory.rename(out)
     fsync_path(out.parent)
 
@@ -96,7 +95,7 @@ def _lock_scratch(scratch: Path) -> int:
         try:
             scratch.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            with suppress(FileNotFoundError):  # whoever had it was done just now
+            with suppress(FileNotFoundError):  # its owner has just finished
                 if not stat.S_ISDIR(os.lstat(scratch).st_mode):
                     raise
             continue
@@ -123,9 +122,7 @@ def _lock_scratch(scratch: Path) -> int:
 
 
 def _clear_scratch(scratch: Path, out: Path | None) -> None:
-    """Removes what is there but for the marker; what `put` has taken from `out` goes back first,
-    if nothing took its place.
-    """
+    """Remove everything except the marker, after moving `out` back if nothing has replaced it."""
     if out is not None and (scratch / OLD_FOLDER).exists() and not out.exists():
         (scratch / OLD_FOLDER).rename(out)
     for left in scratch.iterdir():
@@ -136,7 +133,7 @@ def _clear_scratch(scratch: Path, out: Path | None) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Whether both have changed their places, in one step."""
+    """Exchange two paths in one step; return False if this is not supported."""
     libc = ctypes.CDLL(None, use_errno=True)
     swap = getattr(libc, "renameat2", None)
     if swap is None:
@@ -149,8 +146,9 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def check_import(directory: Path, run: Path) -> None:
-    """Returns if a directory may hold a model, and `run` may be made of it; NotFound, ConfigError,
-    Refused.
+    """Check that a directory may contain a model, and that `run` can be created.
+
+    NotFound, ConfigError, Refused.
     """
     if not directory.is_dir():
         file = directory.exists()
@@ -178,8 +176,11 @@ def check_import(directory: Path, run: Path) -> None:
 
 
 def check_export_target(out: str) -> None:
-    """Returns if a model may be written there, as far as that can be told at once; ConfigError,
-    Refused when something else lies there.
+    """Check that a model may be written to `out`, as far as this can be checked early.
+
+    Raises:
+        ConfigError: The target takes no model.
+        Refused: It has other content.
     """
     if not is_url(out):
         if not Path(out).resolve().name:
@@ -194,7 +195,7 @@ def check_export_target(out: str) -> None:
 
 
 def convert_os_error(error: OSError) -> MeshError:
-    """What a person is told of a file that cannot be read or written."""
+    """Return the error for a file that cannot be read or written."""
     why = error.strerror or str(error)
     where = str(error.filename2 or error.filename or "")
     if error.errno in DISK_FULL_ERRNOS:

@@ -1,8 +1,8 @@
-"""The deltas that there are, and what hosts have told that they hold, from which later ones are
-made.
+"""Registry of available deltas, and of the versions that hosts have reported.
 
-All of it is in memory only: after a restart of the store versions go in full until hosts tell
-again. A sender's base moves on by what receivers have acknowledged, and by nothing else.
+New deltas are based on these versions only, so a sender's base advances by acknowledgements alone.
+The registry is in memory: after a restart of the store, versions are sent in full until hosts
+report again.
 """
 
 from __future__ import annotations
@@ -29,20 +29,18 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.services.weights.retention.job_records import JobRecords
 from meshrl.services.weights.retention.policy import VersionNumber
 
-HOLDER_MAX_AGE_S = (
-    3600.0  # that a host counts as holding what it told of: so long its cache keeps chunks
-)
-# Without news of a part that goes on: chunks follow each other in fractions of a second.
+HOLDER_MAX_AGE_S = 3600.0  # for which a report counts: caches keep chunks as long
+# Without a message of an active part: groups follow each other in fractions of a second.
 SENDER_TIMEOUT_S = 30.0
-MAX_BASES = 2  # of one version: each more is encoded once more, for hosts that are fewer
-MAX_WAIT_S = 10.0  # of a question; below the call's deadline
-UNSWEPT_GRACE_S = 60.0  # that deltas stay although no sweep has seen their version yet
-MAX_PARTS = 4096  # processes that stage one version: more ranks than anybody trains on
+MAX_BASES = 2  # of one version: each base means another encoding, for fewer hosts
+MAX_WAIT_S = 10.0  # of a request; below the call's deadline
+UNSWEPT_GRACE_S = 60.0  # for deltas of a version that no sweep has seen yet
+MAX_PARTS = 4096  # processes that stage one version: more ranks than any training has
 
 
 @dataclass
 class VersionHolder:
-    """What a host has told of, last: when, a version, and an anchor."""
+    """Last report of a host: time, newest version, and newest anchor."""
 
     reported_at: float
     newest: VersionRef
@@ -50,8 +48,10 @@ class VersionHolder:
 
 
 def choose_bases(holders: Iterable[VersionHolder], anchor_interval: int) -> list[VersionRef]:
-    """From which versions deltas are worth making: those that most hosts hold, newest of the most
-    first; for hosts behind the first one, the anchor that they share rather than what each holds.
+    """Return the base versions that are worth making deltas from.
+
+    They are the versions that most hosts have, the newest first among equals. For hosts behind the
+    first one, the shared anchor counts rather than each host's own version.
     """
     there = list(holders)
     first = _find_most_common([holder.newest for holder in there])
@@ -78,10 +78,10 @@ def _find_most_common(versions: list[VersionRef]) -> VersionRef | None:
 class _TargetDeltas:
     job: str
     started_at: float
-    active_parts: dict[int, float]  # that go on, and when each was last heard of
+    active_parts: dict[int, float]  # time of the last message by active part
     bases: list[VersionRef]
     chunks: list[ChunkDelta] = field(default_factory=list)
-    known_pairs: set[tuple[str, str]] = field(default_factory=set)  # (old, new) of them
+    known_pairs: set[tuple[str, str]] = field(default_factory=set)  # (old, new)
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wake_waiters(self) -> None:
@@ -93,16 +93,16 @@ class _TargetDeltas:
 
 
 class DeltaRegistry:
-    """One in the store."""
+    """Registry of deltas, one per store."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._holders: dict[str, dict[str, VersionHolder]] = {}  # by job and host
-        self._anchor_intervals: dict[str, int] = {}  # each so manieth version of a job is one
-        self._deltas_by_target: dict[str, _TargetDeltas] = {}  # by the target's manifest
+        self._anchor_intervals: dict[str, int] = {}  # in versions, by job
+        self._deltas_by_target: dict[str, _TargetDeltas] = {}  # by manifest of the target
 
     def acknowledge_version(self, acknowledgement: VersionAcknowledgement) -> None:
-        """Notes what a host holds; who reads an older version has not lost the newer ones."""
+        """Record a host's version; a report of an older version does not remove newer ones."""
         hosts = self._holders.setdefault(acknowledgement.job, {})
         holder, anchors = hosts.get(acknowledgement.host), list[VersionRef]()
         held = [acknowledgement.target, *([holder.newest] if holder else [])]
@@ -120,8 +120,10 @@ class DeltaRegistry:
         hosts[acknowledgement.host] = VersionHolder(self._mesh.clock.monotonic(), newest, anchor)
 
     def begin_deltas(self, request: BeginDelta) -> list[VersionRef]:
-        """From which versions deltas to a new one are wanted. Until its parts are at their end, who
-        asks for the version's deltas is told that more may follow.
+        """Return the base versions of deltas to a new version.
+
+        Until its parts are complete, requests for the version's deltas are answered with
+        `has_more`.
         """
         now, target = self._mesh.clock.monotonic(), request.target
         self._anchor_intervals[request.job] = request.anchor_interval
@@ -131,7 +133,7 @@ class DeltaRegistry:
             held = self._list_holders(request.job, now)
             own = (
                 request.host if request.parts == 1 else ""
-            )  # of several each has some of the chunks
+            )  # with several parts, each host has only some of the chunks
             others = [holder for host, holder in held.items() if host != own]
             wanted = [b for b in choose_bases(others, request.anchor_interval) if b != target]
             if not wanted:
@@ -158,9 +160,7 @@ class DeltaRegistry:
         return True
 
     async def fetch_deltas(self, request: DeltaQuery) -> DeltaBatch:
-        """The deltas to a version beyond those that are known, once there are some, or none will
-        come.
-        """
+        """Return the deltas to a version after `offset`, waiting for some or for the end."""
         until = self._mesh.clock.monotonic() + min(request.wait_s, MAX_WAIT_S)
         while found := self._deltas_by_target.get(request.target):
             now = self._mesh.clock.monotonic()
@@ -176,7 +176,7 @@ class DeltaRegistry:
         return DeltaBatch()
 
     def retain_live(self, live_manifests: set[str]) -> set[str]:
-        """The blobs of deltas to versions that live; deltas to others are forgotten."""
+        """Return the blobs of deltas to live versions, and forget other deltas."""
         now = self._mesh.clock.monotonic()
         self._deltas_by_target = {
             target: one
@@ -186,8 +186,8 @@ class DeltaRegistry:
         return {chunk.blob for one in self._deltas_by_target.values() for chunk in one.chunks}
 
     def list_anchors(self) -> set[str]:
-        """Manifests of the anchors that some host holds: hosts behind the others catch up from
-        there.
+        """Return the manifests of anchors that hosts have: hosts with older versions catch up from
+        them.
         """
         now = self._mesh.clock.monotonic()
         return {
@@ -203,7 +203,7 @@ class DeltaRegistry:
         self._stop_earlier_targets(job)
 
     def stats(self) -> dict[str, int]:
-        """Versions with deltas, and the chunks and bytes of these."""
+        """Return the numbers of versions with deltas, of their chunks, and of the deltas' bytes."""
         chunks = [chunk for one in self._deltas_by_target.values() for chunk in one.chunks]
         return {
             "delta_versions": len(self._deltas_by_target),
@@ -220,7 +220,7 @@ class DeltaRegistry:
         return hosts
 
     def _stop_earlier_targets(self, job: str) -> None:
-        """Nobody waits for more deltas to earlier versions: those who make them make newer ones."""
+        """End earlier targets of the job: their senders make newer deltas now."""
         for one in self._deltas_by_target.values():
             if one.job == job and one.active_parts:
                 one.active_parts.clear()
@@ -228,7 +228,7 @@ class DeltaRegistry:
 
 
 class DeltaActor(Actor):
-    """What the store answers of deltas."""
+    """Delta calls of the store."""
 
     mesh: Mesh
     delta_registry: DeltaRegistry
@@ -236,8 +236,9 @@ class DeltaActor(Actor):
 
     @call(Weights.begin_deltas)
     def begin_deltas(self, request: BeginDelta) -> DeltaBases:
-        """BadMessage for a part that there cannot be. Of a job of which nothing is on record nobody
-        holds anything, and nothing is noted.
+        """Return the bases of deltas to a new version; none for a job without record.
+
+        BadMessage: the part number or the anchor interval is invalid.
         """
         if not 0 <= request.part < request.parts <= MAX_PARTS or request.anchor_interval < 0:
             raise BadMessage(
@@ -259,7 +260,7 @@ class DeltaActor(Actor):
 
     @call(Weights.acknowledge_version)
     def acknowledge_version(self, request: VersionAcknowledgement) -> None:
-        """What is not on record is no base of anything: it may have been collected meanwhile."""
+        """Acknowledge a version on record; one that was deleted since is no base."""
         number = VersionNumber(request.target.lineage, request.target.version)
         if any(
             record.job == request.job and record.versions.get(request.target.digest) == number

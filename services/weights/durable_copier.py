@@ -1,7 +1,7 @@
-"""Copies what another head would go on from to the mesh's durable URL: of each job its bundle, and
-each checkpoint that a commit has named. In the background: nothing waits for it.
+"""Copier of jobs to the mesh's durable URL, in the background.
 
-Redis is looked at for what is new; the URL is asked only when something is.
+It copies what another head would resume from: each job's bundle, and each committed checkpoint. It
+polls Redis for changes, and accesses the URL only when there are some.
 """
 
 from __future__ import annotations
@@ -35,21 +35,19 @@ from meshrl.common.state.jobs import JobRow
 from meshrl.common.state.pool.store import pool_rows as pool
 
 T = TypeVar("T")
-POLL_S = 2.0  # between two looks for commits
-RETRY_S = 5.0  # after an error; twice as long after each further one
+POLL_S = 2.0  # between checks for commits
+RETRY_S = 5.0  # after an error, doubled after each further one
 MAX_RETRY_S = 60.0
-OLD_JOBS_POLL_S = 600.0  # between looks for jobs that ended long ago
+OLD_JOBS_POLL_S = 600.0  # between checks for jobs that ended long ago
 DAY_S = 86_400.0
-COPY_TIMEOUT_S = DAY_S  # of one job's files; those that are there by then are not copied again
-STALL_WARNING_S = 900.0  # without a file that was copied, until that is told: one may have many GB
-MAX_MISSED_CHECKPOINTS = (
-    3  # checkpoints in a row that were gone before they were copied, until that is told
-)
+COPY_TIMEOUT_S = DAY_S  # of one job's files; files copied by then are not copied again
+STALL_WARNING_S = 900.0  # without a copied file before a warning: one file may have many GB
+MAX_MISSED_CHECKPOINTS = 3  # missed in a row before an error is reported
 
 
 @dataclass(frozen=True)
 class _CopiedState:
-    """What is there of a job, as `standing.json` tells it."""
+    """Copied state of a job, as in `standing.json`."""
 
     phase: str = ""
     lineage: int = -1
@@ -63,21 +61,21 @@ class _CopiedState:
 
 
 class DurableCopier:
-    """Does nothing in a mesh that keeps no copy."""
+    """Copier of a mesh's durable copy; idle if the mesh has none."""
 
     def __init__(self, mesh: Mesh) -> None:
-        """Damaged when the file that names the URL is."""
+        """Read the mesh's copy record. CorruptData: its file is corrupt."""
         self._mesh = mesh
         self._copy_record = DurableCopyRecord.read_from(Path(mesh.settings.run_root) / "mesh")
         self._copied_states: dict[str, _CopiedState] = {}
         self._missed_checkpoints: dict[
             str, int
-        ] = {}  # checkpoints in a row that came too late, by job
+        ] = {}  # checkpoints in a row that were deleted before they were copied, by job
         self._unknown_jobs: set[str] = (
             set()
-        )  # jobs of the copy that Redis did not know at the last look
+        )  # jobs of the copy that Redis did not have at the last check
         self._old_jobs_polled_at = float("-inf")
-        self.checkpoints = 0  # copied by this process
+        self.checkpoints = 0  # by this process
         self.bytes = 0
         self.errors = 0
         self.trouble = ""  # why nothing is copied at the moment
@@ -89,7 +87,7 @@ class DurableCopier:
         return {f"durable_{name}": getattr(self, name) for name in names}
 
     async def run(self) -> None:
-        """Returns when there is no copy to keep, or another mesh has taken it over."""
+        """Copy until there is no copy to maintain, or another mesh has taken it over."""
         clock, again_s = self._mesh.clock, RETRY_S
         if self._copy_record is None:
             return
@@ -105,12 +103,12 @@ class DurableCopier:
                 await self._report_error(error, "durable_taken_over", {"url": url})
                 return
             except StateUnavailable:
-                pass  # nobody commits anything meanwhile
+                pass  # no step is committed without Redis
             except MeshError as error:
                 self.errors += 1
                 copy, pause_s = None, again_s
                 again_s = min(2 * again_s, MAX_RETRY_S)
-                if str(error) != self.trouble:  # once for each error
+                if str(error) != self.trouble:  # each error once
                     await self._report_error(error, "durable_failed", {"error": str(error)})
             await clock.sleep(pause_s)
 
@@ -122,7 +120,7 @@ class DurableCopier:
     async def _open_copy(self, durable: DurableCopyRecord) -> DurableCopy:
         copy = await self._run_blocking(DurableCopy, durable.url, durable.owner)
         if await self._run_blocking(copy.claim):
-            self._copied_states.clear()  # whatever was there
+            self._copied_states.clear()  # the copy may have any content
         for job in await self._run_blocking(copy.list_jobs):
             if job not in self._copied_states:
                 self._copied_states[job] = (
@@ -137,11 +135,11 @@ class DurableCopier:
                 await self._copy_job(copy, row)
             except CopyTakenOver:
                 raise
-            except MeshError as error:  # what is wrong with one job keeps no other from its copy
+            except MeshError as error:  # a failure of one job does not stop the others
                 missed = self._missed_checkpoints[row.id] = (
                     self._missed_checkpoints.get(row.id, 0) + 1
                 )
-                moved_on = True  # to another checkpoint: the files of this one may be gone
+                moved_on = True  # to another checkpoint: this one's files may have been removed
                 with suppress(NotFound):
                     now = await jobs.read_job(self._mesh.state, row.id)
                     moved_on = now.checkpoint != row.checkpoint
@@ -155,7 +153,7 @@ class DurableCopier:
         wanted, there = _CopiedState.from_row(row), self._copied_states.get(row.id, _CopiedState())
         if there == wanted:
             return
-        self._copied_states[row.id] = there  # of a copy that breaks off, too
+        self._copied_states[row.id] = there  # also after an interrupted copy
         if there.document != wanted.document:
             await self._run_blocking(self._copy_bundle, copy, row)
         if row.checkpoint and there.checkpoint != row.checkpoint:
@@ -171,7 +169,7 @@ class DurableCopier:
         self._missed_checkpoints.pop(row.id, None)
 
     def _copy_bundle(self, copy: DurableCopy, row: JobRow) -> None:
-        if not row.checkpoint:  # what is there is of an earlier job of its name
+        if not row.checkpoint:  # existing files are of an earlier job of that name
             self._remove_unneeded(copy, row, 0)
         there, directory = copy.list_file_digests(row.id), Path(row.document["bundle"]["dir"])
         for name, (_, digest) in bundle_files.read_file_list(row.document).items():
@@ -193,11 +191,12 @@ class DurableCopier:
         return self.bytes - before
 
     def _remove_unneeded(self, copy: DurableCopy, row: JobRow, max_checkpoints: int) -> None:
-        """Removes all but the `max_checkpoints` last checkpoints of the job, and files that are of
-        none. The one that was committed last stays, though a listing may not tell of it yet.
+        """Remove all but the `max_checkpoints` last checkpoints of the job, and unneeded files.
+
+        The last committed checkpoint stays, even if a listing does not have it yet.
         """
         place, names = f"{job_folder(row.id)}/checkpoints", copy.list_checkpoints(row.id)
-        # None is newer than that one, but one that no lineage goes on from.
+        # A newer one can only belong to an abandoned lineage.
         kept = [row.checkpoint, *(name for name in names if name < row.checkpoint)][
             :max_checkpoints
         ]
@@ -214,16 +213,18 @@ class DurableCopier:
     def _upload(self, copy: DurableCopy, job: str, digest: str, path: Path) -> None:
         try:
             size = path.stat().st_size
-        except FileNotFoundError:  # also of a checkpoint that goes at this moment
+        except FileNotFoundError:  # also if the checkpoint is being removed
             raise NotFound(f"{path} is missing") from None
         copy.upload(job, digest, path)
         self.bytes += size
 
-    # -- what goes -------------------------------------------------------------------------------
+    # -- removal ---------------------------------------------------------------------------------
 
     async def _remove_old_jobs(self, copy: DurableCopy, unknown_jobs: set[str]) -> None:
-        """Removes jobs that the mesh has deleted, and those that ended before it took the copy
-        over, once they are as old as those that it deletes by itself.
+        """Remove deleted jobs and expired ones.
+
+        A job expires if it ended before the takeover, and is as old as those that the mesh deletes
+        itself.
         """
         now, state = self._mesh.clock.monotonic(), self._mesh.state
         if unknown_jobs == self._unknown_jobs and now - self._old_jobs_polled_at < OLD_JOBS_POLL_S:
@@ -250,7 +251,7 @@ class DurableCopier:
             silence.cancel()
 
     async def _warn_when_stalled(self) -> None:
-        """Says so when no file has been copied for long: a URL that hangs is an error to nobody."""
+        """Report an error if no file was copied for long: a hanging URL raises none."""
         seen = -1
         while seen != self.bytes:
             seen = self.bytes
@@ -265,7 +266,7 @@ class DurableCopier:
 
 
 async def append_event_with_retry(mesh: Mesh, kind: str, fields: dict[str, Any]) -> None:
-    """Adds an event, once, when Redis takes it."""
+    """Append an event exactly once, when Redis accepts it."""
     op = uuid.uuid4().hex
     await retry(mesh.clock, partial(events.append, mesh.state, kind, fields, op))
 

@@ -1,9 +1,8 @@
-"""Writes a version of a run as a Hugging Face directory, from the run's files alone, while it goes
-on or afterwards.
+"""Export of a run's version as a Hugging Face directory, from the run's files alone.
 
 `python -m meshrl.services.weights.export --run RUN --out DIR [--step N | --best]`; without either,
 the last committed version. `--below DIR` in place of `--out` gives each version a directory of its
-own in DIR, writes it unless it is there, and prints its path last.
+own in DIR, writes it unless it exists, and prints its path last.
 """
 
 from __future__ import annotations
@@ -43,8 +42,10 @@ from meshrl.services.weights.versions.run_versions import (
 
 
 def select_version(run: Path, step: int | None = None, want_best: bool = False) -> StoredVersion:
-    """The last version that is stored, or the one of a step, or the best; NotFound says which
-    there are.
+    """Return the last stored version, that of a step, or the best one.
+
+    Raises:
+        NotFound: It is not stored; the message lists the stored ones.
     """
     known = read_checkpoints(run)
     chunks = ChunkStore(run / "store")
@@ -77,8 +78,10 @@ def select_version(run: Path, step: int | None = None, want_best: bool = False) 
 
 
 def write_model_files(data: JobData, version: StoredVersion, out: Path, final_path: Path) -> None:
-    """Writes a version to `out`, which is to become `final_path`; see `write_version`. What the
-    store has not whole is copied from the version's checkpoint; Damaged or NotFound without one.
+    """Write a version to `out`, which will be moved to `final_path`; see `write_version`.
+
+    If the store lacks a part, the version's checkpoint is copied. CorruptData or NotFound without
+    one.
     """
     try:
         tensors = read_tensors(ChunkStore(data.run_dir / "store"), version.manifest_digest)
@@ -87,7 +90,7 @@ def write_model_files(data: JobData, version: StoredVersion, out: Path, final_pa
         if checkpoint is None:
             raise
         print(f"{error}; the model is copied from {checkpoint}", file=sys.stderr)
-        other = {checkpoint: [STATE_FOLDER]}  # what training goes on from is no part of a model
+        other = {checkpoint: [STATE_FOLDER]}  # the training state is no part of a model
         shutil.copytree(
             checkpoint, out, ignore=lambda at, _: other.get(Path(at), []), dirs_exist_ok=True
         )
@@ -106,7 +109,7 @@ def write_model_files(data: JobData, version: StoredVersion, out: Path, final_pa
 def _find_valid_checkpoint(
     version: StoredVersion, candidates: list[CheckpointManifest]
 ) -> Path | None:
-    """The directory of the version's checkpoint, if all of it is as it was written."""
+    """Return the directory of the version's checkpoint if all its files are valid."""
     for path, held in reversed(candidates):
         if held["weights"] == version.manifest_digest:
             with suppress(CorruptData):
@@ -116,12 +119,12 @@ def _find_valid_checkpoint(
 
 
 def read_tensors(chunks: ChunkStore, manifest: str) -> Mapping[str, Tensor]:
-    """The tensors of a manifest's digest, from the store's files."""
+    """Return the tensors of a version from the store's files, by its manifest's digest."""
     return open_verified_image(chunks, manifest).tensors
 
 
 def export_selected(run: Path, out: Path, step: int | None, want_best: bool) -> StoredVersion:
-    """Exports a version to `out`; see `write_one`."""
+    """Export a version to `out`; see `export_version`."""
     check_replaceable(out)
     version = select_version(run, step, want_best)
     export_version(run, version, out)
@@ -129,16 +132,19 @@ def export_selected(run: Path, out: Path, step: int | None, want_best: bool) -> 
 
 
 def export_version(run: Path, version: StoredVersion, out: Path) -> None:
-    """Exports to `out`, which holds either what it did or all of the new; Refused when that would
-    delete something else than an export, and while another process does so.
+    """Export a version to `out` atomically.
+
+    Raises:
+        Refused: `out` is no export, or another process writes it.
     """
     check_replaceable(out)
     _export_atomically(JobData.from_document(*read_job(run), str(run)), version, out)
 
 
 def export_below(run: Path, directory: Path, step: int | None, want_best: bool) -> Path:
-    """Exports to a directory below `directory` which is the version's alone, and is not changed
-    once it is there; its path. For one caller at a time.
+    """Export to the version's own directory below `directory`, unless it exists; return its path.
+
+    Concurrent callers are not supported.
     """
     data = JobData.from_document(*read_job(run), str(run))
     version = select_version(run, step, want_best)
@@ -149,19 +155,21 @@ def export_below(run: Path, directory: Path, step: int | None, want_best: bool) 
 
 
 def make_scratch_path(out: Path) -> Path:
-    """Where a model is written that is to become `out` when it is whole."""
+    """Return the path where a model is written before it is moved to `out`."""
     return out.with_name(out.name + ".partial")
 
 
 def _export_atomically(data: JobData, version: StoredVersion, out: Path) -> None:
-    place = out.resolve()  # of a link, what it leads to
+    place = out.resolve()  # the target of a symbolic link
     with scratch_directory(make_scratch_path(place), place) as made:
         write_export(data, version, made, out)
         replace_directory(made, place)
 
 
 def write_export(data: JobData, version: StoredVersion, directory: Path, final_path: Path) -> None:
-    """Writes a version to a `directory` that is to become `final_path`, and that it is one."""
+    """Write a version with the export marker to `directory`, which will be moved to
+    `final_path`.
+    """
     write_model_files(data, version, directory, final_path)
     marker = {"job": data.id, "step": version.step, "manifest": version.manifest_digest}
     (directory / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")

@@ -1,5 +1,6 @@
-"""What the store does with files at a run's home for processes that do not see it: it lays
-checkpoints out, makes their files and those of bundles chunks, and clears up.
+"""File operations of the store on the run host for processes that do not see its files.
+
+It assembles checkpoints, imports files of checkpoints and bundles as chunks, and removes leftovers.
 """
 
 from __future__ import annotations
@@ -29,25 +30,27 @@ from meshrl.common.weights.chunks.chunk_store import ChunkStore
 
 T = TypeVar("T")
 ANSWER_TIMEOUT_S = (
-    20.0  # until who asked hears that it goes on; well below the deadlines of the calls
+    20.0  # before a caller is answered that the task runs; well below the deadlines of the calls
 )
 STALL_TIMEOUT_S = (
     600.0  # without a byte: a disk may sync a gigabyte for minutes, and no step is longer
 )
-RESULT_RETENTION_S = 60.0  # that an outcome is kept for one who asks again
-POLL_S = 5.0  # between looks whether bytes have moved
-MAX_TASK_S = 30 * 86400.0  # of a piece of work that moves bytes; what stalls ends it
-ASSEMBLY_INFIX = ".laying-"  # in the name of a directory that is being laid out
-OnProgress = Callable[[int], None]  # hears of bytes that were read or copied
+RESULT_RETENTION_S = 60.0  # of a result for callers that ask again
+POLL_S = 5.0  # between checks for moved bytes
+MAX_TASK_S = 30 * 86400.0  # of a task; a stall ends it earlier
+ASSEMBLY_INFIX = ".laying-"  # in the name of a directory being assembled
+OnProgress = Callable[[int], None]  # called with bytes read or copied
 
 
 class TaskProgress:
     def __init__(self) -> None:
         self.moved_bytes = 0
-        self.is_abandoned = False  # nobody waits for it any more
+        self.is_abandoned = False  # no caller waits for it any more
 
     def __call__(self, size_bytes: int) -> None:
-        """Refused once nobody waits: the thread ends at its next block."""
+        """Count moved bytes. Refused: the task was abandoned, which ends its thread at the next
+        block.
+        """
         if self.is_abandoned:
             raise Refused("it was given up")
         self.moved_bytes += size_bytes
@@ -63,8 +66,9 @@ class SharedTasks:
     async def join(
         self, key: Hashable, work: Callable[[TaskProgress], T], description: str
     ) -> T | None:
-        """The result of `work`, which is done once for all who ask by one `key` meanwhile; None
-        while it goes on: ask again. MeshError when it stands still, and what it raises.
+        """Return the result of `work`, run once for concurrent callers with the same `key`.
+
+        None while it runs: call again. MeshError: it stalled, or an error of `work`.
         """
         if key not in self._tasks:
             task = asyncio.create_task(self._run_watched(work, description), name=description)
@@ -118,15 +122,18 @@ class SharedTasks:
 def assemble_checkpoint(
     chunks: ChunkStore, manifest_path: Path, files: dict[str, str], on_progress: OnProgress
 ) -> None:
-    """Makes the directory of a checkpoint, beside its manifest to be, of chunks: whole or not at
-    all. Refused when one of them is not there, BadMessage when a path leads out of the directory.
+    """Assemble a checkpoint's directory beside its future manifest from chunks, atomically.
+
+    Raises:
+        Refused: A chunk is missing.
+        BadMessage: A path leads out of the directory.
     """
     directory = manifest_path.with_suffix("")
     check_paths(files)
     if directory.is_dir() and compute_file_digests(directory, on_progress) == files:
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Of this call alone: one that stood still may go on beside the next.
+    # One per call: a stalled call may continue beside the next.
     scratch = Path(
         tempfile.mkdtemp(prefix=f"{directory.name}{ASSEMBLY_INFIX}", dir=directory.parent)
     )
@@ -146,8 +153,11 @@ def publish_files(
     folders: Sequence[str],
     on_progress: OnProgress,
 ) -> dict[str, str]:
-    """Makes files of a job's bundle, or of a checkpoint, chunks; their digests by path. NotFound
-    when one is missing, Damaged when the checkpoint's manifest is not what was written.
+    """Import files of a job's bundle or of a checkpoint as chunks; return their digests by path.
+
+    Raises:
+        NotFound: A file is missing.
+        CorruptData: The checkpoint's manifest is corrupt.
     """
     if checkpoint:
         directory = Path(row.run_dir) / "checkpoints" / checkpoint
@@ -170,7 +180,9 @@ def publish_files(
 
 
 def append_lines(host: Host, row: JobRow, name: str, lines: bytes) -> None:
-    """Appends lines to a file of samples or traces of a run; StorageFull, BadMessage."""
+    """Append lines to a run's samples or traces. StorageFull: disk full. BadMessage: invalid
+    name.
+    """
     file = RunLineFile(host, Path(row.run_dir), name)
     try:
         file.write(lines)
@@ -181,15 +193,19 @@ def append_lines(host: Host, row: JobRow, name: str, lines: bytes) -> None:
 def remove_unfinished_checkpoints(
     directory: Path, committed: str, on_quarantine: Callable[[Path, Path], None]
 ) -> None:
-    """Removes what is left of checkpoints that were never named, not the one that is committed: if
-    its manifest is gone, it is damaged. So is an older one without its manifest, which is set
-    aside: `on_quarantine` hears at once which manifest is missing, and where the rest lies now.
+    """Remove checkpoints that were never committed, and quarantine those without a manifest.
+
+    The committed one stays: if its manifest is missing, it is corrupt. An older checkpoint without
+    manifest is quarantined.
+
+    Args:
+        on_quarantine: Called at once with the missing manifest's path and the quarantine path.
     """
     for path in sorted(directory.glob("step-*")):
         manifest = path.with_name(f"{path.name}.json")
         if not path.is_dir() or path.name == committed or manifest.is_file():
             continue
-        # A scratch directory has a point in its name; nothing has named it, nor one that is newer.
+        # Scratch directories have a dot in their name; no commit has named them or newer ones.
         if "." in path.name or path.name > committed:
             shutil.rmtree(path, ignore_errors=True)
         elif (kept := quarantine_checkpoint(manifest)) is not None:

@@ -62,14 +62,18 @@ from meshrl.services.weights.tracker import ChunkTracker
 
 T = TypeVar("T")
 RUN_HOST_TIMEOUT_S = (
-    900.0  # to rename and remove files at a run's home; see the deadlines of the calls
+    900.0  # to rename and remove files on the run host; see the deadlines of the calls
 )
-MAX_REMEMBERED_FILES = 1024  # whose last lines are known: more files than are written at a time
+MAX_REMEMBERED_FILES = (
+    1024  # whose last operations are remembered: more files than are written at a time
+)
 
 
 class WeightStore(DeltaActor):
-    """Manifests in `chunks` beside what they name; checkpoints as JSON files under
-    `<run>/checkpoints`; what must stay on record in `chunks`' directory `jobs`.
+    """Weight store: manifests in `chunks` beside the chunks that they name.
+
+    Checkpoint manifests are JSON files under `<run>/checkpoints`; records of jobs are in the folder
+    `jobs` of the chunks' directory.
     """
 
     interface = Weights
@@ -83,7 +87,7 @@ class WeightStore(DeltaActor):
     ) -> None:
         self.mesh, self.chunks = mesh, chunks
         self._manifest_cache: dict[str, Manifest] = {}
-        # The last operation of a shard with samples, the last shards that had one.
+        # The last operation of a shard with samples, for the most recent shards.
         self._last_line_operations: dict[tuple[str, int, str], str] = {}
         self.job_records = JobRecords(mesh.host, chunks.directory / JOBS_FOLDER)
         self._pending_events = PendingEvents(mesh, chunks.pending_events)
@@ -127,15 +131,18 @@ class WeightStore(DeltaActor):
 
     @call(Weights.stage_version)
     async def stage_version(self, manifest: Manifest) -> str:
-        """Makes a version's manifest durable, and keeps it until the job's commits have passed it;
-        Refused when a chunk that it names is not there, AlreadyCommitted when the lineage has
-        other weights of that version, QuotaExceeded.
+        """Store a version's manifest durably, until the job's commits have passed the version.
+
+        Raises:
+            Refused: A chunk that it names is missing.
+            AlreadyCommitted: The lineage has other weights of that version.
+            QuotaExceeded: The job's versions would have too many bytes.
         """
         content = encode_manifest(manifest)
         digest = compute_digest(content)
         await self._check_version(manifest, digest)
         versions = self.job_records.get_or_create(manifest.job).versions
-        # A sweep that runs meanwhile knows the version from here on.
+        # A concurrent sweep knows the version from here on.
         self._manifest_cache[digest] = manifest
         versions[digest] = VersionNumber(manifest.lineage, manifest.version)
         try:
@@ -152,26 +159,29 @@ class WeightStore(DeltaActor):
         return digest
 
     async def _check_version(self, manifest: Manifest, digest: str) -> None:
-        """A version is committed once in its lineage, also when Redis has forgotten that it was;
-        and a job's versions have no more bytes than its quota.
+        """Check that a version is new in its lineage and within the quota.
+
+        A version is committed once in its lineage, also if Redis has lost that commit.
         """
         record, row = self.job_records.get_or_create(manifest.job), None
-        with suppress(NotFound):  # a job that Redis has lost tells nothing
+        with suppress(NotFound):  # a job that Redis has lost is not checked
             row = await jobs.read_job(self.mesh.state, manifest.job)
             record.record_commit(VersionNumber(row.lineage, row.version), row.manifest)
         number = VersionNumber(manifest.lineage, manifest.version)
-        if other := record.find_conflict(number, digest):  # no room would mend that
+        if other := record.find_conflict(number, digest):  # free space would not resolve a conflict
             raise AlreadyCommitted(
                 f"version {number.version} of lineage {number.lineage} of {manifest.job} is "
                 f"committed as {other}, and {digest} is offered for it",
                 where=self.mesh.name,
                 fix="Redis may be older than it was: `meshrl resume RUN` opens a new lineage",
             )
-        if row is not None and digest not in record.versions:  # those take their room already
+        if (
+            row is not None and digest not in record.versions
+        ):  # a version on record is counted already
             await self.sweeper.quotas.check_quota(row, manifest)
 
     def _mark_chunks_written(self, manifest: Manifest) -> None:
-        """Refused when one of the chunks is not there; the others count as written now."""
+        """Mark the version's chunks as written now. Refused: a chunk is missing."""
         chunks = {tensor.chunk for tensor in manifest.tensors}
         missing = [chunk for chunk in sorted(chunks) if not self.chunks.mark_written(chunk)]
         if missing:
@@ -207,9 +217,7 @@ class WeightStore(DeltaActor):
 
     @call(Weights.verify_chunk)
     async def verify_chunk(self, request: ChunkVerification) -> bool:
-        """A chunk that is not what was written is set aside, and whoever has its bytes writes it
-        again.
-        """
+        """Verify a chunk; a corrupt one is quarantined, so that its writer writes it again."""
         if request.space not in SPACES or request.kind not in RECOVERY_BY_KIND:
             raise BadMessage(f"no chunks of {request.kind!r:.40} in {request.space!r:.40}")
         chunks = self.chunks.open_space(request.space)
@@ -235,9 +243,9 @@ class WeightStore(DeltaActor):
 
     @call(Weights.save_checkpoint)
     async def save_checkpoint(self, request: Checkpoint) -> str:
-        """Writes a checkpoint's manifest; it counts once a step commit names it."""
-        # Whoever writes it: a trainer that was replaced, and wakes, must not write over what its
-        # successor has committed, so the name tells the weights too.
+        """Write a checkpoint's manifest; it counts once a step commit names it."""
+        # A replaced trainer that wakes must not overwrite the checkpoint that its successor has
+        # committed, so the name includes the weights.
         name = format_checkpoint_name(request.lineage, request.step, request.weights)
         check_paths(request.files)
         manifest, run = await self._read_manifest(request.weights), self.mesh.host.run_blocking
@@ -258,7 +266,7 @@ class WeightStore(DeltaActor):
         return name
 
     async def _mark_base_written(self, manifest: Manifest) -> None:
-        """Of what adapters are added to only that counts which is not theirs."""
+        """Mark the base of adapters as written, except the tensors that they replace."""
         if manifest.base is None:
             return
         whole = merge_base(manifest, await self._read_manifest(manifest.base.digest))
@@ -284,7 +292,10 @@ class WeightStore(DeltaActor):
 
     @call(Weights.assemble_checkpoint)
     async def assemble_checkpoint(self, request: CheckpointAssembly) -> bool:
-        """Refused when one of its files is no chunk any more: put them again."""
+        """Assemble a checkpoint from chunks; False while that runs.
+
+        Refused: a file is no longer a chunk, and must be put again.
+        """
         row = await jobs.read_job(self.mesh.state, request.job)
         path = _checkpoint_path(row, request.name)
 
@@ -321,7 +332,9 @@ class WeightStore(DeltaActor):
 
     @call(Weights.remove_unfinished_checkpoints)
     async def remove_unfinished_checkpoints(self, request: UnfinishedCheckpoints) -> None:
-        """An older checkpoint without its manifest is damaged, and set aside."""
+        """Remove unfinished checkpoints; quarantine older ones without a manifest, which are
+        corrupt.
+        """
         row = await jobs.read_job(self.mesh.state, request.job)
 
         def tell(path: Path, aside: Path) -> None:
@@ -341,7 +354,9 @@ class WeightStore(DeltaActor):
 
     @call(Weights.publish_files)
     async def publish_files(self, request: FilePublication) -> PublishedFiles:
-        """NotFound, or Damaged when a checkpoint's manifest is not what was written."""
+        """Import files of a checkpoint or bundle as chunks. NotFound; CorruptData: a corrupt
+        manifest.
+        """
         row = await jobs.read_job(self.mesh.state, request.job)
         if request.checkpoint:
             _checkpoint_path(row, request.checkpoint)
@@ -360,7 +375,7 @@ class WeightStore(DeltaActor):
 
     @call(Weights.append_lines)
     async def append_lines(self, request: LineBatch) -> None:
-        """StorageFull: they are left out. BadMessage: there is no such file."""
+        """Append lines to a file. StorageFull: they are dropped. BadMessage: invalid name."""
         row, lines = await jobs.read_job(self.mesh.state, request.job), request.lines.encode()
         key = request.job, row.since_ms, request.file
 
@@ -373,7 +388,7 @@ class WeightStore(DeltaActor):
                     del self._last_line_operations[next(iter(self._last_line_operations))]
             return True
 
-        # Who asks again while the first writes waits for that.
+        # A retry waits for the first write.
         if not await self._shared_tasks.join(
             (*key, request.op_id), keep, f"{request.file} of {row.id}"
         ):
@@ -390,7 +405,7 @@ class WeightStore(DeltaActor):
 
 
 def _checkpoint_path(row: jobs.JobRow, name: str) -> Path:
-    """Of a checkpoint's manifest; BadMessage for what is no name of one."""
+    """Return the path of a checkpoint's manifest. BadMessage: invalid name."""
     if not NAME_PATTERN.fullmatch(name):
         raise BadMessage(f"{name!r:.80} is no name of a checkpoint")
     return Path(row.run_dir) / "checkpoints" / f"{name}.json"

@@ -1,9 +1,9 @@
-"""Who gets which chunk from whom, while hosts fetch versions and serve on what they have.
+"""Tracker that assigns sources of chunks while hosts fetch versions and relay them.
 
-The source sends a chunk that nobody has to a host that passes it on, and so each about once; from
-there on hosts get it from each other. Rarest first, as BitTorrent has it (Legout et al., IMC 2006),
-and from whoever sends least; but one that knows all assigns, so nobody asks in vain. A host on a
-slow link, or that serves nothing on, gets what others have already: it delays nobody.
+The store sends a chunk that no host has to a relaying host, so it sends each chunk about once. From
+then on hosts get the chunk from each other: the rarest chunk first, as in BitTorrent (Legout et
+al., IMC 2006), from the source with the fewest uploads. The tracker is central, so no request is in
+vain. A host that is slow or does not relay gets chunks that others already have, and delays none.
 """
 
 from __future__ import annotations
@@ -18,27 +18,23 @@ from dataclasses import dataclass, field
 from meshrl.common.api.weights import ChunkOrigin, SourceAssignments, SourceRequest
 from meshrl.common.base.clock import Clock
 
-LATE_FACTOR = (
-    4.0  # times what a chunk takes usually: then nobody counts on the host that it goes to
-)
-MIN_LATE_S = 0.5  # it is late after that at the least
-DOWNLOADER_TIMEOUT_S = 5.0  # without a word: a process that fetches says one each second
-DOUBT_DURATION_S = 5.0  # after a failed transfer, by the host that told of it
-MAX_DOUBTING_HOSTS = 2  # hosts whose transfers from one failed: nobody is sent there
-HOLDER_MAX_AGE_S = 3600.0  # hosts drop what nobody has used for that long
-RECENT_TRANSFERS = 64  # chunks that tell what is usual
-RECENT_TRANSFERS_PER_HOST = (
-    4  # that tell how fast one host is: slow is who took long for each of them
-)
-MAX_SOURCE_COPIES = 2  # of a chunk that leave the source, while hosts hold it that pass it on
-MAX_UPLOADS_PER_HOST = 3  # at once by a host: others on their way hide the pauses of one
-MAX_SOURCE_UPLOADS = 4  # by the source, which everybody waits for
-MAX_SOLE_UPLOADS = 16  # where one host alone fetches: several streams fill a long link
-MIN_RETRY_S, MAX_RETRY_S = 0.01, 0.1  # between two questions of one who has nothing to fetch
-MAX_EXAMINED_CHUNKS = 512  # chunks that a host lacks, of which the next one is chosen
-SECONDARY_RANK = 1 << 20  # rank of a copy of what others have: after everything else
-OfferRank = tuple[int, int]  # what comes first is less
-CLEANUP_INTERVAL_S = 1.0  # between two looks for what is old
+LATE_FACTOR = 4.0  # times the typical duration, then a transfer is not relied on
+MIN_LATE_S = 0.5  # minimum duration of a late transfer
+DOWNLOADER_TIMEOUT_S = 5.0  # without a message: a fetching process reports every second
+DOUBT_DURATION_S = 5.0  # after a failed transfer, for the host that reported it
+MAX_DOUBTING_HOSTS = 2  # with failed transfers from a source, then it gets no requests
+HOLDER_MAX_AGE_S = 3600.0  # hosts drop chunks that are unused for that long
+RECENT_TRANSFERS = 64  # chunks that define the typical duration
+RECENT_TRANSFERS_PER_HOST = 4  # of one host: it is slow if each of them took long
+MAX_SOURCE_COPIES = 2  # of a chunk sent by the source while relaying hosts have it
+MAX_UPLOADS_PER_HOST = 3  # at once by a host: several transfers hide the pauses of one
+MAX_SOURCE_UPLOADS = 4  # by the source, which every host needs
+MAX_SOLE_UPLOADS = 16  # if only one host fetches: several streams fill a long link
+MIN_RETRY_S, MAX_RETRY_S = 0.01, 0.1  # between two requests of a process without work
+MAX_EXAMINED_CHUNKS = 512  # missing chunks among which the next one is chosen
+SECONDARY_RANK = 1 << 20  # rank of the source's copy of a chunk that hosts have: last
+OfferRank = tuple[int, int]  # the smallest one is first
+CLEANUP_INTERVAL_S = 1.0  # between removals of expired state
 
 
 @dataclass(frozen=True)
@@ -49,52 +45,50 @@ class ChunkTransfer:
 
 @dataclass
 class Downloader:
-    """A process that fetches. `server` serves on what its host has; empty: nobody does."""
+    """Process that fetches; `server` serves its host's chunks, empty if no process does."""
 
     host: str
     server: str
     missing: dict[str, None]
     seen_at: float
     transfers: dict[str, ChunkTransfer] = field(default_factory=dict)  # by chunk
-    last_chunk_at: float = 0.0  # the last chunk
+    last_chunk_at: float = 0.0  # when the last chunk arrived
     durations_s: deque[float] = field(
         default_factory=lambda: deque(maxlen=RECENT_TRANSFERS_PER_HOST)
-    )  # seconds for a chunk
+    )  # seconds per chunk
 
 
 class ChunkSwarm:
-    """Processes that fetch chunks of one source, by its name; `now`, everywhere, in seconds of one
-    clock.
-    """
+    """Processes that fetch chunks of one source; `now` is in seconds of one clock everywhere."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.downloaders: dict[str, Downloader] = {}
         self.holders: dict[str, dict[str, None]] = {}  # servers by chunk
-        self.source_copies: dict[str, int] = {}  # that have left the source, or are on their way
-        self._doubted_until: dict[str, dict[str, float]] = {}  # until when, by source and host
-        self._touched_at: dict[str, float] = {}  # chunks, those that were spoken of last at the end
-        self._durations_s: deque[float] = deque(maxlen=RECENT_TRANSFERS)  # seconds for a chunk
-        self._durations_by_source_s: dict[str, deque[float]] = {}  # the same, by source
+        self.source_copies: dict[str, int] = {}  # sent by the source or on their way
+        self._doubted_until: dict[str, dict[str, float]] = {}  # expiry by source and host
+        self._touched_at: dict[str, float] = {}  # by chunk, the most recently used last
+        self._durations_s: deque[float] = deque(maxlen=RECENT_TRANSFERS)  # seconds per chunk
+        self._durations_by_source_s: dict[str, deque[float]] = {}  # seconds per chunk
 
-    # ------------------------------------------------------------ what processes tell
+    # ------------------------------------------------------------ reports of processes
 
     def register(
         self, name: str, host: str, server: str, missing: Iterable[str], now: float
     ) -> None:
-        """A process begins to fetch, or tells again because the store has forgotten it."""
-        # Of equally rare chunks each host takes another one first.
+        """Register a process that starts to fetch, or again after the store has forgotten it."""
+        # Each host starts with a different one of equally rare chunks.
         order = sorted(missing, key=lambda chunk: zlib.crc32(f"{host} {chunk}".encode()))
         self.downloaders[name] = Downloader(host, server, dict.fromkeys(order), now)
 
     def touch_downloader(self, name: str, now: float) -> bool:
-        """Whether a process has begun; it is there still."""
+        """Record a sign of life; False if the process is not registered."""
         if (seeker := self.downloaders.get(name)) is not None:
             seeker.seen_at = now
         return seeker is not None
 
     def add_holder(self, name: str, chunks: Iterable[str], now: float) -> None:
-        """Chunks are on the host of a process, whoever has fetched them."""
+        """Record chunks on the host of a process, whichever process fetched them."""
         seeker = self.downloaders[name]
         near = [one for one in self.downloaders.values() if one.host == seeker.host]
         for chunk in chunks:
@@ -118,7 +112,7 @@ class ChunkSwarm:
         self._touch_chunk(chunk, now)
 
     def fail_transfer(self, name: str, chunk: str, source: str, is_gone: bool, now: float) -> None:
-        """A transfer has ended early. `is_gone`: the source has no chunk as it should be."""
+        """Record a failed transfer. `is_gone`: the source does not have a valid chunk."""
         seeker = self.downloaders[name]
         seeker.transfers.pop(chunk, None)
         if is_gone:
@@ -130,7 +124,7 @@ class ChunkSwarm:
         self.downloaders.pop(name, None)
 
     def forget_expired(self, now: float) -> None:
-        """What is old: processes that say nothing, chunks that hosts have dropped since."""
+        """Forget silent processes, and chunks that hosts have dropped since."""
         for name in [
             n for n, s in self.downloaders.items() if now - s.seen_at > DOWNLOADER_TIMEOUT_S
         ]:
@@ -152,33 +146,34 @@ class ChunkSwarm:
         self._touched_at.pop(chunk, None)
         self._touched_at[chunk] = now
 
-    # ------------------------------------------------------------ what follows from it
+    # ------------------------------------------------------------ assignments
 
     @property
     def typical_s(self) -> float:
-        """What a chunk takes, of those that arrived last; infinite before the first."""
+        """Median seconds of the last transfers; infinite before the first."""
         return statistics.median(self._durations_s) if self._durations_s else math.inf
 
     @property
     def late_after_s(self) -> float:
-        """How long a chunk is on its way until nobody counts on it."""
+        """Seconds after which a transfer counts as late."""
         return max(MIN_LATE_S, LATE_FACTOR * self.typical_s)
 
     @property
     def blocks_source_s(self) -> float:
-        """How long it keeps others from its source: nobody knows who is slow before the first one
-        has arrived.
+        """Seconds for which a transfer occupies its source.
+
+        Before the first transfer ends, no process is known to be slow, so the minimum applies.
         """
         return self.late_after_s if self._durations_s else MIN_LATE_S
 
     def is_slow(self, downloader: Downloader, now: float) -> bool:
-        """Whether chunks take much longer to this process than to others."""
+        """Return True if chunks take much longer to this process than to others."""
         oldest = min((way.started_at for way in downloader.transfers.values()), default=now)
         waits_s = now - max(oldest, downloader.last_chunk_at)
         return max(waits_s, min(downloader.durations_s, default=0.0)) > self.late_after_s
 
     def find_slow_sources(self, now: float) -> set[str]:
-        """Hosts from which chunks take much longer than from others, or to which."""
+        """Return hosts from which, or to which, chunks take much longer than elsewhere."""
         late_s = self.late_after_s
         found = {
             source for source, took in self._durations_by_source_s.items() if min(took) > late_s
@@ -186,7 +181,9 @@ class ChunkSwarm:
         return found | {s.server for s in self.downloaders.values() if self.is_slow(s, now)}
 
     def is_doubted(self, source: str, host: str, now: float) -> bool:
-        """Whether a host should not be sent to a source: transfers from there have failed."""
+        """Return True if transfers from a source to the host, or to several hosts, failed
+        recently.
+        """
         doubts = self._doubted_until.get(source, {})
         doubters = sum(until > now for until in doubts.values())
         return doubts.get(host, 0.0) > now or (
@@ -195,7 +192,7 @@ class ChunkSwarm:
 
 
 def assign_sources(swarm: ChunkSwarm, name: str, max_chunks: int, now: float) -> list[ChunkOrigin]:
-    """What a process of the swarm is to fetch now: at most `max_chunks`, on their way then."""
+    """Return up to `max_chunks` assignments to a process, and record them as started."""
     found: list[ChunkOrigin] = []
     while len(found) < max_chunks:
         there = _SwarmTraffic(swarm, swarm.downloaders[name], now)
@@ -209,17 +206,17 @@ def assign_sources(swarm: ChunkSwarm, name: str, max_chunks: int, now: float) ->
 
 
 def compute_retry_s(swarm: ChunkSwarm) -> float:
-    """When a process that has room is to ask again: soon beside what a chunk takes."""
+    """Return the seconds until a process without work asks again: short compared to a transfer."""
     return min(max(swarm.typical_s / 4, MIN_RETRY_S), MAX_RETRY_S)
 
 
 class _SwarmTraffic:
     def __init__(self, swarm: ChunkSwarm, downloader: Downloader, now: float) -> None:
         self._swarm, self._downloader, self._now = swarm, downloader, now
-        self._transfers_by_source: Counter[str] = Counter()  # chunks on their way, by source
-        self._transfers_to_host: Counter[str] = Counter()  # those to this host
-        self._relayed_transfers: Counter[str] = Counter()  # by chunk, to hosts that pass it on
-        self._incoming_to_host: set[str] = set()  # chunks that come to this host
+        self._transfers_by_source: Counter[str] = Counter()  # transfers by source
+        self._transfers_to_host: Counter[str] = Counter()  # transfers to this host by source
+        self._relayed_transfers: Counter[str] = Counter()  # by chunk, to relaying hosts
+        self._incoming_to_host: set[str] = set()  # chunks on the way to this host
         late_s, held_up_s = swarm.late_after_s, swarm.blocks_source_s
         self._slow_sources = swarm.find_slow_sources(now)
         self._relays = {
@@ -242,7 +239,7 @@ class _SwarmTraffic:
         )
 
     def iter_missing(self) -> Iterator[str]:
-        """Chunks that the process lacks, and that are on no way to its host."""
+        """Yield chunks that the process is missing and that are not on the way to its host."""
         looked_at = 0
         for chunk in self._downloader.missing:
             if chunk not in self._incoming_to_host:
@@ -252,7 +249,9 @@ class _SwarmTraffic:
                     return
 
     def make_offer(self, chunk: str) -> tuple[OfferRank, ChunkOrigin] | None:
-        """From whom the process may have a chunk now, and how that ranks."""
+        """Return the best source of a chunk for the process and the rank of that offer; None if
+        none.
+        """
         swarm, seeker = self._swarm, self._downloader
         peers = [
             peer
@@ -269,7 +268,7 @@ class _SwarmTraffic:
         doubted = bool(peers) and swarm.is_doubted(source, seeker.host, self._now)
         if rarity:
             may_leave = self._is_relay and swarm.source_copies.get(chunk, 0) < MAX_SOURCE_COPIES
-        else:  # a host that passes it on, and lacks it too, gets it first
+        else:  # a relaying host that is missing it gets it first
             may_leave = self._is_relay or not any(
                 self._relays[name] and chunk in one.missing
                 for name, one in swarm.downloaders.items()
@@ -279,7 +278,7 @@ class _SwarmTraffic:
         return (SECONDARY_RANK if rarity else 0, rarity), ChunkOrigin(chunk, source)
 
     def _has_upload_slot(self, source: str) -> bool:
-        """Whether a source may send one more, to this host."""
+        """Return True if a source may send one more chunk to this host."""
         if self._is_only_host:
             return self._transfers_by_source[source] < MAX_SOLE_UPLOADS
         most = MAX_SOURCE_UPLOADS if source == self._swarm.source else MAX_UPLOADS_PER_HOST

@@ -1,5 +1,6 @@
-"""Copies versions that stay for good to the place that their job names (`weights.copies`): each as
-a Hugging Face directory, by a process of its own, while nothing waits for it.
+"""Copier of permanent versions to the job's target (`weights.copies`), in the background.
+
+A separate process writes each version as a Hugging Face directory:
 
     <copies>/<job>/<lineage>-<version>-<digits of the manifest>/
 
@@ -25,20 +26,20 @@ from meshrl.services.weights.retention.job_records import IO_TIMEOUT_S, JobRecor
 from meshrl.services.weights.retention.pins import read_pins
 from meshrl.services.weights.retention.policy import VersionNumber, find_requested
 
-POLL_S = 2.0  # between two looks at what is to be there
-RETRY_S = 5.0  # after an error; twice as long after each further one
+POLL_S = 2.0  # between checks for versions to copy
+RETRY_S = 5.0  # after an error, doubled after each further one
 MAX_RETRY_S = 60.0
 COPY_TIMEOUT_S = (
     6 * 3600.0
-)  # of what a look has found: versions may have hundreds of GB, and links be slow
-MAX_SHOWN_FAILURES = 3  # troubles of a job that are told
+)  # for all versions found by one poll: they may have hundreds of GB, and links may be slow
+MAX_SHOWN_FAILURES = 3  # per job, that are reported
 
 
 @dataclass
 class _CopyFailure:
-    retry_at: float  # when it is tried again, by the monotonic clock
+    retry_at: float  # on the monotonic clock
     retry_s: float
-    version_name: str  # of the version
+    version_name: str
     error: str
 
 
@@ -49,7 +50,7 @@ class VersionCopier:
         self._mesh, self._records, self._store, self._poll_s = mesh, records, store, poll_s
         self._copied_manifests: dict[
             tuple[str, str], set[str]
-        ] = {}  # manifests by run directory and place
+        ] = {}  # manifests by run directory and target
         self._failures: dict[str, dict[str, _CopyFailure]] = {}  # by job and manifest
         self.copied_count = 0
 
@@ -73,7 +74,7 @@ class VersionCopier:
             try:
                 rows = await jobs.read_jobs(self._mesh.state)
             except StateUnavailable:
-                continue  # nobody commits anything meanwhile
+                continue  # no step is committed without Redis
             for row in rows:
                 await self._copy_missing(row)
             self._failures = {row.id: self._failures.get(row.id, {}) for row in rows}
@@ -95,17 +96,17 @@ class VersionCopier:
             return
         current, asked = VersionNumber(row.lineage, row.version), row.document["weights"]
         kept = find_requested(self._records.get_or_create(row.id).versions, current, asked)
-        # What nothing but a person or a better one ends, and the last one of a job that is over.
+        # Versions that only a user or a better version removes, and the last one of a finished job.
         lacking = {manifest for manifest, key in kept.items() if key == "keep_every"}
         lacking |= {manifest for manifest, pin in pinned.items() if pin.run == row.run_dir}
         lacking |= {row.best_manifest} | ({row.manifest} if row.is_terminal else set())
         lacking -= there | {""}
         for manifest in troubles.keys() - lacking:
-            del troubles[manifest]  # it is to go
+            del troubles[manifest]  # it will be deleted
         now = self._mesh.clock.monotonic()
         due = {m for m in lacking if m not in troubles or now >= troubles[m].retry_at}
         if due:
-            # Those that have failed come last: one that ends its process delays no other.
+            # Failed ones come last: one that crashes its process delays no other.
             await self._copy_versions(
                 row, place, sorted(due, key=lambda m: (m in troubles, m)), there
             )
@@ -113,8 +114,9 @@ class VersionCopier:
     async def _copy_versions(
         self, row: jobs.JobRow, target_url: str, manifests: list[str], copied_manifests: set[str]
     ) -> None:
-        """Has versions copied; what hinders one keeps no other from it. Those of which nothing was
-        told, because their process ended with one before them, are due at the next look.
+        """Copy versions in a subprocess; a failure of one does not stop the others.
+
+        Versions without an outcome, because their process exited early, are due at the next poll.
         """
         began = self._mesh.clock.monotonic()
         try:
@@ -167,9 +169,10 @@ class VersionCopier:
 def parse_outcomes(
     lines: Sequence[str], manifests: Sequence[str], has_exited: bool
 ) -> dict[str, dict[str, Any] | MeshError | OSError]:
-    """What was told of each version, by the lines of the process that copied them: what was copied,
-    or why it was not. One that has not told of all was at the first of the others, which is why it
-    `has_exited`, or took too long. MeshError when it could not look at any.
+    """Parse the output of the copying process into copied fields or an error per version.
+
+    The first version without an outcome caused the exit (`has_exited`) or the timeout. MeshError:
+    the process could not start copying.
     """
     found: dict[str, dict[str, Any] | MeshError | OSError] = {}
     last: dict[str, Any] = {}
@@ -177,7 +180,7 @@ def parse_outcomes(
         try:
             told = json.loads(text)
         except ValueError:
-            continue  # a library has said something
+            continue  # other output, of a library
         if not isinstance(told, dict):
             continue
         last = told

@@ -1,1 +1,1 @@
-"""The cluster simulator: what runs a mesh decides for modelled machines; see `model/cluster.py`."""
+"""Cluster simulator: the product's decisions on modelled machines; see `model/cluster.py`."""

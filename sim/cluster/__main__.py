@@ -1,13 +1,15 @@
-"""Runs the arms of a scenario on a simulated cluster, and compares them with the first one.
+"""Runner of a scenario's arms on a simulated cluster, with speed-ups over the first arm.
+
+Usage:
 
     python -m meshrl.sim.cluster SCENARIO | --from RUN
                           [--what-if KEY=VALUE] [--set KEY=VALUE] [--out DIR]
 
-SCENARIO is a TOML file, or the name of one of those in `sim/cluster/scenarios`, which are named
-when there is none. `--from` makes one of a run's directory, says how far the simulation is off its
-steps, and writes it into `--out`. With `--what-if` the scenario is compared with itself, so
-changed; `--set` changes all arms; `--out` writes a page and PNG files of what they did. The last
-line is JSON.
+SCENARIO is a TOML file, or the name of one in `sim/cluster/scenarios`; without it their names are
+listed. `--from` makes a scenario of a run's directory, reports the error of the simulated step
+time, and writes it into `--out`. With `--what-if` the scenario is compared with itself after the
+changes. `--set` changes all arms. `--out` writes a page and PNG files of the results. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from meshrl.view.report.report_page import STYLE
 
 
 def write_figures(title: str, table: str, arms: Mapping[str, SimCluster], out: Path) -> list[Path]:
-    """Writes `index.html` and PNG files into a directory; NotFound without matplotlib."""
+    """Write `index.html` and PNG files into a directory; raise NotFound without matplotlib."""
     png.require_matplotlib()
     out.mkdir(parents=True, exist_ok=True)
     found = build_figures(arms)
@@ -56,7 +58,9 @@ def write_figures(title: str, table: str, arms: Mapping[str, SimCluster], out: P
 
 
 def build_figures(arms: Mapping[str, SimCluster]) -> list[tuple[Figure, str]]:
-    """Each with the label of its axis: of every job its steps by arm, and who did what when."""
+    """Build the figures with the labels of their axes. Each job has its steps by arm, and its
+    workers by role over time.
+    """
     found: list[tuple[Figure, str]] = []
     for job in dict.fromkeys(name for cluster in arms.values() for name in cluster.jobs):
         there = {arm: cluster.jobs[job] for arm, cluster in arms.items() if job in cluster.jobs}
@@ -74,7 +78,7 @@ def build_figures(arms: Mapping[str, SimCluster]) -> list[tuple[Figure, str]]:
 
 
 def _build_share_series(job: SimJob, end_s: float) -> list[Series]:
-    """Stairs of how many workers generate, and train."""
+    """Build step functions of the numbers of rollout and training workers."""
     found: list[list[tuple[float, float]]] = [[], []]
     ends = [since_s for since_s, *_ in job.worker_shares[1:]] + [end_s]
     for (since_s, *counts), until_s in zip(job.worker_shares, ends, strict=True):
@@ -89,8 +93,8 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 def _run_seeds(
     path: Path, changes: Sequence[str], scenario: Scenario, known: dict[str, SimCluster]
 ) -> dict[str, list[float]]:
-    """The ratios of arms, by name, with each of a scenario's seeds; `known` are those that have
-    run with the first.
+    """Compute the ratios of arms, by name, with each of a scenario's seeds; `known` are the
+    clusters that have run with the first seed.
     """
     found: dict[str, list[float]] = {}
     for seed in range(scenario.seed, scenario.seed + scenario.seeds):
@@ -123,7 +127,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for path in sorted(SCENARIOS.glob("*.toml")):
             print(f"{path.stem:12} {tomllib.loads(path.read_text(encoding='utf-8'))['title']}")
         return 0
-    gc.set_threshold(200_000, 20, 100)  # what is there stays, mostly, and is large
+    gc.set_threshold(200_000, 20, 100)  # most objects are large and live long
     with TemporaryDirectory() as folder:
         return _simulate(a, Path(folder))
 

@@ -1,5 +1,5 @@
-"""Runs the arms of a scenario: each on a cluster of its own, and of one that is the best of several
-settings each of those.
+"""Runner of a scenario's arms, each on its own cluster. An arm with several settings runs each and
+keeps the best.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from meshrl.sim.cluster.sources.scenario import Arm, ArmTable
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """An arm when its jobs are over."""
+    """Result of an arm after the end of its jobs."""
 
     arm: ArmTable
-    best_settings: str  # what is set in the best of its tries; empty: there was one
-    cluster: SimCluster  # of that
+    best_settings: str  # settings of the best candidate; empty: the only one
+    cluster: SimCluster  # of the best candidate
     figures: dict[str, JobFigures]  # by job
-    cpu_s: float  # of all tries
+    cpu_s: float  # of all candidates
 
 
 def run_arm(arm: Arm, base: Path, finished_clusters: dict[str, SimCluster]) -> ArmResult:
-    """Runs an arm; files that its scenario names relatively lie in `base`. `known` are clusters
+    """Run an arm; relative paths of its scenario start at `base`. `finished_clusters` are clusters
     that have run, by their scenario: none runs twice.
     """
     began_s = time.process_time()
@@ -61,7 +61,7 @@ def run_arm(arm: Arm, base: Path, finished_clusters: dict[str, SimCluster]) -> A
 
 
 def _compute_step_s(cluster: SimCluster) -> float:
-    """Seconds of a step, of all jobs together."""
+    """Compute the seconds of a step, of all jobs together."""
     every = [compute_figures(cluster, job) for job in cluster.jobs.values()]
     return sum(one.step_s if one.steps else cluster.event_queue.now_s for one in every)
 
@@ -77,7 +77,7 @@ def _read_step_ends(arm: str, cluster: SimCluster) -> list[float]:
 
 
 def _scale_to_stretches(one: JobFigures, ends: Sequence[Sequence[float]], count: int) -> JobFigures:
-    """The figures of one that is as fast as the fastest in each part of the run."""
+    """Scale the figures to the fastest candidate in each part of the run."""
     cuts = [round(n * one.steps / count) for n in range(count + 1)]
     rl_s = sum(min(at[b] - at[a] for at in ends) for a, b in pairwise(cuts) if b > a)
     faster = one.rl_s / rl_s

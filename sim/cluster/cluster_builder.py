@@ -1,4 +1,4 @@
-"""Makes the cluster of a scenario, and the workloads of its jobs: what is drawn, or a trace."""
+"""Builder of a scenario's cluster, and of the workloads of its jobs, drawn or from a trace."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from meshrl.sim.cluster.sources.scenario import JobTable, ModelTable, Scenario, 
 from meshrl.sim.cluster.training_candidates import TrainingCapabilities
 from meshrl.sim.drift import LinearDrift
 
-UNBOUNDED_BIN_TOKENS = 1 << 30  # tokens of a bin, where none are declared
+UNBOUNDED_BIN_TOKENS = 1 << 30  # tokens of a bin, if none are declared
 
 
 def build_cluster(scenario: Scenario, base: Path) -> SimCluster:
-    """The cluster; files that are named relatively lie in `base`."""
+    """Build the cluster; relative paths start at `base`."""
     hosts = [one for one in scenario.hosts if one.count]
     if not hosts:
         raise ConfigError("the scenario has no hosts", fix="Give one of [[hosts]] a count")
@@ -93,7 +93,9 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
         asked = _build_query(job, shape, hosts, workload)
         if job.plan:
             found = search_layout(asked, job.plan == "uniform")
-            stays = job.plan == "uniform" and not job.planner.moves  # one degree stays the only one
+            stays = (
+                job.plan == "uniform" and not job.planner.moves
+            )  # a single degree stays the only one
             degrees = sorted(set(found.tensor_parallel_sizes)) if stays else job.degrees
             job = replace(job, ranks=found.training.workers, degrees=degrees)
             trains, engines = (
@@ -153,8 +155,8 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
 
 
 def _weights_arrival(job: JobTable, shape: ModelShape | None) -> Callable[[str, int], float]:
-    """Until an engine has weights: each of its accelerators gets its part of them by its part of
-    its host's network.
+    """Return a function that computes the seconds until an engine has weights. Each of its
+    accelerators receives its shard over its share of its host's network.
     """
     if job.links and shape is None:
         raise ConfigError(f"job {job.name} has links, and no model", where="links")
@@ -195,8 +197,8 @@ def _get_accelerator(kind: str) -> Accelerator:
 
 
 def _build_curve(job: JobTable, shape: ModelShape | None, kind: str, degree: int) -> DecodeCurve:
-    """The curve of engines that were measured, for any degree as the planner predicts it, and on
-    other accelerators in proportion to the bandwidth of their memory and their arithmetic.
+    """Build the curve of measured engines for a degree and a kind. Degrees follow the planner's
+    prediction. Other accelerators scale with their memory bandwidth and arithmetic.
     """
     of = job.measured
     reads, busy = _compute_speed_ratios(of.kind, kind, job.name)
@@ -229,7 +231,7 @@ def _build_training(job: JobTable, kind: str) -> TrainingSpeed:
 
 
 def _compute_speed_ratios(measured: str, kind: str, job: str) -> tuple[float, float]:
-    """How much faster accelerators of a kind read, and compute, than those of another."""
+    """Return the ratios of two kinds of accelerators: of memory bandwidth and of arithmetic."""
     if measured == kind:
         return 1.0, 1.0
     if measured not in load_accelerators():
@@ -249,7 +251,7 @@ def _compute_speed_ratios(measured: str, kind: str, job: str) -> tuple[float, fl
 def _build_query(
     job: JobTable, shape: ModelShape, hosts: Sequence[SimHosts], workload: SimWorkload
 ) -> LayoutQuery:
-    """What its layout is searched for, on hosts of the first kind."""
+    """Build the query of a layout search on hosts of the first kind."""
     stages, first = job.tensor * job.pipeline, hosts[0]
     total = first.count * first.accelerators
     ranks = total if job.colocated else job.ranks
@@ -281,7 +283,9 @@ def _build_query(
 
 
 def _build_workload(table: WorkloadTable, group_size: int, seed: int, base: Path) -> SimWorkload:
-    """The workload of a job's groups of `size`; a trace that is named relatively lies in `base`."""
+    """Build the workload of a job with groups of `group_size`; a relative path of a trace starts at
+    `base`.
+    """
     if table.trace:
         return TraceWorkload(_read_trace(base / table.trace), group_size)
     longest = float(table.longest) or math.inf
@@ -301,7 +305,7 @@ def _build_workload(table: WorkloadTable, group_size: int, seed: int, base: Path
 
 
 def _read_trace(path: Path) -> list[TrajectoryScript]:
-    """The trajectories of a trace, a line each: `{"prompt": 512, "turns": [{"tokens": 200,
+    """Read the trajectories of a trace, one line each: `{"prompt": 512, "turns": [{"tokens": 200,
     "tool_s": 1.5, "answer": 40, "tool": "search", "size": "small", "status": "success"}]}`.
     """
     try:

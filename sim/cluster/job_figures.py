@@ -1,4 +1,4 @@
-"""What came of an arm, and a table of all arms."""
+"""Figures of an arm, and a table of all arms."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from meshrl.sim.cluster.model.job import SimJob
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """Of one job of an arm. Seconds are simulated."""
+    """Figures of one job of an arm. Seconds are simulated."""
 
     steps: int
-    rl_s: float  # from the beginning of its training to its last step
+    rl_s: float  # from the start of its training to its last step
     step_s: float  # mean
-    sampled_per_s: float  # tokens that its engines generated
+    sampled_per_s: float  # generated tokens
     trained_per_s: float  # tokens
-    engines_busy: float  # share of engines' time, of those that there are at the end
-    requeued: int  # trajectories that came back too old
+    engines_busy: float  # busy share of the time of the engines that exist at the end
+    requeued: int  # stale trajectories
     moves: int
-    paid: int  # moves that the planner judged to have paid,
-    judged: int  # of so many
+    paid: int  # moves that the planner judged as paid
+    judged: int  # judged moves
 
 
 def compute_figures(cluster: SimCluster, job: SimJob) -> JobFigures:
@@ -52,8 +52,8 @@ def compute_figures(cluster: SimCluster, job: SimJob) -> JobFigures:
 def format_table(
     arms: Mapping[str, Mapping[str, JobFigures]], published: Mapping[str, float]
 ) -> str:
-    """Arms, each with its jobs; the last columns are how much faster than in the first arm they
-    are, and where sources say that of any, what those say.
+    """Format a table of arms and their jobs. The last columns are the speed-up over the first arm,
+    and the published one if there is any.
     """
     heads = ("arm", "job", "steps", "s/step", "tokens/s", "trained/s", "busy", "moves", "faster")
     said = any(published.values())
@@ -85,13 +85,13 @@ def format_table(
 
 
 def compute_speedup(arms: Mapping[str, Mapping[str, JobFigures]], arm: str, job: str) -> float:
-    """How much faster a job's steps are than in the first arm; 0 where either has none."""
+    """Compute the speed-up of a job's steps over the first arm; 0 if either has no steps."""
     first, here = next(iter(arms.values())).get(job), arms[arm][job]
     return first.step_s / here.step_s if first is not None and here.step_s else 0.0
 
 
 def flatten_figures(arms: Mapping[str, Mapping[str, JobFigures]]) -> dict[str, float]:
-    """Every figure by arm and job, and how much faster each is than in the first arm."""
+    """Return every figure by arm and job, with its speed-up over the first arm."""
     found: dict[str, float] = {}
     for arm, jobs in arms.items():
         for name, f in jobs.items():
@@ -108,9 +108,9 @@ def compute_ratios(
     published: Mapping[str, float],
     ratio_names: Mapping[str, str],
 ) -> dict[str, float | list[float]]:
-    """The arms of which sources say how much faster they are: how much they are here (`ladder`),
-    and how far that is off at most (`ladder_off`); and by `ratios`, for each arm, the name under
-    which the last arm's trained tokens a second over its own are told. Of first jobs.
+    """Compute ratios of first jobs. `ladder` has the simulated speed-ups of the arms with published
+    ones, and `ladder_off` their largest relative error. `ratio_names` names the ratio of the
+    last arm's trained tokens per second to those of each arm.
     """
 
     def trained(arm: str) -> float:

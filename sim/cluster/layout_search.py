@@ -1,5 +1,5 @@
-"""The layout that the planner's search gives a job (`services/planner/layouts`): how many train,
-and the degrees of its engines. Its history is what the job's own trajectories will be.
+"""Layout of a simulated job by the planner's search (`services/planner/layouts`): training workers,
+and degrees of engines. Its history consists of the job's own future trajectories.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from meshrl.services.planner.layouts.range_costs import GangServer, RangeCosts
 from meshrl.sim.cluster.model.workload import SimWorkload, TrajectoryScript
 from meshrl.sim.cluster.training_candidates import TrainingCandidates, TrainingCapabilities
 
-MAX_HISTORY = 1024  # trajectories of the history at most
+MAX_HISTORY = 1024  # maximum trajectories of the history
 
 
 @dataclass(frozen=True, slots=True)
 class SimLayout:
-    """Who does what at the beginning."""
+    """Initial layout of a job."""
 
     training: TrainingLayout
-    tensor_parallel_sizes: tuple[int, ...]  # degrees, falling
+    tensor_parallel_sizes: tuple[int, ...]  # degrees, descending
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutQuery:
-    """What a job's layout is searched for."""
+    """Inputs of a layout search."""
 
     name: str
     shape: ModelShape
     accelerator: Accelerator
     nodes: Sequence[LayoutNode]
     workload: SimWorkload
-    groups_per_step: int  # of a step,
+    groups_per_step: int  # per step,
     group_size: int  # of so many trajectories
     slots: int
     tensor_parallel_sizes: Sequence[int]  # that engines may have
@@ -52,8 +52,8 @@ class LayoutQuery:
 
 
 def search_layout(query: LayoutQuery, uniform: bool) -> SimLayout:
-    """The layout with the shortest iteration; `uniform`: all engines have one degree. ConfigError
-    where nothing fits.
+    """Find the layout with the shortest iteration; `uniform`: all engines have one degree. Raise
+    ConfigError if none fits.
     """
     kinds = (
         [[degree] for degree in query.tensor_parallel_sizes]
@@ -72,7 +72,7 @@ def search_layout(query: LayoutQuery, uniform: bool) -> SimLayout:
 
 
 def search_training_layout(query: LayoutQuery) -> TrainingLayout:
-    """The fastest way to train on the core that is asked for; ConfigError where it does not fit."""
+    """Find the fastest training layout on the requested core; raise ConfigError if none fits."""
     kind, least = query.accelerator.kind, query.trainable.min_workers
     ways = _list_candidates(query, _sample_length_groups(query))
     if not ways:
@@ -105,7 +105,7 @@ def _list_candidates(query: LayoutQuery, groups: Sequence[LengthGroup]) -> Seque
 
 
 def _sample_length_groups(query: LayoutQuery) -> list[LengthGroup]:
-    """The trajectories of a step, as from all along the run; each stands for several where they are
+    """Sample the trajectories of a step from the whole run; each represents several if there are
     many.
     """
     total = query.groups_per_step * query.group_size
@@ -141,7 +141,7 @@ def _build_length_group(script: TrajectoryScript, requests: int) -> LengthGroup:
 def _fill_idle_workers(
     nodes: Sequence[LayoutNode], plan: LayoutPlan, degrees: Sequence[int]
 ) -> tuple[int, ...]:
-    """The degrees of a plan's gangs, and of those that workers form whom it leaves idle."""
+    """Return the degrees of a plan's gangs, and of gangs of its idle workers."""
     unit = plan.training_option.layout.tensor_parallel
     used = Counter({place: unit * n for place, n in Counter(plan.training_places).items()})
     found = [gang.degree for gang in plan.gangs]

@@ -1,6 +1,5 @@
-"""The ways to train that a job's processes can run, with the time of each: what `allocation.py`
-chooses of. Libra's outer enumeration (arXiv 2606.03077), pruned as there by memory and by the
-bubbles of pipelines.
+"""Candidate training layouts of a job's processes with their times, for `allocation.py`. It is
+Libra's outer enumeration (arXiv 2606.03077), pruned by memory and by pipeline bubbles.
 """
 
 from __future__ import annotations
@@ -23,37 +22,37 @@ from meshrl.services.planner.costs.training_costs import (
 from meshrl.services.planner.layouts.allocation import TrainingOption
 from meshrl.services.planner.layouts.layout_nodes import LayoutNode
 
-MAX_BUBBLE = 0.5  # share of a step at most in which a stage waits
+MAX_BUBBLE = 0.5  # maximum share of a step in which a stage waits
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingCapabilities:
-    """What processes that train can do. As it stands: what ours can, a core of sharded ranks and
-    helpers, over which packed bins are spread whatever their number.
+    """Capabilities of training processes. The defaults are MeshRL's: a core of sharded ranks and
+    hybrids, with any number of packed bins.
     """
 
     tensor: tuple[int, ...] = (1,)  # degrees
     pipeline: tuple[int, ...] = (1,)  # stages
     sharded: bool = True
-    min_workers: int = 1  # accelerators, as of a core's ranks
-    max_workers: int = 0  # 0: as many as there are
-    worker_multiple: int = 1  # accelerators that are added at a time; 8 of large clusters
+    min_workers: int = 1  # minimum accelerators, as of a core's ranks
+    max_workers: int = 0  # 0: no limit
+    worker_multiple: int = 1  # unit of accelerators; 8 on large clusters
 
     def generate_layouts(self, kind: str, workers: int) -> Iterator[TrainingLayout]:
-        """Those on up to so many accelerators of a kind."""
+        """Yield the layouts on up to `workers` accelerators of a kind."""
         most = min(workers, self.max_workers or workers)
         for tensor, stages in product(self.tensor, self.pipeline):
             for data in range(1, most // (tensor * stages) + 1):
                 count = data * tensor * stages
                 if count < self.min_workers or count % self.worker_multiple:
                     continue
-                for again in (False, True):  # whether layers are computed once more
+                for again in (False, True):  # whether layers are recomputed
                     yield TrainingLayout(kind, data, tensor, stages, self.sharded, again)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingCandidates:
-    """A job's training: its model, the work of a step, and what is known of the hardware."""
+    """Training of a job: its model, the work of a step, and the hardware profiles."""
 
     shape: ModelShape
     work: TrainingWork
@@ -61,7 +60,7 @@ class TrainingCandidates:
     capabilities: TrainingCapabilities = TrainingCapabilities()
 
     def list_candidates(self, nodes: Sequence[LayoutNode]) -> list[TrainingOption]:
-        """Those that fit on accelerators of nodes, each on one kind."""
+        """List the options that fit on accelerators of nodes, each on one kind."""
         total: Counter[str] = Counter()
         largest: Counter[str] = Counter()
         for node in nodes:
@@ -77,7 +76,7 @@ class TrainingCandidates:
         ]
 
     def _is_feasible(self, layout: TrainingLayout) -> bool:
-        """Whether it divides the model, and has the memory, and computes most of the time."""
+        """Return True if the layout divides the model, fits in memory, and has a small bubble."""
         shape, room = self.shape, self.profiles[layout.kind].memory_bytes - WORKSPACE_BYTES
         return (
             shape.can_split(layout.tensor_parallel)

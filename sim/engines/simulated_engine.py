@@ -1,8 +1,9 @@
-"""An engine without a model: tokens come from a hash, at a declared rate of the clock it is given.
+"""Engine without a model: tokens are hashes, generated at a declared rate of a given clock.
 
-For simulations under virtual time and load tests. Each running request advances by `tokens_per_s`
-whatever runs beside it; `step` brings all that is due by now and is never early. Slots are columns
-of arrays, and tokens are made when they are drained: a step costs no Python per request.
+It serves simulations under virtual time and load tests. Each running request advances by
+`tokens_per_s`, independent of the others. `step` returns all due tokens and is never early. Slots
+are columns of arrays, and tokens are created when they are drained, so a step needs no Python code
+per request.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
 
 
 STANDARD_NORMAL = NormalDist()
-_TOKEN_EPSILON = 1e-9  # share of a token: a step at exactly the time of a token brings it
-NO_END_S = math.inf  # when a slot without a request ends it
+_TOKEN_EPSILON = 1e-9  # share of a token: a step at exactly the time of a token returns it
+NO_END_S = math.inf  # end time of a free slot
 NO_STOP_TOKEN = np.iinfo(np.int32).max  # above every token
 
 
 class _SimulatedSlots:
-    """Per slot, what runs in it and how far it has come. `produced` counts tokens that are due,
-    `flushed` those that have left.
+    """Running requests and their progress by slot. `produced_tokens` counts due tokens,
+    `flushed_tokens` those returned.
     """
 
     def __init__(self, count: int) -> None:
@@ -58,18 +59,18 @@ class _SimulatedSlots:
         self.request_ids = np.full(count, -1, np.int64)
         self.started_s = np.zeros(count)
         self.ends_s = np.full(count, NO_END_S)
-        self.final_length = np.zeros(count, np.int64)  # tokens it will have generated at its end
+        self.final_length = np.zeros(count, np.int64)  # tokens generated at its end
         self.produced_tokens = np.zeros(count, np.int64)
         self.flushed_tokens = np.zeros(count, np.int64)
-        self.prompt_tokens = np.zeros(count, np.int64)  # tokens given
+        self.prompt_tokens = np.zeros(count, np.int64)  # tokens of the prompt
         self.random_key = np.zeros(count, np.uint64)
         self.stop_tokens = np.full(
             (count, 1), NO_STOP_TOKEN, np.int64
-        )  # in order, padded with NO_STOP
+        )  # in order, padded with NO_STOP_TOKEN
         self.drawable_tokens = np.ones(count, np.uint64)  # vocabulary without the stops
-        self.finish_reason = np.zeros(count, np.int8)  # how it will end
-        self.wants_raw_logprobs = np.zeros(count, bool)  # asked for
-        self.adapter_index = np.zeros(count, np.int64)  # number of its adapter; 0: none
+        self.finish_reason = np.zeros(count, np.int8)  # final finish reason
+        self.wants_raw_logprobs = np.zeros(count, bool)  # requested
+        self.adapter_index = np.zeros(count, np.int64)  # of its adapter; 0: none
 
     def assign(
         self,
@@ -122,8 +123,8 @@ class _SimulatedSlots:
     def draw_tokens(
         self, slots: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The `places`-th new token of slot `rows`, each: by hash from (seed, position), out of the
-        vocabulary without the stop ids; a stop id where the request is to stop.
+        """Draw the new tokens at `positions` of `slots`: a hash of (seed, position) in the
+        vocabulary without stop ids. A stopping request ends with a stop id.
         """
         drawn = (
             draw_uint64(self.random_key[slots], self.prompt_tokens[slots] + positions)
@@ -143,9 +144,10 @@ class _SimulatedSlots:
 
 
 class SimulatedEngine(WithoutCacheTransfer):
-    """Token at position p of a request is a hash of (its seed, p). Lengths are lognormal, drawn
-    from (engine seed, request seed, context length), and cut by `max_new` and the slot; a request
-    without stop ids always runs to that cut. Every token has log-probability -ln(vocab_size).
+    """Simulated engine. The token at position p of a request is a hash of (its seed, p). Lengths
+    are log-normal, drawn from (engine seed, request seed, context length), and limited by
+    `max_new_tokens` and the slot. A request without stop ids always runs to that limit. Every
+    token has log-probability -ln(vocab_size).
     """
 
     def __init__(
@@ -161,12 +163,12 @@ class SimulatedEngine(WithoutCacheTransfer):
         version: int = 0,
     ) -> None:
         self.version = version
-        self._adapter_indices = {"": 0}  # of adapters, by name; a name keeps its own
-        self._adapter_versions: dict[str, int] = {}  # their versions
+        self._adapter_indices = {"": 0}  # by name of the adapter, permanent
+        self._adapter_versions: dict[str, int] = {}  # by name
         self.tokens_generated = self.tokens_computed = 0
         self.busy_s = 0.0
         self.prefill_tokens_per_s = 0.0
-        self.cache_bytes_per_token = 0  # there is none
+        self.cache_bytes_per_token = 0  # no cache
         self.backend, self.num_preempted = "simulated", 0
         self.tensor_parallel_size = 1
         self.vocab_size, self.max_length = vocab_size, max_length
@@ -175,10 +177,10 @@ class SimulatedEngine(WithoutCacheTransfer):
         self._logprob = np.float32(-math.log(vocab_size))
         self._slots = _SimulatedSlots(slots)
         self._queue: deque[GenerationRequest] = deque()
-        self._finished_outputs: list[RequestOutput] = []  # what ended requests had not flushed
-        # Earlier versions, of which adapter, and up to where.
+        self._finished_outputs: list[RequestOutput] = []  # unflushed output of ended requests
+        # Earlier versions: adapter, version and last position.
         self._version_history: list[tuple[int, int, NDArray[np.int64]]] = []
-        self._now_s = clock.monotonic()  # up to which everything has been brought
+        self._now_s = clock.monotonic()  # all tokens up to this time are produced
         self._is_paused = self._is_asleep = False
 
     @property
@@ -237,13 +239,13 @@ class SimulatedEngine(WithoutCacheTransfer):
         self._fill_slots(self._now_s)
 
     def release_sessions(self, sessions: Iterable[int]) -> None:
-        """Sessions hold nothing here."""
+        """Release sessions, which hold nothing here."""
 
     # -- time ------------------------------------------------------------------------------------
 
     @property
     def num_steps(self) -> int:
-        """Tokens that each of its slots could have brought while any of them was in use."""
+        """Number of tokens that each slot could have produced while the engine was in use."""
         return int(self.busy_s * self._tokens_per_s + _TOKEN_EPSILON)
 
     def step(self) -> bool:
@@ -264,7 +266,7 @@ class SimulatedEngine(WithoutCacheTransfer):
             self._restart_clock()
 
     def _restart_clock(self) -> None:
-        """No time has passed for what runs while it stood."""
+        """Shift the requests by the time of the pause."""
         if self._is_stopped:
             return
         now = self._clock.monotonic()
@@ -273,7 +275,7 @@ class SimulatedEngine(WithoutCacheTransfer):
         self._now_s = now
 
     def _advance(self) -> None:
-        """Brings all tokens that are due; a slot that came free was used from that moment on."""
+        """Produce all due tokens; a freed slot is reused from the time of its end."""
         if self._is_stopped:
             return
         slots, now = self._slots, self._clock.monotonic()
@@ -318,7 +320,7 @@ class SimulatedEngine(WithoutCacheTransfer):
     # -- weights ---------------------------------------------------------------------------------
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """It computes with no tensor, but it wants all of them, as others do."""
+        """Update the weights: read all tensors, as other engines do, without using them."""
         self._advance()
         with quarantine_on_error(version, self.quarantine):
             for name in state:
@@ -373,7 +375,7 @@ class SimulatedEngine(WithoutCacheTransfer):
             raise no_weights_error()
         return np.full(len(tokens) - 1, self._logprob, np.float32)
 
-    # -- what has come ---------------------------------------------------------------------------
+    # -- output ----------------------------------------------------------------------------------
 
     def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
         over, self._finished_outputs = combine_outputs(self._finished_outputs), []
@@ -388,7 +390,7 @@ class SimulatedEngine(WithoutCacheTransfer):
         return concatenate_outputs(over, growth)
 
     def _collect_output(self, slot_ids: NDArray[np.int64]) -> EngineOutput | None:
-        """What slots have produced since they were flushed."""
+        """Collect the tokens produced in slots since their last flush."""
         if not len(slot_ids):
             return None
         slots = self._slots
@@ -422,7 +424,7 @@ class SimulatedEngine(WithoutCacheTransfer):
         )
 
     def _finish_request(self, slot: int, finish_reason: FinishReason) -> None:
-        """Takes the request out of its slot, with what it has not flushed."""
+        """Finish the request of a slot, with its unflushed tokens."""
         rest = None
         if self._slots.produced_tokens[slot] > self._slots.flushed_tokens[slot]:
             rest = self._collect_output(np.array([slot]))

@@ -1,5 +1,6 @@
-"""The entry of the virtual mesh: `python -m meshrl.sim.mesh --seed 7 --faults all --hours
-0.167`."""
+"""Entry point of the virtual mesh: `python -m meshrl.sim.mesh --seed 7 --faults all --hours
+0.167`.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def main() -> int:
 
 
 def run_seeds(plans: list[MeshPlan], process_count: int) -> int:
-    """Runs plans in so many processes: a line of JSON each, then one of them all."""
+    """Run plans in several processes; print a line of JSON for each, then a summary."""
     outcomes = []
     for outcome in _run_plans(plans, process_count):
         outcomes.append(outcome)
@@ -81,7 +82,7 @@ def _run_plans(plans: list[MeshPlan], process_count: int) -> Iterator[MeshOutcom
 
 
 def print_failures(outcomes: list[MeshOutcome]) -> int:
-    """Says how to replay what failed; the exit status."""
+    """Print commands that replay the failed runs; return the exit status."""
     failed = [outcome for outcome in outcomes if outcome.violations]
     for outcome in failed:
         print(

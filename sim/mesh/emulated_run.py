@@ -1,4 +1,4 @@
-"""Runs a workload on a virtual mesh without faults, and says how long it took."""
+"""Runner of a workload on a virtual mesh without faults, with its duration."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from meshrl.sim.mesh.seed_runner import run_scenario
 from meshrl.sim.virtual_loop import VirtualLoop
 from meshrl.view.recording.run_record import EVENTS_FILE, parse_event
 
-LIMIT_S = 14_400.0  # of virtual time: far beyond any workload's
+LIMIT_S = 14_400.0  # of virtual time: far beyond any workload
 POLL_S = 1.0
-RECORD_DELAY_S = 5.0  # for the last events to be in the record
+RECORD_DELAY_S = 5.0  # time until the record has the last events
 
 
 @dataclass
 class EmulatedRun:
-    """What became of a workload; seconds are virtual, but for `cpu_s`."""
+    """Result of a workload; seconds are virtual, except `cpu_s`."""
 
-    rl_s: float = 0.0  # of its phase of training, to its last committed step
+    rl_s: float = 0.0  # from the start of its training phase to its last commit
     steps_s: list[float] = field(default_factory=list)  # between two commits
     moves: list[dict[str, Any]] = field(default_factory=list)  # details of each, with `at_s`
     judged_moves: list[dict[str, Any]] = field(default_factory=list)  # of `move_judged`
@@ -38,7 +38,7 @@ class EmulatedRun:
 
 
 def run_workload(workload: EmulatedWorkload, seed: int = 0, log: Path | None = None) -> EmulatedRun:
-    """A workload from an empty directory to its last step; the same seed gives the same run."""
+    """Run a workload from an empty directory to its last step; the same seed gives the same run."""
     found, loop = EmulatedRun(), VirtualLoop()
     loop.limit_s = LIMIT_S
     found.cpu_s = run_scenario(
@@ -76,7 +76,7 @@ async def _run_scenario(
 
 
 def compute_rl_s(events: Sequence[Event]) -> float:
-    """Seconds from the beginning of a run's phase of training to its last committed step."""
+    """Compute the seconds from the start of a run's training phase to its last committed step."""
     return (max(e.ms for e in events if e.kind == "step") - find_training_start_ms(events)) / 1e3
 
 

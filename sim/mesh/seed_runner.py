@@ -1,4 +1,4 @@
-"""Runs one seed from an empty directory to the check of what is left."""
+"""Runner of one seed, from an empty directory to the check of the final state."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from meshrl.sim.virtual_loop import VirtualLoop
 from meshrl.sim.virtual_process import ProcessExit
 
 T = TypeVar("T")
-SHARED_MEMORY_DIR = Path("/dev/shm")  # files that nobody keeps need no disk
-STEP_BUDGET_S = 12.0  # of faulty time for each step of the budget
+SHARED_MEMORY_DIR = Path("/dev/shm")  # temporary files need no disk
+STEP_BUDGET_S = 12.0  # time with faults per step of the budget
 POLL_S = 1.0
-RECOVERY_LIMIT_S = 300.0  # from the last fault until the job must have finished, beside its steps
+RECOVERY_LIMIT_S = 300.0  # from the last fault to the end of the job, plus its steps
 MAX_STEP_S = 20.0
-DRAIN_S = 5.0  # for gangs to come to rest when the job is over
+DRAIN_S = 5.0  # time for gangs to stop after the job
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """A run, all of it: the same plan gives the same run."""
+    """Complete plan of a run: the same plan gives the same run."""
 
     seed: int
     faults: str = "all"
@@ -49,8 +49,8 @@ class MeshPlan:
     workers: int = 2
     shards: int = 1
     ranks: int = 1
-    pace: float = 1.0  # times as long between two faults as `faults.PACES` says
-    budget: int = 0  # steps of each job; 0: by the time that faults go on
+    pace: float = 1.0  # factor of the times between two faults
+    budget: int = 0  # steps of each job; 0: derived from the time of faults
     jobs: int = 1  # on the mesh
 
     @property
@@ -63,7 +63,7 @@ class MeshPlan:
 
     @property
     def replay_command(self) -> str:
-        """What runs it again."""
+        """Command that repeats the run."""
         words = ["python -m meshrl.sim.mesh", f"--seed {self.seed}", f"--faults {self.faults}"]
         words.append(f"--hours {self.hours:g} --pace {self.pace:g} --budget {self.budget}")
         words += [f"--{name} {getattr(self, name)}" for name in ("workers", "shards", "ranks")]
@@ -105,14 +105,14 @@ def run_scenario(
     scenario: Callable[[EventRecord, Path], Coroutine[Any, Any, None]],
     log: Path | None,
 ) -> float:
-    """Runs a story in an empty directory, which is gone afterwards; the seconds of CPU time."""
+    """Run a scenario in a temporary directory; return the seconds of CPU time."""
     began = time.process_time()
     root = Path(
         tempfile.mkdtemp(
             prefix="mesh-", dir=SHARED_MEMORY_DIR if SHARED_MEMORY_DIR.is_dir() else None
         )
     )
-    path = list(sys.path)  # environments put their job's modules there
+    path = list(sys.path)  # environments add their job's modules
     record = EventRecord(lambda: loop.now_s, root, log)
     try:
         run_on_loop(loop, record, scenario(record, root))
@@ -124,21 +124,21 @@ def run_scenario(
 
 
 def run_on_loop(loop: VirtualLoop, record: EventRecord, scenario: Coroutine[Any, Any, T]) -> T:
-    """Runs to the end of `story`. Tasks of dead processes are closed only then: what they would
-    clean up happens to nobody.
+    """Run a scenario to its end. Tasks of dead processes are closed only then, so that their
+    clean-up has no effect.
     """
     logs = structlog.get_config() if structlog.is_configured() else None
 
     def take(logger: Any, method: str, told: MutableMapping[str, Any]) -> Any:
-        """Puts what processes log into the record."""
+        """Write log messages of processes into the record."""
         if record.has_log:
             record.log_note(f"{method} {told}")
         raise structlog.DropEvent
 
     structlog.configure(processors=[take], cache_logger_on_first_use=False)
-    gc.freeze()  # what is imported stays: the collection at the end does not walk it
-    gc.disable()  # what a collection finalises would run at another place each time
-    simulate_disk(lambda descriptor: None)  # until the disk is watched, no power cut is simulated
+    gc.freeze()  # the collection at the end skips imported objects
+    gc.disable()  # the time of a collection would not be deterministic
+    simulate_disk(lambda descriptor: None)  # no power cut is simulated until the disk is watched
     try:
         with redirect_stderr(_StderrRecorder(record)):
             return loop.run_until_complete(scenario)
@@ -154,7 +154,7 @@ def run_on_loop(loop: VirtualLoop, record: EventRecord, scenario: Coroutine[Any,
 
 
 def _close_dead_tasks(loop: VirtualLoop) -> None:
-    """Closes what dead processes left, silently: they do not care."""
+    """Close the tasks of dead processes without messages."""
     loop.set_exception_handler(lambda *_: None)
     before, sys.unraisablehook = sys.unraisablehook, lambda *_: None
     with warnings.catch_warnings():
@@ -170,7 +170,7 @@ def _close_dead_tasks(loop: VirtualLoop) -> None:
 
 
 class _StderrRecorder(io.TextIOBase):
-    """What processes print to stderr."""
+    """Recorder of the processes' stderr."""
 
     def __init__(self, record: EventRecord) -> None:
         self._record = record
@@ -234,7 +234,7 @@ async def _wait_until_over(mesh: VirtualMesh, until_s: float) -> bool:
 
 
 async def _stop_mesh(mesh: VirtualMesh) -> list[str]:
-    """Ends the mesh; what is still there."""
+    """Stop the mesh; return the names of leftovers."""
     try:
         async with mesh.clock.timeout(180.0, "the end of the mesh"):
             await mesh.stop()
@@ -257,7 +257,7 @@ def _record_unhandled(mesh: VirtualMesh, context: dict[str, Any]) -> None:
 
 
 def describe_coroutine(task: asyncio.Task[Any]) -> str:
-    """What a task runs, by name and place."""
+    """Describe the coroutine of a task by name and line."""
     stack = task.get_stack(limit=1)
     place = f" at {stack[-1].f_code.co_filename}:{stack[-1].f_lineno}" if stack else ""
     return f"{getattr(task.get_coro(), '__qualname__', '?')}{place}"

@@ -1,1 +1,1 @@
-"""A prefix that is computed and loaded at once, modelled. Open `prefix_model.py` first."""
+"""Model of a prefix that is computed and loaded concurrently. Open `prefix_model.py` first."""

@@ -1,11 +1,13 @@
-"""What loading a prefix while it is computed saves, on the curves of Cake (arXiv 2410.03065).
+"""Speed-up of loading a prefix while computing it, on the curves of Cake (arXiv 2410.03065).
+
+Usage:
 
     python -m meshrl.sim.prefixes
 
-Its Fig. 4 gives what a chunk of 512 tokens of LongAlpaca-7B takes: on an A100 38.8 ms, the 64th
-112.0; on an H100 27.4 and 93.5; 512 KiB of keys and values a token. `x_load` and `x_compute` are
-speed-ups over either alone: in closed form, by the engine's own rules (`events`), and as the source
-has them. The last line is JSON.
+Its Fig. 4 gives the time of a chunk of 512 tokens of LongAlpaca-7B: on an A100 38.8 ms, the 64th
+112.0; on an H100 27.4 and 93.5. Keys and values take 512 KiB per token. `x_load` and `x_compute`
+are speed-ups over loading or computing alone: in closed form, by the engine's own rules (`events`),
+and as published. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from meshrl.sim.prefixes.prefix_model import (
     solve_closed_form,
 )
 
-TOKEN_BYTES = 512 << 10  # LongAlpaca-7B, 16 bits an item
+TOKEN_BYTES = 512 << 10  # LongAlpaca-7B, 16 bits per item
 A100 = PrefixCurve(0.0388, (0.1120 - 0.0388) / 63)
 H100 = PrefixCurve(0.0274, (0.0935 - 0.0274) / 63)
-GBPS_32 = 4 << 30  # bytes a second: Fig. 4 fits 32 Gbps = 4 GiB/s (62.4 ms for 256 MiB)
+GBPS_32 = 4 << 30  # bytes per second: Fig. 4 fits 32 Gbps = 4 GiB/s (62.4 ms for 256 MiB)
 GBPS_2 = 2e9 / 8
 PUBLISHED_SPEEDUPS = {"x_load": 2.20, "x_compute": 1.94}  # its table 4: 7B, 16K tokens, A100
 PUBLISHED_LOAD_REDUCTION = 0.946  # of the time to the first token, over loading alone
-PUBLISHED_COMPUTE_REDUCTION = 0.681  # over computing alone; at which setting it does not say
+PUBLISHED_COMPUTE_REDUCTION = 0.681  # over computing alone; its setting is not published
 
 
 def compute_speedups(curve: PrefixCurve, bytes_per_s: float, tokens: int) -> dict[str, float]:

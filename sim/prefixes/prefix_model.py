@@ -1,5 +1,5 @@
-"""When computing a prefix from the front meets loading it from the back: in closed form, and as a
-series of events that the engine's own rules make.
+"""Meeting point of computing a prefix from the front and loading it from the back. It is solved in
+closed form, and simulated as events by the engine's own rules.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ NO_CONTENT = np.zeros(0, np.uint8)
 
 @dataclass(frozen=True)
 class PrefixCurve:
-    """What computing takes: `first_s` for the first chunk of `chunk` tokens, `slope_s` more for
-    each that follows, as attention looks back at more.
+    """Cost of computing: `first_s` for the first chunk of `chunk_tokens` tokens, `slope_s` more for
+    each later chunk, as its attention covers more tokens.
     """
 
     first_s: float
@@ -27,31 +27,31 @@ class PrefixCurve:
     chunk_tokens: int = MAX_PREFILL_TOKENS
 
     def predict_compute_s(self, start: float, end: float) -> float:
-        """Seconds for tokens [start, end)."""
+        """Predict the seconds of tokens [start, end)."""
         a, b = start / self.chunk_tokens, end / self.chunk_tokens
-        # The sum over whole chunks of first + slope * i, read at any place.
+        # The sum over whole chunks of first + slope * i, at any position.
         return self.first_s * (b - a) + self.slope_s * (b * (b - 1) - a * (a - 1)) / 2
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """How long it took, and where front and back met."""
+    """Meeting point of front and back, with its time."""
 
     seconds: float
-    computed_tokens: float  # that were computed
+    computed_tokens: float  # computed tokens
 
 
 def solve_closed_form(curve: PrefixCurve, load_s_per_token: float, tokens: int) -> MeetingPoint:
-    """Where both sides take as long: F(k) = load_s * (tokens - k). `load_s` is a token's.
+    """Solve for equal times of both sides: F(k) = load_s * (tokens - k), with `load_s_per_token`.
 
-    For a cost that grows evenly this is a quadratic equation; for an even cost its solution is
-    Tc * Tl / (Tc + Tl).
+    For a linearly growing cost this is a quadratic equation; for a constant cost its solution is Tc
+    * Tl / (Tc + Tl).
     """
     c, n = curve.chunk_tokens, float(tokens)
     # F(k) = (first - slope/2) * k/c + slope/2 * (k/c)^2
     square = curve.slope_s / 2 / c**2
     even = (curve.first_s - curve.slope_s / 2) / c + load_s_per_token
-    # The positive root, in the form that does not cancel where the cost hardly grows.
+    # The positive root, in the form without cancellation for a nearly constant cost.
     k = (
         2
         * load_s_per_token
@@ -65,8 +65,8 @@ def solve_closed_form(curve: PrefixCurve, load_s_per_token: float, tokens: int) 
 def simulate_events(
     curve: PrefixCurve, load_s_per_token: float, tokens: int, other_share: float = 0.0
 ) -> MeetingPoint:
-    """The same by the engine's rules: steps of 512 tokens at most, chunks of 128, and what it knows
-    of its speed. `others`: share of each step's tokens that other requests take.
+    """Simulate the meeting point by the engine's rules: steps of at most 512 tokens, chunks of 128,
+    and its speed estimate. `other_share`: share of each step's tokens used by other requests.
     """
     load, rate = PrefixLoad(0, tokens // CHUNK_TOKENS * CHUNK_TOKENS, 0.0), PrefillRate()
     load.expected_chunk_s = 0.0
@@ -100,7 +100,7 @@ def simulate_events(
 
 
 def bisect_root(low_bound: float, high_bound: float, function: Callable[[float], float]) -> float:
-    """The value between `reached` and `wanted` at which a falling `figure` is 0, by bisection."""
+    """Find the root of a falling function between two bounds by bisection."""
     low, high = low_bound, high_bound
     for _ in range(60):
         middle = math.sqrt(low * high)

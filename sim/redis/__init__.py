@@ -1,3 +1,3 @@
-"""A Redis inside this process, by a given clock and with the real scripts; open `server.py` first,
-then `lua/server.lua`, where its keys live beside the scripts that read them.
+"""Redis inside this process, with a given clock and the real scripts. Open `server.py` first, then
+`lua/server.lua`, which stores the keys.
 """

@@ -1,4 +1,4 @@
-"""The two clients of a simulated server, which meet its faults as redis-py does."""
+"""Clients of a simulated server, which handle its faults as redis-py does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _parse_stream_entries(reply: list[Any]) -> list[tuple[str, dict[str, str]]]:
     return [(id_, dict(zip(flat[::2], flat[1::2], strict=True))) for id_, flat in reply]
 
 
-# What redis-py makes of replies, by command.
+# Conversion of replies by redis-py, by command.
 REPLY_CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "SET": _is_ok,
     "FLUSHALL": _is_ok,
@@ -64,7 +64,9 @@ def _execute(server: SimulatedRedisServer, words: tuple[Any, ...]) -> Any:
 def _execute_with_faults(
     server: SimulatedRedisServer, words: tuple[Any, ...], timeout_s: float
 ) -> Any:
-    """The reply; the error of a client that finds nobody, or waits for longer than `timeout_s`."""
+    """Execute a command; raise the client's error if the server is unreachable, or slower than
+    `timeout_s`.
+    """
     faults = server.faults
     if faults.is_unreachable:
         raise RedisConnectionError("Error 111 connecting to the simulated Redis.")
@@ -76,14 +78,14 @@ def _execute_with_faults(
 
 
 class SimulatedRedisClient:
-    """The client for the loop. Time that it waits is the loop's, virtual or not."""
+    """Client for the loop. It waits on the loop's time, virtual or not."""
 
     def __init__(self, server: SimulatedRedisServer) -> None:
         self.server = server
         self._retry = AsyncRetry(BACKOFF, RETRIES)
 
     async def execute_command(self, *words: Any) -> Any:
-        """The reply. Others run between the command and its reply."""
+        """Execute a command; other tasks run before its reply."""
         if self.server.faults.affects_delivery:
             return await self._retry.call_with_retry(lambda: self._execute_slowly(words), _on_retry)
         reply = _execute(self.server, words)
@@ -100,15 +102,15 @@ class SimulatedRedisClient:
         return reply
 
     async def aclose(self) -> None:
-        """Nothing to close: the client has no connection."""
+        """Do nothing, as the client has no connection."""
 
 
 async def _on_retry(_error: Exception) -> None:
-    """The real client closes the connection here."""
+    """Do nothing; the real client closes the connection here."""
 
 
 class SimulatedSyncRedisClient:
-    """The client for the renewal thread. No clock passes while it waits."""
+    """Client for the renewal thread. No clock advances while it waits."""
 
     def __init__(self, server: SimulatedRedisServer) -> None:
         self.server = server
@@ -123,4 +125,4 @@ class SimulatedSyncRedisClient:
         return _execute(self.server, words)
 
     def close(self) -> None:
-        """Nothing to close: the client has no connection."""
+        """Do nothing, as the client has no connection."""

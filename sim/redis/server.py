@@ -1,9 +1,10 @@
-"""The server: keys and scripts in one Lua 5.1, which is what Redis has; no command is encoded.
+"""Server of the simulated Redis: keys and scripts in one Lua 5.1, as in Redis; commands are not
+encoded.
 
-Keys live in Lua, so that a script reaches them without leaving it. All servers of a process share
-one Lua and its compiled scripts; their keys are their own. Lua locks itself for as long as a
-command takes: threads may call. LuaJIT 2.0 runs Lua 5.1 in half the time, where there is one for
-the processor. In both, strings hash without a seed, so that a run is the same every time.
+Keys are stored in Lua, so that a script accesses them without leaving Lua. All servers of a process
+share one Lua and its compiled scripts; their keys are separate. Lua holds a lock during a command,
+so threads may call it. LuaJIT 2.0, if it exists for the processor, runs Lua 5.1 in half the time.
+In both, strings hash without a seed, so a run is reproducible.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LUA_MODULES = (
     "scripts",
     "server",
 )
-# Errors that the real client has a class for; it leaves the code out of their text.
+# Errors with a class in the real client, which omits the code from their text.
 ERROR_CLASSES: dict[str, type[ResponseError]] = {
     "ERR": ResponseError,
     "NOSCRIPT": NoScriptError,
@@ -45,7 +46,7 @@ ERROR_CLASSES: dict[str, type[ResponseError]] = {
 
 
 class FullResource(StrEnum):
-    """Why writes are refused; reads go on."""
+    """Reason of rejected writes; reads continue."""
 
     NO = ""
     MEMORY = "OOM"
@@ -54,18 +55,18 @@ class FullResource(StrEnum):
 
 @dataclass
 class RedisFaults:
-    """Set any of them at any time; what is set holds from the next command on. A client meets them
-    as the real one does: it sends again a few times, and raises what it met last.
+    """Faults of a server. They can be set at any time, and apply from the next command on. A client
+    behaves as the real one: it retries a few times, and raises the last error.
     """
 
-    is_unreachable: bool = False  # no connection; nothing runs
-    lost_replies: int = 0  # so many commands to come run, and their clients are not answered
-    delay_s: float = 0.0  # from a command, which runs at once, to its reply
+    is_unreachable: bool = False  # no connection; no command is executed
+    lost_replies: int = 0  # number of commands that are executed without a reply
+    delay_s: float = 0.0  # from a command, executed at once, to its reply
     full_resource: FullResource = FullResource.NO
 
     @property
     def affects_delivery(self) -> bool:
-        """Whether commands or replies may be lost or late."""
+        """True if commands or replies may be lost or late."""
         return self.is_unreachable or self.lost_replies > 0 or self.delay_s > 0
 
 
@@ -75,11 +76,13 @@ class WallClock(Protocol):
 
 
 class NotSimulated(NotImplementedError):
-    """A command, or a form of it, that State and its scripts did not use when this was written."""
+    """Error of a command, or a form of it, that StateClient and its scripts did not use when this
+    was written.
+    """
 
 
 class SimulatedRedisServer:
-    """An empty server that lives by `clock`, and its faults."""
+    """Initially empty server with `clock` and faults."""
 
     def __init__(self, clock: WallClock) -> None:
         self.faults = RedisFaults()
@@ -87,7 +90,7 @@ class SimulatedRedisServer:
         self._execute, self._copy_state = _load_server_factory()()
 
     def execute(self, words: tuple[Any, ...]) -> Any:
-        """The reply to a command whose words are strings, decoded as by a client that decodes."""
+        """Execute a command of strings; return its decoded reply."""
         now = int(self._clock.wall() * MICROSECONDS_PER_S)
         reply = self._execute(now, self.faults.full_resource, *words)
         if type(reply) is str or type(reply) is int:
@@ -101,26 +104,26 @@ class SimulatedRedisServer:
         return _convert_list(reply) if lua_type(reply) == "table" else reply or None
 
     def lose_state(self) -> None:
-        """Loses all it has, scripts too, as one that started again without its disk."""
+        """Lose all state, with the scripts, as a restart without a disk does."""
         self._execute, self._copy_state = _load_server_factory()()
 
     def copy_state(self) -> Any:
-        """What it holds now, for one `restart`."""
+        """Copy the current state for one `restore_state`."""
         return self._copy_state()
 
     def restore_state(self, saved_state: Any) -> None:
-        """Starts again with what it held at a `copy`; scripts are gone."""
+        """Restore a state of `copy_state`; scripts are lost."""
         self._execute, self._copy_state = _load_server_factory()(saved_state)
 
 
 def make_error(error: str) -> ResponseError:
-    """The error that the real client raises for an error reply."""
+    """Make the exception of the real client for an error reply."""
     code, _, text = error.partition(" ")
     return ERROR_CLASSES[code](text) if code in ERROR_CLASSES else ResponseError(error)
 
 
 def _convert_list(table: Any) -> list[Any]:
-    """A reply of several; an error in the midst of it stays in its place, as the real client's."""
+    """Convert a list reply; a nested error stays in its place, as in the real client."""
     found: list[Any] = []
     for item in table.values():
         if type(item) is str or type(item) is int:
@@ -138,7 +141,7 @@ def _compute_sha1(source: str) -> str:
 
 @cache
 def _load_server_factory() -> Callable[..., tuple[Callable[..., Any], Callable[[], Any]]]:
-    """What makes a server, in the one Lua of this process."""
+    """Load the function that makes servers, in the one Lua of this process."""
     lua = LuaRuntime(register_eval=False, register_builtins=False)
     parts = lua.table()
     for part in LUA_MODULES:

@@ -1,4 +1,4 @@
-"""A State on a simulated Redis, under a given clock: the real scripts, no server."""
+"""StateClient on a simulated Redis, with a given clock: the real scripts without a server."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ S = TypeVar("S", bound=StateClient)
 
 
 def open_simulated_state(clock: WallClock) -> StateClient:
-    """On a new server, whose TIME and expiry follow `clock`."""
+    """Open a state on a new server, whose TIME and expiry follow `clock`."""
     return open_simulated_state_as(StateClient, clock)
 
 
 def open_simulated_state_as(state_class: type[S], clock: WallClock) -> S:
-    """The same as a `kind` of State, for instance one that fails."""
+    """Open a state as `state_class`, for instance one with failures."""
     return open_state_on(SimulatedRedisServer(clock), state_class, clock)
 
 
 def open_state_on(server: SimulatedRedisServer, state_class: type[S], clock: WallClock) -> S:
-    """A further one on a server that others use as well, or whose faults somebody sets."""
+    """Open a further state on a shared server, or on one with faults."""
     clients = SimulatedRedisClient(server), SimulatedSyncRedisClient(server)
     return state_class("simulated:", *clients, clock.monotonic)

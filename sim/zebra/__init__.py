@@ -1,3 +1,3 @@
-"""Attention on new accelerators and experts on old ones, modelled on the setups of HeterMoE. Open
+"""Model of attention on new accelerators and experts on old ones, on the setups of HeterMoE. Open
 `paper_setups.py` first.
 """

@@ -1,11 +1,13 @@
-"""Zebra parallelism on the models and accelerators of HeterMoE (arXiv 2504.03871), beside what the
-source has measured.
+"""Zebra parallelism on the models and accelerators of HeterMoE (arXiv 2504.03871), compared with
+its measurements.
+
+Usage:
 
     python -m meshrl.sim.zebra
 
-Times are those of `common/hardware/zebra`, on declared profiles that are fitted to ratios of
-kernels only. The last line is JSON: `NAME`, and `NAME_off` for how far it is off the source's. Half
-a minute.
+Times are those of `common/hardware/zebra`, on declared profiles that are fitted only to ratios of
+kernels. The last line is JSON: `NAME`, and `NAME_off` for its relative error. It takes half a
+minute.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from meshrl.sim.zebra.paper_figures import (
 )
 from meshrl.sim.zebra.paper_runs import compare_hosting, compute_plain_costs
 
-EXHAUSTIVE_CASES = ((1, 2), (2, 2))  # layers and micro-batches of which all orders are tried
+EXHAUSTIVE_CASES = ((1, 2), (2, 2))  # layers and micro-batches for which all orders are tried
 SWAP_COUNT = 400
 
 
 def measure_order_gaps() -> dict[str, float]:
-    """How much shorter a step is by any other order than by that of Theorem 1, at most."""
+    """Measure how much any other order shortens a step of Theorem 1's order, at most."""
     many = [compute_plain_costs("D1", k * KIB)[0] for k in (4, 16)]
-    # Nothing is sent, and the last piece costs nothing, as in no model.
+    # No communication, and the last piece costs nothing, unlike any model.
     bare = MicroBatchCosts(attention=1.0, experts=0.5)
     gaps: list[float] = []
     bare_gaps: list[float] = []
@@ -76,7 +78,7 @@ def main() -> None:
     for model in (
         "W1",
         "D1",
-    ):  # with the experts that `common/hardware/zebra/expert_hosting.py` hosts
+    ):  # with the experts hosted by `common/hardware/zebra/expert_hosting.py`
         none, some = compare_hosting(model, 4 * KIB)
         found[f"asym_{model.lower()}_4k_judged"] = round(none.makespan_s / some.makespan_s, 4)
     found["hidden_d1_8k"] = round(compare_hosting("D1", 8 * KIB)[0].hidden_transfer_share, 4)

@@ -1,6 +1,4 @@
-"""What HeterMoE is compared with, in tokens a second; memory is no limit to any of them but for
-pipelines.
-"""
+"""Baselines of HeterMoE in tokens per second; only pipelines are limited by memory."""
 
 from __future__ import annotations
 
@@ -26,7 +24,9 @@ def rate_expert_parallel(
     kinds: Sequence[AcceleratorCosts],
     rank_count: int,
 ) -> float:
-    """Experts over all of so many accelerators, as evenly as if they always divided."""
+    """Rate expert parallelism over all accelerators, with an even split even if it does not
+    divide.
+    """
     steps = (
         compute_expert_parallel_s(profile, lengths, kinds, rank_count, rank_count, micros)
         for micros in MICRO_BATCH_COUNTS
@@ -35,7 +35,7 @@ def rate_expert_parallel(
 
 
 def rate_ideal(profile: MixtureProfile, lengths: Mapping[int, int], fast: int, slow: int) -> float:
-    """Both kinds by themselves, added up."""
+    """Rate both kinds separately, and return the sum."""
     alone = rate_expert_parallel(profile, lengths, [profile.fast], fast)
     return alone + rate_expert_parallel(profile, lengths, [profile.slow], slow)
 
@@ -43,7 +43,7 @@ def rate_ideal(profile: MixtureProfile, lengths: Mapping[int, int], fast: int, s
 def rate_disaggregated(
     profile: MixtureProfile, lengths: Mapping[int, int], shape: CoreShape
 ) -> float:
-    """DistEP: divided like `shape`, with nothing hosted and nothing at once."""
+    """Rate DistEP: divided as `shape`, without hosting and without overlap."""
     batches = pack_micro_batches(lengths, shape.attention_count, profile.attention)
     assert batches is not None
     costs, _ = compute_costs(profile, shape.ranks, batches)
@@ -54,9 +54,11 @@ def rate_disaggregated(
 def rate_pipeline(
     profile: MixtureProfile, lengths: Mapping[int, int], fast: int, slow: int
 ) -> float | None:
-    """Whole layers on either kind, as many as its speed is worth: the best of all widths, numbers
-    of layers and orders of kinds. Ranks of a stage divide its experts among them, and their
-    all-to-all is not hidden; what goes from stage to stage costs nothing.
+    """Rate the best pipeline of whole layers on either kind, over widths, numbers of layers and
+    orders of kinds.
+
+    Ranks of a stage divide its experts, and their all-to-all is not hidden. Transfers between
+    stages cost nothing.
     """
     steps = list(_iterate_pipeline_step_s(profile, lengths, fast, slow))
     return count_tokens(lengths) / min(steps) if steps else None
@@ -65,7 +67,9 @@ def rate_pipeline(
 def _iterate_pipeline_step_s(
     profile: MixtureProfile, lengths: Mapping[int, int], fast: int, slow: int
 ) -> Iterator[float]:
-    """Seconds of a step, 1F1B: all stages once, and the slowest for every other micro-batch."""
+    """Yield the seconds of a 1F1B step: all stages once, and the slowest for every other
+    micro-batch.
+    """
     count, tokens = sum(lengths.values()), count_tokens(lengths)
     for width in range(1, min(fast, slow) + 1):
         if fast % width or slow % width or count % width:
@@ -103,7 +107,7 @@ def _compute_layer_s(
     width: int,
     micro_batches: int,
 ) -> float:
-    """A micro-batch forward and backward through a layer."""
+    """Compute the seconds of a layer's forward and backward pass of a micro-batch."""
     assert kind.attention is not None
     batches = pack_micro_batches(lengths, width * micro_batches, kind.attention)
     assert batches is not None

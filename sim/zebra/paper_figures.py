@@ -1,5 +1,5 @@
-"""What the model says beside what HeterMoE (arXiv 2504.03871) has measured. Nothing of it is fitted
-to these figures.
+"""Figures of the model beside the measurements of HeterMoE (arXiv 2504.03871). No parameter is
+fitted to these figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshrl.sim.zebra.paper_setups import (
 def generate_orders(
     tasks: Sequence[ScheduledTask], micro_batches: int
 ) -> Iterator[tuple[ScheduledTask, ...]]:
-    """Every order in which each micro-batch keeps its own."""
+    """Yield every order that keeps each micro-batch's own order."""
     queues = [
         [task for task in tasks if task.micro_batch == micro] for micro in range(micro_batches)
     ]
@@ -60,8 +60,8 @@ def generate_orders(
 def find_best_of_all(
     layers: int, micro_batches: int, many: Sequence[MicroBatchCosts]
 ) -> list[float]:
-    """For each of some costs, the shortest step of any order on attention ranks and any on expert
-    ranks. Micro-batches are alike: the first piece runs in order of their numbers.
+    """Find the shortest step of any order on attention ranks and on expert ranks, for each of the
+    costs. Micro-batches are equal, so the first piece runs in order of their numbers.
     """
     best = [float("inf")] * len(many)
     first = [
@@ -84,8 +84,8 @@ def find_best_of_all(
 def find_best_of_swaps(
     layers: int, micro_batches: int, costs: MicroBatchCosts, swap_count: int, seed: int
 ) -> float:
-    """The shortest step that is found by so many swaps of neighbours, in turn on attention and on
-    expert ranks, of which those are kept that make it no longer.
+    """Find the shortest step by `swap_count` swaps of neighbours, alternately on attention and
+    expert ranks. Swaps that make it longer are undone.
     """
     random = Random(seed)
     orders = [
@@ -109,7 +109,7 @@ def find_best_of_swaps(
 def _compute_step_times(
     layers: int, orders: Sequence[Sequence[ScheduledTask]], many: Sequence[MicroBatchCosts]
 ) -> list[float]:
-    """Seconds by each of the costs; none where tasks wait for each other."""
+    """Compute the seconds with each of the costs; none if tasks wait for each other."""
     try:
         plan = plan_operations(layers, *orders)
     except ConfigError:
@@ -120,7 +120,7 @@ def _compute_step_times(
 KIB = 1024
 SEQUENCE_LENGTHS = tuple(k * KIB for k in (4, 8, 12, 16, 20, 24, 32))
 SELECTED_LENGTHS = tuple(k * KIB for k in (4, 16, 32))
-TOLERANCE = 0.15  # of the source's figure
+TOLERANCE = 0.15  # relative to the published figure
 IDEAL_CAUSE = (
     "inferred: streams lose nothing here, to launches, uneven routing or ranks that are late. The "
     "source's V100 compute for 89 % of a step in which ours do for 96 %"
@@ -145,7 +145,7 @@ RunKey: TypeAlias = tuple[str, str, int]  # model, setup, length
 
 
 class PaperFigure(NamedTuple):
-    """One that both have."""
+    """Figure of the model and of the source."""
 
     name: str
     description: str
@@ -168,7 +168,7 @@ def run_grid(
 
 
 def compute_figures(lengths: Sequence[int] = SEQUENCE_LENGTHS) -> list[PaperFigure]:
-    """All figures; means are over the lengths."""
+    """Compute all figures; means are over the lengths."""
     return [
         *_compute_on_prem(lengths),
         *_compute_cloud(lengths),
@@ -178,7 +178,7 @@ def compute_figures(lengths: Sequence[int] = SEQUENCE_LENGTHS) -> list[PaperFigu
 
 
 def group_by_cause(figures: Sequence[PaperFigure]) -> dict[str, list[str]]:
-    """Figures that are further off than `NEAR`, by why that is so as far as it is known."""
+    """Group figures beyond `TOLERANCE` by the known cause of their error."""
     found: dict[str, list[str]] = {}
     for one in figures:
         if abs(one.deviation) > TOLERANCE:
@@ -187,7 +187,7 @@ def group_by_cause(figures: Sequence[PaperFigure]) -> dict[str, list[str]]:
 
 
 def compute_sensitivity() -> dict[str, dict[str, float]]:
-    """How figures move with what is assumed, by the assumption."""
+    """Compute the change of figures with each assumption."""
     variants = {
         "as assumed": DEFAULT_ASSUMPTIONS,
         "30 % of peaks": replace(DEFAULT_ASSUMPTIONS, utilisation=0.3),
@@ -251,7 +251,7 @@ def _compute_cloud(lengths: Sequence[int]) -> Iterator[PaperFigure]:
 
 
 def _compute_four_gpus(lengths: Sequence[int]) -> Iterator[PaperFigure]:
-    """Two of either kind beside four of one, at the same step."""
+    """Compare two of either kind with four of one, at the same step."""
     mixed, newer = (PaperSetup(kind, kind, "V100", 2, 2, ROCE_LINK) for kind in ("A40", "A100"))
     shares: dict[str, list[float]] = {"A40": [], "V100": [], "A100": []}
     for model, length in product(MODELS, lengths):
@@ -271,7 +271,7 @@ def _compute_four_gpus(lengths: Sequence[int]) -> Iterator[PaperFigure]:
 
 
 def _compute_asymmetric() -> Iterator[PaperFigure]:
-    """With experts on attention ranks over none there, on 6 A40 and 6 V100."""
+    """Compare hosted experts on attention ranks with none, on 6 A40 and 6 V100."""
     for model, k, source in (("W1", 4, 1.20), ("D1", 4, 1.14), ("W1", 24, 1.04)):
         none, some = compare_hosting(model, k * KIB, as_published=True)
         name, about = f"asym_{model.lower()}_{k}k", f"Asym-EA over none, {model}, {k}K"
@@ -296,7 +296,7 @@ def _collect_ratios(
     model: str = "",
     length: int = 0,
 ) -> list[float]:
-    """A ratio of all runs, or of those of a model or a length."""
+    """Collect a ratio of all runs, or of those of a model or a length."""
     return [
         ratio(one)
         for (of, _, at), one in found.items()

@@ -1,5 +1,5 @@
-"""A model on a setup at a length: what Zebra parallelism and what it is compared with reach, and
-what Asym-EA brings in one group of 6 A40 and 6 V100.
+"""Run of a model on a setup at a length: throughput of Zebra parallelism and its baselines. It also
+has the effect of Asym-EA in one group of 6 A40 and 6 V100.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ GROUP_MICRO_BATCHES = 4  # of one sequence each
 
 @dataclass(frozen=True, slots=True)
 class PaperRun:
-    """The division, and tokens a second of each way."""
+    """Division of a core, with tokens per second of each method."""
 
     shape: CoreShape
     zebra: float
     expert_parallel: float  # EP
     disaggregated: float  # DistEP
     ideal: float  # EP(Ideal)
-    pipeline: float | None  # PP; None where no layers fit
+    pipeline: float | None  # PP; None if no layers fit
 
 
 @cache
 def run_setup(
     model: str, setup: str, length: int, assumed: PaperAssumptions = DEFAULT_ASSUMPTIONS
 ) -> PaperRun | None:
-    """None where the model does not fit."""
+    """Run a setup; return None if the model does not fit."""
     return run_on_setup(SETUPS[setup], model, length, assumed)
 
 
@@ -80,8 +80,8 @@ def run_on_setup(
 def find_best_shape(
     profile: MixtureProfile, lengths: Mapping[int, int], fast: int, slow: int
 ) -> CoreShape | None:
-    """The fastest that takes all accelerators, as the source's do, in micro-batches of as many
-    sequences each; where there is none, of any.
+    """Find the fastest shape of all accelerators with micro-batches of equal sequence counts, as in
+    the source. If there is none, find the fastest of any shape.
     """
     each = sum(lengths.values()) // fast
     even = [micros for micros in range(1, each + 1) if not each % micros]
@@ -112,8 +112,8 @@ def find_best_shape(
 
 @cache
 def compute_plain_costs(model: str, length: int) -> tuple[MicroBatchCosts, float]:
-    """A micro-batch's costs with nothing hosted, and what a V100's share of the experts takes an
-    A40.
+    """Compute a micro-batch's costs without hosting, and the time of a V100's share of the experts
+    on an A40.
     """
     costs, many = (
         build_profile(model, SETUPS["O1"]),
@@ -127,8 +127,8 @@ def compute_plain_costs(model: str, length: int) -> tuple[MicroBatchCosts, float
 def compare_hosting(
     model: str, length: int, as_published: bool = False
 ) -> tuple[Timeline, Timeline]:
-    """A step with nothing hosted, and with what is. `plainly`: what the source's algorithm says,
-    whatever the timeline does.
+    """Compare a step without and with hosting. `as_published`: follow the source's algorithm,
+    whatever its timeline.
     """
     of = build_profile(model, SETUPS["O1"])
     costs, elsewhere = compute_plain_costs(model, length)

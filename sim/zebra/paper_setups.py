@@ -1,4 +1,4 @@
-"""The models and the accelerators of HeterMoE (arXiv 2504.03871), as profiles."""
+"""Models and accelerators of HeterMoE (arXiv 2504.03871), as profiles."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from meshrl.common.hardware.zebra.declared_profiles import (
 )
 from meshrl.common.hardware.zebra.profile import MixtureProfile
 
-# The source calls its models like Mixtral; what it does not say of them is Mixtral's.
+# The source names its models after Mixtral; unpublished values are Mixtral's.
 EXPERTS_PER_TOKEN = 2
 HEAD_DIM = 128
 KV_HEADS = 8
 VOCABULARY = 32_000
-FFN_MULTIPLE = 512  # features that an expert's width is a multiple of
-SEQUENCES_PER_ACCELERATOR = 2  # a step has, of each accelerator; the source's batches are not known
-V100_BYTES = 16e9  # the source's are of the smaller make
+FFN_MULTIPLE = 512  # an expert's width is a multiple of it
+SEQUENCES_PER_ACCELERATOR = 2  # per step and accelerator; the source's batches are not known
+V100_BYTES = 16e9  # the smaller type, as in the source
 
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
-    """A model of the source, by what it says of it."""
+    """Model of the source with its published values."""
 
     name: str
     layers: int
     hidden: int
     experts: int
-    parameters: float  # as it names them: without embeddings, as widths of 3.5 * hidden then fit
+    parameters: float  # as published: without embeddings, as widths of 3.5 * hidden then fit
 
     @property
     def attention_parameters(self) -> int:
@@ -45,7 +45,7 @@ class PaperModel:
 
     @property
     def ffn_width(self) -> int:
-        """Width of an expert, of three matrices, that makes up the parameters."""
+        """Width of an expert, of three matrices, that fits the parameters."""
         each = (self.parameters / self.layers - self.attention_parameters) / self.experts
         return FFN_MULTIPLE * round(each / (3 * self.hidden) / FFN_MULTIPLE)
 
@@ -70,7 +70,7 @@ class PaperModel:
 
 @dataclass(frozen=True, slots=True)
 class PaperSetup:
-    """So many accelerators of two kinds."""
+    """Numbers of accelerators of two kinds."""
 
     name: str
     fast: str
@@ -91,10 +91,10 @@ class PaperSetup:
 
 @dataclass(frozen=True, slots=True)
 class PaperAssumptions:
-    """What is known neither of the source nor by its ratios of kernels."""
+    """Assumptions beyond the source and its ratios of kernels."""
 
-    utilisation: float = UTILISATION  # of public peaks
-    attention_speed_factor: float = SCORE_SPEED  # of attention, of the speed of matrices
+    utilisation: float = UTILISATION  # of published peaks
+    attention_speed_factor: float = SCORE_SPEED  # of attention, relative to matrices
     link_factor: float = 1.0  # times the setup's bandwidth
     backward_factor: float = CHECKPOINTED_BACKWARD_FACTOR
     sequences: int = SEQUENCES_PER_ACCELERATOR
@@ -110,8 +110,8 @@ MODELS = {
         PaperModel("D3", 8, 1024, 40, 3.5e9),
     )
 }
-ROCE_LINK = 100e9 / 8  # bytes a second; 100 Gb/s, taken as each accelerator's
-CLOUD_LINK = 200e9 / 8  # as the source made the cloud's network look
+ROCE_LINK = 100e9 / 8  # bytes per second; 100 Gb/s, taken as each accelerator's
+CLOUD_LINK = 200e9 / 8  # as the source emulated the cloud's network
 SETUPS = {
     setup.name: setup
     for setup in (
@@ -145,8 +145,8 @@ def build_profile(
 
 
 def list_grid(setups: Sequence[str]) -> list[tuple[str, str]]:
-    """Models and setups whose slow accelerators divide the experts of a layer evenly, as those of a
-    group do in the source. Which of them it has run is not known.
+    """List the models and setups whose slow accelerators divide the experts of a layer evenly, as
+    in the source's groups. Which of them the source has run is not known.
     """
     return [
         (model, setup)

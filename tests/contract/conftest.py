@@ -12,7 +12,7 @@ from tests.contract.state.state_bench import Server, binary_of, running_server
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Callable[[str], Server]]:
-    """One server per backend and session, that is per worker, started at its first use."""
+    """Start one server per backend and session, that is per worker, at its first use."""
     with ExitStack() as stack:
         started: dict[str, Server] = {}
 

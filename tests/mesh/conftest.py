@@ -16,7 +16,7 @@ from tests.mesh.running import Run
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Starts a run of the job of digits: `run(budget__steps=2)`."""
+    """Start a run of the job of digits: `run(budget__steps=2)`."""
     started: list[Run] = []
 
     def start(**settings: Any) -> Run:
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 async def mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Launcher]:
-    """A mesh of this process, with what the module says of its `HEAD`; else without workers."""
+    """Start a mesh of this process with the module's `HEAD`, or without workers."""
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
     head = getattr(request.module, "HEAD", (MeshShape(workers=0),))
     launcher = Launcher(MeshPaths(tmp_path / "head"), *head)

@@ -1,5 +1,7 @@
-"""Training without engines: a real mesh of Redis, weight store, core, ranks and hybrids, whose
-groups a test makes from a seed and releases when it likes.
+"""Training without engines.
+
+A real mesh of Redis, weight store, core, ranks and hybrids. A test makes its groups from a seed and
+releases them at any time.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ class ElasticMesh:
         self.children: dict[str, SystemChild] = {}
         self._nursery = TestNursery()
         self.state: StateClient
-        self.mesh: Mesh  # as a trainer, who may ask for weights
-        self.worker: Mesh  # as who may ask a role process to drain
+        self.mesh: Mesh  # as a trainer, which may request weights
+        self.worker: Mesh  # as a role that may request a drain
         self.token = 0
 
     async def open(self) -> None:
@@ -113,8 +115,8 @@ class ElasticMesh:
     def run(
         self, name: str, module: str, arguments: list[str], host: str = "here", device: str = ""
     ) -> None:
-        """Starts a module as a process of one of the two hosts, as a worker would whose accelerator
-        is called `device`.
+        """Start a module as a process of one of the two hosts, as a worker with the accelerator
+        `device` would.
         """
         env = {DEVICE_ENV: device.partition(":")[0], ACCELERATOR_ENV: device} if device else {}
         self._spawn(name, [sys.executable, "-m", module, *arguments], host, env)
@@ -147,7 +149,7 @@ class ElasticMesh:
     async def until(
         self, what: str, look: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
     ) -> T:
-        """What `look` returns, once it returns something that is true."""
+        """Wait until `look` returns a true value, and return the value."""
         async with asyncio.timeout(scaled(within_s)):
             try:
                 while not (found := await look()):
@@ -157,7 +159,7 @@ class ElasticMesh:
                 raise AssertionError(f"not: {what}\n{self.logs()}") from None
 
     async def stats(self, name: str) -> dict[str, Any]:
-        """What a live process publishes; nothing of one that is not there."""
+        """Return the statistics that a live process publishes; an empty dict if it is absent."""
         entry = await registry.lookup(self.state, name)
         return entry.stats if entry is not None and entry.alive else {}
 
@@ -170,7 +172,7 @@ class ElasticMesh:
 
 
 class Training:
-    """A job of STEPS steps, whose step n trains the same groups in every run."""
+    """Job of STEPS steps, whose step n trains the same groups in every run."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class Training:
         self._released = 0
 
     async def start(self, **settings: Any) -> None:
-        """Returns when the core is ready to train its first step."""
+        """Start the job and wait until the core is ready to train its first step."""
         elastic = self.elastic
         values = {
             "training.ranks": self.ranks,
@@ -252,7 +254,7 @@ class Training:
     # -- steps -----------------------------------------------------------------------------------
 
     async def release(self, steps: int) -> None:
-        """The groups of so many further steps are ready."""
+        """Mark the groups of so many further steps ready."""
         elastic = self.elastic
         start, self._released = self._released, self._released + steps * GROUPS
         for admitted in self._admitted[start : self._released]:
@@ -273,12 +275,12 @@ class Training:
         return (await jobs.read_job(self.elastic.state, self.job)).steps_done
 
     async def train(self, steps: int) -> None:
-        """Releases so many further steps and waits until they are committed."""
+        """Release so many further steps and wait until they are committed."""
         await self.release(steps)
         await self.caught_up()
 
     async def caught_up(self) -> None:
-        """Until all steps that were released are committed."""
+        """Wait until all released steps are committed."""
         wanted = self._released // GROUPS
 
         async def committed() -> bool:
@@ -287,7 +289,7 @@ class Training:
         await self.elastic.until(f"step {wanted} of {self.job}", committed)
 
     async def hybrid_waits(self, gang: str) -> None:
-        """Until a hybrid has what the next step needs, which waits for groups."""
+        """Wait until a hybrid is ready for the next step, which waits for groups."""
         wanted = self._released // GROUPS
 
         async def there() -> bool:
@@ -298,12 +300,12 @@ class Training:
         await self.elastic.until(f"{gang} waits for step {wanted + 1}", there)
 
     async def computed(self) -> set[str]:
-        """Gangs that computed rounds of committed steps."""
+        """Return the gangs that computed rounds of committed steps."""
         mine = [s for s in await self.elastic.events("step") if s["job"] == self.job]
         return {gang for step in mine for gang in step["metrics"]["workers"]}
 
     async def weights(self) -> Mapping[str, Tensor]:
-        """Of the current version."""
+        """Return the weights of the current version."""
         row = await jobs.read_job(self.elastic.state, self.job)
         mesh, bulk = self.elastic.mesh, self.elastic.bulk
         return (await WeightReceiver(mesh, bulk).receive(row.manifest)).tensors

@@ -25,20 +25,20 @@ ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).parent / "jobs/digits.toml"
 UP_S = 90.0
 END_S = 180.0
-LOOK_S = 0.03  # between two looks at what a run has done: each asks its Redis
+LOOK_S = 0.03  # between two polls of a run's progress: each queries its Redis
 
 T = TypeVar("T")
 
 
 def slow_pace(decode_ms: float, plateau: int, prefill_tokens_per_s: int) -> str:
-    """Return `rollout.pace` for a job that is still under way when the test acts, as it is slower
-    where the test is.
+    """Return a `rollout.pace` at which a job still runs when the test acts. It is slower on slower
+    machines.
     """
     return f"{scaled(decode_ms):g}/{plateau}/{prefill_tokens_per_s}"
 
 
 class Run:
-    """One run; its keys are read with a plain Redis client, as an operator would."""
+    """One run, whose keys a plain Redis client reads, as an operator would."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.directory = directory / "run"
@@ -47,7 +47,7 @@ class Run:
         self._start("run", str(JOB), f"--set=out={self.directory}", *words)
 
     def resume(self) -> None:
-        """Goes on with the run, after `end`, as `meshrl resume` does."""
+        """Resume the run after `end`, as `meshrl resume` does."""
         self._said = Path(self._said.name).open("a+")  # noqa: SIM115 (until `end`)
         self._start("resume", str(self.directory))
 
@@ -63,7 +63,7 @@ class Run:
         self._client: redis.Redis | None = None
 
     def end(self) -> None:
-        """Ends what a failed test left running."""
+        """End the processes that a failed test left running."""
         if self.program.poll() is None:
             self.program.send_signal(signal.SIGINT)
             try:
@@ -74,7 +74,7 @@ class Run:
         self._said.close()
 
     def finish(self) -> int:
-        """The exit status of the run, once it has ended by itself."""
+        """Wait for the run to end by itself, and return its exit status."""
         return self.program.wait(scaled(END_S))
 
     @property
@@ -85,7 +85,7 @@ class Run:
     # -- waiting ---------------------------------------------------------------------------------
 
     def until(self, what: str, look: Callable[[], T | None], within_s: float = UP_S) -> T:
-        """What `look` returns, once it returns something."""
+        """Wait until `look` returns a true value, and return the value."""
         within_s = scaled(within_s)
         end = time.monotonic() + within_s
         while time.monotonic() < end:
@@ -109,7 +109,9 @@ class Run:
         return self._client
 
     def _connected(self) -> Redis | None:
-        """None until it answers: the settings may be those of the run before."""
+        """Return a client, or None until Redis answers: the settings may be those of the run
+        before.
+        """
         settings = self.directory / "mesh/settings.json"
         if not settings.is_file():
             return None
@@ -123,11 +125,11 @@ class Run:
 
     @property
     def version(self) -> int:
-        """Of the weights that were committed last; -1 before the first."""
+        """Version of the weights that were committed last; -1 before the first."""
         return int(self.redis.hget("{digits}:job", "version") or -1)
 
     def entry(self, name: str) -> dict[str, Any]:
-        """What the registry holds of a process that is there; empty when it is not."""
+        """Return the registry entry of a live process; empty if it is absent."""
         row = self.redis.hgetall(f"{{mesh}}:entry:{name}")
         if not row or row.get("gone") == "1":
             return {}
@@ -144,7 +146,9 @@ class Run:
     # -- files -----------------------------------------------------------------------------------
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """None while there is no record."""
+        """Return the fields of the recorded events of a kind; an empty list while there is no
+        record.
+        """
         path = self.directory / "events.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be half there
@@ -158,7 +162,7 @@ class Run:
         return audit_run(self.directory)
 
     def in_ledger(self, kind: RecordKind) -> int:
-        """How many records of a kind the ledger of the first shard holds now."""
+        """Count the records of a kind in the ledger of the first shard."""
         return sum(
             record.kind is kind for record in ledger.iter_records(self.directory / "ledger/shard-0")
         )

@@ -1,4 +1,4 @@
-"""What a planner makes of leadership that it lost, and of what its predecessor left under way."""
+"""Planners that lose their leadership, and the unfinished moves of their predecessors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WatchedState(StateClient):
 
 
 class Led(PlannedMesh):
-    """A mesh of three workers with a job, whose planner leads."""
+    """Mesh of three workers with a job, whose planner leads."""
 
     def __init__(self, world: BareWorld) -> None:
         super().__init__(world)
@@ -78,13 +78,13 @@ class Led(PlannedMesh):
         return found
 
     async def asks(self, worker: str, role: str) -> None:
-        """A person does."""
+        """Request a move as a user."""
         await pool.submit_request(
             self.state, PoolRequest("asked", "move", worker=worker, role=role)
         )
 
     async def resigned(self) -> None:
-        """The planner that leads no longer does."""
+        """Take the leadership from the planner that has it."""
         await self.state.run_command("DEL", f"{MESH_PREFIX}:leader:{PLANNER_ELECTION}")
 
     async def told(self, kind: str) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def tell(root: Path, story: Callable[[Led], Awaitable[None]]) -> None:
 @story_on(tell, "tmp_path")
 async def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(mesh: Led) -> None:
     async def another_leads() -> None:
-        """It makes the move, and later moves the worker back."""
+        """Let another leader make the move, and later move the worker back."""
         await mesh.resigned()
         token = await leader.campaign(mesh.state, PLANNER_ELECTION, "another", LEASE_MS)
         gang = await mesh.gang_of("w1")
@@ -170,7 +170,7 @@ async def test_a_move_that_is_under_way_is_finished_by_the_next_leader(mesh: Led
 
 
 async def moved_to(mesh: Led) -> list[str]:
-    """The roles that people's moves were decided to, in their order."""
+    """Return the roles of the user's moves that were decided, in their order."""
     told = await mesh.told("desired")
     return [e["role"] for e in told if e["reason"] == "user" and e["role"] != Role.IDLE]
 

@@ -1,4 +1,6 @@
-"""Runs the tests of what was changed, as far as they start no process: `make check`.
+"""Runner of the changed tests that start no process: `make check`.
+
+Usage:
 
     python -m tests.runner.changed BASE
 
@@ -17,12 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 STOP_AFTER_S = 25.0
 LINKED = {place.name for place in (ROOT / "meshrl").iterdir() if place.is_symlink()}
-# Of files whose tests start processes, one of these names is in the text.
+# Files whose tests start processes contain one of these names.
 STARTS = ("subprocess", "SystemHost", "os.fork", "running_server", "on_mesh", "needs(")
 
 
 def changed_files(base: str) -> set[Path]:
-    """Return the Python files that differ from a commit, or that git does not know yet."""
+    """Return the Python files that differ from a commit or are untracked."""
     listed = ""
     for words in (("diff", "--name-only", base), ("ls-files", "--others", "--exclude-standard")):
         command = ["git", "-C", str(ROOT), *words]
@@ -39,7 +41,7 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(path: Path) -> set[str]:
-    """Return the modules that a file names in its imports, and what it takes from them."""
+    """Return the modules that a file imports, and the names imported from them."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -50,7 +52,7 @@ def imported_names(path: Path) -> set[str]:
 
 
 def in_process_tests(changed: Iterable[Path]) -> list[Path]:
-    """Return the files of tests that are changed or import what is, and start no process."""
+    """Return the test files that are changed or import a changed module, and start no process."""
     changed = set(changed)
     modules = {module_name(path) for path in changed}
     found = []

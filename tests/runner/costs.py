@@ -1,8 +1,8 @@
-"""CPU seconds of every test, held to a limit per test and to a budget for all of them.
+"""CPU seconds of every test, with a limit per test and a budget for all of them.
 
-What a test costs is charged by the kernel to its worker and to everything started from there. It is
-divided by how much slower the machine was than the reference of `tests/load.py`, since
-the same work costs up to twice the CPU time beside busy neighbours.
+The kernel charges a test's cost to its worker and to all processes started from there. The cost is
+divided by the machine's slowdown against the reference of `tests/load.py`, since the same work
+costs up to twice the CPU time beside busy neighbours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OTHERS_SHARE = 0.2  # of the host's CPU time: beyond it, costs are those of a bu
 
 @dataclass
 class Costs:
-    """Plugin that collects what tests cost, prints it, and fails a run that costs too much."""
+    """Plugin that collects and prints the tests' costs, and fails a run that exceeds them."""
 
     config: pytest.Config
     tests: dict[str, tuple[float, float]] = field(default_factory=dict)  # CPU s, wall s
@@ -61,7 +61,7 @@ class Costs:
         return max(0.0, 1.0 - self.total_s / host_s) if host_s else 0.0
 
     def problems(self) -> Iterable[str]:
-        """Yield what costs more than it may; nothing beside busy neighbours that inflate costs."""
+        """Yield the tests over their limit; nothing beside busy neighbours that inflate costs."""
         if self.others_share > OTHERS_SHARE:
             return
         for nodeid, (cpu_s, _) in self.tests.items():
@@ -81,7 +81,7 @@ class Costs:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the figures; fail a run that was asked to hold the budget and does not."""
+        """Write the figures; fail a run over budget if the budget is enforced."""
         if (path := self.config.option.costs) is not None:
             content = {name: [round(x, 4) for x in both] for name, both in self.tests.items()}
             Path(path).write_text(json.dumps(content, indent=0))

@@ -1,7 +1,7 @@
-"""Control groups that count the CPU time of a process and of all that it starts.
+"""Control groups that count the CPU time of a process and of all its descendants.
 
-Where no group can be made, the tree of processes below it is read instead: that misses processes
-whose parent has ended.
+If no group can be created, the process tree is read instead, which misses processes whose parent
+has exited.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Account(Protocol):
         """Return the CPU seconds used up to now."""
 
     def add(self, pid: int) -> None:
-        """Count a process and what it starts from now on."""
+        """Count a process and its later children."""
 
     def close(self) -> None:
-        """Give up what the account holds of the machine."""
+        """Release the account's resources."""
 
 
 class Group:

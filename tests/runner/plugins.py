@@ -17,7 +17,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """Register the plugins; start what a run of several workers needs beside them."""
+    """Register the plugins; start the shared processes of a run of several workers."""
     chosen = tiers.Tiers(config)
     config.stash[tiers.Tiers.KEY] = chosen
     config.pluginmanager.register(chosen, "tiers")
@@ -26,11 +26,11 @@ def configure(config: pytest.Config) -> None:
         counted = costs.Costs(config)
         config.pluginmanager.register(counted, "costs")
         workers.Workers(config, counted)
-        config.stash[NURSERY] = TestNursery()  # whose start a single test would not earn
+        config.stash[NURSERY] = TestNursery()  # too slow to start for a single test
         config.stash[NURSERY].start()
 
 
 def unconfigure(config: pytest.Config) -> None:
-    """End what `configure` has started."""
+    """Stop everything that `configure` has started."""
     if NURSERY in config.stash:
         config.stash[NURSERY].close()

@@ -1,12 +1,14 @@
 """Tiers of tests: daily, deep and timing.
 
+Usage:
+
     --tier daily   what `make test` runs: all but `deep` and `timing`; of `rotating` cases a part
     --tier deep    everything but `timing`: `make test-deep`
     --tier timing  only the `timing` tests: `make test-timing`, in one process
     --tier ci      daily, one seventh of the rest, and the rest of what changed lately
 
-Which part is drawn from the commit (`--rotation N` replays one): the next commit draws the next
-part, so that every case runs within as many commits as there are parts.
+The commit selects the part (`--rotation N` replays one). The next commit selects the next part, so
+that every case runs within as many commits as there are parts.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Tiers:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Deselect what the tier leaves out."""
+        """Deselect the tests that the tier leaves out."""
         selected: list[pytest.Item] = []
         dropped: list[pytest.Item] = []
         for item in items:
@@ -85,7 +87,7 @@ class Tiers:
             items[:] = selected
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print what was left out, and how to run the same tests again."""
+        """Print the deselected tests, and how to run the same tests again."""
         for tier, count in sorted(self._deselected.items()):
             terminalreporter.write_line(f"deselected {count} {tier} tests: --tier {tier}")
         terminalreporter.write_line(
@@ -145,7 +147,7 @@ def affected_tests(paths: Sequence[str], rotation: int) -> tuple[str, ...]:
 
 
 def read_git(root: Path, *words: str) -> str:
-    """Return what git prints about the repository at `root`."""
+    """Return git's output about the repository at `root`."""
     command = ["git", "-C", str(root), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -1,10 +1,12 @@
 """Workers that run the tests: forks of one process that has collected them.
 
+Usage:
+
     --workers N    run the tests in N processes; without it in this one
 
-A worker asks for a unit of tests (a group, or neighbours in a file), runs it, reports, and asks
-again. Everything that it starts is charged to an account of its own (`groups.py`), also what its
-fork server forks. A worker that dies fails the test it was running; another takes its place.
+A worker requests a unit of tests (a group, or neighbours in a file), runs it, reports, and requests
+the next. All processes that it starts, also by its fork server, are charged to its own account
+(`groups.py`). If a worker dies, its running test fails and another worker replaces it.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class Workers:
         gc.collect()
         if (seconds := self._config.option.stop_after) is not None:
             self._stop_at = time.monotonic() + seconds
-        gc.freeze()  # no collection of a worker copies the pages of what was collected
+        gc.freeze()  # no collection of a worker copies the pages of the collected tests
         try:
             for _ in range(min(self._count, len(self._units))):
                 self._start()
@@ -195,7 +197,7 @@ class Workers:
         """Fail the test that a dead worker ran, and give the rest of its unit to another."""
         _, status = os.waitpid(worker.pid, 0)
         with contextlib.suppress(EOFError, ConnectionError):
-            while worker.connection.poll():  # what it sent before its end
+            while worker.connection.poll():  # messages from before its exit
                 self._receive(worker)
         self._close(worker)
         code = os.waitstatus_to_exitcode(status)
@@ -223,7 +225,7 @@ class Workers:
         self._config.hook.pytest_runtest_logreport(report=report)
 
     def _close(self, worker: Worker) -> None:
-        """Free what the controller holds for a worker that has ended."""
+        """Free the controller's resources of a worker that has exited."""
         self._workers.remove(worker)
         self._costs.overhead_s += max(0.0, worker.account.cpu_s() - worker.counted_s)
         worker.account.close()
@@ -333,7 +335,7 @@ def run_worker(
         ends.report(traceback.format_exc())
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(scaled(END_S)))  # what does not end would keep the controller for ever
+        signal.alarm(int(scaled(END_S)))  # a running process would block the controller permanently
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
         atexit._run_exitfuncs()
         os._exit(code)
@@ -344,8 +346,8 @@ def run_units(
 ) -> None:
     """Run one unit after the other.
 
-    The next unit is requested before the last test of one: what is torn down after a test depends
-    on the test that follows.
+    The next unit is requested before the last test of one, because a test's teardown depends on the
+    test that follows.
     """
     unit = reporter.request_unit()
     counted_s = account.cpu_s()
@@ -366,9 +368,9 @@ def run_units(
 
 
 def settle(config: pytest.Config, number: int, base: Path | None) -> None:
-    """Replace what a fork must not share with the controller.
+    """Replace the state that a fork must not share with the controller.
 
-    That is its output, directory for files, random numbers, and what is done at exit.
+    That is its output, directory for files, random numbers, and exit handlers.
     """
     os.environ[WORKER_ENV] = str(number)
     plugins = config.pluginmanager

@@ -1,4 +1,4 @@
-"""Declares the interface of a service: message types and a method table, no logic."""
+"""Declaration of a service's interface: message types and a method table, no logic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ R = TypeVar("R")
 
 
 class Method(Generic[Q]):
-    """One entry of an interface; it knows its own name once the class is made."""
+    """Entry of an interface. Its name is set when the class is created."""
 
-    name: str = ""  # as the attribute is called: what crosses the wire
-    label: str = ""  # "Weights.stage_version": what people read
+    name: str = ""  # name of the attribute, sent with each request
+    label: str = ""  # "Weights.stage_version", for users
 
     def __init__(self, request: type[Q]) -> None:
         self.request = request
@@ -25,9 +25,10 @@ class Method(Generic[Q]):
 
 
 class Call(Method[Q], Generic[Q, R]):
-    """One request, one reply; a plain value says what needs no name,
-    NoneType nothing. `idempotent`: safe to run twice,
-    so a lost peer is asked again within the deadline.
+    """One request, one reply.
+
+    A single value needs no message class; NoneType is an empty message. `idempotent`: safe to run
+    twice, so a call to a lost peer is repeated within the deadline.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Call(Method[Q], Generic[Q, R]):
 
 
 class Stream(Method[Q], Generic[Q, R]):
-    """One request, many replies. `idle_s`: the longest wait for the next one. `credits`: how many
-    may be under way.
+    """One request, many replies.
+
+    `idle_s`: the longest wait for the next one. `credits`: maximum number in flight.
     """
 
     def __init__(
@@ -69,6 +71,6 @@ class Interface:
 
 @message
 class ChangeHint:
-    """A hint to read the state again. It carries no orders, so losing it is harmless."""
+    """Hint to read the state again. It carries no orders, so losing it is harmless."""
 
     subject: str  # what changed, for the log

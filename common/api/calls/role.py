@@ -1,6 +1,4 @@
-"""The interface of every role process towards the worker that started it: it drains, and it goes
-from tier to tier and back.
-"""
+"""Interface of every role process for its worker: drain, and change of tier."""
 
 from __future__ import annotations
 
@@ -9,31 +7,30 @@ from types import NoneType
 from meshrl.common.api.calls.interface import Call, Interface
 from meshrl.common.base.encoding.messages import message
 
-SET_TIER_TIMEOUT_S = (
-    900.0  # tensors of some 100 GB to a disk; who asked may ask again, and finds it under way
-)
+# offloads about 100 GB to a disk; a repeated order joins the one in progress
+SET_TIER_TIMEOUT_S = 900.0
 
 
 @message
 class SetTier:
-    """Asks a role process to bring its tensors to a tier, and to stay there until it hears again.
+    """Order to move a role process's tensors to a tier.
 
-    The same wish twice changes nothing. Fenced: a later one has come. Anything else that is raised
-    leaves the process where it was (StorageFull: there is no room; Refused: not now).
+    A repeated order changes nothing. Fenced: a later order has come. Any other error leaves the
+    process in its tier (StorageFull: no space; Refused: not now).
     """
 
-    # of `meshrl.common.state.pool.workers.rows.Tier`; absent: a checkpoint covers all, and it may
-    # be ended
+    # of `meshrl.common.state.pool.workers.rows.Tier`; absent: a checkpoint covers all state, and
+    # the process may be stopped
     tier: str
-    epoch: int  # of the wish
-    time_sliced: bool  # whether it takes turns with others of its gang while it computes
-    segment_owner: str  # the process that owns segments of memory for it: its worker
-    offload_dir: str  # the directory where its files may lie, which is the worker's too
+    epoch: int  # of the desired state
+    time_sliced: bool  # True: it computes in time slices with others of its gang
+    segment_owner: str  # owner of its memory segments: its worker
+    offload_dir: str  # directory for its files, shared with the worker
 
 
 @message
 class TierUsage:
-    """The answer to Settle: bytes of tensors that the process has of each now."""
+    """Answer to SetTier: bytes of the process's tensors in each tier."""
 
     accelerator_bytes: int
     memory_bytes: int
@@ -43,7 +40,7 @@ class TierUsage:
 class RoleControl(Interface):
     """The methods that every role process has."""
 
-    # It finishes what it can within the deadline and gives back the rest; the reason is for the
-    # log. Once it has answered it may be ended.
+    # The process finishes what it can within the deadline and requeues the rest. The argument is
+    # the reason for the log. After the answer the process may be stopped.
     drain = Call(str, NoneType, deadline_s=5.0, idempotent=True)
     set_tier = Call(SetTier, TierUsage, deadline_s=SET_TIER_TIMEOUT_S, idempotent=True)

@@ -1,8 +1,8 @@
-"""Table of the roles that may get chunks from a process's bulk port, and put chunks there. Other
-requests are refused; `call_permissions.py` is the same table for calls.
+"""Permissions of roles to get chunks from a process's bulk port, and put chunks there.
 
-The store keeps chunks of different writers apart: each space is a directory of its own, which no
-other role fills. A request names the space of its chunk.
+Other requests are rejected; `call_permissions.py` is the same table for calls. The store keeps
+chunks of different writers apart: each space is a directory of its own, which no other role fills.
+A request names the space of its chunk.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 GET, PUT = "get", "put"
 WEIGHTS = ""  # weights and checkpoints, by trainers and their ranks
 GROUPS = "groups"  # finished groups, by rollout shards
-PUBLISHED = "published"  # files of bundles and checkpoints at the run's home, by the store itself
-SPACES = (WEIGHTS, GROUPS, PUBLISHED)  # travel by their numbers
+PUBLISHED = "published"  # files of bundles and checkpoints on the run host, by the store itself
+SPACES = (WEIGHTS, GROUPS, PUBLISHED)  # sent as indices
 
 
 def put_right(space: str) -> str:
@@ -20,15 +20,15 @@ def put_right(space: str) -> str:
 
 
 _TABLE: dict[tuple[str, str], tuple[str, ...]] = {
-    # who loads weights, reads groups and checkpoints, or files of a bundle
+    # processes that load weights, or read groups, checkpoints or files of a bundle
     ("weights", GET): ("engine", "hybrid", "node", "rank", "rollout", "scoring", "trainer"),
     ("weights", put_right(WEIGHTS)): ("rank", "trainer"),
     ("weights", put_right(GROUPS)): ("rollout",),
-    # who fetches a version that another host has got: its agent serves what lies there
+    # processes that fetch a version from another host, whose agent serves it
     ("node", GET): ("engine", "hybrid", "rank", "scoring", "trainer"),
     ("hybrid", GET): ("trainer",),  # its gradient
-    ("engine", GET): ("engine",),  # on another host: keys and values of a prefix
-    ("trainer", GET): ("rank",),  # on another host: its rows of that
+    ("engine", GET): ("engine",),  # of another host: keys and values of a prefix
+    ("trainer", GET): ("rank",),  # of another host: its rows of the gradient
 }
 BULK_PERMISSIONS: dict[tuple[str, str], frozenset[str]] = {
     served: frozenset(roles) for served, roles in _TABLE.items()

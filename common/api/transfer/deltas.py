@@ -1,5 +1,6 @@
-"""What the weight store is told and asked of deltas: how chunks of a version are made of those of
-an earlier one. The calls are in `Weights`.
+"""Messages about deltas to the weight store: chunks of a version as changes to those of another.
+
+The calls are in `Weights`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from meshrl.common.base.encoding.messages import message
 
 @message
 class VersionRef:
-    """A version that another one refers to, or that somebody has."""
+    """Reference to a version."""
 
     lineage: int
     version: int
-    digest: str  # of its manifest
+    digest: str  # of the manifest
 
 
 @message
 class ChunkDelta:
-    """How one chunk is made of another, which the same pieces of the same tensors lie in."""
+    """Delta from one chunk to another with the same pieces of the same tensors."""
 
-    old_chunk: str  # digests of the two chunks
+    old_chunk: str  # digest
     new_chunk: str
-    # The digest of a chunk of the store in which its delta (`meshrl.common.weights.delta.codec`)
-    # lies, and perhaps those of chunks beside it: where, and how many bytes it has.
+    # Digest of the stored chunk with the delta (`meshrl.common.weights.delta.codec`), which may
+    # also hold deltas of other chunks; offset and size of this one.
     blob: str
     offset: int
     size_bytes: int
@@ -33,8 +34,9 @@ class ChunkDelta:
 
 @message
 class DeltaSet:
-    """The document of a delta, or a part of one: from one version to another, chunk by chunk. What
-    has no delta is pulled in full. It is no part of either manifest.
+    """Delta between two versions, or a part of one, chunk by chunk.
+
+    Chunks without a delta are pulled in full. A delta is part of neither manifest.
     """
 
     base: VersionRef
@@ -44,22 +46,24 @@ class DeltaSet:
 
 @message
 class BeginDelta:
-    """Tells the store, before a staged version is committed, that deltas to it may come, and asks
-    which versions they are to be from.
+    """Announcement of deltas to a staged version, before its commit.
+
+    The answer lists the versions to make deltas from.
     """
 
     job: str
     target: VersionRef
-    anchor_interval: int  # each so manieth version stays a base for hosts that fall behind
-    part: int = 0  # which of the processes that have staged the version asks
-    parts: int = 1  # how many of them make deltas
-    host: str = ""  # whose chunks they are made of: one that makes all of them needs none
+    anchor_interval: int  # every n-th version stays a base for hosts that fall behind
+    part: int = 0  # index of the sending process among those that staged the version
+    parts: int = 1  # number of processes that make deltas
+    host: str = ""  # host of the chunks; not needed from a process that makes all deltas
 
 
 @message
 class DeltaBases:
-    """The answer to BeginDelta, the one that most hosts have first; none: nobody on another host
-    receives, and no delta is waited for.
+    """Answer to BeginDelta, the version that most hosts have first.
+
+    An empty list: no other host receives versions, and no process waits for a delta.
     """
 
     bases: list[VersionRef]
@@ -67,7 +71,7 @@ class DeltaBases:
 
 @message
 class StageDelta:
-    """Hands over more of a delta, whose blobs are stored; `whole`: it is the end of this part."""
+    """More of a delta, whose blobs are stored; `is_last`: the end of this part."""
 
     deltas: DeltaSet
     part: int = 0
@@ -76,8 +80,9 @@ class StageDelta:
 
 @message
 class DeltaQuery:
-    """Asks for the deltas to a version, those after the first `after` that there are, waiting for
-    some if more are to come that are of use to the host.
+    """Request for the deltas to a version, after the first `offset` ones.
+
+    The call waits if more deltas that the host can use are expected.
     """
 
     target: str  # digest of its manifest
@@ -88,7 +93,7 @@ class DeltaQuery:
 
 @message
 class DeltaBatch:
-    """The answer to AskDeltas. `more`: others may follow that are from what the host holds."""
+    """Answer to DeltaQuery. `has_more`: further deltas from a version of the host may follow."""
 
     chunks: list[ChunkDelta] = field(default_factory=list)
     has_more: bool = False
@@ -96,7 +101,7 @@ class DeltaBatch:
 
 @message
 class VersionAcknowledgement:
-    """Tells that a host has a version whole: later deltas may be from it."""
+    """Report that a host has a complete version: later deltas may start from it."""
 
     host: str
     target: VersionRef

@@ -1,4 +1,6 @@
-"""Encodes a typed message as one byte string, as finished groups and manifests lie in the store."""
+"""Encoding of a typed message as one byte string, the form of finished groups and manifests in the
+store.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _COUNT = struct.Struct("<I")
 
 
 def pack(message: Any) -> bytes:
-    """`message` (a @message dataclass) with its buffers, as bytes."""
+    """Encode `message` (a @message dataclass) with its buffers as bytes."""
     body, buffers = encode(message)
     parts: list[bytes | memoryview] = [body, *buffers]
     head = _COUNT.pack(len(parts)) + b"".join(
@@ -23,7 +25,7 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(cls: type[T], content: bytes | memoryview) -> T:
-    """The inverse of `pack`; BadMessage when the bytes are not what `cls` says."""
+    """Decode bytes of `pack`; raise BadMessage if they are no `cls`."""
     view = memoryview(content)
     try:
         (count,) = _COUNT.unpack_from(view, 0)

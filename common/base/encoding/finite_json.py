@@ -1,4 +1,4 @@
-"""JSON with finite numbers alone: `json` reads NaN, Infinity and 1e999 as floats of Python."""
+"""JSON with finite numbers only: `json` reads NaN, Infinity and 1e999 as Python floats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class NonFiniteNumber(ValueError):
-    """A number in JSON that is not finite; the message is the number as written."""
+    """Error raised for a JSON number that is not finite; the message is the number as written."""
 
 
 def _parse_finite(written: str) -> float:
@@ -22,7 +22,7 @@ DECODER = json.JSONDecoder(parse_constant=_parse_finite, parse_float=_parse_fini
 
 
 def is_finite(value: Any) -> bool:
-    """True if all numbers of a value that JSON can hold are finite."""
+    """Return True if all numbers of a JSON value are finite."""
     try:
         json.dumps(value, allow_nan=False)
     except (RecursionError, TypeError, ValueError):

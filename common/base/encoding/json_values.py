@@ -1,7 +1,7 @@
-"""Dataclasses as JSON takes them, and back. Fields that have their default are left out.
+"""Conversion between dataclasses and JSON values. Fields with their default are omitted.
 
-A mapping whose keys are no strings is a list of pairs, a named tuple a list. What is read is one's
-own: nothing of it is checked.
+A mapping whose keys are no strings becomes a list of pairs, a named tuple a list. Input must be
+this module's own output: it is not checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def to_json_value(value: Any) -> Any:
-    """The value as JSON takes it."""
+    """Convert a value to JSON values."""
     if is_dataclass(value):
         found: dict[str, Any] = {}
         for one in fields(value):
@@ -35,13 +35,13 @@ def to_json_value(value: Any) -> Any:
 
 
 def from_json_value(cls: type[T], value: Any) -> T:
-    """The value of this type that `plain` made a document of."""
+    """Convert JSON values of `to_json_value` back to this type."""
     return cast(T, _decoder(cast(Any, cls))(value))
 
 
 @cache
 def _decoder(hint: Any) -> Callable[[Any], Any]:
-    """What restores values of a type: `_same` for those that JSON has as they are."""
+    """Return the decoder of a type: `_identity` for types that JSON has."""
     origin, of = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         one = _decoder(next(some for some in of if some is not NoneType))

@@ -1,10 +1,10 @@
-"""Typed messages as MessagePack, with arrays as buffers beside them. Import them from
+"""Typed messages as MessagePack, with arrays as separate buffers. Import them from
 `meshrl.common.mesh.wire.frames`.
 
-A message is a frozen dataclass; its encoder and decoder are compiled once, when the class is made.
-The body is a MessagePack array of the fields in order. Arrays of 1 KiB and more leave as frames of
-their own, without a copy. Nothing that arrives is trusted: sizes are checked before anything is
-decoded, types while it is, and what is off is a BadMessage.
+A message is a frozen dataclass; its encoder and decoder are compiled once, when the class is
+created. The body is a MessagePack array of the fields in order. Arrays of 1 KiB and more are sent
+as separate frames, without a copy. Received bytes are not trusted: sizes are checked before
+decoding, types during it, and each violation is a BadMessage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ M = TypeVar("M")
 Array = np.ndarray[Any, np.dtype[Any]]
 Frame = bytes | memoryview
 
-OUT_OF_BAND_BYTES = 1024  # below this a frame of its own costs more than the copy
+OUT_OF_BAND_BYTES = 1024  # below this size a separate frame costs more than a copy
 _DTYPES = {
     np.dtype(name).str: np.dtype(name)
     for name in (
@@ -50,14 +50,14 @@ DECODE_ERRORS = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 
 @dataclass(frozen=True, slots=True)
 class MessageLimits:
-    """What one message may weigh; checked before decoding, on both ends."""
+    """Size limits of one message; checked before decoding, on both ends."""
 
     frames: int = 1026  # header, body and 1,024 buffers
     header_bytes: int = 2048
     body_bytes: int = 16 << 20
     buffer_bytes: int = 256 << 20
     total_bytes: int = 1 << 30
-    items: int = 1 << 18  # entries of one list or map: longer ones belong into an Array
+    items: int = 1 << 18  # entries of one list or map; longer ones belong in an Array
     depth: int = 32  # nesting inside an Any
     dims: int = 8
 
@@ -81,10 +81,10 @@ _codecs: dict[type, _Codec] = {}
 
 @dataclass_transform(frozen_default=True)
 def message(cls: type[M]) -> type[M]:
-    """Makes `cls` a frozen, slotted dataclass that encode and decode understand.
+    """Make `cls` a frozen, slotted dataclass that encode and decode understand.
 
     Fields: int, float, str, bytes, bool, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X,
-    Y], Any (what MessagePack holds), Array, and other messages. Types must be defined when the
+    Y], Any (MessagePack values), Array, and other messages. Types must be defined when the
     decorator runs.
     """
     made: Any = dataclass(frozen=True, slots=True)(cls)
@@ -95,8 +95,9 @@ def message(cls: type[M]) -> type[M]:
 
 
 def encode(m: Any) -> tuple[bytes, Buffers]:
-    """The body and its out-of-band buffers (views of the message's own arrays: do not write to them
-    before they have left).
+    """Encode a message to its body and out-of-band buffers.
+
+    The buffers are views of the message's own arrays: do not write to these before they are sent.
     """
     buffers: Buffers = []
     codec = _codecs.get(type(m))
@@ -109,7 +110,7 @@ def encode(m: Any) -> tuple[bytes, Buffers]:
 
 
 def decode(cls: type[M], body: Frame, buffers: Sequence[Frame] = ()) -> M:
-    """The message in `body`; its arrays are read-only views of `buffers`."""
+    """Decode the message in `body`; its arrays are read-only views of `buffers`."""
     rest = iter(buffers)
     made: M = _codecs[cls].decode(unpack_body(body), rest)
     if buffers and next(rest, None) is not None:
@@ -118,7 +119,9 @@ def decode(cls: type[M], body: Frame, buffers: Sequence[Frame] = ()) -> M:
 
 
 def unpack_body(body: Frame) -> Any:
-    """The MessagePack value of a body; BadMessage if it is malformed or beyond the limits."""
+    """Decode the MessagePack value of a body; raise BadMessage if it is malformed or exceeds a
+    limit.
+    """
     size = len(body)
     if size > LIMITS.body_bytes:
         raise BadMessage(f"a body of {size} bytes; the limit is {LIMITS.body_bytes}")
@@ -131,7 +134,7 @@ def unpack_body(body: Frame) -> Any:
 
 
 def check_arity(value: Any, arity: int, what: str) -> list[Any]:
-    """`value` as a list of `arity` fields; BadMessage names `what` if it is anything else."""
+    """Return `value` as a list of `arity` fields; otherwise raise BadMessage that names `what`."""
     if type(value) is not list or len(value) != arity:
         raise BadMessage(f"{what} with other than its {arity} fields")
     return value
@@ -141,8 +144,8 @@ _SCALARS = {int: "int", str: "str", bytes: "bytes", bool: "bool"}
 
 
 def _compile(cls: type, fields: dict[str, Any]) -> _Codec:
-    """Code of its own for each message class: scalars are checked in line, the rest through a
-    closure each.
+    """Compile a codec for one message class: scalars are checked inline, other fields by
+    closures.
     """
     scope: dict[str, Any] = {
         "cls": cls,
@@ -188,9 +191,7 @@ def _compile(cls: type, fields: dict[str, Any]) -> _Codec:
 
 
 def _translate_value_errors(decode: _Decode, cls: type) -> _Decode:
-    """A __post_init__ may refuse values by ValueError: for a message that arrived that is a
-    BadMessage.
-    """
+    """Translate ValueError of a __post_init__ to BadMessage for received messages."""
 
     def guarded(v: Any, buffers: Iterator[Frame]) -> Any:
         try:
@@ -215,7 +216,7 @@ def _pass_through(value: Any, buffers: Buffers) -> Any:
     return value
 
 
-# None stands for a message without content, and a plain value for one of a single field.
+# None encodes a message without content, and a plain value one with a single field.
 _codecs[types.NoneType] = _Codec(
     _pass_through, lambda v, _: None if v is None else _fail("nothing", v)
 )
@@ -309,7 +310,7 @@ _PLAIN_TYPES = {type(None), bool, int, float, str, bytes}
 
 
 def _check_plain(value: Any, where: str) -> Any:
-    """`value` if it is JSON-like (bytes allowed) and not nested deeper than the limit."""
+    """Return `value` if it is JSON-like (bytes allowed) and not nested deeper than the limit."""
     level, depth = [value], 0
     while level:
         deeper: list[Any] = []
@@ -330,7 +331,9 @@ def _check_plain(value: Any, where: str) -> Any:
 
 
 def _encode_array(array: Any, buffers: Buffers) -> Any:
-    """[dtype, shape, bytes]; None for the bytes when they follow as the next buffer."""
+    """Encode an array as [dtype, shape, bytes], with None for bytes that follow as the next
+    buffer.
+    """
     array = np.ascontiguousarray(array).reshape(np.shape(array))
     kind = array.dtype.str
     if kind not in _DTYPES:

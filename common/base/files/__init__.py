@@ -1,1 +1,1 @@
-"""Files that survive a crash: durable writes, locks, damage. Open `disk_sync.py` first."""
+"""Files that survive a crash: durable writes, locks, corruption. Open `disk_sync.py` first."""

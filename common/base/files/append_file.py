@@ -1,4 +1,4 @@
-"""A file that grows by whole records: what a full disk cut short is truncated again."""
+"""File that grows by complete records: a partial record of a full disk is truncated."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 from meshrl.common.base.errors import StorageFull
 from meshrl.common.base.files.disk_sync import fdatasync
 
-DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of writing, where there is no room
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # errors of writes without space
 
 
 class AppendFile:
-    """Appends records with write(2): each is in the kernel when `write` returns, or not at all.
+    """File to which write(2) appends records: each is in the kernel when `write` returns, or not at
+    all.
 
-    `room` tells a bound in bytes on the file's length, -1 for none (a simulated disk has one). What
-    lies behind `keep` bytes, if that is told, is a torn tail and cut off.
+    `max_length_bytes` returns a bound on the file's length, -1 for none (a simulated disk has one).
+    Bytes after `truncate_to_bytes`, if set, are a torn tail and removed.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class AppendFile:
             self._length = truncate_to_bytes
 
     def write(self, record: bytes) -> None:
-        """Appends one record whole or not at all. StorageFull: the disk is full, and the file is as
-        before.
+        """Append one complete record or none. StorageFull: the disk is full, and the file is
+        unchanged.
         """
         view, written = memoryview(record), 0
         try:
@@ -54,7 +55,7 @@ class AppendFile:
         self._length += len(view)
 
     def _to_storage_full(self, error: OSError, problem: str) -> Exception:
-        """What to raise for `error`: StorageFull if that is what it says."""
+        """Return the exception to raise for `error`: StorageFull for a full disk."""
         if error.errno not in DISK_FULL_ERRNOS:
             return error
         return StorageFull(
@@ -64,20 +65,20 @@ class AppendFile:
         )
 
     def tell(self) -> int:
-        """Length in bytes of the whole records."""
+        """Return the length in bytes of the complete records."""
         return self._length
 
     def sync(self) -> None:
-        """Returns once all that was written is on the disk."""
+        """Return once all written bytes are on disk."""
         fdatasync(self._fd)
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be written to."""
+        """Return True if the file is open for writing."""
         return self._fd >= 0
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,8 +1,8 @@
-"""What becomes of a durable file whose bytes are not those that were written: a fate for each kind.
+"""Handling of durable files whose bytes have changed since they were written, by kind of file.
 
-Every durable file has a check that is made when it is read. What fails it is never used, and never
-deleted: it is set aside below `quarantine/`, an event `damaged` names it and what follows, and
-the next best thing is used, or the job fails by name.
+Every durable file has a check for its reader. A file that fails it is never used, and never
+deleted: it is quarantined below `quarantine/`, and an event `damaged` names it and the recovery.
+The recovery uses the best replacement, or the job fails by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUARANTINE_DIRECTORY = "quarantine"
 CORRUPTION_EVENT = "damaged"
 
 
-# What follows. docs/operations.md has this as a table, and the check that each kind has.
+# docs/operations.md has this as a table, with the check of each kind.
 RECOVERY_BY_KIND: dict[str, str] = {
     "checkpoint": (
         "set aside; the newest kept one before it is used, under a new lineage: what steps in "
@@ -63,8 +63,10 @@ RECOVERY_BY_KIND: dict[str, str] = {
 
 
 def quarantine(path: Path, root: Path) -> Path:
-    """Moves a damaged file or directory to `<root>/quarantine/<its path below root>`, with a number
-    behind it where one lies there already; where it lies now. FileNotFoundError when it is gone.
+    """Move a corrupt file or directory to `<root>/quarantine/<its path below root>`; return the new
+    path.
+
+    A number is appended to an existing name. Raises FileNotFoundError if the file is missing.
     """
     below = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
     target = root / QUARANTINE_DIRECTORY / below
@@ -78,7 +80,7 @@ def quarantine(path: Path, root: Path) -> Path:
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
-    """An event `damaged` as a person reads it."""
+    """Format an event `damaged` for users."""
     then = str(event["then"])
     aside = f" It lies in {event['aside']}." if event.get("aside") else ""
     return f"{event['path']} is damaged: {event['why']}. {then[:1].upper()}{then[1:]}.{aside}"
@@ -93,8 +95,8 @@ def make_event_fields(
     job: str = "",
     quarantined_path: Path | None = None,
 ) -> dict[str, Any]:
-    """The fields of the event `damaged`: which file of which kind, why it is not used, where it
-    lies now, and what follows.
+    """Return the fields of the event `damaged`: file, kind, reason, quarantine path and
+    recovery.
     """
     moved = str(quarantined_path) if quarantined_path is not None else ""
     return {

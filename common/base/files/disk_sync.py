@@ -1,6 +1,6 @@
 """Durable writes: fsync of files and directories, before a write is acknowledged.
 
-Every fsync of the mesh goes through here, so that a simulated disk can take its place.
+Every fsync of the mesh uses this module, so that a simulated disk can replace it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ _disk: Callable[[int], None] | None = None
 
 
 def simulate_disk(on_sync: Callable[[int], None] | None) -> None:
-    """Have `synced` called with each descriptor in place of a sync, by which a simulated disk
-    remembers what a power cut leaves; None: the real disk again.
+    """Call `on_sync` with each descriptor instead of a sync; None restores the real disk.
+
+    A simulated disk thereby records the state that a power failure leaves.
     """
     global _disk
     _disk = on_sync
 
 
 def fsync(descriptor: int) -> None:
-    """Returns once what the open file or directory holds is on the disk."""
+    """Return once the content of an open file or directory is on disk."""
     if _disk is None:
         os.fsync(descriptor)
     else:
@@ -29,7 +30,7 @@ def fsync(descriptor: int) -> None:
 
 
 def fdatasync(descriptor: int) -> None:
-    """The same without what the file's content does not need to be read again, as its times."""
+    """Sync like `fsync`, without metadata that reading needs not, such as times."""
     if _disk is None:
         os.fdatasync(descriptor)
     else:
@@ -37,8 +38,9 @@ def fdatasync(descriptor: int) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Writes a file's content, or a directory's list of names, to the disk. After a power cut a new
-    or renamed file is there if both it and its directory were synced.
+    """Sync a file's content, or a directory's list of names.
+
+    A new or renamed file survives a power failure if both it and its directory were synced.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -48,6 +50,6 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Syncs a directory and all that is below it."""
+    """Sync a directory and everything below it."""
     for path in [*directory.rglob("*"), directory]:
         fsync_path(path)

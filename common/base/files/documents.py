@@ -1,6 +1,6 @@
 """JSON documents with a check: the last key, `check`, is a digest of all others.
 
-One without the key was written by hand or by an earlier version, and is read as it is.
+A document without the key was written by hand or by an earlier version, and is read unchecked.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ CHECK = "check"
 
 
 def compute_check(content: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits that tell one content from another, however it is laid out."""
+    """Return 16 hexadecimal digits that identify the content, independent of its formatting."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def encode(content: Mapping[str, Any]) -> bytes:
-    """The document's bytes, for people to read too."""
+    """Encode a document as readable JSON bytes."""
     told = {key: value for key, value in content.items() if key != CHECK}
-    told |= {CHECK: compute_check(json.loads(json.dumps(told)))}  # as it will be read
+    told |= {CHECK: compute_check(json.loads(json.dumps(told)))}  # in the form that is read
     return (json.dumps(told, indent=2) + "\n").encode()
 
 
 def decode(content: bytes, where: str) -> dict[str, Any]:
-    """What a document holds, without its check; Damaged when it is not what was written."""
+    """Decode a document without its check; raise CorruptData if the check fails."""
     odd: list[str] = []
 
     def number(text: str) -> float:
         found = float(text)
-        if repr(found) != text:  # other digits may be the same number
+        if repr(found) != text:  # other digits may have the same value
             odd.append(text)
         return found
 
     try:
         found = json.loads(content, parse_float=number)
-    except ValueError as error:  # also for bytes that are no text
+    except ValueError as error:  # also raised for bytes that are no text
         why = f"it is not JSON: {error}" if content else "it is empty"
         raise CorruptData(why, where=where) from None
     if not isinstance(found, dict):
@@ -61,8 +61,9 @@ def decode(content: bytes, where: str) -> dict[str, Any]:
 
 
 def read(path: Path, fix: str) -> dict[str, Any]:
-    """What the document there holds. Damaged, with what to do, when it is not what was written;
-    FileNotFoundError.
+    """Read a document.
+
+    Raises FileNotFoundError, and CorruptData with `fix` if the check fails.
     """
     try:
         return decode(path.read_bytes(), str(path))
@@ -71,31 +72,33 @@ def read(path: Path, fix: str) -> dict[str, Any]:
 
 
 def make_corrupt_error(path: Path, why: str, fix: str) -> CorruptData:
-    """The error of a document that cannot be used."""
+    """Make the error of an unusable document."""
     return CorruptData(f"{path.name} is damaged: {why}", where=str(path), fix=fix)
 
 
 def write(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Puts a document in place, as `put` does."""
+    """Write a document atomically, as `write_bytes` does."""
     write_bytes(path, encode(content), durable=durable)
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Whole or not at all, for this user's eyes: a reader never sees half a file, nor does who
-    comes after a power cut if it is `durable`. StorageFull with the old one in its place.
+    """Write a file atomically, readable by this user only.
+
+    A reader never sees a partial file; with `durable` that holds after a power failure too.
+    StorageFull leaves the old file in place.
     """
     with staged_write(path, content, durable=durable):
         pass
 
 
 def temporary_path(path: Path) -> Path:
-    """Where this process writes what is to be in that place."""
+    """Return the temporary path of this process's write to `path`."""
     return path.with_name(f"{path.name}.{os.getpid()}.new")
 
 
 @contextlib.contextmanager
 def staged_write(path: Path, content: bytes, *, durable: bool) -> Iterator[None]:
-    """As `put`: within the block the file is whole, and not yet in its place."""
+    """Write a complete file, and move it to `path` after the block; see `write_bytes`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = temporary_path(path)
     fresh.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
-"""Files whose locks say that a process uses what lies beside them: a lock ends with its process,
-and whoever takes things away does so under the lock alone.
+"""Lock files: a lock shows that a process uses the files beside it, and ends with that process.
+
+A process deletes such files only while it holds the lock.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 
 @contextmanager
 def try_lock_file(path: Path, create: bool = False) -> Iterator[bool]:
-    """Whether nobody holds the lock of the file that lies there; then nobody gets it until the end.
-    False too where there is no such file; `create`: then it is made.
+    """Yield True if the lock of the file is free, and hold it until the end of the block.
+
+    Yield False if the file is missing; `create` creates it.
     """
     try:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
@@ -29,7 +31,7 @@ def try_lock_file(path: Path, create: bool = False) -> Iterator[bool]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Whether the lock of an open file is this process's alone now; it does not wait."""
+    """Return True if this process gets the exclusive lock of an open file, without waiting."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -38,8 +40,9 @@ def try_lock(descriptor: int) -> bool:
 
 
 def is_file_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one that lies there now: whoever waited for a lock may have that
-    of a file which was taken away meanwhile.
+    """Return True if an open file is still the one at `path`.
+
+    A process that waited for a lock may have that of a deleted file.
     """
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())

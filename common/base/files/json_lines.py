@@ -1,10 +1,11 @@
-"""Files of JSON lines with a check: each line tells its number and a CRC-32 of itself, so that one
-that is damaged, missing or there twice is found.
+"""Files of JSON lines with a check: each line has its number and a CRC-32 of itself.
+
+The check detects corrupt, missing and repeated lines.
 
     {"step": 1, "reward": 0.5, "check": "0:1f2e3d4c"}
 
-A file in which no line has a check was written by hand or by an earlier version: it is read as it
-is. What follows the last newline is torn, by a crash or because it is being written.
+A file without any check was written by hand or by an earlier version, and is read unchecked. The
+rest after the last newline is torn, by a crash or by a write in progress.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from meshrl.common.base.files.corruption import quarantine
 from meshrl.common.base.files.disk_sync import fsync_path
 
 Row = dict[str, Any]
-BLOCK_BYTES = 1 << 20  # of a file that are in memory at a time while its CRC is made
+BLOCK_BYTES = 1 << 20  # of a file in memory at a time while its CRC is computed
 _CHECK = re.compile(rb', "check": "(\d+):([0-9a-f]{8})"}$')
 _UNTERMINATED = re.compile(rb', "check": "\d+:[0-9a-f]{8}"}.$', re.DOTALL)
 
 
 def encode_row(row: Mapping[str, Any], number: int) -> bytes:
-    """The line of a row that has at least one field, with its newline; `number` counts from 0."""
+    """Encode a row with at least one field as a line with its newline; `number` counts from 0."""
     return add_check(json.dumps(row), number)
 
 
 def add_check(row_json: str, number: int) -> bytes:
-    """The same of a row that is JSON already."""
+    """Add the check and a newline to a row in JSON."""
     told = f'{row_json[:-1]}, "check": "{number}:'.encode("utf-8", "replace")
     return told + f'{zlib.crc32(told):08x}"}}\n'.encode()
 
 
 def decode_row(line: bytes) -> Row | None:
-    """The row of a line without its newline, whether or not it has a check; None: it is damaged."""
+    """Decode a line without its newline, with or without a check; return None if it is corrupt."""
     found = _CHECK.search(line)
     if found is not None and zlib.crc32(line[: found.start(2)]) != int(found[2], 16):
         return None
     try:
         row = json.loads(line)
-    except ValueError:  # also for bytes that are no text
+    except ValueError:  # also raised for bytes that are no text
         return None
     if not isinstance(row, dict):
         return None
@@ -55,33 +56,31 @@ def decode_row(line: bytes) -> Row | None:
 
 
 def has_check(line: bytes) -> bool:
-    """Whether a line without its newline ends with a check, be it right or wrong."""
+    """Return True if a line without its newline ends with a check, valid or not."""
     return _CHECK.search(line) is not None
 
 
 @dataclass(frozen=True)
 class LineFileContent:
-    """What a file holds: its whole rows, and what is wrong with it, empty if nothing is."""
+    """Content of a file: its intact rows, and its corruption, empty if there is none."""
 
     rows: list[Row] = field(default_factory=list)
-    length_bytes: int = 0  # bytes up to the end of its last line; what follows is torn
-    next_number: int = (
-        0  # number of the line that comes next: with `rows` it tells how many are gone
-    )
-    has_checks: bool = True  # whether its lines have checks
+    length_bytes: int = 0  # up to the end of the last line; the rest is torn
+    next_number: int = 0  # number of the next line; with `rows` it shows how many are missing
+    has_checks: bool = True  # its lines have checks
     corruption: str = ""
-    intact_rows: int = 0  # rows before it
-    crc32: int = 0  # CRC-32 of its first `length` bytes
+    intact_rows: int = 0  # rows before the corruption
+    crc32: int = 0  # CRC-32 of its first `length_bytes` bytes
 
 
 def read_lines(path: Path) -> LineFileContent:
-    """What a file holds; a missing one holds nothing. Nothing is written."""
+    """Read the content of a file; a missing file is empty. Writes nothing."""
     content = path.read_bytes() if path.is_file() else b""
     end = content.rfind(b"\n") + 1
     texts = content[:end].split(b"\n")[:-1]
     tail = content[end:]
     wrong: list[str] = []
-    if _UNTERMINATED.search(tail):  # a whole line whose newline has become something else
+    if _UNTERMINATED.search(tail):  # a complete line whose newline has changed
         texts.append(tail[:-1])
         wrong.append(f"line {len(texts)} does not end")
     checked = not texts or any(_CHECK.search(text) for text in texts)
@@ -109,8 +108,9 @@ def read_lines(path: Path) -> LineFileContent:
 
 
 def iterate_rows(path: Path, *containing: str) -> Iterator[Row]:
-    """The whole rows of a file that somebody may be writing, one by one; only of lines that hold
-    one of some texts, if any are given.
+    """Yield the intact rows of a file that another process may be writing.
+
+    With `containing`, yield only rows of lines that contain one of these texts.
     """
     if not path.exists():
         return
@@ -124,20 +124,23 @@ def iterate_rows(path: Path, *containing: str) -> Iterator[Row]:
 
 
 class LineFile:
-    """A file that one process appends to. What it holds is read first, and changed by `append` and
-    `replace` alone: a torn tail is cut off by the first of them.
+    """File of lines with one writing process.
+
+    Its content is read first. Only `append` and `replace` change it; the first of them truncates a
+    torn tail.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.content = read_lines(path)
-        self.next_number = self.content.next_number  # number of the line that comes next
+        self.next_number = self.content.next_number  # number of the next line
         self._signature = read_signature(path)
         self._length_bytes, self._crc = self.content.length_bytes, self.content.crc32
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends all of them or none. StorageFull; Damaged when somebody else has changed the file
-        since.
+        """Append all rows or none.
+
+        Raises StorageFull, and CorruptData if another process has changed the file.
         """
         self.require_unchanged()
         lines = [encode_row(row, self.next_number + n) for n, row in enumerate(rows)]
@@ -151,15 +154,15 @@ class LineFile:
         self.next_number += len(lines)
 
     def release_rows(self) -> None:
-        """Forgets the rows that were found, which may be many; `found` tells only the rest."""
+        """Release the memory of the rows that were read; `content` then has only the rest."""
         self.content = replace(self.content, rows=[])
 
     def require_unchanged(self) -> None:
-        """Damaged when the file is not as it was left; where it is read, it tells no more."""
+        """Raise CorruptData if the file has changed since the last access."""
         now, seen = read_signature(self.path), self._signature
         if now != seen:
             if now and seen and now[:2] == seen[:2] and self._is_unchanged():
-                self._signature = now  # only its time is another, as after a touch
+                self._signature = now  # only its time has changed, as after a touch
                 return
             gone = not self.path.exists()
             raise CorruptData(
@@ -176,11 +179,12 @@ class LineFile:
     def replace(
         self, rows: Iterable[Mapping[str, Any]], quarantine_root: Path | None = None
     ) -> Path | None:
-        """Makes them all that the file holds, or leaves it as it is; StorageFull. Sets what was
-        there aside below `root`, if that is told; where it lies.
+        """Replace the file's rows, or leave it unchanged and raise StorageFull.
+
+        With `quarantine_root`, move the old file below it and return its new path.
         """
         fresh = self.path.with_name(self.path.name + ".new")
-        fresh.unlink(missing_ok=True)  # cut short by a full disk
+        fresh.unlink(missing_ok=True)  # left by a full disk
         lines = [encode_row(row, n) for n, row in enumerate(rows)]
         file = AppendFile(fresh)
         try:
@@ -201,7 +205,9 @@ class LineFile:
 
 
 def read_signature(path: Path) -> tuple[int, int, int] | None:
-    """What changes when somebody writes to a file, or puts another in its place."""
+    """Return the identity, size and time of a file, which change with every write or
+    replacement.
+    """
     try:
         found = path.stat()
     except FileNotFoundError:

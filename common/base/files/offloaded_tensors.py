@@ -1,7 +1,7 @@
-"""Tensors that lie in a segment of memory or in a file while who computes with them sleeps.
+"""Tensors in a memory segment or a file while their process sleeps.
 
-A head names them, with a checksum of each; the mark, a checksum of the head, is written last. So
-what a death has left half written is never taken for whole, and what has changed since is found.
+A header names them, with a checksum of each. The commit mark, a checksum of the header, is written
+last. So a half-written copy never counts as complete, and later changes are detected.
 """
 
 from __future__ import annotations
@@ -27,57 +27,57 @@ MAGIC = b"MeshKept"
 COMMIT_MARK = slice(16, 32)
 HEADER_BYTES = 32  # magic, length of the description, mark
 ALIGN_BYTES = 64  # a cache line, and the widest vector
-READAHEAD_BYTES = 16 << 20  # of a file that are read before they are asked for
-PIECE_BYTES = 1 << 20  # copied and summed at a time, while a core's cache holds it
+READAHEAD_BYTES = 16 << 20  # of a file, read ahead of requests
+PIECE_BYTES = 1 << 20  # copied and summed at a time, so that it fits in a core's cache
 
 
 class OffloadSource(Protocol):
-    """Named runs of bytes, as whoever sleeps has them."""
+    """Named byte ranges of a sleeping process."""
 
     @property
     def sizes_bytes(self) -> Mapping[str, int]:
-        """Bytes of each."""
+        """Size of each in bytes."""
 
     def read(self, name: str, start: int, end: int) -> Octets:
-        """Bytes [start, end) of one; a view where that can be."""
+        """Return bytes [start, end) of one, as a view where possible."""
 
 
 class OffloadTarget(OffloadSource, Protocol):
-    """Such bytes that can be put back."""
+    """Named byte ranges that can be restored."""
 
     def write(self, name: str, start: int, piece: Octets) -> None:
-        """Puts bytes back where they were."""
+        """Write bytes back to their place."""
 
 
 class OffloadMedium(Protocol):
-    """Where they lie meanwhile."""
+    """Storage for tensors during sleep."""
 
     @property
     def location(self) -> str:
-        """For people."""
+        """Location for users to read."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that it has room for, or holds."""
+        """Capacity or content in bytes."""
 
     def write_at(self, offset: int, piece: Octets) -> None:
-        """Writes bytes."""
+        """Write bytes."""
 
     def read_at(self, offset: int, count: int) -> Octets:
-        """Bytes that were written; fewer where it ends."""
+        """Read bytes; return fewer at the end."""
 
     def flush(self) -> None:
-        """Returns once what was put is as lasting as the medium is."""
+        """Flush: return once written bytes are as durable as the medium allows."""
 
     def close(self) -> None:
-        """Lets go of it; what lies there stays."""
+        """Close the medium; its content stays."""
 
 
 @dataclass(frozen=True)
 class OffloadHeader:
-    """What a medium holds, as its head says."""
+    """Content of a medium, according to its header."""
 
-    about: dict[str, Any]  # in the words of who sleeps
+    about: dict[str, Any]  # metadata of the sleeping process
     sizes_bytes: Mapping[str, int]
     offsets: Mapping[str, int]
     checksums: Mapping[str, Checksum]
@@ -88,7 +88,7 @@ def _encode_description(metadata: Mapping[str, Any], sizes: Mapping[str, int]) -
 
 
 def _compute_offsets(description: int, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Where each begins, and where the last ends."""
+    """Return the offset of each tensor, and the end of the last."""
     found, at = {}, HEADER_BYTES + description + CHECKSUM_BYTES * len(sizes)
     for name, size in sizes.items():
         at += -at % ALIGN_BYTES
@@ -98,13 +98,14 @@ def _compute_offsets(description: int, sizes: Mapping[str, int]) -> tuple[dict[s
 
 
 def compute_size_bytes(metadata: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    """Bytes that a medium must have room for."""
+    """Return the required size of a medium in bytes."""
     return _compute_offsets(len(_encode_description(metadata, sizes)), sizes)[1]
 
 
 def offload(medium: OffloadMedium, metadata: Mapping[str, Any], source: OffloadSource) -> None:
-    """Writes all of `content` to the medium, and the mark when the rest is there. `about` is JSON.
-    StorageFull, and nothing that could be read, where there is no room.
+    """Write all of `source` to the medium, and the commit mark last. `metadata` is JSON.
+
+    Raises StorageFull without space, and then leaves nothing readable.
     """
     description = _encode_description(metadata, source.sizes_bytes)
     offsets, _ = _compute_offsets(len(description), source.sizes_bytes)
@@ -124,7 +125,7 @@ def offload(medium: OffloadMedium, metadata: Mapping[str, Any], source: OffloadS
 
 
 def read_header(medium: OffloadMedium) -> OffloadHeader:
-    """What lies there; Damaged when it is not whole."""
+    """Read the header of a medium; raise CorruptData if the content is incomplete."""
     first = medium.read_at(0, HEADER_BYTES).tobytes()
     length = int.from_bytes(first[8:16], "little")
     if first[:8] != MAGIC or len(first) < HEADER_BYTES or length > medium.size_bytes:
@@ -146,8 +147,9 @@ def read_header(medium: OffloadMedium) -> OffloadHeader:
 
 
 def restore(medium: OffloadMedium, header: OffloadHeader, target: OffloadTarget) -> None:
-    """Writes back to `content` what it has names for. Damaged when bytes are not those that were
-    kept: what was written by then is to be thrown away.
+    """Write the medium's tensors that `target` names back to it.
+
+    Raises CorruptData if bytes have changed; the caller must then discard what was written.
     """
     for name, size in target.sizes_bytes.items():
         if header.sizes_bytes.get(name) != size:
@@ -162,19 +164,20 @@ def restore(medium: OffloadMedium, header: OffloadHeader, target: OffloadTarget)
 
 
 class MediumSource:
-    """What lies on one medium, as the content of another."""
+    """Content of one medium as the source of another."""
 
     def __init__(self, medium: OffloadMedium, header: OffloadHeader) -> None:
         self._medium, self._header, self.sizes_bytes = medium, header, header.sizes_bytes
 
     def read(self, name: str, start: int, end: int) -> Octets:
-        """Bytes of one, as they lie there."""
+        """Read bytes of one tensor from the medium."""
         return self._medium.read_at(self._header.offsets[name] + start, end - start)
 
 
 def copy_offload(source: OffloadMedium, target: OffloadMedium) -> OffloadHeader:
-    """Copies what lies on one medium to another; Damaged, and nothing whole there, when it is not
-    what was kept.
+    """Copy the content of one medium to another.
+
+    Raises CorruptData if it has changed, and then leaves no complete content.
     """
     head = read_header(source)
     offload(target, head.about, MediumSource(source, head))
@@ -195,16 +198,17 @@ def _as_array(content: bytes) -> Octets:
 
 
 def make_segment_name(process: str) -> str:
-    """What the segment of a process is called."""
+    """Return the name of a process's memory segment."""
     return process.replace("/", "-")
 
 
 class MemorySegment:
-    """A segment of memory that another process owns, opened by its path."""
+    """Memory segment of another process, opened by its path."""
 
     def __init__(self, path: str, process: str = "") -> None:
-        """`process`: whose tensors it is for. Refused, and nothing is written, when it is for
-        another's, or something else than a segment.
+        """Open a segment that is for the tensors of `process`.
+
+        Raises Refused, and writes nothing, if it is for another process or no segment.
         """
         self.location = path
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -219,27 +223,28 @@ class MemorySegment:
         self._bytes = np.frombuffer(mapped, np.uint8)
 
     def write_at(self, offset: int, piece: Octets) -> None:
-        """Copies bytes there; they are there for whoever maps it."""
+        """Copy bytes to the segment, visible to all processes that map it."""
         self._bytes[offset : offset + len(piece)] = piece
 
     def read_at(self, offset: int, count: int) -> Octets:
-        """A view of bytes."""
+        """Return a view of bytes."""
         return self._bytes[offset : offset + count]
 
     def flush(self) -> None:
-        """Memory is as lasting as it gets."""
+        """Do nothing: memory needs no flush."""
 
     def close(self) -> None:
-        """Unmaps it, once nobody has a view."""
+        """Unmap the segment once it has no views."""
         self._bytes = np.zeros(0, np.uint8)
 
 
 class OffloadFile:
-    """A file; one that is being written has another name until it is `finished`."""
+    """File for tensors; it has a temporary name until `commit`."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        """FileNotFoundError without one, unless it is to be `fresh`: then StorageFull where none
-        can be made.
+        """Open a file, or create one with `create`.
+
+        Raises FileNotFoundError for a missing file, and StorageFull if none can be created.
         """
         self._path = path
         self._current_path = path.with_name(f"{path.name}.new") if create else path
@@ -251,20 +256,20 @@ class OffloadFile:
         except OSError as error:
             raise self._to_storage_full(error) from error
         self._scratch = np.zeros(PIECE_BYTES, np.uint8)
-        self._readahead_end = 0  # up to where the kernel has been told that it will be read
+        self._readahead_end = 0  # end of the range that was announced to the kernel
 
     @property
     def location(self) -> str:
-        """Its path."""
+        """Path of the file."""
         return str(self._current_path)
 
     @property
     def size_bytes(self) -> int:
-        """Its length."""
+        """Length of the file in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def write_at(self, offset: int, piece: Octets) -> None:
-        """Writes bytes; StorageFull where there is no room for them."""
+        """Write bytes; raise StorageFull without space."""
         view = piece.data
         try:
             while view:
@@ -274,10 +279,10 @@ class OffloadFile:
             raise self._to_storage_full(error) from error
 
     def read_at(self, offset: int, count: int) -> Octets:
-        """Bytes, which the next call overwrites if they are a piece at most."""
+        """Read bytes; the next call overwrites results of at most PIECE_BYTES."""
         if (
             offset + count > self._readahead_end - READAHEAD_BYTES // 2
-        ):  # the disk reads while this is digested
+        ):  # the disk reads ahead while this range is processed
             self._readahead_end = offset + count + READAHEAD_BYTES
             os.posix_fadvise(self._descriptor, offset, READAHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         into = self._scratch[:count] if count <= PIECE_BYTES else np.zeros(count, np.uint8)
@@ -290,20 +295,20 @@ class OffloadFile:
         return into[:done]
 
     def flush(self) -> None:
-        """Returns once its bytes are on the disk."""
+        """Return once the bytes are on disk."""
         try:
             fsync(self._descriptor)
         except OSError as error:
             raise self._to_storage_full(error) from error
 
     def commit(self) -> None:
-        """Gives it its name, for good."""
+        """Rename the file to its permanent name."""
         self._current_path.replace(self._path)
         self._current_path = self._path
         fsync_path(self._path.parent)
 
     def close(self) -> None:
-        """Closes it; one without its name is gone."""
+        """Close the file; delete it if it was not committed."""
         os.close(self._descriptor)
         if self._current_path != self._path:
             self._current_path.unlink(missing_ok=True)

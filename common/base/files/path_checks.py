@@ -1,4 +1,4 @@
-"""Paths that other processes name: those below a directory that this process knows itself."""
+"""Checks of paths that other processes name, against a directory of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from meshrl.common.base.errors import Refused
 
 
 def resolve_below(directory: Path, path_text: str, where: str) -> Path:
-    """What is `named`, without links. Refused: it lies elsewhere. `where`: who was told of it."""
+    """Resolve `path_text` without links; raise Refused if it is not below `directory`.
+
+    `where` names the receiver of the path.
+    """
     path = Path(path_text).resolve()
     if not path.is_relative_to(directory.resolve()):
         raise Refused(

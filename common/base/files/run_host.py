@@ -1,8 +1,8 @@
-"""Where the runs of a mesh are at home: the head's directories, and whether this host sees them.
+"""Run host of a mesh: the head's directories, and their visibility on this host.
 
-Nobody assumes that a path of another host is the same directory here. The head writes a probe, a
-file of random bytes that are new at each start, and Redis names its host, its root and its digest:
-who reads those bytes below that root sees that very directory.
+A path of another host may be a different directory here. The head writes a probe, a file of random
+bytes that are new at each start, and stores its host, root and digest in Redis. A process that
+reads those bytes below that root shares that directory.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.files import documents
 
 PROBE_PATH = "mesh/probe"  # below the root
-PROBE_BYTES = 32  # of a probe: nobody guesses it, and no copy of a directory has that of today
+PROBE_BYTES = 32  # too many to guess; an older copy of the directory has another probe
 
 
 @dataclass(frozen=True)
 class RunHost:
-    """The host where runs are at home, its root, and the digest of the probe there."""
+    """Host of the runs, its root, and the digest of the probe below it."""
 
     host: str
     root: str
     digest: str
 
     def is_visible_on(self, host: str, path: Path) -> bool:
-        """Whether `path` of the home host is the same file or directory on `host`, which is this
-        one. What lies outside of the root is proved by nothing, and counts as another's.
+        """Return True if `path` of the run host is the same file on `host`, which is this one.
+
+        A path outside of the root cannot be verified, and counts as different.
         """
         if host == self.host:
             return True
@@ -41,7 +42,7 @@ class RunHost:
 
 
 def create_run_host(host: str, root: Path, probe: bytes) -> RunHost:
-    """Writes the probe, for this user's eyes; what Redis is to tell of it."""
+    """Write the probe, readable by this user only, and return the record for Redis."""
     root = root.absolute()
     documents.write_bytes(root / PROBE_PATH, probe)
     return RunHost(host, str(root), compute_digest(probe))

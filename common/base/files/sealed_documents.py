@@ -1,6 +1,4 @@
-"""JSON files that begin with a checksum of the rest: a byte that has changed is found when the file
-is read.
-"""
+"""JSON files that begin with a checksum of the rest, which detects changed bytes on reading."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ _HEADER_BYTES = len(_HEADER % ("0" * 2 * CHECKSUM_BYTES))
 
 
 def encode_sealed(document: Mapping[str, Any]) -> bytes:
-    """The JSON of a document that is not empty, with the checksum of its bytes before it."""
+    """Encode a non-empty document as JSON after a checksum of its bytes."""
     rest = json.dumps(document, indent=1).encode()[1:]
     return (_HEADER % compute_checksum(rest).hex()).encode() + rest
 
 
 def decode_sealed(content: bytes, path: Path) -> dict[str, Any]:
-    """The document that was sealed; Damaged, which names `path`, for any other bytes."""
+    """Decode a sealed document; raise CorruptData, which names `path`, for any other bytes."""
     rest = content[_HEADER_BYTES:]
     if not content:
         raise CorruptData("it is empty", where=str(path))
@@ -34,7 +32,9 @@ def decode_sealed(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """The document in a file; NotFound without one, Damaged when it is not what was written."""
+    """Read the document in a file; raise NotFound without one, and CorruptData if it has
+    changed.
+    """
     try:
         return decode_sealed(path.read_bytes(), path)
     except FileNotFoundError:

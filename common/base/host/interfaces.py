@@ -1,4 +1,4 @@
-"""The network interfaces of this host, and their addresses."""
+"""Network interfaces of this host, and their addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshrl.common.base.host.settings import parse_advertised_host
 
 
 def find_interface(address: str) -> str:
-    """The interface that has this address; empty when none has."""
+    """Return the interface with this address; empty if there is none."""
     name: str
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
@@ -20,8 +20,10 @@ def find_interface(address: str) -> str:
 
 
 def find_bind_interface(bind: str, advertise: str) -> str:
-    """The interface with the address that this host advertises, where `bind` is all of them; empty
-    where it is not, or that address is another's, as a router's in front of it. Blocks.
+    """Return the interface with the advertised address of this host, if `bind` is a wildcard.
+
+    Returns an empty text otherwise, or if the address belongs to another machine, such as a router.
+    Blocks.
     """
     if parse_listen_address(bind, "mesh.bind")[0] not in WILDCARD_HOSTS:
         return ""
@@ -32,8 +34,9 @@ def find_bind_interface(bind: str, advertise: str) -> str:
 
 
 def find_address(interface: str) -> str:
-    """The address of an interface at which others reach it, of version 4 if it has one; empty when
-    it has none, or there is no such interface.
+    """Return the address of an interface for other hosts, IPv4 if it has one.
+
+    Returns an empty text if the interface is missing or has no address.
     """
     there = psutil.net_if_addrs().get(interface, [])
     four = [one.address for one in there if one.family == socket.AF_INET]

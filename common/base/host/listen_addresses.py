@@ -1,5 +1,5 @@
-"""Where processes listen: an interface, and the ports to try there, the first free one of which a
-process takes.
+"""Listen addresses of processes: an interface and its ports, of which a process takes the first
+free one.
 """
 
 from __future__ import annotations
@@ -9,26 +9,33 @@ import socket
 
 from meshrl.common.base.errors import ConfigError
 
-EPHEMERAL_PORTS = range(0, 1)  # as the system gives them
-WILDCARD_HOSTS = ("*", "0.0.0.0", "::", "[::]")  # interfaces that are no address to be reached at
+EPHEMERAL_PORTS = range(0, 1)  # chosen by the system
+WILDCARD_HOSTS = (
+    "*",
+    "0.0.0.0",
+    "::",
+    "[::]",
+)  # wildcard interfaces, which clients cannot connect to
 
 
 class AddressInUse(ConfigError):
-    """Another process listens there, which may end."""
+    """Error raised while another process, which may exit, listens at the address."""
 
     code = "address_taken"
     retryable = True
 
 
 def bind_error_type(error: OSError | None) -> type[ConfigError]:
-    """What it is that nobody can listen at a port."""
+    """Return the type of the error that no process can listen at a port."""
     taken = error is not None and error.errno == errno.EADDRINUSE
     return AddressInUse if taken else ConfigError
 
 
 def parse_listen_address(address: str, setting: str) -> tuple[str, range]:
-    """Interface and ports of `HOST:*`, `HOST:PORT` or `HOST:LOW-HIGH`, with `tcp://` before it or
-    without; ConfigError, which names the `setting`, for anything else.
+    """Parse `HOST:*`, `HOST:PORT` or `HOST:LOW-HIGH`, optionally after `tcp://`, to interface and
+    ports.
+
+    Raises ConfigError, which names the `setting`, for anything else.
     """
     interface, _, behind = address.removeprefix("tcp://").rpartition(":")
     low, _, high = behind.partition("-")
@@ -46,12 +53,14 @@ def parse_listen_address(address: str, setting: str) -> tuple[str, range]:
 
 
 def parse_socket_host(interface: str) -> tuple[str, socket.AddressFamily]:
-    """The interface as plain sockets take it, without the brackets of IPv6, and its family."""
+    """Return the interface for plain sockets, without the brackets of IPv6, and its address
+    family.
+    """
     if interface.startswith("["):
         return interface.strip("[]"), socket.AF_INET6
     return interface.replace("*", ""), socket.AF_INET
 
 
 def format_host(host: str) -> str:
-    """A host as it stands in an address: one of IPv6 in brackets."""
+    """Format a host for an address: IPv6 in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

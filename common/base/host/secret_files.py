@@ -1,4 +1,4 @@
-"""Files that hold a secret, put where a process finds them by a person or an orchestrator."""
+"""Files with a secret, which a person or an orchestrator provides to a process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from meshrl.common.base.errors import ConfigError
 
 
 def read_secret(path: Path, description: str, fix: str, max_chars: int) -> str:
-    """What is in the file, of `most` characters at most; ConfigError when it cannot be read, or
-    when others than its reader can. `what` it is, and the `fix` for one that is not there.
+    """Read a secret of at most `max_chars` characters from a file.
+
+    Args:
+        path: file with the secret.
+        description: name of the secret, for errors.
+        fix: remedy for a missing file, for errors.
+        max_chars: maximum number of characters.
+
+    Raises ConfigError if the file cannot be read, or if other users can read it.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -20,7 +27,7 @@ def read_secret(path: Path, description: str, fix: str, max_chars: int) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = f"no {description} can be read there: {error}"
         raise ConfigError(why, where=str(path), fix=fix) from None
-    # Root may have put it where one group, or a container, reads it: it knows whom that tells.
+    # Root may share the file with a group or a container on purpose.
     given_by_root = about.st_uid == 0 != os.geteuid()
     if stat.S_IMODE(about.st_mode) & 0o077 and not given_by_root:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Text for terminals: control characters of texts from models, users and hosts are only shown.
+"""Text for terminals: escaped control characters in texts from models, users and hosts.
 
-A character that a terminal would obey, or that reorders what a line shows, is written as its escape
-in JSON (`\\u001b`). JSON that is printed so means the same as before.
+A character that a terminal would execute, or that reorders a line, is written as its escape in JSON
+(`\\u001b`). JSON that is printed so keeps its meaning.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, TextIO, cast
 ALLOWED_CONTROLS = "\n\t"
 CONTROL = (*range(0x20), *range(0x7F, 0xA0))  # C0, with ESC; DEL; and C1
 BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-# Line and paragraph separators, annotations, tags and halves of surrogate pairs, which no encoding
-# takes.
+# Line and paragraph separators, annotations, tags, and halves of surrogate pairs, which no encoding
+# accepts.
 INVISIBLE = (
     0x2028,
     0x2029,
@@ -48,7 +48,7 @@ def escape_controls(text: str) -> str:
 
 
 class EscapingStream:
-    """A text stream that shows control characters; `behind` is the stream that it writes to."""
+    """Text stream that writes to another one and escapes control characters."""
 
     def __init__(self, stream: TextIO) -> None:
         self.raw_stream = stream
@@ -68,7 +68,7 @@ class EscapingStream:
 
 
 def unwrap_stream(stream: TextIO) -> TextIO:
-    """Return the stream that takes control characters, for those that a program writes itself."""
+    """Return the underlying stream, for control characters that a program writes itself."""
     return stream.raw_stream if isinstance(stream, EscapingStream) else stream
 
 

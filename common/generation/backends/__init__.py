@@ -1,3 +1,1 @@
-"""The arithmetic of one step of the built-in engine, a module for each path. Open `graphs.py`
-first.
-"""
+"""Backends of the built-in engine, which compute a step. Open `graphs.py` first."""

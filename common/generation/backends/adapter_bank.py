@@ -1,10 +1,9 @@
-"""Adapters of several requests in one step of the torch paths: the factors of all that are loaded
-lie stacked, and each row keeps those of its own.
+"""Adapters of several requests in one step of the torch backends.
 
-A row is multiplied by the factors of every adapter and what is not its own becomes zero, whatever
-it was (there may be no number in it): no gather, no loop over adapters, and nothing that depends on
-the rows, so that a CUDA graph can hold it. The ranks of a few adapters together are small beside
-the matrix that they change.
+The factors of all loaded adapters are stacked. Each row is multiplied by all of them, and a mask
+sets the products of other adapters to zero, including NaN values. So there is no gather, no loop
+over adapters and no operation that depends on the rows, and a CUDA graph can capture the step. The
+ranks of a few adapters together are small beside the matrix that they change.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder, DecoderLayer
 
 TargetKey = tuple[int, str]  # layer and fused matrix
-Owners = tuple[tuple[int, int], ...]  # (place, rank) of each adapter, in the order of its factors
+# (adapter index, rank) of each adapter, in the order of its factors
+Owners = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class _StackedFactors:
-    """The factors of all adapters that change one matrix."""
+    """Factors of all adapters that change one matrix."""
 
     a: Tensor  # [ranks of all, inputs]
     b: Tensor  # [outputs, ranks of all]
@@ -36,32 +36,35 @@ class _StackedFactors:
 
 
 class AdapterBank:
-    """The adapters of one engine, and whose rows the next step has."""
+    """Adapters of one engine, and the adapter of each row of the next step."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device
         self._deltas: dict[int, AdapterDeltas] = {}
         self._stacks: dict[TargetKey, _StackedFactors] = {}
-        self._factor_owners: dict[Owners, Tensor] = {}  # int64 [ranks of all]: the place of each
+        # int64 [ranks of all]: adapter index of each rank
+        self._factor_owners: dict[Owners, Tensor] = {}
         self._row_adapters: Tensor | None = None
         self._foreign_masks: dict[
             Owners, Tensor
-        ] = {}  # bool: not this row's, of the rows of this step
+        ] = {}  # bool mask of each row of this step: True where a rank is not of its adapter
 
     @property
     def has_adapters(self) -> bool:
-        """Whether there is an adapter at all."""
+        """True if any adapter is loaded."""
         return bool(self._deltas)
 
     def attach_model(self, model: Decoder) -> None:
-        """Makes the layers of a model add what these adapters change."""
+        """Make the layers of a model add the changes of these adapters."""
         for index, layer in enumerate(model.layers):
             assert isinstance(layer, DecoderLayer)
             layer.adapters = _LayerAdapters(self, index)
 
     def load(self, adapter_index: int, deltas: AdapterDeltas) -> bool:
-        """Takes an adapter; False: its factors went where those of the version before lay, and
-        whoever reads them from there goes on."""
+        """Load an adapter; return False if it replaced the factors of an earlier version in place.
+
+        Code that captured the addresses, such as a CUDA graph, then stays valid.
+        """
         before = self._deltas.get(adapter_index)
         self._deltas[adapter_index] = deltas
         same = before is not None and _get_ranks(before) == _get_ranks(deltas)
@@ -79,7 +82,7 @@ class AdapterBank:
         return False
 
     def unload(self, adapter_index: int) -> None:
-        """Forgets an adapter."""
+        """Remove an adapter."""
         if self._deltas.pop(adapter_index, None) is not None:
             self._stack_factors()
 
@@ -106,7 +109,7 @@ class AdapterBank:
         self._foreign_masks.clear()
 
     def set_row_adapters(self, adapter_indices: NDArray[np.integer]) -> None:
-        """Whose rows come next: the place of each, 0 for none, or of all, [1]."""
+        """Set the adapter index of each row of the next step, or of all rows, [1]; 0: none."""
         if not self._deltas or not adapter_indices.any():
             self.set_row_adapter_tensor(None)
         else:
@@ -115,12 +118,15 @@ class AdapterBank:
             )
 
     def set_row_adapter_tensor(self, rows: Tensor | None) -> None:
-        """The same of a tensor there, int64 [n] or [1]; None: no row has an adapter."""
+        """Set the adapter index of each row from a device tensor, int64 [n] or [1].
+
+        None: no row has an adapter.
+        """
         self._row_adapters = rows
         self._foreign_masks.clear()
 
     def apply_lora(self, layer: int, fused_name: str, x: Tensor, y: Tensor) -> Tensor:
-        """`y` and what each row's adapter adds to it."""
+        """Return `y` plus the change that each row's adapter adds to it."""
         stack = self._stacks.get((layer, fused_name))
         if stack is None or self._row_adapters is None:
             return y
@@ -133,7 +139,7 @@ class AdapterBank:
 
 @dataclass(frozen=True)
 class _LayerAdapters:
-    """See `meshrl.common.model.network.decoder.ProjectionAdapters`."""
+    """Implementation of `meshrl.common.model.network.decoder.ProjectionAdapters`."""
 
     bank: AdapterBank
     layer: int

@@ -1,9 +1,9 @@
-"""Decode buckets: rows decode together in batches of static shapes, so that no step pays for a new
-shape and short sequences do not pay for the context of long ones.
+"""Decode buckets: batches of static shapes in which rows decode together.
 
-A bucket has a number of lanes and a context, both out of a short list; a row runs in a bucket whose
-context holds it. Rows in order of length are cut where they need another context, or are not, such
-that all buckets of the step cost least: by dynamic programming over the few contexts that occur.
+No step so pays for a new shape, and short sequences do not pay for the context of long ones. A
+bucket has a number of lanes and a context, both from a short list; a row runs in a bucket whose
+context holds it. Rows in order of length are divided into buckets with the least total cost, by
+dynamic programming over the few contexts that occur.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_CONTEXT_TOKENS = 256  # tokens of context; below it attention costs less than a launch
-LAUNCH_COST = 8192  # what one bucket costs by itself, in tokens of context of one lane
-LANE_COST = 512  # what a lane costs beside its context, likewise
+LAUNCH_COST = 8192  # fixed cost of a bucket, in tokens of context of one lane
+LANE_COST = 512  # cost of a lane beside its context, in the same unit
 
 
 @dataclass(frozen=True, order=True)
 class GraphBucket:
-    """A batch shape: `lanes` rows, each with up to `context` tokens."""
+    """Batch shape: `lanes` rows, each with up to `context` tokens."""
 
     lanes: int
     context: int  # tokens
 
     @property
     def cost(self) -> int:
-        """What a step of this bucket costs, in tokens of context of one lane."""
+        """Cost of a step of this bucket, in tokens of context of one lane."""
         return LAUNCH_COST + self.lanes * (LANE_COST + self.context)
 
 
 class GraphBuckets:
-    """The shapes for up to `slots` rows of up to `max_length` tokens."""
+    """Bucket shapes for up to `slots` rows of up to `max_length` tokens."""
 
     def __init__(self, slots: int, max_length: int) -> None:
         sizes = [1, 2, 4, *range(8, 64, 8), *range(64, slots + 32, 32)]
@@ -42,16 +42,17 @@ class GraphBuckets:
             self.contexts.append(self.contexts[-1] * 2)
 
     def find_smallest(self, rows: int, longest: int) -> GraphBucket:
-        """The smallest bucket that holds so many rows of up to `longest` tokens."""
+        """Return the smallest bucket that holds `rows` rows of up to `longest` tokens."""
         lanes = next(n for n in self.lanes if n >= rows)
         return GraphBucket(lanes, next(c for c in self.contexts if c >= longest))
 
     def split(self, lengths: NDArray[np.int64]) -> list[tuple[GraphBucket, NDArray[np.int64]]]:
-        """Each bucket of a step with the indices into `lengths` that it runs, shortest first."""
+        """Divide rows into buckets; return each with the indices into `lengths`, shortest first."""
         order = np.argsort(lengths, kind="stable")
         held = np.searchsorted(lengths[order], self.contexts, side="right")
         cuts = [0, *sorted(set(held.tolist()) - {0})]  # between rows of different contexts
-        best: list[tuple[int, int]] = [(0, 0)]  # (cost, where its last bucket begins), up to cut i
+        # (least cost, start of its last bucket), up to cut i
+        best: list[tuple[int, int]] = [(0, 0)]
         for end in range(1, len(cuts)):
             longest = int(lengths[order[cuts[end] - 1]])
             best.append(

@@ -1,7 +1,7 @@
-"""The torch path: the model over the paged cache, decode steps by bucket, on a GPU as CUDA graphs.
+"""Torch backend: the model over the paged cache, with decode steps as CUDA graphs on a GPU.
 
-A decode step is cut into buckets (`buckets.py`); each has buffers and a graph of its own, captured
-when it is first needed. Stretches of known tokens run as packed sequences beside them. On a CPU the
+A decode step is divided into buckets (`buckets.py`). Each has buffers and a graph of its own,
+captured at its first use. Known tokens are prefilled as packed sequences beside them. On a CPU the
 same code runs without graphs, through the operators' CPU implementations.
 """
 
@@ -43,12 +43,12 @@ from meshrl.kernels.ops import (
 )
 
 EMPTY_LANE = -1  # a lane without a row
-SCORE_CHUNK_TOKENS = 512  # tokens whose logits are held at once
+SCORE_CHUNK_TOKENS = 512  # tokens with logits in memory at once
 
 
 @dataclass
 class CapturedBucket:
-    """The buffers of a bucket, and the call that fills `logits` from the others."""
+    """Buffers of a bucket, and the call that computes `logits` from the other buffers."""
 
     tokens: Tensor  # int64 [lanes]
     adapters: Tensor  # int64 [lanes], 0: none
@@ -60,7 +60,7 @@ class CapturedBucket:
 
 
 class GraphCompute:
-    """The model in PyTorch over the paged cache, its decode steps captured as CUDA graphs."""
+    """Model in PyTorch over the paged cache, with decode steps captured as CUDA graphs."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class GraphCompute:
         self._buckets = GraphBuckets(slots.num_slots, slots.max_length)
         self._block_table: NDArray[np.int32] | None = None
         self._captured: dict[GraphBucket, CapturedBucket] = {}
-        self._graph_memory_pool: Any = None  # memory that the graphs share, once there is a graph
+        self._graph_memory_pool: Any = None  # memory pool of the graphs, set with the first graph
 
     def attach_block_table(self, table: NDArray[np.int32]) -> None:
-        """Takes the block table that steps read."""
+        """Attach the block table that steps read."""
         self._block_table = table
         width = max(table.shape[1], self._buckets.contexts[-1] // BLOCK_TOKENS)
         self._host_table = np.zeros((len(table), width), np.int32)
@@ -96,8 +96,10 @@ class GraphCompute:
     def run_steps(
         self, slots: SlotIndices, counts: SlotIndices, max_steps: int, budget_s: float
     ) -> int:
-        """Runs `counts[i]` known tokens of each slot, samples one token where none is left, and
-        returns the number sampled. `steps` and `budget_s` are not used: it makes one step.
+        """Compute `counts[i]` known tokens of each slot and sample a token where none is left.
+
+        Return the number of sampled tokens. `max_steps` and `budget_s` are not used: a call makes
+        one step.
         """
         assert self._block_table is not None
         shadow = self._host_table[:, : self._block_table.shape[1]]
@@ -124,7 +126,9 @@ class GraphCompute:
         return len(sampling)
 
     def _decode(self, rows: SlotIndices) -> tuple[Tensor, Tensor | None]:
-        """Logits [n, vocab] behind the next token of each row, and the experts it went to."""
+        """Return logits [n, vocab] of the next token of each row, and the experts of the last
+        token.
+        """
         slots = self._slots
         logits = torch.empty(len(rows), self.vocab_size, dtype=torch.float32, device=self._device)
         went = torch.empty(
@@ -152,7 +156,7 @@ class GraphCompute:
         return logits, went if self._config.experts else None
 
     def _capture(self, bucket: GraphBucket) -> CapturedBucket:
-        """Buffers for a bucket, all lanes empty, and its graph where there is a GPU."""
+        """Allocate a bucket's buffers, all lanes empty, and capture its graph on a GPU."""
         tokens = torch.zeros(bucket.lanes, dtype=torch.int64, device=self._device)
         table = torch.zeros(
             bucket.lanes, bucket.context // BLOCK_TOKENS, dtype=torch.int32, device=self._device
@@ -175,12 +179,13 @@ class GraphCompute:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._run_bucket(made)  # kernels are built and loaded before the capture
+                self._run_bucket(made)  # builds and loads kernels before the capture
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._graph_memory_pool):
                 self._run_bucket(made)
-            self._graph_memory_pool = graph.pool()  # all graphs take turns with the same memory
+            # graphs run one after another and share their memory
+            self._graph_memory_pool = graph.pool()
             made.replay = graph.replay
         self._captured[bucket] = made
         return made
@@ -203,11 +208,13 @@ class GraphCompute:
             made.experts.copy_(routing.experts)
 
     def _prefill(self, slots: SlotIndices, counts: SlotIndices) -> tuple[Tensor, Tensor | None]:
-        """Logits [n, vocab] behind the next `counts[i]` tokens of each of `slots`, and the experts
-        that the last of them went to."""
+        """Prefill the next `counts[i]` tokens of each of `slots`.
+
+        Return logits [n, vocab] after them, and the experts that their last tokens were routed to.
+        """
         state = self._slots
         starts = state.computed[slots]
-        order = np.argsort(starts > 0, kind="stable")  # sequences from their beginning go first
+        order = np.argsort(starts > 0, kind="stable")  # sequences that start at 0 come first
         rows = np.repeat(slots[order], counts[order])
         ends = np.cumsum(counts[order])
         positions = np.arange(ends[-1]) - np.repeat(
@@ -234,8 +241,11 @@ class GraphCompute:
         rows: SlotIndices,
         places: Tensor,
     ) -> AttentionFunction:
-        """Packed rows: the first `fresh` sequences see each other's nothing and start at 0; each of
-        the others sees what the cache has of it."""
+        """Build the attention of packed rows.
+
+        The first `fresh` sequences start at 0 and attend within themselves. Each of the others also
+        attends to its cached tokens.
+        """
         table = self._device_table[self._to_device(rows)]
         borders = torch.from_numpy(np.concatenate(([0], ends[:fresh])).astype(np.int32))
         borders = borders.to(self._device)
@@ -262,7 +272,7 @@ class GraphCompute:
     def _attend_cached(
         self, q: Tensor, keys: Tensor, values: Tensor, seen: int, window: int
     ) -> Tensor:
-        """Attention of the last rows of a sequence [n, heads, width] to its blocks."""
+        """Compute attention of the last rows of a sequence [n, heads, width] to its blocks."""
         k, v = (x.transpose(0, 1).flatten(1, 2)[:, :seen] for x in unpack_cache(keys, values))
         mask = build_causal_mask(len(q), seen, window, q.device)
         out = scaled_dot_product_attention(
@@ -272,15 +282,16 @@ class GraphCompute:
 
     @torch.inference_mode()
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Copies weights into the model, at the addresses that captured graphs read. KeyError if
-        one is missing.
+        """Copy weights into the model, at the addresses that captured graphs read.
+
+        Raise KeyError if one is missing.
         """
         for name, tensor in self.model.state_dict().items():
             load_tensor(state, name, tensor)
 
     @torch.inference_mode()
     def find_differing_weights(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Names of the weights that are not, bit by bit, those of `state` in the model's type."""
+        """Return names of weights that differ in any bit from `state` in the model's type."""
         odd = []
         for name, tensor in self.model.state_dict().items():
             wanted = torch.empty_like(tensor)
@@ -291,13 +302,12 @@ class GraphCompute:
 
     @torch.inference_mode()
     def load_adapter(self, adapter_index: int, deltas: AdapterDeltas) -> None:
-        """Puts an adapter beside the base; graphs that were captured without one of its shape are
-        captured anew."""
+        """Load an adapter beside the base; capture graphs again if its shape is new to them."""
         if self._adapters.load(adapter_index, deltas):
             self._clear_graphs()
 
     def drop_adapter(self, adapter_index: int) -> None:
-        """Frees an adapter that no slot computes with."""
+        """Remove an adapter that no slot uses."""
         self._adapters.unload(adapter_index)
         self._clear_graphs()
 
@@ -309,8 +319,10 @@ class GraphCompute:
     def score(
         self, tokens: IntArray, blocks: IntArray, adapter_index: int = 0
     ) -> NDArray[np.float32]:
-        """Log-probabilities at temperature 1 of all tokens but the first, with the adapter in
-        `place`: float32 [n - 1]."""
+        """Score all tokens but the first with the adapter at `adapter_index`.
+
+        Return log-probabilities at temperature 1, float32 [n - 1].
+        """
         self._adapters.set_row_adapters(np.array([adapter_index]))
         row = self._to_device(np.asarray(tokens, np.int64))
         borders = torch.tensor([0, len(row)], dtype=torch.int32, device=self._device)
@@ -332,19 +344,19 @@ class GraphCompute:
         return np.concatenate([NO_FLOATS, *parts])
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies a block's keys and values of all layers into another block."""
+        """Copy a block's keys and values of all layers into another block."""
         self.keys[:, target] = self.keys[:, source]
         self.values[:, target] = self.values[:, source]
 
     def span_bytes(self, start: int, end: int) -> int:
-        """Bytes of the blocks of tokens [start, end); `start` begins a block."""
+        """Return the bytes of the blocks of tokens [start, end); `start` begins a block."""
         return (
             (count_blocks(end) - start // BLOCK_TOKENS) * BLOCK_TOKENS * self.cache_bytes_per_token
         )
 
     @torch.inference_mode()
     def read_cache(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        """A copy of a slot's blocks of tokens [start, end), uint8: all keys, then all values."""
+        """Copy a slot's blocks of tokens [start, end), uint8: all keys, then all values."""
         content = np.empty(self.span_bytes(start, end), np.uint8)
         held = self._get_block_ids(slot, start, end)
         for part, there in zip(
@@ -355,9 +367,9 @@ class GraphCompute:
 
     @torch.inference_mode()
     def write_cache(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
-        """Puts what `read` gave into the slot's blocks."""
+        """Write the result of `read_cache` into the slot's blocks."""
         held = self._get_block_ids(slot, start, end)
-        # A copy, if it may not be written.
+        # Copy a read-only array, because torch requires a writable one.
         whole = np.require(content, requirements=("C", "W", "A"))
         for part, there in zip(
             self._split_keys_values(whole), (self.keys, self.values), strict=True
@@ -375,16 +387,16 @@ class GraphCompute:
         )
 
     def sleep(self) -> None:
-        """Frees the memory of weights, cache and captured graphs."""
+        """Free the memory of weights, cache and captured graphs."""
         del self.model, self.keys, self.values
         self._clear_graphs()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Allocates weights and cache again; graphs are captured anew when they are needed."""
+        """Allocate weights and cache; graphs are captured again on demand."""
         config = self._config
-        with torch.device("meta"):  # weights come from the store: the host never has them whole
+        with torch.device("meta"):  # weights come from the store: the host never holds all of them
             model = Decoder(config, self._dtype, max_positions=self._slots.max_length)
         self.model = model.to_empty(device=self._device).eval().requires_grad_(False)
         self.model.reset_buffers()

@@ -1,4 +1,4 @@
-"""The native path: a whole step of the batch in one call of `kernels/csrc/decoder.cpp`.
+"""Native backend: a whole step of the batch in one call of `kernels/csrc/decoder.cpp`.
 
 The library works in place on the arrays of `Slots` and on the block table.
 """
@@ -50,7 +50,7 @@ WEIGHT_PARTS = (  # in the order of Part in decoder.cpp
     "experts.shared_down",
 )
 
-# Kept as they come, whatever matrices are stored in.
+# These parts are stored in float32, whatever type matrices are stored in.
 FLOAT32_PARTS = {"embedding", *(part for part in WEIGHT_PARTS if part.endswith(("norm", "bias")))}
 
 _SHAPE_FIELDS = (
@@ -136,7 +136,7 @@ _RESULTS = {
 
 
 def build_native_library(config: ModelConfig, dtype: str = "float32") -> Library:
-    """The C++ library for models of this shape, or the reason why there is none."""
+    """Build the C++ library for models of this shape, or return the reason why that failed."""
     if dtype not in DTYPE_DEFINES:
         return Library(None, f"dtype {dtype} has no native decoder")
     if config.head_dim > HEAD_WIDTHS[-1]:
@@ -145,19 +145,23 @@ def build_native_library(config: ModelConfig, dtype: str = "float32") -> Library
 
 
 class NativeCompute:
-    """The model in C++, over a paged cache of its own."""
+    """Model in C++, over a paged cache of its own."""
 
     def __init__(
         self, library: Library, config: ModelConfig, slots: Slots, num_blocks: int
     ) -> None:
-        """Raises FileNotFoundError, with the reason, when the library could not be built, and
-        MeshError when memory runs out."""
+        """Create the model.
+
+        Raise FileNotFoundError, with the reason, if the library could not be built, and MeshError
+        if memory runs out.
+        """
         self.vocab_size = config.vocab_size
         self._config, self._slots = config, slots
         self._width = next(width for width in HEAD_WIDTHS if width >= config.head_dim)
         self._block_table: NDArray[np.int32] | None = None
         self._slots_struct: _SlotsStruct | None = None
-        self._stop_ids: NDArray[np.int64] | None = None  # the array that the description points to
+        # referenced, because the description points to this array
+        self._stop_ids: NDArray[np.int64] | None = None
         self._lib = library.load_with_signatures(_SIGNATURES, None, _RESULTS)
         heads, item = config.kv_heads, self._lib.decoder_item_bytes()
         self._rounds_weights = item < torch.float32.itemsize
@@ -201,21 +205,21 @@ class NativeCompute:
             self._lib.decoder_delete(self._decoder)
 
     def attach_block_table(self, table: NDArray[np.int32]) -> None:
-        """Takes the block table that steps read."""
+        """Attach the block table that steps read."""
         self._block_table = table
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies a block's keys and values of all layers into another block."""
+        """Copy a block's keys and values of all layers into another block."""
         self._lib.decoder_copy_block(self._decoder, source, target)
 
     def span_bytes(self, start: int, end: int) -> int:
-        """Bytes of the blocks of tokens [start, end); `start` begins a block."""
+        """Return the bytes of the blocks of tokens [start, end); `start` begins a block."""
         return (
             (count_blocks(end) - start // BLOCK_TOKENS) * BLOCK_TOKENS * self.cache_bytes_per_token
         )
 
     def read_cache(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        """A copy of a slot's blocks of tokens [start, end), uint8."""
+        """Copy a slot's blocks of tokens [start, end), uint8."""
         content = np.empty(self.span_bytes(start, end), np.uint8)
         blocks = self._get_block_ids(slot, start, end)
         self._lib.decoder_read_blocks(
@@ -224,7 +228,7 @@ class NativeCompute:
         return content
 
     def write_cache(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
-        """Puts what `read` gave into the slot's blocks."""
+        """Write the result of `read_cache` into the slot's blocks."""
         blocks, content = self._get_block_ids(slot, start, end), np.ascontiguousarray(content)
         self._lib.decoder_write_blocks(
             self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
@@ -237,13 +241,14 @@ class NativeCompute:
     def run_steps(
         self, slots: SlotIndices, counts: SlotIndices, max_steps: int, budget_s: float
     ) -> int:
-        """Runs `counts[i]` known tokens of each slot, then up to `steps` steps within `budget_s`
-        seconds where all counts are 1; returns the number of tokens sampled.
+        """Compute `counts[i]` known tokens of each slot; return the number of sampled tokens.
+
+        If all counts are 1, run up to `max_steps` steps within `budget_s` seconds.
         """
         if self._slots_struct is None or self._stop_ids is not self._slots.stops:
             assert self._block_table is not None
             self._slots_struct = _describe_slots(self._slots, self._block_table)
-            self._stop_ids = self._slots.stops  # replaced when a request has more
+            self._stop_ids = self._slots.stops  # replaced if a request has more
         sampled = self._lib.decoder_run(
             self._decoder,
             ctypes.byref(self._slots_struct),
@@ -259,7 +264,7 @@ class NativeCompute:
 
     @torch.inference_mode()
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Packs weights for the C++ code. MeshError if there is no room for them."""
+        """Pack weights for the C++ code; raise MeshError if memory runs out."""
         for name in state:
             part, layer = _parse_tensor_name(name)
             self._load_part(part, layer, self._get_elements(part, state, name))
@@ -267,13 +272,13 @@ class NativeCompute:
             self._load_part("unembedding", 0, self._get_elements("unembedding", state, "embedding"))
 
     def _get_elements(self, part: str, state: Mapping[str, Tensor], name: str) -> list[Tensor]:
-        """A tensor's elements in their order, as they lie wherever they come from."""
+        """Return a tensor's elements in order, without a copy if possible."""
         if self._needs_padding(part):
             return [self._pad_heads(part, state[name].float()).reshape(-1)]
         return list_tensor_parts(state, name)
 
     def _load_part(self, part: str, layer: int, given: list[Tensor]) -> None:
-        """Packs a part; nothing is copied before, unless it is of a type that is not native."""
+        """Pack a part; copy only elements of a type that the library does not support."""
         lying = []
         for tensor in (tensor.detach().cpu() for tensor in given if tensor.numel()):
             native = tensor.dtype in (torch.float32, torch.bfloat16)
@@ -289,7 +294,7 @@ class NativeCompute:
 
     @torch.inference_mode()
     def find_differing_weights(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Names of the weights that the C++ code computes with otherwise than `state` has them."""
+        """Return names of weights that differ between the C++ code and `state`."""
         odd = [
             name
             for name, tensor in state.items()
@@ -310,7 +315,7 @@ class NativeCompute:
 
     @torch.inference_mode()
     def load_adapter(self, adapter_index: int, deltas: AdapterDeltas) -> None:
-        """Packs an adapter, which takes its place as a whole. MeshError if there is no room."""
+        """Pack an adapter and install it as a whole; raise MeshError if memory runs out."""
         ranks = np.zeros((self._config.layers, len(ADAPTER_TARGETS)), np.int64)
         for (layer, name), change in deltas.items():
             ranks[layer, ADAPTER_TARGETS.index(name)] = change.rank
@@ -326,15 +331,15 @@ class NativeCompute:
             raise _out_of_memory_error()
 
     def drop_adapter(self, adapter_index: int) -> None:
-        """Frees an adapter, of which no slot runs a request."""
+        """Remove an adapter that no running request uses."""
         self._lib.decoder_adapter_drop(self._decoder, adapter_index)
 
     def _needs_padding(self, part: str) -> bool:
-        """Whether its heads are of another width than there are kernels for."""
+        """Return True if there are no kernels for the head width of a part."""
         return self._width != self._config.head_dim and part in ("qkv", "qkv_bias", "output")
 
     def _pad_heads(self, part: str, tensor: Tensor) -> Tensor:
-        """Heads widened to the width that there are kernels for."""
+        """Pad heads to the width that kernels support."""
         config, more = self._config, self._width - self._config.head_dim
         if not self._needs_padding(part):
             return tensor
@@ -348,8 +353,9 @@ class NativeCompute:
     def score(
         self, tokens: IntArray, blocks: IntArray, adapter_index: int = 0
     ) -> NDArray[np.float32]:
-        """Log-probabilities at temperature 1 of all tokens but the first, by the adapter in
-        `place`: float32 [n - 1]. It writes into `blocks`.
+        """Score all tokens but the first with the adapter at `adapter_index`.
+
+        Return log-probabilities at temperature 1, float32 [n - 1]. The call overwrites `blocks`.
         """
         scored = np.zeros(max(len(tokens) - 1, 0), np.float32)
         row = np.ascontiguousarray(tokens, np.int64)
@@ -372,17 +378,17 @@ class NativeCompute:
         return scored
 
     def sleep(self) -> None:
-        """Frees the memory of weights and cache."""
+        """Free the memory of weights and cache."""
         self._lib.decoder_sleep(self._decoder)
 
     def wake(self) -> None:
-        """Allocates weights and cache again; MeshError if there is no room for them."""
+        """Allocate weights and cache; raise MeshError if memory runs out."""
         if self._lib.decoder_wake(self._decoder):
             raise _out_of_memory_error()
 
 
 def _parse_tensor_name(name: str) -> tuple[str, int]:
-    """Part and layer of a tensor by its name."""
+    """Parse a tensor's name into part and layer."""
     _, dot, rest = name.partition("layers.")
     layer, _, part = rest.partition(".") if dot else ("0", "", name)
     return part, int(layer)

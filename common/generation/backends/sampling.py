@@ -1,4 +1,4 @@
-"""Sampling: from logits to tokens, by the inverse transform of one uniform number a row."""
+"""Sampling of tokens from logits, by the inverse transform of one uniform number per row."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from meshrl.kernels.ops import token_logprob
 
 @dataclass(frozen=True, slots=True)
 class RowSamplingParams:
-    """How n rows sample."""
+    """Sampling parameters of n rows."""
 
-    temperature: NDArray[np.float32]  # 0: the likeliest token
+    temperature: NDArray[np.float32]  # 0: greedy
     top_p: NDArray[np.float32]  # 1: all
     top_k: NDArray[np.int64]  # 0: all
     min_p: NDArray[np.float32]  # 0: all
 
     @property
     def has_filters(self) -> bool:
-        """Whether any row leaves tokens out."""
+        """True if any row filters tokens out."""
         return bool((self.top_p < 1).any() or self.top_k.any() or self.min_p.any())
 
 
 def sample_slots(
     state: Slots, slots: SlotIndices, logits: Tensor, experts: Tensor | None = None
 ) -> None:
-    """Samples the next token of each of `slots` from float32 logits [n, vocab]; `experts` are those
-    that the tokens before went to, [n, sparse layers, k], in a mixture of them."""
+    """Sample the next token of each of `slots` from float32 logits [n, vocab].
+
+    `experts` [n, sparse layers, k]: routing of the preceding tokens, in a mixture of experts.
+    """
     how = RowSamplingParams(
         state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
     )
@@ -53,10 +55,11 @@ def sample_slots(
 def sample_tokens(
     logits: Tensor, params: RowSamplingParams, uniforms: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """(tokens, log-probabilities) [n] of float32 logits [n, vocab] over their rows' temperatures.
+    """Sample a token of each row of float32 logits [n, vocab], divided by the row's temperature.
 
-    The token is the first whose cumulative probability exceeds the row's uniform number; rows of
-    temperature 0 take the largest logit instead, with its log-probability at temperature 1.
+    Return (tokens, log-probabilities), each [n]. The token is the first whose cumulative
+    probability exceeds the row's uniform number. Rows of temperature 0 take the largest logit, with
+    its log-probability at temperature 1.
     """
     temperature = params.temperature
     if (temperature == 1).all() and not params.has_filters:
@@ -79,7 +82,7 @@ def sample_tokens(
 
 
 def compute_raw_logprobs(logits: Tensor, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Log-probabilities [n] of `tokens` at temperature 1, nothing left out."""
+    """Return log-probabilities [n] of `tokens` at temperature 1 without filtering."""
     chosen = torch.from_numpy(tokens).to(logits.device)
     heat = torch.ones(len(tokens), device=logits.device)
     found: NDArray[np.float32] = token_logprob(logits.contiguous(), chosen, heat).cpu().numpy()
@@ -87,8 +90,11 @@ def compute_raw_logprobs(logits: Tensor, tokens: NDArray[np.int64]) -> NDArray[n
 
 
 def _filter_tokens(probabilities: Tensor, params: RowSamplingParams) -> Tensor:
-    """Which tokens stay: top-k, then top-p of what is left, then min-p of the likeliest (the order
-    of transformers' warpers). Equal ones go by id."""
+    """Return the mask of tokens that pass top-k, then top-p, then min-p.
+
+    The order is that of transformers' warpers: top-p applies to the tokens left by top-k, min-p is
+    relative to the likeliest token. Ties are ordered by id.
+    """
     ordered, order = probabilities.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[1], device=ordered.device)
     vocab = ordered.shape[1]
@@ -103,11 +109,11 @@ def _filter_tokens(probabilities: Tensor, params: RowSamplingParams) -> Tensor:
 
 
 def _sample_by_inverse_transform(probabilities: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
-    # float64: over a large vocabulary a float32 sum would give its last tokens nothing
+    # float64: over a large vocabulary, a float32 sum would give the last tokens probability 0
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     heights = _to_column(uniforms, probabilities) * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, heights, right=True)
-    # What is no number is larger than all: its token stays in the vocabulary, its logprob is nan.
+    # NaN compares larger than all numbers: its token stays in the vocabulary, its logprob is NaN.
     return found.clamp_(max=probabilities.shape[1] - 1)
 
 

@@ -1,3 +1,3 @@
-"""The state of a batch that scheduler and arithmetic of the built-in engine share: slots, blocks of
-the cache, adapters. Open `slots.py` first.
+"""Batch state that scheduler and backends of the built-in engine share: slots, cache blocks,
+adapters. Open `slots.py` first.
 """

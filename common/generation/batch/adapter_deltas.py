@@ -1,6 +1,4 @@
-"""Adapters beside a base model: checked against its shape, and laid out as changes of our fused
-matrices.
-"""
+"""Adapters beside a base model: validated and converted to changes of our fused matrices."""
 
 from __future__ import annotations
 
@@ -22,19 +20,19 @@ from meshrl.common.model.network.lora import parse_adapter_tensor_name
 ADAPTER_TARGETS = tuple(
     FUSED_PROJECTIONS
 )  # our matrices that adapters change, in the order of Target in adapters.h
-MAX_ADAPTERS = 63  # of one engine: of its slots and prefixes a few each
+MAX_ADAPTERS = 63  # adapters of one engine: each needs a few slots and prefixes
 
 
 @dataclass(frozen=True)
 class LowRankDelta:
-    """A matrix W [outputs, inputs] acts as W + b a."""
+    """Low-rank change of a matrix W [outputs, inputs], which acts as W + b a."""
 
     a: Tensor  # [rank, inputs]
     b: Tensor  # [outputs, rank], with the scale in it
 
     @property
     def rank(self) -> int:
-        """The inner dimension of the product."""
+        """Inner dimension of the product."""
         return self.a.shape[0]
 
 
@@ -44,10 +42,10 @@ AdapterDeltas = Mapping[tuple[int, str], LowRankDelta]  # by layer and fused mat
 def build_adapter_deltas(
     config: ModelConfig, tensors: Mapping[str, Tensor], scale: float
 ) -> AdapterDeltas:
-    """What an adapter of factors by name (`layers.3.adapters.q_proj.a`) changes, float32.
+    """Convert an adapter's factors by name (`layers.3.adapters.q_proj.a`) to changes, float32.
 
-    The factors of projections that share one of our matrices become one pair, with zeros in b where
-    a projection's rows are not another's. Refused when they are not an adapter of this model.
+    Factors of projections that share one of our matrices become one pair, with zeros in b outside a
+    projection's rows. Raise Refused if they are no adapter of this model.
     """
     parts = build_projections(config)
     pairs: dict[tuple[int, str], dict[str, Tensor]] = {}

@@ -1,10 +1,10 @@
-"""The blocks of the paged cache: who holds each, and which prefixes requests can share.
+"""Blocks of the paged cache: their reference counts, and the prefixes that requests can share.
 
-A radix tree over blocks of 16 tokens (RadixAttention, arXiv 2312.07104, section 3), with a root for
-each set of weights that computes here: the base, and the base with each adapter. A block is freed
-when nobody holds it; the tree is a holder too, and lets go of what was used longest ago when
-somebody needs a block. The block behind the last whole one of a sequence cannot be shared, since
-its first holder goes on writing, but what it holds can be copied.
+A radix tree over blocks of 16 tokens (RadixAttention, arXiv 2312.07104, section 3) has a root for
+each set of weights that computes here: the base, and the base with each adapter. A block without
+references is free. The tree holds references too, and releases its least recently used blocks if a
+request needs a block. The block after the last full one of a sequence cannot be shared, since its
+first holder continues to write it, but its content can be copied.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TokenIds = NDArray[np.int64]
 
 
 def count_blocks(tokens: int) -> int:
-    """The number of blocks that so many tokens take."""
+    """Return the number of blocks for `tokens` tokens."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 class BlockPool:
-    """Counts the holders of each block."""
+    """Reference counts of the blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -35,21 +35,21 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks that nobody holds."""
+        """Number of blocks without references."""
         return len(self._free_blocks)
 
     def allocate(self) -> int:
-        """A block with one holder; IndexError when none is free."""
+        """Allocate a block with one reference; raise IndexError if none is free."""
         block = self._free_blocks.pop()
         self.ref_counts[block] = 1
         return block
 
     def add_reference(self, block: int) -> None:
-        """Counts one more holder of a block."""
+        """Add a reference to a block."""
         self.ref_counts[block] += 1
 
     def remove_reference(self, block: int) -> None:
-        """Counts one holder fewer; a block without holders is free."""
+        """Remove a reference from a block; a block without references is free."""
         self.ref_counts[block] -= 1
         if not self.ref_counts[block]:
             self._free_blocks.append(block)
@@ -57,7 +57,7 @@ class BlockPool:
 
 @dataclass(slots=True)
 class _PrefixNode:
-    """A block of a prefix; its parent knows it by its tokens once it is whole."""
+    """Block of a prefix. Its parent finds it by its tokens once it is full."""
 
     block: int
     parent: int
@@ -65,12 +65,12 @@ class _PrefixNode:
     children: dict[bytes, int] = field(default_factory=dict)
     partial_children: dict[int, int] = field(
         default_factory=dict
-    )  # block -> node, of blocks that were begun
+    )  # block -> node, of partial blocks
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The known part of a prefix: whole blocks, and the first `tail` tokens of block `copied`."""
+    """Known part of a prefix: full blocks, and the first `tail` tokens of block `copied`."""
 
     blocks: list[int]
     num_tail_tokens: int = 0
@@ -78,13 +78,15 @@ class PrefixMatch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens whose keys and values are found."""
+        """Number of tokens whose keys and values are cached."""
         return len(self.blocks) * BLOCK_TOKENS + self.num_tail_tokens
 
 
 class PrefixCache:
-    """The radix tree of known prefixes. `weights` is the number of those that computed them: keys
-    and values of others are not theirs.
+    """Radix tree of known prefixes.
+
+    `weights_id` identifies the weights that computed a prefix; keys and values of other weights do
+    not match.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -93,21 +95,21 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all prefixes, because there are other weights."""
+        """Drop all prefixes, because the weights have changed."""
         for node in self._nodes.values():
             self._pool.remove_reference(node.block)
         self._last_node_id = 0  # node ids are never used twice
-        self._roots: dict[int, _PrefixNode] = {}  # by id; those of nodes are above 0
+        self._roots: dict[int, _PrefixNode] = {}  # by id; ids of nodes are above 0
         self._nodes.clear()
         self._tail_nodes: dict[int, int] = {}  # block -> its node, while it is a tail
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that the tree holds."""
+        """Number of blocks that the tree references."""
         return len(self._nodes)
 
     def match(self, tokens: TokenIds, weights_id: int = 0) -> PrefixMatch:
-        """The longest known prefix of `tokens`."""
+        """Find the longest known prefix of `tokens`."""
         path = self._match_path(tokens, weights_id)
         for node in reversed(path):  # parents count as used after their children
             self._nodes.move_to_end(node)
@@ -120,11 +122,12 @@ class PrefixCache:
     def insert(
         self, tokens: TokenIds, blocks: NDArray[np.int32], include_tail: bool, weights_id: int = 0
     ) -> None:
-        """Makes `tokens`, which lie in `blocks`, known; `tail`: a last block that is not full, too.
+        """Add `tokens`, cached in `blocks`, to the tree; with `include_tail` also a partial last
+        block.
 
-        Blocks that the tree has already take the place of their like in `blocks`, so that whoever
-        holds a block of the tree holds all that lie before it. A tail stays known when its block
-        fills up, as long as the tree holds that.
+        Blocks that are in the tree already replace their equals in `blocks`, so that a holder of a
+        block of the tree also holds all blocks before it. A tail stays known when its block fills
+        up, as long as the tree references the block.
         """
         path = self._match_path(tokens, weights_id)
         for index, node in enumerate(path):
@@ -151,12 +154,15 @@ class PrefixCache:
         self._get_node(parent).partial_children[block] = self._tail_nodes[block]
 
     def remove_tail(self, block: int) -> None:
-        """Forgets a block that is not whole yet, since it is going to hold other tokens."""
+        """Drop a partial block from the tree, because its other tokens will be overwritten."""
         if block in self._tail_nodes:
             self._remove_node(self._tail_nodes[block])
 
     def _match_tail(self, parent: int, rest: TokenIds) -> tuple[int, int]:
-        """(n, block): which holds the most of the first tokens of `rest`; (0, -1): none does."""
+        """Return (n, block) of the tail that matches most first tokens of `rest`.
+
+        (0, -1) if none.
+        """
         best, found = 0, -1
         for block, node in self._get_node(parent).partial_children.items():
             tail = self._nodes[node].tokens
@@ -168,7 +174,7 @@ class PrefixCache:
         return best, found
 
     def evict(self, count: int) -> None:
-        """Frees up to `count` blocks that nobody else holds, longest unused first."""
+        """Free up to `count` blocks that only the tree references, least recently used first."""
         while count > 0:
             gone: list[int] = []
             for node, found in self._nodes.items():
@@ -181,10 +187,13 @@ class PrefixCache:
                 return
             for node in gone:
                 self._remove_node(node)
-            count -= len(gone)  # what is left may be leaves now
+            count -= len(gone)  # the remaining nodes may be leaves now
 
     def count_evictable(self) -> int:
-        """Blocks that only the tree holds; nobody else holds what lies behind such a block."""
+        """Count the blocks that only the tree references.
+
+        All blocks behind such a block are evictable too.
+        """
         blocks = [node.block for node in self._nodes.values()]
         return int((self._pool.ref_counts[blocks] == 1).sum()) if blocks else 0
 
@@ -218,7 +227,7 @@ class PrefixCache:
         if len(gone.tokens) == BLOCK_TOKENS:
             del parent.children[gone.tokens.tobytes()]
         if gone.parent <= 0 and not parent.children and not parent.partial_children:
-            self._roots.pop(gone.parent, None)  # of weights that may never come back
+            self._roots.pop(gone.parent, None)  # the weights of this root may never be loaded again
         self._pool.remove_reference(gone.block)
 
 

@@ -1,4 +1,4 @@
-"""The paged cache of the slots: a block table that grows with their tokens and shares prefixes."""
+"""Paged cache of the slots: a block table that grows with their tokens and shares prefixes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from meshrl.common.generation.batch.blocks import (
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import SlotIndices
 
-EVICT_BATCH_BLOCKS = 16  # blocks at once: each search begins at the front
+EVICT_BATCH_BLOCKS = 16  # blocks per allocation, because each search begins at the front
 
 
 class PagedCache:
-    """`table[slot]` names the blocks of a slot's tokens, in order; `held[slot]` of them are its.
+    """Block table and blocks of the slots.
 
-    `blocks` must hold one slot of full length and one block beside.
+    `table[slot]` lists the blocks of a slot's tokens in order; its first `held[slot]` entries are
+    valid. `blocks` must hold one slot of full length and one more block.
     """
 
     def __init__(
         self, slots: Slots, num_blocks: int, copy_block: Callable[[int, int], None]
     ) -> None:
         self._slots = slots
-        self._copy_block = copy_block  # (from, to): of a block's keys and values
+        self._copy_block = copy_block  # (from, to): pending copies of a block's keys and values
         self.block_table = np.zeros(
             (slots.num_slots, -(-slots.max_length // BLOCK_TOKENS)), np.int32
         )
@@ -37,11 +38,12 @@ class PagedCache:
         self.prefix_cache = PrefixCache(self.block_pool)
         self._num_reused_tokens = np.zeros(
             slots.num_slots, np.int64
-        )  # computed tokens that it did not run
+        )  # tokens that are cached without being computed by the slot
 
     def prepare_slot(self, slot: int) -> None:
-        """Readies a slot for its new request: blocks behind its computed tokens are given up, and a
-        shared last block is replaced by a copy.
+        """Prepare the slot for its new request.
+
+        Release the blocks behind its computed tokens, and replace a shared last block by a copy.
         """
         computed = int(self._slots.computed[slot])
         keep = -(-computed // BLOCK_TOKENS)
@@ -51,7 +53,7 @@ class PagedCache:
         if computed % BLOCK_TOKENS:
             self.prefix_cache.remove_tail(
                 int(self.block_table[slot, keep - 1])
-            )  # it is written again
+            )  # the block is written again
         if (
             computed % BLOCK_TOKENS
             and self.block_pool.ref_counts[self.block_table[slot, keep - 1]] > 1
@@ -69,9 +71,7 @@ class PagedCache:
         self._num_reused_tokens[slot] = self._slots.computed[slot]
 
     def reuse_prefix(self, slot: int) -> None:
-        """Gives the slot the blocks of others that begin with the same tokens under the same
-        weights.
-        """
+        """Give the slot cached blocks of the same first tokens and the same weights."""
         slots = self._slots
         computed, weights = int(slots.computed[slot]), slots.get_weights_id(slot)
         if computed != self._num_reused_tokens[slot] or (
@@ -87,7 +87,7 @@ class PagedCache:
         if match.num_tail_tokens:
             self.block_pool.add_reference(
                 match.tail_block
-            )  # making room for the copy must not take it away
+            )  # an eviction for the copy must not free the block
             if self._count_available():
                 copied = self._allocate_block()
                 self._copy_block(match.tail_block, copied)
@@ -104,7 +104,7 @@ class PagedCache:
         self._num_reused_tokens[slot] = slots.computed[slot]
 
     def publish_prefix(self, slot: int, include_tail: bool) -> None:
-        """Lets others share the slot's full blocks, and with `tail` its last one too."""
+        """Publish the slot's full blocks for sharing, and with `include_tail` its last one too."""
         slots = self._slots
         computed, weights = int(slots.computed[slot]), slots.get_weights_id(slot)
         if computed and slots.cache_weights_id[slot] == weights:
@@ -112,8 +112,9 @@ class PagedCache:
             self.prefix_cache.insert(slots.tokens[slot, :computed], used, include_tail, weights)
 
     def allocate_blocks(self, slot: int, tokens: int, spare_blocks: int = 0) -> bool:
-        """Takes blocks for the slot's first `tokens` tokens. False: the pool has too few for them
-        and `spare` more.
+        """Allocate blocks for the slot's first `tokens` tokens.
+
+        Return False if the pool has too few for them and `spare_blocks` more.
         """
         wanted = -(-tokens // BLOCK_TOKENS) - int(self.blocks_per_slot[slot])
         if wanted <= 0:
@@ -129,23 +130,23 @@ class PagedCache:
         return True
 
     def find_slots_short_of_blocks(self, slots: SlotIndices, tokens: SlotIndices) -> SlotIndices:
-        """The slots of `slots` whose first `tokens[i]` tokens have no blocks yet."""
+        """Return the slots of `slots` whose first `tokens[i]` tokens have too few blocks."""
         return slots[self.blocks_per_slot[slots] * BLOCK_TOKENS < tokens]
 
     def free_slot(self, slot: int) -> None:
-        """Gives up all blocks of the slot."""
+        """Release all blocks of the slot."""
         for index in range(int(self.blocks_per_slot[slot])):
             self.block_pool.remove_reference(int(self.block_table[slot, index]))
         self.blocks_per_slot[slot] = 0
         self._slots.computed[slot] = self._num_reused_tokens[slot] = 0
 
     def clear_prefixes(self) -> None:
-        """Makes nothing shareable that is computed so far."""
+        """Drop all published prefixes."""
         self.prefix_cache.clear()
 
     def borrow_blocks(self, tokens: int) -> NDArray[np.int64] | None:
-        """The numbers of free blocks for `tokens` tokens, int64, until `give_back`; None: there are
-        too few.
+        """Borrow free blocks for `tokens` tokens until `return_blocks`; int64 numbers, None if too
+        few.
         """
         wanted = -(-tokens // BLOCK_TOKENS)
         if self._count_available() < wanted:
@@ -153,7 +154,7 @@ class PagedCache:
         return np.array([self._allocate_block() for _ in range(wanted)], np.int64)
 
     def return_blocks(self, blocks: NDArray[np.int64]) -> None:
-        """Returns blocks that `borrow` gave."""
+        """Return blocks that `borrow_blocks` lent."""
         for block in blocks.tolist():
             self.block_pool.remove_reference(block)
 

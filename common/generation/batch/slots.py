@@ -1,4 +1,6 @@
-"""The slots of the built-in engine: which request has which, in arrays, without Python per slot."""
+"""Slots of the built-in engine: the state of each request in arrays, without a Python object per
+slot.
+"""
 
 from __future__ import annotations
 
@@ -22,41 +24,48 @@ from meshrl.common.generation.engine_contract import (
     concatenate_outputs,
 )
 
-NO_REQUEST = -1  # request id of a slot that runs nothing
+NO_REQUEST = -1  # request id of a slot without a request
 
 
 class Slots:
-    """Per slot: tokens, of which the first `known` are given or sampled and the first `computed`
-    are in the cache. A slot is free, runs a request, or keeps an idle session's tokens until
-    another request needs it (the one idle for longest goes first).
+    """State of each slot.
+
+    Of a slot's tokens, the first `known` are given or sampled, and the first `computed` are in the
+    cache. A slot is free, runs a request, or retains an idle session's tokens until another request
+    needs the slot; the session that is idle for longest is evicted first.
     """
 
     def __init__(self, num_slots: int, max_length: int, experts_per_token: int = 0) -> None:
-        """`experts`: to which a token is sent, all layers together; 0: the model is dense.
+        """Allocate the arrays.
 
-        Weights have a number each time that others come: those of the base, place 0, and of the
-        base with each adapter, places from 1 on. A cache is of the weights that made it.
+        `experts_per_token`: experts of a token, all layers together; 0: the model is dense.
+
+        Weights get a new id at each update: those of the base at index 0, and of the base with each
+        adapter at indices from 1 on. A cache belongs to the weights that computed it.
         """
         self.num_slots, self.max_length = num_slots, max_length
         self.tokens = np.zeros((num_slots, max_length), np.int64)
         self.logprobs = np.zeros((num_slots, max_length), np.float32)
         self.unmodified = np.full((num_slots, max_length), np.nan, np.float32)
         self.versions = np.zeros((num_slots, max_length), np.int32)
-        # That predicted a sampled token. Pages cost memory when they are first written.
+        # Experts that predicted a sampled token. Pages take memory at their first write.
         self.experts = np.zeros((num_slots, max_length, experts_per_token), np.int16)
         self.known = np.zeros(num_slots, np.int64)
         self.computed = np.zeros(num_slots, np.int64)
-        self.limit = np.zeros(num_slots, np.int64)  # known tokens at which LENGTH ends the request
+        # known tokens at which the request ends with LENGTH
+        self.limit = np.zeros(num_slots, np.int64)
         self.num_drained_tokens = np.zeros(num_slots, np.int64)
         self.first_sampled_index = np.zeros(
             num_slots, np.int64
         )  # index; max_length: none sampled here
-        self.adapter = np.zeros(num_slots, np.int32)  # place of what the slot is computed with
-        self.weights_ids = np.zeros(MAX_ADAPTERS + 1, np.int64)  # of the weights loaded, by place
-        self.loaded = np.full(MAX_ADAPTERS + 1, -1, np.int32)  # their versions, by place
+        self.adapter = np.zeros(num_slots, np.int32)  # adapter index of the slot
+        # ids of the loaded weights, by adapter index
+        self.weights_ids = np.zeros(MAX_ADAPTERS + 1, np.int64)
+        # versions of the loaded weights, by adapter index
+        self.loaded = np.full(MAX_ADAPTERS + 1, -1, np.int32)
         self.cache_weights_id = np.zeros(
             num_slots, np.int64
-        )  # number of those of the cache's first entry
+        )  # id of the weights of the cache's first entry
         self.request_id = np.full(num_slots, NO_REQUEST, np.int64)
         self.session_id = np.full(num_slots, NO_SESSION, np.int64)
         self.key = np.zeros(num_slots, np.uint64)
@@ -65,7 +74,7 @@ class Slots:
         self.min_p = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int64)
         self.wants_unmodified = np.zeros(num_slots, bool)
-        self.finish = np.zeros(num_slots, np.int8)  # why the request that ran last is over
+        self.finish = np.zeros(num_slots, np.int8)  # finish reason of the last request
         self.stops = np.full((num_slots, 4), -1, np.int64)  # padded with -1
         self._slot_of_request: dict[int, int] = {}  # request id -> slot
         self._idle_slots: dict[int, int] = {}  # session -> slot, longest idle first
@@ -74,41 +83,40 @@ class Slots:
 
     @property
     def num_running(self) -> int:
-        """The number of requests that have a slot."""
+        """Number of requests that have a slot."""
         return len(self._slot_of_request)
 
     @property
     def has_finished(self) -> bool:
-        """Whether a request has ended since the last drain."""
+        """True if a request has finished since the last drain."""
         return bool(self._finished_outputs)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._slot_of_request
 
     def has_idle_session(self, session: int) -> bool:
-        """Whether an idle slot holds what was computed of this session."""
+        """Return True if an idle slot has the cache of this session."""
         return session in self._idle_slots
 
     def has_available_slot(self) -> bool:
-        """Whether a request could have a slot now: one is free, or idle and may be reused."""
+        """Return True if a request can get a slot now: one is free, or idle and may be reused."""
         return bool(self._free_slots or self._idle_slots)
 
     def find_eviction_victim(self, session: int) -> int | None:
-        """The slot that a request of the session would take from another, idle one; None: it takes
-        none."""
+        """Return the idle slot that a request of the session would evict, or None."""
         if session in self._idle_slots or self._free_slots or not self._idle_slots:
             return None
         return self._idle_slots[next(iter(self._idle_slots))]
 
     def get_weights_id(self, slot: int) -> int:
-        """The number of the weights that compute the slot's next token."""
+        """Return the id of the weights that compute the slot's next token."""
         return int(self.weights_ids[self.adapter[slot]])
 
     def assign_slot(self, request: GenerationRequest, adapter_index: int = 0) -> int:
-        """The slot that now runs `request`, with what its session left there counted as computed.
+        """Assign a slot to `request`; count tokens that its session left there as computed.
 
-        Where a session goes another way than its cache, only entries of the weights that are loaded
-        are kept, since no token would show that they are mixed; none of another adapter's ever.
+        If a session diverges from its cache, only entries of the loaded weights are retained,
+        because no token would show a mixture. Entries of another adapter are never retained.
         """
         slot = self._idle_slots.pop(request.session, -1)
         if slot < 0:
@@ -124,13 +132,15 @@ class Slots:
         cached = min(int(self.computed[slot]), n)
         same = tokens[:cached] == self.tokens[slot, :cached]
         kept = cached if same.all() else int(same.argmin())
-        # The first token that was sampled over the cache tells of the weights before later ones.
+        # The first token sampled over the cache shows its weights; later tokens may have other
+        # versions.
         first = int(self.first_sampled_index[slot])
         shows = first < n and int(tokens[first]) == int(self.tokens[slot, first])
         goes_on = kept == self.computed[slot] and shows
         if self.cache_weights_id[slot] != weights and not goes_on:
             kept = 0
-        kept = min(kept, n - 1)  # the last token runs again: it is what the next is sampled from
+        # the last token runs again, because the next one is sampled from its logits
+        kept = min(kept, n - 1)
         if kept == 0:
             self.cache_weights_id[slot] = weights
         if self.first_sampled_index[slot] >= kept:
@@ -149,8 +159,10 @@ class Slots:
         return slot
 
     def finish_request(self, slot: int, reason: FinishReason) -> list[int]:
-        """Ends the slot's request; its session, if it has one, keeps the slot idle. The slots that
-        this frees."""
+        """Finish the slot's request and return the slots that this frees.
+
+        The request's session, if any, retains the slot as idle.
+        """
         request, session = int(self.request_id[slot]), int(self.session_id[slot])
         self._finished_outputs.append(self._build_output(slot, reason))
         del self._slot_of_request[request]
@@ -165,30 +177,30 @@ class Slots:
         return freed
 
     def finish_without_slot(self, request_id: int, reason: FinishReason) -> None:
-        """Ends a request that never had a slot, with finish code `code` and no tokens."""
+        """Finish a request that never had a slot, with `reason` and no tokens."""
         none = np.zeros(0, np.int64)
         self._finished_outputs.append(
             RequestOutput(request_id, none, none.astype(np.float32), none, reason)
         )
 
     def find_slot(self, request_id: int) -> int | None:
-        """The slot of a running request; None: it has none."""
+        """Return the slot of a running request, or None."""
         return self._slot_of_request.get(request_id)
 
     def find_idle_slot(self, session: int) -> int | None:
-        """The idle slot that keeps this session; None: there is none."""
+        """Return the idle slot that has this session, or None."""
         return self._idle_slots.get(session)
 
     def list_running_slots(self) -> list[int]:
-        """The slots that run a request."""
+        """Return the slots that run a request."""
         return list(self._slot_of_request.values())
 
     def list_idle_slots(self) -> list[int]:
-        """The slots that idle sessions keep, longest idle first."""
+        """Return the slots of idle sessions, longest idle first."""
         return list(self._idle_slots.values())
 
     def release_sessions(self, sessions: Iterable[int]) -> list[int]:
-        """Ends sessions, and returns the slots that are free because of it."""
+        """End sessions and return the slots that this frees."""
         gone = set(sessions)
         freed = [self._idle_slots.pop(session) for session in gone & self._idle_slots.keys()]
         for slot in freed:
@@ -197,13 +209,15 @@ class Slots:
         return freed
 
     def find_slots_without_samples(self) -> NDArray[np.bool_]:
-        """Slots whose cache no token sampled here depends on [slots]: under other weights their
-        next token would carry the new version over entries of the old one, and nobody could tell.
+        """Return the slots whose cache has no token that was sampled here [slots].
+
+        Under other weights, their next token would carry the new version over cache entries of the
+        old one, undetectably.
         """
         return self.first_sampled_index >= self.known
 
     def invalidate_cache(self, slots: NDArray[np.bool_]) -> list[int]:
-        """Marks all tokens of these slots [slots] as not computed; which they are."""
+        """Mark all tokens of the masked slots [slots] as not computed, and return these slots."""
         self.computed[slots] = 0
         empty = self.computed == 0
         self.cache_weights_id[empty] = self.weights_ids[self.adapter[empty]]
@@ -217,7 +231,7 @@ class Slots:
         raw_logprobs: NDArray[np.float32],
         experts: NDArray[np.int16] = NO_EXPERTS,
     ) -> None:
-        """Appends one sampled token each; `finish` tells whose request that ends."""
+        """Append a sampled token to each slot; `finish` marks the requests that it ends."""
         at = self.known[slots]
         self.tokens[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
@@ -231,8 +245,9 @@ class Slots:
         self.finish[slots] = np.where(stopped, FinishReason.STOP, full)
 
     def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
-        """The tokens since the last drain, each once; None: there are none. `ended_only` leaves out
-        requests that still run.
+        """Return the tokens since the last drain, each once, or None.
+
+        `finished_only` leaves out requests that still run.
         """
         ended, self._finished_outputs = combine_outputs(self._finished_outputs), []
         if finished_only:

@@ -1,8 +1,8 @@
-"""The scheduler of the built-in engine: what the next step runs, and how requests end.
+"""Built-in engine: the control of its steps and of the end of requests.
 
-Continuous batching at the level of tokens: each step holds one token of every request that decodes
-and, up to a budget, stretches of known tokens (prompts, tool results) of requests that join. What
-computes the step is a part (`step_compute.py`): a native decoder, or the same model in torch.
+Continuous batching at token level: each step holds one token of every decoding request and, up to a
+budget, known tokens (prompts, tool results) of requests that prefill. A backend computes the step
+(`step_compute.py`): a native decoder, or the same model in torch.
 """
 
 from __future__ import annotations
@@ -47,19 +47,21 @@ from meshrl.common.model.architecture.config import ModelConfig
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine computes, whatever it computes with."""
+    """Options of an engine, independent of its backend."""
 
     kv_on_update: str = "keep"
-    steps: int = 1  # most in one call, if nothing joins or ends
+    steps: int = 1  # maximum of steps in one call, if no request joins or ends
     budget_s: float = 0.02
-    decode: Callable[[Sequence[int]], str] | None = None  # of the tokenizer; None: no stop texts
+    # decode of the tokenizer; None: no stop strings
+    decode: Callable[[Sequence[int]], str] | None = None
     clock: Clock | None = None
-    read_back: bool = False  # weights are compared with what they were to be: as long again
+    read_back: bool = False  # compare loaded weights with the source, which doubles the load time
 
 
 class BuiltinEngine:
-    """The built-in engine; it keeps to the contract `TokenEngine`. It sleeps until `wake` brings
-    the first weights, of this model's shapes.
+    """Built-in implementation of the contract `TokenEngine`.
+
+    It sleeps until `wake` loads the first weights, of this model's shapes.
     """
 
     def __init__(
@@ -77,13 +79,13 @@ class BuiltinEngine:
                 where="rollout.kv_on_update",
                 fix="use keep or recompute",
             )
-        self.backend = backend  # what computes, for people
+        self.backend = backend  # display name of the backend
         self.num_steps = 0
         self.tokens_generated = 0
         self.busy_s = 0.0
-        self.compute_s = 0.0  # the part of busy_s that the model took
+        self.compute_s = 0.0  # the model's part of busy_s
         self.next_step_delay_s = 0.0
-        self.tokens_computed = 0  # sampled or given, by the model; what was shared does not count
+        self.tokens_computed = 0  # tokens through the model, sampled or given, without shared ones
         self.tensor_parallel_size = 1
         self._slots, self._compute, self._paged_cache = slots, compute, paged_cache
         self._config, self._tensor_shapes, self._options = (
@@ -108,37 +110,37 @@ class BuiltinEngine:
 
     @property
     def version(self) -> int:
-        """The version of the loaded weights; NO_VERSION when there is no whole one."""
+        """Version of the loaded weights; NO_VERSION if there is no complete one."""
         return self._weights.version
 
     @property
     def num_preempted(self) -> int:
-        """Requests that gave up their cache to older ones."""
+        """Number of times that a request lost its cache to older ones."""
         return self.scheduler.num_preempted
 
     @property
     def num_running(self) -> int:
-        """The number of requests that have a slot."""
+        """Number of requests that have a slot."""
         return self._slots.num_running
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
         return len(self._queue)
 
     @property
     def has_finished(self) -> bool:
-        """Whether a request has ended since the last drain."""
+        """True if a request has finished since the last drain."""
         return self._slots.has_finished
 
     @property
     def adapter_versions(self) -> Mapping[str, int]:
-        """The versions of the adapters that are loaded beside the base, by their names."""
+        """Versions of the loaded adapters, by name."""
         return self._weights.adapters
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Known tokens computed in a second, as measured lately; 0: not measured yet."""
+        """Known tokens computed per second, as measured recently; 0: not measured yet."""
         return self.scheduler.prefill_rate.tokens_per_s
 
     @property
@@ -148,7 +150,7 @@ class BuiltinEngine:
 
     @property
     def prefix_store(self) -> PrefixStore | None:
-        """Where caches are kept that have no room here; None: nowhere."""
+        """Store of offloaded caches, or None."""
         return self.scheduler.prefix_loads.store
 
     @prefix_store.setter
@@ -157,14 +159,18 @@ class BuiltinEngine:
 
     @property
     def cache_layout(self) -> str:
-        """How keys and values lie in copies of its cache: engines of equal layout can use them."""
+        """Layout of keys and values in copies of the cache.
+
+        Engines of equal layout can use them.
+        """
         return self._compute.cache_layout
 
     # -- requests --------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Takes all requests or none; Refused names one that cannot be run. Ids in work are left
-        alone.
+        """Submit all requests or none; Refused names one that cannot run.
+
+        Ids that are in work are ignored.
         """
         for request in requests:
             check_request(
@@ -187,7 +193,7 @@ class BuiltinEngine:
                 self._queue[request.id] = request
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Ends these requests with ABORTED; ids that are not in work are skipped."""
+        """End these requests with ABORTED; skip ids that are not in work."""
         for request_id in ids:
             slot = self._slots.find_slot(request_id)
             if slot is not None:
@@ -196,29 +202,30 @@ class BuiltinEngine:
                 self._slots.finish_without_slot(request_id, FinishReason.ABORTED)
 
     def release_sessions(self, sessions: Iterable[int]) -> None:
-        """Frees the slots and blocks of sessions that have ended."""
+        """Free the slots and blocks of ended sessions."""
         gone = list(sessions)
         for slot in self._slots.release_sessions(gone):
             self._paged_cache.free_slot(slot)
         self.scheduler.prefix_loads.release_sessions(gone)
 
     def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
-        """See `TokenEngine`."""
+        """Implement `TokenEngine.drain_outputs`."""
         return self._slots.drain_outputs(finished_only)
 
     def pause(self) -> None:
-        """Makes `step` do nothing until `resume`."""
+        """Make `step` do nothing until `resume`."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Lets `step` run again after `pause`."""
+        """Let `step` run again after `pause`."""
         self._is_paused = False
 
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Runs one step of the batch, or several where no request joins. False: paused, asleep,
-        quarantined, or no work.
+        """Run one step of the batch, or several if no request joins.
+
+        Return False if the engine is paused, asleep or quarantined, or has no work.
         """
         if self._is_paused or not self._weights.is_ready:
             return False
@@ -229,7 +236,7 @@ class BuiltinEngine:
         schedule = self.scheduler
         steps = 1 if schedule.prefill_slots or self._stop_checker else self._options.steps
         schedule.reserve_decode_blocks(steps)
-        if schedule.prefill_slots:  # somebody had to give way: room is only sure for one step
+        if schedule.prefill_slots:  # a request was preempted: blocks are only reserved for one step
             steps = 1
         joining, counts = schedule.plan_prefill()
         rows = schedule.decode_slots
@@ -275,7 +282,7 @@ class BuiltinEngine:
     # -- sessions that move ----------------------------------------------------------------------
 
     def describe_session_cache(self, session: int) -> SessionCache | None:
-        """See `TokenEngine`."""
+        """Implement `TokenEngine.describe_session_cache`."""
         slot = self._slots.find_idle_slot(session)
         if slot is None or not self._weights.is_ready:
             return None
@@ -283,7 +290,7 @@ class BuiltinEngine:
         return describe_cache(self._slots, slot, self._compute.cache_layout, adapter)
 
     def copy_session_cache(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
-        """See `TokenEngine`."""
+        """Implement `TokenEngine.copy_session_cache`."""
         slot = self._slots.find_idle_slot(session)
         if slot is None or not self._weights.is_ready or self._slots.computed[slot] < end:
             return None
@@ -292,12 +299,14 @@ class BuiltinEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     def quarantine(self) -> None:
-        """It computes nothing until it gets a whole version."""
+        """Compute nothing until a complete version is loaded."""
         self._weights.version = NO_VERSION
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """What slots have cached stays, unless the engine was told to recompute; where none of a
-        slot's tokens was sampled here yet it goes in any case: see `Slots.forget_unsampled`.
+        """Load new weights; retain the slots' caches unless the engine is set to recompute.
+
+        A cache without a token that was sampled here is dropped in any case: see
+        `Slots.find_slots_without_samples`.
         """
         check_shapes(state, self._tensor_shapes)
         self._load_weights(state, version)
@@ -308,21 +317,21 @@ class BuiltinEngine:
                 self._compute.load_weights(state)
                 if self._options.read_back and (odd := self._compute.find_differing_weights(state)):
                     raise CorruptData(f"{len(odd)} tensors are not what was put there: {odd[0]}")
-        # What is on its way is of the weights before.
+        # Pending loads are of the earlier weights.
         self._cancel_loads(list(self.scheduler.prefix_loads.active_loads))
         self._weights.set_base_version(version)
         self._paged_cache.clear_prefixes()
-        # An adapter's version stays, so its tokens would not tell.
+        # An adapter retains its version, so its tokens would not show the change.
         self.scheduler.drop_caches((self._slots.adapter > 0) | self._find_outdated_slots())
 
     def _cancel_loads(self, slots: list[int]) -> None:
-        """Has these slots drop what is on its way to them, and withdraws what is offered."""
+        """Cancel the prefix loads of these slots and all offers."""
         for slot in slots:
             self.scheduler.drop_cache(slot, offload=False)
         self.scheduler.prefix_loads.withdraw_all_offers()
 
     def _find_outdated_slots(self) -> NDArray[np.bool_]:
-        """Slots [slots] whose cache goes if other weights come."""
+        """Return the mask of slots [slots] whose cache an update of the weights drops."""
         every = np.ones(self._slots.num_slots, np.bool_)
         return every if self._recompute_on_update else self._slots.find_slots_without_samples()
 
@@ -331,9 +340,11 @@ class BuiltinEngine:
     def load_adapter(
         self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int
     ) -> None:
-        """Puts an adapter, or a new version of one, beside the base. What slots have cached with
-        its last version stays as over `swap`. Refused when it does not fit, or no place is left;
-        Quarantined when it broke off, and then the engine stands until it is loaded as a whole.
+        """Load an adapter, or a new version of one, beside the base.
+
+        Caches of its last version are treated as in `update_weights`. Raise Refused if it does not
+        fit or no index is free; Quarantined if loading broke off, and then the engine computes
+        nothing until the adapter is loaded as a whole.
         """
         changes = build_adapter_deltas(self._config, tensors, scale)
         place = self._weights.choose_adapter_index(name)
@@ -352,7 +363,7 @@ class BuiltinEngine:
         self.scheduler.drop_caches((self._slots.adapter == place) & self._find_outdated_slots())
 
     def unload_adapter(self, name: str) -> None:
-        """Frees an adapter. Refused while requests with it are in work."""
+        """Remove an adapter; raise Refused while requests use it."""
         place = self._weights.adapter_indices.get(name)
         if not place:
             return
@@ -362,13 +373,14 @@ class BuiltinEngine:
             raise adapter_in_use_error(name)
         for slot in np.flatnonzero(slots.adapter == place).tolist():
             self.scheduler.drop_cache(slot, offload=False)
-            slots.adapter[slot] = 0  # the place may be another's, whose cache this never is
+            # another adapter may get this index, and must not match this cache
+            slots.adapter[slot] = 0
         self._compute.drop_adapter(place)
         self.scheduler.prefix_loads.withdraw_all_offers()
         self._weights.remove_adapter(name)
 
     def sleep(self) -> None:
-        """Gives back weights and cache; what is known stays, and is computed again on waking."""
+        """Free weights and cache; known tokens stay, and are computed again after wake-up."""
         if self._weights.is_asleep:
             return
         self._weights.is_asleep = True
@@ -380,8 +392,9 @@ class BuiltinEngine:
         self._compute.sleep()
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Takes back the memory that `sleep` gave away and loads weights of `version`. Refused if
-        their shapes differ.
+        """Allocate the memory that `sleep` freed and load weights of `version`.
+
+        Raise Refused if their shapes differ.
         """
         check_shapes(state, self._tensor_shapes)
         if self._weights.is_asleep:
@@ -390,8 +403,9 @@ class BuiltinEngine:
         self._load_weights(state, version)
 
     def score(self, tokens: IntArray, adapter: str = "") -> NDArray[np.float32]:
-        """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]. Refused
-        if the engine sleeps or the sequence does not fit.
+        """Return log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1].
+
+        Raise Refused if the engine sleeps or the sequence does not fit.
         """
         row = np.asarray(tokens, np.int32)
         asked = GenerationRequest(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)

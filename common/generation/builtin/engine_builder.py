@@ -1,5 +1,6 @@
-"""Builds the built-in engine, on the fastest path that this host supports: on a GPU the GPU's, or
-none at all.
+"""Builder of the built-in engine, with the fastest backend that this host supports.
+
+On a GPU that is the GPU's backend, never another one.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from meshrl.kernels.library_build import Library
 from meshrl.kernels.ops import can_capture_cuda_graph
 
 BACKENDS = ("auto", "native", "eager", "graphs")
-BACKEND_LABELS = {"eager": "torch eager", "graphs": "graphs"}  # of the torch paths, for people
-BUILD_TIMEOUT_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
+BACKEND_LABELS = {"eager": "torch eager", "graphs": "graphs"}  # display names of the torch backends
+BUILD_TIMEOUT_S = 300.0  # some 10 s on an idle core; engines of one host wait for each other
 _LOG = logging.getLogger(__name__)
 
 __all__ = ["BACKENDS", "BUILD_TIMEOUT_S", "BuiltinEngine", "build_engine"]
@@ -37,18 +38,19 @@ __all__ = ["BACKENDS", "BUILD_TIMEOUT_S", "BuiltinEngine", "build_engine"]
 
 @dataclass(frozen=True)
 class EngineBackend:
-    """A path, and where it computes."""
+    """Backend and its device."""
 
     name: str  # native | eager | graphs
     device: torch.device
-    fallback_reason: str = ""  # it is not a faster one
-    library: Library | None = None  # of the native path
+    fallback_reason: str = ""  # reason why the backend is not a faster one
+    library: Library | None = None  # library of the native backend
 
 
 def choose_backend(requested: str, device: str, config: ModelConfig, dtype: str) -> EngineBackend:
-    """What `path` means for a worker of `device` ("cpu" or "cuda"). `auto` on cuda is the GPU's
-    path or NoGpuPath, never another one; on a CPU it is native, or eager where there is no
-    compiler. ConfigError where native is asked for and cannot be had.
+    """Choose the backend for `requested` on `device` ("cpu" or "cuda").
+
+    `auto` on cuda is the GPU's backend or NoGpuPath, never another one. On a CPU it is native, or
+    eager without a compiler. Raise ConfigError if native is requested and unavailable.
     """
     cpu = torch.device("cpu")
     if device == "cuda" and requested in ("auto", "graphs"):
@@ -71,7 +73,7 @@ def choose_backend(requested: str, device: str, config: ModelConfig, dtype: str)
 
 
 def choose_gpu_backend() -> EngineBackend:
-    """The GPU's path; NoGpuPath, with what is missing."""
+    """Return the GPU's backend; raise NoGpuPath, naming what is missing, if it cannot run."""
     gpu_requirement.require_gpu("the engine")
     why = "" if can_capture_cuda_graph() else "operators are plain PyTorch, without CUDA graphs"
     return EngineBackend("graphs", torch.device("cuda"), why)
@@ -88,12 +90,12 @@ def build_engine(
     kv_cache_tokens: int = 0,
     **options: Any,
 ) -> BuiltinEngine:
-    """An engine of `slots` sequences of up to `max_length` tokens, asleep until it gets weights.
+    """Build an engine of `num_slots` sequences of up to `max_length` tokens, without weights.
 
-    `path`: `native` needs a C++ compiler, `eager` only torch, `graphs` is for a GPU, and runs on a
-    CPU as well; `auto` is what `device`, "cpu" or "cuda", has for it (`chosen`). `kv_tokens`: of
-    the paged cache; 0: all slots full. `options` are EngineOptions'. ConfigError for what cannot be
-    had, a GPU among it.
+    It is asleep until it gets weights. Backends: `native` needs a C++ compiler, `eager` only torch,
+    `graphs` is for a GPU and runs on a CPU as well; `auto` selects by `device`, "cpu" or "cuda"
+    (`choose_backend`). `kv_tokens`: size of the paged cache; 0: all slots full. `options` are those
+    of EngineOptions. Raise ConfigError for unavailable parts, including a GPU.
     """
     if max_length > config.max_positions:
         dynamic = (config.rope_scaling or {}).get("rope_type") == "dynamic"

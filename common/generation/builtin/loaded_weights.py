@@ -1,6 +1,4 @@
-"""The weights that an engine has: the base's version, and the adapters beside it; and the
-shapes that new ones must have.
-"""
+"""Loaded weights of an engine, the base's version and adapters, and the shapes of new ones."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ from meshrl.common.weights.layout.version_image import get_meta_tensors
 
 
 class LoadedWeights:
-    """The weights of one engine. They get a number each time that others come, by which `slots`
-    tell whose a cache is.
+    """Weights of one engine.
+
+    They get an id at each update, by which `slots` records the weights of each cache.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -28,25 +27,23 @@ class LoadedWeights:
         self.is_asleep = True
         self.adapter_indices: dict[str, int] = {
             "": 0
-        }  # of adapters that are loaded; the base has none
-        self.incomplete_adapters: set[int] = (
-            set()
-        )  # of which some tensors are of one version, some of another
+        }  # versions of loaded adapters; the base has none
+        self.incomplete_adapters: set[int] = set()  # weights with tensors of different versions
         self._slots, self._last_weights_id = slots, 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is a whole version."""
+        """True if all tensors are of one version."""
         return self.version != NO_VERSION and not self.incomplete_adapters
 
     @property
     def is_ready(self) -> bool:
-        """Whether a whole version is in place."""
+        """True if a complete version is loaded."""
         return not self.is_asleep and self.version != NO_VERSION and not self.incomplete_adapters
 
     @property
     def adapters(self) -> dict[str, int]:
-        """The versions of the adapters that are loaded beside the base, by their names."""
+        """Versions of the loaded adapters, by name."""
         whole = {
             name: at
             for name, at in self.adapter_indices.items()
@@ -55,11 +52,11 @@ class LoadedWeights:
         return {name: int(self._slots.loaded[at]) for name, at in whole.items()}
 
     def get_adapter_name(self, adapter_index: int) -> str:
-        """The name of the adapter in a place; empty: the base alone."""
+        """Return the name of the adapter at an index; empty: the base alone."""
         return next(name for name, at in self.adapter_indices.items() if at == adapter_index)
 
     def choose_adapter_index(self, name: str) -> int:
-        """The place of an adapter that is to be loaded. Refused when none is left."""
+        """Return the index for an adapter to load; raise Refused if none is free."""
         taken = self.adapter_indices.values()
         place = self.adapter_indices.get(name) or next(
             (i for i in range(1, MAX_ADAPTERS + 1) if i not in taken), 0
@@ -73,20 +70,20 @@ class LoadedWeights:
         return place
 
     def set_base_version(self, version: int) -> None:
-        """Other weights have come, for the base and for what is computed with each adapter."""
+        """Record new weights, for the base and for the base with each adapter."""
         self.version = self._slots.loaded[0] = version
         for place in self.adapter_indices.values():
             self._assign_weights_id(place)
 
     def set_adapter_version(self, name: str, adapter_index: int, version: int) -> None:
-        """Another version of an adapter has come."""
+        """Record a new version of an adapter."""
         self.incomplete_adapters.discard(adapter_index)
         self.adapter_indices[name] = adapter_index
         self._slots.loaded[adapter_index] = version
         self._assign_weights_id(adapter_index)
 
     def remove_adapter(self, name: str) -> None:
-        """An adapter is gone."""
+        """Remove an adapter."""
         self.incomplete_adapters.discard(self.adapter_indices.pop(name))
 
     def _assign_weights_id(self, adapter_index: int) -> None:
@@ -95,14 +92,14 @@ class LoadedWeights:
 
 
 def get_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model, by name."""
+    """Return the tensor shapes of a model, by name."""
     with torch.device("meta"):
         state = Decoder(config).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refused unless `state` has exactly the tensors of `shapes`."""
+    """Raise Refused unless `state` has exactly the tensors of `shapes`."""
     state = get_meta_tensors(state)
     odd = shapes.keys() ^ state.keys()
     odd |= {name for name in shapes.keys() - odd if shapes[name] != tuple(state[name].shape)}

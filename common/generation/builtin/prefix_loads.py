@@ -1,12 +1,12 @@
-"""Prefixes that an engine's slots load in place of computing them, and what the slots let go of.
+"""Loads of prefixes into an engine's slots, and offers of the slots' caches for offloading.
 
-Chunks are put where they belong between two steps, ahead of what the slot has computed and with
-holes between them; the slot jumps over them when it gets there.
+Chunks are installed between two steps, ahead of the slot's computed tokens and with gaps between
+them. The slot skips them when it reaches them.
 
-A token tells which weights sampled it; what an engine takes over must not let tokens of one version
-follow a cache of another without an earlier token that shows it. So a cache is taken over if the
-very weights that are loaded here computed all of it, or, where mixed caches are allowed, if a token
-in it was sampled under other weights than these: then it is as if the session had stayed.
+A token carries the version that sampled it. Tokens of one version must not follow a cache of
+another without an earlier token that shows it. So a cache is accepted if the loaded weights
+computed all of it. If mixed caches are allowed, it is also accepted if one of its tokens was
+sampled under other weights: then the result is as if the session had stayed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from meshrl.common.generation.prefix_loading import (
     PrefixStore,
 )
 
-OTHER_WEIGHTS_ID = (
-    -1
-)  # number of the weights of a cache that these weights did not compute, or not all of it
-MAX_OFFERED_LOADS = 16  # sessions whose caches come before their requests
-COPY_BUDGET_S = 0.05  # to copy what a slot lets go of, while others decode
-FINAL_COPY_BUDGET_S = 2.0  # to copy what all slots have computed, when nothing decodes any more
+OTHER_WEIGHTS_ID = -1  # weights id of a cache that the loaded weights did not compute completely
+MAX_OFFERED_LOADS = 16  # limit of sessions whose caches arrive before their requests
+COPY_BUDGET_S = 0.05  # to copy a slot's cache on eviction, while other slots decode
+FINAL_COPY_BUDGET_S = 2.0  # to copy the caches of all slots after the last decode step
 
 
 class PrefixLoads:
-    """Those of one engine. `joining` are its slots that prefill. `mixed`: caches of several
-    versions are allowed.
+    """Prefix loads of one engine.
+
+    `prefill_slots`: slots that prefill. `allow_mixed_versions`: caches of several versions are
+    usable.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class PrefixLoads:
         *,
         allow_mixed_versions: bool,
     ) -> None:
-        self.store: PrefixStore | None = None  # where caches are kept that have no room here
-        self.unsearched_slots: set[int] = set()  # joining slots whose prefix was not looked for yet
+        self.store: PrefixStore | None = None  # store of offloaded caches
+        # prefilling slots whose prefix was not searched yet
+        self.unsearched_slots: set[int] = set()
         self.active_loads: dict[int, PrefixLoad] = {}  # by slot
-        self.offered_loads: dict[int, PrefixLoad] = {}  # by session, whose request is not here yet
+        self.offered_loads: dict[int, PrefixLoad] = {}  # by session, before its request arrives
         self._slots, self._compute, self._paged_cache, self._clock = (
             slots,
             compute,
@@ -75,15 +76,16 @@ class PrefixLoads:
         return slot in self.active_loads
 
     def release_sessions(self, sessions: Sequence[int]) -> None:
-        """These sessions have ended."""
+        """Release the loads of these ended sessions."""
         for session in sessions:
             self.withdraw_offer(session)
         if self.store is not None:
             self.store.release_sessions(sessions)
 
     def expect_load(self, session: int, load: PrefixLoad) -> None:
-        """The session's next request, or the one that is being prefilled, may be loaded by `load`:
-        an `offer` follows, or its end.
+        """Expect `load` for the session's next request, or for the one that is being prefilled.
+
+        A call of `offer_load`, or the end of `load`, follows.
         """
         self.withdraw_offer(session)
         slots = self._slots
@@ -97,8 +99,9 @@ class PrefixLoads:
             self.withdraw_offer(next(iter(self.offered_loads)))
 
     def offer_load(self, session: int, cache: SessionCache, load: PrefixLoad) -> bool:
-        """Tells what `load` brings, which may be expected already. False, and it is cancelled: it
-        must not or cannot be used.
+        """Offer the content of `load`, which may be expected already.
+
+        Return False, with the load cancelled, if it must not or cannot be used.
         """
         if load.is_cancelled or not self._is_usable(cache, load):
             load.is_cancelled = True
@@ -124,19 +127,20 @@ class PrefixLoads:
         return cache.version == version
 
     def withdraw_offer(self, session: int) -> None:
-        """Nothing more is wanted of what was to come of a session."""
+        """Withdraw a session's offer and cancel its load."""
         load = self.offered_loads.pop(session, None)
         if load is not None:
             load.is_cancelled = True
 
     def withdraw_all_offers(self) -> None:
-        """Other weights have come than what is on its way was taken for."""
+        """Withdraw all offers, because the weights that they assumed have changed."""
         for session in list(self.offered_loads):
             self.withdraw_offer(session)
 
     def find_load(self, slot: int) -> PrefixLoad | None:
-        """What is on its way of the slot's prefix: from another engine, or what is found in a look
-        of which each slot has one.
+        """Return the load of the slot's prefix.
+
+        It comes from another engine or from a search of the store, of which each slot has one.
         """
         load = self.active_loads.get(slot)
         if load is None:
@@ -159,7 +163,7 @@ class PrefixLoads:
         return self.store.find_prefix(PrefixQuery(tokens, computed, session, adapter))
 
     def _start_load(self, slot: int, load: PrefixLoad) -> None:
-        """Has a slot's prefix loaded, if it fits behind what the slot has computed."""
+        """Start a load for a slot, if it extends beyond the slot's computed tokens."""
         slots = self._slots
         computed, known = int(slots.computed[slot]), int(slots.known[slot])
         pure = not load.is_front_first and slots.cache_weights_id[slot] == slots.get_weights_id(
@@ -170,7 +174,7 @@ class PrefixLoads:
         fits = load.end > computed and (pure or not computed)
         if load.is_front_first and load.origin is not None:
             loaded = slots.loaded[slots.adapter[slot]]
-            fits &= load.origin.first_version != loaded  # else no token shows the mixture
+            fits &= load.origin.first_version != loaded  # otherwise no token shows the mixture
         if fits and load.session_cache is not None:
             n = min(len(load.session_cache.tokens), known)
             fits = bool((slots.tokens[slot, :n] == load.session_cache.tokens[:n]).all())
@@ -185,7 +189,7 @@ class PrefixLoads:
     def plan_compute_tokens(
         self, slot: int, load: PrefixLoad, max_tokens: int, tokens_per_s: float
     ) -> int:
-        """How many tokens the engine computes now of a slot that is being loaded."""
+        """Return how many tokens of a loading slot the engine computes now."""
         computed, now_s = int(self._slots.computed[slot]), self._clock.monotonic()
         if load.is_front_first and load.is_stalled(now_s):
             self.cancel_load(slot)
@@ -195,7 +199,7 @@ class PrefixLoads:
         return count
 
     def place_received_chunks(self) -> None:
-        """Puts what has come where it belongs, as far as there is room."""
+        """Install received chunks in the cache, as far as there are free blocks."""
         for slot, load in list(self.active_loads.items()):
             if not len(
                 self._paged_cache.find_slots_short_of_blocks(
@@ -216,7 +220,7 @@ class PrefixLoads:
         self.skip_loaded_tokens(slot)
 
     def skip_loaded_tokens(self, slot: int) -> None:
-        """Jumps over what has come, where the slot's computed tokens reach it."""
+        """Skip loaded tokens that the slot's computed tokens have reached."""
         load, slots = self.active_loads.get(slot), self._slots
         if load is None:
             return
@@ -240,13 +244,13 @@ class PrefixLoads:
             self.cancel_load(slot)
 
     def cancel_load(self, slot: int) -> None:
-        """Nothing more is wanted of what is on its way to a slot."""
+        """Cancel the load of a slot."""
         load = self.active_loads.pop(slot, None)
         if load is not None:
             load.is_cancelled = True
 
     def offload(self, slot: int, is_evicted: bool, copy_budget_s: float = COPY_BUDGET_S) -> None:
-        """Offers what a slot has computed to who keeps it elsewhere."""
+        """Offer a slot's computed tokens to the store."""
         slots = self._slots
         n = int(slots.computed[slot])
         if self.store is None or n < MIN_PREFIX_TOKENS or not self._weights.is_complete:
@@ -268,7 +272,7 @@ class PrefixLoads:
         self.store.offload(kept)
 
     def offload_all(self) -> None:
-        """Offers all that slots have computed to who keeps it elsewhere: the engine goes away."""
+        """Offer the computed tokens of all slots to the store, before the engine exits."""
         until_s = self._clock.monotonic() + FINAL_COPY_BUDGET_S
         for slot in range(self._slots.num_slots):
             left_s = until_s - self._clock.monotonic()
@@ -277,8 +281,9 @@ class PrefixLoads:
 
 
 def describe_cache(slots: Slots, slot: int, layout: str, adapter: str) -> SessionCache | None:
-    """What a slot has computed, with the adapter of this name; None: nothing that another engine
-    could take over.
+    """Describe what a slot has computed, with the adapter of this name.
+
+    Return None if another engine could use none of it.
     """
     n = int(slots.computed[slot])
     first = min(int(slots.first_sampled_index[slot]), n)
@@ -297,5 +302,5 @@ def describe_cache(slots: Slots, slot: int, layout: str, adapter: str) -> Sessio
 
 
 def has_other_version_sample(cache: SessionCache, version: int) -> bool:
-    """Whether a token of a cache tells that it is of other weights than this version's."""
+    """Return True if a token of a cache was sampled by weights other than this version's."""
     return cache.first_sampled_index < len(cache.tokens) and cache.first_version != version

@@ -1,4 +1,4 @@
-"""The schedule of the built-in engine: which slots compute in a step, and which give way."""
+"""Scheduler of the built-in engine: the slots that compute in a step, and those preempted."""
 
 from __future__ import annotations
 
@@ -17,40 +17,45 @@ from meshrl.common.generation.builtin.prefix_loads import PrefixLoads
 from meshrl.common.generation.builtin.stop_strings import StopStringChecker
 from meshrl.common.generation.engine_contract import GenerationRequest
 
-MIN_SHARED_TOKENS = 6  # common tokens from which taking over a neighbour's beats computing them
-MIN_PREFILL_TOKENS = 2  # tokens to compute from which a slot joins: each is a row of the same step
+# shared tokens from which on reuse of another slot's blocks beats computing them
+MIN_SHARED_TOKENS = 6
+# tokens to compute from which on a slot prefills: each is a row of the same step
+MIN_PREFILL_TOKENS = 2
 RATE_HALF_LIFE_TOKENS = (
-    8192  # tokens after which a measured rate counts half: engines warm up, contexts grow
+    8192  # tokens that halve the weight of a measured rate: engines warm up, contexts grow
 )
-MAX_PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
+# limit of known tokens in a step, so that decoding rows do not wait for long
+MAX_PREFILL_TOKENS = 512
 
 
 class PrefillRate:
-    """A running average over steps in which stretches of known tokens were computed: how fast that
-    is, and so what recomputing a cache would take.
-    """
+    """Running average of the prefill rate, which predicts the time to recompute a cache."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Known tokens computed in a second; 0: nothing is measured yet."""
+        """Known tokens computed per second; 0: not measured yet."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def add_step(self, prefill_tokens: int, total_tokens: int, seconds: float) -> None:
-        """A step of `rows` tokens, `tokens` of them in stretches. The time is shared out evenly: a
-        token is a row, whether it was known or is decoded."""
+        """Add a step of `total_tokens` tokens, of which `prefill_tokens` were known.
+
+        The time is divided evenly: each token is a row, whether it was known or is decoded.
+        """
         if not seconds:
-            return  # less than the clock can tell
+            return  # below the clock's resolution
         fade = 0.5 ** (prefill_tokens / RATE_HALF_LIFE_TOKENS)
         self._tokens = self._tokens * fade + prefill_tokens
         self._seconds = self._seconds * fade + seconds * prefill_tokens / total_tokens
 
 
 class BatchScheduler:
-    """The slots of one engine that run requests: those that decode, a token a step, and those that
-    join, which have more tokens to compute. The older ones go first.
+    """Running slots of one engine.
+
+    Some decode a token a step; the others prefill, with more tokens to compute. Older requests come
+    first.
     """
 
     def __init__(
@@ -64,38 +69,41 @@ class BatchScheduler:
         *,
         allow_mixed_versions: bool,
     ) -> None:
-        """`mixed`: caches of several versions are allowed."""
-        self.num_preempted = 0  # requests that gave up their cache to older ones
+        """Initialize; `allow_mixed_versions`: caches of several versions are usable."""
+        self.num_preempted = 0  # requests that lost their cache to older ones
         self.prefill_rate = PrefillRate()
         self.prefill_slots: list[
             int
         ] = []  # slots with more than one token to compute, oldest first
         self._slots, self._paged_cache, self._weights = slots, paged_cache, weights
         self._stop_checker = stop_text
-        self._start_order = np.zeros(slots.num_slots, np.int64)  # when: the older go first
+        # start times: older requests come first
+        self._start_order = np.zeros(slots.num_slots, np.int64)
         self._num_started = 0
         self._is_decoding = np.zeros(slots.num_slots, bool)
         self._decode_slots: NDArray[np.int64] | None = (
-            None  # the decoding slots, ascending; None: changed
+            None  # decoding slots, ascending; None: outdated
         )
         about = slots, compute, paged_cache, clock, self.prefill_slots, weights
         self.prefix_loads = PrefixLoads(*about, allow_mixed_versions=allow_mixed_versions)
 
     def plan_prefill(self) -> tuple[list[int], list[int]]:
-        """Joining slots of this step, oldest first, and how many of their tokens it computes. Those
-        whose prefix is being loaded get what the others leave of the budget.
+        """Plan the prefilling slots of this step, oldest first, and their numbers of tokens.
+
+        Slots whose prefix is being loaded get what the others leave of the budget.
         """
         slots, budget = self._slots, MAX_PREFILL_TOKENS
         chosen: list[int] = []
         counts: list[int] = []
-        led: list[int] = []  # who computes or loads what others could share
-        full = False  # somebody has no room: nobody who came later takes any
+        led: list[int] = []  # slots that compute or load shareable prefixes
+        full = False  # a slot lacks blocks: no later one takes any
         loading = set(self.prefix_loads.active_loads)
         for slot in sorted(self.prefill_slots, key=self.prefix_loads.__contains__):
             if budget <= 0:
                 break
             if slot in loading and slot not in self.prefix_loads:
-                continue  # it gave way in this very step: it takes nothing from who is chosen
+                # the slot was preempted in this step: it must not take blocks of the chosen slots
+                continue
             if slot not in self.prefix_loads:
                 if full:
                     continue
@@ -124,7 +132,7 @@ class BatchScheduler:
         return chosen, counts
 
     def _can_share_prefix_of(self, slot: int, chosen: list[int]) -> bool:
-        """Whether a slot of this step is computing what this one could share afterwards."""
+        """Return True if a slot of this step computes a prefix that this slot could share later."""
         if not chosen:
             return False
         tokens, end = self._slots.tokens, int(self._slots.known[slot]) - 1
@@ -136,7 +144,7 @@ class BatchScheduler:
         return bool((same & (self._slots.known[chosen] > least)).any())
 
     def _is_prefix_of_next(self, slot: int) -> bool:
-        """Whether the slot that joins next could share what this one would compute."""
+        """Return True if the next prefilling slot could share what this slot would compute."""
         following = self.prefill_slots.index(slot) + 1
         return following < len(self.prefill_slots) and self._can_share_prefix_of(
             self.prefill_slots[following], [slot]
@@ -144,13 +152,13 @@ class BatchScheduler:
 
     @property
     def decode_slots(self) -> NDArray[np.int64]:
-        """The slots that decode, ascending."""
+        """Slots that decode, ascending."""
         if self._decode_slots is None:
             self._decode_slots = np.flatnonzero(self._is_decoding)
         return self._decode_slots
 
     def reserve_decode_blocks(self, num_steps: int) -> None:
-        """Makes room for the next tokens of the decoding slots; the youngest may have to wait."""
+        """Allocate blocks for the next tokens of decoding slots; the youngest may have to wait."""
         while True:
             rows = self.decode_slots
             ends = np.minimum(self._slots.computed[rows] + num_steps, self._slots.limit[rows])
@@ -162,8 +170,11 @@ class BatchScheduler:
                 self.preempt(slot)
 
     def _make_room(self, slot: int, tokens: int, spare: int = 0) -> bool:
-        """Room for a slot's first `tokens` tokens and `spare` blocks beside, if need be at the cost
-        of idle sessions, then of the youngest requests; False when only older ones are left."""
+        """Free blocks for a slot's first `tokens` tokens and `spare` blocks more.
+
+        Evict idle sessions first, then preempt the youngest requests. Return False if only older
+        ones are left.
+        """
         while not self._paged_cache.allocate_blocks(slot, tokens, spare):
             idle = [i for i in self._slots.list_idle_slots() if self._slots.computed[i]]
             if idle:
@@ -180,11 +191,11 @@ class BatchScheduler:
         return True
 
     def _has_cache(self, slot: int) -> bool:
-        """Whether a slot has anything in the cache, or room for what it loads."""
+        """Return True if a slot has cache entries, or blocks for a load."""
         return bool(self._slots.computed[slot]) or slot in self.prefix_loads
 
     def drop_cache(self, slot: int, offload: bool = True) -> None:
-        """Has a slot lose its cache; `keep`: it is offered first to what keeps it elsewhere."""
+        """Drop a slot's cache; with `offload`, offer it to the store first."""
         self.prefix_loads.cancel_load(slot)
         if offload:
             self.prefix_loads.offload(slot, is_evicted=True)
@@ -195,13 +206,13 @@ class BatchScheduler:
             self.prefix_loads.unsearched_slots.add(slot)
 
     def preempt(self, slot: int) -> None:
-        """The slot's request gives up its cache; it is computed again when there is room."""
+        """Preempt the slot's request: drop its cache, to be computed again once there is room."""
         self.num_preempted += 1
         self.drop_cache(slot)
         self.set_prefilling(slot, True)
 
     def start_request(self, request: GenerationRequest) -> None:
-        """Gives a request a slot, for which an idle session may go."""
+        """Assign a slot to a request; an idle session may be evicted for it."""
         victim = self._slots.find_eviction_victim(request.session)
         if victim is not None:
             self.prefix_loads.offload(victim, is_evicted=True)
@@ -213,7 +224,7 @@ class BatchScheduler:
         self.set_prefilling(slot, True)
 
     def finish_request(self, slot: int, reason: FinishReason) -> None:
-        """Ends a slot's request."""
+        """Finish a slot's request."""
         self._is_decoding[slot] = False
         self._decode_slots = None
         self.prefix_loads.cancel_load(slot)
@@ -223,12 +234,12 @@ class BatchScheduler:
         self._stop_checker.remove_slot(slot)
         self._paged_cache.publish_prefix(slot, include_tail=False)
         if not self._slots.computed[slot]:
-            self._paged_cache.free_slot(slot)  # room for what was to be loaded
+            self._paged_cache.free_slot(slot)  # blocks for the load
         for freed in self._slots.finish_request(slot, reason):
             self._paged_cache.free_slot(freed)
 
     def set_prefilling(self, slot: int, is_prefilling: bool) -> None:
-        """Has a slot join, as it has tokens to compute again, or decode from now on."""
+        """Set a slot to prefill, because it has tokens to compute again, or to decode."""
         self._is_decoding[slot] = not is_prefilling
         self._decode_slots = None
         if not is_prefilling:
@@ -241,19 +252,20 @@ class BatchScheduler:
             insort(self.prefill_slots, slot, key=lambda i: self._start_order[i])
 
     def drop_caches(self, slots: NDArray[np.bool_]) -> None:
-        """Has slots [slots] lose their cache, because there are other weights."""
+        """Drop the caches of slots [slots], because the weights have changed."""
         for slot in self._slots.invalidate_cache(slots):
             self._paged_cache.free_slot(slot)
         self.recompute(self._slots.computed == 0)
 
     def recompute(self, slots: NDArray[np.bool_]) -> None:
-        """Has those of `slots` [slots] join that decode."""
+        """Set those of `slots` [slots] that decode to prefill."""
         for slot in np.flatnonzero(self._is_decoding & slots).tolist():
             self.set_prefilling(slot, True)
 
     def borrow_blocks(self, tokens: int) -> NDArray[np.int64] | None:
-        """Blocks for so many tokens, if need be at the cost of slots, the idle ones first; None:
-        the cache is too small.
+        """Borrow blocks for `tokens` tokens; evict slots if needed, idle ones first.
+
+        Return None if the cache is too small.
         """
         while (blocks := self._paged_cache.borrow_blocks(tokens)) is None:
             holders = [i for i in range(self._slots.num_slots) if self._has_cache(i)]

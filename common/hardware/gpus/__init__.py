@@ -1,1 +1,1 @@
-"""GPUs as NVIDIA's driver tells of them, by NVML: which there are, which are ours, how they do."""
+"""NVIDIA GPUs of this host through NVML: devices, selection, and readings."""

@@ -1,5 +1,7 @@
-"""Prints the devices of this host that are ours, and the driver's version, as JSON: `python -m
-meshrl.common.hardware.gpus`. Who must not wait for a driver that hangs asks this process.
+"""Program that prints this host's selected devices, and the driver's version, as JSON.
+
+Run `python -m meshrl.common.hardware.gpus`. A caller that must not block on a hanging driver runs
+this process.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from meshrl.common.hardware.gpus.selection import select_devices
 
 
 def main() -> int:
-    """0, or 1 with why there are none on stderr."""
+    """Print the devices and return 0, or return 1 with the reason on stderr."""
     try:
         found = select_devices()
         with nvml.open_driver() as opened:

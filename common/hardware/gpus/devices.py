@@ -1,4 +1,4 @@
-"""A GPU, or an instance of one under MIG, and how it does: plain data."""
+"""Data of a GPU or a MIG instance, and of its readings."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What CUDA computes on: a GPU, or an instance of one."""
+    """CUDA device: a GPU, or a MIG instance of one."""
 
     uuid: str  # GPU-..., or MIG-... of an instance
     name: str
-    memory: int  # bytes; 0: it shares the host's
-    index: int  # of the GPU, as the driver counts: by PCI bus
-    parent: str = ""  # UUID of the GPU that an instance is a part of
-    instance: tuple[int, int] = (0, 0)  # numbers of its GPU instance and its compute instance
-    sliced: bool = False  # a GPU in MIG mode, which computes by its instances alone
+    memory: int  # bytes; 0: it shares the host's memory
+    index: int  # of the GPU in the driver's order: by PCI bus
+    parent: str = ""  # UUID of an instance's GPU
+    instance: tuple[int, int] = (0, 0)  # ids of its GPU instance and its compute instance
+    sliced: bool = False  # a GPU in MIG mode, usable only by its instances
     lost: str = ""  # why the driver cannot reach it
 
     @property
     def gpu_uuid(self) -> str:
-        """The UUID of the GPU, also of an instance of it."""
+        """UUID of the GPU, also for an instance of it."""
         return self.parent or self.uuid
 
     @property
     def label(self) -> str:
-        """As people name it: `cuda:0 NVIDIA H100`, of an instance `cuda:0/7/0 ...`."""
+        """Label for users: `cuda:0 NVIDIA H100`, for an instance `cuda:0/7/0 ...`."""
         part = "/{}/{}".format(*self.instance) if self.parent else ""
         return f"cuda:{self.index}{part} {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """How a device does; None for what its driver does not tell of it.
+    """State of a device; None for values that its driver does not report.
 
-    Of an instance memory is its own; what the others say holds for its whole GPU.
+    For an instance the memory is its own; the other values are those of its whole GPU.
     """
 
-    used: int | None = None  # bytes, whoever has them
+    used: int | None = None  # bytes, by all processes
     total: int | None = None  # bytes
-    utilization: float | None = None  # share of the last sampling period in which a kernel ran
+    utilization: float | None = None  # share of the last sampling period with a running kernel
     temperature_c: int | None = None
     power_w: float | None = None
     ecc_uncorrected: int | None = None  # errors since the driver was loaded
-    throttled: tuple[str, ...] | None = None  # why its clocks are lower than they could be
-    lost: str = ""  # why there is no reading: the driver does not reach it
+    throttled: tuple[str, ...] | None = None  # reasons for reduced clocks
+    lost: str = ""  # why the driver cannot reach it, so that there is no reading
 
     def to_document(self) -> dict[str, Any]:
-        """What is known, under the names that people and programs read."""
+        """Return the known values, under the names that users and programs read."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceProcess:
-    """A process that has memory of a device."""
+    """Process that uses memory of a device."""
 
-    pid: int  # as the driver counts: the host's, also where containers count otherwise
-    used_bytes: int | None  # None: the driver does not tell
-    name: str = ""  # of its program, if the driver tells
+    pid: int  # in the host's pid namespace, also for processes in containers
+    used_bytes: int | None  # None: not reported by the driver
+    name: str = ""  # of its program, if the driver reports it
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device's memory, and who has it."""
+    """Memory of a device, and the processes that use it."""
 
-    free_bytes: int  # bytes
+    free_bytes: int
     total_bytes: int
     processes: tuple[DeviceProcess, ...] = ()

@@ -1,4 +1,4 @@
-"""Whether this process can compute on its GPU, by torch's word; it makes no CUDA context."""
+"""Requirement that torch can compute on this process's GPU, checked without a CUDA context."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshrl.common.hardware.gpus.visibility import CUDA_ENV
 
 
 class GpuUnusable(ConfigError):
-    """A process is to compute on a GPU, and cannot."""
+    """Error for a process that must compute on a GPU and cannot."""
 
     code = "no_gpu_path"
 
 
 def require_gpu(component: str) -> None:
-    """NoGpuPath, with what is missing, unless torch sees a GPU for `component`. It blocks."""
+    """Raise GpuUnusable with the reason unless torch sees a GPU for `component`. Blocks."""
     if torch.cuda.is_available():
         return
     seen = os.environ.get(CUDA_ENV)

@@ -1,6 +1,6 @@
-"""NVIDIA's driver by NVML, whose library comes with it. Nothing here initialises CUDA.
+"""Interface to NVIDIA's driver through NVML, whose library comes with it; CUDA is not initialised.
 
-Every call may wait for the driver, for ever if a GPU has fallen off the bus: it is made off the
+Every call may block on the driver, forever if a GPU has fallen off the bus: make calls off the
 event loop, with a deadline.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 from meshrl.common.base.errors import ConfigError, MeshError
 from meshrl.common.hardware.gpus.devices import Device, DeviceMemory, DeviceProcess, DeviceReading
 
-# Bits of nvmlClocksEventReasons by NVML's names, those that say that something is wrong or at its
-# limit; idle, and clocks that somebody has set, are not among them.
+# Bits of nvmlClocksEventReasons that indicate a fault or a limit. Idle clocks, and clocks set by a
+# user, are not included.
 THROTTLE_REASONS = {
     0x04: "power_cap",
     0x08: "hardware_slowdown",
@@ -22,33 +22,33 @@ THROTTLE_REASONS = {
     0x40: "hardware_thermal",
     0x80: "power_brake",
 }
-# The errors since the last call: the UUID of a GPU, and the XID.
+# Returns the errors since the last call: the UUID of a GPU, and the XID.
 ErrorReader = Callable[[], list[tuple[str, int]]]
-NO_WAIT_MS = 0  # events that are there already
+NO_WAIT_MS = 0  # only pending events
 
 
 class NoDriver(ConfigError):
-    """There is no driver, or none that answers."""
+    """Error for a driver that is missing or does not answer."""
 
     code = "no_gpu_driver"
 
 
 class GpuLost(MeshError):
-    """The driver does not reach a GPU any more, or not before it is reset."""
+    """Error for a GPU that the driver cannot reach any more, or not before a reset."""
 
     code = "gpu_lost"
 
 
 class GpuQueryFailed(MeshError):
-    """The driver has refused an answer about a GPU, for another reason than that it is lost."""
+    """Error for a query about a GPU that the driver rejected, though the GPU is not lost."""
 
     code = "gpu_trouble"
 
 
 @contextmanager
 def open_driver() -> Iterator[NvmlDriver]:
-    """The driver, until the end of the block; NoDriver where there is none."""
-    import pynvml  # 30 ms of CPU time, which a mesh without GPUs does not spend
+    """Open the driver until the end of the block; NoDriver if there is none."""
+    import pynvml  # takes 30 ms of CPU time, not needed without GPUs
 
     try:
         pynvml.nvmlInit()
@@ -72,10 +72,10 @@ def open_driver() -> Iterator[NvmlDriver]:
 
 
 class NvmlDriver:
-    """What NVML tells. All of it raises GpuTrouble where the driver refuses."""
+    """Queries to NVML. All of them raise GpuQueryFailed if the driver rejects a query."""
 
     def __init__(self, nvml: Any) -> None:
-        """`nvml` is the module pynvml, initialised."""
+        """Wrap `nvml`, the initialised module pynvml."""
         self._nvml = nvml
         self._lost_codes = {
             nvml.NVML_ERROR_GPU_IS_LOST,
@@ -93,18 +93,19 @@ class NvmlDriver:
 
     @property
     def version(self) -> str:
-        """Of the driver."""
+        """Version of the driver."""
         return str(self._nvml.nvmlSystemGetDriverVersion())
 
     def list_devices(self) -> list[Device]:
-        """Every GPU that this process may see, in the order of the bus, each in MIG mode followed
-        by its instances. One that does not answer is `lost`.
+        """Return every GPU visible to this process, in the order of the bus.
+
+        MIG instances follow their GPU. A GPU that does not answer is `lost`.
         """
         found: list[Device] = []
         for index in range(self._nvml.nvmlDeviceGetCount()):
             try:
                 handle = self._query_optional(self._nvml.nvmlDeviceGetHandleByIndex, index)
-                if handle is not None:  # else it is another user's
+                if handle is not None:  # None: another user's
                     gpu = self._read_device(handle, index)
                     found += [gpu, *self._read_mig_instances(handle, gpu)]
             except (GpuLost, GpuQueryFailed) as error:
@@ -130,7 +131,7 @@ class NvmlDriver:
             try:
                 own = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
             except nvml.NVMLError as error:
-                if error.value == nvml.NVML_ERROR_NOT_FOUND:  # places need not be filled in order
+                if error.value == nvml.NVML_ERROR_NOT_FOUND:  # indices may have gaps
                     continue
                 raise self._to_error(nvml.nvmlDeviceGetMigDeviceHandleByIndex, error) from error
             numbers = (
@@ -145,7 +146,7 @@ class NvmlDriver:
         return 0 if memory is None else int(memory.total)
 
     def read(self, device: Device) -> DeviceReading:
-        """How it does now; one that is lost says so."""
+        """Return a device's current reading, with `lost` set if the GPU is lost."""
         try:
             return self._read(device)
         except GpuLost as error:
@@ -155,7 +156,7 @@ class NvmlDriver:
         nvml = self._nvml
         own, gpu = self._find_handle(device.uuid), self._find_handle(device.gpu_uuid)
         memory = self._query_optional(nvml.nvmlDeviceGetMemoryInfo, own)
-        # Of a GPU in MIG mode the driver tells it neither as a whole nor by instance.
+        # The driver reports no utilization for a GPU in MIG mode or its instances.
         busy = (
             None if device.parent else self._query_optional(nvml.nvmlDeviceGetUtilizationRates, own)
         )
@@ -165,7 +166,7 @@ class NvmlDriver:
         if why is None:  # a driver before R535
             why = self._query_optional(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
         heat = self._query_optional(nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU)
-        if heat is None:  # a driver that has given that call up
+        if heat is None:  # a driver that no longer has that call
             heat = self._query_optional(
                 nvml.nvmlDeviceGetTemperatureV, gpu, nvml.NVML_TEMPERATURE_GPU
             )
@@ -182,7 +183,10 @@ class NvmlDriver:
         )
 
     def read_memory(self, uuid: str) -> DeviceMemory | None:
-        """Of a device, and who has it; None for one that has none of its own. GpuLost."""
+        """Return a device's memory and the processes that use it.
+
+        None for a device without memory of its own. Raises GpuLost.
+        """
         nvml, handle = self._nvml, self._find_handle(uuid)
         memory = self._query_optional(nvml.nvmlDeviceGetMemoryInfo, handle)
         if memory is None:
@@ -195,15 +199,17 @@ class NvmlDriver:
         holders = []
         for pid, size in sorted(sizes.items(), key=lambda one: -(one[1] or 0)):
             name = ""
-            with suppress(GpuLost):  # it has ended, or its number means another here
+            # the process has exited, or its pid belongs to another process here
+            with suppress(GpuLost):
                 name = str(self._query_optional(nvml.nvmlSystemGetProcessName, pid) or "")
             holders.append(DeviceProcess(pid, size, name))
         return DeviceMemory(int(memory.free), int(memory.total), tuple(holders))
 
     @contextmanager
     def watch_errors(self, devices: list[Device]) -> Iterator[ErrorReader]:
-        """Within the block, a function that gives what has happened since it was last called: the
-        UUID of a GPU and the XID of its error. Nothing where the driver tells none.
+        """Yield a function that returns the errors since its last call.
+
+        An error is the UUID of a GPU and an XID. The list is empty if the driver reports none.
         """
         nvml = self._nvml
         events = self._query_optional(nvml.nvmlEventSetCreate)
@@ -213,7 +219,7 @@ class NvmlDriver:
         try:
             for uuid in {device.gpu_uuid for device in devices}:
                 kind = nvml.nvmlEventTypeXidCriticalError
-                with suppress(GpuLost):  # its reading says so
+                with suppress(GpuLost):  # reported by its reading
                     self._query_optional(
                         nvml.nvmlDeviceRegisterEvents, self._find_handle(uuid), kind, events
                     )
@@ -238,7 +244,7 @@ class NvmlDriver:
         return self._query(self._nvml.nvmlDeviceGetHandleByUUID, uuid)
 
     def _query_optional(self, query: Callable[..., Any], *args: Any) -> Any:
-        """The answer; None where this GPU, driver or user gets none."""
+        """Return the answer to a query; None if this GPU, driver or user gets none."""
         try:
             return query(*args)
         except self._nvml.NVMLError as error:

@@ -1,4 +1,4 @@
-"""The GPUs of this host that are ours, or what was looked for in vain."""
+"""Selection of this host's GPUs for its workers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from meshrl.common.hardware.gpus import nvml
 from meshrl.common.hardware.gpus.devices import Device
 from meshrl.common.hardware.gpus.visibility import explain_no_devices, select_visible
 
-DRIVER_TIMEOUT_S = 30.0  # the driver initialises GPUs that nobody uses, up to seconds each
+DRIVER_TIMEOUT_S = 30.0  # the driver initialises unused GPUs, which takes up to seconds each
 
 
 def select_devices(environment: Mapping[str, str] = os.environ) -> list[Device]:
-    """Every device to compute on, at least one. NoDriver; ConfigError with what was looked for
-    where there is none, or where the environment names what is not there. It blocks.
+    """Return every device to compute on, at least one. Blocks.
+
+    NoDriver if there is no driver. ConfigError if there is no device, or if the environment names a
+    missing one.
     """
     with nvml.open_driver() as opened:
         devices = opened.list_devices()
@@ -30,8 +32,9 @@ def select_devices(environment: Mapping[str, str] = os.environ) -> list[Device]:
 
 
 def check_device_count(devices: list[Device], workers: int, where: str = "mesh.workers") -> None:
-    """ConfigError where more workers than devices are asked for: two on one GPU would run out of
-    its memory, and cannot train together.
+    """Raise ConfigError if there are more workers than devices.
+
+    Two workers on one GPU would run out of its memory, and cannot train together.
     """
     if workers > len(devices):
         named = ", ".join(device.label for device in devices)

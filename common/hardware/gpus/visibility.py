@@ -1,8 +1,9 @@
-"""Which of a host's devices are ours: what Slurm, Kubernetes or a person has set is respected.
+"""Selection of the host's devices that this process may use.
 
-`CUDA_VISIBLE_DEVICES` is read as CUDA reads it, but that a name which CUDA would drop in silence,
-with all behind it, is refused. `NVIDIA_VISIBLE_DEVICES` is for the container runtime, which has
-acted on it; where it could not (a privileged container lists all GPUs of the host), it holds here.
+The module respects what Slurm, Kubernetes or a user has set. `CUDA_VISIBLE_DEVICES` is read as CUDA
+reads it, except that an invalid name is an error: CUDA would silently ignore it and all names after
+it. `NVIDIA_VISIBLE_DEVICES` is for the container runtime, which has applied it. If the runtime
+could not (a privileged container lists all GPUs of the host), it applies here.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ CUDA_ENV, CONTAINER_ENV, ORDER_ENV = (
     "NVIDIA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
 )
-BY_BUS = "PCI_BUS_ID"  # the order in which the driver counts
-# `void`: CDI has put devices there, and keeps others from doing so once more.
+BY_BUS = "PCI_BUS_ID"  # the driver's order
+# `void`: CDI has added the devices, and prevents a second addition.
 UNRESTRICTED = ("", "all", "void")
-_NUMBER = re.compile(r"[+-]?\d+")  # what CUDA makes of "1gpu" is 1
-_PART = re.compile(r"(?P<gpu>GPU-[^/]+)/(?P<gi>\d+)/(?P<ci>\d+)")  # as drivers before R470 wrote
+_NUMBER = re.compile(r"[+-]?\d+")  # CUDA reads "1gpu" as 1
+_PART = re.compile(r"(?P<gpu>GPU-[^/]+)/(?P<gi>\d+)/(?P<ci>\d+)")  # format of drivers before R470
 
 
 def select_visible(devices: Sequence[Device], environment: Mapping[str, str]) -> list[Device]:
-    """The devices to compute on, in the order in which they are named; no GPU in MIG mode, but its
-    instances. Empty: none, as `why_none` says.
+    """Return the devices to compute on, in the order of their names.
 
-    `devices` are all that the driver lists, GPUs by index, each followed by its instances.
-    ConfigError for a name that fits none or several of them, is there twice, or is of one that is
-    lost.
+    `devices` are all that the driver lists, GPUs by index, each followed by its instances. A GPU in
+    MIG mode is replaced by its instances. For an empty result see `explain_no_devices`. ConfigError
+    for a name that matches none or several devices, is repeated, or names a lost device.
     """
     asked = environment.get(CUDA_ENV)
     found = list(devices) if asked is None else _select_named(devices, asked, environment)
@@ -45,7 +45,7 @@ def select_visible(devices: Sequence[Device], environment: Mapping[str, str]) ->
 
 
 def explain_no_devices(devices: Sequence[Device], environment: Mapping[str, str]) -> str:
-    """What was looked for where `visible` is empty."""
+    """Return why `select_visible` found no devices."""
     said = [
         f"{name}={environment[name]!r}" for name in (CUDA_ENV, CONTAINER_ENV) if name in environment
     ]
@@ -80,7 +80,7 @@ def _select_named(
                 why = several if fits else f"the driver lists no {word}"
                 raise _rejection(requested, why, "`nvidia-smi -L` lists them")
             chosen = _expand_mig(devices, fits[0])
-        else:  # -1, NoDevFiles (Slurm's for none), nothing: for CUDA the list ends here
+        else:  # -1, NoDevFiles (Slurm's value for none), empty: CUDA ends the list here
             break
         if any(device in found for device in chosen):
             raise _rejection(requested, f"{word} is there twice", "CUDA would see no device at all")
@@ -91,7 +91,7 @@ def _select_named(
 
 
 def _expand_mig(devices: Sequence[Device], device: Device) -> list[Device]:
-    """A device; of a GPU in MIG mode its instances."""
+    """Return a device, or the instances of a GPU in MIG mode."""
     if not device.sliced:
         return [device]
     return [one for one in devices if one.parent == device.uuid]
@@ -103,8 +103,10 @@ def _check_order(
     requested: str,
     environment: Mapping[str, str],
 ) -> None:
-    """CUDA counts the fastest GPU first unless it is told otherwise, the driver and Slurm by bus:
-    where GPUs differ, and some are left out, nobody knows which are meant.
+    """Raise ConfigError if the order of device numbers is ambiguous.
+
+    By default CUDA numbers the fastest GPU first, the driver and Slurm number by bus. Numbers are
+    ambiguous if GPUs differ and some are left out.
     """
     gpus = [device for device in devices if not device.parent]
     every = {device.gpu_uuid for device in selected} == {gpu.uuid for gpu in gpus}
@@ -119,12 +121,13 @@ def _check_order(
 
 
 def _select_allowed(devices: Sequence[Device], requested: str) -> Sequence[Device]:
-    """What the container was given. Its numbers are the host's, and count only where the runtime
-    has not left out the others.
+    """Return the devices that the container was given.
+
+    Its numbers are the host's, and apply only if the runtime lists the other devices too.
     """
     words = [word.strip() for word in requested.split(",") if word.strip()]
     if requested in UNRESTRICTED or any(word.startswith("/") for word in words):
-        return devices  # /var/run/...: they are given as mounts
+        return devices  # /var/run/...: devices are passed as mounts
     if words == ["none"]:
         return []
     by_name = [word for word in words if word.startswith(("GPU-", "MIG-"))]
@@ -132,7 +135,7 @@ def _select_allowed(devices: Sequence[Device], requested: str) -> Sequence[Devic
         chosen = [device for name in by_name for device in _match_uuid(devices, name)]
     elif sum(not device.parent for device in devices) > len(words):
         chosen = []
-        for word in words:  # the GPU of a number, or the instance of GPU:NUMBER
+        for word in words:  # a GPU's index, or GPU:INSTANCE
             gpu, _, instance = word.partition(":")
             there = [d for d in devices if not d.parent and str(d.index) == gpu]
             if instance and there:
@@ -145,7 +148,7 @@ def _select_allowed(devices: Sequence[Device], requested: str) -> Sequence[Devic
 
 
 def _match_uuid(devices: Sequence[Device], name: str) -> list[Device]:
-    """Those of a UUID, of the beginning of one, or of MIG-GPU-<uuid>/<instance>/<compute>."""
+    """Return the devices with a UUID, a UUID prefix, or MIG-GPU-<uuid>/<instance>/<compute>."""
     part = _PART.fullmatch(name.removeprefix("MIG-"))
     if part is None:
         return [device for device in devices if device.uuid.startswith(name)]

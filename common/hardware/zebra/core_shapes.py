@@ -1,5 +1,6 @@
-"""A division of a core between accelerators of two kinds, those that attend and those that hold
-experts, in one or several groups: what a group costs, where its experts lie, and what a step takes.
+"""Division of a core between attention ranks and expert ranks on two kinds of accelerators.
+
+For one or several groups it predicts the costs, the location of experts and the step time.
 """
 
 from __future__ import annotations
@@ -24,34 +25,34 @@ from meshrl.common.hardware.zebra.micro_batches import (
 from meshrl.common.hardware.zebra.profile import MixtureProfile
 from meshrl.common.hardware.zebra.timeline import Timeline, build_timeline, compute_makespan_s
 
-MICROS = (1, 2, 3, 4, 6, 8, 12, 16)  # a step's, of a group; more hide no more
+MICROS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a step in a group; more do not overlap more
 
 
 @dataclass(frozen=True, slots=True)
 class CoreShape:
-    """A division of work, with what is predicted of it."""
+    """Division of work, with its predictions."""
 
-    groups: int  # each with ranks of its own, between which gradients are summed
+    groups: int  # each with ranks of its own; gradients are summed over groups
     ranks: RankCounts  # of a group
-    micro_batches: int  # micro-batches that follow each other in a step
+    micro_batches: int  # of a step, one after the other
     hosting: ExpertHosting
-    costs: MicroBatchCosts  # of one of them
+    costs: MicroBatchCosts  # of one micro-batch
     step_s: float
     tokens_per_s: float
 
     @property
     def attention_count(self) -> int:
-        """Fast accelerators that it takes."""
+        """Number of fast accelerators."""
         return self.groups * self.ranks.attention
 
     @property
     def expert_count(self) -> int:
-        """Slow accelerators that it takes."""
+        """Number of slow accelerators."""
         return self.groups * self.ranks.experts
 
     @property
     def timeline(self) -> Timeline:
-        """A step of one group, without the sum of gradients."""
+        """Timeline of a step of one group, without the sum of gradients."""
         return build_timeline(len(self.hosting.on_expert_ranks), self.micro_batches, self.costs)
 
 
@@ -62,7 +63,7 @@ def evaluate_shape(
     ranks: RankCounts,
     micro_batches: int,
 ) -> CoreShape | None:
-    """One shape; None where it does not fit or there are too few sequences for it."""
+    """Return one shape with its predictions; None if it does not fit or has too few sequences."""
     tokens, layers = count_tokens(lengths), profile.layers
     batches = pack_micro_batches(
         lengths, groups * ranks.attention * micro_batches, profile.attention
@@ -79,7 +80,7 @@ def evaluate_shape(
         hosts = optimize_hosting(
             layers, micro_batches, profile.experts, ranks, costs, elsewhere, bounds
         )
-    except ConfigError:  # its memory
+    except ConfigError:  # too little memory
         return None
     moved = hosts.apply_to_costs(costs, elsewhere)
     step_s = compute_makespan_s(layers, micro_batches, moved) + compute_gradient_sum_s(
@@ -91,13 +92,15 @@ def evaluate_shape(
 def compute_costs(
     profile: MixtureProfile, ranks: RankCounts, batches: MicroBatches
 ) -> tuple[MicroBatchCosts, float]:
-    """A micro-batch's costs with nothing hosted, and an expert rank's share of the experts on an
-    attention rank. Tokens are spread evenly over experts.
+    """Return a micro-batch's costs with nothing hosted, and the seconds of hosted experts.
+
+    The latter are an expert rank's share of the experts on an attention rank. Tokens are spread
+    evenly over experts.
     """
     tokens = batches.max_tokens
     rows = tokens * ranks.attention * profile.experts_per_token / profile.experts  # of an expert
     share = profile.experts / ranks.experts
-    # Whoever has more to send or to receive than the other side.
+    # The side with more to send or to receive determines the time.
     sent = compute_all_to_all_s(profile, tokens * max(1.0, ranks.attention / ranks.experts))
     head = profile.head.interpolate_s(tokens)
     costs = MicroBatchCosts(
@@ -107,7 +110,7 @@ def compute_costs(
         dispatch=sent,
         combine=sent,
         backward=profile.backward,
-        head_backward=head * BACKWARD_FACTOR,  # nothing of it is computed again
+        head_backward=head * BACKWARD_FACTOR,  # the head is not recomputed
     )
     return costs, share * profile.fast.experts.interpolate_s(rows)
 
@@ -115,8 +118,9 @@ def compute_costs(
 def compute_hosting_bounds(
     profile: MixtureProfile, ranks: RankCounts, tokens: int
 ) -> HostingBounds | None:
-    """What memory asks for when each attention rank has so many tokens of a step; None where they
-    do not fit. An expert takes along the rows that go through it.
+    """Return the bounds from memory for `tokens` tokens of a step on each attention rank.
+
+    None if they do not fit. An expert's memory includes the rows that it processes.
     """
     rows = tokens * ranks.attention * profile.experts_per_token / profile.experts
     expert = profile.expert_bytes + rows * profile.expert_row_bytes
@@ -133,7 +137,7 @@ def compute_hosting_bounds(
 
 
 def compute_gradient_sum_s(profile: MixtureProfile, groups: int, hosts: ExpertHosting) -> float:
-    """Seconds in which gradients are summed; both kinds of ranks have links of their own."""
+    """Return the seconds of the sum of gradients; both kinds of ranks have links of their own."""
     expert = profile.expert_gradient_bytes
     attention = compute_all_reduce_s(
         profile, profile.attention_gradient_bytes, groups * hosts.ranks.attention

@@ -1,14 +1,15 @@
-"""Declared profiles of accelerators, for setups that nobody has measured.
+"""Declared profiles of accelerators, for setups without measurements.
 
 A forward has two kinds of arithmetic: matrices (projections, experts, head) and attention scores.
-Both run at a kind's public peak times `UTILISATION`, scores at `SCORES` of that. Old kinds are
-known by how much slower their kernels are than those of new ones, which HeterMoE (arXiv 2504.03871)
-has measured for V100 and T4: `MEASURED` has these ratios, and none of its throughputs.
+Matrices run at a kind's public peak times `UTILISATION`, scores at `SCORE_SPEED` of that. Old kinds
+are described by the slowdown of their kernels against those of new ones, which HeterMoE (arXiv
+2504.03871) has measured for V100 and T4. `MEASURED_RATIOS` has these ratios, and none of its
+throughputs.
 
-What it measured as attention has projections in it. With the ratio of matrices taken out of them,
-T4's ratios at 4K and at 64K tokens leave the same for scores, 14.25 and 14.22. Between the
-lengths that were measured the ratio of scores is straight over the logarithm of the length, and
-beyond them constant.
+The paper's attention times include projections. Without the projections (by the ratio of matrices),
+T4's ratios at 4K and at 64K tokens give the same ratio for scores, 14.25 and 14.22. Between the
+measured lengths the ratio of scores is linear in the logarithm of the length, and beyond them
+constant.
 """
 
 from __future__ import annotations
@@ -23,25 +24,24 @@ from meshrl.common.hardware.accelerators import TRAINING_SHARE, load_accelerator
 from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.hardware.zebra.profile import AcceleratorCosts, CostCurve, MixtureProfile
 
-UTILISATION = TRAINING_SHARE  # of public peaks; an assumption, as of all training here
+UTILISATION = TRAINING_SHARE  # of public peaks; an assumption, as for all training here
 SCORE_SPEED = 1.0  # of the speed of matrices; an assumption
-STATE_BYTES_PER_PARAMETER = (
-    16  # a parameter: weight and gradient in 16 bits, Adam in 32 (ZeRO, arXiv 1910.02054)
-)
+# a parameter: weight and gradient in 16 bits, Adam in 32 (ZeRO, arXiv 1910.02054)
+STATE_BYTES_PER_PARAMETER = 16
 GRADIENT_BYTES_PER_PARAMETER = 2
-USABLE_MEMORY_SHARE = 0.9  # of a memory; the rest is for buffers and what one task needs
+USABLE_MEMORY_SHARE = 0.9  # the rest is for buffers and the memory of one task
 LATENCY_S = 50e-6  # of a collective between hosts
 LENGTHS = tuple(quarter << power for power in range(6, 16) for quarter in (4, 5, 6, 7))
-ROWS = (1,)  # experts take as long for each row: a curve through one point
+ROWS = (1,)  # time is proportional to rows: a curve through one point
 
-# The shape that ratios of attention are read as measured on: 2,048 wide with 8 key-value heads of
-# 128, as the source's models W1 and W2 are if they are like Mixtral.
+# Assumed shape of the measured attention: 2,048 wide with 8 key-value heads of 128, like the
+# source's models W1 and W2 if they resemble Mixtral.
 PROJECTION_FLOPS = 2 * 2 * (2048 * 2048 + 2048 * 1024)  # of a token
 SCORE_FLOPS = 2 * 2048  # of a token, for each token of its sequence
 
 
 class SpeedRatio(NamedTuple):
-    """How many times as long a kind takes as another."""
+    """Time ratios of a kind against a reference kind."""
 
     reference_kind: str
     matrices: float
@@ -62,7 +62,7 @@ class DeclaredSpeed:
     score_flops_per_s: tuple[tuple[int, float], ...]  # (length, operations a second)
 
     def interpolate_score_flops_per_s(self, length: float) -> float:
-        """Of attention scores in sequences of a length."""
+        """Return the operations a second of attention scores in sequences of a length."""
         at = bisect_left(self.score_flops_per_s, (length,))
         if at in (0, len(self.score_flops_per_s)):
             return self.score_flops_per_s[min(at, len(self.score_flops_per_s) - 1)][1]
@@ -74,7 +74,9 @@ class DeclaredSpeed:
 def compute_speed(
     kind: str, utilisation: float = UTILISATION, score_speed: float = SCORE_SPEED
 ) -> DeclaredSpeed:
-    """What a kind of `common/hardware/accelerators.toml` reaches. ConfigError for no such kind."""
+    """Return the speed of a kind of `common/hardware/accelerators.toml`; ConfigError if it is
+    unknown.
+    """
     ratio = MEASURED_RATIOS.get(kind)
     known = load_accelerators().get(ratio.reference_kind if ratio else kind)
     if known is None:
@@ -104,7 +106,10 @@ def build_declared_profile(
     utilisation: float = UTILISATION,
     score_speed: float = SCORE_SPEED,
 ) -> MixtureProfile:
-    """A mixture on two kinds; without a link's bandwidth it is that of the slower network."""
+    """Return the profile of a mixture on two kinds.
+
+    Without `link_bytes_per_s` the bandwidth is that of the slower network.
+    """
     networks = [load_accelerators()[kind].network_bytes_per_s for kind in (fast, slow)]
     expert = _count_expert_parameters(shape)
     rest = shape.parameters - shape.moe_layers * shape.experts * expert
@@ -122,7 +127,7 @@ def build_declared_profile(
         expert_bytes=expert * STATE_BYTES_PER_PARAMETER,
         attention_gradient_bytes=rest * GRADIENT_BYTES_PER_PARAMETER,
         expert_gradient_bytes=expert * GRADIENT_BYTES_PER_PARAMETER,
-        # A piece is computed again from what came into it: the residual, and rows of experts.
+        # A piece is recomputed from its inputs: the residual, and rows of experts.
         attention_token_bytes=(shape.layers + 1) * (1 + shape.experts_per_token) * row_bytes,
         expert_row_bytes=row_bytes,
     )
@@ -137,7 +142,7 @@ def _compute_accelerator_costs(
     gate = shape.hidden * shape.experts
     layers: float = shape.layers * (attention + gate)
     layers += shape.moe_layers * shape.experts * _count_expert_parameters(shape)
-    head = shape.parameters - layers  # embeddings are as large, and cost nothing
+    head = shape.parameters - layers  # embeddings are as large, without computation
 
     def attention_s(length: int) -> float:
         scores = 2 * length * shape.attention_width / speed.interpolate_score_flops_per_s(length)
@@ -153,13 +158,13 @@ def _compute_accelerator_costs(
 
 
 def _compute_score_ratio(ratio: SpeedRatio, length: int, times: float, share: float) -> float:
-    """How many times as long scores take, of what attention takes altogether."""
+    """Return the time ratio of scores from the time ratio of attention as a whole."""
     scores = SCORE_FLOPS * length / share
     return (times * (PROJECTION_FLOPS + scores) - ratio.matrices * PROJECTION_FLOPS) / scores
 
 
 def _count_expert_parameters(shape: ModelShape) -> float:
-    """Of one expert of one layer. ConfigError for a dense model."""
+    """Return the parameters of one expert of one layer; ConfigError for a dense model."""
     idle = shape.experts - shape.experts_per_token
     if idle < 1:
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""Which experts attention ranks host so that neither kind of ranks waits for the other: Asym-EA,
-gather and squeeze (HeterMoE, arXiv 2504.03871, Algorithm 1).
+"""Hosting of experts on attention ranks so that neither kind of ranks waits for the other.
 
-Experts move in chunks: of a layer, each expert rank gives n2 of them and each attention rank takes
-n1, M * n1 = N * n2. Every layer gathers the time for which attention ranks wait in it; where it has
-become as much as hosting a chunk fills (squeeze), a layer's chunk moves. M and N are the attention
-and expert ranks of a group; one of them has to divide the other.
+The algorithm is Asym-EA, gather and squeeze (HeterMoE, arXiv 2504.03871, Algorithm 1). Experts move
+in chunks: per layer, each expert rank gives n2 of them and each attention rank takes n1, M * n1 = N
+* n2. Every layer adds the time for which attention ranks wait in it (gather). When the sum reaches
+the time that hosting a chunk takes (squeeze), a layer's chunk moves. M and N are the numbers of
+attention and expert ranks of a group; one of them must divide the other.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.hardware.zebra.costs import MicroBatchCosts
 from meshrl.common.hardware.zebra.timeline import compute_makespan_s
 
-TOLERANCE = 1e-9  # of sums of shares of a chunk
+TOLERANCE = 1e-9  # for sums of shares of a chunk
 WHERE = "experts on attention ranks"
 
 
 class RankCounts(NamedTuple):
-    """Those of a group."""
+    """Numbers of ranks of a group."""
 
     attention: int
     experts: int
 
 
 class ForwardCosts(NamedTuple):
-    """What was measured of a micro-batch in one layer, in seconds."""
+    """Measured forward costs of a micro-batch in one layer, in seconds."""
 
     attention_s: float  # on an attention rank
     experts_s: float  # an expert rank's share of the experts, there
@@ -39,15 +39,15 @@ class ForwardCosts(NamedTuple):
 
 
 class HostingBounds(NamedTuple):
-    """What memory asks for, in experts of all layers together."""
+    """Bounds from memory limits, in experts of all layers together."""
 
-    min_given: int = 0  # that each expert rank has to give, as it cannot hold them
+    min_given: int = 0  # that each expert rank must give, as it cannot hold them
     max_hosted: int = 0  # that each attention rank can hold
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertHosting:
-    """Where the experts of each layer lie: M * hosted + N * kept are all of them."""
+    """Number of experts per rank by layer: M * hosted + N * kept are all experts."""
 
     ranks: RankCounts
     on_attention_ranks: tuple[int, ...]  # by layer: on each attention rank
@@ -59,7 +59,9 @@ class ExpertHosting:
         return sum(self.on_attention_ranks)
 
     def move_chunk(self, hosted_per_rank: int, given_per_rank: int, to: int) -> ExpertHosting:
-        """With a chunk of the last layer on expert ranks, and one of layer `to` not."""
+        """Return the hosting with a chunk of layer `to` hosted instead of one of the last
+        layer's.
+        """
         hosted, kept = [*self.on_attention_ranks], [*self.on_expert_ranks]
         for layer, sign in ((to, 1), (-1, -1)):
             hosted[layer] += sign * hosted_per_rank
@@ -67,8 +69,9 @@ class ExpertHosting:
         return replace(self, on_attention_ranks=tuple(hosted), on_expert_ranks=tuple(kept))
 
     def apply_to_costs(self, costs: MicroBatchCosts, hosted_experts_s: float) -> MicroBatchCosts:
-        """Those of a group that hosts nothing, with what is hosted moved: `hosted_experts_s` as in
-        `ForwardCosts`.
+        """Return the costs of a group that hosts nothing, adjusted for the hosted experts.
+
+        `hosted_experts_s` is as in `ForwardCosts`.
         """
         if not self.hosted_total:
             return costs
@@ -86,7 +89,7 @@ class ExpertHosting:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The chunks that a group can move, in all layers together."""
+    """Chunks that a group can move, in all layers together."""
 
     layers: int
     experts: int  # of a layer
@@ -97,7 +100,7 @@ class _Chunks:
     max_chunks: int
 
     def distribute(self, rate: float) -> ExpertHosting:
-        """So many chunks a layer, of which whole ones move as soon as they have gathered."""
+        """Return a hosting with `rate` chunks a layer, each moved as soon as it is complete."""
         share = self.experts // self.ranks.experts
         gathered, moved = 0.0, []
         for _ in range(self.layers):
@@ -114,8 +117,10 @@ class _Chunks:
 def gather_and_squeeze(
     layers: int, experts: int, ranks: RankCounts, forward: ForwardCosts, bounds: HostingBounds
 ) -> ExpertHosting:
-    """What the source's algorithm hosts, for `experts` of each layer. Nothing where neither of M
-    and N divides the other. ConfigError where memory does not allow that.
+    """Return the hosting of the source's algorithm, for `experts` experts of each layer.
+
+    Nothing is hosted if neither of M and N divides the other. ConfigError if memory does not allow
+    that.
     """
     chunks = _build_chunks(layers, experts, ranks, bounds)
     return chunks.distribute(_compute_rate(chunks, forward))
@@ -130,9 +135,11 @@ def optimize_hosting(
     hosted_experts_s: float,
     bounds: HostingBounds,
 ) -> ExpertHosting:
-    """The same, with as many chunks more or fewer as make a step of so many micro-batches shorter:
-    the algorithm counts neither the last piece nor transfers, nor what it takes to fill a short
-    step. `costs` are those with nothing hosted, `hosted_experts_s` is as in `ForwardCosts`.
+    """Return the hosting that minimizes the step time near the source's solution.
+
+    The algorithm counts neither the last piece nor transfers, nor the time to fill a short step.
+    This function searches for a better number of chunks for a step of `micro_batches`. `costs` are
+    those with nothing hosted, `hosted_experts_s` is as in `ForwardCosts`.
     """
     chunks = _build_chunks(layers, experts, ranks, bounds)
     rate = _compute_rate(chunks, ForwardCosts(costs.attention, costs.experts, hosted_experts_s))
@@ -144,7 +151,7 @@ def optimize_hosting(
 
     @cache
     def best_of(rate: float) -> ExpertHosting:
-        late = chunks.distribute(rate)  # the last layer has what the first ones gather, or they do
+        late = chunks.distribute(rate)  # moves in later layers than `early`
         early = replace(
             late,
             on_attention_ranks=late.on_attention_ranks[::-1],
@@ -156,9 +163,8 @@ def optimize_hosting(
     count = _search_count(lambda one: step_s(best_of(one / layers)), count, chunks)
     rates = rate, chunks.min_chunks / layers, count / layers
     found = min(map(best_of, rates), key=step_s)
-    while found.on_attention_ranks[
-        -1
-    ]:  # before the last piece, attention ranks may have time in no layer
+    # attention ranks may have no idle time before the last piece
+    while found.on_attention_ranks[-1]:
         others = [
             found.move_chunk(chunks.hosted_per_rank, chunks.given_per_rank, to)
             for to in range(layers - 1)
@@ -172,7 +178,7 @@ def optimize_hosting(
 
 
 def _search_count(step_s: Callable[[int], float], count: int, chunks: _Chunks) -> int:
-    """A count that neither neighbour is better than, found by strides that halve."""
+    """Return a count that is no worse than its neighbours, found with halving strides."""
     stride = 1 << max(0, (chunks.max_chunks - chunks.min_chunks).bit_length() - 3)
     while stride:
         near = (count, count - stride, count + stride)
@@ -186,8 +192,10 @@ def _search_count(step_s: Callable[[int], float], count: int, chunks: _Chunks) -
 
 
 def _compute_rate(chunks: _Chunks, forward: ForwardCosts) -> float:
-    """Chunks that each layer gathers. The algorithm's alpha and beta scale what is gathered so that
-    all of it is no more than `most` chunks and no fewer than `least`.
+    """Return the chunks that each layer gathers.
+
+    The algorithm's alpha and beta scale the gathered time so that the total is between `min_chunks`
+    and `max_chunks`.
     """
     share = chunks.experts // chunks.ranks.experts
     gather = forward.experts_s - forward.attention_s

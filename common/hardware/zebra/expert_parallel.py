@@ -1,5 +1,7 @@
-"""What a step takes without a division: expert parallelism over all ranks, each of which attends to
-micro-batches of its own and holds its share of every layer's experts.
+"""Step time of expert parallelism over all ranks, the alternative to a division.
+
+Each rank computes attention for micro-batches of its own and holds its share of every layer's
+experts.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ def compute_expert_parallel_s(
     degree: int,
     micro_batches: int,
 ) -> float | None:
-    """Seconds of a step of `micro_batches` micro-batches a rank, with experts over `degree` ranks.
-    Ranks wait for each other in every all-to-all, which nothing hides: a step is as fast as the
-    slowest of its kinds. None without as many sequences, or where attention of a kind is not known.
+    """Return the seconds of a step of `micro_batches` micro-batches a rank.
+
+    Experts are spread over `degree` ranks. Ranks wait for each other in every all-to-all, which
+    nothing overlaps: a step is as fast as the slowest of its kinds. None for too few sequences, or
+    if the attention cost of a kind is unknown.
     """
     curves = [kind.attention for kind in accelerators if kind.attention is not None]
     heads = [kind.head for kind in accelerators if kind.head is not None]
@@ -52,8 +56,10 @@ def compute_passes_s(
     degree: int,
     with_backward: bool = True,
 ) -> float:
-    """Seconds of a micro-batch, forward and with `with_backward` backward, of a rank whose layer
-    and head take so long forward, with experts over `degree` ranks.
+    """Return the seconds of a micro-batch, forward and, with `with_backward`, backward.
+
+    `layer` and `head` are the forward seconds of a layer and of the head on one rank. Experts are
+    spread over `degree` ranks.
     """
     sent = 2 * compute_all_to_all_s(profile, tokens * (degree - 1) / degree)
     found = profile.layers * (layer + sent) + head
@@ -69,7 +75,7 @@ def has_memory(
     ranks: int,
     degree: int,
 ) -> bool:
-    """Whether every rank has memory for its share of the experts and of the step."""
+    """Return True if every rank has memory for its share of the experts and of the step."""
     tokens = sum(length * count for length, count in lengths.items()) / ranks
     share = profile.layers * profile.experts / degree * profile.expert_bytes
     rows = profile.layers * profile.experts_per_token * profile.expert_row_bytes
@@ -78,13 +84,16 @@ def has_memory(
 
 
 def compute_all_to_all_s(profile: MixtureProfile, tokens: float) -> float:
-    """Seconds in which a rank sends or receives the rows of so many tokens of one layer."""
+    """Return the seconds in which a rank sends or receives the rows of `tokens` tokens of one
+    layer.
+    """
     rows = tokens * profile.experts_per_token * profile.row_bytes
     return rows / profile.link_bytes_per_s + profile.link_latency_s if rows else 0.0
 
 
 def compute_all_reduce_s(profile: MixtureProfile, gradient_bytes: float, ranks: int) -> float:
-    """Seconds in which so many ranks sum their gradients, in a ring: each sends them nearly twice.
-    Once a step, after it.
+    """Return the seconds in which `ranks` ranks sum their gradients in a ring, once after a step.
+
+    Each rank sends its gradients nearly twice.
     """
     return 2 * (ranks - 1) / ranks * gradient_bytes / profile.link_bytes_per_s

@@ -1,4 +1,4 @@
-"""How a step's sequences spread over micro-batches, which all take as long as the fullest one."""
+"""Distribution of a step's sequences over micro-batches, which all take as long as the fullest."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from meshrl.common.hardware.zebra.profile import CostCurve, profile_error
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """The micro-batches of a step, each with the lengths of its sequences in tokens."""
+    """Micro-batches of a step, each with the lengths of its sequences in tokens."""
 
     lengths: tuple[tuple[int, ...], ...]
 
     @property
     def max_tokens(self) -> int:
-        """Of the micro-batch that has most of them."""
+        """Number of tokens of the largest micro-batch."""
         return max(map(sum, self.lengths))
 
     def compute_max_s(self, curve: CostCurve) -> float:
-        """Of the micro-batch that takes longest, by a curve over a sequence's length."""
+        """Return the seconds of the slowest micro-batch, by a curve over a sequence's length."""
         known = {length: curve.interpolate_s(length) for micro in self.lengths for length in micro}
         return max(sum(known[length] for length in micro) for micro in self.lengths)
 
@@ -29,8 +29,10 @@ class MicroBatches:
 def pack_micro_batches(
     lengths: Mapping[int, int], micro_batches: int, curve: CostCurve
 ) -> MicroBatches | None:
-    """So many micro-batches of sequences by length (length: how many of it), as even by the curve
-    as the longest first makes them (Graham 1969). None where there are fewer sequences.
+    """Return `micro_batches` micro-batches of sequences by length (length: count).
+
+    Sequences are balanced by the curve, longest first (Graham 1969). None if there are fewer
+    sequences.
     """
     if sum(lengths.values()) < micro_batches:
         return None
@@ -47,7 +49,7 @@ def pack_micro_batches(
 
 
 def count_tokens(lengths: Mapping[int, int]) -> int:
-    """All tokens of sequences by length. ConfigError where there are none."""
+    """Return the number of tokens of sequences by length; ConfigError if there are none."""
     if any(length < 1 or count < 0 for length, count in lengths.items()):
         raise profile_error(
             f"sequences by length are {dict(lengths)}", "give counts of lengths from 1"

@@ -1,9 +1,9 @@
-"""The tasks and transfers of a step whose ranks compute in any order that is given, and how long it
-takes: what the order of `schedule.py` is compared with.
+"""Simulation of a step whose ranks compute tasks in any given order, for comparison.
 
-Attention ranks and expert ranks have a compute stream each. Transfers towards experts have the
-dispatch stream, those back from them the combine stream, forward and backward alike. A combine is a
-collective of all ranks, so that it waits for experts that attention ranks host as well.
+`schedule.py` has the order that it is compared with. Attention ranks and expert ranks have one
+compute stream each. Transfers towards experts use the dispatch stream, those back the combine
+stream, forward and backward alike. A combine is a collective of all ranks, so it also waits for
+experts that attention ranks host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshrl.common.hardware.zebra.schedule import ScheduledTask, TaskKind
 
 
 class RankStream(IntEnum):
-    """What does one thing at a time, in the order it was given."""
+    """Stream that executes one operation at a time, in order."""
 
     ATTENTION = 0  # attention ranks compute
     EXPERTS = 1  # expert ranks compute
@@ -29,8 +29,9 @@ class RankStream(IntEnum):
 
 
 class Operation(NamedTuple):
-    """A task on a stream. What it needs is told by numbers: 0 is the beginning of the step, n the
-    n-th operation of the plan.
+    """Task on a stream.
+
+    Dependencies are numbers: 0 is the beginning of the step, n the n-th operation of the plan.
     """
 
     stream: RankStream
@@ -43,15 +44,18 @@ class Operation(NamedTuple):
 def plan_operations(
     layers: int, attention: Sequence[ScheduledTask], experts: Sequence[ScheduledTask]
 ) -> list[Operation]:
-    """All tasks of a step in this order of what both compute, each after what it needs and after
-    those before it on its stream. ConfigError when its tasks wait for each other.
+    """Return all operations of a step for these orders of attention and expert tasks.
+
+    Each operation follows its dependencies and the operations before it on its stream. ConfigError
+    if tasks wait for each other.
     """
-    sent = [  # by each piece that sends rows, or gradients, to experts: backward those below it
+    # one for each piece that sends rows or gradients to experts: backward to those below it
+    sent = [
         ScheduledTask(task.backward, task.layer - task.backward, task.micro_batch, TaskKind.EXPERTS)
         for task in attention
         if task.kind is TaskKind.ATTENTION and task.layer != (0 if task.backward else layers)
     ]
-    queues = {  # a transfer follows what makes it
+    queues = {  # a transfer follows the task that produces its data
         RankStream.ATTENTION: deque(attention),
         RankStream.EXPERTS: deque(experts),
         RankStream.DISPATCH: deque(sent),
@@ -84,8 +88,8 @@ def plan_operations(
 
 
 def simulate_plan_s(layers: int, plan: Sequence[Operation], costs: MicroBatchCosts) -> float:
-    """Seconds of a step in the order of a plan."""
-    seconds: list[float] = []  # of each task, where `cost_index` looks for it
+    """Return the seconds of a step in the order of a plan."""
+    seconds: list[float] = []  # of each task, at its `cost_index`
     for work, backward in product(TaskKind, (False, True)):
         seconds += [
             costs.get_task_s(ScheduledTask(backward, layer, 0, work)) for layer in range(layers)
@@ -101,8 +105,10 @@ def simulate_plan_s(layers: int, plan: Sequence[Operation], costs: MicroBatchCos
 
 
 def cost_index(stream: RankStream, task: ScheduledTask, layers: int) -> int:
-    """Where a list has the seconds of a task: pieces, hosted experts and experts, of each first
-    forward and then backward by layer; after them a dispatch, and a combine.
+    """Return the index of a task's seconds in the list of costs.
+
+    The list has pieces, experts and hosted experts by `TaskKind`, each first forward and then
+    backward by layer, then one dispatch and one combine.
     """
     if stream >= RankStream.DISPATCH:
         return len(TaskKind) * 2 * (layers + 1) + stream - RankStream.DISPATCH

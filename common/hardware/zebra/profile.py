@@ -1,5 +1,6 @@
-"""What a mixture costs on two kinds of accelerators, as far as a division between them depends on
-it: measured once for a setup, or declared by `declared_profiles.py`.
+"""Costs of a mixture on two kinds of accelerators, as needed to divide it between them.
+
+A profile is measured once for a setup, or declared by `declared_profiles.py`.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ WHERE = "profile of mixed generations"
 
 
 def profile_error(message: str, fix: str) -> ConfigError:
-    """What is said of a profile that nothing can be told from."""
+    """Return the error for an invalid profile."""
     return ConfigError(message, where=WHERE, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Seconds over a length or a number of rows. Between what was measured it is straight; it
-    begins at 0 seconds for 0, and goes on beyond the last as it does before that.
+    """Seconds over a length or a number of rows, interpolated linearly.
+
+    The curve starts at 0 seconds for 0. Beyond the last point it continues with the last slope.
     """
 
     at: tuple[int, ...]  # ascending
-    seconds: tuple[float, ...]  # no falling ones
+    seconds: tuple[float, ...]  # never falling
 
     def __post_init__(self) -> None:
         fix = "measure ascending lengths from 1 on; longer ones take no less"
@@ -41,29 +43,29 @@ class CostCurve:
             raise profile_error(f"a curve falls: {self.seconds}", fix)
 
     def interpolate_s(self, x: float) -> float:
-        """Seconds at a length of 0 or more."""
+        """Return the seconds at a length of 0 or more."""
         at, seconds = (0, *self.at), (0.0, *self.seconds)
         i = min(max(1, bisect_left(at, x)), len(at) - 1)
         slope = (seconds[i] - seconds[i - 1]) / (at[i] - at[i - 1])
         return seconds[i] + slope * (x - at[i])
 
     def scale_time(self, times: float) -> CostCurve:
-        """One that takes so many times as long."""
+        """Return the curve with all times multiplied by `times`."""
         return CostCurve(self.at, tuple(times * one for one in self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorCosts:
-    """One kind of accelerators. Times are forward, and of one layer."""
+    """Costs on one kind of accelerator. Times are forward, and of one layer."""
 
     name: str
-    memory_bytes: float  # that a model may use
+    memory_bytes: float  # usable by a model
     experts: CostCurve  # seconds over rows: one expert's FFN; a token is as many rows as experts
     attention: CostCurve | None = None  # seconds over the length of one sequence, with the gate
     head: CostCurve | None = None  # seconds over tokens: the last norm, the head and the loss
 
     def scale_time(self, times: float) -> AcceleratorCosts:
-        """One that takes so many times as long."""
+        """Return the costs with all times multiplied by `times`."""
         return replace(
             self,
             experts=self.experts.scale_time(times),
@@ -74,8 +76,10 @@ class AcceleratorCosts:
 
 @dataclass(frozen=True, slots=True)
 class MixtureProfile:
-    """A mixture on a fast kind and a slow one. Bytes of state are those of weights, gradients and
-    optimizer. Where `slow` has no attention, nothing is said of alternatives that need it.
+    """Costs of a mixture on a fast and a slow kind of accelerator.
+
+    Bytes of state are those of weights, gradients and optimizer. If `slow` has no attention,
+    alternatives that need it are not predicted.
     """
 
     fast: AcceleratorCosts
@@ -83,16 +87,16 @@ class MixtureProfile:
     layers: int
     experts: int  # of a layer
     experts_per_token: int
-    row_bytes: float  # of a row that is sent
+    row_bytes: float  # of a transferred row
     link_bytes_per_s: float  # of a rank, one way
-    attention_bytes: float  # state of all that is no expert
+    attention_bytes: float  # state of all parameters except experts
     expert_bytes: float  # state of one expert of one layer
-    attention_gradient_bytes: float  # that ranks with the same parameters sum in a step
+    attention_gradient_bytes: float  # summed by ranks with the same parameters in a step
     expert_gradient_bytes: float
-    attention_token_bytes: float  # activations that a token leaves on attention ranks, all layers
-    expert_row_bytes: float  # activations that a row leaves in one layer where its expert lies
+    attention_token_bytes: float  # activations of a token on attention ranks, all layers
+    expert_row_bytes: float  # activations of a row in one layer on the rank of its expert
     link_latency_s: float = 0.0  # of a transfer
-    backward: float = CHECKPOINTED_BACKWARD_FACTOR  # times a forward, of layers
+    backward: float = CHECKPOINTED_BACKWARD_FACTOR  # of layers, relative to a forward
 
     def __post_init__(self) -> None:
         if self.fast.attention is None or self.fast.head is None:
@@ -103,18 +107,18 @@ class MixtureProfile:
 
     @property
     def attention(self) -> CostCurve:
-        """Of the fast kind."""
+        """Attention cost of the fast kind."""
         assert self.fast.attention is not None
         return self.fast.attention
 
     @property
     def head(self) -> CostCurve:
-        """Of the fast kind."""
+        """Head cost of the fast kind."""
         assert self.fast.head is not None
         return self.fast.head
 
     def scale_time(self, times: float) -> MixtureProfile:
-        """One whose kinds and links take so many times as long."""
+        """Return the profile with all times of kinds and links multiplied by `times`."""
         return replace(
             self,
             fast=self.fast.scale_time(times),
@@ -125,7 +129,7 @@ class MixtureProfile:
 
 
 def parse_accelerator_costs(table: Any, where: str) -> AcceleratorCosts:
-    """A kind as JSON has it. ConfigError when it is none."""
+    """Return the costs of a kind from JSON; ConfigError if the table is invalid."""
     values = _check_fields(AcceleratorCosts, table)
     if not isinstance(values["name"], str):
         raise profile_error(f"{where} is called {values['name']!r}", "give the name of its kind")
@@ -149,7 +153,7 @@ def _check_number(value: Any, name: str) -> None:
 
 
 def _check_fields(cls: type[Any], table: Any) -> dict[str, Any]:
-    """The fields of a table, of which none is missing or not known."""
+    """Return the fields of a table; ConfigError for a missing or an unknown field."""
     names = [one.name for one in fields(cls)]
     if not isinstance(table, Mapping):
         raise profile_error(f"{cls.__name__} is no table", f"give {', '.join(names)}")

@@ -1,11 +1,11 @@
-"""Which task of a step follows which on attention ranks and on expert ranks (HeterMoE, Theorem 1).
+"""Order of a step's tasks on attention ranks and on expert ranks (HeterMoE, Theorem 1).
 
-A model of `layers` mixtures is `layers` + 1 pieces to attention ranks. Piece 0 embeds, attends and
-routes; piece i combines what experts of layer i - 1 made, attends and routes; the last piece
-combines, and goes on to the loss. The source lets forward and backward alternate in its last
-attention layer; here that is the last piece, as the last layer has experts too.
+For attention ranks a model of `layers` MoE layers is `layers` + 1 pieces. Piece 0 embeds, attends
+and routes. Piece i combines the outputs of the experts of layer i - 1, attends and routes. The last
+piece combines, and computes head and loss. The source lets forward and backward alternate in its
+last attention layer; here that is the last piece, as the last layer has experts too.
 
-What a task makes is sent as soon as it has run, so that transfers have the order of the tasks.
+The output of a task is sent as soon as the task has run, so transfers have the order of the tasks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import NamedTuple
 
 
 class TaskKind(IntEnum):
-    """What a task computes."""
+    """Kind of a task's computation."""
 
     ATTENTION = 0  # a piece, on attention ranks
-    HOSTED = 1  # experts that lie on attention ranks (Asym-EA)
+    HOSTED = 1  # experts on attention ranks (Asym-EA)
     EXPERTS = 2  # experts on expert ranks
 
 
 class ScheduledTask(NamedTuple):
-    """A micro-batch's way through a piece, or through experts of a layer."""
+    """Pass of a micro-batch through a piece, or through experts of a layer."""
 
     backward: bool
-    layer: int  # of `TaskKind.ATTENTION`, the piece
+    layer: int  # for `TaskKind.ATTENTION`, the piece
     micro_batch: int
     kind: TaskKind = TaskKind.ATTENTION
 
@@ -35,8 +35,10 @@ class ScheduledTask(NamedTuple):
 def order_attention_tasks(
     layers: int, micro_batches: int, hosted: Sequence[bool] = ()
 ) -> list[ScheduledTask]:
-    """What an attention rank computes in a step. `hosted`: for each layer, whether experts of it
-    lie there; they run after the piece of all micro-batches, and backward before it.
+    """Return the tasks of an attention rank in a step, in order.
+
+    `hosted` lists for each layer if its experts are hosted there. These run after the piece of all
+    micro-batches, and backward before it.
     """
     order: list[ScheduledTask] = []
     for layer in range(layers):
@@ -53,7 +55,7 @@ def order_attention_tasks(
 
 
 def order_expert_tasks(layers: int, micro_batches: int) -> list[ScheduledTask]:
-    """What an expert rank computes in a step."""
+    """Return the tasks of an expert rank in a step, in order."""
     order: list[ScheduledTask] = []
     for layer in range(layers):
         order += _all_micro_batches(False, layer, micro_batches, TaskKind.EXPERTS)

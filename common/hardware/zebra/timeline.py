@@ -1,8 +1,8 @@
-"""How long a step takes: a list schedule over streams that keep their order.
+"""Step time by a list schedule over streams that keep their order.
 
-A task starts when what it needs is there and its stream has ended the one before:
-A_F(i, j) >= C_F(i - 1, j) + T_C (HeterMoE, arXiv 2504.03871). Ranks compute while transfers go on,
-and dispatches go on beside combines.
+A task starts when its inputs are there and its stream has finished the task before: A_F(i, j) >=
+C_F(i - 1, j) + T_C (HeterMoE, arXiv 2504.03871). Computation overlaps transfers, and dispatches
+overlap combines.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from meshrl.common.hardware.zebra.schedule import ScheduledTask, TaskKind
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step of one group."""
+    """Times of a step of one group."""
 
     makespan_s: float
     attention_busy_s: float  # seconds that attention ranks compute
     experts_busy_s: float
     transfer_s: float  # seconds of all transfers
-    hidden_transfer_share: (
-        float  # share of them that makes the step no longer; 1 where nothing is sent
-    )
+    # share of transfers that does not lengthen the step; 1 without transfers
+    hidden_transfer_share: float
 
     @property
     def attention_utilisation(self) -> float:
@@ -39,7 +38,7 @@ class Timeline:
 
 
 def build_timeline(layers: int, micro_batches: int, costs: MicroBatchCosts) -> Timeline:
-    """The step in the order of `schedule.py`."""
+    """Return the timeline of a step in the order of `schedule.py`."""
 
     def computed_s(work: TaskKind) -> float:
         passes = product((False, True), range(layers))
@@ -59,7 +58,7 @@ def build_timeline(layers: int, micro_batches: int, costs: MicroBatchCosts) -> T
 
 
 def compute_makespan_s(layers: int, micro_batches: int, costs: MicroBatchCosts) -> float:
-    """Seconds of the step in the order of `schedule.py`."""
+    """Return the seconds of the step in the order of `schedule.py`."""
     _check_layers(layers, costs)
     front = _StepProgress(micro_batches, costs)
     for layer in range(layers):
@@ -73,9 +72,10 @@ def compute_makespan_s(layers: int, micro_batches: int, costs: MicroBatchCosts) 
 
 
 def compute_serial_s(layers: int, micro_batches: int, costs: MicroBatchCosts) -> float:
-    """Seconds of the step when micro-batches go through one by one and nothing overlaps: DistEP,
-    the source's disaggregated baseline. Where some experts of a layer are hosted, both kinds of
-    ranks compute at once.
+    """Return the seconds of the step without overlap, one micro-batch after the other.
+
+    This is DistEP, the source's disaggregated baseline. If some experts of a layer are hosted, both
+    kinds of ranks compute at the same time.
     """
     total = costs.get_head_s(False) + costs.get_head_s(True)
     for backward, layer in product((False, True), range(layers)):
@@ -90,7 +90,7 @@ def compute_serial_s(layers: int, micro_batches: int, costs: MicroBatchCosts) ->
 
 
 class _StepProgress:
-    """How far a step has come on each stream, layer by layer."""
+    """Progress of a step on each stream, layer by layer."""
 
     def __init__(self, micro_batches: int, costs: MicroBatchCosts) -> None:
         self._micro_batches, self._costs = range(micro_batches), costs
@@ -99,14 +99,14 @@ class _StepProgress:
         self.attention_end_s = 0.0
 
     def run_pieces(self, seconds: float) -> None:
-        """A piece of all micro-batches, and what it sends."""
+        """Advance by a piece of all micro-batches, and its transfers."""
         for micro in self._micro_batches:
             self.attention_end_s = max(self.attention_end_s, self._combined[micro]) + seconds
             self._dispatch = max(self._dispatch, self.attention_end_s) + self._costs.dispatch
             self._dispatched[micro] = self._dispatch
 
     def run_experts(self, backward: bool, layer: int) -> None:
-        """The experts of a layer for all micro-batches, wherever they lie."""
+        """Advance by the experts of a layer for all micro-batches, on both kinds of ranks."""
         hosted = self._costs.get_task_s(ScheduledTask(backward, layer, 0, TaskKind.HOSTED))
         kept = self._costs.get_task_s(ScheduledTask(backward, layer, 0, TaskKind.EXPERTS))
         made = [0.0] * len(self._micro_batches)

@@ -1,4 +1,4 @@
-"""The files of a bundle, checked by whoever reads them: a bundle never changes under a run."""
+"""Files of a bundle, checked by each reader: a bundle never changes during a run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from meshrl.common.base.digest import check_digest, compute_file_digest
 from meshrl.common.base.digest import compute_digest as digest_of_bytes
 from meshrl.common.base.errors import CorruptData
 
-LARGE_FILE_BYTES = (
-    64 << 20
-)  # bytes; of larger ones, which are weights, only the size is looked at in passing
+LARGE_FILE_BYTES = 64 << 20  # larger files are weights: normally only their size is checked
 RESTORE_FIX = "Put it back from a copy of the run. To start over: meshrl run JOB"
 
 BundleFiles = Mapping[str, Sequence[Any]]  # by their names in the bundle: bytes and digest
 
 
 def list_files(directory: Path) -> dict[str, list[Any]]:
-    """Bytes and digest of each file of a bundle, by its name in it."""
+    """Return bytes and digest of each file of a bundle, by its name in it."""
     found = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
         path.relative_to(directory).as_posix(): [path.stat().st_size, compute_file_digest(path)]
@@ -36,9 +34,11 @@ def compute_digest(files: BundleFiles) -> str:
 def check_files(
     directory: Path, files: BundleFiles, below: str = "", *, read_large: bool = False
 ) -> None:
-    """Damaged, which names the first file that is not what was packed: of one file or folder, or of
-    all. Weights are read for it only if `read_large`; extra files, such as what Python has
-    compiled, are not looked at. Refused for a bundle that an earlier version packed.
+    """Raise CorruptData for the first file that differs from the packed one.
+
+    Check the file or folder `below`, or all files. Weights are read only if `read_large`. Extra
+    files, such as Python's compiled ones, are ignored. Refused for a bundle that an earlier version
+    packed.
     """
     for name, (size, packed) in files.items():
         if below and name != below and not name.startswith(f"{below}/"):
@@ -54,6 +54,6 @@ def check_files(
 
 
 def read_file_list(document: Mapping[str, Any]) -> BundleFiles:
-    """The files that a job's document lists; none in a document from before they were."""
+    """Return the files that a job's document lists; none in a document of an earlier version."""
     found: BundleFiles = document["bundle"].get("files", {})
     return found

@@ -1,8 +1,8 @@
-"""A bundle that arrives in pieces from somebody else: its list of files is checked before any byte
-is taken, and its bytes before the job counts.
+"""Bundle that a client uploads in pieces.
 
-Nothing of a name is trusted: each stays below the bundle's own folders, and every file is made
-here, new and empty, so that no link can lead a write elsewhere.
+Its list of files is validated before any byte is accepted, and its bytes before the job counts.
+Names are not trusted. Each stays below the bundle's own folders. Every file is created here, new
+and empty, so that no link can redirect a write.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meshrl.common.job.named_files import TOKENIZER, list_named_files
 FOLDERS = ("data", "model", "models", "modules", "tokenizer")  # of a bundle; see meshrl.job.bundle
 MAX_FILES = 10_000  # of a bundle: sources, rows, and the shards of several models
 MAX_BYTES = 64 << 30  # of a bundle: a model of 30 billion parameters in bfloat16
-MAX_NAME_BYTES = 255  # of one part of a path, as file systems have it
+MAX_NAME_BYTES = 255  # of one part of a path, the limit of file systems
 MAX_PATH_DEPTH = 16  # folders
 MESH_PATH_KEYS = frozenset({"out", "cache"})  # paths that the mesh sets itself
-PATH_MARKER = get_args(FilePath)[1]  # what tells a path's type from other text
+PATH_MARKER = get_args(FilePath)[1]  # distinguishes a path's type from other text
 
 
 def validate_files(files: Any, digest: str) -> dict[str, tuple[int, str]]:
-    """The files of a bundle, name -> (bytes, digest); Refused names what is wrong with the list."""
+    """Return the files of a bundle, name -> (bytes, digest); Refused if the list is invalid."""
     if not isinstance(files, dict) or not files or len(files) > MAX_FILES:
         raise Refused(f"a bundle lists 1 to {MAX_FILES} files")
     found = {name: _validate_file(name, about) for name, about in files.items()}
@@ -57,7 +57,7 @@ def _validate_file(name: Any, size_and_digest: Any) -> tuple[int, str]:
 
 
 def _is_bundle_path(name: str) -> bool:
-    """Whether it is the plain path of a file in one of a bundle's folders."""
+    """Return True if `name` is the plain path of a file in one of a bundle's folders."""
     path = PurePosixPath(name)
     if str(path) != name or path.is_absolute() or not 2 <= len(path.parts) <= MAX_PATH_DEPTH:
         return False
@@ -69,8 +69,10 @@ def _is_bundle_path(name: str) -> bool:
 
 
 def check_config_paths(config: JobConfig, files: Mapping[str, Any]) -> None:
-    """Refused when the job names files otherwise than a bundle has them (a path of another host, or
-    of this one that is not the bundle's), or a program or an account of this host.
+    """Raise Refused if the job names files outside its bundle, or a program or account of this
+    host.
+
+    A path outside the bundle may be of another host, or of this one.
     """
     named = {file.key: file for file in list_named_files(config)}
     for key, file in named.items():
@@ -100,7 +102,7 @@ def check_config_paths(config: JobConfig, files: Mapping[str, Any]) -> None:
 
 
 def _iterate_paths(table: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key, value) of every key that holds a path, by its type: also one that is new here."""
+    """Yield (key, value) of every key that holds a path, found by its type."""
     for name, kind in get_type_hints(type(table), include_extras=True).items():
         value, key = getattr(table, name), f"{prefix}{name}"
         if is_dataclass(value):
@@ -116,7 +118,7 @@ def _iterate_paths(table: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 def _iterate_host_references(
     config: JobConfig, files: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """(key, value) of what else would be this host's: commands, directories, accounts."""
+    """Yield (key, value) of other references to this host: commands, directories, accounts."""
     yield "sandbox.runner", config.sandbox.runner
     flags = config.rollout.sglang_options
     yield "rollout.sglang_options", [flag for flag in flags if "/" in flag or "~" in flag]
@@ -130,7 +132,7 @@ def _iterate_host_references(
 
 
 def _is_bundle_command(command: list[str], files: Mapping[str, Any]) -> bool:
-    """Whether a command is Python with a file of the bundle, and names no file elsewhere."""
+    """Return True if a command runs Python on a file of the bundle, and names no file elsewhere."""
     if len(command) < 2 or command[0] != "python" or f"modules/{command[1]}" not in files:
         return False
     return not any(
@@ -140,7 +142,7 @@ def _is_bundle_command(command: list[str], files: Mapping[str, Any]) -> bool:
 
 
 def create_empty_files(directory: Path, files: Mapping[str, tuple[int, str]]) -> None:
-    """Makes all files of a bundle, each of no bytes, below a directory that is new."""
+    """Create all files of a bundle, empty, below a new directory."""
     for name in files:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,9 +150,7 @@ def create_empty_files(directory: Path, files: Mapping[str, tuple[int, str]]) ->
 
 
 def write_piece(path: Path, size: int, offset: int, content: bytes) -> None:
-    """Writes bytes of a file that is to have `size`; Refused when they would lie outside of it. The
-    same piece may come again.
-    """
+    """Write bytes of a file of `size` bytes; Refused if they exceed it. Pieces may be repeated."""
     if offset < 0 or offset + len(content) > size:
         raise Refused(
             f"bytes {offset} to {offset + len(content)} of a file that is to have {size}",
@@ -167,7 +167,7 @@ def write_piece(path: Path, size: int, offset: int, content: bytes) -> None:
 
 
 def check_complete(directory: Path, files: Mapping[str, tuple[int, str]]) -> None:
-    """Refused names the first file that did not arrive as it was packed. It reads all of them."""
+    """Read all files and raise Refused for the first one that differs from the packed file."""
     try:
         bundle_files.check_files(directory, {n: list(f) for n, f in files.items()}, read_large=True)
     except CorruptData as error:

@@ -1,4 +1,4 @@
-"""Reads the shape of a job's model, before there are any weights."""
+"""Shape of a job's model, before there are any weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from meshrl.common.model.tokens.tokenizer import with_tokenizer
 
 
 def load_model_config(data: JobData) -> ModelConfig:
-    """The shape of the model that the job trains, from its bundle or from its job file, without
-    the ids that the job's tokenizer lacks."""
+    """Return the shape of the job's trained model, from its bundle or its job file.
+
+    Token ids that the job's tokenizer lacks are not included.
+    """
     if (origin := data.initial_model_dir) is not None:
         shape = _load_bundle_config(origin)
     else:
@@ -23,5 +25,5 @@ def load_model_config(data: JobData) -> ModelConfig:
 
 @cache
 def _load_bundle_config(directory: Path) -> ModelConfig:
-    """Read once: a bundle never changes."""
+    """Return the shape in a directory, read once: a bundle never changes."""
     return load_config(directory)

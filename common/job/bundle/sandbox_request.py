@@ -1,5 +1,7 @@
-"""What a sandbox is told of a job: its shards tell it, and who starts the sandbox knows the digest
-of what it may be told. Both have it from the job's document.
+"""Request that loads a job into its sandboxes.
+
+The job's shards send the request. The process that starts a sandbox computes the request's digest
+from the same document.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from meshrl.common.job.config import JobConfig
 
 
 def build_load_request(job: JobData) -> LoadJob:
-    """The same on every host; no file is looked at."""
+    """Return the request, which is the same on every host; no file is read."""
     config = job.config
     parts = []
     for part in config.reward.reward_parts:
         options = dict(part.options)
-        if builtin.is_builtin(part.use):  # what ends a turn is no part of the answer
+        if builtin.is_builtin(part.use):  # stop texts are not part of the answer
             options.setdefault("strip", [*config.rollout.stop, *config.rollout.stop_text])
         parts.append(RewardPart(part.use, part.weight, options))
     return LoadJob(
@@ -36,8 +38,9 @@ def build_load_request(job: JobData) -> LoadJob:
 
 
 def compute_request_digest(request: LoadJob) -> str:
-    """SHA-256 of what a request says, in hexadecimal digits."""
-    arrived = decode(LoadJob, encode(request)[0])  # as a sandbox has it: a whole weight is a float
+    """Return the SHA-256 of a request, in hexadecimal digits."""
+    # as decoded by a sandbox: a whole weight is a float
+    arrived = decode(LoadJob, encode(request)[0])
     return hashlib.sha256(json.dumps(asdict(arrived), sort_keys=True).encode()).hexdigest()
 
 

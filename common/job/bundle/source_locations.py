@@ -1,7 +1,7 @@
-"""Where in the code of a job's author something happened, as text: `rewards.py:12 in score()`.
+"""Locations in the code of a job's author, as text: `rewards.py:12 in score()`.
 
-It ends an error's text, in parentheses, and is read from there again. Only the standard library:
-the sandbox's workers import it.
+A location ends an error's text, in parentheses, and is parsed from there. Only the standard library
+is imported: the sandbox's workers import this module.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import re
 from types import CodeType, FrameType
 from typing import Any
 
-MAX_ERROR_CHARS = 500  # of an error's text, its place not counted
+MAX_ERROR_CHARS = 500  # of an error's text, without its location
 _LOCATION = re.compile(r" \(([^()\s]+:\d+ in [^()\s]+\(\))\)$")
 
 
 def locate_error(error: BaseException, directory: str) -> str:
-    """The innermost line below `directory` that an error came through, or else the innermost; empty
-    when it was raised by whoever catches it.
+    """Return the innermost line below `directory` that an error passed through.
+
+    Without one, return the innermost line. Empty if the frame that catches the error raised it.
     """
     trace = error.__traceback__
-    if trace is None or trace.tb_next is None:  # the first frame is the catcher's
+    if trace is None or trace.tb_next is None:  # the first frame is the one that catches the error
         return ""
     frames: list[tuple[FrameType, int]] = []
     while trace.tb_next is not None:
@@ -33,7 +34,7 @@ def locate_error(error: BaseException, directory: str) -> str:
 
 
 def locate_function(function: Any, directory: str) -> str:
-    """The line that a function begins at; empty when it has no code of Python's."""
+    """Return the first line of a function; empty if it has no Python code."""
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -44,19 +45,19 @@ def locate_function(function: Any, directory: str) -> str:
 
 
 def append_location(text: str, location: str) -> str:
-    """The text of an error, cut to its length, with the place behind it."""
+    """Return the text of an error, cut to its maximum length, with the location appended."""
     text = text.encode("utf-8", "replace").decode()[:MAX_ERROR_CHARS]
     return f"{text} ({location})" if location else text
 
 
 def extract_location(text: str) -> str:
-    """The place that an error's text ends with; empty when it has none."""
+    """Return the location at the end of an error's text; empty if there is none."""
     found = _LOCATION.search(text)
     return found[1] if found else ""
 
 
 def strip_location(text: str) -> str:
-    """An error's text without the place that it ends with."""
+    """Return an error's text without the location at its end."""
     return _LOCATION.sub("", text)
 
 

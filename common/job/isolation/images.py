@@ -1,5 +1,6 @@
-"""Images: what `sandbox.root` names, a directory tree or an OCI bundle that holds what the model's
-code sees as its file system.
+"""Images: the directory tree or OCI bundle in `sandbox.root`.
+
+An image is the file system of the model's code.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from meshrl.common.base.errors import ConfigError
 
 PYTHON_PATHS = ("/usr/bin/python3", "/usr/local/bin/python3", "/bin/python3")
 MAX_LINKS = 40  # followed for one path, as many as Linux follows
-# e_machine of the ELF header, by what uname says (elf.h).
+# e_machine of the ELF header by uname's machine (elf.h).
 MACHINES = {"x86_64": 62, "aarch64": 183, "riscv64": 243, "ppc64le": 21, "s390x": 22}
-PT_INTERP = 3  # PT_INTERP: the segment that names the program's loader
+PT_INTERP = 3  # segment type of the program's loader
 IMAGE_FIX = 'docs/sandbox.md, "Images", says how to make one'
 
 
 def find_root(place: str) -> Path:
-    """The directory that is to be the root: `place`, or the root file system of an OCI bundle there
-    (`config.json` with `root.path`); ConfigError if it is neither.
+    """Return the root directory: `place`, or the root file system of an OCI bundle there.
+
+    An OCI bundle has a `config.json` with `root.path`. ConfigError if `place` is neither.
     """
     path = Path(place)
     if not path.is_dir():
@@ -43,8 +45,9 @@ def find_root(place: str) -> Path:
 
 
 def resolve_in_image(root: Path, path: str) -> Path | None:
-    """Where `path` of the image lies on this host: links are followed as they are read inside, and
-    none leads out. None if there is nothing.
+    """Return the location of an image's `path` on this host; None if it does not exist.
+
+    Links are resolved inside the image, and none leads out of it.
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     found: list[str] = []
@@ -71,7 +74,8 @@ def resolve_in_image(root: Path, path: str) -> Path | None:
 
 
 def find_python(root: Path, interpreter: str = "") -> str:
-    """The interpreter's path inside of the image: `interpreter`, or the first usual one.
+    """Return the interpreter's path inside the image: `interpreter`, or the first usual one.
+
     ConfigError if it is missing or cannot run on this host: another architecture, no loader.
     """
     for path in [interpreter] if interpreter else PYTHON_PATHS:
@@ -94,7 +98,7 @@ def _check_runnable(root: Path, path: str, program: Path) -> None:
     with program.open("rb") as file:
         header = file.read(64)
         if header[:4] != b"\x7fELF":
-            return  # a script, whose interpreter the kernel looks for
+            return  # a script, whose interpreter the kernel finds
         order = "<" if header[5] == 1 else ">"
         machine = struct.unpack_from(f"{order}H", header, 18)[0]
         expected = MACHINES.get(platform.machine(), machine)

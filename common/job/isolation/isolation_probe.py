@@ -1,6 +1,4 @@
-"""How well this host contains code that the model wrote: found by running some, in a process of its
-own. Blocks.
-"""
+"""Probe of this host's isolation: runs test code in a process of its own. Blocks."""
 
 from __future__ import annotations
 
@@ -20,21 +18,19 @@ PROBE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """What was found, and what to do."""
+    """Result of the probe, and advice."""
 
     tier: str
     meaning: str
-    fix: str  # how to reach a better one; empty: it is the best
-    problem: str = ""  # why a job's interpreter does not run in it; empty: it does
-    sure: bool = True  # else a better one was tried and failed, which it may not do again
-    known: bool = True  # the probe came to its end
+    fix: str  # how to get a better tier; empty: it is the best
+    problem: str = ""  # why a job's interpreter does not run in the tier; empty: it does
+    sure: bool = True  # False: a better tier failed, perhaps not permanently
+    known: bool = True  # the probe has completed
 
 
 @dataclass(frozen=True)
 class IsolationTiers:
-    """What a host has, as `meshrl.common.job.isolation.tiers.has_sufficient_tier` takes it; `sure`,
-    `known`: see above.
-    """
+    """Isolation tiers of a host for `meshrl.common.job.isolation.tiers.has_sufficient_tier`."""
 
     tiers: tuple[str, ...]
     is_conclusive: bool = True
@@ -42,8 +38,9 @@ class IsolationTiers:
 
 
 def probe_isolation(sandbox: SandboxConfig | None = None) -> IsolationReport:
-    """The tier of this host, found by trying it; takes a second or two. With the settings of a job
-    it is tried with the interpreter that these name, and its imports.
+    """Probe the tier of this host, in a second or two.
+
+    With the settings of a job the probe uses their interpreter and imports.
     """
     command = [sys.executable, "-m", "meshrl.services.sandbox.isolation.tier_detection"]
     if sandbox is not None:
@@ -60,7 +57,7 @@ def probe_isolation(sandbox: SandboxConfig | None = None) -> IsolationReport:
 
 
 def probe_tiers() -> IsolationTiers:
-    """The best of this host's own, and `runner` where gVisor's is installed and works."""
+    """Return the best tier of this host, and `runner` if gVisor's is installed and works."""
     tried = [probe_isolation()]
     if shutil.which(RUNSC):
         tried.append(probe_isolation(SandboxConfig(runner=[RUNSC])))
@@ -72,7 +69,7 @@ def probe_tiers() -> IsolationTiers:
 
 
 def require_isolation(config: JobConfig) -> None:
-    """Refused where the job lets the model's code run and this host contains it too little."""
+    """Raise Refused if the job runs code of the model and this host isolates it too little."""
     if not config.jailed_names:
         return
     isolation, demanded = probe_isolation(config.sandbox), config.sandbox.tier

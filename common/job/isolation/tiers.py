@@ -1,4 +1,4 @@
-"""The tiers of isolation for code that the model wrote; each contains more than the one before."""
+"""Tiers of isolation for the model's code, in ascending strength."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 RUNNER = "runner"
 TIER_ORDER = ("none", "landlock", "bwrap", "cgroup", RUNNER)
-PROBING = "trying"  # in place of its tiers, of a host that still finds out
+PROBING = "trying"  # reported instead of its tiers by a host that is still probing
 TIER_DESCRIPTIONS = {
     "none": "none",
     "landlock": "Landlock + seccomp",
@@ -17,15 +17,15 @@ TIER_DESCRIPTIONS = {
 
 
 def is_sufficient(tier: str, required: str) -> bool:
-    """Whether `tier` contains at least as much as tier `required`; ValueError for an unknown
-    tier.
-    """
+    """Return True if `tier` isolates at least as well as `required`; ValueError if unknown."""
     return TIER_ORDER.index(tier) >= TIER_ORDER.index(required)
 
 
 def has_sufficient_tier(tiers: Sequence[str], required: str) -> bool:
-    """Whether a host with these tiers contains as much as a job demands. It has the best of its
-    own, and `runner` where gVisor's works: that one for jobs which name it alone.
+    """Return True if a host with these tiers isolates as well as a job requires.
+
+    A host has its best own tier, and `runner` if gVisor's works, which counts only for jobs that
+    name it.
     """
     if required == RUNNER:
         return RUNNER in tiers

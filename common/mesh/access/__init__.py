@@ -1,3 +1,3 @@
-"""Tokens, by which people without an account of the mesh's user reach it. Open `token_registry.py`
-first, then `access_token.py`.
+"""Access tokens for users without an account on the mesh's hosts. Open `token_registry.py` first,
+then `access_token.py`.
 """

@@ -1,6 +1,6 @@
-"""What a mesh has on record of whom its gateway lets in: the tokens that it has given, and the
-members, which are hosts that have joined. Each is known by a key, of which the file has the digest
-alone.
+"""Records of the callers that a mesh's gateway admits: tokens, and members, which are joined hosts.
+
+Each has a key, of which the file stores only the digest.
 """
 
 from __future__ import annotations
@@ -22,60 +22,60 @@ REPAIR_HINT = (
     "have joined stay, but are told nothing, and `meshrl token create` makes others"
 )
 LOCK_TIMEOUT_S = (
-    5.0  # of another's lock: less than callers wait for the thread that changes the file
+    5.0  # wait for the lock: less than callers wait for the thread that changes the file
 )
-POLL_S = 0.05  # between two tries to lock it
-# Kinds of tokens: a person's is good for jobs, a host's for joining the mesh.
+POLL_S = 0.05  # seconds between two attempts to lock it
+# Kinds of tokens: a person's submits jobs, a host's joins the mesh.
 PERSON_TOKEN, HOST_TOKEN = "person", "host"
 
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """One that was given. Times are wall-clock seconds."""
+    """Record of a token. Times are wall-clock seconds."""
 
     id: str
-    name: str  # whom it was given to
+    name: str  # person or host that received it
     key: str  # digest of its public key
     made_s: float
     expires_s: float
-    revoked_s: float = 0.0  # 0: it is not
+    revoked_s: float = 0.0  # 0: not revoked
     priority: int = 0  # the highest `pool.priority` that its jobs may have
     kind: str = PERSON_TOKEN
-    uses: int = 1  # hosts that a host's lets in; 0: any number
-    used: int = 0  # hosts that it has let in
-    host: str = ""  # the last of these
+    uses: int = 1  # hosts that a host's token may admit; 0: any number
+    used: int = 0  # hosts that it has admitted
+    host: str = ""  # last admitted host
 
     def good(self, now_s: float) -> bool:
-        """Whether who holds it is heard at all."""
+        """Return True if the token is neither revoked nor expired."""
         return not self.revoked_s and now_s < self.expires_s
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether it has let in as many hosts as it may."""
+        """True if the token has admitted as many hosts as it may."""
         return bool(self.uses) and self.used >= self.uses
 
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """A host that has joined, and is known by a key of its own from then on."""
+    """Record of a host that has joined and authenticates with its own key."""
 
     id: str
     host: str
     key: str  # digest of its public key
-    token: str  # id of that which let it in
+    token: str  # id of the token that admitted it
     since_s: float  # wall clock
 
 
 @dataclass
 class AccessRecords:
-    """All that is on record, also tokens that are good no more, in the order of their making."""
+    """All records in the order of their creation, including invalid tokens."""
 
     tokens: list[TokenRecord] = field(default_factory=list)
     members: list[MemberRecord] = field(default_factory=list)
 
 
 def read_records(path: Path) -> AccessRecords:
-    """Nothing where there is no file. Damaged."""
+    """Read the records; a missing file has none. Raises CorruptData."""
     if not path.exists():
         return AccessRecords()
     try:
@@ -90,8 +90,10 @@ def read_records(path: Path) -> AccessRecords:
 
 @contextmanager
 def edit_records(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[AccessRecords]:
-    """What is on record, to be changed in place; written when nothing has failed. DeadlineExceeded
-    when another has it locked for longer than `locked_s`: nothing was changed.
+    """Lock the records, yield them for changes in place, and write them if the block succeeds.
+
+    Raises DeadlineExceeded, without changes, if another process holds the lock for longer than
+    `timeout_s` seconds.
     """
     with path.with_suffix(".lock").open("w") as lock:
         until_s = time.monotonic() + timeout_s
@@ -109,5 +111,5 @@ def edit_records(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Acce
 
 
 def digest_key(public: bytes) -> str:
-    """By which a public key is on record."""
+    """Return the digest under which a public key is stored."""
     return hashlib.blake2b(public, digest_size=32).hexdigest()

@@ -1,4 +1,4 @@
-"""What a person is given to reach a mesh: one line of text, with a key of their own in it."""
+"""Access token with which a person reaches a mesh: one line of text that contains a secret key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from meshrl.common.base.host import secret_files
 
 TOKEN_PREFIX = "meshrl-token:"
 FILE_FIX = f"Give a file of `meshrl token create`, or its text, which begins with {TOKEN_PREFIX}"
-GATEWAY_PORT = 7199  # where nothing else is said
-MAX_FILE_CHARS = 4096  # characters: a file that is larger is none of ours
+GATEWAY_PORT = 7199  # default
+MAX_FILE_CHARS = 4096  # a larger file is no token file
 
 
 @dataclass(frozen=True)
 class AccessToken:
-    """Where a mesh's gateway listens, the key that it answers with, and the token's secret key."""
+    """Address and public key of a mesh's gateway, and the token's secret key."""
 
     address: str
     gateway: str  # public key, Z85
@@ -27,13 +27,14 @@ class AccessToken:
 
     @property
     def encoded(self) -> str:
-        """The line."""
+        """Token as one line of text."""
         return TOKEN_PREFIX + base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
 
 
 def parse_gateway_address(text: str, port: int, setting: str) -> str:
-    """The address of NAME, NAME:PORT, [IPv6] or [IPv6]:PORT, as tickets have it; ConfigError, which
-    names the `setting`.
+    """Parse NAME, NAME:PORT, [IPv6] or [IPv6]:PORT to the address in access tokens.
+
+    Raises ConfigError that names the `setting`.
     """
     found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[0-9A-Za-z._-]+)(?::(\d{1,5}))?", text)
     if found is None or not 0 < int(found[2] or port) < 65536:
@@ -44,8 +45,9 @@ def parse_gateway_address(text: str, port: int, setting: str) -> str:
 
 
 def read_token(token: str | Path) -> AccessToken:
-    """The ticket in a text, or in the file that it names; ConfigError when it is none, or when a
-    file of it can be read by others.
+    """Read the access token in a text, or in the file that the text names.
+
+    Raises ConfigError if it is invalid, or if other users can read the file.
     """
     text = str(token).strip()
     where = ""

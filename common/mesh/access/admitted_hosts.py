@@ -1,4 +1,4 @@
-"""The hosts that a mesh has let in: what Redis is told of each, which lets nobody in by itself."""
+"""Admitted hosts of a mesh: their records for Redis, which grant no access by themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPAIR_HINT = (
 
 @dataclass(frozen=True)
 class AdmittedHost:
-    """A host that may belong to the mesh: digests of the passwords of its roles."""
+    """Host that may belong to the mesh, with digests of the passwords of its roles."""
 
     host: str
     passwords: dict[str, str]  # role -> SHA-256, in hexadecimal digits
@@ -29,7 +29,7 @@ class AdmittedHost:
     def from_secret(
         cls, host: str, secret: str, roles: Iterable[str], now_s: float
     ) -> AdmittedHost:
-        """A host whose processes have `secret`, for these roles."""
+        """Create a host whose processes have `secret`, for these roles."""
         digests = {
             role: hashlib.sha256(derive_redis_password(secret, role).encode()).hexdigest()
             for role in roles
@@ -38,7 +38,7 @@ class AdmittedHost:
 
 
 def read_hosts(directory: Path) -> dict[str, AdmittedHost]:
-    """Those that have joined the mesh with this directory, by name. Damaged."""
+    """Read the hosts that have joined the mesh with this directory, by name. Raises CorruptData."""
     path = directory / HOSTS_FILE
     try:
         rows = documents.read(path, REPAIR_HINT.format(other="joined.json"))["hosts"]
@@ -51,5 +51,5 @@ def read_hosts(directory: Path) -> dict[str, AdmittedHost]:
 
 
 def write_hosts(directory: Path, hosts: Iterable[AdmittedHost]) -> None:
-    """Puts them on record, in a file for this user alone. StorageFull."""
+    """Write the hosts to a file that only this user can read. Raises StorageFull."""
     documents.write(directory / HOSTS_FILE, {"hosts": [asdict(one) for one in hosts]})

@@ -1,5 +1,6 @@
-"""A line to one actor at a known address, for who is no process of the mesh: no registry is asked,
-and the other end is known by its key.
+"""Connection to one actor at a known address, for callers that are no process of the mesh.
+
+It needs no registry: the key authenticates the actor.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 GATEWAY_ACTOR = (
-    "gateway"  # actor and incarnation at the front door: a key says who answers, for ever
+    "gateway"  # name and incarnation of the gateway's actor: its permanent key authenticates it
 )
-_UNREACHABLE = "inproc://nobody"  # it listens where nobody can be
+_UNREACHABLE = "inproc://nobody"  # no caller can reach this listener
 
 
 class GatewayConnection:
-    """Calls of a token's holder; `open` it on the loop that it is used on, and `close` it."""
+    """Connection of a token's user; `open` it on the loop that uses it, and `close` it."""
 
     def __init__(self, token: AccessToken) -> None:
-        """ConfigError when the ticket holds no keys, or no address."""
+        """Create a connection. Raises ConfigError if the access token has no keys or no address."""
         self._clock, random = SystemClock(), Random.from_os_entropy()
         try:
             keys = TokenKeys(KeyPair.from_secret(token.secret.encode()), token.gateway.encode())
@@ -65,7 +66,7 @@ class GatewayConnection:
         )
 
     def open(self) -> None:
-        """Begins to listen for answers, on the running loop."""
+        """Start listening for answers on the running loop."""
         self._sweep.start()
         self._transport.start(self._deliver, self._caller.fail_peer, lambda peer: None)
 
@@ -78,9 +79,10 @@ class GatewayConnection:
             self._caller.receive(header, frames)
 
     async def call(self, method: Call[Q, R], request: Q, deadline_s: float | None = None) -> R:
-        """The reply, or the error that the other end raised. Asked again until the deadline while
-        nobody answers, if the method is idempotent. NotAllowed when the mesh says that the token is
-        not good.
+        """Call a method; return its reply or raise the error of the actor.
+
+        While the actor is unavailable, idempotent calls are repeated until the deadline. Raises
+        NotAllowed if the mesh rejects the token.
         """
         body, buffers = encode(request)
         now = self._clock.monotonic()
@@ -107,7 +109,9 @@ class GatewayConnection:
             pause, now = min(2 * pause, LONGEST_RETRY_S), self._clock.monotonic()
 
     async def stream(self, method: Stream[Q, R], request: Q) -> AsyncGenerator[R, None]:
-        """The replies as they come; closing the iterator cancels at the other end."""
+        """Yield replies as they arrive; closing the iterator cancels the stream at the other
+        end.
+        """
         body, buffers = encode(request)
         incoming: Any = self._caller.open_stream(self._route, method, body, buffers)
         try:
@@ -119,7 +123,7 @@ class GatewayConnection:
             incoming.close()
 
     def _explain_error(self, error: MeshError) -> MeshError:
-        """What the end of a call means to who holds a token."""
+        """Translate the error of a call for the user of a token."""
         if isinstance(error, HandshakeFailed | NotAllowed):
             return NotAllowed(
                 "the mesh does not take this token: it was revoked, has expired, is another "
@@ -140,7 +144,7 @@ class GatewayConnection:
         return error
 
     async def close(self) -> None:
-        """Ends what is under way, and the connection."""
+        """Cancel calls in progress and close the connection."""
         self._caller.stop()
         self._sweep.stop()
         await self._transport.close()

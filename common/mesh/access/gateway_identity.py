@@ -1,5 +1,6 @@
-"""Who a mesh's gateway is to those outside: an address and a key that stay when the mesh starts
-again, so that tokens stay good.
+"""Identity of a mesh's gateway for outside callers: an address and a key that survive restarts.
+
+Tokens stay valid because both stay the same.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ REPAIR_HINT = (
 
 @dataclass(frozen=True)
 class GatewayIdentity:
-    """What the gateway was when it started last."""
+    """Identity of the gateway at its last start."""
 
-    address: str  # as others reach it
-    bound: str  # as it listened; the same again, if it can be had
+    address: str  # address for callers
+    bound: str  # endpoint of its listener, reused if it is free
     public: str
     secret: str = field(repr=False)
 
     @property
     def key_pair(self) -> KeyPair:
-        """What it answers with."""
+        """Key pair that the gateway authenticates with."""
         return KeyPair(self.public.encode(), self.secret.encode())
 
     def write(self, directory: Path) -> None:
-        """Puts it on record in the mesh's directory."""
+        """Write the identity to the mesh's directory."""
         documents.write(directory / IDENTITY_FILE, asdict(self))
 
 
 def find_identity(directory: Path) -> GatewayIdentity | None:
-    """That of the mesh with this directory; None before its first start. Damaged."""
+    """Read the identity in a mesh's directory; None before its first start. Raises CorruptData."""
     path = directory / IDENTITY_FILE
     try:
         return GatewayIdentity(**documents.read(path, REPAIR_HINT))
@@ -51,7 +52,7 @@ def find_identity(directory: Path) -> GatewayIdentity | None:
 
 
 def read_identity(directory: Path) -> GatewayIdentity:
-    """The same; NotFound when the mesh has never had a gateway."""
+    """Read the identity in a mesh's directory; raise NotFound if the mesh never had a gateway."""
     found = find_identity(directory)
     if found is None:
         raise NotFound(

@@ -1,5 +1,5 @@
-"""Hosts that join with a token, and are members from then on, each by a key of its own: what
-becomes of the token is nothing to them.
+"""Hosts that join with a token and then are members, each by its own key, independent of the
+token.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from meshrl.common.mesh.access.access_records import (
 )
 
 REJOIN_WINDOW_S = (
-    600.0  # in which a host that was let in may ask again, as the answer may have been lost
+    600.0  # for repeated requests of an admitted host, because the answer may have been lost
 )
 NEW_TOKEN_HINT = "Ask for another one: `meshrl token create --host` at the head of the mesh"
 
 
 def admit_member(path: Path, token_id: str, host: str, public: bytes, now_s: float) -> None:
-    """Makes the host with this key a member; again for the same one, for a while. Refused when the
-    token does not let it in, or another host has its name or its key.
+    """Admit the host with this key as a member; a repetition within REJOIN_WINDOW_S succeeds.
+
+    Raises Refused if the token does not admit it, or another host has its name or its key.
     """
     key = digest_key(public)
     with edit_records(path) as known:
@@ -60,7 +61,7 @@ def _reject_different_member(known: MemberRecord, requested: MemberRecord, now_s
 
 
 def _explain_unusable(token: TokenRecord, now_s: float) -> str:
-    """Why nobody joins with it; empty: somebody may."""
+    """Explain why no host can join with this token; empty if one can."""
     if token.kind != HOST_TOKEN:
         return f"the token of {token.name} is for handing in jobs, not for joining"
     if token.revoked_s:
@@ -75,7 +76,7 @@ def _explain_unusable(token: TokenRecord, now_s: float) -> str:
 
 
 def undo_admission(path: Path, token_id: str, host: str) -> None:
-    """The host was not let in after all: the token is as it was."""
+    """Undo an admission that failed later, and restore the token."""
     with edit_records(path) as known:
         if _remove_host(known, host, token_id):
             known.tokens[:] = [
@@ -85,14 +86,16 @@ def undo_admission(path: Path, token_id: str, host: str) -> None:
 
 
 def remove_member(path: Path, host: str) -> None:
-    """The host is a member no more: it may ask nothing."""
+    """Remove a host from the members: its calls are rejected from then on."""
     if path.exists():
         with edit_records(path) as known:
             _remove_host(known, host)
 
 
 def _remove_host(known: AccessRecords, host: str, token_id: str = "") -> bool:
-    """Whether it was there; with `token_id`, let in by that."""
+    """Remove a host, with `token_id` only if that token admitted it; return True if it was a
+    member.
+    """
     gone = [m for m in known.members if m.host == host and token_id in ("", m.token)]
     known.members[:] = [member for member in known.members if member not in gone]
     return bool(gone)

@@ -1,6 +1,6 @@
-"""The master secret of a mesh that hosts may join, in a file for the owner's eyes.
+"""Master secret of a mesh that hosts may join, in a file that only its owner can read.
 
-No process that the mesh starts is told where it is.
+No process that the mesh starts receives the path of the file.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ PERSON_ROLE = "person"  # the role of commands at the head
 
 @dataclass(frozen=True)
 class MeshOwner:
-    """Its master secret, of this start of the mesh, in hexadecimal digits, and the head's name,
-    which stays.
+    """Master secret of this start of the mesh, in hexadecimal digits, and the permanent name of the
+    head.
     """
 
     secret: str = field(repr=False)
     host: str
 
     def write(self, directory: Path) -> None:
-        """Puts it on record in the mesh's directory. StorageFull."""
+        """Write the secret to the mesh's directory. Raises StorageFull."""
         documents.write(directory / OWNER_FILE, asdict(self))
 
 
 def read_owner(directory: Path) -> MeshOwner:
-    """That of the mesh with this directory. NotFound on a host that has joined one, Damaged;
-    ConfigError when others can read the file.
+    """Read the secret in a mesh's directory.
+
+    Raises NotFound on a host that has joined a mesh, CorruptData, and ConfigError if other users
+    can read the file.
     """
     path = directory / OWNER_FILE
     try:
@@ -55,8 +57,9 @@ def read_owner(directory: Path) -> MeshOwner:
 
 
 def make_person_settings(settings: MeshSettings, directory: Path) -> MeshSettings:
-    """The settings by which a command at the head is a process of the mesh, of the role `person`:
-    the mesh's own where roles have keys, and with the owner's secret where processes have. Raises
-    what `owner` does.
+    """Return the settings that make a command at the head a process with the role `person`.
+
+    These are the mesh's own settings where roles have keys. Where processes have keys, the owner's
+    secret is added. Raises the errors of `read_owner`.
     """
     return replace(settings, secret=read_owner(directory).secret) if settings.joinable else settings

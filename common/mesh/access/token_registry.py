@@ -1,7 +1,7 @@
-"""The tokens that a mesh gives, and by what the gateway knows who comes: tokens and members.
+"""Registry of access tokens and members, by which the gateway recognises its callers.
 
-The gateway's doorkeeper reads the file, on a thread of its own, whenever it has changed: a token
-that is revoked lets nobody in from then on.
+The gateway's ZAP authenticator reloads the file, on its own thread, whenever it has changed. A
+revoked token admits no connection from then on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from meshrl.common.mesh.transport.keys import KeyPair
 
 
 class TokenRegistry:
-    """Those on record in a file; `wall` is the clock that they expire by, in seconds."""
+    """Tokens and members of a records file; `wall` is the clock in seconds that tokens expire
+    by.
+    """
 
     def __init__(self, path: Path, wall: Callable[[], float]) -> None:
         self._path, self._wall = path, wall
@@ -37,7 +39,7 @@ class TokenRegistry:
         self._members: dict[str, MemberRecord] = {}
 
     def find_holder(self, public: bytes) -> str | None:
-        """The id of the member, or of the good token, that has this public key; None: there is
+        """Return the id of the member or valid token with this public key; None if there is
         none.
         """
         self._reload()
@@ -45,29 +47,27 @@ class TokenRegistry:
         return found if self.is_valid(found) else None
 
     def is_valid(self, id: str) -> bool:
-        """Whether a token still lets somebody in, or a member is one: connections outlive what let
-        them in.
-        """
+        """Return True if the id is a member or a valid token: connections outlive their tokens."""
         token = self.find_token(id)
         return id in self._members or (token is not None and token.good(self._wall()))
 
     def find_token(self, id: str) -> TokenRecord | None:
-        """The token of an id; None: there is none."""
+        """Return the token with this id; None if there is none."""
         self._reload()
         return self._tokens.get(id)
 
     def find_member(self, id: str) -> MemberRecord | None:
-        """The member of an id; None: there is none."""
+        """Return the member with this id; None if there is none."""
         self._reload()
         return self._members.get(id)
 
     def find_priority(self, id: str) -> int:
-        """The highest `pool.priority` that a token's jobs may have."""
+        """Return the highest `pool.priority` that a token's jobs may have."""
         token = self.find_token(id)
         return token.priority if token is not None else 0
 
     def _reload(self) -> None:
-        """Nobody is let in while the file is damaged or gone."""
+        """Reload a changed file. While it is corrupt or missing, no caller is admitted."""
         try:
             now = read_signature(self._path)
             if now == self._signature:
@@ -75,7 +75,7 @@ class TokenRegistry:
             known = read_records(self._path) if now is not None else AccessRecords()
         except CorruptData:
             now, known = None, AccessRecords()
-        # Two threads look: each replaces whole tables.
+        # Two threads reload: each replaces whole tables.
         self._tokens = {token.id: token for token in known.tokens}
         self._members = {member.id: member for member in known.members}
         of_members = {member.key: member.id for member in known.members}
@@ -93,7 +93,7 @@ def create_token(
     kind: str = PERSON_TOKEN,
     uses: int = 1,
 ) -> tuple[TokenRecord, AccessToken]:
-    """A new token, and the ticket to hand over, which is kept nowhere."""
+    """Create a token: its record, and the access token for its user, which is not stored."""
     pair = KeyPair.generate()
     expires_s = now_s + lifetime_s
     id, key = uuid.uuid4().hex[:12], digest_key(pair.public)
@@ -102,7 +102,7 @@ def create_token(
 
 
 def add_token(path: Path, token: TokenRecord) -> None:
-    """Puts a new one on record. Refused when another good one has its name."""
+    """Add a record. Raises Refused if another valid token has its name."""
     with edit_records(path) as known:
         others = [t for t in known.tokens if t.good(token.made_s) and not t.is_exhausted]
         if any(other.name == token.name for other in others):
@@ -114,14 +114,17 @@ def add_token(path: Path, token: TokenRecord) -> None:
 
 
 def add_missing_tokens(path: Path, tokens: Iterable[TokenRecord]) -> None:
-    """Puts those on record that are not yet: one that was revoked meanwhile stays so."""
+    """Add the records that are missing; a token revoked since then stays revoked."""
     with edit_records(path) as known:
         ids = {token.id for token in known.tokens}
         known.tokens.extend(token for token in tokens if token.id not in ids)
 
 
 def revoke_tokens(path: Path, name_or_id: str, now_s: float) -> list[TokenRecord]:
-    """Revokes the good tokens of a name or an id; these. Hosts that came by one stay. NotFound."""
+    """Revoke the valid tokens with a name or an id and return them.
+
+    Hosts that joined by one of them stay members. Raises NotFound.
+    """
     with edit_records(path) as known:
         found = [t for t in known.tokens if name_or_id in (t.id, t.name) and t.good(now_s)]
         if not found:

@@ -1,3 +1,3 @@
-"""What a resident of a gang does at its worker's word: sleeps, wakes, and computes in turn. Open
-`tiers.py` first.
+"""Instance of a gang, as its worker controls it: sleep, wake and time slices. Open `tiers.py`
+first.
 """

@@ -1,5 +1,6 @@
-"""Where a role process keeps its tensors while it sleeps: in a segment that its worker owns, or in
-a file. Both outlive it.
+"""Storage for the tensors of a sleeping role process: a memory segment of its worker, or a file.
+
+Both outlive the process.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from meshrl.common.mesh.runtime.serial_executor import consume_exception
 from meshrl.common.state import events
 from meshrl.common.state.pool.workers.rows import Tier
 
-COPY_TIMEOUT_S = 900.0  # tensors of some 100 GB to a disk
+COPY_TIMEOUT_S = 900.0  # seconds for tensors of about 100 GB to a disk
 
 
 class OffloadStorage:
-    """What a process has kept; `segments` is its worker, `files` a directory, empty where it was
-    told none.
+    """Offloaded state of a process. `segment_owner` is its worker, `directory` holds files; empty
+    if unset.
     """
 
     def __init__(self, mesh: Mesh, segment_owner: str = "", directory: str = "") -> None:
@@ -42,8 +43,9 @@ class OffloadStorage:
         self.stored_bytes = {Tier.MEMORY: 0, Tier.DISK: 0}  # bytes
 
     def set_targets(self, segment_owner: str, directory: str) -> None:
-        """Takes in what a worker says, where it was told nothing before. Refused: these are other
-        places than those of the worker that has started this process.
+        """Set the worker and directory if they are unset.
+
+        Raises Refused if they differ from those of the worker that started this process.
         """
         for own, said in ((self.segment_owner, segment_owner), (self.directory, directory)):
             if own and said and said != own:
@@ -58,16 +60,18 @@ class OffloadStorage:
         )
 
     async def save(self, tier: Tier, metadata: Mapping[str, Any], source: OffloadSource) -> None:
-        """Keeps a copy at a tier. Refused or StorageFull when there is no room, and there is none
-        at that tier then.
+        """Save a copy at a tier.
+
+        Raises Refused or StorageFull without space, and then leaves no copy at that tier.
         """
         size = offloaded_tensors.compute_size_bytes(metadata, source.sizes_bytes)
         async with self._create_medium(tier, size) as medium:
             await self._run_to_end(offloaded_tensors.offload, medium, metadata, source)
 
     async def move(self, source: Tier, target: Tier) -> None:
-        """Copies what is kept from one tier to another, and drops it at the first. Damaged when it
-        is not what was kept; Refused or StorageFull leave it there.
+        """Copy the offloaded state from one tier to another, and delete it at the first.
+
+        Raises CorruptData if it has changed. Refused or StorageFull leave it at the first tier.
         """
         async with self._open_medium(source) as lying:
             if lying is None:
@@ -81,8 +85,9 @@ class OffloadStorage:
         await self.drop(source)
 
     async def restore(self, tier: Tier, target: OffloadTarget) -> None:
-        """Puts what is kept at a tier back to `content`, and leaves it there. Damaged when it is
-        not what was kept; it is set aside then.
+        """Restore the copy of a tier to `target`, and leave it at the tier.
+
+        Raises CorruptData if it has changed, and quarantines it.
         """
         async with self._open_medium(tier) as medium:
             if medium is None:
@@ -97,7 +102,9 @@ class OffloadStorage:
         raise found
 
     async def find_stored(self) -> tuple[Tier, OffloadHeader] | None:
-        """What an earlier start of this process has kept and is whole; what is not is removed."""
+        """Find the complete state that an earlier run of this process has saved; remove incomplete
+        state.
+        """
         for tier in (Tier.MEMORY, Tier.DISK):
             try:
                 async with self._open_medium(tier) as medium:
@@ -111,7 +118,7 @@ class OffloadStorage:
         return None
 
     async def drop(self, tier: Tier) -> None:
-        """Gives up what is kept at a tier, if anything is."""
+        """Delete the copy at a tier, if there is one."""
         self.stored_bytes[tier] = 0
         if tier == Tier.MEMORY and self.segment_owner:
             await self._worker.call(Worker.delete_segment, self._mesh.name)
@@ -119,7 +126,7 @@ class OffloadStorage:
             await self._run_to_end(_remove_files, self._file)
 
     async def drop_all(self) -> None:
-        """Gives up all that is kept. A worker that is away has let go of it, or does so later."""
+        """Delete all copies. An unavailable worker has released its copy, or does so later."""
         for tier in (Tier.MEMORY, Tier.DISK):
             with suppress(MeshError):
                 await self.drop(tier)
@@ -137,7 +144,7 @@ class OffloadStorage:
 
     @asynccontextmanager
     async def _create_medium(self, tier: Tier, size: int) -> AsyncIterator[OffloadMedium]:
-        """Room for so much; it is gone again unless all goes well inside."""
+        """Reserve space of this size; release it if the block fails."""
         medium: MemorySegment | OffloadFile
         if tier == Tier.MEMORY and self.segment_owner:
             request = CreateSegment(self._mesh.name, size)
@@ -166,7 +173,7 @@ class OffloadStorage:
 
     @asynccontextmanager
     async def _open_medium(self, tier: Tier) -> AsyncIterator[OffloadMedium | None]:
-        """What is kept at a tier; None: nothing is."""
+        """Open the copy at a tier; None if there is none."""
         medium: MemorySegment | OffloadFile | None = None
         if tier == Tier.MEMORY and self.segment_owner:
             segment = await self._worker.call(Worker.find_segment, self._mesh.name)
@@ -181,7 +188,7 @@ class OffloadStorage:
                 medium.close()
 
     async def _quarantine(self, tier: Tier, error: CorruptData) -> None:
-        """Out of the way, and told: whoever needs it goes on from a checkpoint."""
+        """Quarantine a corrupt copy and publish the event; its user continues from a checkpoint."""
         self._mesh.telemetry.log.error("damaged", path=error.where, why=error.message)
         if tier == Tier.MEMORY:
             await self.drop(tier)
@@ -198,7 +205,9 @@ class OffloadStorage:
         )
 
     async def _run_to_end(self, work: Any, *args: Any) -> Any:
-        """What `work` returns; a cancellation waits for it, since it holds what is open."""
+        """Run `work` and return its result; a cancellation waits for it, since it uses open
+        files.
+        """
         running = self._mesh.host.run_blocking(work, *args, deadline_s=COPY_TIMEOUT_S)
         task = asyncio.create_task(running)
         try:

@@ -1,4 +1,4 @@
-"""Whether a process that outlives its host's agent still belongs to a mesh."""
+"""Detection of a process whose host's agent is gone, so that it belongs to no mesh."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import registry
 
 POLL_S = 2.0
-ORPHAN_TIMEOUT_S = 60.0  # an agent is started again within seconds
+ORPHAN_TIMEOUT_S = 60.0  # an agent restarts within seconds
 ORPHAN_OPTION_HELP = (
-    "it ends when its host has had no agent for so long; 0: never"  # of that option
+    "it ends when its host has had no agent for so long; 0: never"  # help text of the option
 )
-REDIS_TIMEOUT_S = 5.0  # for one look; Redis is restarted in less
+REDIS_TIMEOUT_S = 5.0  # per lookup; Redis restarts in less
 
 
 async def wait_until_orphaned(mesh: Mesh, timeout_s: float = ORPHAN_TIMEOUT_S) -> str:
-    """Returns, with the reason, when this host has had no agent, or no Redis, for so long; never
-    for 0, which is whoever was not started by an agent.
+    """Return the reason once this host has had no agent, or no Redis, for `timeout_s` seconds.
+
+    Never return for 0, the value of processes that no agent started.
     """
     if not timeout_s:
         await asyncio.Event().wait()
@@ -34,10 +35,10 @@ async def wait_until_orphaned(mesh: Mesh, timeout_s: float = ORPHAN_TIMEOUT_S) -
         except (StateUnavailable, DeadlineExceeded):
             there = answered = False
         now = mesh.clock.monotonic()
-        # What is more is time in which nobody ran here: its agent could not renew its lease either.
+        # In a longer pause no process ran here: the agent could not renew its lease either.
         elapsed_s, before = min(now - before, pause_s + REDIS_TIMEOUT_S), now
         without_redis_s = 0.0 if answered else without_redis_s + elapsed_s
-        if answered:  # while Redis is away nobody can tell
+        if answered:  # unknown while Redis is unavailable
             without_agent_s = 0.0 if there else without_agent_s + elapsed_s
         if without_redis_s > timeout_s:
             return f"Redis has not answered for {timeout_s:g} s"

@@ -1,7 +1,7 @@
-"""Brings a role process from tier to tier at its worker's word, one change at a time.
+"""Tier control of a role process: its worker requests a tier, and one change runs at a time.
 
-Whoever asked may have gone meanwhile: a change that has begun goes on to its end, and the same wish
-again finds it under way, or done.
+A change that has begun completes even if its requester has exited. A repeated request finds the
+change in progress or complete.
 """
 
 from __future__ import annotations
@@ -20,67 +20,72 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.serial_executor import consume_exception
 from meshrl.common.state.pool.workers.rows import Tier
 
-# Keeps a copy of what a process has; what it raises says that nothing is kept.
+# Saves a copy of tensors; if it raises, nothing is saved.
 SaveTensors = Callable[[Mapping[str, Any], OffloadSource], Awaitable[None]]
-# Puts it back; Damaged when it is not what was kept.
+# Restores the copy; CorruptData if it differs from the saved state.
 RestoreTensors = Callable[[OffloadTarget], Awaitable[None]]
 
 
-EMPTY_EXIT_STATUS = 70  # exit status of a process that is wanted again, and has nothing any more
+EMPTY_EXIT_STATUS = 70  # exit status of a needed process that has lost its state
 
 
 class Sleeper(Protocol):
-    """What of a role process sleeps and wakes."""
+    """Part of a role process that sleeps and wakes."""
 
     @property
     def size_bytes(self) -> int:
-        """That its tensors take on the accelerator now."""
+        """Bytes that its tensors take on the accelerator now."""
 
     async def sleep(self, save: SaveTensors) -> None:
-        """Comes to rest at a safe point, has all that it cannot get again kept, and frees its
-        memory. When `keep` raises it is as before, and so is what it raises.
+        """Stop at a safe point, save all state that cannot be rebuilt, and free its memory.
+
+        An exception of `save` propagates, and the process stays as before.
         """
 
     async def wake(self, restore: RestoreTensors) -> None:
-        """Takes its memory again, and what was kept, and goes on. It sleeps on if it raises Refused
-        or StorageFull; Damaged means that what was kept is lost, and that it goes on without.
+        """Allocate its memory again, restore the saved state and continue.
+
+        It stays asleep if it raises Refused or StorageFull. CorruptData means that the saved state
+        is lost and that it continues without that state.
         """
 
     async def move(self, tier: Tier) -> None:
-        """What other processes keep that sleep with it goes to another tier; once more changes
-        nothing. Its own is the caller's.
+        """Move the offloaded state that other processes hold for it to another tier. Idempotent.
+
+        The caller moves this process's own state.
         """
 
     @property
     def is_removable(self) -> bool:
-        """Whether all that is to stay lies where another process finds it."""
+        """True if another process can find all state that must be retained."""
 
     async def prepare_removal(self) -> None:
-        """Comes to rest for good, with all that is to stay where another process finds it: there is
-        need of this one any more. It is awake, or `covered`. As before when it raises.
+        """Stop for good and store all state that must be retained where another process finds it.
+
+        The process is awake, or `is_removable`. If this raises, the process is as before.
         """
 
     async def cancel_removal(self) -> None:
-        """It is needed all the same, and is awake: it goes on."""
+        """Cancel a removal: the process is awake and continues."""
 
 
 class StatelessSleeper:
-    """The part of a `Sleeper` that has nothing but what another process finds elsewhere."""
+    """Defaults of a `Sleeper` whose state is entirely available elsewhere."""
 
     is_removable = True
 
     async def move(self, tier: Tier) -> None:
-        """See `Sleeper`."""
+        """Do nothing; see `Sleeper`."""
 
     async def prepare_removal(self) -> None:
-        """See `Sleeper`."""
+        """Do nothing; see `Sleeper`."""
 
     async def cancel_removal(self) -> None:
-        """See `Sleeper`."""
+        """Do nothing; see `Sleeper`."""
 
 
 class SleepTimer:
-    """How long something has slept so far, so that it is not taken for work."""
+    """Timer of total sleep, so that sleep does not count as work."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -88,22 +93,22 @@ class SleepTimer:
         self._since: float | None = None
 
     def start(self) -> None:
-        """It sleeps."""
+        """Start a period of sleep."""
         self._since = self._clock.monotonic()
 
     def stop(self) -> None:
-        """It is awake."""
+        """End a period of sleep."""
         self._previous_s, self._since = self.total_s, None
 
     @property
     def total_s(self) -> float:
-        """All naps together, the one that lasts among them."""
+        """Seconds of all sleep, including a period in progress."""
         lasts = 0.0 if self._since is None else self._clock.monotonic() - self._since
         return self._previous_s + lasts
 
 
 class TierController:
-    """The tier of a process, and the wish that brought it there."""
+    """Tier of a process, and the desired state that set it."""
 
     def __init__(
         self,
@@ -113,27 +118,29 @@ class TierController:
         directory: str = "",
         set_time_slicing: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
-        """`turns` is told whether turns are taken while it is awake."""
+        """Create a controller. `set_time_slicing` is called with whether the awake process takes
+        time slices.
+        """
         self._mesh, self._sleeper, self._set_time_slicing = mesh, sleeper, set_time_slicing
         self.storage = OffloadStorage(mesh, segment_owner, directory)
-        self.tier = self.sleep_tier = Tier.ACCELERATOR  # where it is, and where it goes to sleep
-        self.epoch = 0  # of the last wish
-        self._durations_s: dict[str, float] = {}  # seconds of the last of each: sleep_s, wake_s
+        self.tier = self.sleep_tier = Tier.ACCELERATOR  # tier now, and tier of the next sleep
+        self.epoch = 0  # of the last desired state
+        self._durations_s: dict[str, float] = {}  # last duration of each: sleep_s, wake_s
         self._desired: SetTier | None = None
         self._transition: asyncio.Task[None] | None = None
 
     @property
     def tier_usage(self) -> TierUsage:
-        """Bytes of each now."""
+        """Bytes on each tier now."""
         kept = self.storage.stored_bytes
         return TierUsage(self._sleeper.size_bytes, kept[Tier.MEMORY], kept[Tier.DISK])
 
     def stats(self) -> dict[str, Any]:
-        """What a process publishes of it."""
+        """Return the statistics that a process publishes about its tier."""
         return {"epoch": self.epoch, "tier": str(self.tier), **self._durations_s}
 
     async def set_tier(self, desired: SetTier) -> TierUsage:
-        """Answers Settle."""
+        """Handle a SetTier request."""
         tier = Tier(desired.tier) if desired.tier in list(Tier) else None
         if tier is None:
             raise Refused(f"there is no tier '{desired.tier}'", where=self._mesh.name)
@@ -155,7 +162,7 @@ class TierController:
         return self.tier_usage
 
     async def stop(self) -> None:
-        """Ends what is under way: the process ends."""
+        """Cancel the change in progress: the process exits."""
         if self._transition is not None:
             self._transition.cancel()
             await asyncio.gather(self._transition, return_exceptions=True)
@@ -176,7 +183,9 @@ class TierController:
             self._mesh.telemetry.log.info("tier", was=was, now=self.tier, epoch=desired.epoch)
 
     async def _transition_to(self, tier: Tier) -> None:
-        if self.tier == Tier.ABSENT:  # the wish has changed before its worker has ended it
+        if (
+            self.tier == Tier.ABSENT
+        ):  # the desired state changed before the worker ended the process
             if not self._sleeper.size_bytes:
                 self._mesh.host.exit(
                     EMPTY_EXIT_STATUS, "it has given up all that it had: it starts again"
@@ -206,7 +215,7 @@ class TierController:
         try:
             await self._sleeper.sleep(partial(self.storage.save, tier))
         except BaseException:
-            await self._drop_stored()  # it may have been kept before something else failed
+            await self._drop_stored()  # the copy may have been saved before the failure
             raise
         self._durations_s["sleep_s"] = round(self._mesh.clock.monotonic() - began, 3)
 
@@ -216,13 +225,15 @@ class TierController:
             await self._sleeper.wake(partial(self.storage.restore, self.tier))
             self._durations_s["wake_s"] = round(self._mesh.clock.monotonic() - began, 3)
         except CorruptData:
-            self.tier = Tier.ACCELERATOR  # and goes on from elsewhere
+            self.tier = Tier.ACCELERATOR  # and continues from another source
             raise
-        self.tier = Tier.ACCELERATOR  # whatever comes now
+        self.tier = Tier.ACCELERATOR  # even if the next statement fails
         await self._drop_stored()
 
     async def _drop_stored(self) -> None:
-        """What cannot be removed is of no use to anybody, and changes nothing of where it is."""
+        """Delete the stored copy. A file that cannot be removed is useless and does not change the
+        tier.
+        """
         try:
             await self.storage.drop_all()
         except OSError as error:

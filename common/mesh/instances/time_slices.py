@@ -1,11 +1,11 @@
-"""Takes turns with the other residents of a gang: around each piece of arithmetic, and around
-nothing else.
+"""Time slices of an instance within its gang, each around one piece of arithmetic only.
 
-    async with turns.turn("train_step"):
+Example:
+    async with time_slices.time_slice("train_step"):
         await run_blocking(compute)
 
-Nothing outside of the gang is awaited within the block: no store, no shard, no other job. Where the
-resident takes no turns the block runs at once.
+The block awaits nothing outside of the gang: no store, no shard, no other job. If the instance is
+not time-sliced, the block runs at once.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ from meshrl.common.mesh.runtime.serial_executor import consume_exception
 
 T = TypeVar("T")
 
-RETRY_S = 0.1  # between two requests, while the keeper is away or does not know this resident yet
-ESTIMATE_DECAY = 0.95  # a piece this share as long as the longest so far is what is expected next
+RETRY_S = 0.1  # between two requests, while the scheduler or this instance is unavailable
+ESTIMATE_DECAY = 0.95  # factor of the longest duration so far, per time slice
 
 
 class SliceClient:
-    """The turns of one resident: one at a time, of any function."""
+    """Time slices of one instance: one at a time, whichever function requests it."""
 
     def __init__(
         self, mesh: Mesh, scheduler: str, instance: str, generation: int, *, enabled: bool = False
     ) -> None:
-        """`keeper` is the process of the gang's first worker; it may be "" while not `enabled`."""
+        """Create a client. `scheduler` is the process of the gang's first worker; it may be ""
+        until enabled.
+        """
         self._mesh, self._scheduler = mesh, scheduler
         self._instance, self._generation = instance, generation
-        self.is_enabled = enabled  # see `settle`
+        self.is_enabled = enabled  # see `set_enabled`
         self._last_ticket = 0
         self._busy = asyncio.Lock()
         self._holder: asyncio.Task[Any] | None = None
-        self._unsliced_count = 0  # pieces that run without a turn
+        self._unsliced_count = 0  # pieces that run without a time slice
         self._all_sliced = asyncio.Event()
         self._all_sliced.set()
-        self._longest_s: dict[str, float] = {}  # of the pieces so far, by function; it fades
+        self._longest_s: dict[str, float] = {}  # decaying maximum by function
         self._release_task: asyncio.Task[None] | None = None
-        self._detached: set[asyncio.Task[Any]] = set()  # pieces that nobody waits for
+        self._detached: set[asyncio.Task[Any]] = set()  # pieces whose caller was cancelled
         self.taken, self.wait_time_s, self.run_time_s = 0, 0.0, 0.0
 
     def stats(self) -> dict[str, Any]:
-        """What there was so far."""
+        """Return counts and seconds of time slices so far."""
         return {
             "turns": self.taken,
             "turn_wait_s": round(self.wait_time_s, 3),
@@ -58,12 +60,16 @@ class SliceClient:
         }
 
     def estimate_s(self, function: str) -> float:
-        """How long its next piece may take, by those before it; 0: there was none."""
+        """Return the expected seconds of a function's next piece, from earlier pieces; 0 without
+        any.
+        """
         return self._longest_s.get(function, 0.0)
 
     async def set_enabled(self, enabled: bool) -> None:
-        """Whether turns are taken from now on. Returns when nothing runs without one any more that
-        should have one; a turn that is held is given back as ever.
+        """Set whether pieces run in time slices from now on.
+
+        Returns when no piece runs without a time slice that it needs. A current time slice is
+        released as usual.
         """
         self.is_enabled = enabled
         if enabled:
@@ -71,11 +77,11 @@ class SliceClient:
 
     @asynccontextmanager
     async def time_slice(self, function: str, estimate_s: float = 0.0) -> AsyncIterator[None]:
-        """The block runs in a turn. What else this process wants to compute waits for its end.
+        """Run the block in a time slice; other computations of this process wait for its end.
 
-        `estimate_s` is of the block, where the caller knows better than what was measured. A keeper
-        that is away is asked again, within a bound (`RetryPolicy`), whose last error is raised.
-        Refused: a turn within a turn.
+        `estimate_s` raises the measured estimate of the block's duration. Requests to an
+        unavailable scheduler are repeated within a bound (`RetryPolicy`), whose last error is
+        raised. Raises Refused within another time slice.
         """
         if not self.is_enabled:
             with self._run_unsliced():
@@ -96,8 +102,10 @@ class SliceClient:
     async def run_in_slice(
         self, function: str, work: Callable[[], Awaitable[T]], estimate_s: float = 0.0
     ) -> T:
-        """What `work` returns, which runs in a turn. Work that has begun keeps its turn to its end
-        when nobody waits for it any more: its thread goes on computing.
+        """Run `work` in a time slice and return its result.
+
+        Work that has begun keeps its time slice until it ends, even if the caller is cancelled: its
+        thread continues to compute.
         """
         if not self.is_enabled:
             with self._run_unsliced():
@@ -122,13 +130,14 @@ class SliceClient:
             raise
 
     async def acquire_slice(self, function: str, estimate_s: float = 0.0) -> int:
-        """The ticket of a turn, for who cannot use a block: `give_back` must follow, whatever
-        happens, and no other turn be asked for before.
+        """Acquire a time slice outside a block and return its ticket.
+
+        The caller must call `release_slice` in every case, and request no other time slice before.
         """
         clock = self._mesh.clock
         began = clock.monotonic()
         if self._release_task is not None:
-            await asyncio.wait([self._release_task])  # the keeper takes requests in their order
+            await asyncio.wait([self._release_task])  # the scheduler needs requests in order
         self._last_ticket += 1
         request = AcquireSlice(
             instance=self._instance,
@@ -150,9 +159,7 @@ class SliceClient:
         return request.ticket
 
     def release_slice(self, ticket: int, function: str, duration_s: float) -> None:
-        """Ends a turn that `take` returned, which lasted so long. The keeper is told beside what
-        comes next.
-        """
+        """Release a time slice of `acquire_slice` after `duration_s` seconds, in the background."""
         self.run_time_s += duration_s
         self._longest_s[function] = max(duration_s, ESTIMATE_DECAY * self.estimate_s(function))
         self._release_in_background(ticket)
@@ -163,11 +170,13 @@ class SliceClient:
         )
 
     async def _send_release(self, ticket: int) -> None:
-        """Tells the keeper until it knows; one that starts again has forgotten the turn."""
+        """Send a release until the scheduler accepts it; a restarted scheduler has lost the time
+        slice.
+        """
         back = ReleaseSlice(self._instance, self._mesh.incarnation, ticket)
         try:
             await self._call_scheduler(Worker.release_slice, back)
-        except MeshError as error:  # the next request waits in vain, and says so
+        except MeshError as error:  # the next request publishes its wait
             self._mesh.log.warning("a turn is not given back", error=str(error))
 
     async def _call_scheduler(self, method: Call[Any, Any], request: Any) -> None:
@@ -178,7 +187,7 @@ class SliceClient:
                     await self._mesh.ref(self._scheduler).call(method, request)
                     return
                 except MeshError as error:
-                    # others may have their turns: that wait itself is in order
+                    # other instances may hold time slices: that wait is expected
                     if method is not Worker.acquire_slice or not isinstance(
                         error, DeadlineExceeded
                     ):

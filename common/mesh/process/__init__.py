@@ -1,1 +1,1 @@
-"""The processes of one host: how they are started, watched and ended. Open `host.py` first."""
+"""Processes of one host: start, supervision and exit. Open `host.py` first."""

@@ -19,43 +19,49 @@ from meshrl.common.base.errors import BadMessage, DeadlineExceeded, PeerLost
 from meshrl.common.mesh.process.entry.child import MAX_FRAME_BYTES, take_frame
 from meshrl.common.mesh.process.forking.fork_client import ForkedProcess
 
-UNKNOWN_EXIT_STATUS = 255  # for a process whose status nobody can tell us: it is not our child
-STATUS_TIMEOUT_S = 2.0  # a process has ended, and who reaps it could still say how
-POLL_S = 0.05  # where the kernel has no pidfd_open (before 5.3)
+UNKNOWN_EXIT_STATUS = 255  # of a process that is not our child, so that its status is unknown
+STATUS_TIMEOUT_S = 2.0  # wait for the exit status from the process that reaps it
+POLL_S = 0.05  # seconds; on kernels without pidfd_open (before 5.3)
 
 
 class ChildProcess(Protocol):
-    """A spawned process. Its session's leftovers are killed with it if it leads its own session;
-    all that it has started, if it is guarded.
+    """Spawned process.
+
+    If it leads its own session, the rest of that session is killed with it. If it has a guard, all
+    its descendants are.
     """
 
     name: str
     pid: int
-    start_time: int  # clock ticks since boot: with pid, names a process for ever
+    start_time: int  # clock ticks since boot: with pid, unique until a reboot
 
     def poll(self) -> int | None:
-        """Exit status (negative: the signal), or None while it runs."""
+        """Return the exit status (negative: the signal), or None while it runs."""
 
     async def wait(self, deadline_s: float) -> int | None:
-        """Exit status, or None if it still runs after `deadline_s`."""
+        """Return the exit status, or None if it still runs after `deadline_s` seconds."""
 
     def terminate(self) -> None:
-        """Sends SIGTERM; nothing happens if the process has ended."""
+        """Send SIGTERM; do nothing if the process has exited."""
 
     def kill(self) -> None:
-        """Sends SIGKILL, to its whole session if it leads one."""
+        """Send SIGKILL, to its whole session if it leads one."""
 
     async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
-        """Sends one frame down the channel; PeerLost when the child has closed it."""
+        """Send one frame through the channel; raise PeerLost if the child has closed it."""
 
     async def recv(self, deadline_s: float) -> bytes:
-        """The next frame; DeadlineExceeded, PeerLost at its end, BadMessage if it is no frame."""
+        """Receive the next frame.
+
+        Raises DeadlineExceeded, PeerLost at the end of the channel, and BadMessage for an invalid
+        frame.
+        """
 
     def close(self) -> None:
-        """Closes our end of the channel."""
+        """Close our end of the channel."""
 
     def read_usage(self) -> ProcessUsage | None:
-        """The CPU time and state that the kernel reports; None once it has ended."""
+        """Return the CPU time and state that the kernel reports; None after the exit."""
 
 
 class ProcessUsage(NamedTuple):
@@ -70,7 +76,7 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 def _read_stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third (the state) on."""
+    """Return the fields of /proc/PID/stat from the third (the state) on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -79,37 +85,40 @@ def _read_stat(pid: int) -> list[str] | None:
 
 
 def read_start_time(pid: int) -> int:
-    """Clock ticks from boot to the start of `pid`; 0 if there is no such process, or a zombie."""
+    """Return clock ticks from boot to the start of `pid`; 0 for a missing process or a zombie."""
     fields = _read_stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else 0
 
 
 def read_parent_pid(pid: int) -> int:
-    """The pid of a process's parent; 0 if there is no such process."""
+    """Return the pid of a process's parent; 0 if there is no such process."""
     fields = _read_stat(pid)
     return int(fields[1]) if fields else 0
 
 
 def read_process_usage(pid: int) -> ProcessUsage | None:
-    """CPU seconds, seconds of waiting for a core, and state of a process; None: it has ended."""
+    """Return CPU seconds, seconds of waiting for a core, and state of a process; None after its
+    exit.
+    """
     fields = _read_stat(pid)
     if fields is None or fields[0] in "ZX":
         return None
     queued_s = 0.0
-    with contextlib.suppress(OSError):  # a kernel without scheduler statistics: nothing to forgive
+    with contextlib.suppress(OSError):  # a kernel without scheduler statistics: report no wait
         queued_s = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     return ProcessUsage((int(fields[11]) + int(fields[12])) * _TICK_S, queued_s, fields[0])
 
 
-# ioctl of a pidfd, which keeps the exit status of a process that somebody else has reaped (Linux
+# ioctl of a pidfd, which keeps the exit status of a process that another process reaped (Linux
 # 6.15; `struct pidfd_info` of <linux/pidfd.h>: 64 bytes from the mask to the exit code).
 PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 PIDFD_INFO_EXIT = 1 << 3
 
 
 def read_exit_status(pidfd: int) -> int | None:
-    """The exit status of an ended process that is not our child; UNKNOWN_EXIT on older kernels,
-    None while it is not reaped.
+    """Return the exit status of an exited process that is not our child.
+
+    Returns UNKNOWN_EXIT_STATUS on older kernels, and None until the process is reaped.
     """
     info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
     try:
@@ -121,7 +130,7 @@ def read_exit_status(pidfd: int) -> int | None:
 
 
 async def wait_readable(descriptor: int, deadline_s: float) -> bool:
-    """Whether a descriptor, which is closed afterwards, becomes readable in time."""
+    """Return True if a descriptor becomes readable in time; close it afterwards."""
     loop = asyncio.get_running_loop()
     seen = asyncio.Event()
     loop.add_reader(descriptor, seen.set)
@@ -137,8 +146,8 @@ async def wait_readable(descriptor: int, deadline_s: float) -> bool:
 
 
 class SystemChild:
-    """A Child of this machine: spawned (`popen`), forked by a nursery (`birth`), or adopted by its
-    pid and start time.
+    """Process of this machine: spawned (`popen`), forked by a fork server (`forked`), or
+    adopted by its pid and start time.
     """
 
     def __init__(
@@ -152,12 +161,14 @@ class SystemChild:
         leads_session: bool = False,
         guard: int = 0,
     ) -> None:
-        """`guard`: the pid of its guard, which may be `pid` while the process's own is unknown."""
+        """Create a handle. `guard` is the pid of its guard, equal to `pid` while the child's own
+        pid is unknown.
+        """
         self.name, self.pid = name, pid
         self._guard = guard
         self.start_time = read_start_time(pid)
         self._popen, self._forked = popen, forked
-        self._exited_at = 0.0  # when one that somebody else reaps was first seen to have ended
+        self._exited_at = 0.0  # first poll after the exit of a process that is not our child
         self._channel = channel
         self._buffer = bytearray()
         self._has_reader = False
@@ -166,18 +177,20 @@ class SystemChild:
         self._exit_status: int | None = None
         try:
             self._pidfd = os.pidfd_open(pid)
-        except OSError:  # it has ended, or the kernel is old: poll() and wait() do without
+        except OSError:  # exited, or an old kernel: poll() and wait() work without it
             self._pidfd = -1
 
     def poll(self) -> int | None:
-        """The exit code (-N: a signal); None while it runs. UNKNOWN_EXIT if it was adopted, or its
-        nursery has ended before it, and the kernel is too old to tell.
+        """Return the exit code (-N: a signal); None while it runs.
+
+        Returns UNKNOWN_EXIT_STATUS on older kernels if the process was adopted, or its fork server
+        exited first.
         """
         if self._exit_status is not None:
             return self._exit_status
         if self._popen is not None:
             if self._leads_session and not read_start_time(self.pid):
-                self._kill_session()  # before it is reaped: until then its number is its own
+                self._kill_session()  # before it is reaped: until then its pid is not reused
             code = self._popen.poll()
         else:
             code = None if self._forked is None else self._forked.poll()
@@ -196,7 +209,9 @@ class SystemChild:
         return self.start_time != 0 and read_start_time(self.pid) == self.start_time
 
     def _find_unowned_status(self) -> int | None:
-        """How a process ended that somebody else reaps; None while that may still be told."""
+        """Return the exit status of a process that another process reaps; None while it may still
+        arrive.
+        """
         self._exited_at = self._exited_at or time.monotonic()
         late = time.monotonic() - self._exited_at > STATUS_TIMEOUT_S
         if self._forked is not None and not self._forked.is_status_lost and not late:
@@ -207,13 +222,13 @@ class SystemChild:
         return UNKNOWN_EXIT_STATUS if code is None and late else code
 
     async def wait(self, deadline_s: float) -> int | None:
-        """The exit code; None if the process still runs after `deadline_s`."""
+        """Return the exit code; None if the process still runs after `deadline_s` seconds."""
         code = self.poll()
         if code is not None or deadline_s <= 0:
             return code
         if self._pidfd < 0:
             return await self._wait_polling(deadline_s)
-        # One reader per descriptor: each waiter watches a duplicate of its own.
+        # A loop has one reader per descriptor, so each waiter watches a duplicate.
         if not await wait_readable(os.dup(self._pidfd), deadline_s):
             return None
         code = self.poll()
@@ -230,11 +245,11 @@ class SystemChild:
         return self._exit_status
 
     def terminate(self) -> None:
-        """Sends SIGTERM; nothing happens if the process has ended."""
+        """Send SIGTERM; do nothing if the process has exited."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL, to its whole session if it leads one; to all that it has started if it has
+        """Send SIGKILL, to its whole session if it leads one, and to all its descendants if it has
         a guard.
         """
         if self._guard:
@@ -256,7 +271,7 @@ class SystemChild:
                 os.kill(pid, number)
 
     def _learn_guarded_pid(self) -> None:
-        """Learns the pid of a guarded process: the first child of its guard."""
+        """Read the pid of a guarded process: the first child of its guard."""
         if self.pid != self._guard:
             return
         with contextlib.suppress(OSError, IndexError):
@@ -275,14 +290,16 @@ class SystemChild:
             os.killpg(self.pid, signal.SIGKILL)
 
     def read_usage(self) -> ProcessUsage | None:
-        """CPU seconds, seconds of waiting for a core, and state; None: it has ended."""
+        """Return CPU seconds, seconds of waiting for a core, and state; None after its exit."""
         if self._guard:
             self._learn_guarded_pid()
         return read_process_usage(self.pid)
 
     async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
-        """Sends one frame to the process. PeerLost: it has closed the channel or was given none;
-        BadMessage: the frame is too large.
+        """Send one frame to the process.
+
+        Raises PeerLost if it has closed the channel or has none, and BadMessage if the frame is too
+        large.
         """
         if self._channel is None:
             raise PeerLost("no channel to the process", where=self.name)
@@ -302,9 +319,9 @@ class SystemChild:
             raise PeerLost(f"channel closed ({error})", where=self.name) from error
 
     async def recv(self, deadline_s: float) -> bytes:
-        """The next frame; errors as in `ChildProcess.recv`. A callback fills a buffer, so that a
-        deadline
-        loses no bytes.
+        """Receive the next frame; errors as in `ChildProcess.recv`.
+
+        A callback fills a buffer, so that a deadline loses no bytes.
         """
         if (frame := self._take_frame()) is not None:
             return frame
@@ -347,7 +364,7 @@ class SystemChild:
             self._arrived.set_result(None)
 
     def close(self) -> None:
-        """Closes the channel, if there is one."""
+        """Close the channel, if there is one."""
         if self._channel is not None:
             if self._has_reader:
                 asyncio.get_running_loop().remove_reader(self._channel)

@@ -1,4 +1,4 @@
-"""What a process of its own answers: a document, in the last line that it prints."""
+"""Output of a separate process: a JSON document in the last line that it prints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from meshrl.common.mesh.process.host import Host
 async def run_for_document(
     host: Host, command: Sequence[str], name: str, logs: Path, timeout_s: float
 ) -> dict[str, Any]:
-    """The answer, which may be an `error`. DeadlineExceeded; MeshError with its last words: it has
-    ended without an answer. `logs`: a directory for what it prints, which is removed.
+    """Run a command and return its document, which may be an `error`.
+
+    `logs` is the directory of its temporary output file. Raises DeadlineExceeded, and MeshError
+    with the last line if it exits without a document.
     """
     said, ended = await run_for_lines(host, command, name, logs, timeout_s)
     if not ended:
@@ -34,9 +36,7 @@ async def run_for_document(
 async def run_for_lines(
     host: Host, command: Sequence[str], name: str, logs: Path, timeout_s: float
 ) -> tuple[list[str], bool]:
-    """The lines that a process has printed, also one that answers more than once; and whether it
-    has ended by itself.
-    """
+    """Run a command; return its output lines, and True if it exited by itself."""
     log = _make_log_path(logs, name)
     child = host.spawn(list(command), name=name, log=log)
     try:
@@ -48,6 +48,6 @@ async def run_for_lines(
 
 
 def _make_log_path(logs: Path, name: str) -> Path:
-    """One of its own: two may ask at a time."""
+    """Return a unique path: two commands may run at a time."""
     logs.mkdir(parents=True, exist_ok=True)
     return logs / f"{name.replace('/', '-')}-{uuid.uuid4().hex}.log"

@@ -1,5 +1,6 @@
-"""Whether this process runs in a container, and what that leaves it: what the kernel says of its
-user, its rights and its files. Only the standard library, because sandboxes ask too.
+"""Detection of a container, and of the user, rights and files that the kernel leaves this process.
+
+Uses only the standard library, because sandboxes import it too.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ SECCOMP_MODES = {"0": "none", "1": "strict", "2": "filtered"}
 
 @dataclass(frozen=True)
 class ProcessRights:
-    """What the kernel lets this process do."""
+    """Rights of this process in the kernel."""
 
     user_id: int
-    capability_count: int  # how many are effective
+    capability_count: int  # effective capabilities
     seccomp: str  # none | strict | filtered
-    no_new_privileges: bool  # no program gets it more rights (no_new_privs)
+    no_new_privileges: bool  # no program raises its rights (no_new_privs)
     has_read_only_root: bool
 
 
 def detect_container() -> str:
-    """`docker`, `podman`, `kubernetes`, or what else says that it is one; empty: none does."""
+    """Return `docker`, `podman`, `kubernetes` or another container's name; empty outside a
+    container.
+    """
     if os.environ.get(KUBERNETES_ENV):
         return "kubernetes"
     for mark, name in MARKER_FILES.items():
@@ -40,7 +43,7 @@ def detect_container() -> str:
 
 
 def read_rights() -> ProcessRights:
-    """Those of this process."""
+    """Read the rights of this process."""
     status = dict(
         line.split(":\t", 1)
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -56,7 +59,7 @@ def read_rights() -> ProcessRights:
 
 
 def list_writable_mounts() -> list[str]:
-    """Where files may be made: mounted places, and the root if it is one."""
+    """List the writable mount points, including the root if it is writable."""
     found = []
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, place, system, *_ = line.split(" ")
@@ -70,15 +73,18 @@ def list_writable_mounts() -> list[str]:
 
 
 def is_proc_masked() -> bool:
-    """Whether parts of /proc are covered: the kernel then lets no namespace have a /proc of its
-    own, which a jail of bubblewrap does.
+    """Return True if parts of /proc are covered.
+
+    The kernel then allows no namespace a /proc of its own, which a bubblewrap jail needs.
     """
     lines = Path("/proc/self/mounts").read_text().splitlines()
     return any(line.split(" ")[1].startswith("/proc/") for line in lines)
 
 
 def explain_user_namespace_rejection() -> str:
-    """Why a process may make no user namespace here; empty: it may. Tried in a child."""
+    """Explain why a process may create no user namespace here; empty if it may. Tries it in a
+    child.
+    """
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:

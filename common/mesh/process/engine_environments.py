@@ -1,4 +1,4 @@
-"""The virtual environments of engines that need an interpreter of their own."""
+"""Virtual environments of engines that need a separate interpreter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ DEFAULT_ROOT = "~/.cache/meshrl/engines"
 
 
 def locate_environment(name: str) -> Path:
-    """The virtual environment of an engine, whether or not it is there: below $MESHRL_ENGINES."""
+    """Return the path of an engine's virtual environment below $MESHRL_ENGINES, which may not
+    exist.
+    """
     return Path(os.environ.get("MESHRL_ENGINES") or DEFAULT_ROOT).expanduser() / name
 
 
 def locate_python(environment: Path) -> Path:
-    """The Python interpreter of a virtual environment."""
+    """Return the Python interpreter of a virtual environment."""
     return environment / "bin" / "python"

@@ -1,5 +1,5 @@
-"""The host: every use of processes, threads and files goes through `Host`, so that it can be
-simulated.
+"""Host interface: every use of processes, threads and files goes through `Host`, so that tests can
+simulate it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ BLOCKING_THREADS = 32  # enough for every file of a process; a stuck one holds i
 
 
 class Stoppable(Protocol):
-    """Something that runs until it is stopped."""
+    """Task that runs until it is stopped."""
 
     def stop(self) -> None:
-        """Ends it; a call that is running now still finishes."""
+        """Stop the task; a call in progress still finishes."""
 
 
 class Host(Protocol):
-    """What a process needs of its machine, as the machine or a simulation gives it."""
+    """Operating system services of a process, provided by the machine or a simulation."""
 
     def spawn(
         self,
@@ -58,74 +58,78 @@ class Host(Protocol):
         log: Path | None = None,
         options: SpawnOptions = DEFAULT_OPTIONS,
     ) -> ChildProcess:
-        """Starts a process, from the main thread.
+        """Start a process, from the main thread.
 
-        `argv` of `[sys.executable, "-m", module, ...]` runs the module, in a fork of the nursery
-        that $MESHRL_NURSERY of its environment names, if there is one; anything else is executed,
-        and so is what has `rlimits` or `pass_fds`.
-        `log` takes stdout and stderr (None: ours).
+        `argv` of `[sys.executable, "-m", module, ...]` runs the module in a fork of the fork server
+        that $MESHRL_NURSERY of its environment names, if there is one. Any other `argv`, and a
+        process with `rlimits` or `pass_fds`, is executed. `log` receives stdout and stderr (None:
+        ours).
         """
 
     def adopt(
         self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
     ) -> ChildProcess | None:
-        """The running process that an earlier incarnation spawned; None if it has ended. With a
-        `program` (a module and its first arguments), where somebody else told of it: None too
-        unless it runs that, for this process's mesh.
+        """Return the running process that an earlier incarnation spawned; None if it has exited.
+
+        Pass `program` (a module and its first arguments) if the pid comes from another process. The
+        result is then also None unless the process runs that program for this process's mesh.
         """
 
     def run_periodically(
         self, interval_s: float, fn: Callable[[], bool | None], name: str
     ) -> Stoppable:
-        """Calls `fn` each `interval_s`, off the event loop, until it returns False.
+        """Call `fn` every `interval_s` seconds, off the event loop, until it returns False.
 
-        What it raises is printed, and it is called again: a lease is still renewed after one
+        An exception is printed and `fn` is called again: a lease is still renewed after one
         failure.
         """
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        """The result of `fn(*args)`, run off the event loop; DeadlineExceeded leaves it running,
-        its result unused.
+        """Run `fn(*args)` off the event loop and return its result.
+
+        DeadlineExceeded leaves the call running and discards its result.
         """
 
     def open_append(self, path: Path) -> AppendFile:
-        """A file to append records to; it is created if it is missing."""
+        """Open a file for appending records; create it if it is missing."""
 
     def replace_file(self, path: Path, content: bytes) -> None:
-        """Puts `content` at `path`, which holds the old content or all of the new, whenever the
-        power goes.
+        """Replace the file at `path` atomically: after a power failure it has the old or the new
+        content.
         """
 
     def exit(
         self, code: int, why: str, error: BaseException | None = None, job: str = ""
     ) -> NoReturn:
-        """Ends this process at once with `code`, and prints why. Who started it finds the error,
-        and the job that it is of.
+        """Exit at once with `code` and print the reason.
+
+        The parent process finds the error and its job.
         """
 
     def find_failure(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
-        """The error that ended a process which was spawned with `log`, by its exit status; None for
-        one that somebody killed, or that has left no word.
+        """Return the error that ended a process spawned with `log`, by its exit status.
+
+        Returns None if the process was killed or left no report.
         """
 
     @property
     def identity(self) -> tuple[int, int]:
-        """The pid and the start time of this process, which name it for ever."""
+        """Pid and start time of this process, unique on this machine until it reboots."""
 
     def measure_free_space(self, directory: Path) -> FreeSpace:
-        """Bytes that are left of memory, and of the disk that `directory` is on."""
+        """Return free bytes of memory, and of the disk of `directory`."""
 
     def measure_processors(self) -> ProcessorUsage:
-        """Processors that the processes of this host share, and how busy they have been."""
+        """Measure the processors that the processes of this host share, and their load."""
 
     def measure_usage(self) -> dict[str, float]:
-        """What this process uses, by name; see
+        """Return this process's resource usage by name; see
         `meshrl.common.mesh.process.processor_usage.measure_process_usage`.
         """
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Puts `content` at `path`: after a crash it holds the old content or all of the new."""
+    """Replace the file at `path` atomically: after a crash it has the old or the new content."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("wb") as file:
         file.write(content)
@@ -157,10 +161,10 @@ _WorkItem = tuple["Future[Any]", Callable[[], Any]]
 
 
 class _DaemonThreadPool:
-    """A pool whose stuck threads do not keep the process alive, as concurrent.futures' do.
+    """Thread pool whose stuck threads do not keep the process alive, unlike concurrent.futures.
 
-    The thread that was idle last is taken first: work that comes one piece after another stays in
-    one thread, whose caches and memory arena are warm (7 % of a training step's CPU time).
+    The thread that became idle last is taken first. Consecutive work stays in one thread, whose
+    caches and memory arena are warm (7 % of a training step's CPU time).
     """
 
     def __init__(self, max_threads: int) -> None:
@@ -200,7 +204,7 @@ class _DaemonThreadPool:
             del future, fn, tell
 
     def _mark_idle(self, inbox: queue.SimpleQueue[_WorkItem]) -> None:
-        """Before the result is told: who asks for the next piece then finds this thread idle."""
+        """Mark this thread idle before its result is set, so that the next submission finds it."""
         with self._lock:
             if self._waiting:
                 inbox.put(self._waiting.popleft())
@@ -209,12 +213,12 @@ class _DaemonThreadPool:
 
 
 class SystemHost:
-    """The machine itself."""
+    """Host of the real machine."""
 
     def __init__(self) -> None:
         self._blocking = _DaemonThreadPool(BLOCKING_THREADS)
         self._spawner = Spawner()
-        self._oom_kills = host_limits.count_oom_kills()  # before ours
+        self._oom_kills = host_limits.count_oom_kills()  # kills before this host object
 
     def spawn(
         self,
@@ -225,8 +229,9 @@ class SystemHost:
         log: Path | None = None,
         options: SpawnOptions = DEFAULT_OPTIONS,
     ) -> SystemChild:
-        """Starts a process; see `Host.spawn`. Refused from any thread but the main one where it
-        dies with its parent.
+        """Start a process; see `Host.spawn`.
+
+        A process that dies with its parent can start from the main thread only.
         """
         environment = {**os.environ, **env}
         environment.pop(CHANNEL_FD, None)
@@ -238,7 +243,7 @@ class SystemHost:
     def adopt(
         self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
     ) -> SystemChild | None:
-        """The running process of this number and start time; see `Host.adopt`."""
+        """Return the running process with this pid and start time; see `Host.adopt`."""
         child = SystemChild(name, pid)
         if not child.start_time == start_time != 0 or child.poll() is not None:
             return None
@@ -247,11 +252,13 @@ class SystemHost:
     def run_periodically(
         self, interval_s: float, fn: Callable[[], bool | None], name: str
     ) -> Stoppable:
-        """Calls `fn` each `interval_s` seconds in a thread of its own, until it returns False."""
+        """Call `fn` every `interval_s` seconds in a separate thread, until it returns False."""
         return _PeriodicThread(interval_s, fn, name)
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        """`fn(*args)` in a thread; DeadlineExceeded leaves it running, its result unused."""
+        """Run `fn(*args)` in a thread; DeadlineExceeded leaves it running and discards its
+        result.
+        """
         future = self._blocking.submit(lambda: fn(*args))
         deadline = asyncio.timeout(deadline_s)
         try:
@@ -264,17 +271,19 @@ class SystemHost:
             raise DeadlineExceeded(f"{what} took longer than {deadline_s:g} s") from None
 
     def open_append(self, path: Path) -> AppendFile:
-        """A file to append records to; it is created if it is missing."""
+        """Open a file for appending records; create it if it is missing."""
         return AppendFile(path)
 
     def replace_file(self, path: Path, content: bytes) -> None:
-        """Puts `content` at `path`: after a crash it holds the old content or all of the new."""
+        """Replace the file at `path` atomically: after a crash it has the old or the new
+        content.
+        """
         replace_file(path, content)
 
     def exit(
         self, code: int, why: str, error: BaseException | None = None, job: str = ""
     ) -> NoReturn:
-        """Ends this process at once with `code`, without clean-up, and prints why to stderr."""
+        """Exit at once with `code`, without clean-up, and print the reason to stderr."""
         if error is not None:
             failure.write_failure(error, job)
         with contextlib.suppress(OSError):  # a full disk
@@ -282,7 +291,7 @@ class SystemHost:
         os._exit(code)
 
     def find_failure(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
-        """The error that a process has left beside its log, or that memory was wanting."""
+        """Return the error that a process left beside its log, or an out-of-memory failure."""
         if code != -signal.SIGKILL:
             return failure.read_failure(log, pid) if code > 0 else None
         before, self._oom_kills = self._oom_kills, host_limits.count_oom_kills()
@@ -291,22 +300,24 @@ class SystemHost:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """The pid and the start time of this process."""
+        """Pid and start time of this process."""
         return os.getpid(), read_own_start_time()
 
     def measure_free_space(self, directory: Path) -> FreeSpace:
-        """Bytes that are left of memory, and of the disk that `directory` is on."""
+        """Return free bytes of memory, and of the disk of `directory`."""
         return host_limits.measure_free_space(directory)
 
     def measure_processors(self) -> ProcessorUsage:
-        """Processors that the processes of this host share, and how busy they have been."""
+        """Measure the processors that the processes of this host share, and their load."""
         return measure_processors()
 
     def measure_usage(self) -> dict[str, float]:
-        """Memory and CPU time of this process."""
+        """Return memory and CPU time of this process."""
         return measure_process_usage()
 
 
 def read_own_start_time() -> int:
-    """The start time of this process, which names it together with its pid: pids are used again."""
+    """Return the start time of this process; with its pid, which can be reused, it identifies the
+    process.
+    """
     return read_start_time(os.getpid())

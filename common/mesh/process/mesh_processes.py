@@ -1,7 +1,7 @@
-"""Which processes belong to one mesh, and which program they run, as the kernel tells it.
+"""Processes of a mesh and the programs that they run, from /proc.
 
-Every process of a mesh inherits $MESHRL_MESH, whoever its parent is by now, so this finds what no
-registry and no process tree names any more, and knows what somebody else's registry names falsely.
+Every process of a mesh inherits $MESHRL_MESH, whatever its current parent. So this finds processes
+that no registry or process tree lists, and detects false entries of a foreign registry.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from meshrl.common.base.host.settings import MESH_TAG_ENV
 from meshrl.common.mesh.process.child_handle import read_parent_pid, read_start_time
 
-MODULE_PREFIX = "module:"  # before the name of one that was executed: see `child.py`
+MODULE_PREFIX = "module:"  # before the name of an executed module: see `child.py`
 
 
 def find_mesh_processes(tag: str) -> list[int]:
-    """Pids of running processes, other than this one, that bear this mark (`mark_of`), and of their
-    descendants, which may have cleared their environment.
+    """Find running processes with this mesh tag, and their descendants, except this process.
+
+    Descendants may have cleared their environment.
     """
     pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
     found = {pid for pid in pids if read_mesh_tag(pid) == tag}
@@ -29,16 +30,16 @@ def find_mesh_processes(tag: str) -> list[int]:
 
 
 def read_mesh_tag(pid: int) -> str:
-    """The mark that a process was started with; empty: none, or it is another user's."""
+    """Return the mesh tag that a process started with; empty without one or for another user's
+    process.
+    """
     begin = os.fsencode(f"{MESH_TAG_ENV}=")
     found = [one for one in _read_words(pid, "environ") if one.startswith(begin)]
     return os.fsdecode(found[0].removeprefix(begin)) if found else ""
 
 
 def is_exec_in_progress() -> bool:
-    """Whether some process is between two programs: its parent may know of it already, and its mark
-    shows in a moment.
-    """
+    """Return True if any process is between fork and exec: its mesh tag appears in a moment."""
     return any(_is_executing(int(name)) for name in os.listdir("/proc") if name.isdigit())
 
 
@@ -52,8 +53,10 @@ def _is_executing(pid: int) -> bool:
 
 
 def is_mesh_program(pid: int, program: Sequence[str]) -> bool:
-    """Whether a process bears this one's mark, and runs `program`: a module and the first words
-    that follow it in the command line, however it was started.
+    """Return True if a process has this one's mesh tag and runs `program`.
+
+    `program` is a module and the first words that follow it in the command line, however it was
+    started.
     """
     wanted, shown = [os.fsencode(word) for word in program], _read_words(pid, "cmdline")
     shown = [word.removeprefix(os.fsencode(MODULE_PREFIX)) for word in shown]

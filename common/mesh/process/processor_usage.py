@@ -11,28 +11,29 @@ from typing import NamedTuple
 
 from meshrl.common.mesh.process.diagnosis import host_limits
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # that /proc/stat counts in a second
-IDLE_COLUMNS = (3, 4, 8, 9)  # columns of /proc/stat that are idle, or counted elsewhere (guests')
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # ticks of /proc/stat per second
+IDLE_COLUMNS = (3, 4, 8, 9)  # columns of /proc/stat that are idle, or counted in others (guests)
 CHILDREN_CPU = "cpu_children_s"
 USAGE_KEYS = (
     "rss_mb",
     "cpu_s",
     CHILDREN_CPU,
     "loop_lag_ms",
-)  # a monitor sees them in its own units
+)  # monitors have these in other units
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ProcessorUsage(NamedTuple):
-    """Processors, and the seconds for which they were busy since any fixed time, all together."""
+    """Number of processors, and the seconds that they were busy in total since some fixed time."""
 
-    core_count: float  # 0: not known
+    core_count: float  # 0: unknown
     busy_s: float
 
 
 def measure_processors() -> ProcessorUsage:
-    """Of the nearest control group that bounds this process' time, with what others of it used;
-    else of the processors that it may run on, with what anybody used.
+    """Measure the nearest control group that limits CPU time, including its other processes.
+
+    Without one, measure the processors that this process may run on, used by any process.
     """
     for place in host_limits.list_control_groups("cpu"):
         share, used_s = host_limits.read_group_cores(place), _read_group_cpu_s(place)
@@ -42,8 +43,9 @@ def measure_processors() -> ProcessorUsage:
 
 
 def parse_proc_stat(text: str, allowed: set[int]) -> ProcessorUsage:
-    """What a text like /proc/stat's says of some processors. What a hypervisor took counts as busy:
-    nobody here can have it.
+    """Parse the lines of some processors in a text like /proc/stat's.
+
+    Time that the hypervisor took counts as busy, because no process here can use it.
     """
     number, ticks = 0, 0
     for line in text.splitlines():
@@ -55,7 +57,7 @@ def parse_proc_stat(text: str, allowed: set[int]) -> ProcessorUsage:
 
 
 def _read_group_cpu_s(place: Path) -> float | None:
-    """Seconds of processors that a control group's processes used; None: nobody counts them."""
+    """Return the CPU seconds of a control group's processes; None if they are not counted."""
     used = host_limits.read_counter(place / "cpu.stat", "usage_usec")
     if used is not None:
         return used / 1e6
@@ -66,8 +68,8 @@ def _read_group_cpu_s(place: Path) -> float | None:
 
 
 def measure_process_usage() -> dict[str, float]:
-    """Resident memory, and CPU seconds of this process (all threads) and of the children it has
-    reaped.
+    """Return resident memory, and CPU seconds of this process (all threads) and of its reaped
+    children.
     """
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])

@@ -1,4 +1,4 @@
-"""Runs a service's process: uvloop, enough file descriptors, a clean end on a signal."""
+"""Event loop of a service's process: uvloop, enough file descriptors, clean-up on a signal."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from typing import Any
 import uvloop
 
 MIN_DESCRIPTORS = 65_536  # each peer takes a few
-GC_THRESHOLDS = 20_000, 20, 50  # allocations, and generations: messages die young, without cycles
+GC_THRESHOLDS = (
+    20_000,
+    20,
+    50,
+)  # allocations, and generations: messages are short-lived and without cycles
 
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs a service on uvloop. SIGTERM and SIGINT cancel `main`, which then cleans up; a second
-    one ends at once.
+    """Run a service on uvloop. SIGTERM and SIGINT cancel `main`, which then cleans up.
+
+    A second signal ends the process at once.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_DESCRIPTORS:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MIN_DESCRIPTORS), hard))
     gc.collect()
     gc.set_threshold(*GC_THRESHOLDS)
-    gc.freeze()  # what is imported stays: no later collection walks it again
+    gc.freeze()  # imports stay, so later collections skip them
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run_until_signal(main))
 

@@ -1,4 +1,4 @@
-"""Starts the processes of an owner: as forks of the host's nursery where it can, else by `exec`."""
+"""Process spawner: forks by the host's fork server where possible, else `exec`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ from meshrl.common.mesh.process.forking.fork_client import (
     select_fork_server,
 )
 
-FORK_SERVER_RETRY_S = (
-    3.0  # a nursery that was silent is left alone for so long: each question takes 2 s
-)
+FORK_SERVER_RETRY_S = 3.0  # without requests to a silent fork server: each blocks for 2 s
 
 
 @dataclass(frozen=True)
 class SpawnOptions:
-    """Bounds and ties of a process, and its channels to the process that spawns it."""
+    """Limits and ties of a process, and its channels to the process that spawns it."""
 
     own_session: bool = False
     die_with_parent: bool = True
@@ -40,9 +38,9 @@ class SpawnOptions:
     has_channel: bool = (
         False  # a channel of frames: `meshrl.common.mesh.process.entry.child.ChildChannel`
     )
-    pass_fds: Sequence[int] = ()  # that stay open in it under their numbers
-    # It runs code of a job's author: all that it starts ends with it, and with the process that
-    # spawns it, and its output is bounded (`meshrl.common.mesh.process.entry.guard`).
+    pass_fds: Sequence[int] = ()  # they stay open in the process under their numbers
+    # For processes that run a job's own code: all their descendants die with them and with the
+    # spawning process, and their output is bounded (`meshrl.common.mesh.process.entry.guard`).
     is_guarded: bool = False
 
 
@@ -51,27 +49,27 @@ DEFAULT_OPTIONS = SpawnOptions()
 
 @dataclass(frozen=True)
 class SpawnRequest:
-    """A process that is to be; the fields are `Host.spawn`'s."""
+    """Request for a process; the fields are those of `Host.spawn`."""
 
     name: str
     argv: list[str]
-    environment: dict[str, str]  # all of it
+    environment: dict[str, str]  # the complete environment
     log: Path | None = None
     options: SpawnOptions = DEFAULT_OPTIONS
 
     @property
     def module(self) -> str | None:
-        """The module that it runs in an interpreter as ours; None for any other program."""
+        """Module that the process runs in our interpreter; None for any other program."""
         return self.argv[2] if self.argv[:2] == [sys.executable, "-m"] else None
 
     @property
     def fork_server(self) -> Path | None:
-        """The nursery that it may be forked from; None: it is to be executed."""
+        """Fork server that can fork the process; None to execute it."""
         plain = self.module is not None and not self.options.rlimits and not self.options.pass_fds
         return select_fork_server(self.environment) if plain else None
 
     def make_fork_request(self, descriptor_names: list[str]) -> ForkRequest:
-        """What a nursery is asked for, with these descriptors."""
+        """Build the fork server's request for this process, with these descriptors."""
         assert self.module is not None
         return ForkRequest(
             module=self.module,
@@ -85,17 +83,19 @@ class SpawnRequest:
 
 
 class Spawner:
-    """The owner of processes; those that are to die with it do so when its pipe closes."""
+    """Spawner of an owner's processes; those tied to the owner die when its pipe closes."""
 
     def __init__(self) -> None:
-        # Nobody else holds the write end, so it closes when this process is gone. None: there is
-        # nobody yet who is to die with it.
+        # Only this process has the write end, so it closes at the exit of this process. None: no
+        # child is tied to this process yet.
         self._death_pipe: tuple[int, int] | None = None
         self._fork_server_retry_at = 0.0
 
     def spawn(self, request: SpawnRequest) -> SystemChild:
-        """The process. Refused from any thread but the main one where it dies with its parent;
-        OSError when there is none to be had.
+        """Spawn the process.
+
+        Raises Refused for a process that dies with its parent on any thread but the main one, and
+        OSError if the spawn fails.
         """
         if (
             request.options.die_with_parent
@@ -145,7 +145,7 @@ class Spawner:
             return child
 
     def _fork(self, start: SpawnRequest, descriptors: Mapping[str, int]) -> ForkedProcess | None:
-        """A fork of the nursery; None if there is none to be had."""
+        """Fork the process by the fork server; return None if it is unavailable."""
         nursery = start.fork_server
         if nursery is None or time.monotonic() < self._fork_server_retry_at:
             return None
@@ -162,13 +162,13 @@ class Spawner:
 
 
 def open_log(path: Path) -> int:
-    """A descriptor that appends to a file, whose directory is made."""
+    """Open a file for appending and create its directory; return the descriptor."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def execute(start: SpawnRequest, descriptors: Mapping[str, int]) -> subprocess.Popen[bytes]:
-    """A process whose first code is `meshrl.common.mesh.process.entry.child`."""
+    """Execute a process whose first code is `meshrl.common.mesh.process.entry.child`."""
     passed = list(start.options.pass_fds)
     if start.module is not None:
         first, program = ["-m", child.__name__], [f"module:{start.module}", *start.argv[3:]]

@@ -1,4 +1,4 @@
-"""Whose processes are at the other end of TCP connections of this host, as the kernel tells it."""
+"""Owners of TCP connections of this host, from /proc."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ STATE_ESTABLISHED, STATE_LISTENING = "01", "0A"  # states in /proc/net/tcp
 
 
 class SocketAddress(NamedTuple):
-    """Of a connection, or where one is awaited."""
+    """Address of one end of a connection, or of a listener."""
 
     host: IPv4Address | IPv6Address
     port: int
 
 
 class TcpSocket(NamedTuple):
-    """A socket of this host."""
+    """TCP socket of this host."""
 
     local: SocketAddress
     remote: SocketAddress
@@ -30,7 +30,7 @@ class TcpSocket(NamedTuple):
 
 
 def read_sockets(pid: int | str = "self") -> Iterator[TcpSocket]:
-    """All TCP sockets of the network namespace of a process."""
+    """Yield all TCP sockets of a process's network namespace."""
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # no IPv6
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -45,7 +45,7 @@ def read_sockets(pid: int | str = "self") -> Iterator[TcpSocket]:
 
 
 def find_listen_addresses(pid: int | str = "self") -> set[SocketAddress]:
-    """Where a process listens, this one or another. FileNotFoundError: it has ended."""
+    """Return the addresses at which a process listens; raise FileNotFoundError if it has exited."""
     own = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
@@ -55,8 +55,9 @@ def find_listen_addresses(pid: int | str = "self") -> set[SocketAddress]:
 
 
 def find_foreign_users(addresses: Set[SocketAddress]) -> set[int]:
-    """Users of this host other than this one who have a connection to one of these of its places.
-    Clients on other hosts are nobody's that can be told: see `client_hosts`.
+    """Return other users of this host with a connection to one of these local addresses.
+
+    The users of clients on other hosts are unknown: see `find_client_hosts`.
     """
     users = {
         row.uid
@@ -67,7 +68,7 @@ def find_foreign_users(addresses: Set[SocketAddress]) -> set[int]:
 
 
 def find_client_hosts(addresses: Set[SocketAddress]) -> set[str]:
-    """Addresses from which there is a connection to one of these places of this host."""
+    """Return the addresses of clients that are connected to one of these local addresses."""
     return {
         str(row.remote.host)
         for row in read_sockets()
@@ -76,7 +77,9 @@ def find_client_hosts(addresses: Set[SocketAddress]) -> set[str]:
 
 
 def _is_at(end: SocketAddress, places: Set[SocketAddress]) -> bool:
-    """Whether who listens at one of these is at this end; who listens everywhere has no host."""
+    """Return True if a listener at one of these addresses serves this end, wildcard hosts
+    included.
+    """
     everywhere = (
         SocketAddress(ip_address("0.0.0.0"), end.port),
         SocketAddress(ip_address("::"), end.port),
@@ -85,8 +88,9 @@ def _is_at(end: SocketAddress, places: Set[SocketAddress]) -> bool:
 
 
 def _parse_address(text: str) -> SocketAddress:
-    """Of `host:port` in hexadecimal, as the kernel writes it: hosts in words of its own byte order
-    (little on all that we run on).
+    """Parse the kernel's hexadecimal `host:port`, whose host has 32-bit words of native byte order.
+
+    All supported machines are little-endian.
     """
     host, _, port = text.rpartition(":")
     words = (bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))

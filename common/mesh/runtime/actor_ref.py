@@ -1,5 +1,5 @@
-"""References to actors by their names: a call, a stream or a cast finds out where the actor is, and
-repeats what surely did not run.
+"""References to actors by name: they look up the actor, and repeat calls that certainly did not
+run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from meshrl.common.mesh.telemetry.tracing import current_call
 Q = TypeVar("Q")
 R = TypeVar("R")
 
-CAST_LOOKUP_S = 0.5  # a cast is a hint: it does not wait long for somebody to hint to
+CAST_LOOKUP_S = 0.5  # seconds; a cast is a hint, so it waits briefly for its actor
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a process asks others by. `start` opens its mesh for asking; `check_may_ask` raises
-    NotAllowed for a method that its role may not call; `doubt` is told of a route whose peer does
-    not let it ask what it may.
+    """Dependencies of a process's calls.
+
+    `start` lets the process make calls. `require_may_call` raises NotAllowed for a method that its
+    role may not call. `mark_suspect` receives a route whose peer rejects a permitted call.
     """
 
     clock: Clock
@@ -54,7 +55,7 @@ class CallContext:
 
 
 class ActorRef:
-    """A reference to an actor by its name, wherever it runs at the moment."""
+    """Reference to an actor by its name, in whichever process it runs."""
 
     __slots__ = ("_asking", "name")
 
@@ -63,11 +64,11 @@ class ActorRef:
         self.name = name
 
     async def call(self, method: Call[Q, R], request: Q, *, deadline_s: float | None = None) -> R:
-        """The reply, or the error that the actor raised.
+        """Call a method; return its reply or raise the actor's error.
 
         Within the deadline (the method's own, and that of the call being served) it waits for a
-        free credit, looks for an actor that is starting again, and repeats what surely did not run;
-        what may have run is repeated only if `idempotent`.
+        free credit and looks for a restarting actor. It repeats calls that certainly did not run,
+        and calls that may have run only if `idempotent`.
         """
         asking = self._asking
         asking.require_may_call(method)
@@ -93,8 +94,8 @@ class ActorRef:
                 asking.directory.forget(route)
                 raise
             except (PeerLost, StaleIncarnation, NotAllowed) as error:
-                # NotAllowed: we may call that, so another process has the address by now, or this
-                # process's key was revoked
+                # NotAllowed: our role may call the method. So another process has the address by
+                # now, or this process's key was revoked.
                 if isinstance(error, NotAllowed):
                     asking.mark_suspect(route)
                 late = asking.clock.monotonic() + pause >= deadline
@@ -109,8 +110,9 @@ class ActorRef:
             now = asking.clock.monotonic()
 
     async def stream(self, method: Stream[Q, R], request: Q) -> AsyncGenerator[R, None]:
-        """The replies as they come; closing the iterator cancels across the wire; PeerLost when the
-        peer ends early.
+        """Yield replies as they arrive; closing the iterator cancels the stream at the peer.
+
+        Raises PeerLost if the peer ends early.
         """
         asking = self._asking
         asking.require_may_call(method)
@@ -140,7 +142,7 @@ class ActorRef:
             pause = min(2 * pause, LONGEST_RETRY_S)
 
     async def cast(self, method: Cast[Q], request: Q) -> None:
-        """Sends the message if the actor is there; otherwise it is dropped and counted."""
+        """Send the message if the actor is there; otherwise drop and count it."""
         asking = self._asking
         asking.require_may_call(method)
         asking.start()
@@ -155,6 +157,6 @@ class ActorRef:
 
 
 def _may_repeat(row: PendingCall, method: Call[Any, Any], error: MeshError) -> bool:
-    # what is answered is the actor's own trouble with a third process, or that nothing ran
+    # An answered error concerns the actor and a third process, or means that nothing ran.
     again = not row.may_have_run or (method.idempotent and not row.is_answered)
     return again and not isinstance(error, WrongKeys)

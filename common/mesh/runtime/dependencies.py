@@ -1,4 +1,4 @@
-"""Parts that a mesh is made of: the seams by which it touches the world, its terms, its access."""
+"""Dependencies of a mesh: its interfaces to the outside, its lease terms, its access rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.common.state.redis.client import StateClient
 
 @dataclass(frozen=True)
 class MeshDependencies:
-    """The five seams of a process. The mesh closes the state only if it owns it."""
+    """Five external interfaces of a process. The mesh closes the state only if it owns it."""
 
     state: StateClient
     transport: Transport
@@ -28,17 +28,17 @@ class MeshDependencies:
 
 @dataclass(frozen=True)
 class LeaseTerms:
-    """Terms of the lease of a process, in seconds, and what is called when the lease is lost."""
+    """Terms of the lease of a process, in seconds, and the callback for its loss."""
 
     ttl_s: float = 6.0
     renew_interval_s: float = 1.5
-    stall_limit_s: float = 30.0  # without a tick of the event loop, until the lease is not renewed
+    stall_limit_s: float = 30.0  # without a tick of the event loop before renewals stop
     on_lost: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)
 class AccessRules:
-    """Rules of who may call whom, and the doorway where each process has a key of its own.
+    """Permitted calls by role, and the credentials where each process has its own key.
 
     Without `callers` every role may call every method.
     """

@@ -1,5 +1,6 @@
-"""The lease on a process's name in the registry: taken, renewed from a thread with the process's
-counters and waits, given back.
+"""Lease on a process's name in the registry: acquired, renewed from a thread, and released.
+
+Each renewal carries the process's counters and waits.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ if TYPE_CHECKING:
     from meshrl.common.mesh.runtime.process_credentials import ProcessCredentials
     from meshrl.common.state.redis.client import StateClient
 
-# exit status of a process that may no longer act under its name (EX_TEMPFAIL: start it again)
+# Exit status of a process that may no longer act under its name (EX_TEMPFAIL: restart it).
 LEASE_LOST_EXIT_STATUS = 75
 RETRY_S = 0.25
-REPORTED_STALL_S = 1.0  # without a tick of the event loop: worth publishing
+REPORTED_STALL_S = 1.0  # seconds without a tick of the event loop that are published
 RELEASE_TIMEOUT_S = 2.0  # it expires by itself if Redis does not answer
 
 
 class Lease:
-    """The lease of one process. The loop takes snapshots of its stats with each tick, and a thread
-    sends the last one.
+    """Lease of one process.
+
+    The loop takes snapshots of its stats with each tick, and a thread sends the last one.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Lease:
         snapshot: Callable[[], tuple[dict[str, Any], list[dict[str, Any]]]],
         credentials: ProcessCredentials | None = None,
     ) -> None:
-        """With `doorway` each renewal shows this process's key, and looks for revocations."""
+        """Create a lease. With `credentials` each renewal registers this process's key and reads
+        revocations.
+        """
         self._credentials = credentials
         self._state, self._host, self._clock = state, host, clock
         self._watchdog, self._telemetry = watchdog, telemetry
@@ -63,8 +67,9 @@ class Lease:
         self.token = 0
 
     async def acquire(self, entry: registry.RegistryEntry) -> int:
-        """Takes the name and returns the fencing token. Waits for a predecessor's lease to run out,
-        for two lease lengths at most.
+        """Acquire the name and return the fencing token.
+
+        Waits for a predecessor's lease to expire, for at most two lease lengths.
         """
         self._loop = asyncio.get_running_loop()
         self.entry = entry
@@ -90,12 +95,12 @@ class Lease:
             await self._watchdog.next_tick()
             self.entry.stats, self.entry.waits = self._snapshot()
             told = (self.entry.stats.get("ready"), self.entry.stats.get("epoch"))
-            if told != self._published_state:  # somebody waits for this, and not for the renewal
+            if told != self._published_state:  # other processes wait for these fields
                 self._published_state = told
                 await self.publish()
 
     async def publish(self) -> None:
-        """Sends the present stats and waits now."""
+        """Publish the current stats and waits."""
         self.entry.stats, self.entry.waits = self._snapshot()
         try:
             await self._host.run_blocking(self.renew, deadline_s=self._ttl_s)
@@ -103,20 +108,20 @@ class Lease:
             self._telemetry.count("renewals_failed")
 
     def explain_lapse(self) -> str:
-        """Why this process may not count on its name; empty while the lease holds."""
+        """Explain why this process cannot rely on its name; empty while the lease is valid."""
         if not self._is_held:
             return "it has no lease"
         silent_s = self._clock.monotonic() - self._renewed_at
         return f"its lease was renewed {silent_s:.1f} s ago" if silent_s > self._ttl_s else ""
 
     async def renew_now(self) -> bool:
-        """Renews now and returns whether the lease is held. Ends the process if it is lost."""
+        """Renew now and return True if the lease is held. Exits the process if it is lost."""
         if self._is_held:
             await self.publish()
         return self._is_held
 
     def renew(self) -> bool:
-        """Renews once; False ends the thread. Runs off the loop."""
+        """Renew once; False ends the thread. Runs off the loop."""
         if not self._is_held:
             return False
         hung = self._watchdog.explain_stall()
@@ -126,7 +131,7 @@ class Lease:
         stats = entry.stats
         if (
             still_s := self._watchdog.stalled_for_s
-        ) > REPORTED_STALL_S:  # no tick says so, as there is none
+        ) > REPORTED_STALL_S:  # a blocked loop has no tick to report this
             stats = stats | {"loop_lag_ms": round(still_s * 1000, 1)}
         doorway, ttl_ms = self._credentials, int(self._ttl_s * 1000)
         row = doorway.row if doorway is not None else None
@@ -136,7 +141,7 @@ class Lease:
             )
         except StateUnavailable:
             self._telemetry.count("renewals_failed")
-            return True  # the lease may outlive the outage: go on trying
+            return True  # the lease may outlive the outage: retry
         if renewal.held or not self._is_held:
             self._renewed_at = asked
             if doorway is not None and renewal.held:
@@ -156,9 +161,7 @@ class Lease:
         return False
 
     async def release(self) -> None:
-        """Stops renewing and frees the name; where Redis does not answer, the lease runs out by
-        itself.
-        """
+        """Stop renewing and release the name; if Redis does not answer, the lease expires."""
         if self._renewal is not None:
             self._renewal.stop()
         if self._ticker is not None:

@@ -1,4 +1,4 @@
-"""A process's membership of the mesh: its name, its calls to others, and their calls to it."""
+"""Membership of a process in the mesh: its name, its calls to others, and their calls to it."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ __all__ = ["Mesh", "MeshSettings", "run_service"]
 
 
 class Mesh:
-    """One per process (a simulation holds many). `token` is the fencing token of the process's
-    registry lease. With a table of callers a process asks, and is asked, only what the table allows
-    by role; its own role is its `kind`.
+    """Mesh membership, one per process (a simulation holds many).
+
+    `token` is the fencing token of the process's registry lease. With access rules the process
+    makes and answers only calls that the rules allow by role; its own role is its `kind`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Mesh:
         self.name, self.kind = name, kind
         self.state, self.transport, self.clock = state, dependencies.transport, clock
         self.random, self.host = dependencies.random, host
-        self.job_clock = JobClock(clock)  # of the one job that the process works for, if it does
+        self.job_clock = JobClock(clock)  # clock of the one job that the process works for, if any
         self.settings = settings or MeshSettings(redis_url=state.url, run_root="", host="")
         self.incarnation = dependencies.random.hex_token(8)
         self.ready: bool | None = None  # published with the stats once it is set
@@ -97,9 +98,9 @@ class Mesh:
             state, clock, self.waits, self.verify_peer if doorway else None
         )
         self._watchdog = Watchdog(clock, terms.stall_limit_s)
-        # Within `with mesh.loading():` the loop may stand still for 300 s: large files are read,
-        # code is compiled. Within `with mesh.wait(what, on):` this process waits for `on`: an
-        # actor, "redis", "group:12"; it is published with every renewal.
+        # `with mesh.loading():` allows the loop to block for 300 s, for reading large files or
+        # compiling code. `with mesh.wait(what, on):` publishes with every renewal that this
+        # process waits for `on`: an actor, "redis", "group:12".
         self.loading, self.wait = self._watchdog.loading, self.waits.wait
         self._deadline_timer = DeadlineTimer(clock.monotonic)
         transport, telemetry = dependencies.transport, self.telemetry
@@ -143,9 +144,10 @@ class Mesh:
 
     @classmethod
     async def open(cls, name: str, kind: str, settings: MeshSettings, job: str = "") -> Mesh:
-        """The mesh of a real process: sockets, Redis, the machine's clock, threads. `job`: the one
-        that it serves, if that is one. ConfigError: without a secret, or as of no role that there
-        is. Refused: this host is let in no more.
+        """Open the mesh of a real process: sockets, Redis, the machine's clock, threads.
+
+        `job` is the one job that it serves, if any. Raises ConfigError without a secret or for an
+        unknown role, and Refused if this host is no longer admitted.
         """
         if not settings.secret:
             raise ConfigError(
@@ -163,7 +165,7 @@ class Mesh:
         async with AsyncExitStack() as opened:
             state = await StateClient.open(settings.make_redis_url(kind))
             opened.push_async_callback(state.close)
-            if not settings.joinable:  # else the head alone admits hosts
+            if not settings.joinable:  # otherwise only the head admits hosts
                 await credentials.admit_if_first(state, settings.host)
             # The key is registered before the transport answers peers, who look it up.
             client = open_sync_client(settings.make_redis_url(kind), LOOKUP_TIMEOUT_S)
@@ -197,18 +199,20 @@ class Mesh:
 
     @property
     def redis_silent_at(self) -> float:
-        """When Redis, which knows the keys of processes, last did not answer."""
+        """Monotonic time at which Redis, which stores the keys of processes, last did not
+        answer.
+        """
         return self._directory.redis_silent_at
 
     @property
     def token(self) -> int:
-        """The fencing token of this process's lease."""
+        """Fencing token of this process's lease."""
         return self._lease.token
 
     # ------------------------------------------------------------ joining and leaving
 
     def start(self) -> None:
-        """Opens the mesh for asking, without a name of its own. `join` does it too."""
+        """Start making calls, without a name in the registry. `join` calls it too."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._deadline_timer.start()
@@ -223,10 +227,10 @@ class Mesh:
         stats: Callable[[], dict[str, Any]] = dict,
         bulk_address: str = "",
     ) -> None:
-        """Takes the name, starts the actor, then lets requests in: those that came meanwhile wait.
+        """Acquire the name, start the actor, then admit requests; earlier requests wait.
 
-        Waits out a predecessor's lease; Refused if another incarnation keeps the name. `stats` runs
-        on the loop.
+        Waits for the end of a predecessor's lease. Raises Refused if another incarnation renews the
+        name. `stats` runs on the loop.
         """
         try:
             methods = bind(actor) if actor is not None else {}
@@ -258,13 +262,14 @@ class Mesh:
         )
 
     async def leave(self) -> None:
-        """Ends what runs, stops the actor, gives the name back, then closes the connections. It
-        does all of it, whatever fails on the way or if it is cancelled; the first error is raised.
+        """Stop calls and the actor, release the name, then close the connections.
+
+        Every step runs, even after an error or a cancellation; the first error is raised.
         """
         await self._close(None)
 
     async def _close(self, first: BaseException | None) -> None:
-        """Raises `first`, or else the first error of closing; what else fails is logged."""
+        """Close everything, then raise `first` or the first error of closing; log other errors."""
         if not self._is_closed:
             self._is_closed = True
             for step in self._list_closing_steps():
@@ -279,7 +284,7 @@ class Mesh:
             raise first
 
     def _list_closing_steps(self) -> Iterator[Callable[[], Awaitable[None]]]:
-        """What `leave` does, step by step: none is left out because one before it failed."""
+        """Yield the steps of `leave`; all run, even if an earlier one fails."""
         yield self._server.stop
         yield self._stop_actor
         yield self._lease.release
@@ -306,12 +311,14 @@ class Mesh:
             self._endpoint.close()
 
     async def publish(self) -> None:
-        """Publishes stats and waits now instead of with the next renewal."""
+        """Publish stats and waits now, before the next renewal."""
         await self._lease.publish()
 
     def serve_metrics(self, where: str) -> None:
-        """Serves metrics and health by HTTP, from now until it leaves; before `join`, which
-        publishes the address. ConfigError when `where` (as `mesh.metrics`) has no free port.
+        """Serve metrics and health over HTTP until the process leaves.
+
+        Call it before `join`, which publishes the address. Raises ConfigError if `where` (as
+        `mesh.metrics`) has no free port.
         """
         pages = MonitorPages(
             self.name, self.kind, self._lease, self._watchdog, self.telemetry
@@ -320,11 +327,11 @@ class Mesh:
 
     @property
     def running_calls(self) -> int:
-        """The number of calls and streams under way here."""
+        """Number of calls and streams in progress in this process."""
         return self._server.running_count
 
     def ref(self, name: str) -> ActorRef:
-        """The actor of this name, to be asked; it is looked up at the first call."""
+        """Return a reference to the actor with this name; its first call looks it up."""
         ref = self._references.get(name)
         if ref is None:
             ref = self._references[name] = ActorRef(self._call_context, name)
@@ -346,9 +353,11 @@ class Mesh:
             self._caller.receive(header, frames)
 
     async def verify_peer(self, entry: registry.RegistryEntry, *, bulk: bool = False) -> None:
-        """Returns when the process that an entry names has proved to be that, or where processes
-        of one mesh prove no more than their roles; with `bulk` by the key of its bulk port.
-        StateUnavailable; HandshakeFailed.
+        """Verify that a process is the one that an entry names; with `bulk`, by the key of its bulk
+        port.
+
+        Returns at once where processes of a mesh prove only their roles. Raises StateUnavailable
+        and HandshakeFailed.
         """
         await self._peer_verifier.verify(entry, bulk)
 
@@ -375,7 +384,7 @@ class Mesh:
     def _read_stats(self) -> dict[str, Any]:
         try:
             return self._stats()
-        except Exception:  # a service's defect in a figure must not cost it its lease
+        except Exception:  # a defect in a service's statistics must not end its lease
             self.log.exception("stats")
             self.telemetry.count("stats_failed")
             return {}
@@ -392,7 +401,7 @@ class Mesh:
                 continue
             try:
                 dead = await self._directory.find_dead(waited_for)
-            except MeshError as error:  # whatever it is, this task has more to look after
+            except MeshError as error:  # this task has other duties, whatever the error
                 self.telemetry.count(f"not_looked_up_{error.code}")
                 continue
             for route in dead:
@@ -400,7 +409,7 @@ class Mesh:
                 self._on_peer_lost(route.address, True)
 
     def require_may_call(self, method: Method[Any]) -> None:
-        """NotAllowed: a process of this role may not call `method`, whoever would be asked."""
+        """Raise NotAllowed if a process of this role may not call `method`."""
         if self._callers is not None and self.kind not in self._callers.get(method.label, ()):
             raise NotAllowed(
                 f"a {self.kind} may not call {method.label}",

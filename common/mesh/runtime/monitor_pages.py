@@ -1,6 +1,4 @@
-"""The pages that a monitor reads of one process: its metrics, whether it lives, whether it is
-ready.
-"""
+"""Pages of one process for monitors: its metrics, liveness and readiness."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from meshrl.common.mesh.telemetry.watchdog import Watchdog
 
 
 class MonitorPages:
-    """Answers a monitor; the endpoint's threads call it, whatever the event loop does."""
+    """Pages for a monitor; the endpoint's threads render them, even while the event loop blocks."""
 
     def __init__(
         self, name: str, kind: str, lease: Lease, watchdog: Watchdog, telemetry: Telemetry
@@ -23,7 +21,7 @@ class MonitorPages:
 
     @property
     def pages(self) -> dict[str, PageRenderer]:
-        """The pages by path, each a function that answers (status, content type, body)."""
+        """Pages by path, each a function that returns (status, content type, body)."""
         return {
             "/metrics": self.render_metrics,
             "/livez": make_health_page(self.explain_not_live),
@@ -31,8 +29,8 @@ class MonitorPages:
         }
 
     def render_metrics(self) -> tuple[int, str, bytes]:
-        """The page of metrics: (status, content type, body)."""
-        stats = self._lease.entry.stats  # as published last: the loop renews them with each tick
+        """Render the page of metrics as (status, content type, body)."""
+        stats = self._lease.entry.stats  # last published: the loop updates them with each tick
         page = Exposition(
             {"service": self._name, "kind": self._kind, "job": str(stats.get("job") or "")},
             self._telemetry.counters
@@ -47,11 +45,11 @@ class MonitorPages:
         return page.render()
 
     def explain_not_live(self) -> str:
-        """Why the process should be restarted; empty if it should not."""
+        """Explain why the process should be restarted; empty if it should not."""
         return self._watchdog.explain_stall(starting=not self._lease.token)
 
     def explain_not_ready(self) -> str:
-        """Why nobody should count on the process now; empty if it is ready."""
+        """Explain why the process is not ready; empty if it is."""
         if why := self.explain_not_live() or self._lease.explain_lapse():
             return why
         ready = self._lease.entry.stats.get("ready", True)

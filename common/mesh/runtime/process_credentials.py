@@ -1,8 +1,8 @@
-"""A process's own place at the doors of its mesh, and its look at those of whom it calls.
+"""Registered key of a process, and its checks of the keys of processes that it calls.
 
-A process shows its key at the door of its role and host before it
-answers anybody, and takes the word of no registry entry: the key in the address must stand at the
-door of the role in the entry's name, on the entry's host.
+A process registers its key for its role and host before it answers calls. It trusts no registry
+entry: the key in the address must be registered for the role in the entry's name, on the entry's
+host.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from meshrl.common.mesh.runtime.lease import Lease
     from meshrl.common.state.registry import RegistryEntry
 
-LOOKUP_TIMEOUT_S = 1.0  # for Redis to tell whose a key is: a peer waits behind
-WITHDRAW_TIMEOUT_S = 2.0  # what is not taken away is removed later
-REREGISTER_S = 10.0  # between two times that a process without a lease shows its key
+LOOKUP_TIMEOUT_S = 1.0  # of a key's lookup in Redis, for which a peer waits
+WITHDRAW_TIMEOUT_S = 2.0  # a key that is not withdrawn is removed later
+REREGISTER_S = 10.0  # seconds between two registrations of a process without a lease
 KEY_DIGITS_IN_ERRORS = 8  # digits of a key in an error
-MAX_HOLDERS_IN_ERRORS = 3  # holders of one
-LOOKUPS_PER_CHECK = 5  # for so many questions, one after the other, whoever waits has patience
+MAX_HOLDERS_IN_ERRORS = 3  # holders of a key in an error
+LOOKUPS_PER_CHECK = 5  # lookups in a row that one check allows time for
 MAX_WRONG_KEYS = 1024  # incarnations whose keys are wrong
-NODE_ROLE = "node"  # a host's agent, whose name tells the host
+NODE_ROLE = "node"  # a host's agent, whose name contains the host
 KEYS_FIX = "`meshrl keys` at the head lists whose keys are let in, `meshrl hosts` which hosts are"
 
 
 class ProcessCredentials:
-    """Of one process. `keys` are for its transport, and its bulk port."""
+    """Credentials of one process. Its transport and its bulk port use `keys`."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class ProcessCredentials:
         client: SyncRedisClient,
         clock: Clock,
     ) -> None:
-        """`row.public` is the public half of `keys.own`, and `client` is what they ask."""
+        """Create credentials. `row.public` is the public half of `keys.own_pair`; `client` is the
+        Redis client of `keys`.
+        """
         self.row, self.keys, self._client = row, keys, client
         self._state, self._clock = state, clock
         self._registered_at = clock.monotonic()
-        self._suspect_keys: set[str] = (
-            set()
-        )  # keys at which a handshake failed, or a call was refused
-        self._is_own_key_valid = True  # with its own key, as far as is known
+        self._suspect_keys: set[str] = set()  # keys with a failed handshake or a rejected call
+        self._is_own_key_valid = True  # as of the last lookup
         self._wrong_key_since: dict[str, float] = {}  # by incarnation
 
     @classmethod
@@ -83,8 +83,10 @@ class ProcessCredentials:
         client: SyncRedisClient,
         clock: Clock,
     ) -> ProcessCredentials:
-        """Makes the key of a process and shows it; `client` is what its threads ask Redis with,
-        and is closed with the doorway. Refused: its host is let in no more.
+        """Create and register the key of a process.
+
+        Its threads query Redis through `client`, which closes with the credentials. Raises Refused
+        if its host is no longer admitted.
         """
         keys = ProcessKeys(
             lambda publics: credentials.lookup_owners(client, publics), clock.monotonic
@@ -103,7 +105,9 @@ class ProcessCredentials:
         return cls(row, keys, state, client, clock)
 
     async def withdraw(self) -> None:
-        """Takes the key away, unless Redis is away too: then it is removed when it is old."""
+        """Withdraw the key. While Redis is unavailable the key stays, and is removed when it is
+        old.
+        """
         try:
             async with self._clock.timeout(WITHDRAW_TIMEOUT_S, "taking the key away"):
                 await credentials.withdraw_key(self._state, self.row)
@@ -113,22 +117,25 @@ class ProcessCredentials:
             self._client.close()
 
     async def refresh(self) -> None:
-        """Shows the key again once in a while, where no lease does it. StateUnavailable; Refused
-        once it was revoked.
+        """Register the key again every REREGISTER_S seconds where no lease renewal does.
+
+        Raises StateUnavailable, and Refused after a revocation.
         """
         if self._clock.monotonic() - self._registered_at > REREGISTER_S:
             await credentials.register_key(self._state, self.row)
             self._registered_at = self._clock.monotonic()
 
     def mark_suspect(self, address: str) -> None:
-        """The process at `address` and this one do not get on: whose both keys are is asked again
-        before the next call.
+        """Mark both keys of a process that rejects this one; they are looked up before the next
+        call.
         """
         self._suspect_keys |= {_key_text_of(address), _bulk_key_text_of(address)}
 
     async def verify_peer(self, entry: RegistryEntry, host: Host, *, bulk: bool = False) -> None:
-        """Returns when the key in an entry's address, or that of its bulk port, is that of who the
-        entry says it is. StateUnavailable; HandshakeFailed, after a while WrongKeys.
+        """Verify that the key in an entry's address, or of its bulk port, belongs to the entry's
+        process.
+
+        Raises StateUnavailable, HandshakeFailed, and WrongKeys if the mismatch persists.
         """
         key = _bulk_key_text_of(entry.address) if bulk else _key_text_of(entry.address)
         holders = self.keys.read_cached_holders(key)
@@ -151,8 +158,9 @@ class ProcessCredentials:
         raise error(why, where=parse_endpoint(entry.address), fix=KEYS_FIX)
 
     def _look_up_holders(self, key: str) -> KeyHolders:
-        """Who is let in with a key: as Redis has it now, if there is doubt or others held it so
-        far. Then looks at this process's own, too. Off the loop.
+        """Look up the holders of a key, and verify this process's own key. Runs off the loop.
+
+        The lookup queries Redis if a key is suspect or cached.
         """
         doubt = (
             key in self._suspect_keys
@@ -170,7 +178,9 @@ class ProcessCredentials:
     def _explain_mismatch(
         self, entry: RegistryEntry, key: str, expected: str, holders: KeyHolders
     ) -> str:
-        """What keeps this process from calling that one; empty: nothing that Redis knows of."""
+        """Explain why this process cannot call the entry's process; empty if Redis shows no
+        reason.
+        """
         role, _, rest = entry.name.partition("/")
         if not key:
             return f"the address of {entry.name} names no key: it was started with other settings"
@@ -192,7 +202,7 @@ class ProcessCredentials:
 
 
 class PeerVerifier:
-    """Checks of the peers of one process. Without a doorway a peer proves no more than its role."""
+    """Verification of one process's peers. Without credentials a peer proves only its role."""
 
     def __init__(
         self,
@@ -203,41 +213,46 @@ class PeerVerifier:
     ) -> None:
         self._credentials, self._host = credentials, host
         self._directory, self._server = directory, server
-        self._has_revocations = False  # keys may have been revoked since the last look at what runs
+        self._has_revocations = (
+            False  # keys may have been revoked since the last check of running calls
+        )
         if credentials is not None:
             credentials.keys.add_change_listener(self._on_key_change)
 
     def _on_key_change(self) -> None:
-        """Keys may have been revoked; from any thread."""
+        """Note that keys may have been revoked. Runs on any thread."""
         self._directory.invalidate()
         self._has_revocations = True
 
     def mark_suspect(self, route: Route) -> None:
-        """Check a peer again that does not let this process call what it may."""
+        """Verify a peer again that rejects a permitted call."""
         if self._credentials is not None:
             self._credentials.mark_suspect(route.address)
             self._directory.forget(route)
 
     def mark_address_suspect(self, address: str) -> None:
-        """Check the peer at an address again, whose key was refused."""
+        """Verify the peer at an address again after its key was rejected."""
         if self._credentials is not None:
             self._credentials.mark_suspect(address)
 
     async def verify(self, entry: RegistryEntry, bulk: bool = False) -> None:
-        """Return once the process of an entry has proved to be that, with `bulk` by the key of its
-        bulk port. StateUnavailable; HandshakeFailed.
+        """Verify the process of an entry by its key, or with `bulk` by the key of its bulk port.
+
+        Raises StateUnavailable and HandshakeFailed.
         """
         if self._credentials is not None:
             await self._credentials.verify_peer(entry, self._host, bulk=bulk)
 
     async def apply_revocations(self, lease: Lease, telemetry: Telemetry) -> None:
-        """End what runs for revoked keys, and show this process's key where no renewal does."""
+        """Cancel calls of revoked keys, and register this process's key where no lease renewal
+        does.
+        """
         if self._credentials is None:
             return
         if self._has_revocations:
             self._has_revocations = False
             self._server.cancel_revoked(self._credentials.keys.read_cached_holders)
-        if not lease.explain_lapse():  # a renewal shows the key
+        if not lease.explain_lapse():  # the lease's renewal registers the key
             return
         try:
             await self._credentials.refresh()
@@ -252,12 +267,14 @@ def _abbreviate_key(key: str) -> str:
 
 
 def _bulk_key_text_of(address: str) -> str:
-    """The key of the bulk port in an address, as doors have it; empty when there is none."""
+    """Return the bulk port's key in an address, formatted as in credentials; empty if there is
+    none.
+    """
     public = parse_bulk_key(address)
     return format_bulk_key(public) if public else ""
 
 
 def _key_text_of(address: str) -> str:
-    """The key in an address, in hexadecimal digits; empty when there is none."""
+    """Return the key in an address, in hexadecimal digits; empty if there is none."""
     public = parse_key(address)
     return format_key(public) if public else ""

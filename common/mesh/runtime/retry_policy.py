@@ -1,5 +1,6 @@
-"""Repeats what fails while the process that it needs is away, since that process will be restarted;
-within a bound, and where a person sees it.
+"""Retries while a needed process is unavailable, since it will be restarted.
+
+Retries are bounded, and the wait is published.
 """
 
 from __future__ import annotations
@@ -14,47 +15,45 @@ from meshrl.common.base.errors import MeshError, QuotaExceeded, StateUnavailable
 from meshrl.common.mesh.runtime.calls.waits import WaitTable
 
 T = TypeVar("T")
-OUTAGE_ERRORS = (StateUnavailable, StorageFull)  # a person is told of them, and ends them
-OUTAGE_LIMIT_S = 3600.0  # then the process ends by it, and is started again for as long as it lasts
-PEER_LIMIT_S = 900.0  # a service is back within seconds, and has read what it needs within minutes
-PERMANENT_ERROR_LIMIT_S = (
-    60.0  # for errors that a repetition does not mend, unless what they read changes
+OUTAGE_ERRORS = (StateUnavailable, StorageFull)  # outages that are reported, and that a person ends
+OUTAGE_LIMIT_S = (
+    3600.0  # seconds until the process exits by it; it is restarted while the outage lasts
 )
+PEER_LIMIT_S = (
+    900.0  # seconds; a service restarts within seconds and loads its state within minutes
+)
+PERMANENT_ERROR_LIMIT_S = 60.0  # for errors that persist unless their input changes
 MAX_WAIT_CHARS = 120  # characters of an error in a wait
 
-# Where this process says whom it waits for; its mesh sets it.
+# Published waits of this process; its mesh sets them.
 CURRENT_WAITS: ContextVar[WaitTable | None] = ContextVar("waits", default=None)
 
 
 class ServiceUnavailable(MeshError):
-    """A service that should exist has no live lease at the moment."""
+    """Error raised while a service that should exist has no live lease."""
 
     code = "not_there"
     retryable = True
 
 
 class RetryPolicy:
-    """What a loop has that goes on after errors: how long nothing has succeeded, and for whom that
-    makes it wait.
-    """
+    """Retry state of a loop: how long it has failed without a success, and its published wait."""
 
     def __init__(self, clock: Clock, *, outage_s: float = OUTAGE_LIMIT_S) -> None:
         self._clock, self._outage_s, self._peer_s = clock, outage_s, min(PEER_LIMIT_S, outage_s)
-        self._failing_since: float | None = None  # the first error
-        self._no_outage_since = 0.0  # since when errors are of no outage
+        self._failing_since: float | None = None  # monotonic time of the first error
+        self._no_outage_since = 0.0  # monotonic time of the last outage's end
         self._published_wait = ExitStack()
         self._wait: tuple[str, str] = ("", "")
 
     def record_success(self) -> None:
-        """What failed before does no longer."""
+        """Record a success: the failure is over."""
         if self._failing_since is not None:
             self._failing_since, self._wait = None, ("", "")
             self._published_wait.close()
 
     def record_failure(self, error: MeshError) -> None:
-        """Returns while the loop may go on, and says meanwhile what it waits for; else raises
-        `error`.
-        """
+        """Record a failure and publish the wait; raise `error` once the loop must not continue."""
         now = self._clock.monotonic()
         outage = isinstance(error, OUTAGE_ERRORS)
         if self._failing_since is None:
@@ -76,12 +75,12 @@ class RetryPolicy:
             )
 
     def close(self) -> None:
-        """Nothing is waited for any more."""
+        """Withdraw the published wait."""
         self._published_wait.close()
 
 
 def describe_wait(error: MeshError) -> tuple[str, str]:
-    """(what, on) of a wait for an error to be over."""
+    """Describe the wait for an error to end as (what, on)."""
     if isinstance(error, StateUnavailable):
         return error.message[:MAX_WAIT_CHARS], "redis"
     if isinstance(error, QuotaExceeded):
@@ -99,9 +98,11 @@ async def retry(
     interval_s: float = 0.5,
     limit_s: float = OUTAGE_LIMIT_S,
 ) -> T:
-    """The result of `action()`, which is repeated every `every_s` seconds while it fails with a
-    retryable error: for at most `for_s` while Redis is away or a disk is full, and for PEER_S, if
-    that is shorter, for other reasons. Other errors go through.
+    """Run `action()` every `interval_s` seconds while it raises a retryable error; return its
+    result.
+
+    Retries end after `limit_s` seconds of a Redis outage or a full disk. For other reasons they end
+    after PEER_LIMIT_S, if that is shorter. Other errors propagate.
     """
     patience: RetryPolicy | None = None
     try:

@@ -1,5 +1,5 @@
-"""Runs blocking work in a thread, one piece at a time: a piece whose caller was cancelled still
-ends before the next one begins.
+"""Serial executor of blocking work in a thread: a cancelled caller's piece ends before the next
+begins.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from meshrl.common.base.errors import DeadlineExceeded
 from meshrl.common.mesh.runtime.mesh import Mesh
 
 T = TypeVar("T")
-STUCK_EXIT_STATUS = 70  # exit status of a process with a thread that no deadline has ended
-NO_DEADLINE_S = 1e9  # a piece itself has no deadline: those who wait for it have
+STUCK_EXIT_STATUS = 70  # exit status of a process with a thread that outlived its deadline
+NO_DEADLINE_S = 1e9  # a piece has no deadline: its waiters have
 
 
 class SerialExecutor:
-    """A thread for one piece of work at a time.
+    """Thread for one piece of work at a time.
 
-    The next piece waits up to `patience_s` seconds for one whose caller was cancelled, or whose
-    deadline has passed. A piece that outlives this cannot be stopped: the process ends, and its
-    worker starts it again.
+    The next piece waits up to `grace_s` seconds for one whose caller was cancelled, or whose
+    deadline has passed. A piece that outlives this cannot be stopped: the process exits, and its
+    worker restarts it.
     """
 
     def __init__(self, mesh: Mesh, grace_s: float) -> None:
@@ -30,7 +30,10 @@ class SerialExecutor:
         self._busy = asyncio.Lock()
 
     async def run(self, work: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        """What `work` returns. DeadlineExceeded and cancellation leave it running; see `ended`."""
+        """Run `work` and return its result.
+
+        DeadlineExceeded and cancellation leave it running; see `wait_idle`.
+        """
         async with self._busy:
             await self.wait_idle()
             running = self._mesh.host.run_blocking(work, *args, deadline_s=NO_DEADLINE_S)
@@ -40,7 +43,7 @@ class SerialExecutor:
                 return await asyncio.shield(task)
 
     async def wait_idle(self) -> None:
-        """Returns when no piece of work runs any more; ends the process after `patience_s`."""
+        """Wait until no piece of work runs; exit the process after `grace_s` seconds."""
         task = self._task
         if task is None or task.done():
             return
@@ -52,6 +55,6 @@ class SerialExecutor:
 
 
 def consume_exception(task: asyncio.Task[Any]) -> None:
-    """Marks a task's error as seen: its caller has been told, or was cancelled."""
+    """Mark a task's error as retrieved: its caller has received it, or was cancelled."""
     if not task.cancelled():
         task.exception()

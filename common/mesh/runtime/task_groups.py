@@ -1,4 +1,4 @@
-"""Runs tasks as a group, which ends as one: those that are left are cancelled and waited for."""
+"""Groups of tasks that end together: remaining tasks are cancelled and awaited."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ async def _run_group(work: Iterable[Coroutine[Any, Any, Any]]) -> AsyncIterator[
 
 
 async def run_all(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Runs all coroutines at once. After an error or a cancellation the others are cancelled and
-    waited for; the first error is raised.
+    """Run all coroutines concurrently.
+
+    After an error or a cancellation the others are cancelled and awaited; the first error is
+    raised.
     """
     async with _run_group(work) as tasks:
         await asyncio.gather(*tasks)
 
 
 async def run_first(work: Iterable[Coroutine[Any, Any, Any]]) -> Any:
-    """Runs all coroutines at once: what the first one to end returns, or raises. The others are
-    cancelled and waited for.
+    """Run all coroutines concurrently; return or raise the outcome of the first to end.
+
+    The others are cancelled and awaited.
     """
     async with _run_group(work) as tasks:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

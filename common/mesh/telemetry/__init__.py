@@ -1,3 +1,1 @@
-"""What a process reports of itself: logs, counters, metrics, health. Open `metrics_endpoint.py`
-first.
-"""
+"""Self-reports of a process: logs, counters, metrics, health. Open `metrics_endpoint.py` first."""

@@ -1,4 +1,4 @@
-"""A page of metrics in Prometheus' text format."""
+"""Page of metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ METRIC_PREFIX = "meshrl_"
 
 
 class Exposition:
-    """Counters and gauges under `labels`, beside what the kernel knows of the process (CPU time,
+    """Counters and gauges under `labels`, and the kernel's figures of the process (CPU time,
     memory, descriptors).
 
-    Gauges: numbers and truth values; a table of them is one gauge with the label `of`. Texts and
-    lists are left out.
+    Gauges are numbers and booleans; a table of them is one gauge with the label `of`. Texts and
+    lists are omitted.
     """
 
     def __init__(
@@ -24,14 +24,14 @@ class Exposition:
         self._counters, self._gauges = dict(counters), dict(gauges)
 
     def render(self) -> tuple[int, str, bytes]:
-        """HTTP status, content type and body."""
-        # Only a process that is asked pays for the import: 70 ms of CPU time.
+        """Render HTTP status, content type and body."""
+        # Imported on the first request, because the import takes 70 ms of CPU time.
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         return 200, CONTENT_TYPE_LATEST, generate_latest(self)
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of the page, as `prometheus_client` asks a collector for them."""
+        """Yield the metric families of the page, as `prometheus_client` requires of a collector."""
         from prometheus_client import ProcessCollector
         from prometheus_client.metrics_core import CounterMetricFamily
 
@@ -63,5 +63,5 @@ class Exposition:
 
 
 def make_metric_name(name: str) -> str:
-    """A name that Prometheus takes."""
+    """Return a valid Prometheus metric name."""
     return METRIC_PREFIX + re.sub(r"\W", "_", name, flags=re.ASCII)

@@ -1,6 +1,7 @@
-"""Logs and counters: JSON lines on stderr with the service's name, the job that it serves and the
-trace of the call that it answers, if any; and a plain dict that is published with every renewal of
-the lease.
+"""Logs and counters of a process.
+
+Logs are JSON lines on stderr with the service's name, its job, and the trace of the call that it
+serves, if any. Counters are a plain dict that is published with every renewal of the lease.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import structlog
 
 from meshrl.common.mesh.telemetry.tracing import read_trace_id
 
-LOG_INTERVAL_S = 30.0  # between two lines of the log, however many there are
+LOG_INTERVAL_S = 30.0  # seconds between two log lines about rejections
 
 RejectionCounter = Callable[[], Mapping[str, int]]
 
 
 class _LossyLog:
-    """The process's stderr; on a full disk a line is lost, and nobody fails for it."""
+    """Log to the process's stderr; a full disk drops a line without an error."""
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):
@@ -34,8 +35,8 @@ class _LossyLog:
 
 
 def log_to_stderr(service: str, job: str = "") -> None:
-    """Sets up this process's log: one JSON object a line, with the service's name, and the `job`
-    of a process that serves one.
+    """Configure this process's log: one JSON object per line with the service's name and `job`, if
+    any.
     """
     structlog.configure(
         processors=[
@@ -60,15 +61,16 @@ def _make_log_context(service: str, job: str) -> dict[str, str]:
 def _add_trace_id(
     logger: Any, method: str, line: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """Asked of lines that are written alone: who logs nothing pays nothing."""
+    """Add the trace id to written lines only, so that unwritten lines cost nothing."""
     if trace := read_trace_id():
         line.setdefault("trace", trace)
     return line
 
 
 class Telemetry:
-    """What one process counts. Plain numbers in plain dicts: reading them from another thread is
-    safe.
+    """Counters and log of one process.
+
+    Counters are plain numbers in plain dicts, which other threads can read safely.
     """
 
     def __init__(self, service: str, job: str = "") -> None:
@@ -76,12 +78,12 @@ class Telemetry:
         self.counters: dict[str, float] = {}
 
     def count(self, name: str, by: float = 1) -> None:
-        """Adds `by` to a counter, which begins at 0."""
+        """Add `by` to a counter, which starts at 0."""
         self.counters[name] = self.counters.get(name, 0) + by
 
 
 class ConnectionRejections:
-    """Sum over the listeners of a process of the connections that each has turned away."""
+    """Sum of rejected connections over the listeners of a process."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry

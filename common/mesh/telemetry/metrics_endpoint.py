@@ -1,5 +1,6 @@
-"""The HTTP endpoint for monitors: /metrics, /livez and /readyz, served by a thread of its own, so
-that they answer while the event loop stands still.
+"""HTTP endpoint for monitors: /metrics, /livez and /readyz.
+
+A separate thread serves them, so that they answer while the event loop blocks.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from meshrl.common.base.host.listen_addresses import (
 from meshrl.common.base.host.settings import parse_advertised_host
 from meshrl.common.mesh.process.host import Host
 
-POLL_S = 0.5  # how often the thread looks whether it should end
-CLIENT_TIMEOUT_S = 5.0  # a client that neither sends nor reads for so long is hung up on
+POLL_S = 0.5  # seconds between two checks of the thread for its end
+CLIENT_TIMEOUT_S = 5.0  # a client that neither sends nor reads for this time is disconnected
 MAX_CLIENTS = (
-    32  # at once, each on a thread: whoever reaches the port may knock as often as they like
+    32  # at once, each on a thread: any process that reaches the port may connect at any rate
 )
-LISTEN_BACKLOG = (
-    128  # that knock at one moment: one more is heard when it knocks again, a second later
-)
+LISTEN_BACKLOG = 128  # simultaneous connects; one more succeeds at its retry, a second later
 PLAIN_TEXT = "text/plain; charset=utf-8"
 
 PageRenderer = Callable[[], tuple[int, str, bytes]]  # status, content type, body
 
 
 def make_health_page(explain_unhealthy: Callable[[], str]) -> PageRenderer:
-    """200, or 503 with what is wrong; `why_not` runs off the loop and is empty when all is well."""
+    """Make a page of status 200, or of 503 with the reason.
+
+    `explain_unhealthy` runs off the loop and returns an empty text for a healthy process.
+    """
 
     def page() -> tuple[int, str, bytes]:
         reason = explain_unhealthy()
@@ -43,9 +45,11 @@ def make_health_page(explain_unhealthy: Callable[[], str]) -> PageRenderer:
 
 
 class MetricsEndpoint:
-    """Serves `pages` by path until it is closed. `where`: as `mesh.metrics` of a job file, or of
-    another `setting`, which a ConfigError names when no port of its range is free. Others are told
-    `advertise` (as `mesh.advertise`) unless it serves this host alone.
+    """HTTP server of `pages` by path until it is closed.
+
+    `where` is as `mesh.metrics` of a job file, or as another `setting`, which a ConfigError names
+    if no port of its range is free. Its published host is `advertise` (as `mesh.advertise`), unless
+    it serves this host only.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class MetricsEndpoint:
         self._thread = host.run_periodically(0.0, self._serve_next, "endpoint")
 
     def close(self) -> None:
-        """Stops the server, which ends at its thread's next look."""
+        """Stop the server, which ends at its thread's next poll."""
         self._is_closing = True
 
     def _serve_next(self) -> bool:
@@ -88,29 +92,29 @@ class _MetricsServer(ThreadingHTTPServer):
 
     def __init__(self, where: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(where, handler)
-        self._connections: dict[Any, None] = {}  # connections, the oldest first; of several threads
+        self._connections: dict[Any, None] = {}  # connections of several threads, the oldest first
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a client on a thread; the one that has been there for longest makes room."""
+        """Serve a client on a thread; close the oldest connection if there are too many."""
         for oldest in list(self._connections)[: max(0, len(self._connections) + 1 - MAX_CLIENTS)]:
-            with suppress(OSError):  # it has gone by itself
+            with suppress(OSError):  # it is closed already
                 oldest.shutdown(socket.SHUT_RDWR)
         self._connections[request] = None
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread is to be had
+        except RuntimeError:  # no thread can start
             del self._connections[request]
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serves a client to its end."""
+        """Serve a client until its connection ends."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             del self._connections[request]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Ignore the error of a client that disconnected."""
 
 
 class _MetricsServerV6(_MetricsServer):
@@ -135,7 +139,7 @@ class _PageRequest(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Probes come every few seconds: nothing of them belongs in a log."""
+        """Log nothing: probes arrive every few seconds."""
 
 
 def _bind(where: str, pages: Mapping[str, PageRenderer], setting: str) -> _MetricsServer:

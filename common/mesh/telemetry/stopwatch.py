@@ -1,28 +1,26 @@
-"""Where something has spent its time: one state after the other, from its begin to its end, without
-a gap or an overlap.
-"""
+"""Stopwatch of consecutive states, without gaps or overlaps between them."""
 
 from __future__ import annotations
 
 from meshrl.common.base.clock import Clock
 
-MAX_PARTS = 4096  # parts that are kept: what follows counts as the last one's
+MAX_PARTS = 4096  # stored parts; later states count as the last one
 
 
 class NullStopwatch:
-    """Measures nothing: what is not traced has this one."""
+    """Stopwatch without measurements, for untraced objects."""
 
     __slots__ = ()
 
     def enter(self, state: str) -> None:
-        """It is in `state` from now on."""
+        """Enter `state`."""
 
 
 NULL_STOPWATCH = NullStopwatch()
 
 
 class Stopwatch(NullStopwatch):
-    """Begins in a state. A change of state costs two readings of a clock at most."""
+    """Stopwatch that starts in a state. A change of state costs at most two clock readings."""
 
     __slots__ = ("_clock", "_parts", "_since", "_state", "began")
 
@@ -33,14 +31,16 @@ class Stopwatch(NullStopwatch):
         self.began = clock.wall()
 
     def enter(self, state: str) -> None:
-        """It is in `state` from now on."""
+        """Enter `state`."""
         if state != self._state and len(self._parts) < 2 * MAX_PARTS:
             now = self._clock.monotonic()
             self._parts += (self._state, now - self._since)
             self._state, self._since = state, now
 
     def list_parts(self) -> list[str | float]:
-        """Each state until now and its milliseconds, one after the other, less those of none."""
+        """Return states and their milliseconds alternately, in order, without those that round to
+        0.
+        """
         every = [*self._parts, self._state, self._clock.monotonic() - self._since]
         told: list[str | float] = []
         for state, seconds in zip(every[::2], every[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""The context of a request beside its message: its trace, and the deadline of the call that it
+"""Context of a request outside its message: its trace, and the deadline of the call that it
 serves.
 """
 
@@ -17,8 +17,9 @@ _trace: ContextVar[str] = ContextVar("trace", default="")
 
 @dataclass(slots=True, eq=False)
 class CallScope:
-    """The call that the running code serves. Its deadline bounds calls made for it; once it is
-    over, it bounds nothing.
+    """Call that the running code serves.
+
+    Its deadline bounds the calls made for it, until the call is finished.
     """
 
     deadline: float
@@ -29,17 +30,17 @@ current_call: ContextVar[CallScope | None] = ContextVar("scope", default=None)
 
 
 def adopt_trace(traceparent: str) -> None:
-    """What runs from here belongs to the trace of `traceparent`; anything malformed starts none."""
+    """Continue the trace of `traceparent` in this context; a malformed one starts none."""
     _trace.set(traceparent[:TRACE_PREFIX_CHARS] if len(traceparent) == TRACEPARENT_CHARS else "")
 
 
 def read_trace_id() -> str:
-    """32 hex digits, or empty outside any trace."""
+    """Return the trace id: 32 hex digits, or empty outside any trace."""
     return _trace.get()[3:35]
 
 
 class Tracer:
-    """Writes the traceparent of each call; a call outside any trace starts one."""
+    """Source of each call's traceparent; a call outside any trace starts one."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -48,8 +49,9 @@ class Tracer:
         )  # the upper half of our span ids; the call id is the lower
 
     def make_traceparent(self, call_id: int) -> str:
-        """The W3C `traceparent` of an outgoing call: the current trace or a new one, and the call
-        as its parent.
+        """Return the W3C `traceparent` of an outgoing call.
+
+        It names the current trace or a new one, and the call as parent.
         """
         prefix = _trace.get() or f"00-{self._random.hex_token(16)}-"
         return f"{prefix}{self._process}{call_id & 0xFFFFFFFF:08x}-01"

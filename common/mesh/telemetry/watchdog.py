@@ -1,5 +1,5 @@
-"""The watchdog of the event loop: its lag is a metric, and a process whose loop stands still must
-not look alive.
+"""Watchdog of the event loop: its lag is a metric, and a process with a blocked loop counts as
+dead.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from meshrl.common.base.clock import Clock
 
 TICK_S = 0.5
-LOADING_LIMIT_S = 300.0  # reading a large model may hold the loop this long
+LOADING_LIMIT_S = 300.0  # seconds; reading a large model may block the loop this long
 
 
 class Watchdog:
-    """Ticks on the loop; `stalled()` is asked from the renewal thread."""
+    """Watchdog that ticks on the loop; the renewal thread calls `explain_stall`."""
 
     def __init__(self, clock: Clock, stall_limit_s: float) -> None:
         self._clock = clock
@@ -27,7 +27,7 @@ class Watchdog:
         self.lag_s = 0.0
 
     async def next_tick(self) -> None:
-        """Sleeps one interval and notes by how much the loop was late."""
+        """Sleep one interval and record the lag of the loop."""
         due = self._clock.monotonic() + TICK_S
         await self._clock.sleep(TICK_S)
         now = self._clock.monotonic()
@@ -36,7 +36,7 @@ class Watchdog:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Within this block the loop may stand still for 300 s."""
+        """Allow the loop to block for 300 s within this block."""
         self._loading += 1
         try:
             yield
@@ -46,17 +46,18 @@ class Watchdog:
 
     @property
     def stalled_for_s(self) -> float:
-        """Seconds for which the loop has not run now, beyond its interval."""
+        """Seconds for which the loop has not run, beyond its interval."""
         return max(0.0, self._clock.monotonic() - self._ticked - TICK_S)
 
     @property
     def current_lag_s(self) -> float:
-        """Seconds by which the loop was late at its last tick, or is now."""
+        """Seconds of the loop's lag at its last tick or now."""
         return max(self.lag_s, self.stalled_for_s)
 
     def explain_stall(self, starting: bool = False) -> str:
-        """Why this process must count as hung; empty while its loop runs. Nothing ticks while it
-        is `starting`: it may take as long as loading.
+        """Explain why this process counts as hung; empty while its loop runs.
+
+        Without ticks while it is `starting`, it may take as long as loading.
         """
         silent_s = self._clock.monotonic() - self._ticked
         allowed_s = (
@@ -68,7 +69,7 @@ class Watchdog:
 
 
 def dump_stacks(why: str, loop: asyncio.AbstractEventLoop | None) -> None:
-    """Every thread's stack and every task's place, on the real stderr."""
+    """Print every thread's stack and every task's stack to the real stderr."""
     err = sys.__stderr__
     if err is None:
         return

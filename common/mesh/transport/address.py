@@ -1,6 +1,7 @@
-"""Addresses of processes: a ZeroMQ endpoint, and behind `#` the identity of its process where each
-has keys of its own: the public key that it answers calls with, and that of its bulk port, in
-hexadecimal digits with a point between them.
+"""Addresses of processes: a ZeroMQ endpoint, optionally followed by `#` and the process's keys.
+
+The keys are the public key of its calls and that of its bulk port, in hexadecimal digits with a
+point between them.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import re
 from zmq.utils import z85
 
 KEY_SEPARATOR, BULK_KEY_SEPARATOR = "#", "."
-BULK_KEY_PREFIX = "bulk:"  # begins the text of a bulk port's key, which is taken for no other
+BULK_KEY_PREFIX = "bulk:"  # prefix of a bulk port's key, which is unlike other keys
 
 
 def format_address(endpoint: str, public: bytes, bulk: bytes = b"") -> str:
-    """The address of who answers at `endpoint` with the key `public` (Z85), and at its bulk port
-    with the key `bulk` (32 bytes), if it has one.
+    """Format the address of a process.
+
+    Args:
+        endpoint: ZeroMQ endpoint.
+        public: public key of its calls (Z85).
+        bulk: public key of its bulk port (32 bytes), if it has one.
     """
     return f"{endpoint}{KEY_SEPARATOR}{format_key(public)}" + (
         f"{BULK_KEY_SEPARATOR}{bulk.hex()}" if bulk else ""
@@ -23,18 +28,18 @@ def format_address(endpoint: str, public: bytes, bulk: bytes = b"") -> str:
 
 
 def format_key(public: bytes) -> str:
-    """A public key (Z85) in hexadecimal digits, as it is written everywhere else."""
+    """Format a public key (Z85) in hexadecimal digits, the form used everywhere else."""
     text: bytes = z85.decode(public)
     return text.hex()
 
 
 def parse_endpoint(address: str) -> str:
-    """Where to connect to."""
+    """Return the endpoint to connect to."""
     return address.partition(KEY_SEPARATOR)[0]
 
 
 def parse_key(address: str) -> bytes:
-    """The public key (Z85) of who answers there; empty when the address names none."""
+    """Return the public key (Z85) of the process at an address; empty if the address names none."""
     text = address.partition(KEY_SEPARATOR)[2].partition(BULK_KEY_SEPARATOR)[0]
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         return b""
@@ -43,7 +48,7 @@ def parse_key(address: str) -> bytes:
 
 
 def parse_bulk_key(address: str) -> bytes:
-    """The public key (32 bytes) of the bulk port of who answers there; empty when the address names
+    """Return the bulk port's public key (32 bytes) in an address; empty if the address names
     none.
     """
     text = address.partition(KEY_SEPARATOR)[2].partition(BULK_KEY_SEPARATOR)[2]
@@ -51,5 +56,7 @@ def parse_bulk_key(address: str) -> bytes:
 
 
 def format_bulk_key(public: bytes) -> str:
-    """The key of a bulk port as doors and errors have it: no key of calls reads like that."""
+    """Format a bulk port's key for credentials and errors; the prefix distinguishes it from call
+    keys.
+    """
     return f"{BULK_KEY_PREFIX}{public.hex()}"

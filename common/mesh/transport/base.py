@@ -1,4 +1,4 @@
-"""The transport protocol, which both the production sockets and the simulated network implement."""
+"""Transport protocol, implemented by the production sockets and the simulated network."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Protocol
 
 from meshrl.common.base.encoding.messages import Frame
 
-# who sent a request, as only its receiver's transport knows it; empty for what comes back to a
-# caller
+# Sender of a request, an id of its receiver's transport; empty for answers to a caller.
 Peer = bytes
 Frames = Sequence[Frame]
 DeliverCallback = Callable[[Peer, list[Frame], str], None]
@@ -17,15 +16,17 @@ RequesterGoneCallback = Callable[[Peer], None]
 
 
 class Transport(Protocol):
-    """Carries frames between processes, and tells which process has gone; frames may be lost."""
+    """Transport of frames between processes, which also detects exited processes; frames may be
+    lost.
+    """
 
     @property
     def address(self) -> str:
-        """Where others reach this process."""
+        """Address at which other processes reach this one."""
 
     @property
     def rejected_connections(self) -> Mapping[str, int]:
-        """How many connections were turned away so far, by reason."""
+        """Number of rejected connections so far, by reason."""
 
     def start(
         self,
@@ -33,30 +34,36 @@ class Transport(Protocol):
         on_peer_lost: PeerLostCallback,
         on_requester_gone: RequesterGoneCallback,
     ) -> None:
-        """Runs `deliver(peer, frames, role)` on the loop for every message from now on; never
-        before. `role` is what the sender of a request has proved to be, empty where nobody proves
-        anything.
+        """Start running `deliver(peer, frames, role)` on the loop for every message, never earlier.
 
-        `lost(address, reached, refused)`: the process at `address` has gone; unless `reached`,
-        nothing sent to it has arrived; `refused`: something is there, and the two could not prove
-        to each other that they are of one mesh. `gone(peer)`: a requester has gone.
+        `role` is the role that the sender has proved, empty without authentication.
+
+        `on_peer_lost(address, reached, refused)`: the process at `address` has gone. Unless
+        `reached`, no message to it has arrived. `refused`: a process is there, but the two could
+        not authenticate each other as members of one mesh. `on_requester_gone(peer)`: a requester
+        has gone.
         """
 
     def send(self, address: str, frames: Frames) -> None:
-        """A request towards `address`. Never blocks; what the peer cannot take yet is parked.
-        Overloaded at the bound.
+        """Send a request to `address`. Never blocks; parks messages that the peer cannot take yet.
+
+        Raises Overloaded at the bound.
         """
 
     def reply(self, peer: Peer, frames: Frames) -> None:
-        """Sends an answer to the requester, parking like `send`; `gone` reports a lost peer."""
+        """Send an answer to the requester, parking like `send`; `on_requester_gone` reports a lost
+        peer.
+        """
 
     def find_owner(self, peer: Peer) -> str | bytes:
-        """Who sent the request that was last delivered from `peer`: the key that it has proved
-        where each process has one, over all its connections; else this connection alone.
+        """Return the sender of the last request from `peer`.
+
+        This is the key that the sender proved, over all its connections, where each process has a
+        key. Otherwise it is the connection.
         """
 
     def disconnect(self, address: str) -> None:
-        """Closes the connection to `address`, if there is one; the next `send` opens another."""
+        """Close the connection to `address`, if there is one; the next `send` opens another."""
 
     async def close(self) -> None:
-        """Sends what is parked for a short while, then closes all connections."""
+        """Send parked messages for a short while, then close all connections."""

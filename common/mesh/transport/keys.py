@@ -1,4 +1,4 @@
-"""CURVE key pairs of a mesh: one for each process, and one for each token of people outside."""
+"""CURVE key pairs of a mesh: one per process, and one per access token of an outside user."""
 
 from __future__ import annotations
 
@@ -20,90 +20,101 @@ from meshrl.common.mesh.transport.address import (
 )
 
 KEY_CHARACTERS = 40  # of a key in Z85
-MAX_KNOWN_KEYS = 1024  # keys that a process remembers before it looks which of them have gone
-KEYS_PER_QUERY = (
-    64  # keys in one question to Redis, which answers nobody else meanwhile: ms, of ten hosts
-)
-# Without asking again after Redis did not answer: the peers that wait behind are told to try again.
+MAX_KNOWN_KEYS = 1024  # cached keys before a process checks which of them were revoked
+KEYS_PER_QUERY = 64  # keys per query, which blocks Redis for milliseconds with ten hosts
+# Seconds without a query after Redis did not answer: waiting peers are rejected and retry.
 REDIS_BACKOFF_S = 1.0
 
-# Whose a key is, each as role@host: anybody who stands at a door may have entered it there.
+# Holders of a key, each as role@host: any process with credentials may have registered it.
 KeyHolders = tuple[str, ...]
 LookUpHolders = Callable[[Sequence[str]], Sequence[KeyHolders]]
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A key pair for CURVE; both halves are 40 characters of Z85, as ZeroMQ takes them."""
+    """Key pair for CURVE; both halves are 40 characters of Z85, the format of ZeroMQ."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def from_secret(cls, secret: bytes) -> KeyPair:
-        """The pair that has this secret half; ValueError when it is none."""
+        """Return the pair with this secret half; raise ValueError if the secret is invalid."""
         return cls(zmq.curve_public(secret), secret)
 
     @classmethod
     def generate(cls) -> KeyPair:
-        """A pair that nobody else has."""
+        """Generate a fresh key pair."""
         return cls(*zmq.curve_keypair())
 
 
 class TransportKeys(Protocol):
-    """What one end of connections proves itself with, and knows the others by."""
+    """Key pair of one end of a connection, and its view of the keys of other processes."""
 
     @property
     def own_pair(self) -> KeyPair:
-        """The pair that this end proves."""
+        """Key pair that this end authenticates with."""
 
     def find_expected_key(self, address: str) -> bytes:
-        """The public key that who answers at `address` must have."""
+        """Return the public key that the server at `address` must have."""
 
     def make_address(self, endpoint: str) -> str:
-        """The address under which others find who listens at `endpoint`."""
+        """Return the address under which other processes find the listener at `endpoint`."""
 
     def find_roles(self, public: bytes) -> str | None:
-        """What a caller with this public key is, roles with blanks between them; None: nobody, and
-        it is turned away. Runs on the doorkeeper's thread. StateUnavailable: nobody can tell now,
-        and it is to try again.
+        """Return the roles of a caller with this public key, separated by blanks; None rejects the
+        caller.
+
+        Runs on the ZAP authenticator's thread. Raises StateUnavailable while the roles cannot be
+        looked up; the caller may retry.
         """
 
     def make_user_id(self, public: bytes, role: str) -> str:
-        """What is noted at a connection of an admitted caller, for `role_now`."""
+        """Return the user id that the connection of an admitted caller carries, for
+        `find_current_roles`.
+        """
 
     def find_current_roles(self, user: str) -> str:
-        """The roles of a caller at every request, by what was noted; empty: it is nobody's any
-        more. Never waits.
+        """Return the current roles of a caller by its user id; empty if its key is no longer
+        registered. Never blocks.
         """
 
     def add_change_listener(self, changed: Callable[[], None]) -> None:
-        """Has `changed` called, from any thread, whenever an answer of `role_now` may differ."""
+        """Register `changed`, called from any thread whenever a result of `find_current_roles` may
+        differ.
+        """
 
 
 def extract_roles(holders: KeyHolders) -> str:
-    """The roles in each role@host, with blanks between them. Who calls has the other half of its
-    key, so what it may do is what any holder may: to be entered by others takes nothing from it.
+    """Return the roles of all role@host holders, sorted and separated by blanks.
+
+    A caller owns the private half of its key, so it may do what any holder of the key may do. A
+    registration of the same key by another process removes no rights.
     """
     return " ".join(sorted({holder.partition("@")[0] for holder in holders}))
 
 
 class ProcessKeys:
-    """What one process proves itself with, and what it knows of the keys of others. `role_of` and
-    `refresh` may wait for Redis, and are for threads.
+    """Key pairs of one process, and a cache of the holders of other processes' keys.
+
+    `find_holders` and `refresh_key` may block on Redis: call them on threads.
     """
 
     def __init__(self, look_up_holders: LookUpHolders, monotonic: Callable[[], float]) -> None:
-        """`whose`: the holders of public keys in hexadecimal digits, as Redis has them now;
-        StateUnavailable.
+        """Create the key pairs and an empty cache.
+
+        Args:
+            look_up_holders: returns the current holders of public keys (hexadecimal digits) from
+                Redis; raises StateUnavailable.
+            monotonic: clock in seconds.
         """
         self.own_pair = KeyPair.generate()
-        self.bulk_private_key = (
-            X25519PrivateKey.generate()
-        )  # of bulk ports: one pair serves one protocol
+        self.bulk_private_key = X25519PrivateKey.generate()  # for bulk ports: one pair per protocol
         self._look_up_holders, self._monotonic = look_up_holders, monotonic
-        self._known: dict[str, KeyHolders] = {}  # by key; replaced as a whole: read unlocked
-        self._revocation_count: int | None = None  # of revocations when all that is known was true
+        self._known: dict[
+            str, KeyHolders
+        ] = {}  # by key; replaced atomically, so that reads need no lock
+        self._revocation_count: int | None = None  # revocations at the last full query
         self._max_known = MAX_KNOWN_KEYS
         self._lock = threading.Lock()
         self._change_listeners: list[Callable[[], None]] = []
@@ -111,38 +122,43 @@ class ProcessKeys:
 
     @property
     def public_key_text(self) -> str:
-        """Its own public key, in hexadecimal digits."""
+        """Public key of this process, in hexadecimal digits."""
         return format_key(self.own_pair.public)
 
     @property
     def bulk_public_key(self) -> bytes:
-        """The public key of its bulk port, and of who asks at those of others: 32 bytes."""
+        """Public key of this process's bulk port and of its bulk clients: 32 bytes."""
         return self.bulk_private_key.public_key().public_bytes_raw()
 
     def make_address(self, endpoint: str) -> str:
-        """The endpoint with this process's keys behind it."""
+        """Return the endpoint with this process's public keys appended."""
         return format_address(endpoint, self.own_pair.public, self.bulk_public_key)
 
     def find_expected_key(self, address: str) -> bytes:
-        """The key in the address; WrongKeys when it names none."""
+        """Return the public key that the address names; raise WrongKeys if it names none."""
         public = parse_key(address)
         if len(public) != KEY_CHARACTERS:
             raise _make_missing_key_error(address)
         return public
 
     def find_expected_bulk_key(self, address: str) -> bytes:
-        """The key of the bulk port of who answers at `address`; WrongKeys when it names none."""
+        """Return the bulk port's public key that the address names; raise WrongKeys if it names
+        none.
+        """
         if not (public := parse_bulk_key(address)):
             raise _make_missing_key_error(address)
         return public
 
     def find_roles(self, public: bytes) -> str | None:
-        """The roles of who holds this key; None: nobody who is let in. StateUnavailable."""
+        """Return the roles of this key's holders; None if the key is not registered. Raises
+        StateUnavailable.
+        """
         return extract_roles(self.find_holders(format_key(public))) or None
 
     def find_holders(self, key: str) -> KeyHolders:
-        """Who holds this key (hexadecimal digits), asked of Redis the first time. StateUnavailable,
-        for a while without asking again.
+        """Return the holders of this key (hexadecimal digits); query Redis on the first request.
+
+        Raises StateUnavailable, and does so for REDIS_BACKOFF_S seconds without another query.
         """
         if holders := self._known.get(key):
             return holders
@@ -159,19 +175,21 @@ class ProcessKeys:
         return holders
 
     def read_cached_holders(self, key: str) -> KeyHolders:
-        """Who holds this key, as far as is known. Never waits."""
+        """Return the cached holders of this key. Never blocks."""
         return self._known.get(key, ())
 
     def make_user_id(self, public: bytes, role: str) -> str:
-        """The key: what it may do can change."""
+        """Return the key: the rights of a key can change."""
         return format_key(public)
 
     def find_current_roles(self, user: str) -> str:
-        """What the holders of this key are, as far as is known."""
+        """Return the roles of this key's cached holders."""
         return extract_roles(self.read_cached_holders(user))
 
     def refresh_key(self, key: str) -> KeyHolders:
-        """Who holds this key now, whatever was known. StateUnavailable: what was known stays."""
+        """Query the holders of this key, whatever is cached. StateUnavailable leaves the cache
+        unchanged.
+        """
         with self._lock:
             [holders] = self._look_up_holders([key])
             others = {known: who for known, who in self._known.items() if known != key}
@@ -181,9 +199,10 @@ class ProcessKeys:
         return holders
 
     def refresh_keys(self, revocation_count: int) -> None:
-        """Asks again whose the known keys are once `number`, of revocations, has changed, and
-        forgets whose they are no more; also when very many are known, of which most have gone.
-        While Redis is silent nothing is forgotten, and the next call tries again.
+        """Query the holders of all cached keys again once the number of revocations has changed.
+
+        Keys without holders leave the cache. The query also runs when very many keys are cached.
+        While Redis is unavailable the cache stays, and the next call retries.
         """
         with self._lock:
             if revocation_count == self._revocation_count and len(self._known) <= self._max_known:
@@ -204,7 +223,7 @@ class ProcessKeys:
             changed()
 
     def add_change_listener(self, changed: Callable[[], None]) -> None:
-        """`changed` runs after each `refresh` and `ask_again` that asked."""
+        """Register `changed`, called after each query of `refresh_key` and `refresh_keys`."""
         self._change_listeners.append(changed)
 
 
@@ -218,8 +237,9 @@ def _make_missing_key_error(address: str) -> WrongKeys:
 
 
 class TokenKeys:
-    """Keys of connections that tokens open: of the gateway, or of a holder. A role lasts
-    as long as its connection.
+    """Keys of connections that an access token opens, at the gateway or at the token's user.
+
+    A role lasts as long as its connection.
     """
 
     def __init__(
@@ -228,28 +248,34 @@ class TokenKeys:
         gateway_key: bytes,
         find_holder: Callable[[bytes], str | None] = lambda public: None,
     ) -> None:
-        """`gateway`: its public key. `holder`: the id of the good token with a public key."""
+        """Create the keys of one end.
+
+        Args:
+            own: key pair of this end.
+            gateway_key: public key of the gateway.
+            find_holder: returns the id of the valid token with a public key, or None.
+        """
         self.own_pair, self._gateway_key, self._find_holder = own, gateway_key, find_holder
 
     def find_expected_key(self, address: str) -> bytes:
-        """The gateway's key: it is called, and calls nobody."""
+        """Return the gateway's key: the gateway is the only server."""
         return self._gateway_key
 
     def make_address(self, endpoint: str) -> str:
-        """The endpoint: whoever may call knows the key."""
+        """Return the endpoint: each permitted caller has the gateway's key."""
         return endpoint
 
     def find_roles(self, public: bytes) -> str | None:
-        """The id of a token; None: nobody is let in with this key."""
+        """Return the id of the token with this public key; None rejects the caller."""
         return self._find_holder(public)
 
     def make_user_id(self, public: bytes, role: str) -> str:
-        """The role itself."""
+        """Return the role itself."""
         return role
 
     def find_current_roles(self, user: str) -> str:
-        """As it was when it came in."""
+        """Return the role that the connection was opened with."""
         return user
 
     def add_change_listener(self, changed: Callable[[], None]) -> None:
-        """No answer changes."""
+        """Ignore the listener: no result changes."""

@@ -1,12 +1,11 @@
-"""Pumps one ZeroMQ socket by hand on the event loop: reads what there is, writes what fits, and
-parks the rest.
+"""Pump of one ZeroMQ socket on the event loop: it reads, writes what fits, and parks the rest.
 
 ZeroMQ's file descriptor is edge triggered: after every send a drain is scheduled, or calls stall. A
-mandatory ROUTER says EAGAIN for a peer at its high-water mark; what it refuses is parked per peer,
-in order, and retried on every drain and on a timer.
+mandatory ROUTER returns EAGAIN for a peer at its high-water mark. The pump parks the rejected
+messages per peer, in order, and retries them on every drain and on a timer.
 
-On the wire a header has its length before it, and a small body behind it in the same frame: every
-frame is a box of its own to CURVE.
+On the wire the length precedes a header, and a small body follows in the same frame, because CURVE
+encrypts each frame separately.
 """
 
 from __future__ import annotations
@@ -22,23 +21,25 @@ from meshrl.common.base.errors import Overloaded
 from meshrl.common.mesh.transport.base import DeliverCallback, Frames, Peer, RequesterGoneCallback
 from meshrl.common.mesh.transport.zap_authenticator import ZapAuthenticator
 
-DRAIN_MESSAGES = 256  # a turn of the loop stays under ~5 ms
+DRAIN_MESSAGES = 256  # a loop iteration stays under ~5 ms
 BURST_MESSAGES = (
-    16  # messages written in one go: enough to share a wake-up, few enough to overlap with work
+    16  # messages per write: enough to share a wake-up, few enough to overlap with work
 )
 RETRY_S = 0.005
 COPY_BYTES = 65_536  # below this a copy is cheaper than a reference counted across threads
 JOIN_BYTES = (
-    4096  # a body up to this travels in the header's frame; copying it costs less than a frame
+    4096  # a body up to this size shares the header's frame; a copy costs less than a frame
 )
-LENGTH_BYTES = 2  # of the header, little endian, where a message begins
+LENGTH_BYTES = 2  # size of the header's length, little endian, at the start of a message
 _NO_WAIT = int(zmq.NOBLOCK)
 _SEND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class SocketPump:
-    """One socket on the loop. What one turn of the loop sends is written in bursts: ZeroMQ's own
-    thread then finds several messages at each wake-up, which saves a fifth of a call's CPU time.
+    """Pump of one socket on the loop.
+
+    Messages of one loop iteration are written in bursts. ZeroMQ's own thread then finds several
+    messages at each wake-up, which saves a fifth of a call's CPU time.
     """
 
     def __init__(
@@ -50,18 +51,18 @@ class SocketPump:
     ) -> None:
         self.socket = socket
         self._authenticator = authenticator
-        self._roles: dict[Peer, str] = {}  # of connections, since the door's last change
-        self.owners: dict[Peer, str] = {}  # keys of connections, likewise
+        self._roles: dict[Peer, str] = {}  # by connection, since the authenticator's last change
+        self.owners: dict[Peer, str] = {}  # keys by connection, likewise
         self._change_marker: object = None
-        # zmq.Socket's own send and recv are wrappers in Python; the compiled ones beneath take half
-        # the time
+        # zmq.Socket's own send and recv are Python wrappers; the compiled functions take half the
+        # time.
         raw: Any = super(zmq.Socket, socket)
         self._send = raw.send
         self._recv = raw.recv
         self._is_router = is_router
         self._max_parked = max_parked
-        self._outbox: list[tuple[Peer, Frames]] = []  # sent in this turn
-        self._parked: dict[Peer, deque[Frames]] = {}  # what waits, of each in order
+        self._outbox: list[tuple[Peer, Frames]] = []  # sent in this loop iteration
+        self._parked: dict[Peer, deque[Frames]] = {}  # waiting messages, in order per peer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
         self._retry: asyncio.TimerHandle | None = None
@@ -69,13 +70,15 @@ class SocketPump:
     def start(
         self, loop: asyncio.AbstractEventLoop, deliver: DeliverCallback, gone: RequesterGoneCallback
     ) -> None:
-        """From now on `deliver` has what arrives, and `gone` each peer that has no connection."""
+        """Start passing messages to `deliver`, and each peer without a connection to `gone`."""
         self._loop, self._deliver, self._on_requester_gone = loop, deliver, gone
         loop.add_reader(self.socket.fileno(), self.run_once)
         self._schedule()
 
     def send(self, peer: Peer, frames: Frames) -> None:
-        """Sends a message, in this turn of the loop if there is room. Overloaded: too many wait."""
+        """Send a message, in this loop iteration if there is space. Raises Overloaded if too many
+        wait.
+        """
         waiting = self._parked.get(peer) if self._parked else None
         if len(self._outbox if waiting is None else waiting) >= self._max_parked:
             raise Overloaded(f"{self._max_parked} messages wait to be sent")
@@ -89,8 +92,8 @@ class SocketPump:
             self._schedule()
 
     def run_once(self) -> bool:
-        """Writes, then reads and delivers; whether there may be more, for which another turn is
-        scheduled.
+        """Write, then read and deliver; return True if there may be more, and schedule another
+        iteration.
         """
         self._scheduled = False
         if self.socket.closed:
@@ -98,7 +101,7 @@ class SocketPump:
         self._write_out()
         recv, deliver, routes = self._recv, self._deliver, self._is_router
         guarded, role = self._authenticator is not None, ""
-        again = True  # also when `deliver` raises: the descriptor will not fire for what is left
+        again = True  # also if `deliver` raises: the descriptor does not fire for the rest
         try:
             for _ in range(DRAIN_MESSAGES):
                 peer = recv(_NO_WAIT) if routes else b""
@@ -119,16 +122,17 @@ class SocketPump:
         except zmq.Again:
             again = False
         finally:
-            # a write may swallow the edge by which the descriptor tells of arrivals: read after it
+            # a write may consume the edge that signals arrivals: read after it
             wrote = self._write_out()
             if (again or wrote) and not self._scheduled and not self.socket.closed:
                 self._schedule()
         return again
 
     def _find_role(self, peer: Peer, frame: Any) -> str:
-        """What the sender has proved to be. Asking its connection costs a microsecond, so it is
-        remembered until anybody connects, who might come under the name of one that has gone, or
-        keys were revoked.
+        """Return the role that the sender has proved.
+
+        A query of its connection costs a microsecond, so the result is cached until a connection
+        arrives or keys are revoked. A new connection may have the routing id of an earlier one.
         """
         door = self._authenticator
         assert door is not None
@@ -145,7 +149,7 @@ class SocketPump:
         return role
 
     def _write_out(self) -> bool:
-        """Sends what fits; whether anything did, or was tried for the first time."""
+        """Send what fits; return True if a message was sent or tried for the first time."""
         outbox, self._outbox = self._outbox, []
         for peer, frames in outbox:
             self._parked.setdefault(peer, deque()).append(frames)
@@ -193,11 +197,11 @@ class SocketPump:
 
     @property
     def parked_count(self) -> int:
-        """The number of messages that the socket has refused for now."""
+        """Number of messages that the socket has rejected for now."""
         return sum(map(len, self._parked.values()))
 
     def close(self, linger_ms: int) -> None:
-        """Closes the socket, which may go on sending for so long."""
+        """Close the socket, which may continue to send for `linger_ms` milliseconds."""
         if self.socket.closed:
             return
         if linger_ms:

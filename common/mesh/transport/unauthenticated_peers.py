@@ -1,10 +1,10 @@
-"""Limits of connections to a ROUTER, which ZeroMQ has none of: how many come from one address, how
-many have proved no key yet, and how much such a one may send.
+"""Connection limits of a ROUTER, which ZeroMQ lacks.
 
-ZeroMQ says which descriptor it has accepted and which it has lost, not whose handshake has
-succeeded. The kernel tells: who has proved nothing was sent a greeting and a WELCOME, and who has
-was sent READY behind them. What is too much is shut down here; ZeroMQ then finds its end. Runs on
-the doorkeeper's thread.
+They bound the connections per address, the unauthenticated connections, and the bytes that an
+unauthenticated connection may send. ZeroMQ reports accepted and closed descriptors, but no
+successful handshakes. The kernel's byte counters show them: an unauthenticated peer was sent a
+greeting and a WELCOME, an authenticated one also READY. This module shuts excess connections down,
+and ZeroMQ then closes them. It runs on the ZAP authenticator's thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-POLL_S = 0.25  # between two looks at those that have proved nothing
-# The same for each of them, while they are too many: a look at one takes some 10 us.
+POLL_S = 0.25  # seconds between two checks of unauthenticated connections
+# Seconds per connection, while there are too many: a check of one takes about 10 us.
 CHECK_COST_S = 5e-5
-# What this end has sent before a proof: 64 bytes of greeting, 170 of WELCOME, 12 of an ERROR; the
-# READY that follows a proof has some 65.
+# Sent before authentication: 64 bytes of greeting, 170 of WELCOME, 12 of an ERROR. The READY
+# after it has about 65.
 MAX_HANDSHAKE_SENT_BYTES = 256
 # Bytes received, sent, and sent again, in Linux' tcp_info
 _TCP_INFO = struct.Struct("<128xQ64xQQ")
@@ -29,12 +29,12 @@ _TCP_INFO = struct.Struct("<128xQ64xQQ")
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Of connections, at one process."""
+    """Connection limits of one process."""
 
-    per_address: int = 2048  # from one address, proved or not: every process of a host has one
-    unauthenticated: int = 1024  # that have proved nothing, together; ZeroMQ drops each after 30 s
-    unauthenticated_per_address: int = 256  # of them: all processes of a host may begin at once
-    unauthenticated_bytes: int = 65_536  # from one of them; a handshake takes under 1 KiB
+    per_address: int = 2048  # from one address: every process of a host has one
+    unauthenticated: int = 1024  # of all addresses; ZeroMQ drops each after 30 s
+    unauthenticated_per_address: int = 256  # all processes of a host may start at once
+    unauthenticated_bytes: int = 65_536  # per connection; a handshake takes under 1 KiB
 
 
 @dataclass
@@ -44,33 +44,34 @@ class _AcceptedConnection:
 
 
 class UnauthenticatedPeers:
-    """Knows the connections of one ROUTER by their descriptors."""
+    """Connections of one ROUTER by their descriptors."""
 
     def __init__(self, limits: ConnectionLimits, rejected: Counter[str]) -> None:
-        """`refused` counts by reason: "connections", "strangers" or "bytes"."""
+        """Create the table. `rejected` counts shut-down connections by reason."""
         self._limits, self._rejected = limits, rejected
         self._checked_at = 0.0
         self._connections: dict[int, _AcceptedConnection] = {}
         self._unauthenticated: dict[int, _AcceptedConnection] = {}
         self._count_by_origin: Counter[str] = (
             Counter()
-        )  # connections by origin, and those of strangers
+        )  # connections by origin, and unauthenticated ones
         self._unauthenticated_by_origin: Counter[str] = Counter()
 
     def check_if_due(self) -> int | None:
-        """Looks at those that have proved nothing, if it is time; in how many ms the next look is
-        due, None while there are none.
+        """Check the unauthenticated connections if it is time.
+
+        Returns the milliseconds to the next check, or None without such connections.
         """
         self._check_after(POLL_S)
         return int(1000 * POLL_S) if self._unauthenticated else None
 
     def add_connection(self, descriptor: int) -> None:
-        """ZeroMQ has accepted a connection."""
+        """Add a connection that ZeroMQ has accepted."""
         self.remove_connection(descriptor)
         try:
             with _duplicate_socket(descriptor) as end:
                 peer = end.getpeername()[:2]
-        except OSError:  # it has gone again
+        except OSError:  # it is closed already
             return
         found = _AcceptedConnection(peer, _find_origin(peer[0]))
         self._connections[descriptor] = self._unauthenticated[descriptor] = found
@@ -81,12 +82,12 @@ class UnauthenticatedPeers:
         elif self._too_many(found.origin):
             self._check_after(
                 CHECK_COST_S * len(self._unauthenticated)
-            )  # some may have proved a key
+            )  # some may be authenticated by now
             if descriptor in self._unauthenticated and self._too_many(found.origin):
                 self._shut_down(descriptor, "strangers")
 
     def remove_connection(self, descriptor: int) -> None:
-        """ZeroMQ has lost it."""
+        """Remove a connection that ZeroMQ has closed."""
         connection = self._connections.pop(descriptor, None)
         if connection is not None:
             _decrement(self._count_by_origin, connection.origin)
@@ -98,12 +99,12 @@ class UnauthenticatedPeers:
             self._check()
 
     def _check(self) -> None:
-        """Finds out who has proved a key, and shuts who sends too much."""
+        """Find newly authenticated connections, and shut down those that send too much."""
         for descriptor, connection in list(self._unauthenticated.items()):
             try:
                 with _duplicate_socket(descriptor) as end:
                     if end.getpeername()[:2] != connection.peer:
-                        continue  # its end is about to be told
+                        continue  # ZeroMQ is about to report its end
                     info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             except OSError:
                 continue
@@ -133,13 +134,14 @@ class UnauthenticatedPeers:
                 if end.getpeername()[:2] == connection.peer:
                     end.shutdown(socket.SHUT_RDWR)
                     self._rejected[why] += 1
-        except OSError:  # it has gone by itself
+        except OSError:  # it is closed already
             pass
 
 
 def _duplicate_socket(descriptor: int) -> socket.socket:
-    """A socket of our own for ZeroMQ's: it stays the same one however soon that is closed. OSError:
-    it has been, and by now perhaps a file has its number.
+    """Duplicate ZeroMQ's socket, so that its descriptor stays valid after ZeroMQ closes it.
+
+    Raises OSError if it is closed already; a file may have its number by now.
     """
     own = os.dup(descriptor)
     try:
@@ -150,7 +152,9 @@ def _duplicate_socket(descriptor: int) -> socket.socket:
 
 
 def _find_origin(host: str) -> str:
-    """The address that a peer is counted by: whoever has one of IPv6 has 2^64 of them."""
+    """Return the address that a peer counts under: the /64 network for IPv6, as each user has
+    2^64.
+    """
     found = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         mapped = found.ipv4_mapped

@@ -1,9 +1,9 @@
-"""The thread that decides who may connect to a ROUTER, and counts whom it turned away.
+"""Thread that authenticates connections to a ROUTER, and counts the rejected ones.
 
-ZeroMQ asks over ZAP (RFC 27) whose key a peer has proved. A thread answers and not the event loop,
-which may stand still for minutes while a model loads: peers would miss their handshake's deadline
-one after the other. The ROUTER's monitor is read here for the same reason, as its writer would
-block: it tells of those who cannot even begin a handshake, being from outside the mesh.
+ZeroMQ requests the holder of a peer's key over ZAP (RFC 27). A thread answers, because the event
+loop may block for minutes while a model loads. Peers would then miss the deadline of their
+handshakes. The thread also reads the ROUTER's monitor, because a full monitor would block its
+writer. The monitor reports peers from outside the mesh, which cannot begin a handshake.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from meshrl.common.mesh.transport.unauthenticated_peers import (
 )
 
 ZAP_DOMAIN = b"meshrl"
-# Nobody can tell now whose key that is: the other end hears this and tries again. RFC 27 has 300
-# for it, after which libzmq says nothing, and holds the connection until its handshake times out.
+# The key cannot be looked up now: the peer receives this status and retries. After RFC 27's 300,
+# libzmq sends no answer and keeps the connection until its handshake times out.
 UNDECIDED_STATUS = b"500"
-MAX_MONITOR_EVENTS = 10_000  # of the monitor that may wait for this thread; about 2 MB
+MAX_MONITOR_EVENTS = 10_000  # queued events of the monitor; about 2 MB
 _MONITOR = "inproc://doorkeeper"
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -37,7 +37,9 @@ _HANDSHAKE_FAILURES = (
 
 
 class ZapAuthenticator:
-    """Guards one ROUTER: to be made before it listens. Its thread ends with the context."""
+    """Authenticator of one ROUTER, to create before it listens. Its thread ends with the
+    context.
+    """
 
     def __init__(
         self,
@@ -46,25 +48,23 @@ class ZapAuthenticator:
         keys: TransportKeys,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        # Another one whenever a connection comes in or a role may be another: what is known of
+        # Replaced whenever a connection arrives or a role may have changed: cached facts about
         # connections may then be out of date.
         self.change_marker = object()
-        # "keys": proved a key that nobody of the mesh has. "handshake": did not get that far.
-        # "descriptors": there was none left to take a connection with. "undecided": Redis was
-        # silent. "connections", "strangers" and "bytes": see `ConnectionLimits`.
+        # "keys": the key is not registered. "handshake": the handshake failed before that.
+        # "descriptors": none was left to accept a connection. "undecided": Redis did not
+        # answer. Others: see `ConnectionLimits`.
         self.refused: Counter[str] = Counter()
         self.keys = keys
         self._zap_socket = context.socket(zmq.REP)
         self._zap_socket.set(zmq.LINGER, 0)
         self._zap_socket.bind("inproc://zeromq.zap.01")
-        self.has_process_keys = isinstance(
-            keys, ProcessKeys
-        )  # whether no two processes share a key
+        self.has_process_keys = isinstance(keys, ProcessKeys)  # no two processes share a key
         keys.add_change_listener(self._note_change)
         router.set(zmq.CURVE_SERVER, 1)
         router.set(zmq.CURVE_SECRETKEY, keys.own_pair.secret)
         router.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of ours nobody comes in
+        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # reject connections without our answer
         self._unauthenticated = (
             UnauthenticatedPeers(limits, self.refused) if limits is not None else None
         )
@@ -100,8 +100,8 @@ class ZapAuthenticator:
             self._monitor.close()
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
-        """The User-Id of an admitted connection tells `TransportKeys.find_current_roles` who it
-        is.
+        """Answer a ZAP request. The User-Id identifies the caller for
+        `TransportKeys.find_current_roles`.
         """
         status, user = b"400", ""
         # [version, id, domain, address, routing id, mechanism, key], as RFC 27 has it
@@ -113,7 +113,7 @@ class ZapAuthenticator:
                 self.refused["undecided"] += 1
                 status, role = UNDECIDED_STATUS, None
             if role is not None:
-                self._note_change()  # before any message of it can arrive
+                self._note_change()  # before its first message can arrive
                 status, user = b"200", self.keys.make_user_id(public, role)
         return [*request[:2], status, b"", user.encode(), b""]
 
@@ -128,7 +128,7 @@ class ZapAuthenticator:
         elif event["event"] == zmq.EVENT_ACCEPT_FAILED:
             self.refused["descriptors"] += 1
         elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            if event["value"] != int(UNDECIDED_STATUS):  # which is counted when it is answered
+            if event["value"] != int(UNDECIDED_STATUS):  # counted when it is answered
                 self.refused["keys"] += 1
         elif event["event"] & _HANDSHAKE_FAILURES:
             self.refused["handshake"] += 1

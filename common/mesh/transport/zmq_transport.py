@@ -1,9 +1,8 @@
-"""The production transport over ZeroMQ: a ROUTER for requests to this process, a DEALER for each
-peer, both pumped by hand on the event loop.
+"""Production transport over ZeroMQ: a ROUTER for requests to this process and a DEALER per peer.
 
-A DEALER's monitor tells within milliseconds that its peer's process has ended. With keys every
-connection is CURVE: both ends prove that they belong to the mesh, and a request comes with the role
-that its sender has proved.
+The event loop pumps both. A DEALER's monitor reports within milliseconds that its peer's process
+has exited. With keys every connection uses CURVE: both ends prove that they belong to the mesh, and
+a request carries its sender's proven role.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from meshrl.common.mesh.transport.socket_pump import SocketPump
 from meshrl.common.mesh.transport.unauthenticated_peers import ConnectionLimits
 from meshrl.common.mesh.transport.zap_authenticator import UNDECIDED_STATUS, ZapAuthenticator
 
-LINGER_MS = 300  # last replies on the way out
+LINGER_MS = 300  # milliseconds for the last replies
 MAX_SOCKETS = 16_384  # libzmq's own limit is 1,023
-_AUTH_FAILURE = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # the other end has said so
+_AUTH_FAILURE = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # the other end has reported it
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | _AUTH_FAILURE
 )
-MAX_PARKED_MESSAGES = 10_000  # messages to one peer that wait beside its full queue
-_HANDSHAKE_S = 30.0  # that a peer may take to answer once it is connected, as libzmq has it
-_SILENT_SHARE = 0.9  # of it, without a word: nobody has refused anything
+MAX_PARKED_MESSAGES = 10_000  # per peer, beside its full queue
+_HANDSHAKE_S = 30.0  # libzmq's limit from connection to answer
+_SILENT_SHARE = 0.9  # of it without an answer: that is no rejection
 _CONNECTION_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _HANDSHAKE_FAILURES
 
 
 class _PeerConnection:
-    """Our DEALER to one peer, and the monitor that sees the connection end."""
+    """DEALER to one peer, and the monitor that reports the end of its connection."""
 
     def __init__(
         self,
@@ -56,7 +55,9 @@ class _PeerConnection:
         rejection_events: int,
         silence_limit_s: float,
     ) -> None:
-        """`refused`: the events that are a refusal, unless one comes only after `silent_s`."""
+        """Open the connection. `rejection_events` count as a rejection, unless one comes after
+        `silence_limit_s`.
+        """
         self.pump = pump
         self._loop = loop
         self._on_end = on_end
@@ -82,7 +83,7 @@ class _PeerConnection:
                 pass
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 decided = heard["value"] != int(UNDECIDED_STATUS)
-            else:  # a process that stands still does not answer, whatever keys it has
+            else:  # a stopped process does not answer, whatever its keys
                 decided = time.monotonic() - self._started_at < self._silence_limit_s
             self._on_end(self._was_reached, bool(event & self._rejection_events) and decided)
 
@@ -95,12 +96,12 @@ class _PeerConnection:
 
 
 class ZmqTransport:
-    """Listens as soon as it is made (so that `address` is known), reads once it is started.
+    """ZeroMQ transport that listens once created, so that `address` is known, and reads once
+    started.
 
     `bind` is a ZeroMQ endpoint; `*` as its port takes any free one, `LOW-HIGH` the first free one
-    of a range. `advertise` is the host (or whole endpoint) under which others reach it, when that
-    differs. Without `keys` anybody is served, and whatever answers at an address is believed: for
-    tests alone.
+    of a range. `advertise` is the host (or whole endpoint) under which other processes reach it, if
+    that differs. Without `keys` it serves every peer and trusts every address: for tests only.
     """
 
     def __init__(
@@ -114,10 +115,13 @@ class ZmqTransport:
         silence_is_rejection: bool = True,
         handshake_timeout_s: float = _HANDSHAKE_S,
     ) -> None:
-        """`connections`: limits of those that come, where others than this host's reach us.
-        `silence_refuses`: a handshake that ends without a word is one with wrong keys, as between
-        processes that a registry names; else nobody may be behind that address just now. One that
-        has no end within `handshake_s` is with a process that stands still.
+        """Create the transport and listen.
+
+        Args:
+            connection_limits: limits of incoming connections, where other hosts can connect.
+            silence_is_rejection: treat a handshake that ends without an answer as one with wrong
+                keys, as between processes of one registry. Else the peer may be missing for now.
+            handshake_timeout_s: a handshake without an end after this time has a stopped peer.
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
@@ -162,9 +166,7 @@ class ZmqTransport:
 
     @property
     def rejected_connections(self) -> dict[str, int]:
-        """How many connections were turned away so far, by reason; see
-        `ZapAuthenticator.refused`.
-        """
+        """Number of rejected connections so far, by reason; see `ZapAuthenticator.refused`."""
         return dict(self._authenticator.refused) if self._authenticator is not None else {}
 
     def start(
@@ -173,14 +175,16 @@ class ZmqTransport:
         on_peer_lost: PeerLostCallback,
         on_requester_gone: RequesterGoneCallback,
     ) -> None:
-        """Begins to deliver messages on the running loop; see `Transport.start`."""
+        """Start delivering messages on the running loop; see `Transport.start`."""
         self._loop = asyncio.get_running_loop()
         self._deliver, self._lost, self._gone = deliver, on_peer_lost, on_requester_gone
         self._router.start(self._loop, deliver, on_requester_gone)
 
     def send(self, address: str, frames: Frames) -> None:
-        """Sends a request to `address`, over a new connection if there is none. Overloaded: too
-        many are parked; WrongKeys: the address names no key.
+        """Send a request to `address`, over a new connection if there is none.
+
+        Raises Overloaded if too many messages are parked, and WrongKeys if the address names no
+        key.
         """
         link = self._connections.get(address)
         if link is None:
@@ -188,7 +192,7 @@ class ZmqTransport:
         link.pump.send(b"", frames)
 
     def reply(self, peer: Peer, frames: Frames) -> None:
-        """Sends an answer to who asked. Overloaded: too many are parked."""
+        """Send an answer to the requester. Raises Overloaded if too many messages are parked."""
         self._router.send(peer, frames)
 
     def _connect(self, address: str) -> _PeerConnection:
@@ -219,34 +223,36 @@ class ZmqTransport:
         return link
 
     def find_owner(self, peer: Peer) -> str | Peer:
-        """The key that it has proved if it is a process of the mesh, else the peer itself."""
+        """Return the key that a process of the mesh has proved, else the peer itself."""
         return self._router.owners.get(peer, peer)
 
     def disconnect(self, address: str) -> None:
-        """Closes the connection to `address` at once; what it has parked is dropped."""
+        """Close the connection to `address` at once and drop its parked messages."""
         link = self._connections.pop(address, None)
         if link is not None:
             link.close(0)
 
     @property
     def parked_count(self) -> int:
-        """The number of messages that wait for peers that cannot take them yet."""
+        """Number of messages parked for peers that cannot take them yet."""
         pumps = [self._router, *(link.pump for link in self._connections.values())]
         return sum(pump.parked_count for pump in pumps)
 
     async def close(self) -> None:
-        """Sends what is parked for up to LINGER_MS, then closes all connections."""
+        """Send parked messages for up to LINGER_MS, then close all connections."""
         for link in list(self._connections.values()):
             link.close(LINGER_MS)
         self._connections.clear()
         self._router.close(LINGER_MS)
         loop = asyncio.get_running_loop()
-        # Once handed over it runs to its end, even if who waits for it is cancelled.
+        # The executor completes the call even if this coroutine is cancelled.
         await asyncio.shield(loop.run_in_executor(None, self._context.term))
 
 
 def _bind(router: zmq.Socket[bytes], bind: str) -> str:
-    """The endpoint that it listens at, the first free one of `bind`; ConfigError: there is none."""
+    """Bind to the first free endpoint of `bind` and return it; raise ConfigError if there is
+    none.
+    """
     endpoints = [bind]
     if bind.startswith("tcp://"):
         interface, tried = parse_listen_address(bind, "mesh.bind")

@@ -1,6 +1,4 @@
-"""The frames that cross a wire, [header][body][buffer...]: their kinds, and the limits on their
-sizes.
-"""
+"""Frames of a message on the wire, [header][body][buffer...]: their kinds and size limits."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ WIRE_VERSION = 1
 CALL, REPLY, ERROR, ITEM, END, CREDIT, CANCEL, CAST = range(1, 9)
 # version, kind, id, actor, method, sender, target, number, traceparent. `sender` and `target` are
 # incarnations. `number` is the remaining deadline of a CALL in ms (0: none), the position of an
-# ITEM or END in its stream, and how many items the consumer has taken in a CREDIT.
+# ITEM or END in its stream, and in a CREDIT the number of items that the consumer has taken.
 _HEADER_TYPES = (int, int, int, str, str, str, str, int, str)
 _pack: Callable[[Any], bytes] = msgpack.Packer(autoreset=True).pack
 _unpack: Callable[..., Any] = msgpack.unpackb
@@ -38,14 +36,15 @@ def pack_header(
     number: int = 0,
     trace: str = "",
 ) -> bytes:
-    """The header frame of a message. `number` means what its kind says: a deadline, a place or
-    credits.
+    """Pack the header frame of a message.
+
+    The meaning of `number` depends on the kind: a deadline, a position or credits.
     """
     return _pack((WIRE_VERSION, kind, call_id, actor, method, sender, target, number, trace))
 
 
 def unpack_header(frame: Frame) -> tuple[Any, ...]:
-    """The nine fields of a header; BadMessage if it is too long, or not nine, or mistyped."""
+    """Unpack the nine fields of a header; raise BadMessage if it is too long or malformed."""
     if len(frame) > LIMITS.header_bytes:
         raise BadMessage(f"a header of {len(frame)} bytes; the limit is {LIMITS.header_bytes}")
     try:
@@ -63,12 +62,12 @@ def unpack_header(frame: Frame) -> tuple[Any, ...]:
 
 
 def pack_error(code: str, text: str) -> bytes:
-    """The body of an error: its code, and up to 4096 characters of text."""
+    """Pack the body of an error: its code, and up to 4096 characters of text."""
     return _pack((code, text[:4096]))
 
 
 def unpack_error(body: Frame) -> tuple[str, str]:
-    """(code, text) of an error's body; BadMessage if it holds anything else."""
+    """Unpack an error's body to (code, text); raise BadMessage if it is malformed."""
     code, text = check_arity(unpack_body(body), 2, "an error")
     if type(code) is not str or type(text) is not str:
         raise BadMessage("an error that is not a code and a text")
@@ -76,7 +75,9 @@ def unpack_error(body: Frame) -> tuple[str, str]:
 
 
 def check_sizes(frames: Sequence[Frame]) -> None:
-    """BadMessage if the frames [header, body, buffer...] exceed a limit; looks at lengths only."""
+    """Raise BadMessage if the frames [header, body, buffer...] exceed a limit; check lengths
+    only.
+    """
     if len(frames) > LIMITS.frames:
         raise BadMessage(f"a message of {len(frames)} frames; the limit is {LIMITS.frames}")
     total = 0

@@ -1,5 +1,6 @@
-"""The architectures that the decoder implements, and what each takes for keys that a config.json
-does not have: the defaults of its configuration class in `transformers`.
+"""Architectures that the decoder implements, and their defaults for keys that a config.json lacks.
+
+The defaults are those of the configuration classes in `transformers`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# What all of them share; an architecture's own defaults come on top.
+# Defaults that all architectures share; an architecture's own defaults take precedence.
 _COMMON_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -28,18 +29,19 @@ _QWEN_MOE_DEFAULTS = _MOE_DEFAULTS | {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of `transformers`' decoders, as it differs from Llama."""
+    """Decoder of `transformers`, described by its differences from Llama."""
 
-    model_class: str  # its class with a language-modelling head
-    own_defaults: Mapping[str, Any]  # defaults, beside those that all have
-    has_layer_types: bool = False  # config.json may say for each layer whether its window slides
+    model_class: str  # class with a language-modelling head
+    own_defaults: Mapping[str, Any]  # defaults beside the shared ones
+    has_layer_types: bool = False  # config.json may set for each layer if its window slides
     experts_module: str = ""  # name of the layer's part that has router and experts; "": no mixture
-    expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    # projections of an expert
+    expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     ignored_keys: frozenset[str] = field(default_factory=frozenset)  # keys without a meaning here
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Key of config.json -> what holds where it is absent."""
+        """Value of each key of config.json that is absent."""
         return _COMMON_DEFAULTS | dict(self.own_defaults)
 
 
@@ -48,7 +50,7 @@ ARCHITECTURES = {
         "LlamaForCausalLM",
         {
             "max_position_embeddings": 2048,
-            "num_key_value_heads": None,  # as many as heads
+            "num_key_value_heads": None,  # equal to the number of heads
             "attention_bias": False,
             "mlp_bias": False,
         },
@@ -87,7 +89,7 @@ ARCHITECTURES = {
             "layer_types": None,
         },
         has_layer_types=True,
-        ignored_keys=frozenset({"attention_bias", "qkv_bias"}),  # it always has them
+        ignored_keys=frozenset({"attention_bias", "qkv_bias"}),  # always present
     ),
     "qwen2_moe": Architecture(
         "Qwen2MoeForCausalLM",
@@ -119,7 +121,7 @@ ARCHITECTURES = {
             "attention_bias": False,
         },
         has_layer_types=True,
-        ignored_keys=frozenset({"use_qk_norm"}),  # it always has them
+        ignored_keys=frozenset({"use_qk_norm"}),  # always present
     ),
     "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
@@ -134,7 +136,7 @@ ARCHITECTURES = {
             "moe_intermediate_size": 768,
         },
         experts_module="mlp",
-        # Its windows are in all layers, or in none; it always has norms of queries and keys.
+        # All layers or none have windows; norms of queries and keys are always present.
         ignored_keys=frozenset({"max_window_layers", "use_qk_norm"}),
     ),
     "smollm3": Architecture(
@@ -157,7 +159,7 @@ ARCHITECTURES = {
     ),
 }
 
-# Keys that say nothing about what is computed: names, tokens, training, generation.
+# Keys without an effect on the arithmetic: names, tokens, training, generation.
 NEUTRAL_KEYS = frozenset(
     {
         "architectures",
@@ -235,7 +237,7 @@ NEUTRAL_KEYS = frozenset(
         "begin_suppress_tokens",
     }
 )
-REQUIRED_KEYS = (  # without which a description is none
+REQUIRED_KEYS = (  # keys that every config.json must have
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -244,14 +246,14 @@ REQUIRED_KEYS = (  # without which a description is none
 )
 _TRUE_BY_DEFAULT = frozenset(
     {"is_causal", "use_rope"}
-)  # keys of which True is what every decoder does
-_FACTOR_KEY = re.compile(r"multiplier|scal(e|ing)$|factor")  # 1 leaves what it multiplies as it is
-# Ids of tokens; dropout, which is for pre-training; what a tool notes for itself.
+)  # keys whose value True is the behaviour of every decoder
+_FACTOR_KEY = re.compile(r"multiplier|scal(e|ing)$|factor")  # factors whose value 1 has no effect
+# Ids of tokens, dropout (for pre-training), and notes of tools.
 _NEUTRAL_KEY = re.compile(r"_token_ids?$|dropout|_pdrop$|layerdrop|^_|^unsloth")
 
 
 def is_neutral(key: str, value: Any) -> bool:
-    """True if a model computes the same with `key = value` as without the key."""
+    """Return True if a model computes the same with `key = value` as without the key."""
     empty = value is None or (isinstance(value, str | list | dict) and not value)
     if empty or _NEUTRAL_KEY.search(key):
         return True

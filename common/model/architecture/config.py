@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from and written to a Hugging Face config.json."""
+"""Shape of a decoder, read from and written to a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.common.model.architecture.hf_config import format_hf_config, parse_h
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What `Decoder` needs to know; widths in features, `rope_scaling` as config.json has it."""
+    """Shape of a `Decoder`; widths in features, `rope_scaling` as in config.json."""
 
     architecture: str  # a key of ARCHITECTURES
     vocab_size: int
@@ -24,10 +24,11 @@ class ModelConfig:
     head_dim: int
     ffn_size: int
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None  # None, or one of `formats.rotary.KINDS`
+    rope_scaling: dict[str, Any] | None = None  # None, or a kind of `rope_config.ROPE_TYPE_KEYS`
     unrotated_layers: tuple[int, ...] = ()  # indices of layers without rotary embedding
-    sliding_window: int = 0  # tokens that a token of a sliding layer sees, itself among them
-    sliding_layers: tuple[int, ...] = ()  # indices, ascending; others see all before
+    sliding_window: int = 0  # tokens that a token of a sliding layer attends to, itself included
+    # indices, ascending; other layers attend to all earlier tokens
+    sliding_layers: tuple[int, ...] = ()
     norm_eps: float = 1e-6
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
     attention_bias: bool = False  # on queries, keys and values (but for Qwen2: output too)
@@ -39,14 +40,14 @@ class ModelConfig:
     experts: int = 0  # experts in a layer that is a mixture; 0: every layer is dense
     experts_per_token: int = 0
     expert_ffn_size: int = 0
-    normalise_routing: bool = False  # the chosen experts' probabilities are made to sum to 1
+    normalise_routing: bool = False  # normalize the chosen experts' probabilities to sum 1
     balance_coefficient: float = 0.0  # weight of the load-balancing loss
     dense_layers: tuple[int, ...] = ()  # indices of a mixture's dense layers, ascending
-    shared_ffn_size: int = 0  # of the expert that every token goes to as well, behind a gate
-    # Ids that the tokenizer lacks, as ascending half-open ranges: `Decoder` gives each of them the
-    # logit minus infinity. config.json knows nothing of it; see `vocabulary.absent_ids`.
+    shared_ffn_size: int = 0  # width of the shared expert, which is gated
+    # Ids that the tokenizer lacks, as ascending half-open ranges: `Decoder` sets their logits to
+    # minus infinity. config.json has no such key; see `tokenizer.find_absent_ids`.
     absent_ids: tuple[tuple[int, int], ...] = ()
-    # What the checkpoint's config.json says, for `exported`; without a checkpoint, nothing.
+    # Content of the checkpoint's config.json, for `export_hf`; empty without a checkpoint.
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,12 +85,12 @@ class ModelConfig:
 
     @property
     def routing_shape(self) -> tuple[int, int]:
-        """Experts that a token is sent to: (sparse layers, experts in each)."""
+        """Shape of a token's routing: (sparse layers, experts in each)."""
         return len(self.sparse_layers), self.experts_per_token
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers a decoder of this shape has."""
+        """Number of parameters of a decoder of this shape."""
         d, width = self.hidden_size, self.head_dim
         queries, projected = self.heads * width, (self.heads + 2 * self.kv_heads) * width
         attention = 2 * d + projected * d + d * queries + 2 * width * self.qk_norm
@@ -103,33 +104,40 @@ class ModelConfig:
 
     @property
     def token_id_end(self) -> int:
-        """One more than the highest id that the tokenizer has."""
+        """Highest id of the tokenizer plus one."""
         last = self.absent_ids[-1] if self.absent_ids else None
         return last[0] if last and last[1] == self.vocab_size else self.vocab_size
 
     @property
     def has_output_bias(self) -> bool:
-        """Whether the projection behind attention has a bias; Qwen2 has them on q, k and v only."""
+        """True if the projection behind attention has a bias; Qwen2 has biases on q, k and v
+        only.
+        """
         return self.attention_bias and self.architecture not in ("qwen2", "qwen2_moe")
 
     def get_window_tokens(self, layer: int) -> int:
-        """How many tokens a token of this layer sees, itself among them; 0: all before it."""
+        """Return how many tokens a token of this layer attends to, itself included; 0: all before
+        it.
+        """
         return self.sliding_window if layer in self.sliding_layers else 0
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """The shape that a config.json declares, keys that it lacks as `transformers` takes them;
-        ConfigError on a key whose meaning this decoder lacks.
+        """Create the shape that a config.json declares; missing keys have the defaults of
+        `transformers`.
+
+        Raise ConfigError for a key that this decoder does not support.
         """
         return cls(**parse_hf_config(raw))
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json that `transformers`, vLLM and SGLang load."""
+        """Return a config.json that `transformers`, vLLM and SGLang load."""
         return format_hf_config(self)
 
     def export_hf(self) -> dict[str, Any]:
-        """The config.json that the shape was read from, with what has changed since; for a shape
-        that comes from no checkpoint, as `to_hf`.
+        """Return the config.json that the shape was read from, with the changes since.
+
+        For a shape without a checkpoint, return `to_hf`.
         """
         if not self.source:
             return format_hf_config(self)

@@ -1,8 +1,7 @@
-"""config.json: what it says of a decoder's shape, and a decoder's shape as one.
+"""Conversion between config.json and a decoder's shape.
 
-A key that is not there holds what the architecture's configuration class in `transformers` says. A
-key that might change the arithmetic and is not known here is refused, so that no model is computed
-as another than it is.
+An absent key has the default of the architecture's configuration class in `transformers`. An
+unknown key that might change the arithmetic is rejected, so that no model is computed wrongly.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ if TYPE_CHECKING:
     from meshrl.common.model.architecture.config import ModelConfig
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-_SILU_NAMES = ("silu", "swish")  # two names of one function
+_SILU_NAMES = ("silu", "swish")  # synonyms
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def parse_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `ModelConfig` that a config.json describes; ConfigError, with the key, when
-    this decoder does not compute such a model.
+    """Parse a config.json into the fields of `ModelConfig`.
+
+    Raise ConfigError, with the key, if this decoder does not compute such a model.
     """
     name, architecture = _get_architecture(raw)
     for key in _QUANTIZATION_KEYS:
@@ -79,7 +79,7 @@ def parse_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """A config.json that `transformers`, vLLM and SGLang load."""
+    """Return a config.json that `transformers`, vLLM and SGLang load."""
     name = config.architecture
     eos = list(config.eos_ids) if len(config.eos_ids) > 1 else next(iter(config.eos_ids), None)
     raw: dict[str, Any] = {
@@ -164,10 +164,10 @@ def _reject_unknown_keys(raw: Mapping[str, Any], architecture: Architecture) -> 
 
 
 class _ConfigReader:
-    """A config.json's values, the architecture's own where there is none."""
+    """Values of a config.json with the architecture's defaults."""
 
     def __init__(self, raw: Mapping[str, Any], architecture: Architecture) -> None:
-        if raw["model_type"] in ("mixtral", "qwen3_moe"):  # two names of one key
+        if raw["model_type"] in ("mixtral", "qwen3_moe"):  # synonyms
             names = ("num_experts", "num_local_experts")
             found = [raw[name] for name in names if raw.get(name) is not None]
             raw = {**raw, **{name: found[0] for name in names if found and raw.get(name) is None}}
@@ -178,7 +178,7 @@ class _ConfigReader:
         if found is not None:
             return found
         default = self._defaults.get(key)
-        # A window may be said to be none; of other keys, null stands for nothing.
+        # A null window means no window; a null of other keys counts as absent.
         return None if key == "sliding_window" and key in self._raw else default
 
 
@@ -225,7 +225,7 @@ def _parse_no_rope_layers(value: _ConfigReader, layers: int) -> tuple[int, ...]:
 
 
 def _parse_windows(name: str, value: _ConfigReader, layers: int) -> dict[str, Any]:
-    """The width of sliding windows in tokens, and the layers that have one."""
+    """Return the width of sliding windows in tokens, and the layers that have one."""
     window = value("sliding_window")
     in_use = name in ("mistral", "mixtral") or value("use_sliding_window")
     listed = value("layer_types") if ARCHITECTURES[name].has_layer_types else None

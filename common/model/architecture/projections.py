@@ -1,6 +1,4 @@
-"""Maps Hugging Face's projections to the rows of our fused matrices, and to the names that users
-know.
-"""
+"""Mapping of Hugging Face's projections to rows of our fused matrices and to users' names."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.config import ModelConfig
 
-FUSED_PROJECTIONS = {  # our matrix of a layer -> Hugging Face's, in row order
+FUSED_PROJECTIONS = {  # our matrix of a layer -> Hugging Face's projections, in row order
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "output": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
@@ -22,7 +20,7 @@ _MODULES = {"qkv": "self_attn", "output": "self_attn", "gate_up": "mlp", "down":
 
 @dataclass(frozen=True)
 class Projection:
-    """One of Hugging Face's projections as rows of one of our matrices."""
+    """Hugging Face projection as rows of one of our matrices."""
 
     name: str  # q_proj
     fused_name: str  # qkv
@@ -32,12 +30,12 @@ class Projection:
 
     @property
     def module(self) -> str:
-        """Hugging Face's name of it within a layer."""
+        """Hugging Face's name of the projection within a layer."""
         return f"{_MODULES[self.fused_name]}.{self.name}"
 
 
 def build_projections(config: ModelConfig) -> dict[str, Projection]:
-    """The projections of one dense layer, by Hugging Face's name."""
+    """Return the projections of one dense layer, by Hugging Face name."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     rows = {
         "qkv": (queries, keys, keys),
@@ -61,7 +59,9 @@ def build_projections(config: ModelConfig) -> dict[str, Projection]:
 
 
 def check_adapters(config: ModelConfig, rank: int, targets: Sequence[str]) -> None:
-    """ConfigError when adapters of `rank` on `targets` (as `lora.targets`) do not fit the model."""
+    """Raise ConfigError if adapters of `rank` on `targets` (as `lora.targets`) do not fit the
+    model.
+    """
     names = resolve_targets(config, targets)
     parts = build_projections(config)
     inside = sorted({parts[name].fused_name for name in names} & {"gate_up", "down"})
@@ -81,9 +81,9 @@ def check_adapters(config: ModelConfig, rank: int, targets: Sequence[str]) -> No
 
 
 def resolve_targets(config: ModelConfig, targets: Sequence[str]) -> list[str]:
-    """Hugging Face's names of what `lora.targets` means, in their order; ConfigError if unknown.
+    """Resolve `lora.targets` to Hugging Face names, in order; raise ConfigError if unknown.
 
-    None given: all that take adapters in a model of this shape.
+    Without targets, return all projections that support adapters in a model of this shape.
     """
     known = [name for names in FUSED_PROJECTIONS.values() for name in names]
     chosen: set[str] = set()

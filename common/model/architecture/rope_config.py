@@ -1,4 +1,4 @@
-"""Rotary embedding as config.json describes it: `rope_theta` and `rope_scaling`, or the newer
+"""Rotary embedding of a config.json: `rope_theta` and `rope_scaling`, or the newer
 `rope_parameters`.
 """
 
@@ -11,7 +11,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.architectures import is_neutral
 
 _ORIGINAL_POSITIONS = "original_max_position_embeddings"
-# Kind of scaling -> what it must have, and what it may have beside.
+# Kind of scaling -> required keys and optional keys.
 ROPE_TYPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -36,10 +36,10 @@ _OTHER_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "fine
 def parse_rope_config(
     raw: Mapping[str, Any], theta: float, positions: int
 ) -> tuple[float, dict[str, Any]]:
-    """Base and scaling that a config.json describes; without scaling, an empty one.
+    """Return base and scaling that a config.json describes; without scaling, an empty one.
 
-    `theta` holds where it names no base, `positions` where it names no original ones. The scaling
-    is `rope_type` and the keys of `KINDS`. ConfigError when it cannot be computed.
+    `theta` is the default base, `positions` the default of the original positions. The scaling has
+    `rope_type` and the keys of `ROPE_TYPE_KEYS`. Raise ConfigError if it is not supported.
     """
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     found = raw.get(key) or {}
@@ -72,7 +72,8 @@ def parse_rope_config(
     if kind == "default":
         return base, {}
     given = dict(found)
-    if raw.get(_ORIGINAL_POSITIONS):  # beside the scaling, it holds instead of the one in it
+    # a base beside the scaling takes precedence over the one in it
+    if raw.get(_ORIGINAL_POSITIONS):
         given[_ORIGINAL_POSITIONS] = raw[_ORIGINAL_POSITIONS]
     given.setdefault(_ORIGINAL_POSITIONS, positions)
     must, may = ROPE_TYPE_KEYS[kind]

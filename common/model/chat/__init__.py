@@ -1,1 +1,1 @@
-"""Chats as tokens, by the template of a checkpoint. Open `chat_format.py` first."""
+"""Conversion of chats to tokens by a checkpoint's template. Open `chat_format.py` first."""

@@ -1,9 +1,9 @@
-"""Chat formats: conversations as token ids of a model's own format, to which turns only append.
+"""Chat formats: conversations as token ids of a model's own format, extended only by appending.
 
-Formats are those of the `renderers` package (Prime Intellect, Apache-2.0), which knows them as
-functions of token ids, or the chat template that a checkpoint carries (`templates/`). Either way a
-prompt is rendered once, a turn of the model is parsed from its ids, and what follows a turn is
-appended. Nothing that the model has seen or sampled is encoded again.
+Formats are those of the `renderers` package (Prime Intellect, Apache-2.0), which implements them as
+functions of token ids, or the chat template of a checkpoint (`template_format.py`). In both cases a
+prompt is rendered once, a turn of the model is parsed from its ids, and the text after a turn is
+appended. No token that the model has read or sampled is encoded again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from meshrl.common.base.errors import ConfigError, MeshError
 from meshrl.common.model.chat.messages import Message
 from meshrl.common.model.tokens.tokenizer import REASONING_WORDS, Tokenizer
 
-TEMPLATE_FORMAT = "template"  # the name of the format that a checkpoint's own chat template writes
-SPECIAL_TOKENS_ANYWHERE = "anywhere"  # special tokens are made of messages' texts, too
+TEMPLATE_FORMAT = "template"  # name of the format of a checkpoint's own chat template
+SPECIAL_TOKENS_ANYWHERE = "anywhere"  # texts of messages become special tokens, too
 PROBE_USER_MESSAGE: Message = {"role": "user", "content": "hello"}
 PROBE_ASSISTANT_MESSAGE: Message = {"role": "assistant", "content": "hello"}
 FREE_TEXT_KEYS = (
@@ -32,32 +32,30 @@ FREE_TEXT_KEYS = (
     "thinking",
     "reasoning",
 )  # keys of free texts
-# What parsers raise over turns that nobody would write, such as ten thousand brackets.
+# Errors of parsers for pathological turns, such as ten thousand brackets.
 PARSE_ERRORS = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class ChatFormatError(MeshError):
-    """After this turn the format cannot go on without changing earlier token ids."""
+    """Error of a format that cannot continue without changing earlier token ids."""
 
     code = "chat_broken"
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """A tool call as the model wrote it; `problem` says why it cannot be made, and is empty if it
-    can.
-    """
+    """Tool call as the model wrote it; `problem` is the reason why it is invalid, or empty."""
 
     name: str
     arguments: dict[str, Any]
     id: str
     problem: str = ""
-    raw: str = ""  # the model's text
+    raw: str = ""  # text of the arguments
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A turn of the model, parsed."""
+    """Parsed turn of the model."""
 
     content: str
     reasoning: str = ""
@@ -65,17 +63,17 @@ class ParsedTurn:
 
 
 class ChatFormat(ABC):
-    """A chat format over one tokenizer."""
+    """Chat format over one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids: list[int] = list(stop_ids)
-        self.escapes_special_tokens = True  # special tokens in messages are text
+        self.escapes_special_tokens = True  # special tokens in messages are plain text
 
     def guard_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, guarding all tokens by which the format separates turns.
+        """Return the tokenizer with all tokens guarded by which the format separates turns.
 
-        These are special tokens, those that end a turn, and what is written around plain messages.
+        These are special tokens, tokens that end a turn, and the texts around plain messages.
         """
         words = {i: t for i, t in self.tokenizer.added_words.items() if t not in REASONING_WORDS}
         try:
@@ -83,14 +81,15 @@ class ChatFormat(ABC):
                 [PROBE_USER_MESSAGE, PROBE_ASSISTANT_MESSAGE, PROBE_USER_MESSAGE], ()
             )
         except (MeshError, AssertionError, *PARSE_ERRORS):
-            written = []  # a format for other conversations: special tokens alone are guarded
+            written = []  # a format that rejects this conversation: guard special tokens alone
         return self.tokenizer.with_guarded_tokens(
             words[i] for i in {*written, *self.stop_ids} & words.keys()
         )
 
     def escape(self, value: Any, *, is_free_text: bool = False) -> Any:
-        """Messages or tools with the special tokens of all their texts marked as quotations; `free`
-        texts are what somebody says, others are names that templates look at.
+        """Return messages or tools with the special tokens of all their texts escaped.
+
+        Texts under `FREE_TEXT_KEYS` are free; others are names that templates compare.
         """
         if not self.escapes_special_tokens:
             return value
@@ -118,14 +117,13 @@ class ChatFormat(ABC):
         date: str = "",
         special_tokens: str = TEMPLATE_FORMAT,
     ) -> ChatFormat:
-        """The format that `renderers` calls `name`, or with the name `template` the one in the
-        tokenizer's directory, with options such as `enable_thinking`.
+        """Load the format that `renderers` calls `name`, or with the name `template` the
+        tokenizer's.
 
-        Of a template, `history`, `tool_call_parser`, `stop_tokens` and `date` say what
-        `TemplateFormat` says. With `special_tokens = "anywhere"` texts of messages become special
-        tokens, as templates' do.
-        ConfigError for a name or option that is not known, and for a tokenizer that lacks the
-        template or the format's special tokens.
+        Options are such as `enable_thinking`. Of a template, `history`, `tool_call_parser`,
+        `stop_tokens` and `date` are those of `TemplateFormat`. With `special_tokens = "anywhere"`,
+        texts of messages become special tokens, as in templates. Raise ConfigError for an unknown
+        name or option, and for a tokenizer that lacks the template or the format's special tokens.
         """
         if name == TEMPLATE_FORMAT:
             from meshrl.common.model.chat.template_format import TemplateFormat
@@ -145,30 +143,33 @@ class ChatFormat(ABC):
 
     @property
     def stop_tokens(self) -> list[str]:
-        """The tokens that end a turn."""
+        """Tokens that end a turn."""
         return [t for i in self.stop_ids if (t := self.tokenizer.id_to_token(i)) is not None]
 
     @property
     def depends_on_date(self) -> bool:
-        """Whether what the format writes depends on a `date` that it can be given."""
+        """True if the rendered text depends on a `date` option."""
         return False
 
     @property
     def tools_unsupported_reason(self) -> str:
-        """Why the model cannot be offered tools; empty: it can."""
+        """Reason why the model cannot be offered tools, or empty."""
         return ""
 
     def start_conversation(
         self, messages: Sequence[Message], tools: Sequence[Message] = ()
     ) -> ChatConversation:
-        """The conversation that begins with `messages`, the model's turn next."""
+        """Start a conversation with `messages`; the model's turn is next."""
         return self._start_conversation(self.escape(list(messages)), self.escape(list(tools)))
 
     def encode_answer(
         self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = ()
     ) -> list[int]:
-        """The ids of a given turn after `messages`, with the token that ends it; ChatBroken when
-        the format would not write it after the prompt that `begin` renders."""
+        """Encode a given turn after `messages`, with the token that ends it.
+
+        Raise ChatFormatError if the format would not render it after the prompt of
+        `start_conversation`.
+        """
         said = self.escape(list(messages)), self.escape(answer), self.escape(list(tools))
         return self._encode_answer(*said)
 
@@ -176,11 +177,11 @@ class ChatFormat(ABC):
     def _start_conversation(
         self, messages: list[Message], tools: list[Message]
     ) -> ChatConversation:
-        """`begin`, of quoted messages and tools."""
+        """Start a conversation from escaped messages and tools."""
 
     @abstractmethod
     def _render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """The ids of a whole conversation of quoted messages, whoever has the last word."""
+        """Render the ids of a whole conversation of escaped messages, whatever its last role."""
 
     def _encode_answer(
         self, messages: list[Message], answer: Message, tools: list[Message]
@@ -194,7 +195,7 @@ class ChatFormat(ABC):
 
 
 class ChatConversation(ABC):
-    """Token ids of a trajectory: rendered messages and sampled turns, in turn."""
+    """Token ids of a trajectory: rendered messages and sampled turns, alternating."""
 
     def __init__(self, chat: ChatFormat, ids: list[int]) -> None:
         self._format = chat
@@ -202,22 +203,22 @@ class ChatConversation(ABC):
 
     @abstractmethod
     def append_turn(self, ids: Sequence[int]) -> ParsedTurn:
-        """Takes in a turn of the model, whole or cut short, and says what it means."""
+        """Append a turn of the model, complete or truncated, and return it parsed."""
 
     def append_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Appends messages after the model's turn, and opens its next; returns the new ids.
+        """Append messages after the model's turn, and open its next; return the new ids.
 
-        A turn that was cut short is closed first. ChatBroken when the format cannot do it.
+        A truncated turn is closed first. Raise ChatFormatError if the format does not allow that.
         """
         return self._append_messages(self._format.escape(list(messages)))
 
     @abstractmethod
     def _append_messages(self, messages: list[Message]) -> list[int]:
-        """`extend`, by quoted messages."""
+        """Append escaped messages."""
 
 
 class _RendererFormat(ChatFormat):
-    """A format of the `renderers` package."""
+    """Format of the `renderers` package."""
 
     def __init__(self, renderer: Any, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, renderer.get_stop_token_ids())
@@ -225,7 +226,7 @@ class _RendererFormat(ChatFormat):
 
     @classmethod
     def from_name(cls, name: str, options: dict[str, Any], tokenizer: Tokenizer) -> _RendererFormat:
-        """The one of a name; see `load`."""
+        """Create the format of a name; see `load`."""
         renderers = _import_renderers()
         known = set(renderers.base.MODEL_RENDERER_MAP.values())
         if name not in known:
@@ -235,11 +236,11 @@ class _RendererFormat(ChatFormat):
             )
         kind = type(renderers.config_from_name(name))
         try:
-            # Earlier turns stay as they were sampled: reasoning is not cut out of them afterwards.
+            # Earlier turns stay as they were sampled: their reasoning is not removed later.
             config = kind.model_validate({"name": name, "thinking_retention": "all", **options})
             spelling = _RendererTokenizer(tokenizer)
             renderer = renderers.create_renderer(spelling, config)
-        except Exception as error:  # each format checks the tokenizer in its own way
+        except Exception as error:  # each format checks the tokenizer differently
             raise ConfigError(
                 f"chat format {name!r}: {error}",
                 fix="use the format of the model that the tokenizer belongs to",
@@ -267,7 +268,7 @@ class _RendererConversation(ChatConversation):
         self._chat = chat
         self._tools = tools
         self._prompt_length = len(ids)
-        self._turn_start = len(ids)  # where the model's last turn begins
+        self._turn_start = len(ids)  # start of the model's last turn
 
     def append_turn(self, ids: Sequence[int]) -> ParsedTurn:
         before = self.ids
@@ -291,8 +292,8 @@ class _RendererConversation(ChatConversation):
         added = self._bridge_to_next_turn(
             self.ids[: self._turn_start], self.ids[self._turn_start :], messages
         )
-        # The turn itself may be in the way: the format would cut it where it first looks closed, or
-        # will not close it. What follows a closed turn does not depend on what was said before.
+        # The turn's content may prevent this: the format would cut it where it first looks closed,
+        # or does not close it. The text after a closed turn does not depend on earlier content.
         last = self.ids[-1:] if self.ids[-1] in self._chat.stop_ids else []
         for length in (self._prompt_length, 1):
             if added is None:
@@ -319,7 +320,7 @@ class _RendererConversation(ChatConversation):
 
 
 class _RendererTokenizer:
-    """A tokenizer as `renderers` asks for it: no special tokens are added, none are dropped."""
+    """Tokenizer with the interface of `renderers`: no special tokens are added or dropped."""
 
     unk_token_id = None
     eos_token_id = None
@@ -341,7 +342,7 @@ class _RendererTokenizer:
 
 
 def _reparse_calls(reply: ParsedTurn, text: str) -> ParsedTurn:
-    """Read the calls from the text where `renderers` could not read one by its ids.
+    """Parse calls from the text if `renderers` could not parse one from its ids.
 
     A tag inside a string of a call's JSON is the same token as the tag that ends the call.
     """
@@ -359,7 +360,7 @@ def _reparse_calls(reply: ParsedTurn, text: str) -> ParsedTurn:
 
 
 def _convert_call(parsed: Any, identity: str) -> ParsedToolCall:
-    """One attempt at a call; what `renderers` could not parse is told to the model as a problem."""
+    """Convert one attempt at a call; a parse error becomes a problem that the model receives."""
     name, arguments = parsed.name, parsed.arguments
     problem = "" if parsed.status == "ok" else str(parsed.status).replace("_", " ")
     if not problem and isinstance(arguments, str):
@@ -382,10 +383,11 @@ def _convert_call(parsed: Any, identity: str) -> ParsedToolCall:
 
 
 def detect_format(model: Path, tokenizer: Path | None = None) -> str:
-    """The chat format of a Hugging Face model directory: what `renderers` calls it, by the name it
-    was published under, or else the template that lies beside `tokenizer`, or in it.
+    """Return the chat format of a Hugging Face model directory.
 
-    That name is in its path (`.../Qwen/Qwen3-8B`, or the Hub's cache) or its config.json.
+    It is the name in `renderers` of the published model, or else the template beside `tokenizer` or
+    in it. The published name is in the path (`.../Qwen/Qwen3-8B`, or the Hub's cache) or in
+    config.json.
     """
     from meshrl.common.model.chat.template_files import has_template
 

@@ -1,24 +1,26 @@
-"""Messages as rows and environments write them, and as chat formats take them."""
+"""Validation of messages from rows and environments for chat formats."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Message = dict[str, Any]  # {"role": ..., "content": ...}, as everywhere
+Message = dict[str, Any]  # {"role": ..., "content": ...}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class InvalidMessages(ValueError):
-    """Text, messages or a message that no chat format takes; the error names the message."""
+    """Error of a text, conversation or message that no chat format accepts; it names the
+    message.
+    """
 
 
 def parse_conversation(value: Any, roles: Sequence[str] = ()) -> list[Message]:
-    """Messages with texts as contents, and without the keys that are null.
+    """Return messages with texts as contents, and without null keys.
 
-    A text is a message of the user. Arrow gives all messages of a column all keys of the others,
-    as nulls, and all arguments of calls likewise; where there are such keys, arguments that are
-    null are left out, too. Roles are names; with `roles`, one of them.
+    A text is a message of the user. Arrow gives all messages of a column all keys of the others, as
+    nulls, and all arguments of calls likewise. If there are such keys, null arguments are left out,
+    too. Roles are names; with `roles`, one of them.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -39,7 +41,7 @@ def parse_conversation(value: Any, roles: Sequence[str] = ()) -> list[Message]:
 def parse_message(
     value: Any, name: str, roles: Sequence[str] = (), has_filled_nulls: bool = False
 ) -> Message:
-    """One message, which errors call `name`."""
+    """Parse one message, which errors call `name`."""
     if not isinstance(value, dict):
         raise InvalidMessages(f"{name} is no {{'role', 'content'}}, but {value!r:.80}")
     message = {key: item for key, item in value.items() if item is not None}
@@ -64,7 +66,7 @@ def parse_message(
 
 
 def _parse_content(content: Any, name: str) -> str | None:
-    """The text of a content: a text, or a list of parts that are texts."""
+    """Return the text of a content: a text, or a list of parts that are texts."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,5 +1,6 @@
-"""Chat templates and special tokens of a tokenizer's directory, found as `transformers` does;
-and the tokens that a model itself ends a turn with, as its files name them.
+"""Chat templates and special tokens of a tokenizer's directory, found as in `transformers`.
+
+It also reads the tokens that end a model's turn, as the model's files name them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-SPECIAL_TOKEN_KEYS = (  # names under which templates find special tokens
+SPECIAL_TOKEN_KEYS = (  # names of special tokens in templates
     "bos_token",
     "eos_token",
     "unk_token",
@@ -27,7 +28,7 @@ SPECIAL_TOKEN_KEYS = (  # names under which templates find special tokens
 
 @dataclass(frozen=True)
 class ChatFiles:
-    """What a tokenizer's directory says of chats."""
+    """Chat templates and special tokens of a tokenizer's directory."""
 
     directory: Path
     templates: dict[str, str]  # by name: default, tool_use and others
@@ -35,14 +36,14 @@ class ChatFiles:
 
 
 def has_template(directory: Path) -> bool:
-    """Whether there is a chat template."""
+    """Return True if the directory has a chat template."""
     return bool(
         _read_templates(directory, _read_optional_json(directory / "tokenizer_config.json"))
     )
 
 
 def load_chat_files(directory: Path) -> ChatFiles:
-    """The templates of a tokenizer's directory; ConfigError when it has none to use."""
+    """Load the templates of a tokenizer's directory; raise ConfigError if it has no usable one."""
     config = _read_optional_json(directory / "tokenizer_config.json")
     templates = _read_templates(directory, config)
     if "default" not in templates:
@@ -56,7 +57,7 @@ def load_chat_files(directory: Path) -> ChatFiles:
 
 
 def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Files of their own go before what tokenizer_config.json holds."""
+    """Read the templates; separate files take precedence over tokenizer_config.json."""
     own = {
         file.name.removesuffix(".jinja"): file.read_text(encoding="utf-8")
         for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))
@@ -103,7 +104,7 @@ def _read_optional_json(file: Path) -> dict[str, Any]:
 
 
 def collect_eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> list[int]:
-    """The ids in both files' `eos_token_id`, which is an id, a list of them or null."""
+    """Return the ids of both files' `eos_token_id`, which is an id, a list of them or null."""
     found: dict[int, None] = {}
     for file, named in ((GENERATION_CONFIG_FILE, generation), ("config.json", config)):
         ids = named.get("eos_token_id")
@@ -117,8 +118,10 @@ def collect_eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
 
 
 def read_eos_tokens(model: Path | None, config: Mapping[str, Any], tokenizer: Path) -> list[str]:
-    """The texts of the tokens that end a turn of a model directory, or of one from scratch that
-    `config` describes; ConfigError for an id that the tokenizer lacks.
+    """Return the texts of the tokens that end a turn.
+
+    They are those of a model directory, or of a new model that `config` describes. Raise
+    ConfigError for an id that the tokenizer lacks.
     """
     generation: dict[str, Any] = {}
     if model is not None:

@@ -1,9 +1,9 @@
-"""Conversations in a checkpoint's own chat template, to which turns only append.
+"""Conversations in a checkpoint's own chat template, extended only by appending.
 
-A template writes whole conversations, from texts. What follows a turn is found by rendering the
-conversation with that turn replaced by a mark: what the template writes after the mark, from the
-token that ends the turn on, is encoded and appended. So ids that were sampled stay as they are,
-even where the template would write them otherwise later (`history`).
+A template renders whole conversations, from texts. To find the text after a turn, the conversation
+is rendered with that turn replaced by a marker. The text after the marker, from the token that ends
+the turn on, is encoded and appended. So sampled ids stay as they are, even if the template would
+render them differently later (`history`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshrl.common.model.tokens.tokenizer import Tokenizer
 KEEP_HISTORY, REJECT_HISTORY = "keep", "refuse"
 TURN_MARKER = "MeshRLmarksthisturn"
 THINK_START, THINK_END = "<think>", "</think>"
-CALL_ID_PATTERN = re.compile("[a-zA-Z0-9]{9}")  # ids of calls that Mistral's templates take
+CALL_ID_PATTERN = re.compile("[a-zA-Z0-9]{9}")  # ids of calls that Mistral's templates accept
 PROBE_TOOL: Message = {
     "type": "function",
     "function": {
@@ -51,7 +51,7 @@ PROBE_TOOL: Message = {
 
 
 class TemplateFormat(ChatFormat):
-    """The chat template in the directory of a tokenizer."""
+    """Chat template in a tokenizer's directory."""
 
     def __init__(
         self,
@@ -63,13 +63,14 @@ class TemplateFormat(ChatFormat):
         stop_tokens: Sequence[str] = (),
         date: str = "",
     ) -> None:
-        """`history`: where the template would write earlier turns otherwise, `keep` what was
-        sampled, or `refuse` to go on. `parser`: how tool calls are read, one of `PARSERS`; auto: by
-        the template's text. `ends`: tokens that end a turn beside the template's. `date`: the
-        day that it is to the template, as 2026-11-22; empty: today.
+        """Load the template.
 
-        ConfigError when there is no template, or one that leaves out texts, or nothing that ends
-        a turn.
+        `history`: if the template would render earlier turns differently, `keep` the sampled ids,
+        or `refuse` to continue. `tool_call_parser`: parser of tool calls, one of `PARSERS`; auto:
+        chosen by the template's text. `stop_tokens`: tokens that end a turn beside the template's.
+        `date`: the template's date, such as 2026-11-22; empty: today.
+
+        Raise ConfigError if there is no template, if it drops texts, or if no token ends a turn.
         """
         if tokenizer.file is None:
             raise ConfigError("a chat template is read beside a tokenizer.json")
@@ -95,7 +96,7 @@ class TemplateFormat(ChatFormat):
         own = _find_end_token(self.renderer, special)
         self.end_token_id = tokenizer.token_to_id(
             own
-        )  # by which the template closes a turn; None: by none
+        )  # token by which the template closes a turn, or None
         texts = dict.fromkeys([own or files.special_tokens.get("eos_token", ""), *stop_tokens])
         found = [i for text in texts if text and (i := tokenizer.token_to_id(text)) is not None]
         if not found:
@@ -109,12 +110,12 @@ class TemplateFormat(ChatFormat):
 
     @property
     def depends_on_date(self) -> bool:
-        """Whether what the template writes depends on the day."""
+        """True if the rendered text depends on the date."""
         return self.renderer.depends_on_date
 
     @cached_property
     def tools_unsupported_reason(self) -> str:
-        """Why the model cannot be offered tools; empty: it can."""
+        """Reason why the model cannot be offered tools, or empty."""
         try:
             bare, told = (
                 self.renderer.render([PROBE_USER_MESSAGE], tools, add_generation_prompt=True)
@@ -131,8 +132,9 @@ class TemplateFormat(ChatFormat):
     def _start_conversation(
         self, messages: list[Message], tools: list[Message]
     ) -> ChatConversation:
-        """The template's rendering of `messages`; ChatBroken when it does not take them, or would
-        not tell the model of `tools`.
+        """Start a conversation with the template's rendering of `messages`.
+
+        Raise ChatFormatError if the template rejects them or would not render `tools`.
         """
         if tools and (problem := self.tools_unsupported_reason):
             raise ChatFormatError(problem, fix=TOOL_FIX)
@@ -147,13 +149,15 @@ class TemplateFormat(ChatFormat):
     def _encode_answer(
         self, messages: list[Message], answer: Message, tools: list[Message]
     ) -> list[int]:
-        """The ids of a given turn after `messages`, up to the first token that ends it; ChatBroken
-        when the template would not write it after the prompt that `begin` renders.
+        """Encode a given turn after `messages`, up to the first token that ends it.
+
+        Raise ChatFormatError if the template would not render it after the prompt of
+        `start_conversation`.
         """
         prompt = self.renderer.render(messages, tools, add_generation_prompt=True)
         whole = self.renderer.render([*messages, answer], tools, add_generation_prompt=False)
         if not whole.startswith(prompt):
-            # Templates that write a system message beside the last turn of a user's move it.
+            # Some templates write the system message beside the last user turn, and so move it.
             mark = _make_marker(messages)
             bare = self.renderer.render(
                 [*messages, _replace_with_marker(answer, mark)], tools, add_generation_prompt=False
@@ -188,13 +192,13 @@ class _TemplateConversation(ChatConversation):
         super().__init__(chat, ids)
         self._chat = chat
         self._tools = list(tools)
-        self._messages = list(messages)  # all up to the model's open turn
-        self._pending_message: Message | None = None  # that turn, once it is sampled
+        self._messages = list(messages)  # all ids up to the model's open turn
+        self._pending_message: Message | None = None  # the sampled turn
         self._prompt_opens_reasoning = text.rstrip().endswith(
             THINK_START
-        )  # the prompt has begun it
+        )  # the prompt contains its start
         self._num_calls = 0
-        self._end_token_id = -1  # the token that ended that turn; -1: it was cut short
+        self._end_token_id = -1  # token that ended the turn; -1: it was truncated
 
     def append_turn(self, ids: Sequence[int]) -> ParsedTurn:
         stops = self._chat.stop_ids
@@ -247,10 +251,10 @@ class _TemplateConversation(ChatConversation):
         return added
 
     def _encode_after_marker(self, text: str, mark: str, calls: bool) -> list[int]:
-        """The ids of what `text` has after the marked turn: from the token that ends it on.
+        """Return the ids of `text` after the marked turn, from the token that ends it on.
 
-        A closed turn has that token already, or another one in its place. Where the template closes
-        no turn, the token is the mark of the next role, and stays unless the model sampled it.
+        A closed turn has that token already, or another one in its place. If the template closes no
+        turn, the token is the marker of the next role, and stays unless the model sampled it.
         """
         tokenizer, stops = self._chat.tokenizer, self._chat.stop_ids
         _, marked, rest = text.rpartition(mark)
@@ -275,8 +279,10 @@ class _TemplateConversation(ChatConversation):
         return added[1:] if has_end else added
 
     def _render_conversation(self, before: list[Message], messages: Sequence[Message]) -> str:
-        """The conversation, its earlier turns with one call each where the template takes no more
-        (Llama 3.1): what follows a turn does not depend on them."""
+        """Render the conversation with one call per earlier turn if the template supports no more.
+
+        Llama 3.1's does not. The text after a turn does not depend on earlier calls.
+        """
         rendering = self._chat.renderer
         try:
             return rendering.render([*before, *messages], self._tools, add_generation_prompt=True)
@@ -298,21 +304,21 @@ class _TemplateConversation(ChatConversation):
         return reasoning.strip("\n"), rest if closed else ""
 
     def _assign_call_id(self, call: ParsedToolCall) -> ParsedToolCall:
-        """The call with the id that it was given, or with one that every template takes."""
+        """Return the call with its id, or with an id that every template accepts."""
         self._num_calls += 1
         identity = call.id if CALL_ID_PATTERN.fullmatch(call.id) else f"call{self._num_calls:05d}"
         return replace(call, id=identity)
 
 
 def _get_turn_header(prompt: str, messages: Sequence[Message]) -> str:
-    """What the template writes between the last message and the model's turn."""
+    """Return the template's text between the last message and the model's turn."""
     last = messages[-1].get("content") if messages else None
     text = last.strip() if isinstance(last, str) else ""
     return prompt.rpartition(text)[2] if text and text in prompt else ""
 
 
 def _can_render(rendering: TemplateRenderer, message: Message) -> bool:
-    """Whether the template writes a first message that holds the mark, or refuses it by itself."""
+    """Return True if the template renders a first message with the marker or rejects it itself."""
     try:
         return TURN_MARKER in rendering.render([message], (), add_generation_prompt=True)
     except ChatFormatError:
@@ -320,7 +326,7 @@ def _can_render(rendering: TemplateRenderer, message: Message) -> bool:
 
 
 def _find_end_token(rendering: TemplateRenderer, special: dict[str, int]) -> str:
-    """The special token that the template writes after a turn of the model; empty: none."""
+    """Return the special token that the template writes after a turn of the model, or empty."""
     try:
         text = rendering.render(
             [PROBE_USER_MESSAGE, {"role": "assistant", "content": TURN_MARKER}],
@@ -351,7 +357,7 @@ def _to_message(reply: ParsedTurn) -> Message:
 
 
 def _make_marker(messages: Sequence[Message]) -> str:
-    """A text that none of the messages holds."""
+    """Return a text that none of the messages contains."""
     said, mark = str(messages), TURN_MARKER
     while mark in said:
         mark += "s"
@@ -359,7 +365,7 @@ def _make_marker(messages: Sequence[Message]) -> str:
 
 
 def _replace_with_marker(message: Message, mark: str) -> Message:
-    """The turn with the mark as its last words: its text, or the argument of its only call."""
+    """Return the turn with the marker as its last words: its text, or its only call's argument."""
     calls = message.get("tool_calls")
     if not calls:
         return {"role": "assistant", "content": mark}

@@ -1,4 +1,4 @@
-"""Renders a checkpoint's chat template: Jinja in a sandbox, with what `transformers` gives it.
+"""Renderer of a checkpoint's chat template: sandboxed Jinja with the functions of `transformers`.
 
 Source: `transformers` 5.23, `utils/chat_template_utils.py`.
 """
@@ -24,21 +24,21 @@ RESERVED_OPTIONS = (
     "tools",
     "documents",
     "add_generation_prompt",
-)  # never a job's options
+)  # reserved names, which options cannot have
 REASONING_KEYS = (
     "reasoning_content",
     "thinking",
     "reasoning",
-)  # names of one thing; the first is usual
+)  # synonyms; the first is usual
 
 
 class TemplateRenderer:
-    """The template of a tokenizer's directory, with a job's options for it."""
+    """Template of a tokenizer's directory, with a job's options."""
 
     def __init__(self, files: ChatFiles, options: dict[str, Any], date: str = "") -> None:
-        """`date`: the day that it is to templates that ask, as 2026-11-22; empty: today.
+        """Load the template; `date` is its date, such as 2026-11-22; empty: today.
 
-        ConfigError when a template is not Jinja, or an option has a name that it cannot have.
+        Raise ConfigError if a template is not Jinja, or an option has an invalid name.
         """
         if taken := [name for name in options if name in RESERVED_OPTIONS]:
             raise ConfigError(f"environment.chat_options: {taken[0]!r} is not an option")
@@ -56,14 +56,15 @@ class TemplateRenderer:
             ) from error
 
     def get_template_text(self, tools: bool) -> str:
-        """The text of the template that is used."""
+        """Return the text of the selected template."""
         return self._files.templates[self._select_template(tools)]
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message], *, add_generation_prompt: bool
     ) -> str:
-        """The conversation as the template writes it, with the start of the model's turn if it is
-        to `generate`. ChatBroken when the template refuses these messages.
+        """Render the conversation, with the start of the model's turn if `add_generation_prompt`.
+
+        Raise ChatFormatError if the template rejects these messages.
         """
         try:
             return self._templates[self._select_template(bool(tools))].render(
@@ -85,7 +86,7 @@ class TemplateRenderer:
 
 
 def _add_reasoning_aliases(message: Message) -> Message:
-    """The message with its reasoning under the names that templates read."""
+    """Return the message with its reasoning under all names that templates read."""
     found = next((message[name] for name in REASONING_KEYS if message.get(name) is not None), None)
     if found is not None:
         message = {"thinking": found, **message, "reasoning_content": found}
@@ -110,7 +111,7 @@ def _make_jinja_environment(date: str) -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model writes, and changes nothing."""
+    """Tag `{% generation %}`, which marks the model's text and renders it unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
@@ -129,7 +130,7 @@ class _DictFunction:
 
 
 class _PublicNamespace(jinja2.utils.Namespace):
-    """A namespace that holds no private names."""
+    """Namespace that stores no private names."""
 
     def __init__(*arguments: Any, **named: Any) -> None:
         self, *pairs = arguments
@@ -159,7 +160,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes HTML."""
+    """Format JSON without HTML escapes, unlike Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,6 +1,6 @@
-"""Reads the tool calls in what a model wrote, in the three forms that most templates teach.
+"""Parsers of the tool calls in a model's text, in the three formats that most templates use.
 
-The names are those of vLLM's tool-call parsers, whose documentation describes the forms.
+The names are those of vLLM's tool-call parsers, whose documentation describes the formats.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ MISTRAL_CALLS_TAG, MISTRAL_ARGS_TAG, MISTRAL_CALL_ID_TAG = "[TOOL_CALLS]", "[ARG
 PYTHON_TAG = "<|python_tag|>"
 INVALID_JSON = "invalid json"
 _CALL_TAG = re.compile(f"{OPEN_TAG}|{CLOSE_TAG}")
-# Before, between and after the calls of Llama's turns; Llama 4 has tags of its own.
+# Text before, between and after the calls of Llama's turns; Llama 4 has other tags.
 _LLAMA_SEPARATORS = re.compile(r"(?:[\s;,]|<\|python_tag\|>|<\|python_start\|>|<\|python_end\|>)*")
 
 
 @dataclass(slots=True)
 class ExtractedToolCalls:
-    """A turn's text without its calls, and the calls."""
+    """Turn's text without its calls, and the calls."""
 
     content: str
     calls: list[ParsedToolCall] = field(default_factory=list)
 
 
 def detect_parser(template: str) -> str:
-    """The parser for what a template's text teaches; none when it teaches none of these."""
+    """Return the parser for the format in a template's text, or none."""
     if MISTRAL_CALLS_TAG in template:
         return "mistral"
     if OPEN_TAG in template and "<function=" not in template:
@@ -44,7 +44,7 @@ def detect_parser(template: str) -> str:
 
 
 def parse_hermes(text: str) -> ExtractedToolCalls:
-    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, as Hermes and Qwen write calls.
+    """Parse `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, as of Hermes and Qwen.
 
     A tag inside a string of a call's JSON is part of the string.
     """
@@ -65,8 +65,9 @@ def parse_hermes(text: str) -> ExtractedToolCalls:
 
 
 def parse_llama3_json(text: str) -> ExtractedToolCalls:
-    """`{"name": .., "parameters": {..}}` as the whole turn, as Llama 3.x writes calls; more than
-    one are separated by semicolons.
+    """Parse `{"name": .., "parameters": {..}}` as the whole turn, as of Llama 3.x.
+
+    Several calls are separated by semicolons.
     """
     tagged = text.lstrip().startswith(PYTHON_TAG)
     rest = _LLAMA_SEPARATORS.sub("", text, count=1).rstrip()
@@ -83,8 +84,10 @@ def parse_llama3_json(text: str) -> ExtractedToolCalls:
 
 
 def parse_mistral(text: str) -> ExtractedToolCalls:
-    """`[TOOL_CALLS][{"name": .., "arguments": {..}, "id": ..}, ..]`, or `[TOOL_CALLS]name{..}` with
-    or without `[CALL_ID]` and `[ARGS]`, as versions of Mistral's tokenizer write calls.
+    """Parse the calls of Mistral's tokenizer versions.
+
+    They are `[TOOL_CALLS][{"name": .., "arguments": {..}, "id": ..}, ..]`, or
+    `[TOOL_CALLS]name{..}` with or without `[CALL_ID]` and `[ARGS]`.
     """
     content, opened, rest = text.partition(MISTRAL_CALLS_TAG)
     calls: list[ParsedToolCall] = []
@@ -108,7 +111,7 @@ PARSERS: dict[str, Callable[[str], ExtractedToolCalls]] = {
 
 
 def _parse_call_list(text: str) -> tuple[list[ParsedToolCall], int]:
-    """The calls of a list in JSON that a text begins with, and where it ends."""
+    """Parse a JSON list of calls at the start of a text; return them and the end of the list."""
     try:
         found, end = DECODER.raw_decode(text)
     except (ValueError, RecursionError) as error:
@@ -118,7 +121,7 @@ def _parse_call_list(text: str) -> tuple[list[ParsedToolCall], int]:
 
 
 def _parse_named_call(text: str) -> tuple[list[ParsedToolCall], int]:
-    """The call `name{..}` that a text begins with, and where it ends."""
+    """Parse a call `name{..}` at the start of a text; return it and its end."""
     body = text.partition(MISTRAL_CALLS_TAG)[0]
     head, brace, _ = body.partition("{")
     name, _, identity = head.replace(MISTRAL_ARGS_TAG, "").partition(MISTRAL_CALL_ID_TAG)
@@ -136,8 +139,9 @@ def _parse_named_call(text: str) -> tuple[list[ParsedToolCall], int]:
 
 
 def _parse_object(text: str, arguments: bool = False) -> tuple[ParsedToolCall, int]:
-    """The call, or only its `arguments`, of the JSON that a text begins with, and where it ends;
-    -1 when it cannot be read.
+    """Parse a JSON object at the start of a text as a call, or only as its `arguments`.
+
+    Return it with its end; -1 if it is invalid.
     """
     begin = len(text) - len(text.lstrip())
     try:
@@ -156,8 +160,9 @@ def _describe_parse_error(error: Exception) -> str:
 
 
 def _build_call(found: Any, raw: str) -> ParsedToolCall:
-    """A call of a JSON object with a name and an object of arguments, or of their JSON text; no
-    arguments are none.
+    """Create a call from a JSON object with a name and arguments.
+
+    The arguments are an object, the JSON text of one, or absent.
     """
     if not isinstance(found, dict):
         return ParsedToolCall("", {}, "", "a call is a JSON object", raw)

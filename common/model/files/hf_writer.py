@@ -1,4 +1,4 @@
-"""Decoders written as Hugging Face directories: config.json and safetensors, and names there."""
+"""Writer of decoders as Hugging Face directories: config.json, safetensors and names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshrl.common.model.tokens.tokenizer import Tokenizer, list_companion_files
 
 StateDict = Mapping[str, Tensor]
 
-LAYER_TENSOR_NAMES = {  # our tensor of a layer -> theirs, where one is one
+LAYER_TENSOR_NAMES = {  # our tensor of a layer -> Hugging Face's, for tensors that are not fused
     "attention_norm": "input_layernorm.weight",
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
@@ -36,7 +36,7 @@ GLOBAL_TENSOR_NAMES = {
     "final_norm": "model.norm.weight",
     "unembedding": "lm_head.weight",
 }
-MAX_SHARD_BYTES = 5 * 10**9  # most in one file of weights, as transformers cuts them
+MAX_SHARD_BYTES = 5 * 10**9  # size limit of a weight file, as in transformers
 _GENERATION_CONFIG_FILE = "generation_config.json"
 
 
@@ -48,11 +48,11 @@ def save_model(
     shard_bytes: int = MAX_SHARD_BYTES,
     origin: Path | None = None,
 ) -> None:
-    """Writes a directory that `rows.load_model` and `transformers` read; each file appears whole.
+    """Write a directory that `load_model` and `transformers` read; install each file atomically.
 
-    Weights of more than `shard_bytes` are cut into several files, with an index. What is not
-    trained is as in `origin`, the directory that the model began from: its generation_config.json,
-    or none, and the tokenizer's files.
+    Weights of more than `shard_bytes` are split into several files, with an index. Files that
+    training does not change are those of `origin`, the directory that the model began from: its
+    generation_config.json, if any, and the tokenizer's files.
     """
     writer = ModelWriter(Path(path), config, state, tokenizer_file, shard_bytes, origin)
     for names in group_by_layer(state):
@@ -61,7 +61,7 @@ def save_model(
 
 
 def group_by_layer(meta_tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of tensors that have to be there together: those of a layer; any other one alone."""
+    """Group names of tensors that must be written together: those of a layer; others alone."""
     found: dict[str, list[str]] = {}
     for name in meta_tensors:
         layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
@@ -70,7 +70,7 @@ def group_by_layer(meta_tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 class ModelWriter:
-    """Writes what `save_model` does, for who has some of the tensors at a time."""
+    """Incremental form of `save_model`, for callers that have some of the tensors at a time."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ModelWriter:
         shard_bytes: int = MAX_SHARD_BYTES,
         origin: Path | None = None,
     ) -> None:
-        """Of `outline` only types and shapes are looked at."""
+        """Create the writer; of `meta_tensors` only dtypes and shapes are used."""
         self._directory, self._config = directory, config
         self._tokenizer, self._origin = tokenizer_file, origin
         directory.mkdir(parents=True, exist_ok=True)
@@ -113,12 +113,12 @@ class ModelWriter:
         }
 
     def write_tensors(self, state: StateDict) -> None:
-        """Some tensors, whole layers of them: see `by_layer`."""
+        """Write some tensors, whole layers of them: see `group_by_layer`."""
         for name, tensor in state_to_hf(self._config, state).items():
             self._files[self._shard_of_tensor[name]][1].write_tensor(name, tensor)
 
     def finish(self) -> None:
-        """All were added: the files appear, then files of an earlier, other cut are removed."""
+        """Install the files after all tensors, then remove files of an earlier sharding."""
         directory, names = self._directory, [name for name, _ in self._files]
         for _, file in self._files:
             file.finish()
@@ -135,7 +135,7 @@ class ModelWriter:
             _add_tokenizer(Path(self._tokenizer), directory, self._config, self._origin)
 
     def close(self) -> None:
-        """What was begun and not finished stays under other names."""
+        """Close the writer; unfinished files stay under other names."""
         for _, file in self._files:
             file.close()
 
@@ -149,7 +149,7 @@ def _add_tokenizer(file: Path, directory: Path, config: ModelConfig, origin: Pat
     theirs = origin / "tokenizer.json" if origin is not None else None
     own = theirs is not None and theirs.is_file() and filecmp.cmp(file, theirs, shallow=False)
     described = directory / "tokenizer_config.json"
-    if not own and not described.is_file():  # `AutoTokenizer` needs one
+    if not own and not described.is_file():  # `AutoTokenizer` requires this file
         tokenizer = Tokenizer.load(file)
         ids = {"bos_token": config.bos_id, "pad_token": config.pad_id}
         ids["eos_token"] = next(iter(config.eos_ids), None)
@@ -160,7 +160,7 @@ def _add_tokenizer(file: Path, directory: Path, config: ModelConfig, origin: Pat
 
 
 def state_to_hf(config: ModelConfig, state: StateDict) -> dict[str, Tensor]:
-    """Hugging Face's names and shapes; fused matrices come apart as views, nothing is copied."""
+    """Convert tensors to Hugging Face's names and shapes; fused matrices are split into views."""
     theirs = {
         GLOBAL_TENSOR_NAMES[name]: state[name] for name in GLOBAL_TENSOR_NAMES if name in state
     }
@@ -198,7 +198,7 @@ def _experts_to_hf(
 
 
 def get_fused_parts(config: ModelConfig) -> dict[str, dict[str, int]]:
-    """Our fused tensors -> Hugging Face's parts, in row order, with their numbers of rows."""
+    """Return our fused tensors -> Hugging Face's parts, in row order, with their row counts."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     rows = {"q": queries, "k": keys, "v": keys}
     return {

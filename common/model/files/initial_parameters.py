@@ -1,7 +1,6 @@
-"""The values that a model's parameters begin with, some rows at a time: drawn, or read from a
-Hugging Face directory. So nobody has to hold a model whole to hold its rows.
+"""Initial values of a model's parameters by rows: drawn, or read from a Hugging Face directory.
 
-It is also the way in which whole models are loaded.
+No process so needs to hold a whole model to hold its rows. Whole models are loaded the same way.
 """
 
 from __future__ import annotations
@@ -35,22 +34,24 @@ from meshrl.common.model.files.weight_files import StoredTensor as OnDisk
 from meshrl.common.model.network.decoder import Decoder, initial_std
 
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
-# Numbers that are drawn or read together: 16 MiB in float32. A multiple of 16, see `normal_rows`.
+# Numbers that are drawn or read together: 16 MiB in float32. A multiple of 16, see
+# `fill_normal_rows`.
 BLOCK_NUMBERS = 1 << 22
 
 
 class ParameterSource(Protocol):
-    """Where a model's parameters come from."""
+    """Source of a model's parameters."""
 
     def fill_rows(self, name: str, shape: torch.Size, first_row: int, out: Tensor) -> None:
-        """Puts rows first .. first + len(into) of the parameter `name`, which has `shape`, into
-        `into`. It is asked for each parameter once, in the model's order, also where there is no
-        row to fill.
+        """Fill `out` with rows `first_row` .. `first_row` + len(out) of parameter `name` of
+        `shape`.
+
+        It is called once for each parameter, in the model's order, also if there is no row to fill.
         """
 
 
 def materialize_model(model: Decoder, source: ParameterSource, device: str) -> Decoder:
-    """A model that was made on the `meta` device, whole, on a device that it goes to row by row."""
+    """Materialize a model from the `meta` device on `device`, row by row."""
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         source.fill_rows(name, parameter.shape, 0, parameter.detach())
@@ -59,8 +60,9 @@ def materialize_model(model: Decoder, source: ParameterSource, device: str) -> D
 
 
 def load_model(path: str | Path) -> tuple[ModelConfig, Decoder]:
-    """The model of a directory (one safetensors file, or shards with their index), on the CPU, in
-    float32; ConfigError when it cannot be read.
+    """Load the model of a directory on the CPU, in float32; raise ConfigError if it is unreadable.
+
+    The directory has one safetensors file, or shards with their index.
     """
     directory = Path(path)
     config = load_config(directory)
@@ -71,7 +73,7 @@ def load_model(path: str | Path) -> tuple[ModelConfig, Decoder]:
 
 @contextmanager
 def convert_read_errors(path: Path) -> Iterator[None]:
-    """ConfigError, within the block, for what else than a model is at `place`."""
+    """Convert read errors within the block to ConfigError for the model at `path`."""
     try:
         yield
     except _READ_ERRORS as error:
@@ -83,14 +85,14 @@ def convert_read_errors(path: Path) -> Iterator[None]:
 
 
 class RandomParameters:
-    """What `Decoder.initialise` draws from a seed, to the last bit."""
+    """Parameters that `Decoder.initialise` draws from a seed, bit by bit."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self._config, self._generator = config, torch.Generator()
         self._generator.manual_seed(seed)
 
     def fill_rows(self, name: str, shape: torch.Size, first_row: int, out: Tensor) -> None:
-        """See `ParameterSource`."""
+        """Implement `ParameterSource.fill_rows`."""
         if len(shape) < 2:
             out.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
@@ -107,12 +109,12 @@ def fill_normal_rows(
     out: Tensor,
     block: int = BLOCK_NUMBERS,
 ) -> None:
-    """Fills `into` with rows of what `torch.empty(shape).normal_(std=std, generator=generator)`
-    would be on a CPU, and leaves the generator as that would.
+    """Fill `out` with rows of `torch.empty(shape).normal_(std=std, generator=generator)` on a CPU.
 
-    PyTorch draws a number for each element, in order, and makes normal ones of sixteen at a time; a
-    last piece that is no multiple of sixteen draws its last sixteen again. Blocks that are one, and
-    a last block of at least sixteen, are drawn as the whole is.
+    The generator ends in the same state as after that call. PyTorch draws a number for each
+    element, in order, and converts sixteen at a time to normal ones. A last piece that is no
+    multiple of sixteen draws its last sixteen again. Blocks of a multiple of sixteen, and a last
+    block of at least sixteen, are drawn as in the whole.
     """
     flat, width = out.view(-1), shape[1:].numel()
     begin, end = first_row * width, first_row * width + flat.numel()
@@ -126,12 +128,15 @@ def fill_normal_rows(
 
 
 class PretrainedParameters:
-    """The weights of a Hugging Face directory. Files are read, not mapped: what has been read takes
-    no memory any more.
+    """Weights of a Hugging Face directory.
+
+    Files are read, not mapped: data that has been read takes no more memory.
     """
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
-        """ConfigError when they are not whole, or not of this model."""
+        """Open the directory; raise ConfigError if its weights are incomplete or of another
+        model.
+        """
         check_weights(directory, config)
         self._config, self._fused_parts = config, get_fused_parts(config)
         self._tensors: dict[str, OnDisk] = {}
@@ -140,9 +145,10 @@ class PretrainedParameters:
 
     @torch.no_grad()
     def fill_rows(self, name: str, shape: torch.Size, first_row: int, out: Tensor) -> None:
-        """See `ParameterSource`; in any order. ConfigError for rows with numbers that are none, and
-        for a
-        file that cannot be read any more.
+        """Implement `ParameterSource.fill_rows`, in any order.
+
+        Raise ConfigError for rows with NaN or infinite values, and for a file that has become
+        unreadable.
         """
         layer, _, own = name.removeprefix("layers.").partition(".")
         if not own:
@@ -160,7 +166,7 @@ class PretrainedParameters:
             self._fill_from_tensors(parts, first_row, out)
 
     def _fill_experts(self, name: str, prefix: str, first: int, into: Tensor) -> None:
-        """Of a matrix for each expert, some experts; of what all share, some rows."""
+        """Fill some experts of a matrix per expert, or some rows of what all experts share."""
         config = self._config
         architecture = ARCHITECTURES[config.architecture]
         block, (gate, up, down) = (
@@ -186,7 +192,7 @@ class PretrainedParameters:
         self._fill_from_tensors(parts, first, into)
 
     def _fill_from_tensors(self, parts: list[tuple[str, int]], first: int, into: Tensor) -> None:
-        """Rows of tensors that lie below one another."""
+        """Fill rows from tensors that are stacked along their rows."""
         last, start = first + len(into), 0
         for name, rows in parts:
             low, high = max(first, start), min(last, start + rows)
@@ -195,7 +201,7 @@ class PretrainedParameters:
             start += rows
 
     def _read_rows(self, name: str, first: int, into: Tensor) -> None:
-        """Rows of one tensor, as many as `into` has, a block at a time."""
+        """Read rows of one tensor into `into`, a block at a time."""
         tensor, flat = self._tensors[name], into.view(-1)
         dtype, width = DTYPES[tensor.dtype], into[0].numel()
         with convert_read_errors(tensor.file), tensor.file.open("rb", buffering=0) as file:

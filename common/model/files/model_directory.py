@@ -1,6 +1,6 @@
-"""A directory's model as its files describe it: what can be told without reading weights.
+"""Model of a directory as its files describe it, without reading weights.
 
-Beside config.json that is whether its weights are quantized, and whether its embeddings are tied.
+Beside config.json, the headers show if weights are quantized and if embeddings are tied.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from meshrl.common.model.files.weight_files import (
 )
 
 UNQUANTIZED_FIX = "take the model's unquantized weights (bfloat16, float16 or float32)"
-_COMPARE_BYTES = 1 << 22  # bytes that are compared at once
+_COMPARE_BYTES = 1 << 22  # bytes per comparison
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
-_QUANTIZER_FILES = ("quantize_config.json", "quant_config.json")  # AutoGPTQ's, AutoAWQ's
+_QUANTIZER_FILES = ("quantize_config.json", "quant_config.json")  # files of AutoGPTQ and AutoAWQ
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """The shape of a directory's model: what its config.json declares, and whether embeddings are
-    tied in its weights, of which only headers are read.
+    """Load the shape of a directory's model from config.json and the headers of its weights.
 
-    ConfigError if there is no such model, if it is none of ours, quantized or in another format,
-    or if a file is missing or cut off. A description may lie there alone: `load_model` then says
-    that weights are missing.
+    The headers show if embeddings are tied. Raise ConfigError if there is no model, if it is
+    unsupported, quantized or in another format, or if a file is missing or truncated. A directory
+    may have a config.json alone: `load_model` then reports missing weights.
     """
     directory = Path(path)
     file = directory / "config.json"
@@ -64,9 +63,9 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a directory by name, none of them read.
+    """Return the tensors of a directory by name, without reading them.
 
-    ConfigError when a file is missing or cut off, or when weights are of 8 bits or integers.
+    Raise ConfigError if a file is missing or truncated, or if weights are of 8 bits or integers.
     """
     for name in _QUANTIZER_FILES:
         if (directory / name).is_file():
@@ -92,8 +91,9 @@ def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def has_tied_embeddings(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a model whose config.json ties its embeddings does so in its files: not if there is
-    an unembedding of other numbers, which `transformers` then takes.
+    """Return True if a model whose config.json ties its embeddings does so in its files.
+
+    If the files have an unembedding with other numbers, `transformers` uses that.
     """
     if EMBEDDING not in tensors or UNEMBEDDING not in tensors:
         return True

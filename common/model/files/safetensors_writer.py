@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor, in any order: nobody has to hold all of them."""
+"""Writer of a safetensors file tensor by tensor, in any order and without all of them in memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
     "U8": torch.uint8,
-}  # by safetensors' names
+}  # dtypes by safetensors' names
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-HEADER_ALIGNMENT = 8  # bytes of which the header is a multiple
+HEADER_ALIGNMENT = 8  # alignment of the header in bytes
 
 
 class SafetensorsWriter:
-    """A file that appears at `path` once all tensors of `outline` are in it; the bytes are those
-    that `safetensors.torch.save_file` writes.
+    """File that is installed at `path` once all tensors of `meta_tensors` are written.
+
+    The bytes are those that `safetensors.torch.save_file` writes.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class SafetensorsWriter:
         meta_tensors: Mapping[str, Tensor],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Of `outline` only types and shapes are looked at; `about`: what else the file says.
-        OSError when there is no room.
+        """Create the file; `metadata` is the file's metadata. Raise OSError if there is no disk
+        space.
+
+        Of `meta_tensors` only dtypes and shapes are used.
         """
         self._path, self._part_path = path, path.with_name(f"{path.name}.part")
         header: dict[str, object] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
@@ -59,25 +62,23 @@ class SafetensorsWriter:
         self._file = self._part_path.open("wb")
         head = len(raw).to_bytes(8, "little") + raw
         self._file.write(head)
-        # Of the bytes as they are given, while they come in the order in which they lie.
+        # Digest of the written bytes, as long as they arrive in file order.
         self._hasher: Hasher | None = Hasher(head)
         self._hashed_bytes = len(head)
         self._pending_offsets = {name: 8 + len(raw) + place for name, place in places.items()}
 
     @property
     def pending_names(self) -> list[str]:
-        """The tensors that are still to be put, in the order in which they lie in the file."""
+        """Tensors that are still to be written, in the order of the file."""
         return list(self._pending_offsets)
 
     @property
     def digest(self) -> str:
-        """The digest of all that was put, whatever a disk has made of it; empty unless it was put
-        in `order`.
-        """
+        """Digest of the written bytes, independent of the disk; empty if written out of order."""
         return "" if self._hasher is None else self._hasher.hexdigest()
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
-        """Writes one of the tensors, which has the type and shape of the outline's."""
+        """Write one of the tensors, with the dtype and shape of its meta tensor."""
         place = self._pending_offsets.pop(name)
         self._file.seek(place)
         if place != self._hashed_bytes:
@@ -91,12 +92,12 @@ class SafetensorsWriter:
                 self._hashed_bytes += len(content)
 
     def finish(self) -> None:
-        """The file appears; ValueError when a tensor was not put."""
+        """Install the file; raise ValueError if a tensor was not written."""
         self.close()
         if self._pending_offsets:
             raise ValueError(f"{self._path}: {next(iter(self._pending_offsets))} was not written")
         os.replace(self._part_path, self._path)
 
     def close(self) -> None:
-        """Without `finish`, what was written stays beside `path`, under another name."""
+        """Close the writer; without `finish`, the partial file stays beside `path`."""
         self._file.close()

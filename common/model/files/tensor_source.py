@@ -1,4 +1,4 @@
-"""Named tensors that are asked for some at a time, so that nobody has to hold all of them."""
+"""Named tensors that are read in batches, so that no process needs all of them in memory."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import torch
 
 ReadTensors = Callable[[Sequence[str]], Awaitable[dict[str, torch.Tensor]]]
 
-BATCH_BYTES = 64 << 20  # of tensors that are asked for together: as much as a chunk of the store
+BATCH_BYTES = 64 << 20  # size of a batch: equal to a chunk of the store
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Tensors that `some` reads by name, whole, into the host's memory; they never change."""
+    """Immutable tensors that `read_tensors` reads by name, as a whole, into host memory."""
 
-    meta_tensors: Mapping[
-        str, torch.Tensor
-    ]  # all of them in their order, for their types and shapes
+    meta_tensors: Mapping[str, torch.Tensor]  # all tensors in order, with dtypes and shapes
     read_tensors: ReadTensors
 
 
 def batch_by_bytes(
     meta_tensors: Mapping[str, torch.Tensor], max_bytes: int = BATCH_BYTES
 ) -> list[list[str]]:
-    """Names, in order, together as many as have at most so many bytes; a larger tensor is alone."""
+    """Return batches of names, in order, of at most `max_bytes`; a larger tensor is alone."""
     found: list[list[str]] = []
     filled = 0
     for name, tensor in meta_tensors.items():
@@ -38,5 +36,5 @@ def batch_by_bytes(
 
 
 def count_bytes(tensor: torch.Tensor) -> int:
-    """Also of one on the `meta` device."""
+    """Return the bytes of a tensor, also of one on the `meta` device."""
     return tensor.numel() * tensor.element_size()

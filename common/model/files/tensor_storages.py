@@ -1,7 +1,7 @@
-"""The memory behind tensors: given back and taken again, under the same tensors.
+"""Memory behind tensors, freed and allocated again under the same tensors.
 
-A tensor keeps its identity, shape and place in whatever holds it; while its storage is given back
-nobody may look at it.
+A tensor retains its identity, its shape and its holder. No code may access it while its storage is
+freed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from meshrl.common.base.files.offloaded_tensors import Octets
 
-MALLOPT_MMAP_THRESHOLD = -3  # of `mallopt`, in malloc.h
+MALLOPT_MMAP_THRESHOLD = -3  # parameter of `mallopt`, from malloc.h
 
 
 class TensorStorages:
-    """Storages of named tensors, each once, under the first tensor's name that lies in it."""
+    """Storages of named tensors, each once, under the name of the first tensor in it."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """What cannot be given back, as memory that numpy has, is copied to some that can."""
+        """Collect the storages; copy memory that cannot be freed, such as numpy's."""
         make_releasable(tensors.values())
         self._storages: dict[str, torch.UntypedStorage] = {}
         seen: set[int] = set()
@@ -35,11 +35,11 @@ class TensorStorages:
 
     @property
     def total_bytes(self) -> int:
-        """All of them together."""
+        """Bytes of all storages."""
         return sum(self.sizes_bytes.values())
 
     def read(self, name: str, start: int, end: int) -> Octets:
-        """Bytes of one; a view where it lies in the host's memory."""
+        """Read bytes of a storage; the result is a view if it is in host memory."""
         storage = self._storages[name]
         if storage.device.type == "cpu":
             return _view_bytes(storage)[start:end]
@@ -47,7 +47,7 @@ class TensorStorages:
         return found
 
     def write(self, name: str, start: int, piece: Octets) -> None:
-        """Puts bytes in place."""
+        """Write bytes to a storage."""
         storage, end = self._storages[name], start + len(piece)
         if storage.device.type == "cpu":
             _view_bytes(storage)[start:end] = piece
@@ -55,7 +55,7 @@ class TensorStorages:
             _view_byte_tensor(storage)[start:end].copy_(torch.from_numpy(np.array(piece)))
 
     def release(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
         devices = {storage.device.type for storage in self._storages.values()}
         for storage in self._storages.values():
             storage.resize_(0)
@@ -64,20 +64,23 @@ class TensorStorages:
         trim_heap()
 
     def reallocate(self) -> None:
-        """Allocates as much memory again, of any content. MemoryError, and all of it is given back,
-        where there is none.
+        """Allocate the same amount of memory, with undefined content.
+
+        Raise MemoryError, with all of it freed again, if there is not enough.
         """
         try:
             for name, storage in self._storages.items():
                 storage.resize_(self.sizes_bytes[name])
-        except (RuntimeError, MemoryError) as error:  # torch's own is the former
+        except (RuntimeError, MemoryError) as error:  # torch's own error is a RuntimeError
             self.release()
             raise MemoryError(str(error)) from error
 
 
 def alias_for_numpy(tensor: Tensor) -> Tensor:
-    """The same numbers for numpy to see, in the host's memory: its storage can be given back
-    afterwards. As long as the tensor is there, and lies whole and in order, no copy.
+    """Return a tensor of the same numbers in host memory for numpy to use.
+
+    The original storage can still be freed afterwards. A contiguous tensor in host memory is not
+    copied, and must outlive the result.
     """
     tensor = tensor.detach().cpu().contiguous()
     if not tensor.numel():
@@ -88,8 +91,10 @@ def alias_for_numpy(tensor: Tensor) -> Tensor:
 
 
 def _view_bytes(storage: torch.UntypedStorage) -> Octets:
-    """The bytes in the host's memory. Not by way of torch, whose storages cannot be given back any
-    more once numpy has seen them.
+    """View the bytes in host memory.
+
+    Torch's own conversion is avoided, because its storages cannot be freed after numpy has used
+    them.
     """
     there = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     return np.ctypeslib.as_array(there)
@@ -101,7 +106,7 @@ def _view_byte_tensor(storage: torch.UntypedStorage) -> Tensor:
 
 @torch.no_grad()
 def make_releasable(tensors: Iterable[Tensor]) -> None:
-    """Moves tensors whose memory cannot be given back; those that are one stay one."""
+    """Move tensors whose memory cannot be freed; tensors that share storage still share it."""
     moved: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
     for tensor in tensors:
         if tensor.untyped_storage().resizable() or not tensor.numel():
@@ -113,9 +118,10 @@ def make_releasable(tensors: Iterable[Tensor]) -> None:
 
 
 def set_mmap_threshold(size_bytes: int) -> None:
-    """Has freed blocks of at least `size` bytes go back to the host at once, from now on (glibc). A
-    heap that is kept spares a small model its page faults; tensors of a large one, of many sizes,
-    leave holes there that add up to several times what is in use.
+    """Set the size from which on freed blocks return to the host at once (glibc).
+
+    A retained heap spares a small model its page faults. Tensors of a large model, of many sizes,
+    leave gaps in it that add up to several times the used memory.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -123,8 +129,9 @@ def set_mmap_threshold(size_bytes: int) -> None:
 
 
 def trim_heap() -> None:
-    """Gives free memory of the heap back to the host: role processes are started with a heap that
-    is kept, and what sleeps should not take memory.
+    """Return free heap memory to the host.
+
+    Role processes start with a retained heap, and a sleeping process should not use memory.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc's

@@ -1,8 +1,7 @@
-"""Whether a Hugging Face directory's weights are whole, from the headers of its files, and whether
-they are numbers; torch is not imported.
+"""Validation of a Hugging Face directory's weights: complete by their headers, and finite.
 
-The format is Hugging Face's safetensors: eight bytes with the length of a JSON header, the header,
-and the bytes of the tensors, whose places the header holds.
+This module does not import torch. The format is Hugging Face's safetensors: eight bytes with the
+length of a JSON header, the header with the offsets of the tensors, and the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FLOAT_DTYPE_BYTES = {
 }  # types that are trained, with their bytes
 EXPONENT_MASKS: dict[
     str, np.unsignedinteger[Any]
-] = {  # the bits of a type's exponent: all are set where a number is NaN or infinite
+] = {  # exponent bits of each dtype: all are set in NaN and infinite numbers
     "F64": np.uint64(0x7FF0 << 48),
     "F32": np.uint32(0x7F80 << 16),
     "F16": np.uint16(0x7C00),
@@ -42,11 +41,11 @@ EXPONENT_MASKS: dict[
 NON_WEIGHT_NAME = re.compile(
     r"(position_ids|num_batches_tracked|masked_bias|attention\.bias|rotary_emb\.inv_freq)$"
 )
-FINITE_CHECK_BLOCK = 1 << 22  # numbers that are looked at together
-MAX_HEADER_BYTES = 100_000_000  # longest header that safetensors itself reads
-LFS_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins
+FINITE_CHECK_BLOCK = 1 << 22  # numbers that are checked together
+MAX_HEADER_BYTES = 100_000_000  # limit of safetensors itself
+LFS_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer
 _RESAVE_FIX = "Save it again with transformers (save_pretrained), which writes safetensors"
-OTHER_FORMATS = {  # what a directory without safetensors may hold: what that is, and the way out
+OTHER_FORMATS = {  # other weight formats: file pattern, name, and fix
     "pytorch_model*.bin": ("pickles of PyTorch", _RESAVE_FIX),
     "*.gguf": ("GGUF of llama.cpp", "Take the model's safetensors: GGUF cannot be trained"),
     "consolidated*": (
@@ -65,23 +64,26 @@ _DOWNLOAD_FIX = "Download it again, as a whole"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a header describes it."""
+    """Tensor as a header describes it."""
 
-    dtype: str  # as safetensors writes it: F32, BF16, ...
+    dtype: str  # safetensors' name: F32, BF16, ...
     shape: tuple[int, ...]
     file: Path
-    begin_byte: int  # byte of the file
+    begin_byte: int  # offset in the file
     end_byte: int
 
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
-    """ConfigError, which names the file, unless every tensor of the model lies there whole, in its
-    shape and in a floating-point type, and no tensor that the model does not compute with.
+    """Raise ConfigError, naming the file, unless the weights are exactly those of the model.
+
+    Every tensor must be complete, in its shape and of a floating-point dtype, and no tensor may be
+    unused.
     """
     found: dict[str, StoredTensor] = {}
     for file in list_weight_files(directory):
         found |= read_header(file)
-    if config.tie_embeddings and UNEMBEDDING in found:  # both are one, under either name
+    # tied: both are one tensor, under either name
+    if config.tie_embeddings and UNEMBEDDING in found:
         found.setdefault(EMBEDDING, found[UNEMBEDDING])
     for name, shape in iter_expected_tensors(config):
         stored = found.get(name)
@@ -108,7 +110,9 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
 
 
 def _reject_unused_tensors(found: Mapping[str, StoredTensor], config: ModelConfig) -> None:
-    """ConfigError for a tensor that no part of the model uses: there would be another model."""
+    """Raise ConfigError for a tensor that no part of the model uses, since the model would
+    differ.
+    """
     used = {name for name, _ in iter_expected_tensors(config)} | {UNEMBEDDING}
     unused = [name for name in found if name not in used and not NON_WEIGHT_NAME.search(name)]
     if unused:
@@ -123,7 +127,7 @@ def _reject_unused_tensors(found: Mapping[str, StoredTensor], config: ModelConfi
 
 
 def check_finite(directory: Path) -> None:
-    """ConfigError, which names the tensor, if a weight is NaN or infinite. It reads every file."""
+    """Raise ConfigError, naming the tensor, if a weight is NaN or infinite; read every file."""
     for file in list_weight_files(directory):
         content = np.memmap(file, np.uint8, "r")
         for name, stored in read_header(file).items():
@@ -141,7 +145,7 @@ def check_finite(directory: Path) -> None:
 
 
 def not_finite_error(name: str, num_not_finite: int, num_values: int, where: str) -> ConfigError:
-    """What is said of a tensor with `broken` NaN or infinite ones among its `numbers`."""
+    """Create the error of a tensor with `num_not_finite` of `num_values` values not finite."""
     return ConfigError(
         f"tensor {name} has {num_not_finite} of {num_values} weights that are not finite (NaN "
         "or infinite)",
@@ -151,8 +155,9 @@ def not_finite_error(name: str, num_not_finite: int, num_values: int, where: str
 
 
 def list_weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory: the single one, or else those that its index names;
-    ConfigError if one is missing.
+    """List the safetensors files of a directory: the single one, or those in its index.
+
+    Raise ConfigError if one is missing.
     """
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
@@ -186,7 +191,7 @@ def list_weight_files(directory: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file by name; ConfigError if it is no safetensors file or is cut short."""
+    """Return the tensors of one file by name; raise ConfigError if it is invalid or truncated."""
     try:
         size = file.stat().st_size
         reject_lfs_pointer(file)
@@ -236,7 +241,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def iter_expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Each tensor that is read of a model's files, by Hugging Face's name, with its shape."""
+    """Yield each expected tensor of a model's files: Hugging Face name and shape."""
     hidden, vocab = config.hidden_size, config.vocab_size
     yield "model.embed_tokens.weight", (vocab, hidden)
     yield "model.norm.weight", (hidden,)
@@ -280,7 +285,7 @@ def _iter_expert_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str
 
 
 def reject_lfs_pointer(file: Path) -> None:
-    """ConfigError if a file is what Git LFS leaves in place of one that it has not fetched."""
+    """Raise ConfigError if a file is a pointer of Git LFS, which was not fetched."""
     with file.open("rb") as opened:
         if opened.read(len(LFS_POINTER_PREFIX)) == LFS_POINTER_PREFIX:
             raise ConfigError(
@@ -291,7 +296,7 @@ def reject_lfs_pointer(file: Path) -> None:
 
 
 def detect_other_format(directory: Path) -> tuple[str, str] | None:
-    """What a directory holds in place of safetensors, and what to do about it."""
+    """Describe a directory's other weight format and how to convert it."""
     there = (found for pattern, found in OTHER_FORMATS.items() if any(directory.glob(pattern)))
     return next(there, None)
 

@@ -1,1 +1,1 @@
-"""The decoder, part by part. Open `decoder.py` first."""
+"""Parts of the decoder. Open `decoder.py` first."""

@@ -1,8 +1,8 @@
-"""Attention as the model sees it: a function that is passed in.
+"""Attention interface of the model: a function that callers pass in.
 
-Where keys lie, which queries share a call and how sequences are kept apart differs between
-training, an engine and a whole forward pass. The model only hands over one layer's projections, and
-says how far back its tokens see. The trainer's, over packed bins, is in `kernels/ops/varlen.py`.
+The location of keys, the batching of queries and the separation of sequences differ between
+training, an engine and a whole forward pass. The model passes one layer's projections and the
+window of its tokens. The trainer's attention, over packed bins, is in `kernels/ops/varlen.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 # (layer, queries [.., heads, head_dim], keys and values [.., kv_heads, head_dim], window) -> like
-# queries. Each token sees itself and what lies before, of that the last `window` tokens, itself
-# among them; 0: all.
+# queries. Each token attends to the last `window` tokens, itself included; 0: all up to itself.
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 
 
 def build_causal_mask(rows: int, context_tokens: int, window: int, device: torch.device) -> Tensor:
-    """bool [rows, seen]: what the last `rows` of a sequence's `seen` tokens see of it."""
+    """Return a bool mask [rows, context_tokens]: which tokens the last `rows` tokens attend to."""
     key = torch.arange(context_tokens, device=device)
     query = key[context_tokens - rows :, None]
     return (key <= query) & (key > query - window) if window else key <= query

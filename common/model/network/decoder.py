@@ -1,10 +1,10 @@
-"""The model definition for training and for generating: a Llama, Mistral, Qwen, SmolLM3 or Mixtral
-decoder, dense or with a mixture of experts (`moe.py`).
+"""Decoder for training and generation: Llama, Mistral, Qwen, SmolLM3 or Mixtral.
 
-It differs from the textbook in two ways. Attention is passed in, and what lies between products may
-be, so the model knows nothing of packing, caches, parallelism or processors. Query, key and value
-projections are one matrix, gate and up projections another (rows in that order), because a small
-model spends its time in dispatch.
+It is dense or has a mixture of experts (`moe.py`). It differs from the textbook in two ways. First,
+callers pass in attention and may pass in pointwise operators, so the model is independent of
+packing, caches, parallelism and processors. Second, query, key and value projections are one
+matrix, gate and up projections another (rows in that order), because dispatch dominates a small
+model's time.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from meshrl.kernels.absent_ids import mask_absent_logits
 
 
 class ProjectionAdapters(Protocol):
-    """What adapters add to a layer's projections."""
+    """Change that adapters add to a layer's projections."""
 
     def apply_lora(self, fused_name: str, x: Tensor, y: Tensor) -> Tensor:
-        """`y` [.., rows], which is `x` [.., columns] through our matrix `fused`, and what is added
-        to it."""
+        """Return `y` [.., rows] plus the adapters' change.
+
+        `y` is `x` [.., columns] through our matrix `fused_name`.
+        """
 
 
 _EMBEDDING_STD = 0.02
 
 
 class Decoder(nn.Module):
-    """Parameters are allocated, not set: `initialise` them or load a state.
+    """Decoder, with parameters allocated but not set: `initialise` them or load a state.
 
     `max_positions` bounds the rotary table (memory only); positions must stay below it.
     """
@@ -67,7 +69,7 @@ class Decoder(nn.Module):
         self.register_buffer("rope", table.to(dtype), persistent=False)
 
     def set_pointwise(self, pointwise: PointwiseOps) -> None:
-        """Makes all parts compute with these operators from now on."""
+        """Set the pointwise operators of all parts."""
         for part in self.modules():
             if isinstance(part, Decoder | DecoderLayer | MixtureOfExperts):
                 part.pointwise = pointwise
@@ -80,11 +82,11 @@ class Decoder(nn.Module):
         experts: Tensor | None = None,
         routing: Routing | None = None,
     ) -> Tensor:
-        """Hidden states [.., hidden_size], normalised, of `tokens` [..] at `positions` [..].
+        """Return normalised hidden states [.., hidden_size] of `tokens` [..] at `positions` [..].
 
-        Of a mixture of experts, `experts` [.., sparse layers, k] says where to send each token
-        (`meshrl.common.base.expert_routing.UNKNOWN_EXPERT`: where the router does), and
-        `routing` is told where each went.
+        In a mixture of experts, `experts` [.., sparse layers, k] sets the experts of each token
+        (`meshrl.common.base.expert_routing.UNKNOWN_EXPERT`: the router chooses), and `routing`
+        receives the routing of each token.
         """
         hidden = embedding(tokens, self.embedding)
         rotation = self.lookup_rotations(positions)
@@ -92,7 +94,7 @@ class Decoder(nn.Module):
         routed: list[LayerRouting] = []
         for index, layer in enumerate(self.layers):
             cos, sin = rotation(index)
-            if index in self._sparse_layers:  # not its type: a layer may be wrapped
+            if index in self._sparse_layers:  # not by type, because a layer may be wrapped
                 given = experts[..., len(routed), :] if experts is not None else None
                 hidden, told = layer(hidden, cos, sin, index, attention, given, counted)
                 routed.append(told)
@@ -105,22 +107,27 @@ class Decoder(nn.Module):
         return self.pointwise.rms_norm(hidden, self.final_norm, self.config.norm_eps)
 
     def lookup_rotations(self, positions: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """Cosines and sines of rotary positions [..], each [.., 1, head_dim], by layer."""
+        """Return cosines and sines of rotary positions [..], each [.., 1, head_dim], by layer."""
         cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)
         still = torch.ones_like(cos), torch.zeros_like(sin)
         unrotated = self.config.unrotated_layers
         return lambda layer: still if layer in unrotated else (cos, sin)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[.., vocab_size] of hidden states [.., hidden_size]; minus infinity for ids without a
-        token."""
+        """Return logits [.., vocab_size] of hidden states [.., hidden_size].
+
+        Ids without a token have minus infinity.
+        """
         tied = self.config.tie_embeddings
         found = linear(hidden, self.embedding if tied else self.unembedding)
         return mask_absent_logits(found, self.config.absent_ids)
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Normal with std fan_in**-0.5; what adds to the residual stream by 1/sqrt(2 layers)."""
+        """Initialise matrices from a normal distribution with std fan_in**-0.5.
+
+        Matrices that add to the residual stream are scaled by 1/sqrt(2 layers).
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -129,13 +136,13 @@ class Decoder(nn.Module):
                 parameter.normal_(std=std, generator=generator)
 
     def reset_buffers(self) -> None:
-        """Computes what is no parameter, once memory is there that a `meta` device had none of."""
+        """Compute the buffers after memory is allocated for a model of the `meta` device."""
         table = build_rope_table(self.config, len(self.rope))
         self.rope.copy_(table)
 
 
 def initial_std(config: ModelConfig, name: str, shape: torch.Size) -> float:
-    """The standard deviation that a matrix of a new model begins with."""
+    """Return the initial standard deviation of a matrix."""
     if name.endswith("embedding"):
         return _EMBEDDING_STD
     std: float = shape[-1] ** -0.5
@@ -143,7 +150,7 @@ def initial_std(config: ModelConfig, name: str, shape: torch.Size) -> float:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm, each added to the residual stream."""
+    """Layer of attention and SwiGLU, each after an RMSNorm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -163,11 +170,11 @@ class DecoderLayer(nn.Module):
         self.output = parameter(d, queries)
         self.output_bias = parameter(d) if config.has_output_bias else None
         self.mlp_norm = parameter(d)
-        self.adapters: ProjectionAdapters | None = None  # what is added to the projections
+        self.adapters: ProjectionAdapters | None = None  # adapters of the projections
         self._allocate_feed_forward(dtype)
 
     def _allocate_feed_forward(self, dtype: torch.dtype) -> None:
-        """Allocates what comes behind `mlp_norm`."""
+        """Allocate the feed-forward part, after `mlp_norm`."""
         d, width = self.config.hidden_size, self.config.ffn_size
         self.gate_up = nn.Parameter(torch.empty(2 * width, d, dtype=dtype))
         self.down = nn.Parameter(torch.empty(d, width, dtype=dtype))
@@ -175,9 +182,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: AttentionFunction
     ) -> Tensor:
-        """The residual stream [.., hidden] after attention and the feed-forward part of layer
-        `index`.
-        """
+        """Return the residual stream [.., hidden] after layer `index`."""
         hidden = self.attend(hidden, cos, sin, index, attention)
         x = self.pointwise.rms_norm(hidden, self.mlp_norm, self.config.norm_eps)
         x = self.pointwise.swiglu(self._project("gate_up", x))
@@ -186,7 +191,7 @@ class DecoderLayer(nn.Module):
     def attend(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: AttentionFunction
     ) -> Tensor:
-        """The residual stream with what attention adds."""
+        """Return the residual stream after attention."""
         c, pointwise = self.config, self.pointwise
         x = pointwise.rms_norm(hidden, self.attention_norm, c.norm_eps)
         norms = None
@@ -200,13 +205,13 @@ class DecoderLayer(nn.Module):
         return hidden + self._project("output", mixed)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
-        """`x` through one of the layer's matrices, its bias and its adapters."""
+        """Apply one of the layer's matrices, its bias and its adapters to `x`."""
         y = linear(x, getattr(self, name), getattr(self, name + "_bias", None))
         return y if self.adapters is None else self.adapters.apply_lora(name, x, y)
 
 
 class MoeDecoderLayer(DecoderLayer):
-    """A layer whose feed-forward part is a mixture of experts."""
+    """Layer with a mixture of experts as its feed-forward part."""
 
     def _allocate_feed_forward(self, dtype: torch.dtype) -> None:
         self.experts = MixtureOfExperts(self.config, dtype)
@@ -221,9 +226,10 @@ class MoeDecoderLayer(DecoderLayer):
         experts: Tensor | None = None,
         balance_mask: Tensor | None = None,
     ) -> tuple[Tensor, LayerRouting]:
-        """The residual stream [.., hidden] after attention and the experts of layer `index`, and
-        where each token was sent. `experts` repeats an earlier routing; `counted` says which tokens
-        count for the balance.
+        """Return the residual stream [.., hidden] after layer `index`, and each token's routing.
+
+        `experts` repeats an earlier routing; `balance_mask` selects the tokens of the balancing
+        loss.
         """
         hidden = self.attend(hidden, cos, sin, index, attention)
         x = self.pointwise.rms_norm(hidden, self.mlp_norm, self.config.norm_eps)

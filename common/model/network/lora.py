@@ -1,9 +1,9 @@
-"""Low-rank adapters of a decoder's projections (LoRA, arXiv 2106.09685): added while training,
-merged for engines, written in PEFT's layout.
+"""Low-rank adapters of a decoder's projections (LoRA, arXiv 2106.09685).
 
-A matrix W of [rows, columns] acts as W + scale * B A, with A [rank, columns] and B [rows, rank].
-Each of Hugging Face's projections has adapters of its own, also where ours are one matrix, so that
-PEFT can read them: `layers.3.adapters.q_proj.a`.
+Adapters are added in training, merged for engines, and written in PEFT's layout. A matrix W of
+[rows, columns] acts as W + scale * B A, with A [rank, columns] and B [rows, rank]. Each of Hugging
+Face's projections has adapters of its own, also where ours are one matrix, so that PEFT can read
+them: `layers.3.adapters.q_proj.a`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshrl.common.model.architecture.projections import build_projections
 
 StateDict = Mapping[str, Tensor]
 
-_ADAPTER_INFIX = ".adapters."  # in the name of every tensor of an adapter
+_ADAPTER_INFIX = ".adapters."  # part of the name of every adapter tensor
 _ADAPTER_NAME = re.compile(r"layers\.(\d+)\.adapters\.(\w+)\.([ab])")
 
 
 class LoraFactors(nn.Module):
-    """The two factors of one projection's change; `b` starts at zero, so nothing changes yet."""
+    """Factors of one projection's change; `b` starts at zero, so the initial change is zero."""
 
     def __init__(self, rank: int, rows: int, columns: int, like: Tensor) -> None:
         super().__init__()
@@ -40,8 +40,10 @@ class LoraFactors(nn.Module):
 
 
 class LoraAdapters(nn.Module):
-    """The adapters of one layer. Base matrices are used as they are: their gradient, a third of
-    the arithmetic of a full pass, is never computed.
+    """Adapters of one layer.
+
+    Base matrices are frozen: their gradient, a third of the arithmetic of a full pass, is not
+    computed.
     """
 
     def __init__(
@@ -52,8 +54,8 @@ class LoraAdapters(nn.Module):
         scale: float,
         like: Tensor,
     ) -> None:
-        """Adapters of the projections `names`, in `like`'s dtype and on its device; `a` is not set
-        yet.
+        """Create adapters of the projections `names`, with `like`'s dtype and device; `a` is
+        unset.
         """
         super().__init__()
         self._scale = scale
@@ -66,7 +68,7 @@ class LoraAdapters(nn.Module):
             self._fused.setdefault(part.fused_name, []).append((part.rows, own))
 
     def apply_lora(self, fused_name: str, x: Tensor, y: Tensor) -> Tensor:
-        """`y`, which is `x` through our matrix `fused`, plus what the adapters add."""
+        """Return `y`, which is `x` through our matrix `fused_name`, plus the adapters' change."""
         parts = self._fused[fused_name]
         present: list[Tensor] = [own.a for _, own in parts if own is not None]
         if not present:
@@ -81,13 +83,13 @@ class LoraAdapters(nn.Module):
 
 
 def is_adapter_tensor(name: str) -> bool:
-    """Whether a tensor of a model belongs to an adapter."""
+    """Return True if a tensor of a model belongs to an adapter."""
     return _ADAPTER_INFIX in name
 
 
 @dataclass(frozen=True)
 class AdapterTensorName:
-    """What the name of an adapter's tensor says."""
+    """Parts of the name of an adapter's tensor."""
 
     layer: int
     projection: str  # q_proj
@@ -95,14 +97,15 @@ class AdapterTensorName:
 
 
 def parse_adapter_tensor_name(name: str) -> AdapterTensorName | None:
-    """`layers.3.adapters.q_proj.a` taken apart; None: it is no adapter's tensor."""
+    """Parse `layers.3.adapters.q_proj.a`; return None for other tensors."""
     found = _ADAPTER_NAME.fullmatch(name)
     return AdapterTensorName(int(found[1]), found[2], found[3]) if found else None
 
 
 def merge_adapters(config: ModelConfig, tensors: StateDict, scale: float) -> dict[str, Tensor]:
-    """The plain decoder's tensors of base and adapters, summed in float32; `tensors` stays as it
-    is. Without adapters, the same tensors.
+    """Merge base and adapters into the plain decoder's tensors, summed in float32.
+
+    `tensors` does not change. Without adapters, return the same tensors.
     """
     plain = {name: tensor for name, tensor in tensors.items() if not is_adapter_tensor(name)}
     parts = build_projections(config)
@@ -120,7 +123,7 @@ def merge_adapters(config: ModelConfig, tensors: StateDict, scale: float) -> dic
 
 
 def to_peft(config: ModelConfig, tensors: StateDict) -> dict[str, Tensor]:
-    """The adapters among `tensors` under PEFT's names."""
+    """Return the adapters among `tensors` under PEFT's names."""
     parts = build_projections(config)
     found = {}
     for name, tensor in tensors.items():
@@ -135,8 +138,10 @@ def to_peft(config: ModelConfig, tensors: StateDict) -> dict[str, Tensor]:
 def save_adapter(
     path: str | Path, config: ModelConfig, tensors: StateDict, alpha: float, base: str
 ) -> None:
-    """Writes a directory that `peft.PeftModel.from_pretrained` reads: adapter_config.json and
-    adapter_model.safetensors. `base`: where the base model is, a directory or a published name.
+    """Write a directory that `peft.PeftModel.from_pretrained` reads.
+
+    It has adapter_config.json and adapter_model.safetensors. `base`: location of the base model, a
+    directory or a published name.
     """
     theirs = to_peft(config, tensors)
     if not theirs:
@@ -170,6 +175,6 @@ def save_adapter(
 
 
 def load_adapter(path: str | Path, config: ModelConfig, like: StateDict) -> dict[str, Tensor]:
-    """The adapters that `save_adapter` wrote, under the names of `like`."""
+    """Load the adapters that `save_adapter` wrote, under the names of `like`."""
     theirs = load_file(Path(path) / "adapter_model.safetensors")
     return {name: theirs[key] for name, key in zip(like, to_peft(config, like), strict=True)}

@@ -1,9 +1,9 @@
-"""A mixture of experts in place of a layer's feed-forward part, as Qwen's and Mixtral have it.
+"""Mixture of experts as a layer's feed-forward part, as in Qwen and Mixtral.
 
-It differs from the textbook in one way: which experts a token is sent to may be given. What an
-engine sampled with one routing is then trained with the same, although the router has changed by
-then, or rounds otherwise; the experts' weights still come from the router as it is, so that it
-learns (rollout routing replay, arXiv 2510.11370).
+It differs from the textbook in one way: callers can set the experts of a token. Training so repeats
+the routing with which an engine sampled, although the router has changed since, or rounds
+differently. The experts' weights still come from the current router, so that it learns (rollout
+routing replay, arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -17,80 +17,84 @@ from torch.nn.functional import grouped_mm, linear
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.pointwise import TORCH_POINTWISE, PointwiseOps
 
-_ROW_ALIGNMENT_BYTES = 16  # bytes, of which a grouped product wants rows to be a multiple
+_ROW_ALIGNMENT_BYTES = 16  # alignment in bytes of the rows of a grouped product
 
 
 class Routing:
-    """The routing of a forward pass: what it is asked about it, and its answers. (No dataclass: of
-    such an argument FSDP makes a copy when it casts tensors, and the answers would be the copy's.)
+    """Routing of a forward pass: its options and its results.
+
+    It is no dataclass: FSDP copies such an argument when it casts tensors, and the results would be
+    those of the copy.
     """
 
     def __init__(self, balance_mask: Tensor | None = None) -> None:
-        """`counted` bool [..]: tokens that `balance` is measured over."""
+        """Create a routing; `balance_mask`, bool [..], selects the tokens of the balance loss."""
         self.balance_mask = balance_mask
-        self.experts: Tensor | None = None  # [.., sparse layers, k]: where each token was sent
+        self.experts: Tensor | None = None  # [.., sparse layers, k]: experts of each token
         self.balance_loss: Tensor | None = (
-            None  # scalar, a sum over the counted tokens; see `balance`
+            None  # scalar, a sum over the masked tokens; see `compute_balance_loss`
         )
 
 
 class LayerRouting(NamedTuple):
-    """One layer's share of a `Routing`. (A tuple: FSDP and checkpoints look into those.)"""
+    """One layer's share of a `Routing`; a tuple, because FSDP and checkpoints traverse those."""
 
     experts: Tensor  # [.., k]
-    balance_loss: Tensor  # scalar; 0 where no token is counted
+    balance_loss: Tensor  # scalar; 0 if no token is in the mask
 
 
 class RouterOutput(NamedTuple):
-    """What a router has decided about n tokens."""
+    """Decision of a router about n tokens."""
 
-    experts: Tensor  # int64 [n, k]: where each is sent
+    experts: Tensor  # int64 [n, k]: experts of each token
     expert_weights: (
-        Tensor  # [n, k] float32, of what these make of it; with a gradient to the router
+        Tensor  # [n, k] float32 weights of the experts' outputs, with a gradient to the router
     )
-    balance_loss: Tensor  # scalar; 0 where no token is counted
+    balance_loss: Tensor  # scalar; 0 if no token is in the mask
 
 
 class TokenDispatcher(Protocol):
-    """How tokens come to experts that lie on several ranks."""
+    """Transport of tokens to experts on several ranks."""
 
     def compute_experts(
         self, rows: Tensor, expert_ends: Tensor, experts: MixtureOfExperts
     ) -> Tensor:
-        """What the experts of a layer make of rows [m, hidden_size], those of an expert side by
-        side: an expert's end at its one of `ends` int64 [experts]. `experts` has the matrices of
-        those that lie here.
+        """Compute the experts of a layer on rows [m, hidden_size], sorted by expert.
+
+        The rows of an expert end at its entry of `expert_ends`, int64 [experts]. `experts` has the
+        matrices of this rank's experts.
         """
 
 
 def order_by_expert(counts: Tensor) -> Tensor:
-    """The order, int64 [rows], in which the rows of several sources lie side by side by expert:
-    those of each come so already, `counts` int64 [sources, experts] of each expert.
+    """Return the order, int64 [rows], that sorts rows of several sources by expert.
+
+    The rows of each source are sorted already, with `counts`, int64 [sources, experts].
     """
     whose = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
     return whose.repeat_interleave(counts.flatten()).argsort(stable=True)
 
 
 def invert_permutation(order: Tensor) -> Tensor:
-    """The order, int64 [n], that undoes another."""
+    """Return the inverse, int64 [n], of a permutation."""
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return back
 
 
 def is_expert_matrix(name: str) -> bool:
-    """Whether a parameter of this name has a matrix for each expert."""
+    """Return True if the parameter of this name has a matrix for each expert."""
     return name.endswith((".experts.gate_up", ".experts.down"))
 
 
 class MixtureOfExperts(nn.Module):
-    """`experts_per_token` SwiGLUs of many for each token, added by the router's probabilities."""
+    """Sum of `experts_per_token` SwiGLUs for each token, weighted by the router's probabilities."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         self.pointwise: PointwiseOps = TORCH_POINTWISE
-        self.token_dispatcher: TokenDispatcher | None = None  # None: all of them lie here
+        self.token_dispatcher: TokenDispatcher | None = None  # None: this rank has all experts
         count, d, width = config.experts, config.hidden_size, config.expert_ffn_size
         self.router = nn.Parameter(torch.empty(count, d, dtype=dtype))
         self.gate_up = nn.Parameter(torch.empty(count, 2 * width, d, dtype=dtype))
@@ -103,10 +107,10 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x: Tensor, experts: Tensor | None = None, balance_mask: Tensor | None = None
     ) -> tuple[Tensor, LayerRouting]:
-        """What the experts add to tokens x [.., hidden_size], and where each token was sent.
+        """Return the experts' output for tokens x [.., hidden_size], and each token's routing.
 
-        `experts` [.., k] says where to; a token for which one of them is
-        `meshrl.common.base.expert_routing.UNKNOWN_EXPERT` goes where the router sends it.
+        `experts` [.., k] sets the routing; a token with an entry of
+        `meshrl.common.base.expert_routing.UNKNOWN_EXPERT` is routed by the router.
         """
         flat = x.reshape(-1, x.shape[-1])
         chosen = self.route(flat, experts, balance_mask)
@@ -119,7 +123,7 @@ class MixtureOfExperts(nn.Module):
         )
 
     def route(self, x: Tensor, experts: Tensor | None, balance_mask: Tensor | None) -> RouterOutput:
-        """Where tokens x [n, hidden_size] are sent; see `forward`."""
+        """Route tokens x [n, hidden_size]; see `forward`."""
         c = self.config
         probabilities = linear(x, self.router).softmax(-1, dtype=torch.float32)
         chosen = probabilities.detach().topk(c.experts_per_token).indices
@@ -135,16 +139,20 @@ class MixtureOfExperts(nn.Module):
         return RouterOutput(chosen, shares, loss)
 
     def combine(self, expert_weights: Tensor, expert_outputs: Tensor) -> Tensor:
-        """[n, hidden_size]: the sum of what k experts made of each token, `apart`
-        [n, k, hidden_size], by their shares [n, k]."""
+        """Return the weighted sum [n, hidden_size] of the outputs of k experts.
+
+        `expert_outputs` is [n, k, hidden_size], `expert_weights` [n, k].
+        """
         return torch.bmm(
             expert_weights.to(expert_outputs.dtype).unsqueeze(1), expert_outputs
         ).squeeze(1)
 
     def _dispatch(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """[n, k, hidden_size]: what the chosen experts [n, k] make of x [n, hidden_size]."""
+        """Return the outputs [n, k, hidden_size] of the chosen experts [n, k] for x [n,
+        hidden_size].
+        """
         n, k = chosen.shape
-        ordered, order = chosen.flatten().sort(stable=True)  # tokens of an expert, side by side
+        ordered, order = chosen.flatten().sort(stable=True)  # sorts tokens by expert
         numbers = torch.arange(self.config.experts, device=x.device)
         ends = torch.searchsorted(ordered, numbers, right=True)
         rows = x.index_select(0, order // k)
@@ -155,16 +163,16 @@ class MixtureOfExperts(nn.Module):
         return made.index_select(0, invert_permutation(order)).view(n, k, -1)
 
     def compute_shared_expert(self, x: Tensor) -> Tensor:
-        """What the expert that every token goes to makes of x [n, hidden_size], as far as its gate
-        lets it through."""
+        """Return the gated output of the shared expert for x [n, hidden_size]."""
         made = linear(self.pointwise.swiglu(linear(x, self.shared_gate_up)), self.shared_down)
         return linear(x, self.shared_gate).sigmoid() * made
 
     def compute_experts(
         self, rows: Tensor, expert_ends: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
-        """What experts of these matrices, [e, ..], make of rows [m, hidden_size]; see
-        `TokenDispatcher`.
+        """Compute experts of these matrices, [e, ..], on rows [m, hidden_size].
+
+        See `TokenDispatcher`.
         """
         grouped = can_group_experts(self.config, rows)
         return (self._compute_grouped if grouped else self._compute_sequentially)(
@@ -176,7 +184,8 @@ class MixtureOfExperts(nn.Module):
     ) -> Tensor:
         stops = ends.tolist()
         parts = []
-        # unbind: its gradient is one stack, that of an index would be a matrix of zeros for each
+        # unbind: its gradient is one stack; that of an index would be a matrix of zeros for each
+        # expert
         weights = zip(gate_up.unbind(), down.unbind(), strict=True)
         for start, stop, (wide, narrow) in zip([0, *stops], stops, weights, strict=False):
             if stop > start:
@@ -185,19 +194,23 @@ class MixtureOfExperts(nn.Module):
         return torch.cat(parts) if parts else rows
 
     def _compute_grouped(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """All experts in one call. On a CPU it is a loop inside, which has no gradients to gather:
-        a third off the time of a training step with 32 experts of width 256."""
+        """Compute all experts in one call.
+
+        On a CPU the call is a loop inside, without gradients to gather: that saves a third of the
+        time of a training step with 32 experts of width 256.
+        """
         stops = ends.to(torch.int32)
         x = self.pointwise.swiglu(grouped_mm(rows, gate_up.mT, offs=stops))
         return grouped_mm(x, down.mT, offs=stops)
 
 
 def compute_balance_loss(probabilities: Tensor, chosen: Tensor, balance_mask: Tensor) -> Tensor:
-    """The sum, over the counted tokens, of: experts x the sum over experts of (choices that fell on
-    one, a token) x (its mean probability). Where all are equally busy it is k a token, and least.
+    """Return the load-balancing loss, summed over the masked tokens.
 
-    Equations 4 to 6 of the Switch Transformer (arXiv 2101.03961), times the number of tokens, so
-    that what several bins give may be added. `probabilities` [n, experts], `chosen` [n, k].
+    For each token it is the number of experts times the sum over experts of (choices of the expert
+    per token) x (its mean probability). With equal load it has its minimum, k a token. Source:
+    equations 4 to 6 of the Switch Transformer (arXiv 2101.03961), times the number of tokens, so
+    that losses of several bins can be added. `probabilities` [n, experts], `chosen` [n, k].
     """
     count, k = probabilities.shape[-1], chosen.shape[-1]
     weight = balance_mask.to(probabilities.dtype)
@@ -207,8 +220,10 @@ def compute_balance_loss(probabilities: Tensor, chosen: Tensor, balance_mask: Te
 
 
 def can_group_experts(config: ModelConfig, like: Tensor) -> bool:
-    """Whether all experts are one grouped product for tensors such as `like`. If not, the host
-    learns how many tokens each has, which no CUDA graph can hold."""
+    """Return True if all experts are one grouped product for tensors such as `like`.
+
+    Otherwise the host reads the token count of each expert, which no CUDA graph can capture.
+    """
     widths = config.hidden_size, config.expert_ffn_size
     whole = not any(width * like.dtype.itemsize % _ROW_ALIGNMENT_BYTES for width in widths)
     kernel = like.dtype == torch.bfloat16 or (like.dtype == torch.float32 and not like.is_cuda)

@@ -1,5 +1,6 @@
-"""What a decoder computes between its matrix products (norms, SwiGLU, heads), by PyTorch's own
-operators. The protocol and fused ones for a CPU are in `kernels/ops/pointwise.py`.
+"""Pointwise operators of a decoder (norms, SwiGLU, heads), by PyTorch's own operators.
+
+The protocol and fused operators for a CPU are in `kernels/ops/pointwise.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ __all__ = ["TORCH_POINTWISE", "PointwiseOps", "TorchPointwise"]
 
 
 class TorchPointwise:
-    """PyTorch's operators, which run on every device and in every type."""
+    """PyTorch's operators, which run on every device and in every dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm of x [.., n] over its last dimension."""
+        """Return RMSNorm of x [.., n] over its last dimension."""
         return torch.rms_norm(x, weight.shape, weight, eps)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
+        """Return silu(gate) * up [.., n] of [.., 2 n], the gate first."""
         gate, up = gate_up.chunk(2, -1)
         return silu(gate) * up
 
@@ -34,8 +35,9 @@ class TorchPointwise:
         norms: NormWeights,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of projections; shapes as in
-        `PointwiseOps.split_norm_rotate_heads`.
+        """Split projections into queries, keys and values, with norms and rotation.
+
+        Shapes are as in `PointwiseOps.split_norm_rotate_heads`.
         """
         queries, keys = head_counts
         each = torch.unflatten(qkv, -1, (queries + 2 * keys, cos.shape[-1]))

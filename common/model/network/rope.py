@@ -1,4 +1,4 @@
-"""The angles of rotary embedding, plain and stretched to more positions than a model began with.
+"""Angles of rotary embedding, plain and scaled to more positions than in pretraining.
 
 The formulas are those of `transformers` (`modeling_rope_utils.py`), operation for operation, so
 that angles agree to the last bits: at position 2000 a frequency's rounding is 1e-4 of a radian.
@@ -18,12 +18,13 @@ from meshrl.common.model.architecture.config import ModelConfig
 _YARN_BETA_FAST, _YARN_BETA_SLOW = (
     32.0,
     1.0,
-)  # turns between which YaRN goes over from kept to stretched (its paper)
+)  # turns between which YaRN's ramp goes from unchanged to stretched (from its paper)
 
 
 def build_rope_table(config: ModelConfig, positions: int) -> Tensor:
-    """[positions, 2, head_dim] float32, see `Decoder.rope`; what scaling multiplies attention by is
-    in it.
+    """Return [positions, 2, head_dim] float32, see `Decoder.rope`.
+
+    The table includes the factor by which scaling multiplies attention.
     """
     frequencies, factor = _compute_frequencies(config)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
@@ -32,7 +33,9 @@ def build_rope_table(config: ModelConfig, positions: int) -> Tensor:
 
 
 def _compute_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """[head_dim / 2] float32 radians a token, and what cosines and sines are multiplied by."""
+    """Return frequencies, [head_dim / 2] float32 radians a token, and the factor of cosines and
+    sines.
+    """
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     wavelengths = config.rope_theta**half
     frequencies = 1.0 / wavelengths
@@ -46,12 +49,12 @@ def _compute_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
             return _scale_yarn(
                 wavelengths, config.rope_theta, scaling
             ), _compute_yarn_attention_factor(scaling)
-        case _:  # dynamic scaling begins behind max_positions, where no sequence goes
+        case _:  # dynamic scaling begins beyond max_positions, which no sequence reaches
             return frequencies, 1.0
 
 
 def _scale_llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Long wavelengths stretched by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    """Stretch long wavelengths by `factor`, keep short ones, with a ramp between (Llama 3.1)."""
     trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     waves = 2 * math.pi / frequencies
@@ -63,14 +66,15 @@ def _scale_llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _scale_yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Frequencies that turn fast kept, slow ones stretched by `factor`, a ramp over the dimensions
-    between (YaRN, arXiv 2309.00071, section 3.2).
+    """Keep high frequencies, stretch low ones by `factor`, with a ramp over dimensions between.
+
+    Source: YaRN, arXiv 2309.00071, section 3.2.
     """
     half = len(wavelengths)
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
 
     def dimension(turns: float) -> float:
-        """Where a frequency makes so many turns over the original positions."""
+        """Return the dimension whose frequency makes `turns` turns over the original positions."""
         return 2 * half * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(scaling.get("beta_fast") or _YARN_BETA_FAST)
@@ -86,7 +90,7 @@ def _scale_yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -
 
 
 def _compute_yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
-    """What YaRN multiplies queries and keys by (its section 3.3)."""
+    """Return the factor by which YaRN multiplies queries and keys (its section 3.3)."""
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)

@@ -1,11 +1,10 @@
-"""Special tokens that untrusted text quotes: marked in the text, and encoded as plain text.
+"""Special tokens in untrusted text: marked in the text, and encoded as plain text.
 
 Only the format of a conversation writes special tokens. A text of a user, a tool or a dataset that
-holds `<|im_end|>` would end a turn if it were encoded with the rest. `SpecialTokenEscaper.escape`
-puts a mark
-into each such token before the text enters a template. `SpecialTokenEscaper.encode` encodes the
-text that the
-template wrote, where special tokens without a mark are the template's own.
+contains `<|im_end|>` would end a turn if it were encoded with the rest.
+`SpecialTokenEscaper.escape` inserts a mark into each such token before the text enters a template.
+`SpecialTokenEscaper.encode` encodes the text that the template wrote, where special tokens without
+a mark are the template's own.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from functools import cached_property
 
 from tokenizers import Tokenizer as Backend
 
-# Noncharacters, which Unicode keeps for the inside of programs. A text that holds MARK loses it.
+# Noncharacters, which Unicode reserves for internal use. A text that contains MARK loses it.
 ESCAPE_MARK = "\ufdd0\ufdd1"
-JSON_ESCAPE_MARK = json.dumps(ESCAPE_MARK)[1:-1]  # as templates write it that escape JSON to ASCII
+JSON_ESCAPE_MARK = json.dumps(ESCAPE_MARK)[1:-1]  # form in templates that escape JSON to ASCII
 ALIAS_FORMAT = "\ufdd2{}\ufdd3"
 REPLACEMENT_CHARACTER = "\ufffd"
 
 
 def has_escape_marks(text: str) -> bool:
-    """True if `encode` must look for quoted tokens."""
+    """Return True if `encode` must search for escaped tokens."""
     return ESCAPE_MARK in text or JSON_ESCAPE_MARK in text
 
 
 class SpecialTokenEscaper:
-    """The special tokens of one tokenizer that untrusted text must not become."""
+    """Special tokens of one tokenizer that untrusted text must not become."""
 
     def __init__(self, backend: Backend, tokens: Iterable[str]) -> None:
         self._backend = backend
         longest_first = sorted({token for token in tokens if token}, key=lambda t: (-len(t), t))
         self._aliases = {token: ALIAS_FORMAT.format(i) for i, token in enumerate(longest_first)}
-        # A mark goes behind the first character; it is double where there is no other.
+        # A mark follows the first character; it is doubled if the token has no other character.
         names = [re.escape(t) + f"(?!{ESCAPE_MARK * 2})" * (len(t) == 1) for t in longest_first]
         self._pattern = re.compile(f"({'|'.join(names)})") if names else None
         self._token_heads = {token[:n] for token in longest_first for n in range(1, len(token))}
@@ -44,16 +43,16 @@ class SpecialTokenEscaper:
         self._max_token_chars = max(map(len, longest_first), default=0)
 
     def find_special_tokens(self, text: str) -> list[str]:
-        """The special tokens that a text holds, as it is or as the tokenizer normalizes it."""
+        """Return the special tokens of a text, as it is or as the tokenizer normalizes it."""
         if self._pattern is None:
             return []
         return self._pattern.findall(text) or self._pattern.findall(self._normalize(text))
 
     def escape(self, text: str, guard_edges: bool = True) -> str:
-        """The text with a mark in each special token.
+        """Return the text with a mark in each special token.
 
-        With `ends`, also at an end from which a template's text could complete a token, even when
-        the template trims spaces. Names must go without: templates compare them.
+        With `guard_edges`, also mark an edge where a template's text could complete a token, even
+        if the template trims spaces. Names must have no such marks, because templates compare them.
         """
         body = text.strip()
         if self._pattern is None or not body:
@@ -68,18 +67,18 @@ class SpecialTokenEscaper:
             head = head or any(body in token for token in self._aliases)
         marked = self._mark_tokens(body)
         if marked == body and not head and self._pattern.search(self._normalize(body)):
-            head = True  # the text becomes a token when it is normalized: any mark tells `encode`
+            head = True  # normalization makes the text a token: any mark makes `encode` check it
         return before + ESCAPE_MARK * tail + marked + ESCAPE_MARK * head + after
 
     def _mark_tokens(self, text: str) -> str:
-        """The text with a mark in each token, also in those that are parts of others."""
+        """Return the text with a mark in each token, also in those that are parts of others."""
         assert self._pattern is not None
         while (marked := self._pattern.sub(_insert_mark, text)) != text:
             text = marked
         return text
 
     def encode(self, marked: str) -> list[int]:
-        """The ids of a text with marks; the library raises what it raises."""
+        """Return the ids of a text with marks; errors of the library pass through."""
         assert self._pattern is not None or not self._aliases
         marked = marked.replace(JSON_ESCAPE_MARK, ESCAPE_MARK)
         text = marked.replace(ESCAPE_MARK, "")
@@ -92,7 +91,7 @@ class SpecialTokenEscaper:
         return ids
 
     def _has_escaped_tokens(self, marked: str, text: str) -> bool:
-        """True if a special token of the text is not the template's own."""
+        """Return True if a special token of the text is not the template's own."""
         assert self._pattern is not None
         own = self._pattern.split(marked)
         if [piece.replace(ESCAPE_MARK, "") for piece in own] != self._pattern.split(text):
@@ -105,8 +104,9 @@ class SpecialTokenEscaper:
 
     @cached_property
     def _aliased_backend(self) -> Backend:
-        """The tokenizer with other names for the special tokens, under the same ids: their usual
-        names are plain text to it.
+        """Tokenizer with other names for the special tokens, under the same ids.
+
+        The usual names of special tokens are plain text to it.
         """
         document, aliases = json.loads(self._backend.to_str()), self._aliases
         for token in document["added_tokens"]:
@@ -116,12 +116,12 @@ class SpecialTokenEscaper:
         if isinstance(vocabulary, dict):
             model["vocab"] = {aliases.get(token, token): i for token, i in vocabulary.items()}
             renamed = aliases.keys() & vocabulary.keys()
-        else:  # of a Unigram model
+        else:  # scores of a Unigram model
             model["vocab"] = [[aliases.get(token, token), score] for token, score in vocabulary]
             renamed = set()
         if model.get("unk_token") in aliases:
             model["unk_token"] = aliases[model["unk_token"]]
-        if renamed and "merges" in model:  # that would make such a token of its characters
+        if renamed and "merges" in model:  # merges that would form such a token from its characters
             model["merges"] = [
                 m for m in model["merges"] if renamed.isdisjoint(_list_merge_tokens(m))
             ]

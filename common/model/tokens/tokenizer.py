@@ -1,4 +1,4 @@
-"""Text to token ids and back, over any Hugging Face tokenizer.json, and the files beside it."""
+"""Conversion of text to token ids and back, with any tokenizer.json and the files beside it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.tokens.token_escaping import SpecialTokenEscaper, has_escape_marks
 
-# Special tokens of some tokenizers that are words of a model's turn, and begin or end none.
+# Special tokens of some tokenizers that are part of a model's turn and do not begin or end it.
 REASONING_WORDS = ("<think>", "</think>", "[THINK]", "[/THINK]")
 COVERAGE_PROBES = (
     "\U000103a0",
     "\u1699",
-)  # letters of Old Persian and Ogham, alike to a vocabulary
-# Spaces, control and format characters and marks, which normalizers drop and move.
+)  # letters of Old Persian and Ogham, which a vocabulary treats alike
+# Categories of spaces, control and format characters and marks, which normalizers drop and move.
 INVISIBLE_CATEGORIES = ("Zs", "Zl", "Zp", "Cc", "Cf", "Mn", "Me")
-# what may lie beside a tokenizer.json and belongs to it, as transformers writes it
+# companion files of a tokenizer.json, as transformers writes them
 COMPANION_PATTERNS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -43,22 +43,23 @@ COMPANION_PATTERNS = (
 
 
 def list_companion_files(tokenizer: Path) -> list[Path]:
-    """The files that belong to a tokenizer.json, itself not included, relative to its directory."""
+    """List the files that belong to a tokenizer.json, without itself, relative to its directory."""
     place = tokenizer.parent
     found = [file for pattern in COMPANION_PATTERNS for file in sorted(place.glob(pattern))]
     return [file.relative_to(place) for file in found if file.is_file()]
 
 
 class Tokenizer:
-    """Drops no special tokens, and adds none but those that a sequence begins with (`begin`): what
-    else a caller wants in the text, it writes there.
+    """Tokenizer that drops no special tokens and adds only those that begin a sequence.
+
+    `encode_start` adds them; callers write all other special tokens into the text.
     """
 
     def __init__(
         self, backend: Backend, file: Path | None = None, guarded_tokens: Iterable[str] = ()
     ) -> None:
-        """`structure`: tokens that a chat format writes around messages, beside special ones."""
-        backend.no_truncation()  # a file may ask for either, as it was last used
+        """Wrap a tokenizer; `guarded_tokens` are a chat format's tokens beside special ones."""
+        backend.no_truncation()  # a file may enable either, from its last use
         backend.no_padding()
         self._backend = backend
         special = {t for t in self.special_tokens if t not in REASONING_WORDS}
@@ -69,9 +70,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer of a tokenizer.json, or of the directory that holds one; ConfigError if
-        there is none.
-        """
+        """Load a tokenizer.json, or that of a directory; raise ConfigError if there is none."""
         file = Path(path)
         if file.is_dir():
             file /= "tokenizer.json"
@@ -83,7 +82,7 @@ class Tokenizer:
             )
         try:
             return cls(Backend.from_file(str(file)), file)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower error
             raise ConfigError(
                 f"the tokenizer cannot be read: {error}",
                 where=str(file),
@@ -92,49 +91,51 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Every token with its id."""
+        """Id of each token."""
         found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return found
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """The tokens that the tokenizer never makes of parts of a text, with their ids."""
+        """Ids of the tokens that the tokenizer never forms from parts of a text."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: i for i, token in added.items() if token.special}
 
     @property
     def added_words(self) -> dict[int, str]:
-        """By id, the texts that are one token wherever they stand, and are not special."""
+        """Texts by id that are one token at every position and not special."""
         added = self._backend.get_added_tokens_decoder()
         return {i: token.content for i, token in added.items() if not token.special}
 
     def with_guarded_tokens(self, guarded_tokens: Iterable[str]) -> Tokenizer:
-        """The same tokenizer, which quotes these tokens as it does special ones."""
+        """Return this tokenizer with these tokens escaped like special ones."""
         return Tokenizer(self._backend, self.file, guarded_tokens)
 
     def escape(self, text: str, *, guard_edges: bool = True) -> str:
-        """Untrusted text, marked so that `encode` makes no special token of it
-        (`SpecialTokenEscaper.escape`).
+        """Escape untrusted text so that `encode` makes no special token of it.
+
+        See `SpecialTokenEscaper.escape`.
         """
         return self._escaper.escape(text, guard_edges)
 
     def find_special_tokens(self, text: str) -> list[str]:
-        """The special tokens that a text holds as text."""
+        """Return the special tokens that a text contains as text."""
         return self._escaper.find_special_tokens(text)
 
     def find_lossy_pieces(self, text: str) -> list[str]:
-        """The pieces of a text that the tokenizer drops, or replaces by its unknown token."""
+        """Return the pieces of a text that the tokenizer drops or replaces by its unknown token."""
         return self._coverage.find_lossy_pieces(text)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, of its special tokens too, but for those in parts that `quote` has
-        marked. Raises ConfigError when the vocabulary cannot express the text.
+        """Encode a text with its special tokens, except for those that `escape` has marked.
+
+        Raise ConfigError if the vocabulary cannot express the text.
         """
         try:
             if has_escape_marks(text):
                 return self._escaper.encode(text)
             encoding = self._backend.encode(text, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower error
             raise ConfigError(
                 f"text {text[:80]!r} does not encode: {error}",
                 where="tokenizer.json",
@@ -144,15 +145,16 @@ class Tokenizer:
         return ids
 
     def encode_start(self, text: str, *, escape: bool = False) -> list[int]:
-        """The ids of a text that a sequence begins with: as `encode`, after the tokens that the
-        tokenizer's own post-processor puts first, such as `<s>`, unless the text begins with them.
+        """Encode a text that begins a sequence.
 
-        What it would put last is left out, since the sequence goes on. With `quote`, the text is
-        untrusted, and no other special token is made of it.
+        The ids are those of `encode`, after the tokens that the tokenizer's own post-processor puts
+        first, such as `<s>`, unless the text begins with them. Tokens that it would put last are
+        left out, since the sequence continues. With `escape`, the text is untrusted, and no other
+        special token is made of it.
         """
         head: list[int] = []
         if self._backend.num_special_tokens_to_add(False):
-            # Without a token of its own, what comes first cannot be told from what comes last.
+            # An empty text would not show which tokens come first and which last.
             bare = self._backend.encode(text or self.id_to_token(0), add_special_tokens=False)
             whole = self._backend.post_process(bare, None, True)
             head = whole.ids[: whole.special_tokens_mask.index(0)]
@@ -164,23 +166,26 @@ class Tokenizer:
         return ids if ids[: len(head)] == head else head + ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token by its text; None: the vocabulary lacks it."""
+        """Return the id of a token by its text, or None."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The text of a token by its id; None: the vocabulary lacks it."""
+        """Return the text of a token by its id, or None."""
         found: str | None = self._backend.id_to_token(token_id)
         return found
 
 
 def build_character_tokenizer(chars: str, path: str | Path) -> Tokenizer:
-    """Writes a tokenizer.json to `path` in which `chars[i]` is token i; encoding others fails."""
+    """Write a tokenizer.json to `path` in which `chars[i]` is token i.
+
+    Encoding other characters fails.
+    """
     if len(set(chars)) != len(chars):
         twice = next(c for c in chars if chars.count(c) > 1)
         raise ConfigError(f"character {twice!r} is listed twice", fix="list each character once")
@@ -194,10 +199,9 @@ def build_character_tokenizer(chars: str, path: str | Path) -> Tokenizer:
 
 
 class VocabularyCoverage:
-    """Text that a tokenizer does not write: characters that it drops or replaces by its unknown
-    token.
+    """Characters that a tokenizer drops or replaces by its unknown token.
 
-    Tokenizers of bytes, or with bytes to fall back on, write every text.
+    Tokenizers of bytes, or with bytes as fallback, encode every text.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -206,19 +210,19 @@ class VocabularyCoverage:
 
     @cached_property
     def _loss_probe(self) -> tuple[bool, int | None]:
-        """(True if characters are lost without an error, the id of the unknown token)."""
+        """Pair: True if characters are lost without an error, and the id of the unknown token."""
         try:
             first, second = (
                 self._backend.encode(p, add_special_tokens=False) for p in COVERAGE_PROBES
             )
-        except Exception:  # the library raises nothing narrower, and loses nothing silently then
+        except Exception:  # the library raises no narrower error, and then drops nothing silently
             return False, None
         if first.ids != second.ids:
             return False, None
         return True, first.ids[-1] if first.ids else None
 
     def find_lossy_pieces(self, text: str) -> list[str]:
-        """The pieces of a text that its ids do not say, each once."""
+        """Return the pieces of a text that its ids do not represent, each once."""
         loses, unknown = self._loss_probe
         if not loses:
             return []
@@ -241,7 +245,7 @@ class VocabularyCoverage:
 
 
 def find_absent_ids(ids: Iterable[int], vocab_size: int) -> tuple[tuple[int, int], ...]:
-    """Return the ranges [first, end) of [0, rows) that hold none of `ids`, ascending."""
+    """Return the ranges [first, end) of [0, vocab_size) that hold none of `ids`, ascending."""
     found, expected = [], 0
     for present in sorted({i for i in ids if 0 <= i < vocab_size} | {vocab_size}):
         if present > expected:
@@ -253,14 +257,14 @@ def find_absent_ids(ids: Iterable[int], vocab_size: int) -> tuple[tuple[int, int
 def with_tokenizer(config: ModelConfig, tokenizer: Path) -> ModelConfig:
     """Return the shape of a model that generates and trains with this tokenizer.json.
 
-    Ids that a model's head has and its tokenizer lacks have no text (many published heads are
-    padded): a reward, an environment and the next turn's prompt cannot see them. They are never
-    sampled, and no probability is left for them (`ModelConfig.absent_ids`).
+    Ids of a model's head that the tokenizer lacks have no text (many published heads are padded):
+    rewards, environments and later prompts cannot represent them. They are never sampled, and have
+    no probability (`ModelConfig.absent_ids`).
     """
     return replace(config, absent_ids=_read_absent_ids(tokenizer, config.vocab_size))
 
 
 @cache
 def _read_absent_ids(tokenizer: Path, vocab_size: int) -> tuple[tuple[int, int], ...]:
-    """Read a tokenizer once in a process: a bundle never changes."""
+    """Read the absent ids once per process, because a bundle never changes."""
     return find_absent_ids(Tokenizer.load(tokenizer).vocabulary.values(), vocab_size)

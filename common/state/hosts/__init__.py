@@ -1,1 +1,1 @@
-"""What lets many hosts into a mesh: admission, doors, rights in Redis. Open `acl.py` first."""
+"""Admission of hosts to a mesh: credentials, requests, and permissions in Redis."""

@@ -1,8 +1,7 @@
-"""What processes of each role may do in Redis, where each role of each host is a user of its own:
-the scripts they run, the keys that these and their other commands reach, and the commands.
+"""Permissions of each role's processes in Redis: scripts, keys and commands.
 
-The keys of scripts are held to the scripts themselves by the tests of the state's contract, which
-run each script as a user that has what is here and no more.
+Each role of each host is a user of its own. The tests of the state's contract check the keys of
+scripts: they run each script as a user that has only the permissions listed here.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from meshrl.common.base.errors import Refused
 from meshrl.common.base.host.settings import make_redis_user
 from meshrl.common.state.redis.keys import MESH_PREFIX
 
-ANY_JOB = "{*}"  # what keys of any job begin with: names of jobs have no braces
-# Part of a user's name and of a pattern of keys: `*`, a blank or a colon would widen these.
+ANY_JOB = "{*}"  # prefix of the keys of any job: names of jobs have no braces
+# A host name is part of a user name and of key patterns: `*`, a blank or a colon would widen these.
 HOST_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-# Redis' own categories, by kind of value, without what hurts others or tells of keys that are not
-# one's own. Scripts are run by the digest of one that the launcher has loaded: who may send a text
-# may keep the server busy for ever. What a script does is checked as if its caller did it. Of what
-# concerns a connection no more is here than a client begins with: `CLIENT TRACKING`, for one, has
-# the server remember what each of its clients has read.
+# Redis' own categories by kind of value, without commands that harm other clients or reveal foreign
+# keys. Scripts run only by the digest of a script that the launcher has loaded: a client that may
+# send script text can keep the server busy forever. Redis checks a script's commands with the
+# permissions of its caller. Only those connection commands are allowed that a client starts with:
+# `CLIENT TRACKING`, for example, makes the server store what each of its clients has read.
 COMMANDS = (
     "-@all +@read +@write -@dangerous -@admin -@scripting +evalsha +time"
     " -scan -randomkey -dbsize +auth +hello +ping +select +quit"
@@ -33,8 +32,9 @@ COMMANDS = (
 
 @dataclass(frozen=True)
 class KeyPermissions:
-    """Patterns of keys that are read, and that are written; one may be in both. Those of `removes`
-    may be deleted, and are not written.
+    """Patterns of keys that may be read, and written; a pattern may be in both.
+
+    Keys of `deletes` may be deleted but not written.
     """
 
     reads: frozenset[str] = frozenset()
@@ -47,7 +47,7 @@ class KeyPermissions:
 
     @property
     def acl_patterns(self) -> list[str]:
-        """As Redis takes them."""
+        """Key permissions in the syntax of Redis ACLs."""
         both = self.reads & self.writes
         patterns = {"RW": both, "R": self.reads - both, "W": self.writes - both}
         found = [f"%{kind}~{key}" for kind, keys in patterns.items() for key in sorted(keys)]
@@ -68,10 +68,10 @@ def _prefix_permissions(
 
 _mesh, _job = partial(_prefix_permissions, MESH_PREFIX), partial(_prefix_permissions, ANY_JOB)
 _EVENT_APPEND = _mesh(writes="events")
-_LEASE_CHECK = _mesh(reads="entry:*")  # only who holds a lease
-_LEADER_CHECK = _mesh(reads="leader:*")  # only who leads
+_LEASE_CHECK = _mesh(reads="entry:*")  # only holders of a lease
+_LEADER_CHECK = _mesh(reads="leader:*")  # only the leader
 _PROGRESS = _job(both="job")
-_JOB_ROW = _job(reads="job given")  # `given` is what it runs, for who hands it in to write
+_JOB_ROW = _job(reads="job given")  # `given` is its document, written by its submitter
 _PHASE = (
     _job(writes="job")
     | _mesh(reads="jobs", writes="jobs:going jobs:ended jobs:paused")
@@ -79,12 +79,13 @@ _PHASE = (
 )
 _EVENT_READERS = _mesh(both="readers")
 _TOKENS = _mesh(both="token")
-_DEAD_ENTRIES = _mesh(both="entries", writes="entry:* look:counted")  # who has been gone for long
+# removal of entries that have been dead for long
+_DEAD_ENTRIES = _mesh(both="entries", writes="entry:* look:counted")
 _CREDENTIALS = _mesh(reads="door:* admitted doors revoked home")
 _GROUP_INDEXES = "open ready leased"
 
-# What each script reads and writes. Those that replay an operation have `op:<script>:*` beside it,
-# and `row` and `rows` read what they are told to.
+# Keys that each script reads and writes. Idempotent scripts also use `op:<script>:*`, and `row` and
+# `rows` read the keys in their arguments.
 SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     # registry
     "register": _mesh(reads="epoch", writes="entries look:counted", both="entry:*")
@@ -100,7 +101,7 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     "end_seen": _mesh(reads="jobs jobs:going", both="ended") | _EVENT_APPEND,
     "row": KeyPermissions(),
     "rows": KeyPermissions(),
-    # doors; who enters or leaves one writes that of its own role and host alone
+    # credentials; a process writes only those of its own role and host
     "enter": _CREDENTIALS,
     "withdraw": _CREDENTIALS,
     "who": _CREDENTIALS,
@@ -111,7 +112,7 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     "campaign": _mesh(both="leader:*") | _TOKENS | _EVENT_APPEND,
     "keep": _mesh(both="leader:*"),
     "leader": _LEADER_CHECK,
-    # hosts that come and go
+    # admission and removal of hosts
     "ask": _mesh(reads="answered:*", writes="asked"),
     "asked": _mesh(both="asked"),
     "answer": _mesh(writes="asked answered:*"),
@@ -216,22 +217,22 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     | _job(both=f"requeue evaluations group:* steps step:* {_GROUP_INDEXES}"),
     "step_rows": _job(reads="steps step:*"),
 }
-# Scripts that change something once for an operation, however often they are asked.
+# Scripts that apply an operation once, however often they are called with its id.
 _IDEMPOTENT_NAMES = (
     "append process_ended end_seen write request submit reopen change cancel delete_job admit"
     " group_ready group_returned open_lineage"
 )
 IDEMPOTENT_SCRIPTS = frozenset(_IDEMPOTENT_NAMES.split())
 
-# What each process of a mesh does, whatever it is: it has a name and a lease, looks others up, and
-# knows their keys by what the mesh tells of these.
+# Scripts of every process of a mesh: it has a name and a lease, and looks up other processes and
+# their keys.
 _COMMON_NAMES = "register renew vacate entries append row enter withdraw who"
 COMMON_SCRIPTS = frozenset(_COMMON_NAMES.split())
 _PAUSED_JOBS = _mesh(reads="jobs:paused")
 _EVENTS = _mesh(reads="events trimmed")
 _DELETION_SCRIPTS = "delete_job delete_rest"
 
-# The scripts of each role beside those, and what its other commands reach.
+# Additional scripts of each role, and the keys of its other commands.
 _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
     "node": ("process_ended end_seen", _JOB_ROW | _mesh(reads="services:* draining")),
     "worker": (
@@ -268,7 +269,7 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
         | _mesh(reads="jobs jobs:deleted settings services:* draining")
         | _job(reads="op:delete_job:*"),
     ),
-    # Commands at the head do what its launcher does beside them: they look at all there is.
+    # Commands at the head, which may do what the launcher does and read everything.
     "person": (
         " ".join(SCRIPT_PERMISSIONS),
         _JOB_ROW
@@ -285,15 +286,15 @@ ROLES = frozenset(_ROLE_PERMISSIONS)
 
 
 def list_role_scripts(role: str) -> frozenset[str]:
-    """The scripts that processes of a role run."""
+    """Return the scripts that processes of a role run."""
     return COMMON_SCRIPTS.union(_ROLE_PERMISSIONS[role][0].split())
 
 
 def compute_role_permissions(role: str, host: str) -> KeyPermissions:
-    """The keys that processes of a role on a host reach."""
+    """Return the keys that processes of a role on a host may access."""
     others = _ROLE_PERMISSIONS[role][1]
     own = _mesh(both=f"door:{role}:{host}")
-    # What a script is told to belong to: no key has that name.
+    # The prefix that a script gets as its key: no key has that name.
     found = KeyPermissions(frozenset({ANY_JOB}), frozenset({ANY_JOB})) | own | others
     for script in list_role_scripts(role):
         found |= compute_script_permissions(script)
@@ -301,16 +302,16 @@ def compute_role_permissions(role: str, host: str) -> KeyPermissions:
 
 
 def compute_script_permissions(script: str) -> KeyPermissions:
-    """The keys that a script reaches."""
+    """Return the keys that a script accesses."""
     replayed = _job(both=f"op:{script}:*") if script in IDEMPOTENT_SCRIPTS else KeyPermissions()
     return SCRIPT_PERMISSIONS[script] | replayed
 
 
 def build_acl_rules(role: str, host: str, password_digest: str, enabled: bool) -> list[str]:
-    """What the user of a role on a host is made of, for `ACL SETUSER` and for a configuration.
-    Refused: there is no such role, or the name of the host cannot be part of a pattern.
+    """Return the ACL rules of a role's user on a host, for `ACL SETUSER` and for a configuration.
 
-    `password_digest`: SHA-256 of its password, in hexadecimal digits.
+    `password_digest` is the SHA-256 of its password, in hexadecimal digits. Refused: there is no
+    such role, or the name of the host cannot be part of a pattern.
     """
     if role not in ROLES:
         raise Refused(

@@ -1,7 +1,7 @@
-"""The doors of a mesh: whose key is let in, as what, from where.
+"""Credentials of a mesh: admitted hosts, and the public keys of their processes.
 
-Redis keeps a hash for each role of each host, which only that host's user of that role may write:
-to stand there is to have proved both. Keys are public halves, in hexadecimal digits.
+Redis has a hash for each role of each host, which only that host's user of that role may write: an
+entry proves role and host. Keys are public halves, in hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -19,53 +19,58 @@ _ROLES = sorted(ROLES)
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """The identity of a process that is let in: what stands at a door."""
+    """Identity of a process whose key is registered."""
 
     role: str
     host: str
-    public: str  # the key of its calls
+    public: str  # key of its calls
     name: str
-    bulk: str = (
-        ""  # the key of its bulk port (`meshrl.common.mesh.transport.address.format_bulk_key`)
-    )
+    bulk: str = ""  # key of its bulk port (`meshrl.common.mesh.transport.address.format_bulk_key`)
 
 
 async def admit_host(state: StateClient, host: str) -> bool:
-    """Lets keys of this host in; whether it was not before. Its owner's to do."""
+    """Admit the keys of this host; return True if it was not admitted before.
+
+    For the owner only.
+    """
     return bool((await state.run_mesh_script("admit_host", host=host))["new"])
 
 
 async def admit_if_first(state: StateClient, host: str) -> None:
-    """Let in keys of this host if no host's are let in yet, as in a mesh without a launcher."""
+    """Admit the keys of this host if no host is admitted yet, as in a mesh without a launcher."""
     await state.run_mesh_script("admit_host", host=host, first=True)
 
 
 async def admit_only(state: StateClient, host: str) -> None:
-    """Let in keys of this host and of no other: a mesh of one host begins."""
+    """Admit the keys of this host and of no other, at the start of a mesh of one host."""
     await state.run_mesh_script("admit_host", host=host, alone=True, roles=_ROLES)
 
 
 async def list_admitted_hosts(state: StateClient) -> list[str]:
-    """The hosts whose keys are let in."""
+    """Return the hosts whose keys are admitted."""
     return sorted(await state.run_command("SMEMBERS", ADMITTED_HOSTS_KEY))
 
 
 async def register_key(state: StateClient, credential: Credential) -> int:
-    """Shows the key of a process at the door of its role and host; the number of `revoke_*` so far.
-    Keys of processes that have gone for long are removed. Refused: host or key is let in no more.
+    """Register the key of a process under its role and host; return the number of revocations so
+    far.
+
+    Keys of processes that have gone for long are removed. Refused: host or key is not admitted any
+    more.
     """
     return int((await state.run_mesh_script("enter", **asdict(credential)))["doors"])
 
 
 async def withdraw_key(state: StateClient, credential: Credential) -> None:
-    """Takes it away again."""
+    """Withdraw the key of a process."""
     await state.run_mesh_script("withdraw", **asdict(credential))
 
 
 def lookup_owners(client: SyncRedisClient, public_keys: Sequence[str]) -> list[tuple[str, ...]]:
-    """Whose each of these keys is; nobody's who is let in: none. Of several holders one alone has
-    the other half, and the others may have entered it to be taken for that one. Blocks;
-    StateUnavailable.
+    """Return the owners of each key; none for a key that is not registered.
+
+    If a key has several owners, only one has the private half: the others may have registered it to
+    impersonate that one. Blocks; StateUnavailable.
     """
     answer = run_script_once(
         client, "who", [MESH_PREFIX], {"keys": list(public_keys), "roles": _ROLES}
@@ -74,17 +79,17 @@ def lookup_owners(client: SyncRedisClient, public_keys: Sequence[str]) -> list[t
 
 
 async def revoke_host(state: StateClient, host: str) -> bool:
-    """Lets no key of this host in from now on, nor those that are in; whether any was."""
+    """Revoke all keys of this host, present and future; return True if any was registered."""
     return bool((await state.run_mesh_script("revoke", host=host, roles=_ROLES))["revoked"])
 
 
 async def revoke_key(state: StateClient, public_key: str) -> bool:
-    """Lets this one key in no more; False when it was revoked before."""
+    """Revoke one key; False if it was revoked before."""
     return bool((await state.run_mesh_script("revoke", public=public_key, roles=_ROLES))["revoked"])
 
 
 async def list_credentials(state: StateClient) -> list[Credential]:
-    """All keys that are let in, by host, role and name."""
+    """Return all registered keys, by host, role and name."""
     found = (await state.run_mesh_script("door_rows", roles=_ROLES))["rows"] or []
     return sorted(
         (Credential(**row) for row in found), key=lambda row: (row.host, row.role, row.name)

@@ -1,5 +1,7 @@
-"""What the gateway asks of the launcher, who alone lets hosts in and out: by Redis, as neither is
-an actor of the other. No secret passes: of a host's passwords the launcher is told digests.
+"""Requests of the gateway to the launcher, which alone admits and removes hosts.
+
+They pass through Redis, as neither is an actor of the other. No secret passes: the launcher
+receives digests of a host's passwords.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import DeadlineExceeded, MeshError, from_wire, to_wire
 from meshrl.common.state.redis.client import StateClient
 
-# Kinds of what is asked.
+# Kinds of requests.
 JOIN, LEAVE, DRAIN, RETURN, LOCATE = "join", "leave", "drain", "back", "where"
-ANSWER_TIMEOUT_S = 60.0  # who asks gives up then
+ANSWER_TIMEOUT_S = 60.0  # then the caller gives up
 ANSWER_RETENTION_S = 300.0
-POLL_S = 0.2  # between two looks for the answer
+POLL_S = 0.2  # between two polls for the answer
 
 
 @dataclass(frozen=True, slots=True)
 class HostRequest:
-    """One question."""
+    """Request of the gateway."""
 
     id: str
     kind: str
@@ -37,7 +39,10 @@ async def submit_host_request(
     arguments: Mapping[str, Any],
     deadline_s: float = ANSWER_TIMEOUT_S,
 ) -> dict[str, Any]:
-    """The launcher's answer, once for `id`; the MeshError of its refusal; DeadlineExceeded."""
+    """Submit a request, once for `id`, and return the launcher's answer.
+
+    Raise the MeshError of its rejection, or DeadlineExceeded.
+    """
     until = clock.monotonic() + deadline_s
     while True:
         text = (await state.run_mesh_script("ask", id=id, kind=kind, about=dict(arguments)))[
@@ -57,7 +62,7 @@ async def submit_host_request(
 
 
 async def read_pending_requests(state: StateClient) -> list[HostRequest]:
-    """What has no answer yet, in the order in which it was asked."""
+    """Return the requests without an answer, in the order of submission."""
     rows = (await state.run_mesh_script("asked", waits_ms=int(1000 * ANSWER_TIMEOUT_S)))["rows"]
     found = [json.loads(text) for text in rows or []]
     return [HostRequest(row["id"], row["kind"], row["about"] or {}) for row in found]
@@ -66,7 +71,7 @@ async def read_pending_requests(state: StateClient) -> list[HostRequest]:
 async def answer_host_request(
     state: StateClient, id: str, answer: Mapping[str, Any] | MeshError
 ) -> None:
-    """Gives an answer, or a refusal."""
+    """Answer a request, or reject it."""
     told = {"refusal": to_wire(answer)} if isinstance(answer, MeshError) else dict(answer)
     await state.run_mesh_script(
         "answer", id=id, answer=json.dumps(told), kept_ms=int(1000 * ANSWER_RETENTION_S)

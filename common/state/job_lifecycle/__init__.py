@@ -1,1 +1,1 @@
-"""A job as a whole, from whether it fits to its deletion. Open `job_status.py` first."""
+"""Lifecycle of a job, from its feasibility to its deletion. Open `job_status.py` first."""

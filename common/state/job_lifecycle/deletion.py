@@ -1,4 +1,4 @@
-"""The end of a job's records: deleted by a person, or by the leader once they are old."""
+"""Deletion of a job's records, by a user, or by the leader once they are old."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from meshrl.common.base.errors import NotFound, Refused
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX, PLANNER_ELECTION, job_prefix
 
-ROWS_PER_SCRIPT = 500  # that one script removes: some 2 ms of Redis
-MAX_JOBS = 4  # that the leader deletes at a time: it has more to do
+ROWS_PER_SCRIPT = 500  # limit that takes Redis about 2 ms
+MAX_JOBS = 4  # limit of one call, as the leader has other work
 DAY_MS = 86_400_000
 PENDING_STORE_KEY = f"{MESH_PREFIX}:jobs:in_store"
 DELETED_JOBS_KEY = f"{MESH_PREFIX}:jobs:deleted"
 
 
 async def delete_job(state: StateClient, job: str, op_id: str, requester: str = "a person") -> None:
-    """Removes all that Redis holds of a job, once for `op_id`; the event `deleted` tells of it.
-    What lies in its run's directory stays; weights that only the store has go.
+    """Delete all that Redis holds of a job, once for `op_id`; the event is `deleted`.
 
-    Refused unless the job has ended, NotFound when the mesh has none of that name. Who is cut
-    off in between leaves the rest to the leader.
+    Files in its run's directory stay; weights that only the store has are deleted. Refused unless
+    the job has ended, NotFound if the mesh has none of that name. If the caller stops in between,
+    the leader deletes the rest.
     """
     await state.run_job_script("delete_job", job, op=op_id, by=requester)
     await _delete_remaining_rows(state, job)
 
 
 async def was_deleted(state: StateClient, job: str, op_id: str) -> bool:
-    """Whether `delete` has removed a job for `op_id`: known for minutes at least, also when another
-    has its name by now.
+    """Return True if `delete_job` has deleted a job for `op_id`.
+
+    The answer holds for some minutes at least, also when another job has the name by now.
     """
     return bool(await state.run_command("EXISTS", f"{job_prefix(job)}:op:delete_job:{op_id}"))
 
 
 async def delete_old_jobs(state: StateClient, token: int, retention_days: float) -> list[str]:
-    """Deletes jobs that ended so long ago, some of them, and what others have begun to delete; the
-    names of the former. Fenced for a leader that is no longer one.
+    """Delete some of the jobs that ended `retention_days` ago, and return their names.
+
+    Also complete deletions that others have begun. Fenced for a former leader.
     """
     args = {
         "election": PLANNER_ELECTION,
@@ -48,25 +50,27 @@ async def delete_old_jobs(state: StateClient, token: int, retention_days: float)
         await _delete_remaining_rows(state, job)
     old: list[str] = found["old"] or []
     for job in old:
-        with suppress(NotFound, Refused):  # a person was faster, and deleted it or took it up again
+        with suppress(NotFound, Refused):  # a user has deleted or resumed it first
             await delete_job(state, job, f"old.{token}", requester="age")
     return old
 
 
 async def read_deleted_jobs(state: StateClient) -> list[str]:
-    """Jobs that were deleted, the last ten thousand of them."""
+    """Return the deleted jobs, at most the last ten thousand."""
     return list(await state.run_command("ZRANGE", DELETED_JOBS_KEY, 0, -1) or [])
 
 
 async def read_pending_store_deletions(state: StateClient) -> list[str]:
-    """Jobs that were deleted and of which the weight store may still keep something: it lets go of
-    that, and says so (`let_go`). Until then, or for ten minutes, nobody gets their names.
+    """Return deleted jobs of which the weight store may still hold data.
+
+    The store deletes that data and calls `confirm_store_deletion`. Until then, or for ten minutes,
+    no job can have their names.
     """
     return list(await state.run_command("ZRANGE", PENDING_STORE_KEY, 0, -1) or [])
 
 
 async def confirm_store_deletion(state: StateClient, job: str) -> None:
-    """The weight store keeps nothing of a deleted job any more."""
+    """Record that the weight store holds nothing more of a deleted job."""
     await state.run_command("ZREM", PENDING_STORE_KEY, job)
 
 

@@ -1,4 +1,4 @@
-"""What is told of one job to who follows it: how it stands, and what happens to it."""
+"""State and events of one job, for the processes that follow it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from meshrl.common.state.events import Event
 from meshrl.common.state.jobs import JobRow
 from meshrl.common.state.redis.client import StateClient
 
-POLL_S = 0.25  # between two looks for something new
-HISTORY_LOST_EVENT = "history_lost"  # kind of the event that stands for those that are gone
+POLL_S = 0.25  # between two polls for new events
+HISTORY_LOST_EVENT = "history_lost"  # kind of the event that stands for trimmed events
 
 
 def to_job_state(row: JobRow) -> JobState:
-    """How a job stands, by its row."""
+    """Return the state of a job from its row."""
     return JobState(
         name=row.id,
         phase=row.phase.value,
@@ -33,8 +33,10 @@ def to_job_state(row: JobRow) -> JobState:
 async def wait_for_events(
     state: StateClient, clock: Clock, job: str, since: str, wait_s: float
 ) -> tuple[list[Event], str]:
-    """The job's events after `since`, one page of them, and where to go on; none when there was no
-    event of it for `wait_s`. One of kind `history_lost` stands for those that are gone.
+    """Return one page of the job's events after `since`, and the cursor to continue from.
+
+    No events: there was none of this job for `wait_s`. An event of kind `history_lost` stands for
+    events that are gone.
     """
     until = clock.monotonic() + wait_s
     while True:

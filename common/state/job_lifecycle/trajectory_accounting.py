@@ -1,9 +1,8 @@
-"""The account of trajectories: whether any was lost or trained twice, from events and group rows
-alone.
+"""Account of trajectories: detects lost and twice trained ones from events and group rows.
 
-lost = opened - (trained + filtered + stale_requeued + host_lost + typed_drops + in_flight), all in
-trajectories. Each term is counted from its own events, none by subtraction; only steps of the
-lineage that stands count.
+The formula, all in trajectories, is `lost = opened - (trained + filtered + stale_requeued +
+host_lost + typed_drops + in_flight)`. Each term is counted from its own events, none by
+subtraction. Only steps of the current lineage count.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from meshrl.common.state.events import Event
 
-# What is 0 in a run that is right, and what it is when it is not.
+# Counts that are 0 in a correct run, and their descriptions.
 VIOLATIONS = {
     "lost": "trajectories that were opened and are accounted for nowhere",
     "trained_twice": "trajectories in more than one step",
@@ -25,15 +24,15 @@ TERMS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_
 
 
 def compute_account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str, int]:
-    """The terms, and what is `WRONG`.
+    """Return the terms, and the counts of `VIOLATIONS`.
 
     `events` are all of the mesh in order, of which those of `job` count (all, when empty);
     `in_flight` is the number of trajectories in groups that are open, ready or leased
-    (`groups.in_flight(...).samples`).
+    (`groups.count_in_flight(...).samples`).
     """
     terms = dict.fromkeys(TERMS, 0)
     steps: dict[int, list[dict[str, Any]]] = {}
-    opened: set[int] = set()  # in all lineages: numbers of groups are never given again
+    opened: set[int] = set()  # in all lineages: ids of groups are never reused
     committed: dict[tuple[int, int], set[str]] = {}
     repeated = 0
     for event in events:
@@ -60,14 +59,14 @@ def compute_account(events: Iterable[Event], in_flight: int, job: str = "") -> d
                 committed.setdefault(version, set()).add(fields.get("manifest", ""))
             case "lineage":
                 steps = {step: rows for step, rows in steps.items() if step <= fields["version"]}
-                if "lost_through" in fields:  # it went back behind what covered steps
+                if "lost_through" in fields:  # it returned to before the covered steps
                     terms["host_lost"] += fields["host_lost"]
                     standing = _add_steps(dict.fromkeys(TERMS, 0), steps, 0)
                     for term, count in fields["counts"].items():
                         terms[term] = count - standing[term]
             case "restored":
                 terms, steps = {term: fields["counts"][term] for term in TERMS}, {}
-            case "history_lost":  # what the rows in Redis said then, in place of what is gone
+            case "history_lost":  # the counts of Redis' rows replace those of the trimmed events
                 terms = {term: fields["counts"][term] for term in TERMS}
                 steps = {row["step"]: row["groups"] for row in fields["steps"]}
     others = sum(len(manifests) - 1 for manifests in committed.values())
@@ -76,7 +75,7 @@ def compute_account(events: Iterable[Event], in_flight: int, job: str = "") -> d
 
 
 def format_violations(account: Mapping[str, int | None]) -> str:
-    """What an account says that must not be, in words; empty when all is right."""
+    """Return the violations of an account as text; empty if there are none."""
     bad = {key: account.get(key) for key in VIOLATIONS if account.get(key)}
     return ", ".join(f"{key} = {number} ({VIOLATIONS[key]})" for key, number in bad.items())
 

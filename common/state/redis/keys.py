@@ -6,13 +6,16 @@ from meshrl.common.base.errors import Refused
 
 MESH_PREFIX = "{mesh}"
 EVENTS = f"{MESH_PREFIX}:events"
-TRIMMED_KEY = f"{MESH_PREFIX}:trimmed"  # id of the last event that is gone
+TRIMMED_KEY = f"{MESH_PREFIX}:trimmed"  # id of the last trimmed event
 READERS = f"{MESH_PREFIX}:readers"
-PLANNER_ELECTION = "planner"  # the election whose leader writes desired roles
+PLANNER_ELECTION = "planner"  # election of the planners' leader
 
 
 def job_prefix(job: str) -> str:
-    """`{job}`; Refused when the name would collide with the mesh's keys or break the braces."""
+    """Return `{job}`;
+
+    Refused if the name would collide with the mesh's keys or break the braces.
+    """
     if not job or job == "mesh" or any(c in "{}:" or c.isspace() for c in job):
         raise Refused(
             f"{job!r} cannot be the name of a job",

@@ -1,1 +1,1 @@
-"""The Redis server itself: identified, or older than it was. Open `rollback.py` first."""
+"""State of the Redis server: identity and rollback detection. Open `rollback.py` first."""

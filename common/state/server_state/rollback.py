@@ -1,9 +1,9 @@
-"""Whether a Redis is older than what lies outside it tells: restored from a copy, cut short, or on
-a disk that lied.
+"""Detection of a Redis whose state is older than records outside it.
 
-How far a state has come is a `StateWatermark`. What Redis holds is compared with what the launcher
-noted, the recorder wrote down, and checkpoints and ledgers mention: an older Redis would number
-versions, groups and fencing tokens a second time.
+Causes are a restored copy, a truncated file, or a disk that lost writes. A `StateWatermark` is how
+far a state has come. The state of Redis is compared with the launcher's notes, the recorder's
+records, checkpoints and ledgers. An older Redis would issue numbers of versions, groups and fencing
+tokens a second time.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from meshrl.common.state.redis.client import StateClient, read_server_time_ms
 from meshrl.common.state.redis.keys import EVENTS, MESH_PREFIX, TRIMMED_KEY
 
 TOKEN_KEY = f"{MESH_PREFIX}:token"
-# More tokens than are issued between two notes of the launcher, a second apart; few enough that the
-# counter, which begins at the milliseconds of the clock, stays within the 14 digits of Lua.
+# More tokens than are issued between two notes of the launcher, one second apart. Few enough that
+# the counter, which begins at the clock's milliseconds, stays within the 14 digits of Lua.
 TOKEN_GAP = 10_000
 FIRST_EVENT_ID = "0-0"
 
 
 @dataclass(frozen=True)
 class JobWatermark:
-    """How far a job has come: its newest version is `version` of `lineage`; `next_group` and all
-    above are free.
-    """
+    """Progress of a job: newest `version` of `lineage`; groups from `next_group` on are unused."""
 
     lineage: int = -1
     version: int = -1
@@ -36,27 +34,27 @@ class JobWatermark:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has had a version or a group."""
+        """True if the job has had a version or a group."""
         return self.version >= 0 or self.next_group > 0
 
 
 @dataclass(frozen=True)
 class StateWatermark:
-    """How far the state of a mesh has come; of what lies outside Redis, at least so far."""
+    """Progress of a mesh's state; a lower bound where it comes from records outside Redis."""
 
     event: str = FIRST_EVENT_ID  # id of the newest event
-    token: int = 0  # the highest fencing token that was issued
+    token: int = 0  # highest fencing token issued
     jobs: Mapping[str, JobWatermark] = field(default_factory=dict)
-    deleted: Mapping[str, int] = field(default_factory=dict)  # jobs that are known, and when, in ms
+    deleted: Mapping[str, int] = field(default_factory=dict)  # time of deletion by job, in ms
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
+        """True if nothing has happened."""
         return self.event == FIRST_EVENT_ID and not self.token and not self.jobs
 
 
 def merge_watermarks(watermarks: list[StateWatermark]) -> StateWatermark:
-    """As far as any of them has come."""
+    """Return the furthest progress of all watermarks."""
     jobs: dict[str, JobWatermark] = {}
     for mark in watermarks:
         for job, one in mark.jobs.items():
@@ -72,10 +70,10 @@ def merge_watermarks(watermarks: list[StateWatermark]) -> StateWatermark:
 def explain_rollback(
     current: StateWatermark, expected: StateWatermark, lost_jobs: Collection[str] = ()
 ) -> str:
-    """Why what Redis holds is older than what is known; empty when it is not. Jobs that are
-    `lost_jobs` need not be there: an earlier Redis was lost with them, and they were not put back.
+    """Return why the state of Redis is older than the expected one; empty if it is not.
 
-    A lineage may begin below the versions of the one before it, so versions count within one.
+    `lost_jobs` may be absent: they were lost with an earlier Redis and were not restored. A lineage
+    may begin below the versions of the one before it, so versions are compared within a lineage.
     """
     if current.is_empty and not expected.is_empty:
         return "it is empty"
@@ -103,10 +101,10 @@ def explain_rollback(
 
 
 async def read_watermark(state: StateClient, expected: StateWatermark) -> StateWatermark:
-    """What Redis holds, to be compared with `expected`.
+    """Return the progress of Redis, for a comparison with `expected`.
 
-    Where newer events have been added to an older stream, `event` is the newest that is not after
-    the one that is known: that one itself, if the stream has it or had it when it was trimmed.
+    If newer events have been added to an older stream, `event` is the newest one that is not after
+    `expected.event`: that event itself, if the stream has it or had it when it was trimmed.
     """
     rows = (
         await _read_newest_event(state, expected.event) if expected.event != FIRST_EVENT_ID else []
@@ -127,19 +125,20 @@ async def _read_newest_event(state: StateClient, end: str) -> list[list[str]]:
 
 
 def drop_deleted_jobs(watermark: StateWatermark, deleted: Collection[str]) -> StateWatermark:
-    """What is known but for jobs that were deleted: another may have the name of one of them."""
+    """Return the watermark without deleted jobs: their names may be in use again."""
     jobs = {job: one for job, one in watermark.jobs.items() if job not in deleted}
     return StateWatermark(watermark.event, watermark.token, jobs)
 
 
 def compute_token_floor(*marks: StateWatermark) -> int:
-    """A fencing token above every one that was issued when or shortly after these were taken."""
+    """Return a fencing token above all issued when the marks were taken or shortly after."""
     return max(mark.token for mark in marks) + TOKEN_GAP
 
 
 async def raise_token_floor(state: StateClient, floor: int) -> None:
-    """Every token that is issued from now on is above `floor`; the first in an empty state above
-    the milliseconds of the clock too, as without a floor. Before anybody registers.
+    """Make Redis issue only fencing tokens above `floor`, before any process registers.
+
+    In an empty state the first token is also above the clock's milliseconds, as without a floor.
     """
     issued = int(await state.run_command("GET", TOKEN_KEY) or 0)
     least = floor if issued else max(floor, int(await read_server_time_ms(state)))

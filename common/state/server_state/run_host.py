@@ -1,4 +1,4 @@
-"""Redis' word on where the runs of a mesh are at home; see `meshrl.common.base.files.run_host`."""
+"""Record of a mesh's run host in Redis; see `meshrl.common.base.files.run_host`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ RUN_HOST_KEY = f"{MESH_PREFIX}:home"
 
 
 async def write_run_host(state: StateClient, run_host: RunHost) -> None:
-    """Says where home is, in place of what was said before."""
+    """Set the run host."""
     await state.run_command("SET", RUN_HOST_KEY, json.dumps(asdict(run_host)))
 
 
 async def read_run_host(state: StateClient) -> RunHost | None:
-    """Where it is; None: nobody has said so."""
+    """Return the run host; None if it is not set."""
     found = await state.run_command("GET", RUN_HOST_KEY)
     return RunHost(**json.loads(found)) if found else None

@@ -1,6 +1,4 @@
-"""Who is let in at a bulk port: the door of a process, which it also knocks with at those of
-others.
-"""
+"""Authentication at bulk ports: the credentials of a process as server and as client."""
 
 from __future__ import annotations
 
@@ -16,51 +14,66 @@ from meshrl.common.weights.handshakes.handshake import ClientHandshake, ServerHa
 
 
 class BulkAuthenticator(Protocol):
-    """What both ends of a connection prove themselves by."""
+    """Authentication of both ends of a connection."""
 
     def begin_client_handshake(self, address: str, endpoint: str) -> ClientHandshake:
-        """For one connection to the bulk port at `endpoint` of the process at `address`. WrongKeys:
-        that address names no key.
+        """Return the client's handshake for one connection to the bulk port at `endpoint`.
+
+        Args:
+            address: Address of the serving process, with its key.
+        Raises:
+            WrongKeys: The address names no key.
         """
 
     def begin_server_handshake(self, endpoint: str) -> ServerHandshake:
-        """For one connection to our own port, which is at `endpoint`."""
+        """Return the server's handshake for one connection to this process's port at `endpoint`."""
 
     def identify_user(self, public_key: bytes) -> str | None:
-        """What `check` is to be told of who holds a public key; None: nobody who is let in.
-        May wait for Redis; StateUnavailable.
+        """Return the user for `check_allowed` by public key; None: no known process has the key.
+
+        It may wait for Redis; StateUnavailable.
         """
 
     def check_allowed(self, user: str, operation: str) -> None:
-        """NotAllowed unless that user may, now, do what
-        `meshrl.common.api.transfer.bulk_permissions` calls
-        `operation`. Never waits.
+        """Raise NotAllowed unless the user may do `operation` now; never waits.
+
+        Args:
+            operation: An operation of `meshrl.common.api.transfer.bulk_permissions`.
         """
 
 
 class KeyAuthenticator:
-    """Lets in by the keys of processes, to what the table allows their roles."""
+    """Authentication by process keys; a table of permissions by role decides about operations."""
 
     def __init__(self, keys: ProcessKeys, server_role: str, sealed: bool) -> None:
-        """`server_role`: of who serves. `sealed`: whether what follows a proof has to be."""
+        """Create the authenticator.
+
+        Args:
+            server_role: Role of the serving process.
+            sealed: Require encryption after the handshake.
+        """
         self._keys, self._server_role, self._sealed = keys, server_role, sealed
 
     def begin_client_handshake(self, address: str, endpoint: str) -> ClientHandshake:
-        """For who has the key in the address."""
+        """Return the client's handshake with the process whose key is in the address."""
         server = self._keys.find_expected_bulk_key(address)
         return ClientHandshake(self._keys.bulk_private_key, server, endpoint, self._sealed)
 
     def begin_server_handshake(self, endpoint: str) -> ServerHandshake:
-        """With this process's own key."""
+        """Return the server's handshake with this process's own key."""
         return ServerHandshake(self._keys.bulk_private_key, endpoint, self._sealed)
 
     def identify_user(self, public_key: bytes) -> str | None:
-        """The key, if a process that is let in has registered it with its other one."""
+        """Return the key if an admitted process has registered it beside its CURVE key, else
+        None.
+        """
         key = format_bulk_key(public_key)
         return key if self._keys.find_holders(key) else None
 
     def check_allowed(self, user: str, operation: str) -> None:
-        """Revocations count at once."""
+        """Raise NotAllowed unless the key's current roles permit the operation; revocations count
+        at once.
+        """
         role = self._keys.find_current_roles(user)
         if BULK_PERMISSIONS.get((self._server_role, operation), frozenset()).isdisjoint(
             role.split()
@@ -78,7 +91,9 @@ class KeyAuthenticator:
 
 
 class InProcessAuthenticator:
-    """Door between meshes of one interpreter, as those of a simulation: they share one key pair."""
+    """Authentication between meshes of one interpreter, as in a simulation: they share one key
+    pair.
+    """
 
     _key_pair = X25519PrivateKey.generate()
 

@@ -1,10 +1,12 @@
-"""The bytes of one connection to a bulk port, as they are or in sealed frames: generators that
-yield what they wait for, so that a server runs many by turns and a client one to its end.
+"""Byte channel of one connection to a bulk port, plain or in sealed frames.
 
-A sealed frame is the length of what follows (4 bytes, little-endian), then up to FRAME_BYTES
-encrypted, and their tag: one Noise transport message, which may be longer than the framework's
-65,535 bytes. No frame reaches beyond the end of a request, an answer or the bytes behind them, and
-all of these tell their length before: what is cut off is missed.
+Its generators yield the events that they wait for. A server interleaves many of them, and a client
+runs one to its end.
+
+A sealed frame is the length of the rest (4 bytes, little-endian), up to FRAME_BYTES of ciphertext,
+and the tag: one Noise transport message, which may exceed the framework's 65,535 bytes. A frame
+never spans two requests, responses or the bytes after them. Each of these announces its length, so
+truncation is detected.
 """
 
 from __future__ import annotations
@@ -33,26 +35,28 @@ from meshrl.common.weights.handshakes.noise import (
 )
 
 RATES_FOLDER = "rates"  # below a host's root
-BURST_S = 0.02  # of what was not used lately: a thread that woke up late makes up for it
-PIECE_DURATION_S = 0.01  # what moves at once takes this long, so that connections share evenly
-MIN_PIECE_BYTES = 16 << 10  # of a piece: below it the system calls cost more than they smooth
-MAX_BACKLOG_S = 60.0  # that anybody is ahead; more is of a clock that began anew with the machine
-_FREE_AT = struct.Struct("<d")  # when all that was moved so far is paid for, on the monotonic clock
+BURST_S = 0.02  # of unused time: a thread that woke up late may catch up
+PIECE_DURATION_S = 0.01  # of one piece, so that connections share evenly
+MIN_PIECE_BYTES = 16 << 10  # below it, system calls cost more than smoothing gains
+MAX_BACKLOG_S = 60.0  # a larger debt is from a clock that restarted with the machine
+_FREE_AT = struct.Struct("<d")  # when all moved bytes are paid for, on the monotonic clock
 T = TypeVar("T")
-IoSteps = Generator[int, None, T]  # yields the selectors.EVENT_* that it waits for, or PAUSE
-PAUSE = -2  # in place of an event: go on after `pause_s`
-MAX_PIECE_BYTES = 1 << 20  # what one connection may move before the others have their turn
-FRAME_BYTES = 256 << 10  # from here on AES-GCM is as fast as it gets: 9 GB/s a core
+IoSteps = Generator[int, None, T]  # yields the awaited selectors.EVENT_*, or PAUSE
+PAUSE = -2  # in place of an event: continue after `pause_s`
+MAX_PIECE_BYTES = 1 << 20  # of one connection before the others continue
+FRAME_BYTES = 256 << 10  # AES-GCM does not get faster beyond it: 9 GB/s per core
 _FRAME_LENGTH = struct.Struct("<I")
 _SMALL_BUFFER_BYTES, _LARGE_BUFFER_BYTES = (
     4 << 10,
     2 * FRAME_BYTES,
-)  # room for what comes: of requests alone, of chunks
+)  # for requests only; for chunks
 
 
 class RateLimiter:
-    """One of them: who moves bytes says so, and waits as long as he is told before the next. A
-    process that ends in between owes nothing.
+    """Rate limiter shared by all processes of a host through a file.
+
+    Callers report moved bytes and wait for the returned time. A process that exits before that
+    leaves no debt of its own.
     """
 
     def __init__(self, path: Path, bytes_per_s: int) -> None:
@@ -60,18 +64,20 @@ class RateLimiter:
         self._bytes_per_s = bytes_per_s
         self._descriptor = descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, descriptor).atexit = False  # threads may be moving bytes
-        if os.fstat(descriptor).st_size != _FREE_AT.size:  # of those who have mapped it
+        if os.fstat(descriptor).st_size != _FREE_AT.size:  # keep the state of other processes
             os.ftruncate(descriptor, _FREE_AT.size)
         self._free_at = mmap.mmap(descriptor, _FREE_AT.size)
-        self._lock = threading.Lock()  # of this process's threads; the file's is of processes
+        self._lock = (
+            threading.Lock()
+        )  # between this process's threads; the file lock is between processes
 
     @property
     def piece_bytes(self) -> int:
-        """The most that is moved at once."""
+        """Maximum bytes to move at once."""
         return max(MIN_PIECE_BYTES, int(self._bytes_per_s * PIECE_DURATION_S))
 
     def charge(self, size_bytes: int) -> float:
-        """Says that bytes were moved; for how many seconds nobody may move more here."""
+        """Record moved bytes; return the seconds until any process may move more."""
         with self._lock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
@@ -88,14 +94,14 @@ class RateLimiter:
 
 @dataclass(frozen=True)
 class RateLimits:
-    """Both; None: as fast as it goes."""
+    """Rate limiters for both directions; None: unlimited."""
 
     up: RateLimiter | None = None
     down: RateLimiter | None = None
 
     @classmethod
     def from_settings(cls, settings: MeshSettings) -> RateLimits:
-        """Those of a host's settings."""
+        """Create the limiters of a host's settings."""
         root = Path(settings.run_root) / RATES_FOLDER
         up, down = settings.rate_up, settings.rate_down
         return cls(
@@ -108,19 +114,21 @@ UNLIMITED = RateLimits()
 
 
 class FileTruncated(ConnectionError):
-    """A file has fewer bytes than its length told when the transfer began."""
+    """A file has fewer bytes than its announced length."""
 
 
 class BulkChannel:
-    """Bytes as they are; `connected` does not block. They move no faster than `rates`."""
+    """Plain bytes over a non-blocking socket, at most at the given rates."""
 
     def __init__(self, connected_socket: socket.socket, rates: RateLimits = UNLIMITED) -> None:
         self._socket, self._rates = connected_socket, rates
         self.pause_s = 0.0
-        self.sent_file_bytes = 0  # bytes of files
+        self.sent_file_bytes = 0  # of files
 
     def receive_exactly(self, size: int) -> IoSteps[bytes]:
-        """The next `size` bytes. ConnectionError, as from the others."""
+        """Receive the next `size` bytes. ConnectionError: the connection failed, as in all
+        methods.
+        """
         content = bytearray(size)
         view = memoryview(content)
         while view:
@@ -128,7 +136,7 @@ class BulkChannel:
         return bytes(content)
 
     def receive(self, buffer: memoryview) -> IoSteps[int]:
-        """Puts some bytes into `buffer`, which is not empty; how many."""
+        """Receive some bytes into a non-empty buffer; return their number."""
         most = min(len(buffer), _choose_piece_bytes(self._rates.down))
         while True:
             yield selectors.EVENT_READ
@@ -140,7 +148,7 @@ class BulkChannel:
                 return received
 
     def send(self, content: Buffer) -> IoSteps[None]:
-        """Sends it all."""
+        """Send all bytes."""
         view, most = memoryview(content).cast("B"), _choose_piece_bytes(self._rates.up)
         while view:
             yield selectors.EVENT_WRITE
@@ -150,7 +158,7 @@ class BulkChannel:
                 yield from self._apply_rate(self._rates.up, sent)
 
     def send_file(self, descriptor: int, offset: int, length: int) -> IoSteps[None]:
-        """Sends bytes of a file, past this process's memory. FileShorter."""
+        """Send bytes of a file without copying them to this process. FileTruncated."""
         ends, most = offset + length, _choose_piece_bytes(self._rates.up)
         while offset < ends:
             yield selectors.EVENT_WRITE
@@ -174,7 +182,7 @@ def _choose_piece_bytes(rate: RateLimiter | None) -> int:
 
 
 class SealedChannel(BulkChannel):
-    """Encrypted bytes, of which nobody can change, repeat or leave out any."""
+    """Encrypted bytes; changes, repetition and omission are detected."""
 
     def __init__(
         self,
@@ -185,7 +193,7 @@ class SealedChannel(BulkChannel):
     ) -> None:
         super().__init__(connected_socket, rates)
         self._send_cipher, self._receive_cipher = send_cipher, receive_cipher
-        # What has come and was not opened yet: from `_first` on, up to `_last`.
+        # Received bytes that are not decrypted yet: `_unread_begin` to `_unread_end`.
         self._receive_buffer, self._unread_begin, self._unread_end = (
             bytearray(_SMALL_BUFFER_BYTES),
             0,
@@ -195,7 +203,7 @@ class SealedChannel(BulkChannel):
         self._file_buffer = bytearray()
 
     def receive(self, buffer: memoryview) -> IoSteps[int]:
-        """Puts the next frame into `buffer`; how many bytes it has."""
+        """Receive the next frame into `buffer`; return its size."""
         (length,) = _FRAME_LENGTH.unpack((yield from self._receive_buffered(_FRAME_LENGTH.size)))
         size = length - TAG_BYTES
         if not 0 < size <= min(FRAME_BYTES, len(buffer)):
@@ -205,8 +213,8 @@ class SealedChannel(BulkChannel):
         )
 
     def _receive_buffered(self, size: int) -> IoSteps[memoryview]:
-        """The next bytes, which lie there until more are asked for. As many are received at once as
-        there is room for.
+        """Receive the next bytes, valid until the next call; it receives as much as the buffer
+        fits.
         """
         if self._unread_begin + size > len(self._receive_buffer):
             left = self._receive_buffer[self._unread_begin : self._unread_end]
@@ -221,13 +229,13 @@ class SealedChannel(BulkChannel):
         return view[self._unread_begin - size : self._unread_begin]
 
     def send(self, content: Buffer) -> IoSteps[None]:
-        """Sends it all, in frames."""
+        """Send all bytes in frames."""
         view = memoryview(content).cast("B")
         for at in range(0, len(view), FRAME_BYTES):
             yield from super().send(self._seal_frame(view[at : at + FRAME_BYTES]))
 
     def send_file(self, descriptor: int, offset: int, length: int) -> IoSteps[None]:
-        """Sends bytes of a file, in frames. FileShorter."""
+        """Send bytes of a file in frames. FileTruncated."""
         ends = offset + length
         self._file_buffer = self._file_buffer or bytearray(FRAME_BYTES)
         while offset < ends:
@@ -240,7 +248,7 @@ class SealedChannel(BulkChannel):
             self.sent_file_bytes += read
 
     def _seal_frame(self, content: memoryview) -> memoryview:
-        """A sealed frame, which lies there until the next one is made."""
+        """Return a sealed frame, valid until the next one is made."""
         size = _FRAME_LENGTH.size + len(content) + TAG_BYTES
         if len(self._send_buffer) < size:
             self._send_buffer = bytearray(size)

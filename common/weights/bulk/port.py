@@ -1,11 +1,9 @@
-"""The bulk port for large bytes beside the control traffic: chunks by digest over TCP, or straight
-from the file on the same host.
+"""Bulk port for large data beside the control traffic: chunks by digest over TCP.
 
-Both ends of a connection prove first who they are (`authenticators.py`). Then a
-request is a verb, a digest and which part of the chunk; an answer a status and a length; then
-bytes. What is larger than memory travels in parts, each with a deadline of its own, and goes on
-where it was when a connection breaks. A client on the same host reads and writes the files
-themselves.
+Both ends of a connection authenticate first (`authenticators.py`). A request has a verb, a digest
+and a range of the chunk; a response has a status and a length; then bytes follow. Data larger than
+memory is transferred in parts, each with its own deadline, and continues at the same byte after a
+broken connection. A client on the same host reads and writes the files directly.
 """
 
 from __future__ import annotations
@@ -48,22 +46,24 @@ __all__ = ["BulkClient", "BulkServer", "ChunkStore", "serve_chunks"]
 T = TypeVar("T")
 REQUEST_TIMEOUT_S = 120.0
 HANDSHAKE_FAILURE_LIMIT_S = (
-    30.0  # of failing handshakes with one process: more than its restart takes
+    30.0  # of failing handshakes with one process: longer than its restart takes
 )
-MAX_REMEMBERED_PEERS = 1024  # processes at which they fail
-FILE_TIMEOUT_S = 6 * 3600.0  # deadline of a whole file: 100 GB at 5 MB/s
+MAX_REMEMBERED_PEERS = 1024  # for failing handshakes
+FILE_TIMEOUT_S = 6 * 3600.0  # for a whole file: 100 GB at 5 MB/s
 
 
 def make_authenticator(mesh: Mesh) -> BulkAuthenticator:
-    """Return the door of a process's bulk port."""
+    """Return the authenticator of a process's bulk port."""
     if mesh.credentials is None:
         return InProcessAuthenticator(mesh.settings.is_bulk_encrypted)
     return KeyAuthenticator(mesh.credentials.keys, mesh.kind, mesh.settings.is_bulk_encrypted)
 
 
 def serve_chunks(mesh: Mesh, chunks: ChunkStore, *, accepts_uploads: bool = True) -> BulkServer:
-    """The bulk port of a process, which serves these chunks until it is closed. `accepts_uploads`:
-    also such as others put there.
+    """Serve chunks on a process's bulk port until the server is closed.
+
+    Args:
+        accepts_uploads: Clients may also put chunks.
     """
     settings = mesh.settings
     door = make_authenticator(mesh)
@@ -82,9 +82,7 @@ def serve_chunks(mesh: Mesh, chunks: ChunkStore, *, accepts_uploads: bool = True
 
 
 class BulkClient:
-    """Gets and puts chunks of whoever serves them; every transfer runs off the loop and has a
-    deadline.
-    """
+    """Client of bulk ports. Every transfer runs in a thread and has a deadline."""
 
     def __init__(
         self,
@@ -93,18 +91,21 @@ class BulkClient:
         max_bytes: int = MAX_REQUEST_BYTES,
         part_bytes: int = MAX_PART_BYTES,
     ) -> None:
-        """`max_bytes`: of what is in memory whole. `part_bytes`: of a file in one request."""
+        """Create the client.
+
+        Args:
+            max_bytes: Limit of data held in memory.
+            part_bytes: Bytes of a file in one request.
+        """
         self._mesh, self._max_bytes, self._part_bytes = mesh, max_bytes, part_bytes
         self._authenticator, self._rates, self._connection_pool = (
             make_authenticator(mesh),
             RateLimits.from_settings(mesh.settings),
             ConnectionPool(),
         )
-        self._served_directories: dict[str, bytes] = {}  # that are served, by address, with key
+        self._served_directories: dict[str, bytes] = {}  # served directories by address with key
         self._local_stores: dict[Path, ChunkStore] = {}  # of this host, by directory
-        self._handshakes_failing_since: dict[
-            str, float
-        ] = {}  # handshakes one after the other; by incarnation
+        self._handshakes_failing_since: dict[str, float] = {}  # since when, by incarnation
         self.pending_events: deque[CorruptionEvent] = deque()  # see ChunkStore
 
     async def fetch_chunk(
@@ -116,8 +117,15 @@ class BulkClient:
         deadline_s: float = REQUEST_TIMEOUT_S,
         stall_s: float = math.inf,
     ) -> bytes:
-        """The bytes of `digest`, checked. NotFound, PeerLost, Damaged when they were changed;
-        DeadlineExceeded, also when nothing moves for `stall_s`.
+        """Return the bytes of `digest` after checking them.
+
+        Args:
+            stall_s: Time without a byte that also raises DeadlineExceeded.
+        Raises:
+            NotFound: No such chunk.
+            PeerLost: The connection failed.
+            CorruptData: The bytes changed.
+            DeadlineExceeded: The transfer took too long.
         """
         chunks = await self.open_local_store(entry)
         if chunks is not None:
@@ -137,8 +145,9 @@ class BulkClient:
     async def fetch_unchecked(
         self, entry: RegistryEntry, name: str, *, deadline_s: float = REQUEST_TIMEOUT_S
     ) -> bytes:
-        """The bytes that lie under a name which is no digest of them, so that whoever asks checks
-        them, over a connection that is kept for the next. NotFound, PeerLost, DeadlineExceeded.
+        """Return bytes stored under a name that is not their digest; the caller checks them.
+
+        It uses a pooled connection. NotFound, PeerLost, DeadlineExceeded.
         """
         await self._mesh.verify_peer(entry, bulk=True)
         key = f"{entry.address} {entry.bulk}"
@@ -159,8 +168,13 @@ class BulkClient:
         space: str = WEIGHTS,
         deadline_s: float = REQUEST_TIMEOUT_S,
     ) -> str:
-        """The digest of `content`, which is durable then. StorageFull, PeerLost; Refused when it is
-        too large, also by a file: who is on another host could not get it.
+        """Store `content` durably and return its digest.
+
+        Raises:
+            StorageFull: The disk is full.
+            PeerLost: The connection failed.
+            Refused: The content is too large, on the same host too, because other hosts could not
+                get it.
         """
         size = memoryview(content).nbytes
         if size > self._max_bytes:
@@ -191,10 +205,16 @@ class BulkClient:
         *,
         space: str = WEIGHTS,
     ) -> None:
-        """Makes the bytes of a digest the file (mode 0600) of `partial`, there whole, durable and
-        checked, or not at all; they may be more than memory holds. It goes on where `partial` is,
-        which may have begun at another server, and PeerLost leaves it as far as it has come.
-        NotFound, StorageFull, Damaged when they were changed.
+        """Fetch the bytes of a digest into the file (mode 0600) of `partial`.
+
+        The file is complete, durable and verified, or absent; it may exceed memory. The transfer
+        continues from the bytes of `partial`, which may be from another server, and PeerLost leaves
+        them there.
+
+        Raises:
+            NotFound: No such chunk.
+            StorageFull: The disk is full.
+            CorruptData: The bytes changed.
         """
         await self._fill_partial(entry, partial, self._make_transfer(entry), space)
 
@@ -206,11 +226,16 @@ class BulkClient:
         *,
         stall_s: float,
     ) -> None:
-        """Adds what one server has of a chunk of `size_bytes` bytes to `partial`, from where that
-        is, over a connection that is kept for the next one; it is neither checked nor committed.
-        NotFound, StorageFull; Damaged when that server has another size of it, or sends less;
-        PeerLost, DeadlineExceeded when nothing moves for `stall_s`: both leave it as far as it has
-        come, for this server or another.
+        """Add one server's bytes of a chunk to `partial`, without checking or committing them.
+
+        It uses a pooled connection and continues from the bytes of `partial`.
+
+        Raises:
+            NotFound: No such chunk.
+            StorageFull: The disk is full.
+            CorruptData: The server's chunk has another size, or it sent fewer bytes.
+            PeerLost, DeadlineExceeded: The connection failed, or no byte moved for `stall_s`. The
+                received bytes stay, to be continued by this server or another one.
         """
         connect = functools.partial(self._make_session, entry, FILE_TIMEOUT_S, stall_s)
         kept = self._connection_pool, f"{entry.address} {entry.bulk}"
@@ -229,8 +254,9 @@ class BulkClient:
         space: str = WEIGHTS,
         expected_bytes: int | None = None,
     ) -> None:
-        """Writes what lacks; it is checked and committed unless the caller does so, who knows how
-        many bytes there are in all.
+        """Fetch the missing bytes.
+
+        They are verified and committed unless `expected_bytes` is given: then the caller does so.
         """
         chunks = await self.open_local_store(entry)
         with partial.take_writer() as writer:
@@ -254,14 +280,18 @@ class BulkClient:
 
             try:
                 await self._run_request(entry, fill, FILE_TIMEOUT_S)
-            finally:  # nothing goes on when nobody waits any more
+            finally:  # the transfer must not outlive its request
                 transfer.stop()
 
     async def put_file(
         self, entry: RegistryEntry, path: Path, *, deadline_s: float = FILE_TIMEOUT_S
     ) -> str:
-        """The digest of a file's content, which is durable there then; it may be more than memory
-        holds. StorageFull, PeerLost; BadMessage when the file changes meanwhile.
+        """Store a file's content durably and return its digest; it may exceed memory.
+
+        Raises:
+            StorageFull: The disk is full.
+            PeerLost: The connection failed.
+            BadMessage: The file changed during the transfer.
         """
         chunks = await self.open_local_store(entry)
         if chunks is not None:
@@ -276,8 +306,11 @@ class BulkClient:
         return FileTransfer(lambda: self._make_session(entry, REQUEST_TIMEOUT_S), self._part_bytes)
 
     async def open_local_store(self, entry: RegistryEntry) -> ChunkStore | None:
-        """The files themselves, for who is on their host. HandshakeFailed, after a while WrongKeys:
-        the entry is not of the process that it names.
+        """Return the served store if it is on this host, else None.
+
+        Raises:
+            HandshakeFailed: The entry is not of the process that it names; WrongKeys if that
+                persists.
         """
         await self._mesh.verify_peer(entry, bulk=True)
         directory = Path(entry.bulk.partition("#")[2])
@@ -295,8 +328,10 @@ class BulkClient:
         return None
 
     async def _serves_directory(self, entry: RegistryEntry, directory: Path) -> bool:
-        """Whether the process of an entry serves this directory. Where others may write the
-        registry, too, the process itself tells, over a connection on which it proves its key.
+        """Return True if the process of an entry serves this directory.
+
+        Where other clients may write to the registry, the process itself confirms it over an
+        authenticated connection.
         """
         if self._mesh.credentials is None:
             return True
@@ -324,8 +359,9 @@ class BulkClient:
     async def _run_request(
         self, entry: RegistryEntry, work: Callable[[], T], deadline_s: float
     ) -> T:
-        """The result of asking a bulk port, off the loop. WrongKeys when its handshakes have failed
-        for so long that no restart explains it.
+        """Run a blocking request to a bulk port in a thread.
+
+        WrongKeys: handshakes have failed for longer than a restart explains.
         """
         now = self._mesh.clock.monotonic()
         try:
@@ -334,7 +370,7 @@ class BulkClient:
             if self._mesh.credentials is not None:
                 self._mesh.credentials.mark_suspect(
                     entry.address
-                )  # whose our keys are may have changed
+                )  # the roles of our keys may have changed
             if isinstance(error, NotAllowed):
                 raise
             if len(self._handshakes_failing_since) >= MAX_REMEMBERED_PEERS:

@@ -1,4 +1,4 @@
-"""One client of a bulk port: a generator that goes on whenever its socket is ready."""
+"""Server side of one bulk connection: a generator that advances when its socket is ready."""
 
 from __future__ import annotations
 
@@ -42,22 +42,23 @@ if TYPE_CHECKING:
     from meshrl.common.mesh.process.host import Host
 
 
-POLL_S = 0.5  # how often a thread looks whether it should end
+POLL_S = 0.5  # between checks whether a thread should end
 
 K = TypeVar("K")
 BlockingTask = Callable[[], object]
-_MAX_FILE_BYTES = 1 << 62  # of a file: what is beyond is no offset
-_UPLOAD_VERBS = (PUT, HAS, PARTIAL_SIZE)  # what who puts a chunk asks
+_MAX_FILE_BYTES = 1 << 62  # of a file; larger offsets are invalid
+_UPLOAD_VERBS = (PUT, HAS, PARTIAL_SIZE)  # requests of a client that puts a chunk
 _VERBS = (GET, DIRECTORY, *_UPLOAD_VERBS)
 KEY_LOOKUP, DISK_WRITE = (
     0,
     -1,
-)  # in place of an event of the socket: an errand, and who is to run it
+)  # in place of a socket event: a background task, and its runner
 
 
 class BackgroundTasks(Generic[K]):
-    """One thread, which starts with the first errand. `woken` becomes readable when `done` has
-    something to tell. `K`: who an errand is for.
+    """Background tasks on one thread, which starts with the first task.
+
+    `wakeup_reader` becomes readable when `take_results` has results. `K` is the type of clients.
     """
 
     def __init__(self, host: Host, name: str) -> None:
@@ -70,14 +71,14 @@ class BackgroundTasks(Generic[K]):
         self._started = self._closing = False
 
     def submit(self, client: K, task: BlockingTask) -> None:
-        """Has it done after those before it."""
+        """Queue a task."""
         self._queue.put((client, task))
         if not self._started:
             self._started = True
             self._thread = self._host.run_periodically(0.0, self._run_next, self._name)
 
     def take_results(self) -> list[tuple[K, object]]:
-        """For whom something was done, and what it returned, or its MeshError."""
+        """Return finished tasks: the client, and the result or its MeshError."""
         with suppress(BlockingIOError):
             self.wakeup_reader.recv(4096)
         found = []
@@ -87,7 +88,7 @@ class BackgroundTasks(Generic[K]):
         return found
 
     def close(self) -> None:
-        """Ends the thread at its next look."""
+        """Stop the thread within `POLL_S`."""
         self._closing = True
         if not self._started:
             self._close_sockets()
@@ -104,16 +105,16 @@ class BackgroundTasks(Generic[K]):
             client, errand = self._queue.get(timeout=POLL_S)
             try:
                 self._results.put((client, errand()))
-            except Exception as error:  # its client is not to wait for an answer for ever
+            except Exception as error:  # its client must not wait forever
                 typed = error if isinstance(error, MeshError) else MeshError(repr(error))
                 self._results.put((client, typed))
-            with suppress(BlockingIOError):  # the last one is still to be heard
+            with suppress(BlockingIOError):  # an earlier wake-up is still unread
                 self._wakeup_writer.send(b"\0")
         return True
 
 
 class BulkPortState:
-    """What all clients of a port are served from."""
+    """State shared by all connections of a port."""
 
     def __init__(
         self,
@@ -124,19 +125,26 @@ class BulkPortState:
         *,
         takes: bool = True,
     ) -> None:
-        """`largest_bytes`: put by one request. `takes`: chunks; else it only gives them."""
+        """Create the state.
+
+        Args:
+            largest_bytes: Limit of one put request.
+            takes: Accept uploads.
+        """
         self.chunks, self.parked_uploads, self.max_bytes = chunks, parked, largest_bytes
         self.rates, self.accepts_uploads = rates, takes
-        self.sent_bytes = 0  # bytes of chunks
+        self.sent_bytes = 0  # of chunks
         self.receive_buffer = memoryview(
             bytearray(MAX_PIECE_BYTES)
-        )  # for what comes and is not kept in memory
+        )  # for bytes that are not retained in memory
 
 
 class ServedConnection:
-    """Serves one client at `place`. Whoever runs `steps` sets `ends`, the time when it has waited
-    too long; has `errand` done when it yields KEYS or DISK, and sets `done` to what came of it;
-    goes on after `pause_s` when it yields PAUSE.
+    """Server side of one client's connection.
+
+    The caller that runs `io_steps` sets `expires_at`, the deadline of the connection. When
+    `io_steps` yields KEY_LOOKUP or DISK_WRITE, the caller runs `task` and sets `task_result`. After
+    PAUSE it continues in `pause_s`.
     """
 
     def __init__(
@@ -148,8 +156,8 @@ class ServedConnection:
         port_state: BulkPortState,
     ) -> None:
         self.socket, self.origin = connected_socket, origin
-        self.has_sent_key = False  # a key of its own
-        self.user = ""  # who has it, and proves that
+        self.has_sent_key = False  # the client has sent its public key
+        self.user = ""  # user of that key
         self.task: BlockingTask = lambda: None
         self.task_result: object = None
         self.is_authenticated = self.is_closed = False
@@ -166,12 +174,12 @@ class ServedConnection:
         )
         self._receive_buffer, self._max_bytes = port_state.receive_buffer, port_state.max_bytes
         self._channel = BulkChannel(connected_socket, port_state.rates)
-        self._upload: PartialFile | None = None  # a chunk that this client brings part by part
+        self._upload: PartialFile | None = None  # a chunk that this client uploads in parts
         self.io_steps = self._serve()
 
     @property
     def pause_s(self) -> float:
-        """How long it has to pause."""
+        """Seconds to pause."""
         return self._channel.pause_s
 
     def _serve(self) -> IoSteps[None]:
@@ -196,7 +204,7 @@ class ServedConnection:
         user = yield from self._run_task(
             KEY_LOOKUP, lambda: self._authenticator.identify_user(public)
         )
-        if not isinstance(user, str):  # nobody, or nobody knows now
+        if not isinstance(user, str):  # the key is unknown, or Redis did not answer
             return
         self.user = user
         yield from self._channel.send(proof.make_challenge())
@@ -239,7 +247,7 @@ class ServedConnection:
             elif verb == HAS:
                 yield from self._handle_has(digest.hex())
             elif verb == PARTIAL_SIZE:
-                # The client goes on where a broken connection has left off.
+                # The client continues an upload of a broken connection.
                 self._discard_upload()
                 self._upload = self._parked_uploads.take(self.user, digest.hex())
                 position = self._upload.received_bytes if self._upload is not None else 0
@@ -266,8 +274,9 @@ class ServedConnection:
                 self._port_state.sent_bytes += self._channel.sent_file_bytes - before
 
     def _handle_has(self, digest: str) -> IoSteps[None]:
-        """Answer 1 if the chunk is there as it was written, for a client that has its bytes. It is
-        read in pieces, so that the others have their turns.
+        """Respond 1 if the chunk is stored and valid, for a client that has its bytes.
+
+        It is read in pieces, so that other connections continue.
         """
         whole = self._chunks.is_verified(digest)
         if not whole:
@@ -304,7 +313,9 @@ class ServedConnection:
             if trouble is None and partial is not None:
                 try:
                     partial.write(self._receive_buffer[:received])
-                except MeshError as error:  # take the rest, so that the client can read why
+                except (
+                    MeshError
+                ) as error:  # receive the rest, so that the client can read the error
                     trouble = error
         if trouble is not None:
             raise trouble
@@ -312,9 +323,7 @@ class ServedConnection:
         if partial.received_bytes == size:
             if not partial.is_valid:
                 raise BadMessage(f"what arrived is not {digest}", where=str(self._chunks.directory))
-            done = yield from self._run_task(
-                DISK_WRITE, partial.commit
-            )  # over what is there, if damaged
+            done = yield from self._run_task(DISK_WRITE, partial.commit)  # replaces a corrupt file
             if isinstance(done, MeshError):
                 raise done
             self._discard_upload()

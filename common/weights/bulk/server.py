@@ -1,4 +1,4 @@
-"""The server of a bulk port: who may connect, how many and how long.
+"""Server of a bulk port: admission, number and lifetime of connections.
 
 It is one thread that never waits for one client, so a CANCEL on the control port never waits behind
 a chunk.
@@ -36,23 +36,25 @@ from meshrl.common.weights.chunks.partial_file import ParkedUploads
 if TYPE_CHECKING:
     from meshrl.common.mesh.process.host import Host
 
-MAX_REQUEST_BYTES = 4 << 30  # most in one request, at either end
+MAX_REQUEST_BYTES = 4 << 30  # in one request, at either end
 IDLE_TIMEOUT_S = 60.0
-COMMIT_TIMEOUT_S = 600.0  # for a disk to take what is left of a large file
-POLL_S = 0.2  # how often the thread looks whether it should end
-HANDSHAKE_TIMEOUT_S = (
-    5.0  # in which a client has proved who it is: one round trip, on a busy host too
-)
+COMMIT_TIMEOUT_S = 600.0  # for a disk to write the rest of a large file
+POLL_S = 0.2  # between checks whether the thread should end
+HANDSHAKE_TIMEOUT_S = 5.0  # for a client's proof: one round trip, on a busy host too
 MAX_CONNECTIONS = 256
 MAX_CONNECTIONS_PER_USER = 64  # of one process; each has one request at a time
-MAX_UNAUTHENTICATED = 64  # connections without a proof yet; one makes room for the next
+MAX_UNAUTHENTICATED = (
+    64  # unauthenticated connections; the oldest of the busiest address is closed for the next
+)
 ACCEPT_PAUSE_S = 0.5  # without accepting when no descriptors are left
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class BulkServer:
-    """Serves a ChunkStore to whom `door` lets in. `bind` and `advertise` as for the transport;
-    without `bind` there is no port, and only clients of this host find the chunks.
+    """Server of a ChunkStore for users that `authenticator` admits.
+
+    `bind` and `advertise` are those of the transport. Without `bind` there is no port, and only
+    clients of this host can access the chunks.
     """
 
     def __init__(
@@ -67,17 +69,21 @@ class BulkServer:
         rates: RateLimits = UNLIMITED,
         accepts_uploads: bool = True,
     ) -> None:
-        """`accepts_uploads`: chunks of whoever may put them; else it only gives them."""
+        """Start the server.
+
+        Args:
+            accepts_uploads: Users with permission may put chunks; else they can only get them.
+        """
         chunks.directory.mkdir(parents=True, exist_ok=True)
         self._authenticator, self._parked_uploads = authenticator, ParkedUploads(time.monotonic)
         self._port_state = BulkPortState(
             chunks, self._parked_uploads, max_bytes, rates, takes=accepts_uploads
         )
         self._connections: dict[socket.socket, ServedConnection] = {}
-        self._paused_until: dict[ServedConnection, float] = {}  # until when, by the clock
-        # "bulk_handshake": could not begin, or prove its key. "bulk_keys": has a key that nobody of
-        # the mesh has. "bulk_undecided": Redis did not tell. "bulk_crowd": made room.
-        # "bulk_descriptors": there was none to take it with.
+        self._paused_until: dict[ServedConnection, float] = {}  # on the monotonic clock
+        # "bulk_handshake": no valid handshake or proof. "bulk_keys": the key is unknown to
+        # the mesh. "bulk_undecided": Redis did not answer. "bulk_crowd": closed for lack of slots.
+        # "bulk_descriptors": no descriptor was left.
         self.rejection_counts: Counter[str] = Counter()
         self._closing = False
         if not bind:
@@ -96,7 +102,7 @@ class BulkServer:
         }
         self._selector = selectors.DefaultSelector()
         self._accept_resumes_at = (
-            0.0  # by the clock; while it is ahead the listener is not looked at
+            0.0  # on the monotonic clock; until then the listener is not polled
         )
         self._selector.register(self._listener, selectors.EVENT_READ)
         for errands in self._background_tasks.values():
@@ -105,16 +111,16 @@ class BulkServer:
 
     @property
     def connection_count(self) -> int:
-        """How many are open now, those without a proof among them."""
+        """Open connections, including unauthenticated ones."""
         return len(self._connections)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of chunks that have left through this port."""
+        """Bytes of chunks sent by this port."""
         return self._port_state.sent_bytes
 
     def close(self) -> None:
-        """Stops the server at its thread's next look; transfers under way break off."""
+        """Stop the server within `POLL_S`; running transfers break off."""
         self._closing = True
 
     def _poll_once(self) -> bool:
@@ -127,7 +133,7 @@ class BulkServer:
             self._listener.close()
             self._parked_uploads.clear()
             return False
-        # Until one that has paused goes on, or the thread looks whether it should end.
+        # Until a paused connection continues, or the next check whether to end.
         paused_s = min(self._paused_until.values(), default=math.inf) - time.monotonic()
         for key, _ in self._selector.select(min(POLL_S, max(0.0, paused_s))):
             if key.fileobj is self._listener:
@@ -137,7 +143,7 @@ class BulkServer:
                     if not client.is_closed:
                         client.task_result = done
                         self._advance(client)
-            elif not key.data.is_closed:  # in this very turn
+            elif not key.data.is_closed:  # closed in this iteration
                 self._advance(key.data)
         now = time.monotonic()
         for client in [c for c, until in self._paused_until.items() if until <= now]:
@@ -158,11 +164,11 @@ class BulkServer:
         try:
             accepted, (origin, *_) = self._listener.accept()
         except OSError as error:
-            if error.errno in _OUT_OF_DESCRIPTORS:  # else the client has gone again
+            if error.errno in _OUT_OF_DESCRIPTORS:  # else the client has closed again
                 self.rejection_counts["bulk_descriptors"] += 1
-                for stranger in strangers:  # they give theirs back
+                for stranger in strangers:  # free their descriptors
                     self._close_connection(stranger)
-                # Who knocks waits: it would wake the thread for ever.
+                # A waiting client would wake the thread continuously.
                 self._selector.unregister(self._listener)
                 self._accept_resumes_at = time.monotonic() + ACCEPT_PAUSE_S
             return
@@ -171,7 +177,7 @@ class BulkServer:
             accepted.close()
             return
         if len(strangers) >= MAX_UNAUTHENTICATED:
-            # The oldest of the address that has most goes: who knocks often keeps nobody else out.
+            # Close the oldest of the address with most: frequent connects exclude no other host.
             [(busiest, _)] = Counter(c.origin for c in strangers).most_common(1)
             self.rejection_counts["bulk_crowd"] += 1
             self._close_connection(next(c for c in strangers if c.origin == busiest))

@@ -1,4 +1,4 @@
-"""What travels at a bulk port, and one connection to it as a client has it."""
+"""Protocol of a bulk port, and the client side of one connection."""
 
 from __future__ import annotations
 
@@ -37,16 +37,14 @@ from meshrl.common.weights.handshakes.handshake import ClientHandshake
 
 T = TypeVar("T")
 
-# Part of a chunk; part of one to be stored, which is there once its last part has come; whether a
-# chunk is there as it was written; how much is there of one whose connection broke; in which
-# directory all of them are.
+# Get a range of a chunk; put a range of one, which is stored with its last range; check that a
+# chunk is stored and valid; get the size of an interrupted upload; get the directory of all
+# chunks.
 GET, PUT, HAS, PARTIAL_SIZE, DIRECTORY = b"G", b"P", b"H", b"R", b"W"
-NO_DIGEST = "00" * 32  # the digest in a question that is about none
-# Verb, number of the space, digest, offset, length, size of the whole chunk.
+NO_DIGEST = "00" * 32  # the digest in a request without one
+# Verb, index of the space, digest, offset, length, size of the whole chunk.
 REQUEST_HEADER = struct.Struct("<cB32sQQQ")
-RESPONSE_HEADER = struct.Struct(
-    "<BQQ"
-)  # OK or FAILED, size of the whole chunk, length of what follows
+RESPONSE_HEADER = struct.Struct("<BQQ")  # OK or FAILED, size of the whole chunk, length of the rest
 POSITION = struct.Struct("<Q")
 OK, FAILED = 0, 1
 HANDSHAKE_FIX = (
@@ -57,11 +55,11 @@ _POLL_FLAGS = {selectors.EVENT_READ: select.POLLIN, selectors.EVENT_WRITE: selec
 
 
 class BulkSession:
-    """A connection to the bulk port at `place`, blocking; used in a thread. To enter it is to
-    connect: PeerLost when there is no server, HandshakeFailed when it has other keys.
+    """Blocking connection to a bulk port, for use in a thread; entering it connects.
 
-    Each request has `deadline_s`. It raises the error that the server reports; DeadlineExceeded,
-    PeerLost, BadMessage when it answers too much.
+    Entering raises PeerLost if there is no server, HandshakeFailed if it has other keys. Each
+    request has `deadline_s`. A request raises the error that the server reports, or
+    DeadlineExceeded, PeerLost, or BadMessage if the response is too large.
     """
 
     def __init__(
@@ -74,13 +72,17 @@ class BulkSession:
         rates: RateLimits = UNLIMITED,
         stall_s: float = math.inf,
     ) -> None:
-        """`stall_s`: how long nothing may move."""
+        """Create an unopened session.
+
+        Args:
+            stall_s: Maximum time without a byte.
+        """
         self._endpoint, self._handshake, self._max_bytes = endpoint, handshake, max_bytes
         self._deadline_s, self._rates, self._stall_s = deadline_s, rates, stall_s
         self._aborted = threading.Event()
         self._close_lock = (
             threading.Lock()
-        )  # the number of a closed socket may be another's at once
+        )  # another socket may reuse the descriptor of a closed one
         self._expires_at = time.monotonic() + deadline_s
 
     def __enter__(self) -> BulkSession:
@@ -90,13 +92,15 @@ class BulkSession:
         self.close()
 
     def open(self) -> BulkSession:
-        """Connects, and returns itself; whoever opened it closes it."""
+        """Connect and return itself; the caller closes it."""
         host, _, port = self._endpoint.removeprefix("tcp://").rpartition(":")
         if not host:
             raise PeerLost("it serves chunks to its own host only", where=self._endpoint or "bulk")
         try:
             place = host.strip("[]"), int(port)
-            timeout = min(self._remaining_s(), self._stall_s)  # on a way that drops all, too
+            timeout = min(
+                self._remaining_s(), self._stall_s
+            )  # also limits a connection whose packets are dropped
             self._socket = socket.create_connection(place, timeout=timeout)
         except OSError as error:
             raise PeerLost(f"no bulk port: {error}", where=self._endpoint) from error
@@ -113,7 +117,7 @@ class BulkSession:
         return self
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         with self._close_lock:
             self._socket.close()
 
@@ -144,9 +148,9 @@ class BulkSession:
             self._channel = SealedChannel(self._socket, *proof.ciphers, self._rates)
 
     def abort(self) -> None:
-        """Ends what another thread does here, which raises PeerLost."""
+        """Abort a request of another thread, which raises PeerLost."""
         self._aborted.set()
-        with self._close_lock, suppress(OSError):  # it is not connected any more
+        with self._close_lock, suppress(OSError):  # it is no longer connected
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def request(
@@ -157,14 +161,14 @@ class BulkSession:
         *,
         space: str = WEIGHTS,
     ) -> bytes:
-        """What the server answers about a whole chunk."""
+        """Return the server's response about a whole chunk."""
         size = memoryview(content).nbytes
         with self._open_request(verb, digest, 0, size, size, space):
             self._send(content)
             return self._receive_exactly(self._receive_header()[1])
 
     def fetch_chunk(self, digest: str, space: str = WEIGHTS) -> bytes:
-        """The bytes of a whole chunk."""
+        """Return the bytes of a whole chunk."""
         with self._open_request(GET, digest, 0, self._max_bytes, 0, space):
             size, length = self._receive_header()
             if size > self._max_bytes:
@@ -180,8 +184,11 @@ class BulkSession:
         expected_bytes: int | None = None,
         space: str = WEIGHTS,
     ) -> int:
-        """Hands on up to `length` bytes from `offset`, as they come; the size of the chunk.
-        `expected_bytes`: what that must be, else Damaged, before anything is handed on.
+        """Pass up to `length` bytes from `offset` to `on_bytes` as they arrive; return the chunk's
+        size.
+
+        Args:
+            expected_bytes: Size of the chunk; CorruptData if it differs, before any byte is passed.
         """
         with self._open_request(GET, digest, offset, length, 0, space):
             size, left = self._receive_header()
@@ -200,7 +207,7 @@ class BulkSession:
             return size
 
     def put_range(self, digest: str, file: BinaryIO, offset: int, length: int, size: int) -> None:
-        """Sends the part of a file of `size` bytes. BadMessage: the file became shorter."""
+        """Send a range of a file of `size` bytes. BadMessage: the file became shorter."""
         with self._open_request(PUT, digest, offset, length, size):
             try:
                 self._run_steps(self._channel.send_file(file.fileno(), offset, length))
@@ -219,7 +226,7 @@ class BulkSession:
 
     @contextmanager
     def _request_deadline(self) -> Iterator[None]:
-        """Of a request or a proof; what the trouble of a socket means."""
+        """Set the deadline of a request or handshake, and translate socket errors."""
         self._expires_at = time.monotonic() + self._deadline_s
         try:
             yield
@@ -244,7 +251,7 @@ class BulkSession:
         return self._run_steps(self._channel.receive_exactly(length))
 
     def _run_steps(self, steps: IoSteps[T]) -> T:
-        """What the steps come to; TimeoutError after the deadline, or when nothing moves."""
+        """Run the steps and return their result; TimeoutError after the deadline or a stall."""
         try:
             while True:
                 if (wanted := next(steps)) == PAUSE:

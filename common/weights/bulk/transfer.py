@@ -1,5 +1,5 @@
-"""A transfer of a file part by part, which goes on where it was when a connection breaks. Blocking;
-used in a thread.
+"""Transfer of a file in parts that continues after a broken connection. Blocking; run in a
+thread.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from meshrl.common.weights.chunks.partial_file import PartialFileWriter
 
 T = TypeVar("T")
 MAX_PART_BYTES = 64 << 20  # in one request
-MAX_BREAKS = 5  # of connections in a row, with nothing moved, that end it
-RETRY_PAUSE_S = (
-    0.05  # before a connection that broke is made again; twice as long after each in a row
-)
-IDLE_TIMEOUT_S = 20.0  # unused; a server waits three times as long for the next request
-MAX_IDLE_CONNECTIONS = 16  # that are unused, of one process
+MAX_BREAKS = 5  # broken connections in a row without progress that end a transfer
+RETRY_PAUSE_S = 0.05  # before a reconnection, doubled after each consecutive failure
+IDLE_TIMEOUT_S = 20.0  # a server waits three times as long for the next request
+MAX_IDLE_CONNECTIONS = 16  # of one process
 
 
 class ConnectionPool:
-    """The connections of one process, by whom they reach, which are kept between two requests: a
-    proof and a slow start cost several round trips each. Used in threads.
+    """Pooled connections of one process by peer, for use in threads.
+
+    A new connection costs several round trips for its handshake and its slow start.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle_sessions: list[
             tuple[float, str, BulkSession]
-        ] = []  # since when, and to whom; oldest first
+        ] = []  # unused since, peer; oldest first
 
     def run_over(
         self,
@@ -45,15 +44,17 @@ class ConnectionPool:
         work: Callable[[BulkSession], T],
         is_abandoned: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Does `work` over a connection that is free, or over one of its own, which is kept if the
-        work was answered to its end. PeerLost, NotFound.
+        """Run `work` over an idle connection or a new one; return the connection if it was
+        answered.
+
+        PeerLost, NotFound.
         """
         if (session := self._take_idle(key)) is not None:
             try:
                 return self._run_and_return(key, session, work)
             except PeerLost:
                 if is_abandoned():
-                    raise  # else it was closed at the other end meanwhile
+                    raise  # else the peer closed the idle connection
         return self._run_and_return(key, connect().open(), work)
 
     def _run_and_return(
@@ -90,7 +91,7 @@ class ConnectionPool:
             oldest[-1].close()
 
     def close_idle(self, min_idle_s: float = IDLE_TIMEOUT_S) -> None:
-        """Closes those that were unused for so long."""
+        """Close connections that were unused for `min_idle_s`."""
         before = time.monotonic() - min_idle_s
         with self._lock:
             old = [kept for kept in self._idle_sessions if kept[0] <= before]
@@ -100,7 +101,7 @@ class ConnectionPool:
 
 
 class FileTransfer:
-    """One file on its way. `connect` makes a session, not yet entered."""
+    """Transfer of one file; `connect` creates an unopened session."""
 
     def __init__(
         self,
@@ -109,8 +110,10 @@ class FileTransfer:
         pool: ConnectionPool | None = None,
         peer_key: str = "",
     ) -> None:
-        """`pool`: it comes over one of these connections, whom `peer_key` names, and does not go on
-        when that breaks.
+        """Create the transfer.
+
+        Args:
+            pool: Use its connections to `peer_key`; the transfer then does not reconnect.
         """
         self._connect, self._part_bytes, self._pool, self._peer_key = (
             connect,
@@ -123,7 +126,7 @@ class FileTransfer:
         self._position = 0
 
     def stop(self) -> None:
-        """Ends the transfer, from another thread: PeerLost is raised there."""
+        """Stop the transfer from another thread, where it raises PeerLost."""
         self._stopped.set()
         if (session := self._session) is not None:
             session.abort()
@@ -131,9 +134,13 @@ class FileTransfer:
     def fetch(
         self, writer: PartialFileWriter, space: str = WEIGHTS, expected_bytes: int | None = None
     ) -> None:
-        """Adds what is lacking of a chunk, of `expected_bytes` bytes if that is known: Damaged when
-        the source has another size of it. NotFound, PeerLost, StorageFull, DeadlineExceeded when
-        nothing comes for too long.
+        """Fetch the missing bytes of a chunk.
+
+        Args:
+            expected_bytes: Size of the chunk if known; CorruptData if the source has another one.
+        Raises:
+            NotFound, PeerLost, StorageFull: The transfer failed.
+            DeadlineExceeded: No byte moved for too long.
         """
         began = writer.received_bytes
 
@@ -154,7 +161,9 @@ class FileTransfer:
         )
 
     def send(self, path: Path) -> str:
-        """Puts a file, and returns its digest. StorageFull, PeerLost, BadMessage if it changes."""
+        """Send a file and return its digest. StorageFull, PeerLost; BadMessage: the file
+        changed.
+        """
         with path.open("rb") as file:
             digest = compute_stream_digest(file)
             size = file.tell()
@@ -208,5 +217,5 @@ class FileTransfer:
                 work(session)
         finally:
             self._session = None
-        if self._stopped.is_set():  # the session may be broken off
+        if self._stopped.is_set():  # the session may be broken
             raise PeerLost("a transfer was broken off")

@@ -1,9 +1,10 @@
-"""The chunk store, content-addressed files: a chunk lies at <directory>/<d[:2]>/<d>, where d is its
-digest (`meshrl.common.base.digest`), or below a directory of the space that it was put into.
+"""Content-addressed chunk files at <directory>/<d[:2]>/<d>, where d is the digest.
 
-Any process of the host may write: a chunk appears whole, durable, read-only and under its own
-digest, or not at all. Who stores a chunk hashes it on the way and says so (`verified_files.py`), so
-that those who map it need not hash it again.
+The digest is that of `meshrl.common.base.digest`. A space has its own directory below.
+
+Any process of the host may write. A chunk appears complete, durable, read-only and under its
+digest, or not at all. The writer hashes a chunk while storing it and records that
+(`verified_files.py`), so that processes that map it need not hash it again.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from meshrl.common.base.files import corruption
 from meshrl.common.base.files.disk_sync import fdatasync, fsync, fsync_path
 from meshrl.common.weights.chunks.verified_files import RECORD_FILE, VerifiedFiles
 
-BLOCK_BYTES = 1 << 20  # of a chunk that are in memory at a time
-CORRUPTION_REASON = "it is not what its name says"  # what is told of a damaged chunk
-READ_ONLY_MODE = 0o400  # once it is there; who may change a mode may do anything
-COPY_BLOCK_BYTES = 8 << 20  # of a file that is copied to another file system
-MAX_UNSYNCED_BYTES = 256 << 20  # of a copy that may be in memory only
-SCRATCH_MAX_AGE_S = 3600.0  # a scratch file this old was left by a process that ended
+BLOCK_BYTES = 1 << 20  # of a chunk in memory at a time
+CORRUPTION_REASON = "it is not what its name says"  # why a chunk is reported as corrupt
+READ_ONLY_MODE = 0o400  # of a committed chunk; the owner can change the mode anyway
+COPY_BLOCK_BYTES = 8 << 20  # of a file copied to another file system
+MAX_UNSYNCED_BYTES = 256 << 20  # of a copy, in memory only
+SCRATCH_MAX_AGE_S = 3600.0  # an older scratch file was left by a process that exited
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINK_ERRNOS = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _scratch_numbers = itertools.count()
@@ -54,11 +55,11 @@ _scratch_numbers = itertools.count()
 BytesLike = bytes | memoryview
 CorruptionEvent = tuple[
     dict[str, Any], str
-]  # its fields, and the operation by which it is told once
+]  # fields of the event, and the idempotency key of its append
 
 
 def make_write_error(error: OSError, path: Path) -> MeshError:
-    """The error of the mesh that an OSError of a write stands for."""
+    """Return the MeshError for an OSError of a write."""
     if error.errno in _DISK_FULL_ERRNOS:
         return StorageFull(
             f"no room for {path.name}", where=str(path.parent), fix="Free some space"
@@ -67,8 +68,9 @@ def make_write_error(error: OSError, path: Path) -> MeshError:
 
 
 class ScratchFile:
-    """A chunk in the making: `commit` makes it durable and visible, `discard` forgets it. One of a
-    cache need not be durable: after a power cut it may not be what its name says.
+    """Chunk being written: `commit` makes it durable and visible, `discard` removes it.
+
+    A cached chunk need not be durable: after a power failure it may not match its digest.
     """
 
     def __init__(
@@ -79,7 +81,11 @@ class ScratchFile:
         durable: bool = True,
         mode: int = 0o600,
     ) -> None:
-        """`mode`: of the file once it is whole."""
+        """Create the scratch file.
+
+        Args:
+            mode: File mode after the commit.
+        """
         self._target, self._set_times, self._durable, self._mode = target, set_times, durable, mode
         self._path = _make_scratch_path(target)
         try:
@@ -94,7 +100,7 @@ class ScratchFile:
             raise make_write_error(error, target) from error
 
     def write(self, content: bytes | memoryview) -> None:
-        """Appends to the chunk. StorageFull: the disk is full."""
+        """Append bytes to the chunk. StorageFull: the disk is full."""
         view = memoryview(content)
         try:
             while view:
@@ -103,7 +109,7 @@ class ScratchFile:
             raise make_write_error(error, self._target) from error
 
     def commit(self) -> None:
-        """Makes the chunk durable under its name. StorageFull: the disk is full."""
+        """Make the chunk durable under its name. StorageFull: the disk is full."""
         try:
             if self._durable:
                 fsync(self._fd)
@@ -117,14 +123,15 @@ class ScratchFile:
             raise make_write_error(error, self._target) from error
 
     def discard(self) -> None:
-        """Closes the file, and removes it unless it was committed."""
+        """Close the file, and remove it unless it was committed."""
         os.close(self._fd)
         self._path.unlink(missing_ok=True)
 
 
 class ChunkStore:
-    """The chunks below one directory. Its files are dated by `wall`, in seconds of the epoch, or by
-    the disk's clock.
+    """Chunks below one directory.
+
+    File times come from `wall_clock` (seconds since the epoch), or from the disk's clock.
     """
 
     def __init__(
@@ -134,11 +141,15 @@ class ChunkStore:
         pending_events: deque[CorruptionEvent] | None = None,
         root: Path | None = None,
     ) -> None:
-        """`root`: the directory of the store that this is a space of."""
+        """Open the store.
+
+        Args:
+            root: Directory of the store that this space belongs to.
+        """
         self.directory = directory.resolve()
         self._root = root or self.directory
         self._wall_clock = wall_clock
-        # Chunks that a writer found damaged, until events tell of them.
+        # Chunks that a writer found corrupt, until events report them.
         self.pending_events: deque[CorruptionEvent] = (
             deque() if pending_events is None else pending_events
         )
@@ -148,9 +159,11 @@ class ChunkStore:
         self._spaces: dict[str, ChunkStore] = {"": self}
 
     def open_space(self, name: str) -> ChunkStore:
-        """The chunks of one of `meshrl.common.api.transfer.bulk_permissions.SPACES`; `untold` is
-        common to
-        all."""
+        """Return the store of a space; `pending_events` is shared by all spaces.
+
+        Args:
+            name: One of `meshrl.common.api.transfer.bulk_permissions.SPACES`.
+        """
         assert name in SPACES, name
         if name not in self._spaces:
             self._spaces[name] = ChunkStore(
@@ -160,23 +173,26 @@ class ChunkStore:
 
     @property
     def local_address(self) -> str:
-        """A bulk address for clients of the same host only."""
+        """Bulk address for clients on the same host only."""
         return f"#{self.directory}"
 
     def chunk_path(self, digest: str) -> Path:
-        """Where a chunk lies or would lie; BadMessage for what is no digest, Refused for the name
-        that an earlier version gave.
+        """Return the path of a chunk, present or not.
+
+        Raises:
+            BadMessage: Not a digest.
+            Refused: A name of an earlier version's format.
         """
         check_digest(digest, str(self.directory))
         return self.directory / digest[:2] / digest
 
     def has(self, digest: str) -> bool:
-        """Whether the chunk is there; BadMessage for what is not a digest."""
+        """Return True if the chunk exists. BadMessage: not a digest."""
         return self.chunk_path(digest).exists()
 
     def mark_written(self, digest: str) -> bool:
-        """Whether the chunk is there; if so it counts as written now, so that a sweep does not
-        delete it.
+        """Set the write time of a chunk to now, which protects it from a sweep; False if
+        missing.
         """
         try:
             self._set_chunk_time(digest, self._set_write_time)
@@ -185,7 +201,7 @@ class ChunkStore:
         return True
 
     def mark_used(self, digest: str) -> bool:
-        """Whether the chunk is there; if so it counts as read now, and is the file that it was."""
+        """Set the access time of a chunk to now and keep it verified; False if missing."""
         try:
             self._set_chunk_time(
                 digest,
@@ -198,7 +214,7 @@ class ChunkStore:
         return True
 
     def _set_chunk_time(self, digest: str, set_times: Callable[[Path], None]) -> None:
-        """Changes a time of a chunk, which is as right afterwards as it was before."""
+        """Change a time of a chunk's file and keep its verification record valid."""
         path = self.chunk_path(digest)
         known = self.is_verified(digest)
         set_times(path)
@@ -212,20 +228,23 @@ class ChunkStore:
         return time.time_ns() if self._wall_clock is None else int(self._wall_clock() * 1e9)
 
     def open_scratch(self, digest: str, *, durable: bool = True) -> ScratchFile:
-        """Room for a chunk whose bytes are still to come."""
+        """Open a scratch file for a chunk."""
         return ScratchFile(
             self.chunk_path(digest), self._set_write_time, durable=durable, mode=READ_ONLY_MODE
         )
 
     def record_verified(self, digest: str, stat: os.stat_result | None = None) -> None:
-        """Record that the chunk's file has this digest: the file of these figures, which were taken
-        before it was hashed, or the one that was just made of what was hashed.
+        """Record that the chunk's file has this digest.
+
+        Args:
+            stat: File status from before hashing; without it, the file was just written from
+                hashed bytes.
         """
         self._verified_files.record(digest, stat or self.chunk_path(digest))
 
     def is_verified(self, digest: str, stat: os.stat_result | None = None) -> bool:
-        """True if the chunk's file, or that of these figures, was hashed on this host a short time
-        ago and has not been changed since.
+        """Return True if the chunk's file was hashed on this host recently and is unchanged
+        since.
         """
         try:
             return self._verified_files.is_verified(digest, stat or self.chunk_path(digest).stat())
@@ -233,8 +252,12 @@ class ChunkStore:
             return False
 
     def read(self, digest: str) -> bytes:
-        """The chunk's bytes, checked; NotFound, or Damaged when the disk has changed them: whoever
-        reads asks the store to `examine` it then.
+        """Return the chunk's bytes after checking their digest.
+
+        Raises:
+            NotFound: No such chunk.
+            CorruptData: The bytes do not match; the caller requests `verify_or_quarantine` of the
+                store.
         """
         with self.open(digest) as file:
             content = file.read()
@@ -243,7 +266,7 @@ class ChunkStore:
         return content
 
     def open(self, digest: str) -> BinaryIO:
-        """The chunk's file, whose bytes are not checked; NotFound."""
+        """Open the chunk's file without checking its bytes. NotFound: no such chunk."""
         path = self.chunk_path(digest)
         try:
             return path.open("rb")
@@ -251,16 +274,18 @@ class ChunkStore:
             raise NotFound(f"no chunk {digest}", where=str(path)) from None
 
     def iter_blocks(self, digest: str, offset: int = 0) -> Iterator[bytes]:
-        """The chunk's bytes as they are, from `offset`, a block at a time; NotFound."""
+        """Yield the chunk's unchecked bytes from `offset` in blocks. NotFound: no such chunk."""
         with self.open(digest) as opened:
-            if offset:  # a pipe has none
+            if offset:  # a pipe cannot seek
                 opened.seek(offset)
             while block := opened.read(BLOCK_BYTES):
                 yield block
 
     def verify_or_quarantine(self, digest: str) -> tuple[bool, Path | None]:
-        """Whether the chunk is there as it was written, and where it lies now if it was not: it is
-        set aside, so that whoever has its bytes writes them again.
+        """Hash the chunk, and quarantine it if it is corrupt so that it can be written again.
+
+        Returns:
+            True if the chunk is present and valid; the quarantine path if it was moved.
         """
         path = self.chunk_path(digest)
         try:
@@ -272,7 +297,7 @@ class ChunkStore:
             if compute_stream_digest(opened) == digest:
                 self.record_verified(digest, stat)
                 return True, None
-            # Nobody else has the number of an open file: what was written again since goes back.
+            # The inode number of an open file is not reused: a newer file of that name is restored.
             damaged = stat.st_ino
             try:
                 aside = corruption.quarantine(path, self._root)
@@ -284,8 +309,10 @@ class ChunkStore:
         return True, None
 
     def is_valid(self, digest: str) -> bool:
-        """What `examine` says, for one who writes the chunk if it is not; it is read only if it has
-        not been hashed a short time ago.
+        """Return True if the chunk is present and valid, for a caller that writes it otherwise.
+
+        A chunk that was hashed recently is not read. A corrupt one is quarantined and reported in
+        `pending_events`.
         """
         if self.is_verified(digest):
             return True
@@ -302,8 +329,9 @@ class ChunkStore:
     def write_chunk(
         self, digest: str, *, durable: bool = False
     ) -> Iterator[Callable[[BytesLike], None]]:
-        """Makes a chunk of what is written in the block and was found to have this digest; one of a
-        cache need not be durable. StorageFull, as any error, leaves nothing behind.
+        """Write a chunk in the block; the caller has verified its digest.
+
+        A cached chunk need not be durable. Any error, such as StorageFull, leaves no file.
         """
         scratch = self.open_scratch(digest, durable=durable)
         try:
@@ -314,15 +342,15 @@ class ChunkStore:
             scratch.discard()
 
     def save(self, digest: str, content: BytesLike, *, durable: bool = False) -> None:
-        """Store bytes that were just found to have this digest."""
+        """Store bytes whose digest was just verified."""
         with self.write_chunk(digest, durable=durable) as write:
             write(content)
 
     def write(self, content: bytes | memoryview) -> str:
-        """Makes `content` durable and returns its digest. StorageFull leaves nothing behind.
+        """Store `content` durably and return its digest. StorageFull leaves no file.
 
-        What is there already counts once it is found to be the same: weights that a replay makes
-        again are read and not written; else nobody writes the same bytes twice.
+        An existing chunk is verified and kept. A replay that makes the same weights therefore reads
+        them and does not write them.
         """
         digest = compute_digest(content)
         if self.has(digest) and self.is_valid(digest) and self.mark_written(digest):
@@ -331,8 +359,10 @@ class ChunkStore:
         return digest
 
     def write_file(self, path: Path) -> str:
-        """Makes the content of a file durable, as `write` does; it may be larger than memory.
-        BadMessage when the file changes meanwhile.
+        """Store a file's content durably, as `write` does; it may exceed memory.
+
+        Raises:
+            BadMessage: The file changed while it was read.
         """
         with path.open("rb") as file:
             digest = compute_stream_digest(file)
@@ -351,9 +381,14 @@ class ChunkStore:
     def import_file(
         self, path: Path, digest: str, on_progress: Callable[[int], None] = ignore_byte_count
     ) -> None:
-        """Makes a file of this host the chunk of a digest, unless there is one: the same bytes on
-        the disk where that can be, a copy elsewhere, of whose bytes `on_progress` hears. They are
-        not checked: who gets them does so. NotFound without the file, StorageFull.
+        """Make a file of this host the chunk of a digest, unless the chunk exists.
+
+        It is a hard link if possible, else a copy that calls `on_progress` with byte counts. The
+        receiver checks the bytes.
+
+        Raises:
+            NotFound: The file is missing.
+            StorageFull: The disk is full.
         """
         if self.mark_written(digest):
             return
@@ -377,8 +412,14 @@ class ChunkStore:
         directory: Path,
         on_progress: Callable[[int], None] = ignore_byte_count,
     ) -> None:
-        """Makes files below a directory, which is new, of chunks, by their digests; NotFound names
-        one that is not there, StorageFull. `on_progress` hears of bytes as they are copied.
+        """Make files in a new directory from chunks.
+
+        Args:
+            files: Digests by path below the directory.
+            on_progress: Called with byte counts while files are copied.
+        Raises:
+            NotFound: A chunk is missing.
+            StorageFull: The disk is full.
         """
         for name, digest in files.items():
             path = directory / name
@@ -394,16 +435,18 @@ class ChunkStore:
     # ------------------------------------------------------------ retention
 
     def read_write_times(self, digests: Iterable[str]) -> dict[str, int]:
-        """When each of them that is stored was last written, in nanoseconds of the disk's clock."""
+        """Return the last write time of each stored chunk, in nanoseconds of the disk's clock."""
         found = {}
         for digest in digests:
-            with suppress(FileNotFoundError, Refused):  # what an earlier version has stored stays
+            with suppress(FileNotFoundError, Refused):  # chunks of an earlier version stay
                 found[digest] = self.chunk_path(digest).stat().st_mtime_ns
         return found
 
     def find_older_than(self, age_s: float, now_s: float) -> dict[str, int]:
-        """What `written` tells, for all chunks last written `age_s` before `now_s` (wall time) or
-        earlier.
+        """Return write times as `read_write_times` does, of chunks at least `age_s` old.
+
+        Args:
+            now_s: Wall time in seconds.
         """
         old = {}
         for path in self.directory.glob("??/*"):
@@ -419,15 +462,16 @@ class ChunkStore:
         return old
 
     def delete_unchanged(self, write_times: Mapping[str, int]) -> None:
-        """Deletes those chunks that were not written again since `write_times` was asked."""
+        """Delete the chunks whose write time is still that of `write_times`."""
         for digest, when in write_times.items():
             with suppress(FileNotFoundError):
                 path = self.chunk_path(digest)
                 if path.stat().st_mtime_ns != when:
                     continue
-                # A writer who finds the chunk between our look and its end relies on it from then
-                # on: it has touched what is out of its sight by now, or finds nothing and writes it
-                # again.
+                # A writer that finds the chunk between the check and the rename relies on it. Its
+                # mark of a write happened before the rename, so the file is restored; or it finds
+                # no
+                # file and writes the chunk again.
                 aside = _make_scratch_path(path)
                 os.rename(path, aside)
                 if aside.stat().st_mtime_ns == when:
@@ -437,7 +481,9 @@ class ChunkStore:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Whether no other process works on an open file, as far as its file system can tell."""
+    """Return True if no other process has locked the open file, as far as the file system
+    supports.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -448,8 +494,9 @@ def try_lock(descriptor: int) -> bool:
 
 
 def _link_or_copy(path: Path, target: Path, on_progress: Callable[[int], None]) -> None:
-    """Another name for a file, or a copy where its file system has none (another disk, too many
-    names, somebody else's file).
+    """Hard-link a file, or copy it if the file system cannot link it.
+
+    Causes are another disk, too many links, or another user's file.
     """
     try:
         os.link(path, target)
@@ -462,7 +509,7 @@ def _link_or_copy(path: Path, target: Path, on_progress: Callable[[int], None]) 
 
 
 def _copy_file(path: Path, target: Path, on_progress: Callable[[int], None]) -> None:
-    """Written out as it goes, so that `on_progress` tells of a disk's pace and not of memory's."""
+    """Copy a file and sync it in steps, so that `on_progress` reflects the disk's speed."""
     unsynced = 0
     with path.open("rb") as source, target.open("wb") as copy:
         while block := source.read(COPY_BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""A file that arrives in pieces: what is there so far, beside the place that it is for."""
+"""File that arrives in pieces, stored beside its destination until it is complete."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from meshrl.common.base.digest import Hasher
 from meshrl.common.base.errors import CorruptData, Refused
 from meshrl.common.weights.chunks.chunk_store import ChunkStore, ScratchFile
 
-PARKED_TIMEOUT_S = 60.0  # how long a client whose connection broke has to go on
-MAX_PARKED = 16  # of them at most; the oldest makes room
+PARKED_TIMEOUT_S = 60.0  # for a client whose connection broke to continue
+MAX_PARKED = 16  # the oldest one is dropped first
 
 
 class PartialFile:
-    """What has arrived of the bytes of `digest`. To leave it is to forget what was not committed.
+    """Received part of the bytes of `digest`. Leaving the context discards uncommitted bytes.
 
-    A thread writes while whoever began it may leave, or another one may go on: what is written
-    after that is refused (`writer`).
+    A thread may still write after its transfer has ended or another transfer has continued. Such
+    writes are rejected (`take_writer`).
     """
 
     def __init__(
         self, digest: str, open_scratch: Callable[[], ScratchFile], chunks: ChunkStore | None = None
     ) -> None:
-        """`open_scratch`: makes room, when the first bytes are there. `chunks`: the store whose
-        chunk it is.
+        """Create the partial file.
+
+        Args:
+            open_scratch: Opens the scratch file when the first bytes arrive.
+            chunks: Store of the chunk, if any.
         """
         self.digest = digest
         self.received_bytes = 0  # bytes so far
@@ -39,33 +42,37 @@ class PartialFile:
 
     @classmethod
     def for_file(cls, path: Path, digest: str) -> PartialFile:
-        """For a file of any name."""
+        """Create a partial file for any path."""
         return cls(digest, lambda: ScratchFile(path, lambda _: None))
 
     @classmethod
     def for_chunk(cls, chunks: ChunkStore, digest: str, *, durable: bool = True) -> PartialFile:
-        """For a chunk of a store; of a cache it need not be durable."""
+        """Create a partial chunk of a store; a cached one need not be durable."""
         return cls(digest, lambda: chunks.open_scratch(digest, durable=durable), chunks)
 
     @property
     def is_valid(self) -> bool:
-        """Whether what has arrived is all there is, and nothing else."""
+        """True if the received bytes have the digest."""
         return bool(self._hasher.hexdigest() == self.digest)
 
     def take_writer(self) -> PartialFileWriter:
-        """Who alone may write from now on, until it is left: whoever did before is refused."""
+        """Return the only writer from now on; earlier writers are rejected."""
         self._current_writer = made = PartialFileWriter(self)
         return made
 
     def write(self, content: bytes | memoryview) -> None:
-        """Appends the bytes that come next, by whoever has it for itself. StorageFull."""
+        """Append the next bytes. The caller has exclusive use. StorageFull: the disk is full."""
         with self._lock:
             self._require_scratch().write(content)
             self._hasher.update(content)
             self.received_bytes += len(content)
 
     def commit(self) -> None:
-        """Makes it durable in its place, over what is there, once. StorageFull."""
+        """Make the file durable at its destination, replacing any file there, once.
+
+        Raises:
+            StorageFull: The disk is full.
+        """
         with self._lock:
             if not self._is_committed:
                 self._require_scratch().commit()
@@ -74,14 +81,14 @@ class PartialFile:
             self._is_committed = True
 
     def reset(self) -> None:
-        """Forgets what has arrived so far."""
+        """Discard the bytes received so far."""
         with self._lock:
             if self._scratch is not None:
                 self._scratch.discard()
             self._scratch, self._hasher, self.received_bytes = None, Hasher(), 0
 
     def discard(self) -> None:
-        """Forgets it, unless it was committed, and takes no more."""
+        """Discard the bytes unless they were committed, and accept no more."""
         with self._lock:
             self.reset()
             self._is_discarded = True
@@ -101,9 +108,10 @@ class PartialFile:
 
 
 class PartialFileWriter:
-    """One transfer's right to a `PartialFile`, for a thread that may go on when nobody waits for it
-    any
-    more: once it was left, or another one was made, everything here is Refused.
+    """One transfer's exclusive right to write to a `PartialFile`.
+
+    It serves a thread that may outlive its transfer: after its release, or once another writer
+    exists, every call raises Refused.
     """
 
     def __init__(self, partial: PartialFile) -> None:
@@ -111,18 +119,21 @@ class PartialFileWriter:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes so far."""
+        """Bytes received so far."""
         with self._require_ownership():
             return self._partial.received_bytes
 
     def write(self, content: bytes | memoryview) -> None:
-        """Appends the bytes that come next. StorageFull."""
+        """Append the next bytes. StorageFull: the disk is full."""
         with self._require_ownership():
             self._partial.write(content)
 
     def verify_and_commit(self, where: str = "") -> None:
-        """Makes it durable in its place, once; Damaged, and all of it is forgotten, when it is not
-        what its name says. StorageFull.
+        """Make the file durable at its destination, once.
+
+        Raises:
+            CorruptData: The bytes do not match the digest; they are discarded.
+            StorageFull: The disk is full.
         """
         with self._require_ownership():
             if not self._partial.is_valid:
@@ -131,7 +142,7 @@ class PartialFileWriter:
             self._partial.commit()
 
     def release(self) -> None:
-        """Nothing is written any more but the piece that is being written. It does not wait."""
+        """End the right to write without waiting; the write in progress completes."""
         if self._partial._current_writer is self:
             self._partial._current_writer = None
 
@@ -150,22 +161,26 @@ class PartialFileWriter:
 
 
 class ParkedUploads:
-    """What connections that broke have left. Whoever holds it ages it."""
+    """Partial uploads of broken connections. The owner calls `discard_expired` regularly."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
-        """`monotonic`: monotonic, in seconds."""
+        """Create an empty collection.
+
+        Args:
+            monotonic: Monotonic clock in seconds.
+        """
         self._monotonic = monotonic
-        # Oldest first: the time when it goes, and whose it is.
+        # Oldest first: expiry time, user, upload.
         self._uploads: list[tuple[float, str, PartialFile]] = []
 
     def park(self, user: str, partial: PartialFile) -> None:
-        """Lets a client go on with it for a while."""
+        """Retain a client's partial upload for `PARKED_TIMEOUT_S`."""
         if len(self._uploads) == MAX_PARKED:
             self._uploads.pop(0)[-1].discard()
         self._uploads.append((self._monotonic() + PARKED_TIMEOUT_S, user, partial))
 
     def take(self, user: str, digest: str) -> PartialFile | None:
-        """The longest of this digest that this user has brought, which is the caller's then."""
+        """Remove and return the user's longest partial upload of this digest."""
         found = [one for _, whose, one in self._uploads if (whose, one.digest) == (user, digest)]
         if not found:
             return None
@@ -174,11 +189,11 @@ class ParkedUploads:
         return longest
 
     def discard_expired(self) -> None:
-        """Forgets what nobody has gone on with."""
+        """Discard uploads that have expired."""
         while self._uploads and self._uploads[0][0] < self._monotonic():
             self._uploads.pop(0)[-1].discard()
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Discard all uploads."""
         while self._uploads:
             self._uploads.pop()[-1].discard()

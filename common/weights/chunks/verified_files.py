@@ -1,10 +1,10 @@
-"""Record of which chunk files of a directory were hashed a short time ago, so that each is hashed
-once for all processes of a host: by the process that stored it.
+"""Record of recently hashed chunk files of a directory.
 
-A line in `<directory>/.verified` names a digest, the time, and the file as it was: one that was
-written to, replaced or renamed since is hashed again. A disk that changes bits leaves no trace in
-these figures, so a line counts for `TRUSTED_S` only. The record is a cache: without it each process
-hashes for itself. Who may write to it may write to the chunks, too: the mesh's user.
+Each file is hashed once for all processes of a host, by the process that stored it. A line in
+`<directory>/.verified` has a digest, the time and the file's status. A file that was written,
+replaced or renamed since is hashed again. Bit errors of a disk do not change the file status, so a
+line is valid for `TRUST_DURATION_S` only. The record is a cache: without it each process hashes for
+itself. Only the mesh's user may write to it, as to the chunks.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from contextlib import suppress
 from pathlib import Path
 
 RECORD_FILE = ".verified"
-TRUST_DURATION_S = 600.0  # more than a version takes from its publisher to all engines of a host
-MAX_RECORD_BYTES = 8 << 20  # of lines, some 150 bytes each: begun anew beyond that
-BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")  # what was not on the disk is lost with it
+TRUST_DURATION_S = 600.0  # longer than a version takes from its publisher to all engines of a host
+MAX_RECORD_BYTES = 8 << 20  # of lines, some 150 bytes each; a larger record starts again
+BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")  # a reboot loses unsynced files
 
 
 class VerifiedFiles:
-    """The record of one directory, as this process has read it."""
+    """Record of one directory, as read by this process."""
 
     def __init__(self, path: Path, wall_clock: Callable[[], float]) -> None:
-        """`wall_clock`: the time, in seconds of the epoch, which all processes of a host have
-        alike.
+        """Open the record.
+
+        Args:
+            wall_clock: Time in seconds since the epoch, shared by all processes of a host.
         """
         self._path, self._wall_clock = path, wall_clock
         self._boot_id = ""
-        # Figures of a file when it was right, and when that was, by digest.
+        # A file's fingerprint and the time of its verification, by digest.
         self._verified_by_digest: dict[str, tuple[str, float]] = {}
         self._read_offset = 0  # bytes of the lines
         self._inode = -1
 
     def is_verified(self, digest: str, stat: os.stat_result) -> bool:
-        """True if the file of these figures was found to have that digest within `TRUSTED_S`."""
+        """Return True if a file with this status had that digest within `TRUST_DURATION_S`."""
         figures = self._make_fingerprint(stat)
         if not self._is_trusted(digest, figures):
             self._read_new_lines()
@@ -46,8 +48,11 @@ class VerifiedFiles:
         return known == fingerprint and 0.0 <= self._wall_clock() - at <= TRUST_DURATION_S
 
     def record(self, digest: str, file: Path | os.stat_result) -> None:
-        """Record that a file has that digest: the one of these figures, which were taken before it
-        was hashed, or one that was made of what was hashed.
+        """Record that a file has that digest.
+
+        Args:
+            file: Its status from before hashing, or the path of a file just written from hashed
+                bytes.
         """
         with suppress(OSError):
             stat = file.stat() if isinstance(file, Path) else file
@@ -70,10 +75,10 @@ class VerifiedFiles:
                 self._inode, self._read_offset = inode, 0
             file.seek(self._read_offset)
             lines = file.read()
-            whole = lines.rfind(b"\n") + 1  # the last one may be on its way
+            whole = lines.rfind(b"\n") + 1  # another process may be writing the last one
             self._read_offset += whole
             for line in lines[:whole].decode("ascii", "replace").splitlines():
-                with suppress(ValueError):  # a line that no process of ours wrote
+                with suppress(ValueError):  # a malformed line
                     digest, at, figures = line.split(" ", 2)
                     self._verified_by_digest[digest] = figures, float(at)
 

@@ -1,4 +1,5 @@
-"""Deltas: how chunks of a version reach a host that has those of an earlier one, by the elements
-that changed alone. They are transport: what a version is, its manifest says. Open `codec.py`, which
-makes and applies one, then `sender.py` and `receiver.py`.
+"""Deltas: chunks of a version are made from those of an earlier one and the changed elements.
+
+A delta is a way of transfer only: the manifest defines the version. Open `codec.py`, which makes
+and applies one, then `sender.py` and `receiver.py`.
 """

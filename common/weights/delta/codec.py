@@ -1,9 +1,9 @@
-"""A delta of one chunk: the elements in which its bytes differ from those of another chunk, as gaps
-between them and what they are now. Applied, it overwrites; so nothing is added up that could drift.
+"""Delta of one chunk: the elements whose bytes differ from another chunk, as gaps and new values.
 
-Gaps take two bytes each where all do (slime's `deltas` encoding), and gaps and values are cut into
-planes, all first bytes, all second bytes, ..., each a zstd frame of its own: exponents repeat where
-the last bits of a mantissa do not, and a gap of a dense change has an empty upper byte.
+Applying a delta overwrites elements, so no rounding errors accumulate. Gaps take two bytes each if
+all fit (slime's `deltas` encoding). Gaps and values are split into planes: all first bytes, all
+second bytes, and so on. Each plane is a zstd frame of its own, because exponents repeat where the
+last bits of a mantissa do not, and a gap of a dense change has an empty upper byte.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from meshrl.kernels import delta
 from meshrl.kernels.delta import ELEMENT_WIDTHS
 
 MAGIC = b"MRD1"
-ZSTD_LEVEL = (
-    1  # of zstd: planes have no repeats for a search to find, only bytes of unlike frequency
-)
-# Of the elements; where more of them change, a delta is hardly smaller than the chunk.
+ZSTD_LEVEL = 1  # planes have no repeats to search for, only bytes of unequal frequency
+# Of the elements; beyond that a delta is hardly smaller than the chunk.
 MAX_CHANGED_FRACTION = 0.25
-MAX_GAPS_PER_BLOCK = 64 << 10  # that are added up at a time, in eight bytes each
-BLOCK_BYTES = 512 << 10  # of a chunk that are put together at a time: they stay in the cache
+MAX_GAPS_PER_BLOCK = 64 << 10  # converted to eight-byte gaps at a time
+BLOCK_BYTES = 512 << 10  # of a chunk assembled at a time: it stays in the cache
 NARROW_GAP_BYTES, WIDE_GAP_BYTES = 2, 4  # bytes of a gap
 _HEADER = struct.Struct("<4sBBxxII")  # magic, bytes of an element, of a gap; elements, changed
 _FRAME_LENGTH = struct.Struct("<I")  # of a plane's frame
@@ -40,8 +38,9 @@ BytesOrArray = bytes | memoryview | NDArray[np.uint8]
 
 
 def compute_element_bytes(pieces: Iterable[TensorPiece]) -> int:
-    """How many bytes of a chunk change together: the largest width that all of its elements have,
-    or are whole multiples of.
+    """Return how many bytes of a chunk change together.
+
+    It is the largest width that divides the size and offset of all its elements.
     """
     found = 0
     for piece in pieces:
@@ -50,16 +49,18 @@ def compute_element_bytes(pieces: Iterable[TensorPiece]) -> int:
 
 
 def compute_max_changed(size_bytes: int, element_bytes: int) -> int:
-    """How many elements of a chunk of `size_bytes` bytes a delta changes at most. Elements of one
-    byte count as if they had two: what says where they are takes several times their own room in
+    """Return the maximum number of elements that a delta of a chunk may change.
+
+    One-byte elements count as two bytes each, because their positions take several times their own
     memory.
     """
     return int(size_bytes // max(element_bytes, 2) * MAX_CHANGED_FRACTION)
 
 
 def encode_delta(old: BytesOrArray, new: BytesOrArray, element_bytes: int) -> bytes | None:
-    """The delta that makes `new` of `old`, in elements of `element_bytes` bytes; None where none is
-    worth it: they have other sizes, or too many elements differ.
+    """Return the delta from `old` to `new` in elements of `element_bytes`.
+
+    None if a delta is not worthwhile: sizes differ, or too many elements do.
     """
     was, now = _as_array(old), _as_array(new)
     if len(was) != len(now) or len(now) % element_bytes:
@@ -84,14 +85,14 @@ def encode_delta(old: BytesOrArray, new: BytesOrArray, element_bytes: int) -> by
 
 @dataclass(frozen=True)
 class DecodedDelta:
-    """What a delta says, read and checked."""
+    """Decoded and verified delta."""
 
     element_bytes: int
     positions: NDArray[np.uint32]  # [changed], rising
     values: NDArray[np.unsignedinteger]  # [changed]
 
     def apply_in_blocks(self, old: BytesOrArray) -> Iterator[NDArray[np.uint8]]:
-        """The new chunk of an old one, block by block; one is good until the next is asked for."""
+        """Yield the new chunk in blocks; each block is valid until the next one is requested."""
         was = _as_array(old)
         room, done = np.empty(min(BLOCK_BYTES, len(was)), np.uint8), 0
         for first in range(0, len(was), BLOCK_BYTES):
@@ -104,8 +105,10 @@ class DecodedDelta:
 
 
 def decode_delta(blob: bytes | memoryview, chunk_bytes: int) -> DecodedDelta:
-    """What a delta says of a chunk of `chunk_bytes` bytes; BadMessage for bytes that are none of
-    one, of which it takes no more memory than several such chunks.
+    """Decode the delta of a chunk of `chunk_bytes` bytes.
+
+    Raises:
+        BadMessage: The bytes are no such delta. At most the memory of several chunks is used.
     """
     view = memoryview(blob)
     try:
@@ -155,9 +158,12 @@ def _decode_positions(gaps: list[NDArray[np.uint8]], elements: int) -> NDArray[n
 def apply_delta(
     old: BytesOrArray, blob: bytes | memoryview, digest: str, write: Callable[[memoryview], None]
 ) -> None:
-    """Writes the chunk that a delta makes of an old one, in order. BadMessage for what is no delta
-    of such a chunk, and Damaged, once all is written, when the result is not that of the digest:
-    the old chunk was another one.
+    """Write the chunk that a delta makes from an old one, in order.
+
+    Raises:
+        BadMessage: The blob is no delta of a chunk of this size.
+        CorruptData: The result does not have the digest: the old chunk was another one. It is
+            raised after everything was written.
     """
     hashed, was = Hasher(), _as_array(old)
     for block in decode_delta(blob, len(was)).apply_in_blocks(was):
@@ -182,7 +188,9 @@ def _split_planes(values: NDArray[np.unsignedinteger]) -> list[bytes]:
 
 
 def _decode_plane(frame: memoryview, size_bytes: int) -> NDArray[np.uint8]:
-    """BadMessage for a frame of another number of bytes; no more of them are ever in memory."""
+    """Decompress a plane without ever using more memory than `size_bytes`. BadMessage: other
+    size.
+    """
     try:
         told = zstandard.frame_content_size(frame)
         if told != size_bytes:
@@ -201,17 +209,18 @@ def _join_planes(planes: list[NDArray[np.uint8]]) -> NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True)
 class ChunkPair:
-    """Two chunks in which the same pieces lie, at the same places."""
+    """Two chunks that contain the same pieces at the same offsets."""
 
-    old_digest: str  # digests
+    old_digest: str
     new_digest: str
-    element_bytes: int  # bytes of what changes together
-    size_bytes: int  # bytes of the new one
+    element_bytes: int  # bytes that change together
+    size_bytes: int  # of the new chunk
 
 
 def pair_chunks(base: Iterable[TensorPiece], target: Iterable[TensorPiece]) -> list[ChunkPair]:
-    """The chunks of a target whose bytes differ from those of the base's in which the same pieces
-    lie at the same places, in the order of the target's manifest. What was cut otherwise has no
+    """Return the changed chunks of a target paired with those of the base, in manifest order.
+
+    Paired chunks contain the same pieces at the same offsets. Chunks with other boundaries have no
     pair.
     """
     there = {_make_piece_key(piece): piece.chunk for piece in base}
@@ -225,14 +234,15 @@ def pair_chunks(base: Iterable[TensorPiece], target: Iterable[TensorPiece]) -> l
 
 
 def _make_piece_key(piece: TensorPiece) -> tuple[object, ...]:
-    """What makes a piece of one version that of another; several of the same bytes share a chunk
-    in one, and may not in the other.
+    """Return the key that matches a piece of one version with that of another.
+
+    It has no chunk: pieces with equal bytes share a chunk in one version, and may not in the other.
     """
     return (piece.name, piece.dtype, piece.begin, piece.end, piece.offset, piece.size)
 
 
 def group_by_size(pairs: Iterable[ChunkPair], max_group_bytes: int) -> Iterator[list[ChunkPair]]:
-    """The pairs in their order, as many together as have so many bytes, but at least one."""
+    """Yield the pairs in order, in groups of at most `max_group_bytes` but at least one pair."""
     group: list[ChunkPair] = []
     for pair in pairs:
         if group and sum(one.size_bytes for one in group) + pair.size_bytes > max_group_bytes:

@@ -1,4 +1,4 @@
-"""Chunk files as deltas are made of them and make them, off the loop."""
+"""Chunk files that deltas are made from and make. Blocking."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from meshrl.common.weights.chunks.chunk_store import ChunkStore, try_lock
 from meshrl.common.weights.delta.codec import ChunkPair, apply_delta, encode_delta
 
 LOCKS_FOLDER = ".locks"  # below a cache
-MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # one fault for all pages, where Linux has it
+MAP_POPULATE = getattr(
+    mmap, "MAP_POPULATE", 0
+)  # one page fault for all pages, where Linux supports it
 
 
 def map_chunk(chunks: ChunkStore, digest: str) -> memoryview:
-    """The bytes of a chunk, mapped for as long as somebody refers to them; NotFound. They are not
-    checked: what is made of them is.
+    """Map the bytes of a chunk as long as the view is referenced, without checking them.
+
+    Raises:
+        NotFound: No such chunk.
     """
     with chunks.open(digest) as file:
         if not os.fstat(file.fileno()).st_size:
@@ -28,15 +32,16 @@ def map_chunk(chunks: ChunkStore, digest: str) -> memoryview:
 
 
 def make_delta(stores: Sequence[ChunkStore], pair: ChunkPair) -> bytes | None:
-    """The delta between two chunks of this host; None where it is not worth it, or one of them is
-    in none of these places.
+    """Return the delta between two chunks of this host.
+
+    None if it is not worthwhile, or one of the chunks is in none of the stores.
     """
     contents: list[memoryview] = []
     for digest in (pair.old_digest, pair.new_digest):
         here = next((place for place in stores if place.has(digest)), None)
         if here is None:
             return None
-        with suppress(NotFound):  # it has gone since
+        with suppress(NotFound):  # removed since the check
             contents.append(map_chunk(here, digest))
     return (
         encode_delta(contents[0], contents[1], pair.element_bytes) if len(contents) == 2 else None
@@ -50,11 +55,19 @@ def make_chunk(
     new_digest: str,
     ignore_lock: bool,
 ) -> bool | None:
-    """Makes a chunk of another one by a delta: its file is there whole and right, or not at all; it
-    is not durable, as nothing of a cache is. False: there is a file already, which nobody has
-    looked at; None while another process makes it, unless it is to be done `ignore_lock`. NotFound
-    without the old one, BadMessage for what is no delta of it, Damaged when another chunk would
-    come of it, StorageFull.
+    """Make a chunk from another one by a delta: its file is complete and valid, or absent.
+
+    The file is not durable, like everything in a cache.
+
+    Args:
+        ignore_lock: Proceed although another process makes the chunk.
+    Returns:
+        False if the file exists already (it is not verified); None while another process makes it.
+    Raises:
+        NotFound: The old chunk is missing.
+        BadMessage: The blob is no delta of it.
+        CorruptData: The result has another digest.
+        StorageFull: The disk is full.
     """
     was = map_chunk(chunks, old_digest)
     lock = chunks.directory / LOCKS_FOLDER / f"delta-{new_digest[:2]}"
@@ -69,12 +82,14 @@ def make_chunk(
             apply_delta(was, blob, new_digest, write)
         return True
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # releases the lock
 
 
 def save_delta(chunks: ChunkStore, blob: bytes) -> str:
-    """Puts a delta among the chunks of a store on this host, not durably: one that a power cut took
-    is found not to be what its name says, and what it stands for is pulled in full.
+    """Save a delta in a store of this host, not durably, and return its digest.
+
+    If a power failure corrupts the delta, its digest does not match and its chunks are pulled in
+    full.
     """
     digest = compute_digest(blob)
     if not (chunks.has(digest) and chunks.is_valid(digest) and chunks.mark_written(digest)):

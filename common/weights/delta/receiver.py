@@ -1,8 +1,7 @@
-"""The receiver's side: makes chunks of a version of those that this host has of another one, before
-what is left is pulled in full.
+"""Receiver of deltas: makes missing chunks of a version from chunks that this host has.
 
-Nothing fails for a delta: the one that is not there, is not for what this host has, or does not
-make what its name says leaves its chunk to the pull.
+A failed delta is no error. If it is missing, has another base or gives another digest, its chunk is
+pulled in full.
 """
 
 from __future__ import annotations
@@ -28,18 +27,14 @@ from meshrl.common.weights.store import chunk_cache
 from meshrl.common.weights.store.chunk_cache import VersionToFetch
 from meshrl.common.weights.store.weight_store_client import fetch_chunk
 
-MAX_WAIT_S = 2.0  # for more deltas that are of use: groups of chunks take fractions of it
-MIN_RATE_BYTES_PER_S = (
-    1e6  # bytes a second at which chunks are thought to be pulled, where nobody knows
-)
-APPLY_TIMEOUT_S = 120.0  # to apply one
-ACKNOWLEDGE_TIMEOUT_S = 2.0  # to acknowledge a version
-MAX_CONCURRENT_APPLIES = (
-    2  # chunks that are made at a time: one is written while another is put together
-)
-MAX_CONCURRENT_FETCHES = 2  # blobs: one comes while the other is asked for
-POLL_S = 0.005  # how often one looks whether another process has made a chunk
-LOCK_WAIT_S = 2.0  # that one waits for it: it is stopped, or has no end
+MAX_WAIT_S = 2.0  # for more useful deltas: groups of chunks take fractions of it
+MIN_RATE_BYTES_PER_S = 1e6  # assumed rate of a pull if none was measured
+APPLY_TIMEOUT_S = 120.0  # of one delta
+ACKNOWLEDGE_TIMEOUT_S = 2.0  # of a version
+MAX_CONCURRENT_APPLIES = 2  # chunks made at a time: one is written while another is assembled
+MAX_CONCURRENT_FETCHES = 2  # blobs: one arrives while the other is requested
+POLL_S = 0.005  # between checks whether another process has made a chunk
+LOCK_WAIT_S = 2.0  # for another process to make a chunk: it is stopped or hangs
 
 
 async def make_chunks_from_deltas(
@@ -49,11 +44,12 @@ async def make_chunks_from_deltas(
     target_store: ChunkStore,
     rate_bytes_per_s: float | None = None,
 ) -> set[str]:
-    """Makes what it can of the chunks that lack of a version, as files of a host's cache; the
-    digests of those that it has made. `rate_bytes_per_s`: bytes a second that arrive here, if it is
-    known.
+    """Make as many missing chunks of a version as possible from deltas, as files of a host's cache.
 
-    The files that it made are right, and noted as such. Whatever cannot be made is left out.
+    Args:
+        rate_bytes_per_s: Measured rate at which bytes arrive here, if known.
+    Returns:
+        Digests of the chunks that were made; their files are verified and recorded as such.
     """
     making = _DeltaReceiver(mesh, bulk, version, target_store, rate_bytes_per_s)
     try:
@@ -65,9 +61,9 @@ async def make_chunks_from_deltas(
 
 
 async def acknowledge_version(mesh: Mesh, manifest: Manifest, digest: str) -> None:
-    """Tells the store that this host has a version whole, from which later deltas may be then. To
-    be called on other hosts than the store's, once all of its chunks are files there. It is no harm
-    if it fails.
+    """Report to the store that this host has a complete version, the base of later deltas.
+
+    Call it on hosts other than the store's, once all chunks are files there. Failure is harmless.
     """
     target = VersionRef(manifest.lineage, manifest.version, digest)
     told = VersionAcknowledgement(mesh.settings.host, target, manifest.job)
@@ -98,7 +94,7 @@ class _DeltaReceiver:
         self.made_chunks: set[str] = set()
         self._fetch_slots = asyncio.Semaphore(MAX_CONCURRENT_FETCHES)
         self._apply_slots = asyncio.Semaphore(MAX_CONCURRENT_APPLIES)
-        self._is_stalled = False  # the way of the deltas: no more of them are fetched
+        self._is_stalled = False  # no more deltas are fetched
 
     async def make_all(self, manifest_digest: str) -> None:
         clock, host, known = self._mesh.clock, self._mesh.settings.host, 0
@@ -128,8 +124,9 @@ class _DeltaReceiver:
             await asyncio.gather(*going_on, return_exceptions=True)
 
     async def _select_useful(self, deltas: Sequence[ChunkDelta]) -> dict[str, list[ChunkDelta]]:
-        """Those that make a missing chunk sooner than it is pulled, of one that is here; one for
-        each chunk, by the blob in which they lie.
+        """Return at most one delta per missing chunk, by blob.
+
+        Only deltas are returned that are faster than a pull and whose old chunk is on this host.
         """
 
         def look() -> list[ChunkDelta]:
@@ -150,13 +147,13 @@ class _DeltaReceiver:
         return found
 
     async def _fetch_and_apply(self, blob_digest: str, deltas: Sequence[ChunkDelta]) -> None:
-        # From the store, not from peers: to be told of one takes as long as such a blob does.
+        # From the store, not from peers: a source request takes as long as such a blob does.
         mesh, what = self._mesh, "deltas of weights"
         try:
             room = sum(self._missing_bytes[delta.new_chunk] for delta in deltas)
             within_s = (
                 room / (self._rate_bytes_per_s or MIN_RATE_BYTES_PER_S) + MAX_WAIT_S
-            )  # the chunks are here by then
+            )  # the chunks would have been pulled by then
             about, job, needed = (
                 (mesh, self._bulk, blob_digest, what),
                 self._job,

@@ -1,9 +1,8 @@
-"""The sender's side: makes the deltas from what receivers hold to a version that was staged, beside
-everything else.
+"""Sender of deltas: encodes deltas to a staged version in the background.
 
-A sender keeps no weights for it: the chunks of both versions are files of its host, of which two
-are mapped at a time. Bases are what receivers have acknowledged, as the store tells; so a receiver
-that failed in the middle of one delta gets the next one from what it has.
+The bases are versions that receivers have acknowledged to the store. A receiver that failed to
+apply one delta therefore gets the next one from a version it has. The sender retains no weights:
+the chunks of both versions are files of its host, of which two are mapped at a time.
 """
 
 from __future__ import annotations
@@ -32,20 +31,18 @@ from meshrl.common.weights.delta.files import make_delta, save_delta
 from meshrl.common.weights.store import chunk_cache
 from meshrl.common.weights.store.weight_store_client import look_up_store
 
-REQUEST_TIMEOUT_S = (
-    2.0  # of a step, at most, that go by until the store has said whether deltas are wanted
-)
-ENCODE_TIMEOUT_S = 120.0  # to make the delta of a chunk and put it
-# Of chunks whose deltas lie in one blob, and are told of together: receivers apply them while the
-# next are made. Less, and small files cost more than what is in them.
+REQUEST_TIMEOUT_S = 2.0  # of a step, until the store has answered whether deltas are needed
+ENCODE_TIMEOUT_S = 120.0  # to encode and store the delta of a chunk
+# Of chunks whose deltas share a blob and are published together: receivers apply them while
+# the next are encoded. With less, small files cost more than their content.
 MAX_GROUP_BYTES = 32 << 20
-MAX_CONCURRENT_ENCODES = (
-    2  # chunks of which deltas are made at a time: one is written while another is encoded
-)
+MAX_CONCURRENT_ENCODES = 2  # chunks encoded at a time: one is written while another is encoded
 
 
 class DeltaSender:
-    """One in each process that stages versions of a job. To leave it ends what goes on."""
+    """Sender of deltas, one per process that stages versions of a job; leaving the context stops
+    it.
+    """
 
     def __init__(
         self,
@@ -56,11 +53,15 @@ class DeltaSender:
         *,
         max_group_bytes: int = MAX_GROUP_BYTES,
     ) -> None:
-        """`config`: of the job, whether deltas are made, and which versions are anchors."""
+        """Create an idle sender.
+
+        Args:
+            config: Settings of the job: whether deltas are made, and which versions are anchors.
+        """
         self._mesh, self._bulk, self._job, self._config = mesh, bulk, job, config
         self._max_group_bytes = max_group_bytes
         self._task: asyncio.Task[None] | None = None
-        self._last_error = ""  # of an error that was not foreseen, until deltas are made again
+        self._last_error = ""  # the last unexpected error, until deltas are made again
 
     async def __aenter__(self) -> DeltaSender:
         return self
@@ -69,7 +70,7 @@ class DeltaSender:
         await self.stop()
 
     async def stop(self) -> None:
-        """Ends what goes on: receivers pull the rest in full."""
+        """Stop encoding: receivers pull the remaining chunks in full."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -83,12 +84,19 @@ class DeltaSender:
         part: int = 0,
         parts: int = 1,
     ) -> bool:
-        """Begins with the deltas to a version that is staged and not committed, of all its chunks
-        or of some: one of `parts` processes that do. Once it returns, whoever asks for them is told
-        to wait. False where nobody on another host receives, or the store does not answer: then
-        there are none, and nothing is lost.
+        """Start encoding deltas to a version that is staged but not committed.
+
+        Once it returns, the store makes requests for these deltas wait.
+
+        Args:
+            chunks: Chunks to encode; None: all of the version.
+            part: Index of this process among `parts` processes that encode.
+        Returns:
+            False if no other host receives or the store does not answer: then there are no deltas,
+            and
+            versions are pulled in full.
         """
-        await self.stop()  # to an earlier version, which nobody will need
+        await self.stop()  # deltas to an earlier version are no longer needed
         if self._config.deltas == "off":
             return False
         anchors, host = self._config.delta_anchors, self._mesh.settings.host
@@ -105,29 +113,31 @@ class DeltaSender:
             async def make_all() -> None:
                 try:
                     await made.make_since(bases, chunks)
-                except Exception as error:  # nobody awaits this: it is told here or nowhere
+                except Exception as error:  # this task is not awaited: record the error here
                     self._record_failure(error)
                     with suppress(MeshError):
                         await made.publish_group(
                             [], bases[0], is_last=True
-                        )  # nobody waits for the rest
+                        )  # no receiver has to wait for the rest
                 else:
                     self._last_error = ""
 
             self._task = asyncio.create_task(make_all(), name=f"deltas to version {target.version}")
             self._task.add_done_callback(consume_exception)
         else:
-            self._last_error = ""  # of deltas that nobody wants any more
+            self._last_error = ""  # no deltas are needed any more
         return bool(bases)
 
     async def wait_until_done(self) -> None:
-        """Returns once what goes on is at its end."""
+        """Wait until the current encoding ends."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     def _record_failure(self, error: Exception) -> None:
-        """Versions go in full then. An error of a type that nobody has foreseen is a defect, or of
-        this host: a person is to see to it.
+        """Record an error; versions are then sent in full.
+
+        An error that is no MeshError is a defect or a problem of this host, so it stays in the
+        statistics.
         """
         telemetry = self._mesh.telemetry
         telemetry.count("deltas_failed")
@@ -139,7 +149,7 @@ class DeltaSender:
         telemetry.log.error("no delta", error=self._last_error, then=then, exc_info=error)
 
     def stats(self) -> dict[str, str]:
-        """Why deltas cannot be made at the moment; empty: they can, or none are wanted."""
+        """Return the reason why deltas cannot be made, empty if they can or none are needed."""
         return {"deltas_trouble": self._last_error}
 
 
@@ -168,7 +178,7 @@ class _DeltaRound:
     async def _pair_chunks(
         self, base: VersionRef, chunks: Collection[str] | None
     ) -> list[ChunkPair]:
-        """The chunks of which there may be deltas from a base; none if that is no more."""
+        """Return the chunks that may have deltas from a base; none if the base was deleted."""
         store, run = self._mesh.ref(STORE_NAME), self._mesh.host.run_blocking
         if self._target_tensors is None:
             target = await store.call(Weights.fetch_manifest, ManifestRequest(self._target.digest))
@@ -182,8 +192,9 @@ class _DeltaRound:
         return []
 
     async def _make_group(self, pairs: Sequence[ChunkPair]) -> list[ChunkDelta]:
-        """The deltas of some chunks, in one blob that is stored; of those whose chunks are on this
-        host, and that are worth it.
+        """Encode chunks into one stored blob, and return the worthwhile deltas.
+
+        Chunks that are not on this host are left out.
         """
         mesh, run = self._mesh, self._mesh.host.run_blocking
         entry = await look_up_store(mesh)

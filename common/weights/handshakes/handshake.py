@@ -1,13 +1,14 @@
-"""Handshake of a connection to a bulk port, before anything else travels: Noise's IK, with key
-pairs that the processes have for it alone, registered beside those for CURVE.
+"""Handshake of a connection to a bulk port: Noise's IK with the processes' bulk key pairs.
 
-    client -> server   magic, e, es, s, ss, whether the client wants what follows sealed
-    server -> client   e, ee, se, whether it is
-    client -> server   an empty message, which proves that this is no recording; its first request
+The bulk keys are registered beside those for CURVE.
 
-The client knows the server's key from its address; the server looks up whose key the client tells
-before it answers. What both hear first (the prologue) is the magic and the address that the client
-wanted. What follows is sealed if either end wants that; otherwise it is as safe as the connection.
+    client -> server   magic, e, es, s, ss, whether the client requires encryption
+    server -> client   e, ee, se, whether the connection is encrypted
+    client -> server   an empty message, which excludes a replay; its first request
+
+The client knows the server's key from its address. The server looks up the client's key before it
+answers. The prologue is the magic and the address that the client connects to. The connection is
+encrypted if either end requires it; otherwise it is as safe as the network.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ SEALED, PLAIN = b"\x01", b"\x00"
 
 
 def _choose_suite() -> bytes:
-    """AES-GCM takes 0.11 s of CPU a GB where the processor has instructions for it, a third of
-    ChaCha20-Poly1305's; where it has none it is many times slower. The suite's magic.
+    """Return the magic of the fastest cipher suite of this machine.
+
+    AES-GCM takes 0.11 s of CPU per GB if the processor has instructions for it, a third of
+    ChaCha20-Poly1305; without them it is many times slower.
     """
     found = Path("/proc/cpuinfo")
     told = found.read_text().lower().replace("\n", " ").split(" ") if found.exists() else ["aes"]
@@ -44,7 +47,7 @@ def _choose_suite() -> bytes:
 
 
 class ClientHandshake:
-    """The client's part. `server`: its public key; `address`: where it says that it is."""
+    """Client side of the handshake."""
 
     challenge_bytes = 32 + 1 + TAG_BYTES
 
@@ -56,19 +59,28 @@ class ClientHandshake:
         sealed: bool,
         magic: bytes = b"",
     ) -> None:
-        """`magic`: of a suite; the one this machine is fastest with if not given."""
+        """Create the client side.
+
+        Args:
+            server_key: Public key of the server.
+            address: Address that the client connects to.
+            magic: Magic of a suite; the machine's fastest one by default.
+        """
         self._magic, self._sealed = magic or PREFERRED_SUITE, sealed
         prologue = self._magic + address.encode()
         self._noise = NoiseInitiator(SUITES_BY_MAGIC[self._magic], key_pair, server_key, prologue)
-        self.ciphers: CipherPair | None = None  # of what follows the proof; None: it is not sealed
+        self.ciphers: CipherPair | None = (
+            None  # after the proof; None: the connection is not encrypted
+        )
 
     def make_hello(self) -> bytes:
-        """What is sent first."""
+        """Return the first message."""
         return self._magic + self._noise.make_first_message(SEALED if self._sealed else PLAIN)
 
     def answer_challenge(self, challenge: bytes) -> bytes | None:
-        """The TAG_BYTES that answer the server's challenge; None when it has another key, or will
-        not seal what this end wants sealed.
+        """Return the proof that answers the server's challenge, TAG_BYTES long.
+
+        None if the server has another key, or does not accept required encryption.
         """
         try:
             answer, sends, receives = self._noise.read_second_message(challenge)
@@ -84,7 +96,7 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """The server's part, for one connection."""
+    """Server side of the handshake of one connection."""
 
     hello_bytes = MAGIC_BYTES + 2 * 32 + TAG_BYTES + 1 + TAG_BYTES
     proof_bytes = TAG_BYTES
@@ -94,7 +106,9 @@ class ServerHandshake:
         self.ciphers: CipherPair | None = None
 
     def read_client_key(self, hello: bytes) -> bytes | None:
-        """The public key that the client is to prove; None when it does not know ours."""
+        """Return the public key that the client has to prove; None if it does not know the server's
+        key.
+        """
         magic, first = hello[:MAGIC_BYTES], hello[MAGIC_BYTES:]
         suite = SUITES_BY_MAGIC.get(magic)
         if suite is None:
@@ -108,7 +122,7 @@ class ServerHandshake:
         return public
 
     def make_challenge(self) -> bytes:
-        """The answer to a hello."""
+        """Return the response to a hello."""
         payload = SEALED if self._sealed else PLAIN
         challenge, self._send_cipher, self._receive_cipher = self._noise.make_second_message(
             payload
@@ -116,7 +130,7 @@ class ServerHandshake:
         return challenge
 
     def verify_proof(self, proof: bytes) -> bool:
-        """Whether the client has the key that it told, and has answered this very challenge."""
+        """Return True if the client has its key and has answered this challenge."""
         try:
             self._receive_cipher.decrypt_into(proof, bytearray())
         except HandshakeViolation:

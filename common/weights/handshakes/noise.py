@@ -1,10 +1,11 @@
-"""Noise_IK_25519_AESGCM_SHA256 and Noise_IK_25519_ChaChaPoly_SHA256, of the Noise Protocol
-Framework, revision 34 (noiseprotocol.org/noise.html): two ends with a static key pair each prove
-these to each other, and get a cipher for either direction that nobody has who learns the static
-keys later.
+"""Noise_IK_25519_AESGCM_SHA256 and Noise_IK_25519_ChaChaPoly_SHA256.
+
+They follow the Noise Protocol Framework, revision 34 (noiseprotocol.org/noise.html). Two ends with
+a static key pair each authenticate each other. Each direction gets a cipher that stays secret even
+if the static keys leak later.
 
     <- s                    the initiator knows the responder's key
-    -> e, es, s, ss         and tells its own, encrypted
+    -> e, es, s, ss         and sends its own, encrypted
     <- e, ee, se
 """
 
@@ -21,17 +22,17 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
 KEY_BYTES = 32
 TAG_BYTES = 16
-# Messages under one key, after which both ends make the next from it (REKEY, section 4.2). With
-# frames of 256 KiB that is 256 GiB, where AES-GCM's bound for telling it from noise is 2^-60.
+# Messages under one key, after which both ends derive the next one (REKEY, section 4.2). With
+# frames of 256 KiB that is 256 GiB, where the distinguishing bound of AES-GCM is 2^-60.
 REKEY_AFTER_MESSAGES = 1 << 20
-_REKEY_NONCE = (1 << 64) - 1  # the nonce that REKEY takes
+_REKEY_NONCE = (1 << 64) - 1  # the nonce of REKEY
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
 class CipherSuite:
-    """A cipher, as the framework names and uses it."""
+    """Cipher with its name and nonce encoding in the framework."""
 
     name: bytes
     make_aead: Callable[[bytes], AESGCM | ChaCha20Poly1305]
@@ -49,11 +50,11 @@ CHACHA_POLY = CipherSuite(
 
 
 class HandshakeViolation(ConnectionError):
-    """Bytes that the other end of a handshake, or of a connection, cannot have sent."""
+    """Bytes that the peer of a handshake or connection cannot have sent."""
 
 
 class NoiseCipher:
-    """Encrypts, or decrypts, the messages of one direction, each under the next nonce."""
+    """Cipher of one direction; each message uses the next nonce."""
 
     def __init__(
         self, suite: CipherSuite, key: bytes, rekey_after_messages: int = REKEY_AFTER_MESSAGES
@@ -66,12 +67,14 @@ class NoiseCipher:
         self._message_count = 0
 
     def encrypt_into(self, content: Buffer, output: Buffer, associated_data: bytes = b"") -> int:
-        """Encrypts into `output`, which is TAG_BYTES longer; how many bytes."""
+        """Encrypt into `output`, which is TAG_BYTES longer; return its size."""
         nonce = self._next_nonce()
         return self._aead.encrypt_into(nonce, content, associated_data, output)
 
     def decrypt_into(self, sealed: Buffer, output: Buffer, associated_data: bytes = b"") -> int:
-        """Decrypts into `output`, which is TAG_BYTES shorter; how many bytes. Refusal."""
+        """Decrypt into `output`, which is TAG_BYTES shorter; return its size.
+        HandshakeViolation.
+        """
         nonce = self._next_nonce()
         try:
             return self._aead.decrypt_into(nonce, sealed, associated_data, output)
@@ -91,7 +94,7 @@ class NoiseCipher:
 
 
 class _NoiseHandshake:
-    """The state that both ends share; `static` is this end's pair."""
+    """State of either end of a handshake; `static_pair` is its own key pair."""
 
     def __init__(
         self,
@@ -101,8 +104,12 @@ class _NoiseHandshake:
         prologue: bytes,
         ephemeral_pair: X25519PrivateKey | None = None,
     ) -> None:
-        """`responder_key`: the public key of that end. `prologue`: what both must have heard alike.
-        `ephemeral_pair`: for tests alone.
+        """Create the state.
+
+        Args:
+            responder_key: Public key of the responder.
+            prologue: Data that both ends must agree on.
+            ephemeral_pair: For tests only.
         """
         name = suite.name
         self._hash = name.ljust(32, b"\0") if len(name) <= 32 else hashlib.sha256(name).digest()
@@ -139,17 +146,19 @@ class _NoiseHandshake:
         return bytes(room)
 
     def _split_ciphers(self) -> tuple[NoiseCipher, NoiseCipher]:
-        """Of what the initiator sends, and of what it receives."""
+        """Return the ciphers of the initiator's and the responder's messages."""
         first, second = _derive_keys(self._chaining_key, b"")
         return NoiseCipher(self._suite, first), NoiseCipher(self._suite, second)
 
 
 class NoiseInitiator(_NoiseHandshake):
-    """The end that knows whom it asks."""
+    """Initiator, which knows the responder's key."""
 
     def make_first_message(self, payload: bytes) -> bytes:
-        """The message that begins it, 96 bytes longer than the payload. Who records it can make the
-        responder answer again, and no more. Refusal: the responder's key is none.
+        """Return the first message, 96 bytes longer than the payload.
+
+        A replay makes the responder answer again, and nothing else. HandshakeViolation: the
+        responder's key is invalid.
         """
         own = _public_bytes(self._ephemeral_pair)
         self._mix_hash(own)
@@ -159,8 +168,10 @@ class NoiseInitiator(_NoiseHandshake):
         return own + static + self._encrypt_and_hash(payload)
 
     def read_second_message(self, message: bytes) -> tuple[bytes, NoiseCipher, NoiseCipher]:
-        """The payload of the responder's message, and what to send and to receive with. Refusal:
-        it does not have that key.
+        """Return the payload of the responder's message, and the ciphers to send and to receive
+        with.
+
+        HandshakeViolation: the responder does not have that key.
         """
         theirs, sealed = message[:KEY_BYTES], message[KEY_BYTES:]
         self._mix_hash(theirs)
@@ -170,7 +181,7 @@ class NoiseInitiator(_NoiseHandshake):
 
 
 class NoiseResponder(_NoiseHandshake):
-    """The end that is asked."""
+    """Responder of a handshake."""
 
     def __init__(
         self,
@@ -182,8 +193,10 @@ class NoiseResponder(_NoiseHandshake):
         super().__init__(suite, static_pair, _public_bytes(static_pair), prologue, ephemeral_pair)
 
     def read_first_message(self, message: bytes) -> tuple[bytes, bytes]:
-        """The initiator's public key, and the payload of its message. Refusal: it does not know
-        ours, or has no pair to the key it tells.
+        """Return the initiator's public key, and the payload of its message.
+
+        HandshakeViolation: the initiator does not know this end's key, or lacks the key pair it
+        claims.
         """
         self._initiator_ephemeral, static = (
             message[:KEY_BYTES],
@@ -196,8 +209,10 @@ class NoiseResponder(_NoiseHandshake):
         return self._initiator_key, self._decrypt_and_hash(message[2 * KEY_BYTES + TAG_BYTES :])
 
     def make_second_message(self, payload: bytes) -> tuple[bytes, NoiseCipher, NoiseCipher]:
-        """The answer, 48 bytes longer than the payload, and what to send and to receive with. The
-        initiator has proved its key once it has sealed a message with the other.
+        """Return the response, 48 bytes longer than the payload, and the ciphers to send and
+        receive with.
+
+        The initiator has proved its key once it has encrypted a message with its cipher.
         """
         own = _public_bytes(self._ephemeral_pair)
         self._mix_hash(own)
@@ -213,7 +228,7 @@ def _public_bytes(pair: X25519PrivateKey) -> bytes:
 
 
 def _derive_keys(chaining_key: bytes, secret: bytes) -> tuple[bytes, bytes]:
-    """HKDF of the framework (section 4.3), two outputs."""
+    """Derive two outputs with the framework's HKDF (section 4.3)."""
     key = hmac.digest(chaining_key, secret, "sha256")
     first = hmac.digest(key, b"\x01", "sha256")
     return first, hmac.digest(key, first + b"\x02", "sha256")

@@ -1,5 +1,7 @@
-"""Lays rows of weights into chunks: casts them to the type that is published, and adds up what they
-are to the identities of the image and of the masters. It blocks, and knows no store.
+"""Builder of chunks from rows of weights; blocking, without access to a store.
+
+It casts rows to the published dtype, and hashes them for the identities of the published image and
+of the masters.
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ from meshrl.common.model.network.lora import is_adapter_tensor
 from meshrl.common.weights.layout.identity import MerkleTree, MerkleTrees
 from meshrl.common.weights.layout.manifest import choose_chunk_bytes
 
-BLOCK_BYTES = 8 << 20  # of masters that are cast, hashed and copied at a time: about a core's cache
+BLOCK_BYTES = 8 << 20  # of masters cast, hashed and copied at a time: about a core's cache
 
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows of a tensor of `shape`, from row `first` on, as whoever trains them has them."""
+    """Rows of a tensor of `shape` on one process, from `first_row` on."""
 
     shape: tuple[int, ...]
     first_row: int
     rows: torch.Tensor
 
     def split(self, part_index: int, part_count: int) -> TensorRows:
-        """Part number `part_index` of these rows, cut into so many."""
+        """Return part `part_index` of `part_count` equal parts of these rows."""
         if part_count == 1 or not self.rows.dim():
             return (
                 self
@@ -46,17 +48,18 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class StagingOptions:
-    """How rows are staged."""
+    """Dtype and chunk size of staged rows."""
 
     dtype: str  # safetensors' name of the type that is published
-    max_chunk_bytes: int  # most that a chunk has
-    write_chunks: bool = True  # False: it is only told what would lie where
+    max_chunk_bytes: int  # of a chunk
+    write_chunks: bool = True  # False: only compute the positions
 
 
 @dataclass(frozen=True)
 class StagedRows:
-    """Rows that a process has staged: where they lie, and their parts of the identities of the
-    published image and of the masters, packed, by tensor.
+    """Rows staged by one process: positions, and packed Merkle parts by tensor.
+
+    The Merkle parts are those of the published image and of the masters.
     """
 
     pieces: list[TensorPiece] = field(default_factory=list)
@@ -66,20 +69,20 @@ class StagedRows:
 
 @dataclass
 class StagedChunk:
-    """One that is full; its pieces do not have its digest yet."""
+    """Full chunk; its pieces have no digest yet."""
 
     content: memoryview
     pieces: list[TensorPiece]
 
 
 class ChunkBuilder:
-    """Lays rows into chunks in the order in which they come. It blocks."""
+    """Builder that appends rows to chunks in order of arrival. Blocking."""
 
     def __init__(self, options: StagingOptions) -> None:
         self._options, self._dtype = options, DTYPES[options.dtype]
         self._published_trees: MerkleTrees = {}
         self._masters_trees: MerkleTrees = {}
-        self._in_adapters = False  # whether the chunk that is being filled has adapters
+        self._in_adapters = False  # True while the current chunk contains adapters
         self._reset_chunk()
 
     def _reset_chunk(self) -> None:
@@ -89,7 +92,10 @@ class ChunkBuilder:
 
     @torch.no_grad()
     def add_rows(self, rows_by_name: Mapping[str, TensorRows]) -> list[StagedChunk]:
-        """The chunks that are full now. Adapters never lie in one with what they are added to."""
+        """Append rows and return the chunks that are full now.
+
+        A chunk never contains both adapters and base weights.
+        """
         full: list[StagedChunk] = []
         for name, part in rows_by_name.items():
             if is_adapter_tensor(name) != self._in_adapters:
@@ -99,7 +105,7 @@ class ChunkBuilder:
         return full
 
     def take_partial_chunk(self) -> list[StagedChunk]:
-        """The chunk that is not full, if there is anything in it."""
+        """Return the partially filled chunk if it contains anything, and start a new one."""
         pieces, content = self._pieces, self._buffer[: self._filled_bytes]
         self._reset_chunk()
         return [StagedChunk(content.data, pieces)] if pieces else []
@@ -111,7 +117,9 @@ class ChunkBuilder:
         full: list[StagedChunk] = []
         for low in range(0, len(rows), most):
             first, there = tensor_rows.first_row + low, rows[low : low + most].cpu().contiguous()
-            block = alias_for_numpy(there)  # who trains them gives their memory back to others
+            block = alias_for_numpy(
+                there
+            )  # the training process may release their memory to others
             image = block.to(self._dtype).contiguous()
             self._published_trees.setdefault(name, MerkleTree()).add_rows(image, first)
             if image.dtype != block.dtype:
@@ -121,9 +129,9 @@ class ChunkBuilder:
         return full
 
     def finish(self, pieces: list[TensorPiece]) -> StagedRows:
-        """All rows that were added, which lie in these pieces."""
+        """Return the result for all added rows, which `pieces` locate."""
         image = {name: tree.packed_parts for name, tree in self._published_trees.items()}
-        # Masters that are published as they are have their identity, by tensor, from there.
+        # The identity of masters that are published without a cast is that of the image.
         masters = {name: tree.packed_parts for name, tree in self._masters_trees.items()}
         return StagedRows(pieces, image, image | masters)
 
@@ -154,21 +162,22 @@ class ChunkBuilder:
 def make_staging_options(
     meta_tensors: Mapping[str, torch.Tensor], dtype: str, *, write_chunks: bool = True
 ) -> StagingOptions:
-    """How tensors like these are staged, of which only shapes are looked at."""
+    """Return the staging options for tensors of these dtypes and shapes."""
     size = sum(tensor.numel() for tensor in meta_tensors.values()) * DTYPES[dtype].itemsize
     return StagingOptions(dtype, choose_chunk_bytes(size), write_chunks)
 
 
 def as_complete_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRows]:
-    """Tensors of which all rows are here."""
+    """Wrap tensors whose rows are all on this process."""
     return {name: TensorRows(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
 
 
 def plan_copies(
     meta_tensors: Mapping[str, torch.Tensor], max_bytes: int
 ) -> Iterable[tuple[list[str], int, int]]:
-    """What is copied at a time, at most so many bytes: names, of whose rows part number .. of .. is
-    meant. Of adapters after all others.
+    """Yield batches to copy of at most `max_bytes`: names, part index and part count of their rows.
+
+    Adapters come after all other tensors.
     """
     names: list[str] = []
     filled = 0

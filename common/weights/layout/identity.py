@@ -1,11 +1,11 @@
-"""The identity of tensors, which depends on their names, types, shapes and bytes alone: not on
-chunks, nor on how many ranks hold which rows.
+"""Identity of tensors: it depends on names, dtypes, shapes and bytes only.
 
-The identity of a tensor is the root of a Merkle tree over its bytes in row-major order, as in
-RFC 6962: leaves of `LEAF_BYTES`, and a node for each pair of them, each with its BLAKE3, whose key
-tells leaves from nodes. A process that holds some rows hashes
-the largest whole subtrees in them, and hands on the bytes of leaves that it has only a part of. So
-ranks put their parts together, and nobody can make other rows of the same identity.
+It does not depend on chunks, nor on the division of rows among ranks. The identity of a tensor is
+the root of a Merkle tree over its bytes in row-major order, as in RFC 6962. Leaves have
+`LEAF_BYTES`; each pair of nodes has a parent. Each node has its BLAKE3, whose key separates leaves
+from nodes. A process that has some rows hashes the largest complete subtrees in them, and sends the
+bytes of incomplete leaves. Ranks merge their parts, and no other rows can be made to have the same
+identity.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from meshrl.common.base.digest import compute_digest, compute_keyed_digest
 from meshrl.common.base.errors import BadMessage
 from meshrl.common.model.files.safetensors_writer import DTYPE_NAMES, DTYPES
 
-LEAF_BYTES = 16 << 10  # little to send at the ends of rows; at 4 KiB a digest costs twice as much
+LEAF_BYTES = (
+    16 << 10
+)  # few bytes to send at the ends of rows; at 4 KiB a digest costs twice as much
 DIGEST_BYTES = 32
 _LEAF_KEY, _NODE_KEY = b"leaf".ljust(32, b"\0"), b"node".ljust(32, b"\0")  # keys of the digests
 _PART_HEADER = struct.Struct(
     "<QQ"
-)  # of a packed part: offset, bytes; then its digest, or these bytes
+)  # of a packed part: offset, size in bytes; the digest or the bytes follow
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A whole tensor, of which a process holds rows."""
+    """Dtype and shape of a tensor of which a process has rows."""
 
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
@@ -44,22 +46,22 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its rows."""
+        """Bytes of all rows."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class MerkleTree:
-    """What a process knows of the bytes of one tensor: digests of whole subtrees, and the bytes of
-    leaves that are not whole.
+    """Known parts of one tensor's bytes: digests of complete subtrees, and bytes of incomplete
+    leaves.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[int, tuple[int, bytes]] = {}  # bytes and digest, by offset
-        self._partial_leaves: dict[int, bytes] = {}  # of leaves that are not whole, by offset
+        self._partial_leaves: dict[int, bytes] = {}  # bytes of incomplete leaves, by offset
 
     def add_rows(self, rows: torch.Tensor, first_row: int) -> None:
-        """Add rows first .. first + len(rows), which are in the host's memory; a tensor without
-        dimensions is one row.
+        """Add rows first_row .. first_row + len(rows), in host memory; a 0-dimensional tensor is
+        one row.
         """
         rows = rows.detach().reshape(1) if rows.dim() == 0 else rows.detach()
         if rows.numel():
@@ -67,7 +69,7 @@ class MerkleTree:
             self.add_bytes(first_row * (len(content) // len(rows)), content)
 
     def add_bytes(self, offset: int, content: memoryview) -> None:
-        """Add the tensor's bytes from `offset` on. BadMessage for bytes that are there already."""
+        """Add the tensor's bytes from `offset` on. BadMessage: some of them were added before."""
         at, end = offset, offset + len(content)
         while at < end:
             stop = min(end, (at // LEAF_BYTES + 1) * LEAF_BYTES)
@@ -79,7 +81,7 @@ class MerkleTree:
             at = stop
 
     def _add_part(self, offset: int, piece: bytes) -> None:
-        """Join a part of a leaf with its neighbours; one that is whole becomes a node."""
+        """Join a part of a leaf with its neighbours; a complete leaf becomes a node."""
         leaf = offset // LEAF_BYTES * LEAF_BYTES
         there = [one for one in self._partial_leaves.items() if leaf <= one[0] < leaf + LEAF_BYTES]
         for begin, held in there:
@@ -99,7 +101,7 @@ class MerkleTree:
             self._partial_leaves[offset] = piece
 
     def _add_node(self, offset: int, size: int, digest: bytes) -> None:
-        """Add a subtree, and join it with its sibling as long as there is one."""
+        """Add a subtree and merge it with its sibling while there is one."""
         if offset in self._nodes:
             raise BadMessage(f"bytes {offset} of a tensor are there twice")
         while (sibling := self._nodes.get(offset ^ size, (0, b"")))[0] == size:
@@ -109,7 +111,7 @@ class MerkleTree:
         self._nodes[offset] = size, digest
 
     def merge(self, packed: bytes) -> None:
-        """Add what another process has packed. BadMessage for what is no part of a tree."""
+        """Add the packed parts of another process. BadMessage: they are no parts of a tree."""
         view, at = memoryview(packed), 0
         while at < len(view):
             if len(view) - at < _PART_HEADER.size:
@@ -130,14 +132,16 @@ class MerkleTree:
 
     @property
     def packed_parts(self) -> bytes:
-        """All parts, for `merge` in another process."""
+        """All parts, encoded for `merge` in another process."""
         parts = [(at, len(part), part) for at, part in self._partial_leaves.items()]
         parts += [(at, size, digest) for at, (size, digest) in self._nodes.items()]
         return b"".join(_PART_HEADER.pack(at, size) + part for at, size, part in sorted(parts))
 
     def compute_root(self, size_bytes: int) -> str:
         """Return the identity of a tensor of `size_bytes` bytes as 64 hexadecimal digits.
-        BadMessage when rows are missing.
+
+        Raises:
+            BadMessage: Rows are missing.
         """
         nodes, last = dict(self._nodes), size_bytes // LEAF_BYTES * LEAF_BYTES
         if size_bytes % LEAF_BYTES:
@@ -176,7 +180,9 @@ def _hash_node(left: bytes, right: bytes) -> bytes:
 
 
 def merge_trees(packed: Iterable[Mapping[str, bytes]]) -> MerkleTrees:
-    """Put together what ranks have packed of their rows, by tensor. BadMessage."""
+    """Merge the packed parts of several ranks, by tensor. BadMessage: parts overlap or are
+    invalid.
+    """
     found: MerkleTrees = {}
     for parts in packed:
         for name, part in parts.items():
@@ -185,8 +191,12 @@ def merge_trees(packed: Iterable[Mapping[str, bytes]]) -> MerkleTrees:
 
 
 def compute_identity(specs: Mapping[str, TensorSpec], trees: Mapping[str, MerkleTree]) -> str:
-    """Return the identity of all tensors together as 64 hexadecimal digits; `trees` has all rows of
-    each. BadMessage when some are missing.
+    """Return the identity of all tensors together as 64 hexadecimal digits.
+
+    Args:
+        trees: All rows of each tensor.
+    Raises:
+        BadMessage: Rows are missing.
     """
     told = [
         [name, one.dtype, list(one.shape), trees[name].compute_root(one.size_bytes)]

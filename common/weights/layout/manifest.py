@@ -1,5 +1,6 @@
-"""What a manifest says: where the elements of each tensor lie. It has a digest of its own, by which
-it is stored, and inside it a sha256 by which whoever reads one knows it for whole.
+"""Manifest of a version: the position of each tensor's elements in chunks.
+
+A manifest is stored under its digest. A sha256 inside it proves that it is complete.
 """
 
 from __future__ import annotations
@@ -16,28 +17,32 @@ from meshrl.common.base.errors import BadMessage, CorruptData
 FORMAT = 2
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 20, 64 << 20  # of a chunk
 PAGE_BYTES = 4096  # of memory
-# Of an element, by safetensors' names: who reads a manifest needs no torch for that.
+# Bytes of an element by safetensors' dtype names; a reader of manifests needs no torch.
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
-MIN_CHUNKS = 64  # that a version has at least, where they are not too small: hosts relay them
+MIN_CHUNKS = 64  # of a version, unless chunks would be too small: hosts relay chunks
 
 
 def choose_chunk_bytes(version_bytes: int) -> int:
-    """How large the chunks of a version of this size are, at most: whole pages, so that chunks lie
-    side by side in memory.
+    """Return the maximum chunk size of a version of this size, in bytes.
+
+    It is a multiple of the page size, so that chunks can be adjacent in memory.
     """
     share = -(-version_bytes // MIN_CHUNKS // PAGE_BYTES) * PAGE_BYTES
     return min(max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """A manifest as it is stored, sealed by its sha256."""
+    """Encode a manifest for storage, sealed by its sha256."""
     plain = replace(manifest, format=FORMAT, sha256="")
     return pack(replace(plain, sha256=hashlib.sha256(pack(plain)).hexdigest()))
 
 
 def decode_manifest(content: bytes | memoryview, where: str = "") -> Manifest:
-    """The inverse; BadMessage when it is no manifest, or one of another format or whose pieces do
-    not make up their tensors, Damaged when it is not what was sealed.
+    """Decode a stored manifest.
+
+    Raises:
+        BadMessage: The bytes are no manifest, have another format, or pieces do not cover tensors.
+        CorruptData: The content does not match its sha256.
     """
     found = check_manifest(unpack(Manifest, content))
     plain = replace(found, sha256="")
@@ -47,10 +52,12 @@ def decode_manifest(content: bytes | memoryview, where: str = "") -> Manifest:
 
 
 def check_manifest(manifest: Manifest) -> Manifest:
-    """A manifest that the store has read; BadMessage when it is of another format, or its pieces do
-    not make up their tensors.
+    """Return the manifest if it is valid.
+
+    Raises:
+        BadMessage: It has another format, or its pieces do not cover its tensors.
     """
-    if any(piece.end < 0 for piece in manifest.tensors):  # its pieces have no ranges
+    if any(piece.end < 0 for piece in manifest.tensors):  # format 1: its pieces have no ranges
         fix = "finish the run with the version of the software that began it"
         raise BadMessage(f"a manifest of format 1; this is format {FORMAT}", fix=fix)
     if manifest.format > FORMAT:
@@ -60,15 +67,18 @@ def check_manifest(manifest: Manifest) -> Manifest:
 
 
 def merge_base(adapters: Manifest, base: Manifest) -> Manifest:
-    """A version of adapters with what its base has besides them."""
+    """Return a version of adapters with the other tensors of its base."""
     names = {piece.name for piece in adapters.tensors}
     shared = [piece for piece in check_manifest(base).tensors if piece.name not in names]
     return replace(adapters, tensors=[*shared, *adapters.tensors])
 
 
 def read_complete_manifest(read: Callable[[str], bytes], digest: str) -> Manifest:
-    """A version from whoever reads what is stored under a digest, with what its base has besides
-    it."""
+    """Read and decode a version's manifest, merged with that of its base.
+
+    Args:
+        read: Returns the bytes stored under a digest.
+    """
     own = decode_manifest(read(digest), digest)
     return (
         own if own.base is None else merge_base(own, decode_manifest(read(own.base.digest), digest))
@@ -76,19 +86,19 @@ def read_complete_manifest(read: Callable[[str], bytes], digest: str) -> Manifes
 
 
 def get_element_bytes(piece: TensorPiece) -> int:
-    """Bytes of an element; BadMessage for an unknown type."""
+    """Return the bytes of an element. BadMessage: unknown dtype."""
     if (size := ELEMENT_BYTES.get(piece.dtype)) is None:
         raise BadMessage(f"tensor {piece.name} of a manifest has the unknown type {piece.dtype}")
     return size
 
 
 def group_by_tensor(tensors: Iterable[TensorPiece]) -> dict[str, list[TensorPiece]]:
-    """The pieces of each tensor, in the order of their elements."""
+    """Return the pieces of each tensor in element order."""
     return _group_pieces(tensors, lambda piece: piece.name, lambda piece: (piece.begin, piece.end))
 
 
 def group_by_chunk(tensors: Iterable[TensorPiece]) -> dict[str, list[TensorPiece]]:
-    """The pieces that lie in each chunk, in the order of their places there."""
+    """Return the pieces in each chunk, ordered by offset."""
     return _group_pieces(tensors, lambda piece: piece.chunk, lambda piece: (piece.offset, 0))
 
 
@@ -104,7 +114,7 @@ def _group_pieces(
 
 
 def check_pieces(tensors: Iterable[TensorPiece]) -> None:
-    """BadMessage unless the pieces of each tensor are all of it, each element once."""
+    """Raise BadMessage unless the pieces of each tensor cover every element exactly once."""
     for name, pieces in group_by_tensor(tensors).items():
         first, at = pieces[0], 0
         for piece in pieces:
@@ -123,7 +133,7 @@ def check_pieces(tensors: Iterable[TensorPiece]) -> None:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows begin .. end of a tensor, along dimension `dim`: what a shard of it is."""
+    """Rows begin .. end of a tensor along dimension `dim`: a shard."""
 
     dim: int
     begin: int
@@ -133,8 +143,9 @@ class RowRange:
 def select_pieces(
     tensors: Iterable[TensorPiece], selection: Mapping[str, RowRange | None]
 ) -> list[TensorPiece]:
-    """The pieces with elements that somebody wants, of the tensors that are `selection`; None: all
-    of one. Rows of another dimension than that by which a tensor is cut lie in all of its pieces.
+    """Return the pieces that contain elements of the `selection`; None selects a whole tensor.
+
+    Rows along another dimension than the one a tensor is cut along need all of its pieces.
     """
     found = []
     for piece in tensors:

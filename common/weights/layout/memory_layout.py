@@ -1,5 +1,7 @@
-"""Where the chunk files of a version lie in memory: side by side where a tensor goes on from one to
-the next, so that it is one view of several files. Pure.
+"""Layout of a version's chunk files in memory. Pure.
+
+Chunks are adjacent where a tensor continues from one to the next, so that the tensor is one view of
+several files.
 """
 
 from __future__ import annotations
@@ -12,24 +14,24 @@ from dataclasses import dataclass
 from meshrl.common.api.weights import TensorPiece
 from meshrl.common.weights.layout.manifest import group_by_tensor
 
-PAGE_BYTES = mmap.PAGESIZE  # files begin in memory at multiples of it
+PAGE_BYTES = mmap.PAGESIZE  # chunk files start in memory at multiples of it
 
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """Bytes of each chunk, and where it begins; `total` is a multiple of PAGE."""
+    """Size and start of each chunk in memory; `total_bytes` is a multiple of `PAGE_BYTES`."""
 
     chunk_sizes: Mapping[str, int]
     chunk_offsets: Mapping[str, int]
     total_bytes: int
 
     def piece_offset(self, piece: TensorPiece) -> int:
-        """Where a piece begins."""
+        """Return the start of a piece in bytes."""
         return self.chunk_offsets[piece.chunk] + piece.offset
 
     def is_contiguous(self, pieces: Sequence[TensorPiece]) -> bool:
-        """Whether these follow each other in memory, in this order, and can be looked at as
-        elements there.
+        """Return True if the pieces are adjacent in memory, in this order, and aligned to their
+        elements.
         """
         if not pieces:
             return True
@@ -45,10 +47,11 @@ class MemoryLayout:
 def make_memory_layout(
     tensors: Iterable[TensorPiece], selected: Iterable[TensorPiece]
 ) -> MemoryLayout:
-    """The layout of the chunks of those pieces that are `selected`, out of all of a manifest.
+    """Return the layout of the chunks of the `selected` pieces; `tensors` has all pieces of a
+    manifest.
 
-    A chunk is placed once. One that several tensors go on in, because its bytes are there more than
-    once, follows one of them; the others are in pieces.
+    Each chunk has one position. A chunk that several tensors continue in, because its bytes occur
+    more than once, follows one of them; the other tensors are not contiguous.
     """
     sizes: dict[str, int] = {}
     for piece in tensors:

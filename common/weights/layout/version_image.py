@@ -1,12 +1,11 @@
-"""The image of a version on a host: its chunk files, mapped. Its tensors are views of them.
+"""Image of a version on a host: its mapped chunk files. Tensors are views of them.
 
-Whoever makes one maps each file and sees that it is right (`receiver.py`). Files that are removed
-meanwhile stay as long as somebody has the image or one of its tensors; what is written to tensors
-reaches no file. The addresses are given back once, when the last tensor is gone: each holds them by
-its storage, so nothing can look at them after that.
+The caller maps and verifies each file (`receiver.py`). Removed files stay mapped as long as the
+image or one of its tensors exists. Writes to tensors do not reach the files. The addresses are
+unmapped once, when the last tensor is gone, because the storage of each tensor references them.
 
-Nobody who belongs to the mesh makes a file shorter. Where somebody else has, whoever takes a tensor
-is told so, instead of being killed as it looks there.
+Processes of the mesh never truncate a file. If another program has, access through the image raises
+CorruptData instead of killing the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True)
 class ElementRange:
-    """Elements begin .. end of a tensor laid out with dimension `dim` outermost: [end - begin]."""
+    """Elements begin .. end of a tensor whose dimension `dim` is outermost: [end - begin]."""
 
     dim: int
     begin: int
@@ -53,8 +52,8 @@ class ElementRange:
 
 
 class VersionImage:
-    """A version, or what is wanted of one, on this host. Nothing may be looked at before its chunk
-    is mapped.
+    """Version, or a selection of its tensors, on this host. Map each chunk before its tensors are
+    read.
     """
 
     def __init__(
@@ -63,7 +62,11 @@ class VersionImage:
         digest: str = "",
         selection: Mapping[str, RowRange | None] | None = None,
     ) -> None:
-        """`selection`: rows by tensor, None for all of one; without it, the whole version."""
+        """Reserve addresses for the image.
+
+        Args:
+            selection: Rows by tensor name, None for all rows; without it, the whole version.
+        """
         self.manifest, self.digest = manifest, digest
         every = manifest.tensors
         there = every if selection is None else select_pieces(every, selection)
@@ -71,12 +74,12 @@ class VersionImage:
         self._layout = make_memory_layout(every, there)
         self.chunk_sizes: Mapping[str, int] = self._layout.chunk_sizes  # bytes by digest
         self.size_bytes = sum(piece.size for piece in there)
-        self.copied_bytes = 0  # from the files, also to put tensors together
-        self.joined_bytes = 0  # of tensors that do not lie in one piece, and were put together
-        self._copied_chunks: set[str] = set()  # those of which there is no file
+        self.copied_bytes = 0  # copied from the files, also to assemble tensors
+        self.joined_bytes = 0  # of assembled tensors that are not contiguous in memory
+        self._copied_chunks: set[str] = set()  # chunks that have no file
         self._memory: ctypes.Array[ctypes.c_uint8] | None = None
         if self._layout.total_bytes:
-            # Addresses for all of it, which are given back when nobody has the array any more.
+            # Reserve addresses for the whole image; they are unmapped when the array is freed.
             total, kind = (
                 self._layout.total_bytes,
                 mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
@@ -85,7 +88,9 @@ class VersionImage:
             self._memory = (ctypes.c_uint8 * total).from_address(at)
             place = ctypes.c_void_p(at), ctypes.c_size_t(total)
             self._unmap_finalizer = weakref.finalize(self._memory, unmap, *place)
-            self._unmap_finalizer.atexit = False  # threads that compute with it run until the end
+            self._unmap_finalizer.atexit = (
+                False  # threads may compute with it until the process exits
+            )
         self._memory_tensor = (
             torch.empty(0, dtype=torch.uint8)
             if self._memory is None
@@ -98,12 +103,14 @@ class VersionImage:
 
     @property
     def tensors(self) -> ImageTensors:
-        """All of them by name."""
+        """Tensors of the image by name."""
         return ImageTensors(self)
 
     def map_chunk(self, digest: str, descriptor: int, where: str = "") -> None:
-        """Takes the file of a chunk, which may be closed then. Damaged: it has another size, or
-        cannot be read.
+        """Map the file of a chunk; the descriptor may be closed afterwards.
+
+        Raises:
+            CorruptData: The file has another size or cannot be read.
         """
         size, found = self.chunk_sizes[digest], os.fstat(descriptor).st_size
         if found != size:
@@ -112,7 +119,7 @@ class VersionImage:
         self._populate(self._layout.chunk_offsets[digest], size, where)
 
     def copy_chunk(self, digest: str, content: bytes) -> None:
-        """Takes a copy of a chunk's bytes, of which this host keeps no file."""
+        """Copy a chunk's bytes into the image, for a chunk that has no file on this host."""
         size = self.chunk_sizes[digest]
         if len(content) != size:
             raise CorruptData(f"a chunk has {len(content)} bytes instead of {size}")
@@ -125,14 +132,16 @@ class VersionImage:
         try:
             _mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, kind | _MAP_FIXED, descriptor)
         except MeshError:
-            # There may be nothing at all in its place now, or soon what somebody else maps there:
-            # these addresses stay this image's for ever.
+            # The range may be unmapped now, and another mapping may soon use it:
+            # never unmap these addresses.
             self._unmap_finalizer.detach()
             raise
         return at
 
     def _populate(self, begin: int, size: int, where: str = "") -> None:
-        """Damaged unless these bytes are there: whoever looked at them would be killed."""
+        """Raise CorruptData unless these bytes are readable: access to them would kill the
+        process.
+        """
         assert self._memory is not None
         low = begin // PAGE_BYTES * PAGE_BYTES
         at, length = ctypes.addressof(self._memory) + low, begin + size - low
@@ -144,14 +153,16 @@ class VersionImage:
             raise CorruptData(f"a chunk cannot be read: {why}", where=where)
 
     def is_valid(self, digest: str) -> bool:
-        """Whether the chunk that is mapped has this digest."""
+        """Return True if the mapped chunk has this digest."""
         begin = self._layout.chunk_offsets[digest]
         mapped = memoryview(self._memory)[begin : begin + self.chunk_sizes[digest]]  # type: ignore[arg-type]
         return compute_digest(mapped) == digest
 
     def tensor_ranges(self, name: str) -> list[ElementRange]:
-        """What is there of a tensor, as views, in the order of its elements. Damaged, as from all
-        that gives tensors: a file is shorter than it was.
+        """Return the available ranges of a tensor as views, in element order.
+
+        Raises:
+            CorruptData: A file is shorter than it was; so do all functions that return tensors.
         """
         return [
             ElementRange(piece.dim, piece.begin, piece.end, self._view_pieces([piece]))
@@ -159,15 +170,17 @@ class VersionImage:
         ]
 
     def is_contiguous(self, name: str) -> bool:
-        """Whether all of a tensor is there, and lies in one piece."""
+        """Return True if all of a tensor is available and contiguous."""
         pieces = self._pieces[name]
         return (
             self._is_complete(pieces) and pieces[0].dim == 0 and self._layout.is_contiguous(pieces)
         )
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor: a view where it lies in one piece, else put together each time. KeyError when
-        not all of it is there.
+        """Return a tensor: a view if it is contiguous, else a new copy at each call.
+
+        Raises:
+            KeyError: Part of the tensor is missing.
         """
         if not (pieces := self._pieces[name]) or not self._is_complete(pieces):
             raise KeyError(name)
@@ -179,8 +192,12 @@ class VersionImage:
         return joined
 
     def tensor_parts(self, name: str) -> list[Tensor]:
-        """The elements of a tensor in their order, [n] each: views, unless it was cut along another
-        dimension than the first. KeyError when not all of it is there.
+        """Return the elements of a tensor in their order as flat tensors, [n] each.
+
+        They are views, unless the tensor is cut along another dimension than the first.
+
+        Raises:
+            KeyError: Part of the tensor is missing.
         """
         pieces = self._pieces[name]
         if self.is_contiguous(name) or not self._is_complete(pieces) or pieces[0].dim:
@@ -189,21 +206,22 @@ class VersionImage:
 
     @torch.no_grad()
     def copy_into(self, name: str, target: Tensor) -> None:
-        """Copies a tensor, or what is there of it, piece by piece. `target` has its shape, and may
-        have another type and lie on another device.
+        """Copy a tensor, or its available part, into `target` piece by piece.
+
+        `target` has the shape of the tensor, and may have another dtype and device.
         """
         for piece in self.tensor_ranges(name):
             _copy_piece(target, piece)
             self.copied_bytes += piece.elements.nbytes
 
     def load_tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors, of which alone files are in this process's memory then."""
+        """Return these tensors after dropping all other file pages from this process's memory."""
         for digest in self.chunk_sizes.keys() - self._copied_chunks:
             self.release_pages(digest)
         return {name: self.tensor(name) for name in names}
 
     def release_pages(self, digest: str) -> None:
-        """Takes a file out of this process's memory until it is looked at again."""
+        """Drop a file's pages from this process's memory until the next access."""
         _load_libc().madvise(
             self._chunk_address(digest), self.chunk_sizes[digest], mmap.MADV_DONTNEED
         )
@@ -227,8 +245,13 @@ class VersionImage:
 
 
 def open_verified_image(chunks: ChunkStore, digest: str) -> VersionImage:
-    """The image of a version whose files are all in one place, hashed anew, by its manifest's
-    digest; NotFound, Damaged.
+    """Return the image of a version whose files are all in one store, after hashing each.
+
+    Args:
+        digest: Digest of the version's manifest.
+    Raises:
+        NotFound: A chunk or manifest is missing.
+        CorruptData: A chunk does not have its digest.
     """
     manifest = read_complete_manifest(chunks.read, digest)
     image = VersionImage(manifest, digest)
@@ -241,8 +264,8 @@ def open_verified_image(chunks: ChunkStore, digest: str) -> VersionImage:
 
 
 class ImageTensors(Mapping[str, Tensor]):
-    """An image's tensors by name. Look-ups of those that do not lie in one piece copy them; `load`
-    does not.
+    """Tensors of an image by name. Item access copies tensors that are not contiguous; `copy_into`
+    copies once.
     """
 
     def __init__(self, image: VersionImage) -> None:
@@ -250,7 +273,7 @@ class ImageTensors(Mapping[str, Tensor]):
 
     @property
     def meta_tensors(self) -> Mapping[str, Tensor]:
-        """Types and shapes."""
+        """Dtypes and shapes as tensors on the `meta` device."""
         return self._image.meta_tensors
 
     def __getitem__(self, name: str) -> Tensor:
@@ -263,16 +286,16 @@ class ImageTensors(Mapping[str, Tensor]):
         return len(self._image.meta_tensors)
 
     def tensor_parts(self, name: str) -> list[Tensor]:
-        """The elements of a tensor in their order, [n] each, where they lie."""
+        """Return the elements of a tensor in their order, [n] each, as views where possible."""
         return self._image.tensor_parts(name)
 
     def copy_into(self, name: str, target: Tensor) -> None:
-        """Copies a tensor from the files into one of its shape, once."""
+        """Copy a tensor from the files into `target` of the same shape, once."""
         self._image.copy_into(name, target)
 
 
 def load_tensor(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
-    """Copies one of some tensors into `target`, which has its shape. KeyError: there is none."""
+    """Copy the tensor `name` into `target`, which has its shape. KeyError: no such tensor."""
     if isinstance(tensors, ImageTensors):
         tensors.copy_into(name, target)
     else:
@@ -280,14 +303,16 @@ def load_tensor(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> Non
 
 
 def list_tensor_parts(tensors: Mapping[str, Tensor], name: str) -> list[Tensor]:
-    """The elements of one of some tensors in their order, [n] each, where they lie."""
+    """Return the elements of the tensor `name` in their order, [n] each, as views where
+    possible.
+    """
     if isinstance(tensors, ImageTensors):
         return tensors.tensor_parts(name)
     return [tensors[name].reshape(-1)]
 
 
 def get_meta_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors to look at types and shapes of, none of which is put together for that."""
+    """Return tensors for reading dtypes and shapes only; no tensor is assembled for that."""
     return tensors.meta_tensors if isinstance(tensors, ImageTensors) else tensors
 
 
@@ -298,7 +323,7 @@ def _copy_piece(target: Tensor, piece: ElementRange) -> None:
         return
     width = laid.numel() // len(laid)  # elements of a row
     begin, content = piece.begin, piece.elements
-    while len(content):  # a row, or as many whole ones as there are
+    while len(content):  # one row, or as many complete rows as there are
         row, column = divmod(begin, width)
         rows = 0 if column else len(content) // width
         count = rows * width or min(width - column, len(content))
@@ -306,7 +331,7 @@ def _copy_piece(target: Tensor, piece: ElementRange) -> None:
         if rows:
             laid[row : row + rows].copy_(part.reshape(rows, *laid.shape[1:]))
         else:
-            flat = laid[row].reshape(-1).clone()  # a row need not be contiguous
+            flat = laid[row].reshape(-1).clone()  # a row may not be contiguous
             flat[column : column + count] = part.to(flat)
             laid[row].copy_(flat.view(laid[row].shape))
         begin, content = begin + count, content[count:]

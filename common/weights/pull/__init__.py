@@ -1,3 +1,3 @@
-"""Fetches chunks that a host lacks, from the weight store and from hosts that have them. Open
+"""Pull of chunks that a host is missing, from the weight store and from hosts that have them. Open
 `chunk_pull.py` first.
 """

@@ -1,9 +1,8 @@
-"""Fetches the chunks that a host lacks: several at once, over connections that are kept, each from
-the store or from a host that has it, as the store says; so any number of hosts fetch a version and
-the store sends it about once.
+"""Pull of the chunks that a host is missing, several at once, over pooled connections.
 
-What comes is verified as it comes. A source that stalls, or is far slower than the others, is left
-for another one, which goes on at the byte.
+The store assigns a source to each chunk: itself, or a host that has the chunk. Any number of hosts
+can therefore fetch a version while the store sends it about once. Chunks are verified as they
+arrive. If a source stalls or is far slower than others, another one continues at the same byte.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from meshrl.common.weights.pull.incoming_chunks import IncomingChunks
 from meshrl.common.weights.store import chunk_cache
 
-MAX_STREAMS = 4  # at once; the store gives fewer while hosts relay
-REPORT_INTERVAL_S = 1.0  # between two words with the store, which forgets who says nothing
-PAUSE_S = 0.05  # after a failed transfer, twice as long after each in a row
-MAX_DOUBLINGS = 5  # times at most
-CACHE_POLL_S = 0.2  # between two looks for what other processes of the host have fetched
-SLOW_FACTOR = 8.0  # times slower than the others: beyond what sharing a link explains
-MIN_SLOW_S = 2.0  # for which it must be
-IO_TIMEOUT_S = 60.0  # to look at the directory
-LAST_REPORT_TIMEOUT_S = 1.0  # for the store to hear that it is over, which it notices itself
+MAX_STREAMS = 4  # at once; the store assigns fewer while hosts relay
+REPORT_INTERVAL_S = 1.0  # between reports to the store, which forgets silent processes
+PAUSE_S = 0.05  # after a failed transfer, doubled after each consecutive one
+MAX_DOUBLINGS = 5  # of that pause
+CACHE_POLL_S = 0.2  # between checks for chunks fetched by other processes of the host
+SLOW_FACTOR = 8.0  # times slower than the others: more than sharing a link explains
+MIN_SLOW_S = 2.0  # minimum duration before a transfer counts as slow
+IO_TIMEOUT_S = 60.0  # to check the directory
+LAST_REPORT_TIMEOUT_S = 1.0  # for the last report; the store notices the end anyway
 
 
 @dataclass(frozen=True)
 class MissingChunk:
-    """A chunk, and how many bytes it has."""
+    """Chunk to fetch, with its size."""
 
     digest: str
     size_bytes: int
@@ -58,7 +57,7 @@ class MissingChunk:
 
 @dataclass
 class PullResult:
-    """What a pull has fetched over the network, in bytes, and how long it took."""
+    """Bytes that a pull fetched over the network, and its duration."""
 
     fetched_bytes: int = 0
     duration_s: float = 0.0
@@ -75,10 +74,15 @@ async def pull_chunks(
     needed_chunks: Collection[str] = (),
     job: str = "",
 ) -> PullResult:
-    """Returns once all chunks are files of `target_store`: those that were there are not looked
-    into. The store is told of these, and of those that were `made_chunks` here, so that others get
-    them. What is `needed_chunks` beside them does not go to make room. NotFound or Damaged when the
-    store does not hold one as it was written, once all the others are there; StorageFull.
+    """Fetch chunks until all are files of `target_store`; files already there are not verified.
+
+    Chunks already there and `made_chunks` are reported to the store, so that other hosts get them.
+    `needed_chunks` are not evicted to make room.
+
+    Raises:
+        NotFound: The store does not have a chunk; raised after all others were fetched.
+        CorruptData: The store's chunk is corrupt; raised after all others were fetched.
+        StorageFull: The disk is full.
     """
     with mesh.wait("weights", on=STORE_NAME):
         lacking = {one.digest: one for one in missing}
@@ -91,7 +95,7 @@ async def pull_chunks(
 class _ChunkStream:
     origin: ChunkOrigin
     started_at: float
-    initial_bytes: int  # bytes that were there when it began
+    initial_bytes: int  # when the stream began
 
 
 class _ChunkPull:
@@ -101,10 +105,10 @@ class _ChunkPull:
         self._tracker_session = TrackerSession(mesh)
         self._missing: dict[str, MissingChunk] = {}
         self._streams: dict[asyncio.Task[bool], _ChunkStream] = {}
-        self._speeds_bytes_per_s: list[float] = []  # bytes per second of transfers that ended well
+        self._speeds_bytes_per_s: list[float] = []  # of completed transfers
         self._errors: list[MeshError] = []
         self._result = PullResult()
-        self._consecutive_failures = 0  # of transfers one after the other, in which nothing came
+        self._consecutive_failures = 0  # transfers in a row in which no byte arrived
         self._retry_policy = RetryPolicy(mesh.clock)
         self._polled_at = -CACHE_POLL_S
 
@@ -119,7 +123,7 @@ class _ChunkPull:
         self._tracker_session.add_present(made_chunks)
         await self._poll_cache()
         if not self._missing:
-            try:  # others are to know of what came to this host by another way
+            try:  # report chunks that reached this host by another transport
                 await self._tracker_session.find_server()
                 await self._tracker_session.close()
             except MeshError as error:
@@ -139,7 +143,7 @@ class _ChunkPull:
             await asyncio.gather(*self._streams, return_exceptions=True)
             self._incoming.close()
         self._result.duration_s = clock.monotonic() - began
-        if self._errors:  # all that could be had is there, so that the rest is made at once
+        if self._errors:  # raised last, so that all missing chunks are made again at once
             raise self._errors[0]
         return self._result
 
@@ -176,7 +180,7 @@ class _ChunkPull:
             return
         if (
             origin.chunk in self._chunks_in_progress()
-        ):  # the store was started anew, and does not know
+        ):  # the store restarted and has no record of the stream
             return
         now, came = self._mesh.clock.monotonic(), self._incoming.received_bytes(origin.chunk)
         size = self._missing[origin.chunk].size_bytes
@@ -226,8 +230,12 @@ class _ChunkPull:
     def _record_failure(
         self, stream: _ChunkStream, error: MeshError, *, is_gone: bool = False
     ) -> None:
-        """Another source goes on; the error, once nothing has come for too long. `is_gone`: this
-        one is not asked for the chunk again.
+        """Record a failed transfer; another source continues, unless nothing arrived for too long.
+
+        Args:
+            is_gone: Do not assign this source for the chunk again.
+        Raises:
+            MeshError: The error, once the retry policy gives up.
         """
         pair = stream.origin
         if self._incoming.received_bytes(pair.chunk) > stream.initial_bytes:
@@ -264,7 +272,9 @@ class _ChunkPull:
         self._mesh.telemetry.count("chunks_found_bytes", sum(one.size_bytes for one in found))
 
     def _cancel_slow_streams(self) -> None:
-        """Ends transfers that are far slower than others were: another source goes on."""
+        """Cancel transfers that are far slower than recent ones, so that another source
+        continues.
+        """
         if not self._speeds_bytes_per_s:
             return
         recent = sorted(self._speeds_bytes_per_s[-MAX_STREAMS * 2 :])
@@ -275,12 +285,12 @@ class _ChunkPull:
             if lasted_s > MIN_SLOW_S and moved / lasted_s * SLOW_FACTOR < usual:
                 self._speeds_bytes_per_s.append(
                     moved / lasted_s
-                )  # where none is faster, it is not left again
+                )  # lower the median, so that a slow network does not cancel every stream
                 task.cancel()
 
 
 class TrackerSession:
-    """One fetch, as the store knows it."""
+    """One fetch as registered with the store's tracker."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._store = mesh, mesh.ref(STORE_NAME)
@@ -292,24 +302,25 @@ class TrackerSession:
         self._retry_policy = RetryPolicy(mesh.clock)
 
     async def find_server(self) -> None:
-        """Looks up who serves on what this host has; StateUnavailable."""
+        """Look up the process that serves this host's chunks. StateUnavailable."""
         name = f"node/{self._mesh.settings.host}"
         found = await registry.lookup(self._mesh.state, name)
         self._server = name if found is not None and found.alive and found.bulk else ""
 
     def add_present(self, chunks: Iterable[str]) -> None:
-        """Chunks are there, and served on."""
+        """Record chunks that are on this host and served to others."""
         self._new_chunks += chunks
 
     def add_failure(self, chunk: str, source: str, *, is_gone: bool) -> None:
-        """A chunk has not come from a source. `is_gone`: that has not got it as it should be."""
+        """Record a failed transfer. `is_gone`: the source does not have a valid chunk."""
         self._failed_transfers.append(FailedTransfer(chunk, source, is_gone))
 
     async def request_sources(
         self, missing: Iterable[str], max_chunks: int
     ) -> SourceAssignments | None:
-        """Who is to be asked for what; None while the store does not answer. Its error, once that
-        has lasted for too long.
+        """Request sources for chunks from the store; None while it does not answer.
+
+        Its error is raised once that lasts too long.
         """
         held, failed, self._new_chunks, self._failed_transfers = (
             self._new_chunks,
@@ -341,7 +352,7 @@ class TrackerSession:
         return answer
 
     async def close(self) -> None:
-        """Tells the store that nothing more is fetched, and what has come last."""
+        """Report the last chunks and the end of the fetch to the store."""
         self._retry_policy.close()
         host = self._mesh.settings.host
         if not (self._new_chunks or self._failed_transfers or self._is_registered):

@@ -1,5 +1,6 @@
-"""Chunks on their way to a directory of this host: each from one source at a time, and from another
-one where the last has left off.
+"""Chunks being fetched to a store of this host, each from one source at a time.
+
+When a source fails, another one continues at the same byte.
 """
 
 from __future__ import annotations
@@ -12,31 +13,34 @@ from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from meshrl.common.weights.chunks.partial_file import PartialFile
 
-STALL_TIMEOUT_S = (
-    2.0  # without a byte: another source is asked; within a host's lease, which lasts longer
-)
-ENTRY_MAX_AGE_S = 5.0  # that a source's entry is believed: where it does not hold, a transfer fails
-COMMIT_TIMEOUT_S = 60.0  # for a disk to name a file
+STALL_TIMEOUT_S = 2.0  # without a byte, then another source continues; shorter than a host's lease
+ENTRY_MAX_AGE_S = 5.0  # of a cached registry entry: if it is outdated, a transfer fails
+COMMIT_TIMEOUT_S = 60.0  # for a disk to rename a file
 
 
 class IncomingChunks:
-    """The chunks of one pull. To leave it is to forget what has not come as a whole."""
+    """Incoming chunks of one pull; `close` discards incomplete ones."""
 
     def __init__(self, mesh: Mesh, bulk: BulkClient, target_store: ChunkStore, job: str) -> None:
         self._mesh, self._bulk, self._target_store, self._job = mesh, bulk, target_store, job
         self._partial_files: dict[str, PartialFile] = {}
-        self._sources_by_chunk: dict[str, set[str]] = {}  # sources by chunk, while it is not whole
+        self._sources_by_chunk: dict[str, set[str]] = {}  # sources by incomplete chunk
         self._entries: dict[str, tuple[float, registry.RegistryEntry]] = {}
 
     def received_bytes(self, chunk: str) -> int:
-        """How many bytes of a chunk have come."""
+        """Return the received bytes of a chunk."""
         return self._partial_files[chunk].received_bytes if chunk in self._partial_files else 0
 
     async def fetch_from(self, chunk: str, size_bytes: int, source: str) -> bool:
-        """Returns once a chunk of so many bytes is there as a whole: False, another process of this
-        host has fetched it before. NotFound: the source has not got it; Damaged: what it has is not
-        the chunk, and the source is to blame; PeerLost, DeadlineExceeded: go on with another
-        source; StorageFull.
+        """Fetch a chunk of `size_bytes` from a source until it is complete.
+
+        Returns:
+            False if another process of this host had fetched it before.
+        Raises:
+            NotFound: The source does not have it.
+            CorruptData: The source has corrupt data.
+            PeerLost, DeadlineExceeded: Continue with another source.
+            StorageFull: The disk is full.
         """
         if await self._mesh.host.run_blocking(
             self._target_store.mark_used, chunk, deadline_s=COMMIT_TIMEOUT_S
@@ -57,7 +61,7 @@ class IncomingChunks:
         sources.add(source)
         try:
             await self._bulk.fetch_part(entry, partial, size_bytes, stall_s=STALL_TIMEOUT_S)
-        except CorruptData:  # it has another size there: what others sent may be right
+        except CorruptData:  # its size differs there: bytes of other sources may be valid
             await self._raise_corruption(chunk, source, is_only_source=True)
         except PeerLost:
             self._entries.pop(source, None)
@@ -71,18 +75,20 @@ class IncomingChunks:
         return True
 
     def discard(self, chunk: str) -> None:
-        """Nobody waits for a chunk any more."""
+        """Discard an incomplete chunk."""
         self._sources_by_chunk.pop(chunk, None)
         if (partial := self._partial_files.pop(chunk, None)) is not None:
             partial.discard()
 
     def close(self) -> None:
-        """Forgets all."""
+        """Discard all incomplete chunks."""
         for chunk in list(self._partial_files):
             self.discard(chunk)
 
     async def _raise_corruption(self, chunk: str, source: str, is_only_source: bool) -> None:
-        """Damaged where the source is to blame; PeerLost where it may be another, or the way."""
+        """Raise CorruptData if the source's data is corrupt, PeerLost if another source or transit
+        may be.
+        """
         changed = f"chunk {chunk} arrived changed"
         if not is_only_source:
             raise PeerLost(changed, where=source)

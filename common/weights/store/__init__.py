@@ -1,1 +1,1 @@
-"""The weight store as its clients see it. Open `weight_store_client.py` first."""
+"""Client side of the weight store. Open `weight_store_client.py` first."""

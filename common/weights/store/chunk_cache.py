@@ -1,9 +1,8 @@
-"""The chunks of weights that a host has fetched from the weight store of another host: each crosses
-the network once for all processes of the host.
+"""Host cache of weight chunks: each chunk crosses the network once for all processes of a host.
 
-They lie in `<run_root>/chunks/<d[:2]>/<d>` under their digests, by which they are checked when they
-are read. Whoever needs a chunk first fetches it while the others wait. It is a cache: what cannot
-be read, kept or waited for is fetched from the store, and nothing fails for it.
+Chunks are files `<run_root>/chunks/<d[:2]>/<d>`, named by digest and checked when read. The first
+process that needs a chunk fetches it while the others wait. A chunk that cannot be read, saved or
+waited for is fetched from the store, so a failing cache causes no errors.
 """
 
 from __future__ import annotations
@@ -27,23 +26,24 @@ from meshrl.common.weights.bulk.port import BulkServer, serve_chunks
 from meshrl.common.weights.chunks.chunk_store import ChunkStore, make_write_error, try_lock
 
 CHUNKS_FOLDER, LOCKS_FOLDER = "chunks", ".locks"  # below the root, and there
-POLL_S = 0.02  # how often one who waits for another's fetch looks: little beside moving a chunk
+POLL_S = 0.02  # between checks of the lock: short compared to moving a chunk
 LOCK_TIMEOUT_S = 120.0  # for another process to fetch a chunk: as long as the bulk port may take
-IO_TIMEOUT_S = 60.0  # to read or write a chunk; a disk that takes longer is no help
-MAX_UNUSED_S = 3600.0  # versions follow each other in minutes, and restarts of engines too
-DISK_DIVISOR = 4  # chunks take no more than one part in so many of what the disk has for them
+IO_TIMEOUT_S = 60.0  # to read or write a chunk; a slower disk is of no use
+MAX_UNUSED_S = 3600.0  # versions follow within minutes, as do restarts of engines
+DISK_DIVISOR = 4  # chunks take at most this fraction of the disk space available to them
 
 
 def open_cache(mesh: Mesh) -> ChunkStore | None:
-    """The chunks of a process's host; None where none are kept."""
+    """Return the chunk cache of the process's host; None if the host has none."""
     if not mesh.settings.chunks_bytes:
         return None
     return ChunkStore(Path(mesh.settings.run_root) / CHUNKS_FOLDER, mesh.clock.wall)
 
 
 def serve_cache(mesh: Mesh) -> BulkServer | None:
-    """The bulk port by which a host's agent gives others what this host has fetched, until it is
-    closed; None: it keeps nothing.
+    """Serve this host's cached chunks to other hosts until the server is closed.
+
+    None if the host has no cache.
     """
     chunks = open_cache(mesh)
     return None if chunks is None else serve_chunks(mesh, chunks, accepts_uploads=False)
@@ -51,21 +51,21 @@ def serve_cache(mesh: Mesh) -> BulkServer | None:
 
 @dataclass(frozen=True)
 class VersionToFetch:
-    """A committed version, and what a host lacks of it."""
+    """Committed version, and the chunks of it that a host is missing."""
 
     job: str
-    manifest_digest: str  # digest
-    missing: Mapping[str, int]  # bytes of chunks by digest
-    # All of its chunks that are wanted: those that are here do not go to make room for the others.
+    manifest_digest: str
+    missing: Mapping[str, int]  # bytes by digest
+    # All selected chunks of the version: those on this host are not evicted for the others.
     needed_chunks: Collection[str] = frozenset()
 
     @property
     def missing_bytes(self) -> int:
-        """That the host lacks."""
+        """Bytes of the missing chunks."""
         return sum(self.missing.values())
 
     def find_still_missing(self, target_store: ChunkStore) -> dict[str, int]:
-        """Those of the chunks that are no files of `target_store` by now."""
+        """Return the chunks that are still no files of `target_store`."""
         return {
             digest: size for digest, size in self.missing.items() if not target_store.has(digest)
         }
@@ -74,9 +74,12 @@ class VersionToFetch:
 async def free_space(
     mesh: Mesh, chunks: ChunkStore, wanted_bytes: int, needed_chunks: Collection[str] = ()
 ) -> None:
-    """Makes room for so many bytes, if it is in this host's own chunks: those go that were not used
-    for longest, and none that is `needed_chunks` beside what is wanted. StorageFull when there
-    cannot be so much.
+    """Evict least recently used chunks from this host's own cache to make room for `wanted_bytes`.
+
+    Chunks in `needed_chunks` stay. Other stores are left unchanged.
+
+    Raises:
+        StorageFull: There is too little space.
     """
     own = open_cache(mesh)
     if own is None or own.directory != chunks.directory:
@@ -107,16 +110,17 @@ async def fetch_through_cache(
     fetch: Callable[[], Awaitable[bytes]],
     needed_chunks: Collection[str] = (),
 ) -> bytes:
-    """The bytes of a chunk: those that this host has, or what `fetch` brings from the store, whose
-    errors are raised. It is kept if there is room without what is `needed_chunks`. `chunks_found`
-    and `chunks_fetched` are counted, and the bytes of both.
+    """Return a chunk from the cache, or what `fetch` returns, whose errors are raised.
+
+    A fetched chunk is saved if there is space without evicting `needed_chunks`. Counts
+    `chunks_found` and `chunks_fetched`, and the bytes of both.
     """
     chunks = open_cache(mesh)
     if chunks is None:
         return await fetch()
     content = await _read_cached(mesh, chunks, digest)
     if content is None:
-        # One lock for all chunks of a folder: so there are few, and none must ever go.
+        # One lock for all chunks of a folder: there are few lock files, and none is ever removed.
         async with fetch_lock(mesh, chunks.directory / LOCKS_FOLDER / digest[:2]):
             content = await _read_cached(mesh, chunks, digest)
             if content is None:
@@ -134,7 +138,7 @@ async def _read_cached(mesh: Mesh, chunks: ChunkStore, digest: str) -> bytes | N
         except CorruptData:
             chunks.chunk_path(digest).unlink(missing_ok=True)
             raise
-        chunks.mark_used(digest)  # see `_room`
+        chunks.mark_used(digest)  # see `_evict_chunks`
         return content
 
     try:
@@ -151,8 +155,8 @@ async def _read_cached(mesh: Mesh, chunks: ChunkStore, digest: str) -> bytes | N
 
 
 async def save_chunk(mesh: Mesh, digest: str, content: bytes | memoryview) -> None:
-    """Puts a chunk that this host has made where others of it find it, if it can be: who serves it
-    on, and who makes deltas of it.
+    """Save a chunk made on this host in its cache, if possible, to be served and used for
+    deltas.
     """
     chunks = open_cache(mesh)
     if chunks is not None and not chunks.has(digest):
@@ -171,7 +175,7 @@ async def _save_chunk(
     def write() -> bool:
         chunks.directory.mkdir(parents=True, exist_ok=True)
         there = _evict_chunks(chunks.directory, size, most_bytes, needed_chunks)
-        if there:  # not durably: whoever reads it finds what a power cut has changed
+        if there:  # not durable: readers detect what a power failure corrupted
             chunks.save(digest, content)
         return there
 
@@ -187,15 +191,16 @@ async def _save_chunk(
 def _evict_chunks(
     directory: Path, wanted_bytes: int, max_bytes: int, needed_chunks: Collection[str] = ()
 ) -> bool:
-    """Removes chunks, those that were not used for longest first, until there is room for more.
-    None goes that is needed; and none at all where there would be too little room without those.
+    """Remove least recently used chunks until there is space for `wanted_bytes` more.
+
+    Needed chunks stay. Nothing is removed if the space would still be too small.
     """
     there = _list_chunk_files(directory)
     held = sum(size for _, size, _ in there)
     most = min(max_bytes, (shutil.disk_usage(directory).free + held) // DISK_DIVISOR)
     may_go = []
     for one in there:
-        # One in the making (`.DIGEST.PID.NUMBER`) by another process may have been left there.
+        # A scratch file (`.DIGEST.PID.NUMBER`) of another process may be a leftover.
         name, *begun = one[-1].name.removeprefix(".").split(".")
         if name not in needed_chunks or (begun and begun[0] != str(os.getpid())):
             may_go.append(one)
@@ -219,8 +224,10 @@ def _list_chunk_files(directory: Path) -> list[tuple[float, int, Path]]:
 
 
 def remove_unused(root: Path, now_s: float) -> None:
-    """Removes chunks below a host's root that nobody has used for long, and what processes that
-    ended had begun to write. `now_s`: of the wall clock.
+    """Remove chunks unused for `MAX_UNUSED_S`, and scratch files of exited processes.
+
+    Args:
+        now_s: Wall time in seconds.
     """
     for used, _, path in _list_chunk_files(root / CHUNKS_FOLDER):
         if used < now_s - MAX_UNUSED_S:
@@ -229,8 +236,9 @@ def remove_unused(root: Path, now_s: float) -> None:
 
 @asynccontextmanager
 async def fetch_lock(mesh: Mesh, path: Path) -> AsyncIterator[None]:
-    """Begins when no other process fetches under the same lock, which ends with its process; or
-    when one has done so for too long, or there can be no lock.
+    """Hold a file lock for a fetch; the lock ends with its process.
+
+    It proceeds without the lock after `LOCK_TIMEOUT_S`, or if no lock file can be made.
     """
     descriptor = -1
     with suppress(OSError):

@@ -1,10 +1,10 @@
-"""A job's files on the host of a process: where its run is at home, or fetched by their digests.
+"""Files of a job on a process's host: at the run's directory, or fetched by digest.
 
-Elsewhere a bundle lies in `<run_root>/bundles/<digest>/`, for all processes of the host. Each of
-its folders (`data`, `model`, `modules`, `tokenizer`, ...) is there whole or not at all: whoever
-needs it first fetches it, the others wait. Bundles that nobody has used for longest go when there
-are too many bytes. What the host's processes write of a run lies in `<run_root>/runs/<job>/<when it
-came on record>/`.
+On other hosts than the run host, a bundle is in `<run_root>/bundles/<digest>/`, shared by all
+processes of the host. Each of its folders (`data`, `model`, `modules`, `tokenizer`, ...) is
+complete or absent: the first process that needs one fetches it, and the others wait. Least recently
+used bundles are removed when they take too many bytes. Files that the host's processes write for a
+run are in `<run_root>/runs/<job>/<time of its record>/`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.store.weight_store_client import fetch_file, publish_files
 
 BUNDLES_FOLDER, RUNS_FOLDER = "bundles", "runs"  # below the root
-USED_MARKER = ".used"  # of a bundle: held by who uses it, and touched by who begins to
-FETCHING_PREFIX = ".fetching-"  # begins the name of a folder that is being fetched
-REMOVED_PREFIX = ".gone-"  # begins the name of what is being removed
-MAX_UNUSED_BYTES = 64 << 30  # that bundles take which nobody uses: as much as the largest one
-POLL_S = 0.2  # how often one who waits for another's fetch looks
-PUBLICATION_MAX_AGE_S = 3600.0  # of the hours that the store keeps what was published
+USED_MARKER = ".used"  # of a bundle: locked by its users, touched at each new use
+FETCHING_PREFIX = ".fetching-"  # prefix of a folder being fetched
+REMOVED_PREFIX = ".gone-"  # prefix of a folder being removed
+MAX_UNUSED_BYTES = 64 << 30  # of unused bundles: as much as the largest one
+POLL_S = 0.2  # between checks for another process's fetch
+PUBLICATION_MAX_AGE_S = 3600.0  # the store retains published files for a few hours
 FETCH_TIMEOUT_S = 12 * 3600.0  # for another process to fetch a bundle of any size
-IO_TIMEOUT_S = 600.0  # to look at, sync or remove a folder of any size
-# Descriptors by which this process holds the bundles that it uses, one for each use.
+IO_TIMEOUT_S = 600.0  # to inspect, sync or remove a folder of any size
+# Descriptors that lock the bundles this process uses, one per use.
 _held_descriptors: dict[str, list[int]] = {}
 
 
 async def open_local_job(mesh: Mesh, row: JobRow) -> JobData:
-    """The job of a row, with its bundle on this host, computed on what this process's worker is.
-    Damaged when the bundle is not what was packed and there is no other, StorageFull.
+    """Open the job of a row with its bundle on this host, for the device of this process's worker.
+
+    Raises:
+        CorruptData: The bundle is not what was packed, and there is no other copy.
+        StorageFull: The disk is full.
     """
     data = JobData.from_document(row.id, row.document, row.run_dir).for_device(mesh.settings.device)
     if await is_on_run_host(mesh, data.run_dir):
@@ -61,8 +64,9 @@ async def open_local_job(mesh: Mesh, row: JobRow) -> JobData:
 
 
 async def is_on_run_host(mesh: Mesh, path: Path) -> bool:
-    """Whether `path`, of the host where runs are at home, is the same here; NotThere is waited for.
-    On the one host of a mesh that takes no others nobody needs to say where home is.
+    """Return True if `path` of the run host is the same file here; waits for the run host's record.
+
+    A mesh of one host that accepts no others needs no such record.
     """
 
     found = await retry(mesh.clock, lambda: _look_up_run_host(mesh))
@@ -73,7 +77,7 @@ async def is_on_run_host(mesh: Mesh, path: Path) -> bool:
 
 
 async def is_run_host(mesh: Mesh) -> bool:
-    """Whether runs are at home on this very host."""
+    """Return True if this host is the run host."""
     found = await _look_up_run_host(mesh)
     return found is None or found.host == mesh.settings.host
 
@@ -88,18 +92,19 @@ async def _look_up_run_host(mesh: Mesh) -> RunHost | None:
 
 
 def local_run_directory(mesh: Mesh, row: JobRow) -> Path:
-    """Where a host that does not see the run's home keeps its files of the run."""
+    """Return the directory of a run's files on a host that does not see the run's directory."""
     return Path(mesh.settings.run_root) / RUNS_FOLDER / row.id / str(row.since_ms)
 
 
 def bundle_directory(root: str | Path, digest: str) -> Path:
-    """Where the bundle of a digest lies on a host with this root, if it was fetched."""
+    """Return the path of a bundle on a host with this root, fetched or not."""
     return Path(root) / BUNDLES_FOLDER / digest
 
 
 async def fetch_bundle(mesh: Mesh, row: JobRow, only_folders: Iterable[str] = ()) -> Path:
-    """The bundle's directory on this host, with all of it, or with some of its folders, fetched
-    from wherever it is at home; it stays until it is released, or this process ends.
+    """Fetch a bundle, or some of its folders, to this host and return its directory.
+
+    The bundle is not removed until it is released or this process exits.
     """
     files, digest = bundle_files.read_file_list(row.document), str(row.document["bundle"]["digest"])
     folders = set(only_folders) or {Path(name).parts[0] for name in files}
@@ -108,7 +113,7 @@ async def fetch_bundle(mesh: Mesh, row: JobRow, only_folders: Iterable[str] = ()
     holding = asyncio.ensure_future(run(_hold_bundle, directory, deadline_s=IO_TIMEOUT_S))
     try:
         await asyncio.shield(holding)
-    except asyncio.CancelledError:  # its thread goes on, and holds the bundle yet
+    except asyncio.CancelledError:  # its thread continues and will lock the bundle
         holding.add_done_callback(
             lambda held: None if held.cancelled() or held.exception() else release_bundle(directory)
         )
@@ -121,7 +126,7 @@ async def fetch_bundle(mesh: Mesh, row: JobRow, only_folders: Iterable[str] = ()
                     directory,
                     (FETCHING_PREFIX, REMOVED_PREFIX),
                     deadline_s=IO_TIMEOUT_S,
-                )  # were cut off
+                )  # left by interrupted fetches
                 for folder in sorted(
                     await run(_find_missing_folders, directory, folders, deadline_s=IO_TIMEOUT_S)
                 ):
@@ -134,14 +139,17 @@ async def fetch_bundle(mesh: Mesh, row: JobRow, only_folders: Iterable[str] = ()
 
 
 async def find_local_modules(mesh: Mesh, modules: str, bundle_digest: str) -> str:
-    """The directory of a bundle's modules on this host, of which others know where it is at home
-    and its bundle's digest. NotThere until the host's agent has fetched it, which may and this
-    process may not.
+    """Return the directory of a bundle's modules on this host.
+
+    Args:
+        modules: Their directory on the run host.
+    Raises:
+        ServiceUnavailable: The host's agent has not fetched them yet; this process may not.
     """
     if not bundle_digest or await is_on_run_host(mesh, Path(modules)):
         return modules
     directory = bundle_directory(mesh.settings.run_root, bundle_digest)
-    if not _held_descriptors.get(str(directory)):  # it asks again and again, and never lets go
+    if not _held_descriptors.get(str(directory)):  # the caller repeats this and never releases it
         await mesh.host.run_blocking(_hold_bundle, directory, deadline_s=IO_TIMEOUT_S)
     if await mesh.host.run_blocking(
         _find_missing_folders, directory, {MODULES}, deadline_s=IO_TIMEOUT_S
@@ -151,7 +159,7 @@ async def find_local_modules(mesh: Mesh, modules: str, bundle_digest: str) -> st
 
 
 def release_bundle(directory: Path) -> None:
-    """One who has used the bundle in this process does so no longer."""
+    """Release one use of the bundle by this process."""
     if held := _held_descriptors.get(str(directory)):
         os.close(held.pop())
 
@@ -165,7 +173,7 @@ async def _fetch_folder(mesh: Mesh, row: JobRow, directory: Path, folder: str) -
     scratch = directory / f"{FETCHING_PREFIX}{folder}.{mesh.random.hex_token(4)}"
     files, since = await publish_files(mesh, asked), mesh.clock.monotonic()
 
-    def appear() -> None:  # fails, if nobody waits any more, once the scratch has been removed
+    def appear() -> None:  # fails after a cancellation, once the scratch was removed
         fsync_tree(scratch)
         (scratch / folder).rename(directory / folder)
 
@@ -183,8 +191,8 @@ async def _fetch_folder(mesh: Mesh, row: JobRow, directory: Path, folder: str) -
 
 
 def _remove_folder(directory: Path) -> None:
-    """Takes it out of everybody's way before anything in it goes: a thread that is about to give it
-    its place has it whole, or not at all.
+    """Rename a folder before deleting it, so that a concurrent thread installs all of it or
+    nothing.
     """
     gone = directory.with_name(f"{REMOVED_PREFIX}{directory.name.lstrip('.')}")
     with suppress(FileNotFoundError):
@@ -216,7 +224,7 @@ async def _fetch_lock(mesh: Mesh, directory: Path) -> AsyncIterator[None]:
         os.close(descriptor)
 
 
-# -- what stays ------------------------------------------------------------------------------------
+# -- retention -------------------------------------------------------------------------------------
 
 
 def _hold_bundle(directory: Path) -> None:
@@ -225,11 +233,11 @@ def _hold_bundle(directory: Path) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except (FileExistsError, FileNotFoundError):  # it was removed in between, as below
+        except (FileExistsError, FileNotFoundError):  # removed concurrently
             if directory.is_file():
                 raise
             continue
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # whoever removes it looks for a moment only
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # a remover holds its lock only for a moment
         if is_file_at(descriptor, place):
             os.utime(place)
             _held_descriptors.setdefault(str(directory), []).append(descriptor)
@@ -238,14 +246,12 @@ def _hold_bundle(directory: Path) -> None:
 
 
 def remove_leftovers(bundles: Path) -> None:
-    """Removes what a process that ended had begun to remove. Where one still does, both do."""
+    """Finish removals that an exited process began; concurrent removals do no harm."""
     _remove_by_prefix(bundles, REMOVED_PREFIX)
 
 
 def evict_bundles(bundles: Path, max_bytes: int) -> None:
-    """Removes bundles that no process of this host uses, those that were not used for longest
-    first, until what is left has `max_bytes` at most.
-    """
+    """Remove least recently used bundles that no process of this host uses, down to `max_bytes`."""
     found = []
     for directory in bundles.iterdir():
         if directory.name.startswith(REMOVED_PREFIX):
@@ -267,8 +273,8 @@ def evict_bundles(bundles: Path, max_bytes: int) -> None:
 
 
 def _remove_if_unused(directory: Path) -> bool:
-    """Whether nobody uses the bundle; then it is gone."""
-    # With its mark, on which others wait: they find that it is elsewhere, and begin anew.
+    """Remove the bundle and return True if no process uses it."""
+    # The marker moves too: processes that wait for it notice the move and start again.
     aside = directory.with_name(f"{REMOVED_PREFIX}{directory.name}.{os.getpid()}")
     with try_lock_file(directory / USED_MARKER) as nobody:
         if not nobody:

@@ -1,4 +1,4 @@
-"""A client of the weight store's bulk port: writes and reads finished groups, chunks of weights and
+"""Client of the weight store's bulk port: writes and reads finished groups, weight chunks and
 files.
 """
 
@@ -28,11 +28,11 @@ from meshrl.common.weights.chunks.chunk_store import CorruptionEvent
 from meshrl.common.weights.chunks.partial_file import PartialFile
 from meshrl.common.weights.store import chunk_cache
 
-STALL_TIMEOUT_S = 2.0  # without a byte: what can be done without is
+STALL_TIMEOUT_S = 2.0  # without a byte, for dispensable data
 
 
 async def look_up_store(mesh: Mesh) -> registry.RegistryEntry:
-    """The weight store's entry; NotThere while it has no live lease."""
+    """Return the weight store's registry entry. ServiceUnavailable: it has no live lease."""
     entry = await registry.lookup(mesh.state, STORE_NAME)
     if entry is None or not entry.alive:
         raise ServiceUnavailable("the weight store has no live lease", fix="it is being restarted")
@@ -47,7 +47,7 @@ async def put_chunk(
     *,
     space: str = WEIGHTS,
 ) -> str:
-    """Writes bytes durably, waiting for the store if need be; their digest."""
+    """Write bytes durably, waiting for the store if necessary, and return their digest."""
 
     return await _write_with_retry(
         mesh, bulk, wait_reason, lambda entry: bulk.put_chunk(entry, content, space=space)
@@ -55,7 +55,7 @@ async def put_chunk(
 
 
 async def publish_pending_events(mesh: Mesh, pending_events: deque[CorruptionEvent]) -> None:
-    """Tells of chunks that a writer has found damaged, and written again."""
+    """Publish events of chunks that a writer found corrupt and wrote again."""
     while pending_events:
         await retry(
             mesh.clock,
@@ -75,12 +75,18 @@ async def fetch_chunk(
     needed_chunks: Collection[str] | None = None,
     timeout_s: float | None = None,
 ) -> bytes:
-    """The bytes of a digest, once the store is there; NotFound when it does not hold them, Damaged
-    when they are not what was written. The store has set them aside then, and told of it as of a
-    file of the job. `needed_chunks`: other processes of this host need them, too, and may have
-    fetched them; the store is not asked then, and these chunks do not go to make room for them.
-    `timeout_s`: of something that is done without as well, which is tried once, for so long;
-    DeadlineExceeded, also when nothing moves for `STALL_S`.
+    """Return the bytes of a digest, waiting for the store if necessary.
+
+    Args:
+        needed_chunks: If given, use the host's chunk cache, because other processes of this host
+            need
+            these chunks too; they are not evicted.
+        timeout_s: Try once for so long, for data that is dispensable; also fail after
+            `STALL_TIMEOUT_S` without a byte.
+    Raises:
+        NotFound: The store does not have the bytes.
+        CorruptData: They are corrupt; the store has quarantined them and reported it for the job.
+        DeadlineExceeded: `timeout_s` has passed.
     """
     bounds = {} if timeout_s is None else {"deadline_s": timeout_s, "stall_s": STALL_TIMEOUT_S}
 
@@ -107,7 +113,7 @@ async def fetch_chunk(
 
 
 async def put_file(mesh: Mesh, bulk: BulkClient, path: Path, wait_reason: str) -> str:
-    """Writes what a file holds durably, as `put`; it may be more than memory holds."""
+    """Write a file's content durably, as `put_chunk`; it may exceed memory."""
 
     return await _write_with_retry(
         mesh, bulk, wait_reason, lambda entry: bulk.put_file(entry, path)
@@ -140,8 +146,9 @@ async def fetch_file(
     kind: str = "weights",
     space: str = WEIGHTS,
 ) -> None:
-    """Puts the bytes of a digest into a file, as `get`: whole, durable and with mode 0600, or not
-    at all. What has arrived when the store goes away is kept until it is back.
+    """Write the bytes of a digest to a file: complete, durable and with mode 0600, or not at all.
+
+    It retries as `fetch_chunk` does; bytes received before an outage of the store are retained.
     """
 
     async def once() -> None:
@@ -156,8 +163,9 @@ async def fetch_file(
 
 
 async def publish_files(mesh: Mesh, request: FilePublication) -> dict[str, str]:
-    """The digests by path of files at a run's home, once they are chunks of the store; it takes as
-    long as it takes to copy them, where they are not on its disk. NotFound, Damaged.
+    """Make files on the run host chunks of the store, and return their digests by path.
+
+    It takes as long as copying them, unless they are on the store's disk. NotFound, CorruptData.
     """
     store = mesh.ref(STORE_NAME)
     with mesh.wait(f"files of {request.job} to be published", on=STORE_NAME):
@@ -168,7 +176,9 @@ async def publish_files(mesh: Mesh, request: FilePublication) -> dict[str, str]:
 
 
 async def assemble_checkpoint(mesh: Mesh, request: CheckpointAssembly) -> None:
-    """Returns once the store has made a checkpoint's directory at the run's home of its chunks."""
+    """Wait until the store has assembled a checkpoint's directory on the run host from its
+    chunks.
+    """
     store = mesh.ref(STORE_NAME)
     with mesh.wait(f"checkpoint {request.name} to be laid out", on=STORE_NAME):
         while not await retry(mesh.clock, lambda: store.call(Weights.assemble_checkpoint, request)):
@@ -176,8 +186,10 @@ async def assemble_checkpoint(mesh: Mesh, request: CheckpointAssembly) -> None:
 
 
 async def _verify_in_store(mesh: Mesh, digest: str, kind: str, job: str, space: str) -> None:
-    """PeerLost when it was not the store that changed the bytes, but the way. `kind`: of
-    `meshrl.common.base.files.corruption`.
+    """Raise PeerLost if the store's chunk is valid: then the bytes were corrupted in transit.
+
+    Args:
+        kind: A kind of `meshrl.common.base.files.corruption`.
     """
     if await mesh.ref(STORE_NAME).call(
         Weights.verify_chunk, ChunkVerification(digest, kind, job, space)
@@ -188,8 +200,13 @@ async def _verify_in_store(mesh: Mesh, digest: str, kind: str, job: str, space: 
 async def fetch_checkpoint(
     mesh: Mesh, bulk: BulkClient, job: str, name: str, folders: Sequence[str], directory: Path
 ) -> None:
-    """Makes `directory` of a checkpoint's files, those that `folders` names or that lie below its
-    folders, from wherever the run is at home; NotFound or Damaged when one is not what was written.
+    """Fetch a checkpoint's files into `directory` from the run host.
+
+    Args:
+        folders: Files to fetch, or folders whose files to fetch.
+    Raises:
+        NotFound: A file is missing.
+        CorruptData: A file is not what was written.
     """
     files = await publish_files(mesh, FilePublication(job, name, list(folders)))
     check_paths(files)

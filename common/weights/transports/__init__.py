@@ -1,3 +1,4 @@
-"""The ways by which a version reaches a host: one file a way (`version_fetcher.py`, to open first,
-has what each must do and the plainest), and which one is taken (`selector.py`).
+"""Transports of versions to a host, one file each, and the choice between them (`selector.py`).
+
+Open `version_fetcher.py` first: it has the interface and the pull.
 """

@@ -1,6 +1,7 @@
-"""The publishing side of a broadcast: who asks for a version within a moment of each other forms a
-group with the core, once and under a name that no group has had; who comes later fetches for
-itself. So nobody waits for anybody who may not come.
+"""Publishing side of a broadcast.
+
+Hosts that request a version within `GROUPING_WINDOW_S` form a group with the core, once and under a
+new name. Later hosts pull the version. No member waits for a host that may not join.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from meshrl.common.weights.transports.rendezvous import (
     parse_port_range,
 )
 
-GROUPING_WINDOW_S = 0.3  # hosts hear of a version within milliseconds, and look at what they lack
-MEMBER_TIMEOUT_S = (
-    5.0  # that a member may keep the others waiting: long beside moving a chunk of 64 MiB
+GROUPING_WINDOW_S = (
+    0.3  # hosts learn of a version within milliseconds, and check what they are missing
 )
-BROADCAST_TIMEOUT_S = 600.0  # for all of it
-IO_TIMEOUT_S = 10.0  # to look which chunks are here
+MEMBER_TIMEOUT_S = (
+    5.0  # of a member that delays the others: long compared to moving a chunk of 64 MiB
+)
+BROADCAST_TIMEOUT_S = 600.0  # for a whole broadcast
+IO_TIMEOUT_S = 10.0  # to check which chunks are here
 
 OpenLocalStore = Callable[[], Awaitable[ChunkStore | None]]
 
@@ -52,7 +55,7 @@ class _BroadcastAttempt:
 
     @property
     def missing_chunks(self) -> dict[str, int]:
-        """What one of them lacks or more do; each as the first has it."""
+        """Chunks that at least one member is missing, with the size given by the first request."""
         found: dict[str, int] = {}
         for asked, _ in self.requests:
             found |= {d: size for d, size in asked.missing.items() if d not in found}
@@ -65,7 +68,7 @@ class _BroadcastAttempt:
 
 
 def make_store_opener(mesh: Mesh, bulk: BulkClient) -> OpenLocalStore:
-    """The store's own chunks, for who is on its host; elsewhere those that this host keeps."""
+    """Return a function that opens the store on its host, and the chunk cache on other hosts."""
 
     async def files() -> ChunkStore | None:
         return await bulk.open_local_store(await look_up_store(mesh)) or chunk_cache.open_cache(
@@ -76,23 +79,26 @@ def make_store_opener(mesh: Mesh, bulk: BulkClient) -> OpenLocalStore:
 
 
 class Broadcaster:
-    """One for a job, in the process of its core."""
+    """Broadcaster of a job's versions, one in the process of its core."""
 
     def __init__(self, mesh: Mesh, open_local_store: OpenLocalStore, backend: str = "auto") -> None:
-        """`open_local_store`: the chunks that are files of this host. `backend`: gloo, nccl, or
-        auto: nccl where this process and all who ask have a GPU.
+        """Create the broadcaster.
+
+        Args:
+            open_local_store: Opens the chunk files of this host.
+            backend: gloo, nccl, or auto: nccl if this process and all members have a GPU.
         """
         self._mesh, self._open_local_store, self._backend = mesh, open_local_store, backend
-        self._manifest_digest = ""  # what may be asked for
+        self._manifest_digest = ""  # the version that may be requested
         self._open_attempt: _BroadcastAttempt | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def set_version(self, manifest_digest: str) -> None:
-        """From now on this version may be asked for, and no earlier one."""
+        """Set the only version that may be requested from now on."""
         self._manifest_digest = manifest_digest
 
     async def join_broadcast(self, request: BroadcastRequest) -> BroadcastPlan:
-        """Where the host that asks meets the others. See `BroadcastPlan`."""
+        """Return the requesting host's plan of a broadcast; see `BroadcastPlan`."""
         attempt = self._open_attempt
         if attempt is None or attempt.manifest_digest != request.manifest:
             if request.manifest != self._manifest_digest or self._tasks:
@@ -107,7 +113,7 @@ class Broadcaster:
         return await told
 
     async def stop(self) -> None:
-        """Ends what goes on."""
+        """Cancel running broadcasts."""
         running = list(self._tasks)
         for task in running:
             task.cancel()
@@ -125,7 +131,7 @@ class Broadcaster:
         finally:
             if self._open_attempt is attempt:
                 self._open_attempt = None
-            attempt.send_plan(BroadcastPlan())  # to whom nothing was said
+            attempt.send_plan(BroadcastPlan())  # members without a plan
 
     async def _send_attempt(self, attempt: _BroadcastAttempt) -> None:
         mesh, files = self._mesh, await self._open_local_store()
@@ -179,7 +185,7 @@ _MEMBER_TIMEOUT = timedelta(seconds=MEMBER_TIMEOUT_S)
 
 
 class BroadcastSenderGroup(BroadcastGroup):
-    """A sender's part, on a thread."""
+    """Sending member of a broadcast, run on a thread."""
 
     def __init__(
         self, plan: BroadcastPlan, chunks: ChunkStore, gloo_interface: dict[str, str]
@@ -188,7 +194,7 @@ class BroadcastSenderGroup(BroadcastGroup):
         self._chunks = chunks
 
     def run(self, store: Store) -> None:
-        """Sends all of its chunks to whoever has joined. PeerLost."""
+        """Send all its chunks to the members. PeerLost: a member was lost."""
         self.join(store)
         self.send(map(self._map_chunk, self._sender.chunks))
 

@@ -1,8 +1,8 @@
-"""By broadcast from the core: gloo, or nccl between GPUs, into one process of each host, which
-keeps the chunks for the others. For fast networks: a broadcast costs the sender one copy, and no
-delta or relay has to be worked out.
+"""Broadcast transport from the core: gloo, or nccl between GPUs, to one process of each host.
 
-What came before a member was lost stays; the rest is pulled.
+That process saves the chunks for the others. It suits fast networks: a broadcast costs the sender
+one copy, and needs neither deltas nor relays. Chunks received before a member was lost are kept;
+the others are pulled.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from meshrl.common.weights.store import chunk_cache
 from meshrl.common.weights.store.chunk_cache import VersionToFetch
 from meshrl.common.weights.transports.rendezvous import open_rendezvous_store
 
-MAX_IN_FLIGHT = 2  # transfers at once: the next one moves while the last is hashed and written
-# NCCL's own watch would end the process of an engine for a member that is lost.
+MAX_IN_FLIGHT = 2  # transfers at once: one moves while the previous one is hashed and written
+# NCCL's own watchdog would end an engine's process when a member is lost.
 NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 LOCK_NAME = "broadcast"
-IO_TIMEOUT_S = 10.0  # to see what this host has
-BROADCAST_TIMEOUT_S = 600.0  # for all of it
+IO_TIMEOUT_S = 10.0  # to check which chunks this host has
+BROADCAST_TIMEOUT_S = 600.0  # for a whole broadcast
 
 
 def choose_gloo_interface(settings: MeshSettings) -> dict[str, str]:
-    """By which interface or address of this host gloo reaches others: what an operator has set in
-    the environment or in the host's settings, else the address of `mesh.bind`. Refused where that
-    is all of them.
+    """Return the interface or address by which gloo reaches other hosts.
+
+    It is the operator's setting in the environment or in the host's settings, else the address of
+    `mesh.bind`. Refused: that address stands for all interfaces.
     """
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or settings.interface
     if chosen:
@@ -57,12 +58,16 @@ def choose_gloo_interface(settings: MeshSettings) -> dict[str, str]:
 
 
 class BroadcastGroup:
-    """One member's part in the group of a sender, rank 0; `stop` ends it from any thread."""
+    """One member of a sender's group; the sender has rank 0, and `stop` works from any thread."""
 
     def __init__(
         self, plan: BroadcastPlan, sender: BroadcastSender, gloo_interface: dict[str, str]
     ) -> None:
-        """`gloo_interface`: see `place`. No two groups have the same name."""
+        """Create the member. Group names are unique.
+
+        Args:
+            gloo_interface: Result of `choose_gloo_interface`.
+        """
         self._plan, self._sender, self._gloo_interface = plan, sender, gloo_interface
         self._timeout = timedelta(seconds=plan.wait_s)
         self._device = "cuda" if plan.backend == "nccl" else "cpu"
@@ -72,8 +77,9 @@ class BroadcastGroup:
         self._stopped = False
 
     def join(self, store: Store) -> None:
-        """Meets the others at `store`; PeerLost when they do not come in `wait_s`, which also is
-        how long one may keep the others waiting.
+        """Join the group at `store`.
+
+        `wait_s` of the plan limits this and each later wait. PeerLost: a member is missing.
         """
         known = PrefixStore(self._sender.name, store)
         about = known, self._plan.rank, self._plan.members
@@ -90,19 +96,19 @@ class BroadcastGroup:
                 self._group = dist.ProcessGroupGloo(*about, options)
 
     def send(self, contents: Iterable[Any]) -> None:
-        """Sends buffers, each whole. PeerLost."""
+        """Send buffers, each as one broadcast. PeerLost: a member was lost."""
         tensors = (torch.frombuffer(one, dtype=torch.uint8).to(self._device) for one in contents)
         for _ in self._broadcast(tensors):
             pass
 
     def receive(self, sizes: Iterable[int]) -> Iterator[memoryview]:
-        """Yields what is sent, in its order; valid until the next is asked for. PeerLost."""
+        """Yield received buffers in order, each valid until the next request. PeerLost."""
         empty = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
         for tensor in self._broadcast(empty):
             yield memoryview(tensor.cpu().numpy().data)
 
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Broadcasts all, some of them ahead; each once it has moved."""
+        """Broadcast tensors with some in flight, and yield each once it has moved."""
         moving: deque[tuple[Any, torch.Tensor]] = deque()
         for tensor in tensors:
             self.check_not_stopped()
@@ -119,15 +125,15 @@ class BroadcastGroup:
         return tensor
 
     def check_not_stopped(self) -> None:
-        """Raise PeerLost once this part was stopped."""
+        """Raise PeerLost once this member was stopped."""
         if self._stopped:
             raise PeerLost("the broadcast was ended")
 
     def stop(self) -> None:
-        """Ends this member's part, also while it waits for others; from any thread."""
+        """Stop this member, also while it waits for others; callable from any thread."""
         self._stopped = True
         if self._group is not None:
-            with suppress(RuntimeError):  # it has ended
+            with suppress(RuntimeError):  # the group has ended
                 self._group.abort()
 
 
@@ -135,12 +141,12 @@ class BroadcastGroup:
 def _as_peer_lost(message: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # torch's, of whoever is not there; its own types derive from it
+    except RuntimeError as error:  # torch raises subtypes of it for lost members
         raise PeerLost(f"{message}: {error}", fix="The rest is pulled") from error
 
 
 class CollectiveTransport:
-    """The receiving side of broadcasts of a job's core."""
+    """Receiving side of broadcasts of a job's core."""
 
     name = "collective"
 
@@ -149,8 +155,14 @@ class CollectiveTransport:
         self._trainer = mesh.ref(f"trainer/{job}")
 
     async def receive(self, version: VersionToFetch, target_store: ChunkStore) -> None:
-        """PeerLost when a member was lost, StorageFull. Processes of a host do it one after the
-        other, so that all but the first find the chunks there.
+        """Receive missing chunks by a broadcast.
+
+        Processes of a host receive one after the other, so that all but the first find the chunks
+        there.
+
+        Raises:
+            PeerLost: A member was lost.
+            StorageFull: The disk is full.
         """
         mesh, run = self._mesh, self._mesh.host.run_blocking
         async with chunk_cache.fetch_lock(
@@ -205,7 +217,7 @@ class _BroadcastReceiverGroup(BroadcastGroup):
         self._missing, self._target_store = missing, target_store
 
     def run(self, store: Store) -> None:
-        """Keeps what lacks here of all that comes. PeerLost, StorageFull."""
+        """Save the missing chunks among those received. PeerLost, StorageFull."""
         self.join(store)
         chunks = self._sender.chunks
         contents = self.receive(chunks.values())

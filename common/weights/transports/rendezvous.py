@@ -1,7 +1,8 @@
-"""Where the ranks of a gang meet: at a file on one host, over several at a store of rank 0.
+"""Rendezvous of a gang's ranks: a file on one host, a store of rank 0 across hosts.
 
-A store asks nobody who it is. What ranks say to each other there begins with a random word, which
-only the mesh's own calls tell; that keeps generations apart, and nobody who can list the keys out.
+A store does not authenticate clients. Keys of ranks therefore begin with a random secret that only
+the mesh's own calls transmit. It separates generations, but does not exclude clients that can list
+the keys.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from meshrl.common.base.errors import Refused
 from meshrl.common.base.host.listen_addresses import parse_listen_address
 from meshrl.common.base.host.settings import MeshSettings
 
-LISTEN_BACKLOG = 128  # connections that come before the store is made
+LISTEN_BACKLOG = 128  # connections that arrive before the store is made
 
 
 class NoRendezvousPort(Refused):
-    """Every port that ranks of other hosts may meet at is taken."""
+    """Every port for ranks of other hosts is in use."""
 
     code = "no_port"
 
 
 def open_listener(address: str, ports: range) -> socket.socket:
-    """A socket that listens at the first of `ports` (0: any) that is free; NoPort when none is."""
+    """Return a socket that listens on the first free port of `ports` (0: any).
+
+    NoRendezvousPort: none is free.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     first: OSError | None = None
     for port in ports:
@@ -46,31 +50,32 @@ def open_listener(address: str, ports: range) -> socket.socket:
 
 
 def parse_port_range(bind: str) -> range:
-    """The ports of `mesh.bind` that a process may listen at; 0: any."""
+    """Return the ports of `mesh.bind` that a process may listen on; 0: any."""
     return parse_listen_address(bind, "mesh.bind")[1]
 
 
 def format_rendezvous_url(listener: socket.socket, secret: str) -> str:
-    """What ranks on other hosts are told of a store that will be at `listener`."""
+    """Return the URL of a store at `listener` for ranks on other hosts."""
     host, port = listener.getsockname()[:2]
     return f"tcp://[{host}]:{port}/{secret}" if ":" in host else f"tcp://{host}:{port}/{secret}"
 
 
 def rendezvous_directory(settings: MeshSettings) -> Path:
-    """Where ranks of one host meet, and gradients are lent to them."""
+    """Return the directory for rendezvous files and gradient transfer on one host."""
     return Path(settings.run_root) / "mesh" / "gangs"
 
 
 def is_multi_host(rendezvous: str) -> bool:
-    """Whether ranks meet there that are on several hosts."""
+    """Return True if the rendezvous is for ranks on several hosts."""
     return rendezvous.startswith("tcp://")
 
 
 def open_rendezvous_store(
     rendezvous: str, world_size: int, timeout: timedelta, listener: socket.socket | None = None
 ) -> Store:
-    """The store through which ranks meet; rank 0 has the `listener` of one over hosts. RuntimeError
-    when nobody serves it.
+    """Open the store of a rendezvous; rank 0 passes the `listener` of one across hosts.
+
+    RuntimeError: no store is served there.
     """
     if not is_multi_host(rendezvous):
         Path(rendezvous).parent.mkdir(parents=True, exist_ok=True)

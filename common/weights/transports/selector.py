@@ -1,11 +1,11 @@
-"""Chooses the way by which a host receives versions, by what ways have measured there, and goes
-back when a change has not paid.
+"""Choice of the transport by which a host receives versions, based on its measurements.
 
-The way in use stays until another is predicted to take a quarter less. One that was never measured
-is tried once the way in use is known. What a change takes is then held against what the way before
-was predicted to take: unless it was a tenth faster it is undone, and that way rests for some
-versions, for twice as many after each change of its own that failed. So a host that the wrong way
-is tried at loses less and less by it, and one whose network has changed finds the right way again.
+The current transport stays until another is predicted to take a quarter less time. A transport
+without measurements is tried once the current one is known. The duration of a change is compared
+with the prediction for the previous transport: unless it was a tenth faster, the change is undone.
+The tried transport then pauses for some versions, twice as many after each consecutive failed
+change. A host thus loses less and less time to a bad transport, and still adapts to a changed
+network.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-MIN_MEASURED_BYTES = 1 << 20  # below, what is measured is the time of a few calls
-MIN_MEASUREMENTS = 2  # measurements before a way is believed to be known
+MIN_MEASURED_BYTES = 1 << 20  # below that, the fixed cost of calls dominates
+MIN_MEASUREMENTS = 2  # before a transport counts as known
 EMA_WEIGHT = 0.3  # of the last measurement in the mean: networks change within versions
-MIN_PREDICTED_GAIN = 0.25  # share of the time that a change must promise to save
-MIN_ACTUAL_GAIN = 0.1  # and that it must have saved
+MIN_PREDICTED_GAIN = 0.25  # fraction of the time that a change must be predicted to save
+MIN_ACTUAL_GAIN = 0.1  # fraction that it must have saved
 INITIAL_COOLDOWN_VERSIONS, MAX_COOLDOWN_VERSIONS = (
     4,
     256,
-)  # versions that a way rests after a change that did not pay
+)  # versions that a transport pauses after a failed change
 
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """The way of one version. `instead_of`: the way in use, where this one is a change."""
+    """Transport of one version. `replaced_transport`: the current one, if this is a change."""
 
     transport: str
     reason: str
     predicted_s: float | None = None  # None: it was never measured
     replaced_transport: str = ""
-    replaced_predicted_s: float = 0.0  # what the way in use is predicted to take
+    replaced_predicted_s: float = 0.0  # prediction for the current transport
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _TransportRecord:
     s_per_byte: float = 0.0
     count: int = 0
     cooldown_until: int = 0  # the number of a choice
-    consecutive_failures: int = 0  # changes to it that did not pay, one after the other
+    consecutive_failures: int = 0  # failed changes to it in a row
 
     def predict_s(self, size_bytes: int) -> float | None:
         return self.s_per_byte * size_bytes if self.count else None
@@ -48,15 +48,19 @@ class _TransportRecord:
 
 @dataclass
 class TransportSelector:
-    """What one host knows of its ways; plain state, asked before each version and told after it."""
+    """Transport measurements of one host; consult it before each version and update it
+    afterwards.
+    """
 
-    current_transport: str = ""  # the way in use; empty: the first that is possible
+    current_transport: str = ""  # the current one; empty: the first available one
     choice_count: int = 0
     _records: dict[str, _TransportRecord] = field(default_factory=dict)
 
     def choose(self, size_bytes: int, available: Sequence[str]) -> TransportChoice:
-        """The way of `size_bytes` bytes; `available` are those that are possible now, the plainest
-        first.
+        """Choose the transport of `size_bytes` bytes.
+
+        Args:
+            available: Transports that are possible now, the default one first.
         """
         self.choice_count += 1
         usual = self.current_transport if self.current_transport in available else available[0]
@@ -89,7 +93,7 @@ class TransportSelector:
         return f"{now:.3g} s are predicted, " + "; ".join(said)
 
     def record_success(self, choice: TransportChoice, size_bytes: int, duration_s: float) -> str:
-        """Takes in what the way of a choice took; what follows from it, for people."""
+        """Record the duration of a choice; return the consequence as text."""
         known = self._record_of(choice.transport)
         if size_bytes >= MIN_MEASURED_BYTES and duration_s > 0:
             measured = duration_s / size_bytes
@@ -106,12 +110,12 @@ class TransportSelector:
         return f"{told}: undone"
 
     def record_failure(self, choice: TransportChoice, reason: str) -> str:
-        """Takes in that the way of a choice did not bring all of it; what follows."""
+        """Record that the chosen transport left chunks missing; return the consequence as text."""
         self._start_cooldown(choice.transport)
         return f"it failed ({reason}), and rests"
 
     def rates_bytes_per_s(self) -> Mapping[str, float]:
-        """Bytes per second, of the ways that were measured."""
+        """Return the measured rates by transport."""
         return {way: 1 / known.s_per_byte for way, known in self._records.items() if known.count}
 
     def _start_cooldown(self, transport: str) -> None:

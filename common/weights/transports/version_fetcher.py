@@ -1,5 +1,6 @@
-"""Brings what a host lacks of a version: by the way that is chosen, and the rest by the plainest,
-which is always there. What it took is held against what was predicted.
+"""Fetch of a version's missing chunks by the chosen transport; the rest is pulled.
+
+The pull is always available. The measured duration is compared with the prediction.
 """
 
 from __future__ import annotations
@@ -19,36 +20,41 @@ from meshrl.common.weights.store.chunk_cache import VersionToFetch
 from meshrl.common.weights.transports.selector import TransportChoice, TransportSelector
 
 TRANSPORT_EVENT = (
-    "weights_way"  # a change of ways, and what came of it: `meshrl weights explain` shows it
+    "weights_way"  # a change of transport and its result: `meshrl weights explain` shows it
 )
-IO_TIMEOUT_S = 10.0  # to see what is there
-# What the plainest way must bring a second before another is thought of: where it is slower, the
-# network is, and what helps there is to send less. A broadcast knows no bounds of a host's rates.
+IO_TIMEOUT_S = 10.0  # to check which chunks are there
+# Rate of the pull before another transport is considered: below it the network is slow, and
+# sending less is what helps. A broadcast ignores a host's rate limits.
 FAST_BYTES_PER_S = 100e6
-MIN_MEASURED_BYTES = 8 << 20  # below, what is measured is the time of a few calls
+MIN_MEASURED_BYTES = 8 << 20  # below that, the fixed cost of calls dominates
 
 
 class WeightTransport(Protocol):
-    """All chunks of a published version are in the store, whatever the way."""
+    """Transport of versions; the store has all chunks of a published version."""
 
     @property
     def name(self) -> str:
-        """For people and for `rollout.weights`."""
+        """Name for users and for `rollout.weights`."""
 
     async def receive(self, version: VersionToFetch, target_store: ChunkStore) -> None:
-        """Brings chunks that lack as files of `target_store`, each right before it has its name. It
-        need not bring all: what came stays, whatever ends it. MeshError when it can bring no more.
+        """Receive missing chunks as files of `target_store`, each verified before it gets its name.
+
+        It may leave chunks missing; received chunks stay after any error. MeshError: it cannot
+        continue.
         """
 
 
 class VersionFetcher:
-    """One for a process that receives versions, one after the other."""
+    """Fetcher of versions, one after the other, for one process."""
 
     def __init__(
         self, mesh: Mesh, transports: Sequence[WeightTransport], mode: str = "auto"
     ) -> None:
-        """`transports`: the plainest first. `mode`: `auto`, `pull` (the plainest), or the name of
-        the one that is to be taken.
+        """Create the fetcher.
+
+        Args:
+            transports: The default one (pull) first.
+            mode: `auto`, `pull` (the first one), or the name of a transport.
         """
         self._mesh, self._transports, self._mode = mesh, {way.name: way for way in transports}, mode
         self._pull_transport = transports[0]
@@ -56,8 +62,12 @@ class VersionFetcher:
         self._last_report: dict[str, Any] = {}
 
     async def fetch(self, version: VersionToFetch, target_store: ChunkStore) -> None:
-        """Returns once it has tried; what lacks then, the store does not have as it was written,
-        and NotFound or Damaged says so. StorageFull.
+        """Fetch the missing chunks of a version.
+
+        Raises:
+            NotFound: The store does not have a chunk.
+            CorruptData: The store's chunk is corrupt.
+            StorageFull: The disk is full.
         """
         clock, began = self._mesh.clock, self._mesh.clock.monotonic()
         size = version.missing_bytes
@@ -77,7 +87,7 @@ class VersionFetcher:
         else:
             try:
                 await way.receive(version, target_store)
-            except (NotFound, CorruptData):  # of the store: no other way has it either
+            except (NotFound, CorruptData):  # of the store: no other transport can provide it
                 raise
             except MeshError as error:
                 why = str(error)
@@ -97,7 +107,7 @@ class VersionFetcher:
 
     @property
     def last_report(self) -> dict[str, Any] | None:
-        """The last way and why, for published counters; None before the first."""
+        """The last transport and its reason for published statistics; None before the first."""
         return self._last_report or None
 
     async def _publish_choice(
@@ -121,21 +131,23 @@ class VersionFetcher:
         mesh.telemetry.log.info("weights", **about)
         try:
             await events.append(mesh.state, TRANSPORT_EVENT, about)
-        except MeshError as error:  # weights do not wait for the record of their way
+        except MeshError as error:  # the record of a choice must not delay weights
             mesh.telemetry.log.warning("weights", error=str(error))
 
 
 class PullTransport:
-    """A way; see `Way`."""
+    """Transport that makes chunks from deltas and pulls the rest."""
 
     name = "pull"
 
     def __init__(self, mesh: Mesh, bulk: BulkClient) -> None:
         self._mesh, self._bulk = mesh, bulk
-        self._rate_bytes_per_s: float | None = None  # bytes a second that came, when much did last
+        self._rate_bytes_per_s: float | None = None  # of the last large pull
 
     async def receive(self, version: VersionToFetch, target_store: ChunkStore) -> None:
-        """Makes what it can of deltas, and fetches the rest. NotFound, Damaged, StorageFull."""
+        """Make chunks from deltas where possible, and pull the rest. NotFound, CorruptData,
+        StorageFull.
+        """
         about = self._mesh, self._bulk
         made = await make_chunks_from_deltas(*about, version, target_store, self._rate_bytes_per_s)
         wanted = [

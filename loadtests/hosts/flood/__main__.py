@@ -1,4 +1,6 @@
-"""A million malformed frames against every listening port of a mesh that trains.
+"""Flood test: a million malformed frames against every listening port of a mesh that trains.
+
+Usage:
 
     python -m loadtests.hosts.flood [--frames 1000000] [--waves 10]
 
@@ -6,7 +8,7 @@ Starts a mesh on this host (Redis and the gateway at ports, too), and a job on i
 follow each other while it trains; after each, what every process holds is read, `settle_s` later.
 The first wave is for what is filled once: buffers, pools, code. `grew_mib`, `grew_descriptors` and
 `grew_threads` are from after it to the end, of the process with a port that grew most, beside
-`calm_mib` of `--calm-s` without frames. `gone`: processes that have ended meanwhile. Then the job
+`calm_mib` of `--calm-s` without frames. `gone`: processes that have exited. Then the job
 is stopped, and another has to finish, with nothing lost and nothing trained twice in either. A
 frame is what a connection sends.
 """
@@ -42,7 +44,7 @@ CALM_S = 300.0
 TRAINS_S = 240.0
 WAVE_S = 900.0
 OUTCOMES = ("hung_up", "answered", "reset", "held", "unheard", "unconnected")
-GROWN_MIB = 8.0  # what a process may have more of, beyond what it grows by in calm
+GROWN_MIB = 8.0  # allowed growth beyond the growth without frames
 GROWN_DESCRIPTORS = 8  # jails and connections among themselves come and go
 
 
@@ -68,7 +70,9 @@ async def poured(ports: list[tuple[str, int]], frames: int, seed: int) -> Poured
 
 
 def lasts(pid: int, words: str) -> bool:
-    """Whether it listens, until its job ends: sandboxes change what runs code, after some tasks."""
+    """Return True if a process listens until its job ends; sandboxes replace their code runners
+    earlier.
+    """
     taken = [one for one in connections(pid) if one.status == psutil.CONN_LISTEN]
     return bool(taken) and JAILED not in words
 
@@ -85,7 +89,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 async def flooded(
     mesh: RunningMesh, endless: JobHandle, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Waves on a mesh whose job trains."""
+    """Send waves to a mesh whose job trains; return the result."""
     place = MeshPaths(mesh.root)
     doors = await plan_of(place, MeshSettings.from_file(place.settings))
     ports = sorted({(port.host, port.port) for port in doors.ports})

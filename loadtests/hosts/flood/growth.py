@@ -1,4 +1,4 @@
-"""What processes hold, before and after: memory, descriptors, threads."""
+"""Resources of processes before and after a flood: memory, descriptors, threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(processes: Iterable[psutil.Process]) -> Readings:
 
 
 def named(process: psutil.Process) -> str:
-    """What it runs, in short."""
+    """Return a short name of a process's program."""
     words: list[str] = process.cmdline()
     for word in words:
         if word.startswith("meshrl."):
@@ -47,7 +47,9 @@ def named(process: psutil.Process) -> str:
 
 @dataclass(frozen=True)
 class Growth:
-    """Between two readings, of the process that grew most; `gone`: processes that are no more."""
+    """Growth of the process that grew most between two readings; `gone`: processes that have
+    exited.
+    """
 
     rss_mib: float
     rss_of: str

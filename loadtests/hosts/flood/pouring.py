@@ -1,10 +1,10 @@
-"""Pours malformed frames into ports, from wherever it runs: a `Pour` as JSON on standard input,
-what came of it on standard output.
+"""Sender of malformed frames: reads a `Pour` as JSON from standard input, prints the result as
+JSON.
 
-A frame is what one connection sends: whoever sends such a thing is hung up on. Most connections say
-that no more will come, and last until the other end has read that and hung up, too; some are reset
-in the middle; some stay until others need their place, having sent nothing or half of something
-(half open), or a byte now and then (slow loris).
+A frame is the data of one connection; the receiver closes each such connection. Most connections
+announce the end of their data and stay open until the peer has read that and closed, too. Some are
+reset in the middle. Some stay until others need their place: they have sent nothing or half of a
+frame (half open), or send a byte now and then (slow loris).
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ def curve_hello(r: Random) -> bytes:
 
 
 def unknown_commands(r: Random) -> bytes:
-    """Return commands that no peer knows."""
+    """Return unknown commands."""
     names = (b"\x04PING", b"\x05ERROR\xff", b"\x09SUBSCRIBE", b"\xff", b"")
     return greeting() + b"".join(command(r.choice(names)) for _ in range(8))
 
 
 def huge_frame(r: Random) -> bytes:
-    """Return a length that nobody has memory for, and its first bytes."""
+    """Return a length beyond any memory, and its first bytes."""
     size = r.choice(((1 << 62), (1 << 63) - 1, (1 << 64) - 1, 1 << 40, 1 << 31, 256 << 20))
     return greeting() + bytes([r.choice((2, 3, 6))]) + struct.pack(">Q", size) + r.randbytes(64)
 
 
 def bulk_hello(r: Random) -> bytes:
-    """Return a hello under keys that nobody has, and of points that no key pair has."""
+    """Return a hello with unknown keys and with points that no key pair has."""
     ephemeral = r.choice((r.randbytes(32), bytes(32), b"\1" + bytes(31), b"\xff" * 32))
     rest = ServerHandshake.hello_bytes - MAGIC_BYTES - len(ephemeral)
     return r.choice(list(SUITES_BY_MAGIC)) + ephemeral + r.randbytes(rest)
@@ -146,7 +146,9 @@ class Pour:
 
 @dataclass
 class Poured:
-    """What came of it. `hung_up`: by both ends; `answered`: the other sent something first."""
+    """Result of a flood. `hung_up`: closed by both ends; `answered`: the peer sent something
+    first.
+    """
 
     frames: int = 0
     seconds: float = 0.0
@@ -187,7 +189,7 @@ class _Held:
             self._lines.pop(0).close()
 
     def drip(self, now: float) -> None:
-        """A byte more on every other."""
+        """Send one more byte on every second connection."""
         if now - self._dripped > DRIP_S:
             self._dripped = now
             for line in self._lines[::2]:
@@ -278,7 +280,7 @@ def _write(line: _Line, selector: selectors.BaseSelector, found: Poured, end: _E
         pass
     except ConnectionRefusedError:
         end(line)
-    except OSError:  # it was hung up on before it could say a word
+    except OSError:  # the peer closed before it could send anything
         line.sent = True
         found.hung_up += 1
         end(line)

@@ -1,6 +1,7 @@
-"""Two adapters of two jobs on one engine beside one adapter, at the same batch: tokens per
-CPU-second, unmerged; and merged, where one adapter alone has the engine. Log-probabilities of both
-beside those of models into which they are merged.
+"""Arm with two adapters of two jobs on one engine beside one adapter, at the same batch.
+
+Tokens per CPU-second, unmerged; and merged, where one adapter alone has the engine.
+Log-probabilities of both are compared with those of models into which they are merged.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ async def adapters(plan: Plan) -> Arm:
 
 
 def _gap(beside: BuiltinEngine, alone: BuiltinEngine, name: str) -> float:
-    """The largest difference between an adapter's log-probabilities and its merged model's."""
+    """Return the largest difference between an adapter's log-probabilities and its merged
+    model's.
+    """
     generator = torch.Generator().manual_seed(9)
     tokens = torch.randint(1, MODEL.vocab_size, (SCORED,), generator=generator).numpy()
     one, other = beside.score(tokens, name), alone.score(tokens, "")

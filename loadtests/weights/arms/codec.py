@@ -1,6 +1,8 @@
-"""Deltas of bfloat16 tensors of which 1 % and 0.2 % of the elements have moved to the next number,
-anywhere: their bytes as a share of the tensors', and gigabytes of tensors that a core encodes and
-applies in a second. Chunk by chunk, as they travel; the new chunk is hashed where it is applied.
+"""Arm with deltas of bfloat16 tensors, of which 1 % and 0.2 % of the elements have changed.
+
+Changed elements, anywhere, move to the next number. Measured are the bytes as a share of the
+tensors', and gigabytes of tensors that a core encodes and applies in a second. The deltas are made
+chunk by chunk, as they travel; the new chunk is hashed where it is applied.
 """
 
 from __future__ import annotations

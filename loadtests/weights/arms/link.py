@@ -1,8 +1,10 @@
-"""A version over a link of 200 Mbit/s to a host that has the one before, in full and as a delta,
-from staged to the receiver's own tensors; encoding and applying are in it.
+"""Arm with a version over a link of 200 Mbit/s, in full and as a delta.
 
-Each version differs from the one before in the same share of its elements, anywhere, whether it
-comes in full or not; the receiver sees to that its tensors are those that were published.
+The receiving host has the previous version.
+
+The time is from staged to the receiver's own tensors, with encoding and applying. Each version
+differs from the previous one in the same share of its elements, anywhere, whether sent in full or
+not. The receiver checks that its tensors are the published ones.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ SOURCE, TARGET = 0, 1  # hosts
 
 
 class Link:
-    """One publisher and one receiver, and how often they were asked."""
+    """One publisher and one receiver, with the number of their requests."""
 
     def __init__(self, scene: Scene, size: int) -> None:
         self.scene, self.size = scene, size

@@ -1,5 +1,5 @@
-"""A version from who has committed it to the tensors of an engine on the same host, beside copying
-as many bytes, a broadcast by gloo and a download by HTTP.
+"""Arm with a version on one host, beside copying as many bytes, a gloo broadcast and an HTTP
+download.
 
 Each round receives a version that no process of the host has received. Its chunks were hashed as
 they were stored, so that the pull maps and copies them. Costs are CPU-seconds of all processes that
@@ -37,7 +37,7 @@ class Ends:
         self.publisher = await self.scene.publisher()
         self.engine = await self.scene.receiver(0)
         await self.engine.ask("ready", size=self.size, dtype=DTYPE)
-        await self.engine.ask("memcpy")  # which makes what is copied
+        await self.engine.ask("memcpy")  # source of the copied chunks
         meeting = str(self.scene.directory / "meeting")
         self.ranks: list[Member] = []
         for rank in range(2):

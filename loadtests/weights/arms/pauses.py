@@ -1,5 +1,7 @@
-"""How long an engine's tokens pause while a version is put in place, under requests that run, and
-how soon a new engine has its first token of the newest version; and a version to many hosts.
+"""Arm with the pause of an engine's tokens while a version is installed under running requests.
+
+It also measures the time until a new engine's first token of the newest version, and a version to
+many hosts.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ REQUESTS = 4
 SEEDS = (0, 1)  # of versions that follow each other
 SETTLE_S = 0.6  # between two versions: several steps
 ENGINE = "engine/g0"
-OTHERS = (0, 16)  # that pull meanwhile
+OTHERS = (0, 16)  # hosts that pull at the same time
 WITHIN_S = 60.0
 LOOK_S = 0.02
 FACTOR = 1.5  # of putting a version in place that a pause may take, beside a step
 CAP = 20_000_000  # bytes a second, of each link in each direction
 RATE = "20mbps"  # the same, as of tc
 COUNTS = (1, 4, 16)
-BEFORE_S = 0.5  # that orders have to reach everybody
+BEFORE_S = 0.5  # time for orders to reach all processes
 SOURCE = 0  # the host
 
 
@@ -157,7 +159,7 @@ async def first_token(plan: Plan) -> Arm:
         for number in range(rounds):
             for count in OTHERS if number % 2 == 0 else OTHERS[::-1]:
                 engine = await scene.engine(version, SMALL, host=max(OTHERS) + 1)
-                # Weights that nobody has had.
+                # Weights that no host has received.
                 commit = await committed(publisher, SMALL, version, 100 + version)
                 at = now() + BEFORE_S
                 orders = [

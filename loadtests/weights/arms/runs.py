@@ -1,5 +1,6 @@
-"""What a real run tells: how many elements of a version a step changes, and how much memory the
-largest process has while a large model is trained on two ranks and published.
+"""Arms with a real run: the share of elements that a step changes, and the peak memory.
+
+The peak is that of the largest process while a large model is trained on two ranks and published.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from meshrl.common.weights.layout.version_image import open_verified_image
 ROOT = Path(__file__).parents[3]
 DIGITS = ROOT / "tests/mesh/jobs/digits.toml"
 RUN_S = 1200.0
-LOOK_S = 0.1  # between two looks at the memory of all processes
+LOOK_S = 0.1  # between two polls of the memory of all processes
 LAYER_BYTES = 4 * (4 * 1024 * 1024 + 3 * 1024 * 4096)  # of MODEL, in float32
 RANKS, STEPS = 2, 2
 APART = ("engine", "hybrid", "nursery")  # who hold a version whole by what they are
@@ -125,7 +126,7 @@ def large_job(directory: Path, size: int) -> Path:
 
 
 def resident(pid: int) -> dict[str, int]:
-    """Bytes of its own that each process below this one has, by what it runs and its number."""
+    """Return the private bytes of each process below this one, by its kind and number."""
     found: dict[str, int] = {}
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError, StopIteration):

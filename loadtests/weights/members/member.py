@@ -1,4 +1,6 @@
-"""A process that publishes versions or receives them, as it is told.
+"""Process that publishes or receives versions by orders over its channel.
+
+Usage:
 
 python -m loadtests.weights.members.member publisher trainer/JOB JOB
 python -m loadtests.weights.members.member receiver engine/g0 JOB
@@ -40,7 +42,7 @@ PIECE_BYTES = 4 << 20  # that are copied together: no more than the smallest ten
 
 
 class RestageCalls(Interface):
-    """What of a trainer's interface is about versions that the store lacks."""
+    """Calls of a trainer's interface about versions that the store lacks."""
 
 
 RestageCalls.methods = {
@@ -75,7 +77,7 @@ class Publisher(Actor):
         self._step = -1
 
     def resume(self, step: int) -> None:
-        """Goes on after the version that another publisher has committed last."""
+        """Continue after the version that another publisher has committed last."""
         self._step = step
 
     async def commit(self, digest: str) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class Publisher(Actor):
         return {"share": count / sum(tensor.numel() for tensor in self.tensors.values())}
 
     async def stage(self, version: int, lineage: int = 0, deltas: bool = False) -> dict[str, Any]:
-        """Stage the tensors as a version, and begin the deltas to it if asked."""
+        """Stage the tensors as a version; start its deltas if requested."""
         began, used = time.monotonic(), time.process_time()
         digest = await self._write(self.tensors, version, lineage)
         staged, cpu = time.monotonic(), time.process_time() - used
@@ -160,7 +162,7 @@ class Receiver:
         return contents.identity_of(self.tensors)
 
     def spoil(self) -> None:
-        """Puts something else into its tensors, so that the next one must bring all."""
+        """Overwrite the tensors, so that the next version must be fetched in full."""
         for tensor in self.tensors.values():
             tensor.fill_(1)
 
@@ -177,8 +179,10 @@ class Receiver:
         return download(port, name, self.tensors)
 
     def parts(self, files: list[str]) -> dict[str, Any]:
-        """CPU-seconds of hashing chunk files as they are mapped, by the mesh's digest and by
-        SHA-256, and then of copying them into its own tensors.
+        """Return the CPU-seconds of hashing and copying mapped chunk files.
+
+        They are hashed by the mesh's digest and by SHA-256, and then copied into the process's own
+        tensors.
         """
         mapped = [np.memmap(path, np.uint8, "r") for path in files]
         began, used = time.monotonic(), time.process_time()
@@ -206,7 +210,7 @@ class Receiver:
 
 
 class Agent:
-    """Serves on what its host has received, as the host's agent does."""
+    """Server of the versions that its host has received, like the host's agent."""
 
     def __init__(self, mesh: Mesh, job: str) -> None:
         self.bulk = serve_cache(mesh)
@@ -232,7 +236,7 @@ async def main(which: str, name: str, job: str) -> None:
     actor = member if isinstance(member, Actor) else None
     await mesh.join(actor, bulk_address=getattr(member, "address", ""))
     await obey(member)
-    os._exit(0)  # without a word to the mesh: whoever made it ends it
+    os._exit(0)  # exits without deregistering: the parent process ends it
 
 
 if __name__ == "__main__":

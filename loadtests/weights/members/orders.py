@@ -1,5 +1,7 @@
-"""What a process of a load test is told over its channel, one order after the other: a JSON object
-with the name of a method and its arguments; the answer is a JSON object too.
+"""Orders to a process of a load test over its channel, one after the other.
+
+An order is a JSON object with the name of a method and its arguments; the answer is a JSON object,
+too.
 """
 
 from __future__ import annotations

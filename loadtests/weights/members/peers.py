@@ -1,4 +1,6 @@
-"""What versions are compared with: tensors broadcast by gloo, and a file downloaded by HTTP.
+"""Baselines of versions: tensors broadcast by gloo, and a file downloaded by HTTP.
+
+Usage:
 
     python -m loadtests.weights.members.peers RANK MEETING
 

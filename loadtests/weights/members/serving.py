@@ -1,4 +1,6 @@
-"""An engine that follows a job's versions as engines do, and a shard that reads its tokens.
+"""Engine that follows a job's versions as real engines do, and a shard that reads its tokens.
+
+Usage:
 
 python -m loadtests.weights.members.serving engine engine/g0 JOB MODEL
 python -m loadtests.weights.members.serving shard rollout/JOB/0 JOB
@@ -32,7 +34,7 @@ PROMPT = [1, 2, 3, 4]
 
 
 class Serving:
-    """An engine process, which joins the mesh when it is told to."""
+    """Engine process, which joins the mesh on an order."""
 
     def __init__(self, mesh: Mesh, job: str, model: str) -> None:
         self._mesh, self._job, self._model = mesh, job, model
@@ -62,7 +64,7 @@ class Serving:
             tell(f"following ended: {error!r}")
 
     def serves(self) -> dict[str, Any]:
-        """The version that it computes with; -1: none. `error`: why it follows no more."""
+        """Version that it computes with; -1: none. `error`: the reason why it stopped following."""
         ended = self._following is not None and self._following.done()
         error = repr(self._following.exception()) if ended and self._following else ""
         return self.stats() | {"lineage": self._service.weights.lineage, "error": error}
@@ -89,7 +91,7 @@ class Serving:
 
 @dataclass
 class Heard:
-    """What flushes brought: when, how many tokens, of which versions."""
+    """Record of flushes: times, numbers of tokens, and versions."""
 
     at: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -111,7 +113,7 @@ class Shard:
         self._wanted = 0
 
     async def attach(self, engine: str) -> None:
-        """Once the engine is there; its flushes are noted from now on, by nobody but this."""
+        """Attach to the engine once it is registered, and record its flushes."""
         if (before := self._listening.pop(engine, None)) is not None:
             before.cancel()
             await asyncio.wait([before])
@@ -168,7 +170,7 @@ class Shard:
         await self._submit(engine, count, most, greedy=False)
 
     async def greedy(self, engine: str, most: int, within_s: float = 60.0) -> dict[str, Any]:
-        """What the engine says to the prompt: tokens, log-probabilities and versions."""
+        """Return the engine's greedy completion: tokens, log-probabilities and versions."""
         (request,) = await self._submit(engine, 1, most, greedy=True)
         over, listening = self._over[request], self._listening[engine]
         either: set[asyncio.Future[Any]] = {over, listening}
@@ -187,7 +189,9 @@ class Shard:
         }
 
     async def first_token(self, engine: str, version: int, within_s: float = 120.0) -> float:
-        """When the first token of this version or a later one has come, by the shared clock."""
+        """Return the time of the first token of this version or a later one, by the shared
+        clock.
+        """
         self._wanted = version
         self._first = asyncio.get_running_loop().create_future()
         await self.attach(engine)
@@ -227,7 +231,7 @@ async def main(which: str, name: str, job: str, *words: str) -> None:
         await mesh.join(None)
         member = Shard(mesh, job)
     await obey(member)
-    os._exit(0)  # without a word to the mesh: whoever made it ends it
+    os._exit(0)  # exits without deregistering: the parent process ends it
 
 
 if __name__ == "__main__":

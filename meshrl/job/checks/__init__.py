@@ -1,3 +1,3 @@
-"""Checks of a job in two phases: `file`, what the job file alone shows, then `machine`, what this
+"""Checks of a job in two phases: `job_file`, what the job file alone shows, then `host`, what this
 host shows before a mesh starts.
 """

@@ -1,6 +1,4 @@
-"""A TOML file as people write it: read with the line of each key, for what is to be said of one.
-`tomllib` does not tell these lines.
-"""
+"""Reader of TOML files with the line of each key, for messages; `tomllib` does not report lines."""
 
 from __future__ import annotations
 
@@ -22,8 +20,10 @@ _SYNTAX_FIXES = {  # by how tomllib's message begins
 
 
 def read_toml(path: Path, description: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a file says, and where it says each key; ConfigError when it is no TOML. `what` it is
-    stands in the message when it cannot be read.
+    """Return a file's document and the location of each key.
+
+    `description` names the file in the message when it cannot be read. Raises ConfigError when it
+    is no TOML.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -41,7 +41,7 @@ def read_toml(path: Path, description: str) -> tuple[dict[str, Any], dict[str, s
 def make_error(
     path: Path, locations: Mapping[str, str], key: str, message: str, fix: str = ""
 ) -> ConfigError:
-    """The error that names where `key`, or the table that it would be in, is written."""
+    """Return an error with the location of `key`, or of the table that it would be in."""
     lines = {k: i for i, k in enumerate(locations, 1)}
     index = find_line(lines, key)
     place = list(locations.values())[index - 1] if index else str(path)
@@ -49,7 +49,7 @@ def make_error(
 
 
 def _make_syntax_error(path: Path, text: str, message: str) -> ConfigError:
-    """What `tomllib` says, with the line itself."""
+    """Return the error of `tomllib`, with the line itself."""
     fix = next((fix for start, fix in _SYNTAX_FIXES.items() if message.startswith(start)), "")
     if not (place := re.search(r" \(at (line (\d+), column \d+)\)$", message)):
         return ConfigError(f"{path}: {message}", fix=fix)
@@ -58,10 +58,11 @@ def _make_syntax_error(path: Path, text: str, message: str) -> ConfigError:
 
 
 def find_key_lines(text: str) -> dict[str, int]:
-    """Dotted key -> line number (from 1) of every table header and every `key =` at a line's start.
+    """Return dotted key -> line number (from 1) of each table header and each `key =` at a line's
+    start.
 
     The tables of `[[list]]` are `list[0]`, `list[1]` and so on. Keys inside inline tables are not
-    listed; `line_of` falls back to their parent.
+    listed; `find_line` falls back to their parent.
     """
     found: dict[str, int] = {}
     rows: dict[str, int] = {}  # tables of each list so far
@@ -84,7 +85,7 @@ def find_key_lines(text: str) -> dict[str, int]:
 
 
 def find_line(lines: dict[str, int], key: str) -> int:
-    """The line of `key`, or of its closest parent that has one; 0 when none has."""
+    """Return the line of `key`, or of its closest parent that has one; 0 when none has."""
     while key:
         if key in lines:
             return lines[key]
@@ -105,7 +106,7 @@ def _parse_key(text: str) -> list[str]:
 
 
 def _iterate_statements(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that begin a statement: not inside a multi-line string or an unfinished array."""
+    """Yield lines that begin a statement: not inside a multi-line string or an unfinished array."""
     quote, depth = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         if not quote and depth == 0 and line.strip() and not line.lstrip().startswith("#"):

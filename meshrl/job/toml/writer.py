@@ -1,4 +1,4 @@
-"""Writes a job's document as TOML."""
+"""Writer of a job's document as TOML."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def to_toml(document: dict[str, Any]) -> str:
-    """A job's document as TOML; `tomllib` reads the same document back."""
+    """Return a job's document as TOML; `tomllib` reads the same document back."""
     return "\n".join(_format_table(document, "")) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Checks that a mesh can listen where it is to: addresses are bound and let go."""
+"""Checks that a mesh can listen at its addresses: each one is bound and released."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from meshrl.launch.services import service_plan
 
 
 def check_bind_address(job: JobFile) -> None:
-    """Every process of the job's mesh finds a port."""
+    """Check that every process of the job's mesh finds a free port."""
     with job.locate_errors("mesh.bind"):
         require_bindable_endpoint(job.config.mesh.bind)
 
 
 def check_metrics_ports(job: JobFile) -> None:
-    """Every process of the job's mesh finds a port for its metrics."""
+    """Check that every process of the job's mesh finds a free port for its metrics."""
     config = job.config
     # A worker and its role process each serve their own.
     processes = len(service_plan.plan_job_services(config)) + 2 * config.mesh.workers
@@ -40,8 +40,10 @@ def check_metrics_ports(job: JobFile) -> None:
 
 
 def resolve_listen_endpoint(listen: str, advertise: str = "") -> str:
-    """The endpoint, with the address of this host in numbers, of `--listen HOST[:LOW-HIGH]`, by
-    which other hosts reach its processes, or by what it advertises; ConfigError.
+    """Return the endpoint, with this host's numeric address, for `--listen HOST[:LOW-HIGH]`. Other
+    hosts reach the host's processes at it, or at the advertised name.
+
+    Raises ConfigError.
     """
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+))(?::([^:]+))?", listen)
     host = (found[1] or found[2]) if found else ""
@@ -66,8 +68,9 @@ def resolve_host(host: str) -> str:
 
 
 def find_local_address(endpoint: str) -> str:
-    """The address of the interface by which this host reaches tcp://HOST:PORT. Nothing is sent.
-    NoWay.
+    """Return the address of the interface by which this host reaches tcp://HOST:PORT.
+
+    Sends nothing. Raises NoRoute.
     """
     at = urlsplit(endpoint)
     try:
@@ -86,7 +89,9 @@ def find_local_address(endpoint: str) -> str:
 
 
 def require_bindable_endpoint(endpoint: str, process_count: int = 2) -> None:
-    """ConfigError unless `processes` can listen at `endpoint`, tcp://INTERFACE:PORTS."""
+    """Raise ConfigError unless `process_count` processes can listen at `endpoint`,
+    tcp://INTERFACE:PORTS.
+    """
     interface, tried = parse_listen_address(endpoint, "mesh.bind")
     if len(tried) < process_count and tried != EPHEMERAL_PORTS:
         raise ConfigError(
@@ -108,7 +113,7 @@ def require_bindable_endpoint(endpoint: str, process_count: int = 2) -> None:
 
 
 def require_metrics_ports(address: str, process_count: int) -> None:
-    """ConfigError unless `where`, as of `mesh.metrics`, has a free port for each process."""
+    """Raise ConfigError unless `address` (as `mesh.metrics`) has a free port for each process."""
     if address == METRICS_OFF:
         return
     interface, tried = parse_listen_address(address, "mesh.metrics")
@@ -124,7 +129,7 @@ def require_metrics_ports(address: str, process_count: int) -> None:
 
 
 def require_free_ports(endpoint: str, port_count: int) -> None:
-    """ConfigError unless a range of ports that a host listens at has as many free ones."""
+    """Raise ConfigError unless the port range of `endpoint` has `port_count` free ports."""
     interface, tried = parse_listen_address(endpoint, "--listen")
     if tried == EPHEMERAL_PORTS:
         return
@@ -139,7 +144,7 @@ def require_free_ports(endpoint: str, port_count: int) -> None:
 
 
 def _count_free_ports(interface: str, candidates: range, limit: int) -> int:
-    """How many of these ports are free, of so many that matter."""
+    """Return the number of free ports among the candidates, at most `limit`."""
     free = 0
     for port in candidates:
         try:
@@ -153,7 +158,7 @@ def _count_free_ports(interface: str, candidates: range, limit: int) -> int:
 
 
 class NoRoute(ConfigError):
-    """Nobody knows the name, or the way to it, now."""
+    """Error raised when a name does not resolve now, or has no route."""
 
     code = "no_way"
     retryable = True

@@ -1,4 +1,4 @@
-"""Runs the checks of a job together with those of the mesh that is to be started for it."""
+"""Checks of a job together with those of the mesh that is to be started for it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ HOST_CHECKS: tuple[Check, ...] = (programs.check_isolation,)  # the mesh has thi
 
 
 def check_job_and_mesh(job: JobFile) -> None:
-    """Return if the job and a mesh for it can start, as far as this host can tell; else raise the
-    error of the only check that failed, or a ConfigError with the texts of all that did.
+    """Check on this host that the job and a mesh for it can start.
+
+    Raises the error of the only check that failed, or a ConfigError with the texts of all failures.
     """
     checks.check_host(job, HOST_CHECKS + MESH_CHECKS)
 

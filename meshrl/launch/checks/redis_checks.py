@@ -1,4 +1,4 @@
-"""Checks that the Redis of $MESHRL_REDIS_URL takes commands, or that there is one to start."""
+"""Checks that the Redis of $MESHRL_REDIS_URL takes commands, or that a server can be started."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ CONNECT_TIMEOUT_S = 2.5  # a server in another country answers in less
 
 
 def check_redis(_: JobFile) -> None:
-    """The Redis of the mesh that is to be started."""
+    """Check the Redis of the mesh that is to be started."""
     require_usable_redis()
 
 
 def require_usable_redis(listen: str = "") -> None:
-    """ConfigError or StateUnavailable with the server's own words if it does not take commands; or
-    if hosts that join, at `listen`, could not reach it safely.
+    """Check that Redis takes commands, and that joining hosts can reach it safely at `listen`.
+
+    Raises ConfigError or StateUnavailable with the server's own words.
     """
     url = embedded_server.read_configured_url()
     if not url:

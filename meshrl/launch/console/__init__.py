@@ -1,1 +1,1 @@
-"""The logs of a host on the standard output of its root process. Open `log_printer.py` first."""
+"""Logs of a host on the standard output of its root process. Open `log_printer.py` first."""

@@ -1,8 +1,8 @@
-"""With `--foreground` the logs of all processes of a host go to its standard output, each line a
-JSON object, for who collects the output of containers.
+"""Printer of all logs of a host to its standard output under `--foreground`.
 
-What the root process itself prints goes to a log file like any other: its descriptors 1 and 2 are
-that file from then on. A thread follows all of them, and says what is left when the process ends.
+Each line is a JSON object, for collectors of container output. The root process's own output goes
+to a log file like any other: its descriptors 1 and 2 are that file. A thread follows all logs and
+prints the rest when the process ends.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from meshrl.common.mesh.process.spawning import open_log
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.directory.file_ownership import create_private_directory
 
-MAX_BRACKETS = 100  # brackets of a line: more may nest deeper than can be written
-MAX_OBJECT_CHARS = 1 << 16  # characters of one object's text: what is longer goes on in the next
+MAX_BRACKETS = 100  # brackets of a line: more may nest too deeply for the encoder
+MAX_OBJECT_CHARS = 1 << 16  # characters of one object's text: the rest goes to the next one
 TRACEBACK_START = "Traceback (most recent call last):"
 # Redis: `812:M 23 Nov 2026 14:17:14.123 # text`; its marks are debug, verbose, notice, warning.
 REDIS_LINE = re.compile(r"\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ ([-.*#]) ")
@@ -37,17 +37,17 @@ LEVEL_PREFIX = re.compile(r"(error|warning|critical|fatal)\b", re.IGNORECASE)
 
 
 class LogLineParser:
-    """One log, line by line. What it has taken and not given may go on: see `rest`."""
+    """Parser of one log, line by line. It retains lines that may continue; see `flush`."""
 
     def __init__(self, service: str) -> None:
-        """`service`: what the file says, until a line says it itself, and the job too."""
+        """`service`: the value of the field until a line names its service, and its job."""
         self._source_fields = {"service": service}
-        self._pending_lines: list[str] = []  # lines of one object that may not be whole
+        self._pending_lines: list[str] = []  # lines of one object that may be incomplete
         self._pending_chars = 0
         self._in_traceback = False
 
     def add_line(self, line: str, timestamp: str) -> Iterator[str]:
-        """The objects that are whole now. `timestamp`: for a line without one, in ISO 8601."""
+        """Yield the objects that are complete. `timestamp`: for a line without one, in ISO 8601."""
         if (found := _parse_object(line)) is not None:
             yield from self.flush(timestamp)
             said = {key: str(found[key]) for key in ("service", "job") if found.get(key)}
@@ -61,13 +61,13 @@ class LogLineParser:
             return
         self._pending_lines.append(line)
         self._pending_chars += len(line)
-        if line.endswith(TRACEBACK_START):  # perhaps after what somebody left unfinished
+        if line.endswith(TRACEBACK_START):  # perhaps after an unfinished entry
             self._in_traceback = True
         elif (self._in_traceback and not indented) or self._pending_chars > MAX_OBJECT_CHARS:
             yield from self.flush(timestamp)
 
     def flush(self, timestamp: str) -> Iterator[str]:
-        """What is held, as nothing more came that belongs to it."""
+        """Yield the retained lines as an object, as no line continued them."""
         held, self._pending_lines, self._pending_chars = self._pending_lines, [], 0
         traceback, self._in_traceback = self._in_traceback, False
         if held:
@@ -98,26 +98,28 @@ def _detect_level(text: str) -> str:
     return "info" if said is None else "warning" if said[1].lower() == "warning" else "error"
 
 
-READ_BYTES = 1 << 18  # at once, so that one that says much keeps no other waiting
-MAX_LINE_BYTES = 1 << 20  # of a line: what is longer is told in parts
-PARTIAL_LINE_TIMEOUT_S = 2.0  # for the rest of a line: who was killed within one does not end it
+READ_BYTES = 1 << 18  # per read: a busy log does not delay the others
+MAX_LINE_BYTES = 1 << 20  # of a line: longer ones are printed in parts
+PARTIAL_LINE_TIMEOUT_S = 2.0  # for the rest of a line: a killed process leaves it unfinished
 
 
 class LogFollower:
-    """One file. Writers append to it; it is opened for each look, as there may be thousands."""
+    """Follower of one file that other processes append to. It opens the file for each poll, as
+    there may be thousands of files.
+    """
 
     def __init__(self, path: Path, offset: int) -> None:
-        """`start`: where what is new begins."""
+        """`offset`: the byte where new content begins."""
         self._path, self._offset = path, offset
         self._parser = LogLineParser(path.stem)
-        self._partial_line = b""  # of a line that is not whole
+        self._partial_line = b""  # of an incomplete line
         self._last_growth_s = 0.0
-        self.is_behind = False  # there was more than one part at the last look
+        self.is_behind = False  # there was more than one part at the last poll
         self._has_pending = False
 
     def read_objects(self, now_s: float, timestamp: str, is_final: bool = False) -> Iterator[str]:
-        """What came since the last look, at most `PART_BYTES` of it; with `last` also what is not
-        whole.
+        """Yield the objects that were appended since the last poll, from at most `READ_BYTES`. With
+        `is_final` also yield incomplete ones.
         """
         if part := self._read_part():
             self._last_growth_s = now_s
@@ -137,7 +139,7 @@ class LogFollower:
             self._has_pending = False
 
     def flush(self, timestamp: str) -> Iterator[str]:
-        """What was read and not told, as it may go on."""
+        """Yield the content that was read and retained because it could continue."""
         begun, self._partial_line = self._partial_line, b""
         if begun:
             yield from self._parser.add_line(_decode_line(begun), timestamp)
@@ -145,7 +147,7 @@ class LogFollower:
         self._has_pending = False
 
     def skip_backlog(self, max_bytes: int) -> int:
-        """Leaves out what is to be read, if that is more than `most` bytes; how many it was."""
+        """Skip unread content if it exceeds `max_bytes`, and return how many bytes were skipped."""
         behind = self._read_size() - self._offset
         if behind <= max_bytes:
             return 0
@@ -155,12 +157,12 @@ class LogFollower:
     def _read_size(self) -> int:
         try:
             return os.stat(self._path).st_size
-        except OSError:  # it is gone: nothing more comes
+        except OSError:  # the file is gone: it does not grow any more
             return self._offset
 
     def _read_part(self) -> bytes:
         size = self._read_size()
-        if size < self._offset:  # it was made anew, or grew too long and starts again
+        if size < self._offset:  # the file was recreated, or was truncated as too long
             self._offset, self._partial_line = 0, b""
         self.is_behind = False
         if size <= self._offset:
@@ -169,7 +171,7 @@ class LogFollower:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 part = file.read(READ_BYTES)
-        except OSError:  # it is gone
+        except OSError:  # the file is gone
             return b""
         self._offset += len(part)
         self.is_behind = self._offset < size
@@ -181,18 +183,18 @@ def _decode_line(line: bytes) -> str:
 
 
 POLL_S = 0.2
-SIZE_CHECK_S = 5.0  # between two looks whether a file is too long
-MAX_BACKLOG_BYTES = (
-    MAX_LOG_BYTES // 2
-)  # that may wait to be printed: a file that is too long starts again
+SIZE_CHECK_S = 5.0  # between two checks for files that are too long
+MAX_BACKLOG_BYTES = MAX_LOG_BYTES // 2  # unprinted backlog: a file that is too long starts again
 WRITE_BYTES = 4096  # PIPE_BUF of Linux: a pipe that is writable takes so much without waiting
-FLUSH_TIMEOUT_S = 5.0  # for what is left, when the process ends
+FLUSH_TIMEOUT_S = 5.0  # for the remaining lines, when the process ends
 _printers: list[LogPrinter] = []
 
 
 def start_printing(mesh_paths: MeshPaths, log_name: str) -> None:
-    """From now on this process's output is the mesh's log `name`, and all logs there are printed as
-    JSON where it was. Nothing happens the second time. ConfigError: nobody may write there.
+    """Redirect this process's output to the mesh's log `log_name`, and print all logs there as JSON
+    to the former output.
+
+    A second call does nothing. Raises ConfigError if the directory is not writable.
     """
     if _printers:
         return
@@ -218,7 +220,9 @@ def start_printing(mesh_paths: MeshPaths, log_name: str) -> None:
 
 
 def finish_printing() -> None:
-    """Prints what is left, for five seconds at most; at exit, or before one without `atexit`."""
+    """Print the rest of the logs, for five seconds at most. Runs at exit; call it before an exit
+    that skips `atexit`.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     for console in _printers:
@@ -226,19 +230,19 @@ def finish_printing() -> None:
 
 
 class LogPrinter:
-    """Follows the logs of a directory: what is there already has been told. Standard output that is
-    not read holds up its thread alone, and one that is closed nothing.
+    """Follower of the logs of a directory, except their content before the start. An unread
+    standard output blocks this thread alone; a closed one blocks nothing.
     """
 
     def __init__(self, logs: Path, output: int) -> None:
-        """`output`: a descriptor of its own."""
+        """`output`: a descriptor that this object owns."""
         self._logs, self._output = logs, output
-        self._is_output_closed = False  # nobody reads the output any more, or its disk is full
+        self._is_output_closed = False  # no process reads the output, or its disk is full
         self._files = {path: LogFollower(path, path.stat().st_size) for path in logs.glob("*.log")}
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._size_checked_s = 0.0
-        self._last_error = ""  # why the last look could not be, once that was told
+        self._last_error = ""  # error of the last poll, once it was printed
 
     @property
     def file_count(self) -> int:
@@ -248,7 +252,7 @@ class LogPrinter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when all was printed, or cannot be."""
+        """Stop after all was printed, or cannot be."""
         self._stop_event.set()
         self._thread.join(FLUSH_TIMEOUT_S + 1.0)
 
@@ -266,8 +270,8 @@ class LogPrinter:
         self._poll_reporting_errors(is_final=True)
 
     def _poll_reporting_errors(self, is_final: bool = False) -> bool:
-        """As `_look`. What keeps it from that, as too many open files, is told once; the next look
-        may be whole.
+        """Poll once and return whether more content waits. Print each new error once, such as too
+        many open files; the next poll may succeed.
         """
         try:
             behind, self._last_error = self._poll(is_final), ""
@@ -279,8 +283,8 @@ class LogPrinter:
         return behind
 
     def _poll(self, is_final: bool) -> bool:
-        """Prints a part of each file, and returns whether more is there. What was read is printed
-        before more is: the rest waits on the disk.
+        """Print a part of each file, and return whether more content waits. Printing precedes the
+        next read, so the rest waits on the disk.
         """
         there = sorted(self._logs.glob("*.log"))
         for path in there:
@@ -301,7 +305,7 @@ class LogPrinter:
                 if passed := file.skip_backlog(MAX_BACKLOG_BYTES):
                     unread = f"{passed} bytes of {path.name} were not printed"
                     self._print_event(f"{unread}: nobody read fast enough", "warning")
-                if passed or not file.is_behind:  # what is to be printed yet would be lost untold
+                if passed or not file.is_behind:  # its unread part would be lost without a notice
                     rotate_file_if_long(path)
         return any(file.is_behind for file in self._files.values())
 
@@ -313,8 +317,8 @@ class LogPrinter:
         left = memoryview("".join(f"{one}\n" for one in objects).encode())
         try:
             while left and not self._is_output_closed:
-                select.select([], [self._output], [])  # it may not wait by itself
-                with suppress(BlockingIOError):  # it is not to wait, and has too little room
+                select.select([], [self._output], [])  # the descriptor may be non-blocking
+                with suppress(BlockingIOError):  # non-blocking, and its buffer is full
                     left = left[os.write(self._output, left[:WRITE_BYTES]) :]
         except OSError:
             self._is_output_closed = True

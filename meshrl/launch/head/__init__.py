@@ -1,3 +1,3 @@
-"""The root of a mesh, at its head: it brings up Redis and the services, lets hosts in, and takes up
-what was left. Open `launcher.py` first.
+"""Root of a mesh at its head: it starts Redis and the services, admits hosts, and restores jobs.
+Open `launcher.py` first.
 """

@@ -1,4 +1,4 @@
-"""Brings the jobs of a mesh whose head is gone to this host, from their durable copy."""
+"""Restore of a lost head's jobs on this host, from their durable copy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from meshrl.directory.directory_paths import MeshPaths, read_json, write_json
 from meshrl.launch.head.job_restore import restore_job
 
 RESTORED_RUNS_FILE = (
-    "brought.json"  # in the mesh's directory: runs whose jobs Redis is to be told of
+    "brought.json"  # in the mesh's directory: fetched runs whose jobs Redis does not have yet
 )
 OWNER_BYTES = 16
 
 
 def configure_durable_copy(url: str, mesh_paths: MeshPaths) -> None:
-    """Makes the mesh at `place` keep its copy at `url`, or none when that is empty. Refused when
-    the copy is another mesh's.
+    """Set the mesh's durable copy to `url`, or to none when `url` is empty.
+
+    Raises Refused when the copy is another mesh's.
     """
     if not url:
         (mesh_paths.directory / "durable.json").unlink(missing_ok=True)
@@ -49,8 +50,10 @@ def configure_durable_copy(url: str, mesh_paths: MeshPaths) -> None:
 
 
 def fetch_runs(url: str, mesh_paths: MeshPaths) -> list[Path]:
-    """The runs of all jobs that had not ended, fetched to `<root>/runs/JOB`; the mesh at `place` is
-    whose copy it is from now on, and goes on with them when it starts. NotFound when there is none.
+    """Fetch the runs of all jobs that had not ended to `<root>/runs/JOB`, and return their paths.
+
+    The copy belongs to this mesh from now on; it resumes the jobs when it starts. Raises NotFound
+    when there is none.
     """
     copy = DurableCopy(url)
     going_on = {
@@ -67,10 +70,10 @@ def fetch_runs(url: str, mesh_paths: MeshPaths) -> list[Path]:
     if known is None or (known.url, known.owner) != (url, copy.current_owner):
         durable = DurableCopyRecord(url, secrets.token_hex(OWNER_BYTES))
         durable.write(mesh_paths.directory)
-        # Another head that is still there removes nothing any more.
+        # A former head that still runs removes nothing any more.
         DurableCopy(url, durable.owner).take_over()
     path = mesh_paths.directory / RESTORED_RUNS_FILE
-    brought = read_json(path)["runs"] if path.is_file() else []  # by one that was interrupted
+    brought = read_json(path)["runs"] if path.is_file() else []  # by an interrupted attempt
     there = {unquote(Path(one["run"]).name) for one in brought}
     for job, lineage in going_on.items():
         if job not in there:
@@ -80,7 +83,7 @@ def fetch_runs(url: str, mesh_paths: MeshPaths) -> list[Path]:
 
 
 def _read_lineage(copy: DurableCopy, job: str) -> int | None:
-    """The lineage that a job goes on from; None when it has ended, or its copy had only begun."""
+    """Return the lineage that a job resumes from; None if it has ended or is incomplete."""
     try:
         standing = copy.read_document(f"{job_folder(job)}/standing.json")
         copy.read_document(f"{job_folder(job)}/job.json")
@@ -121,7 +124,7 @@ def _fetch_run(copy: DurableCopy, job: str, mesh_paths: MeshPaths) -> Path:
 
 
 def _fetch_checkpoint(copy: DurableCopy, job: str, directory: Path) -> None:
-    """The newest checkpoint that is whole; a job without one begins from its beginning."""
+    """Fetch the newest complete checkpoint; a job without one starts from its beginning."""
     for name in copy.list_checkpoints(job):
         scratch = directory / f"{name}.fetching"
         try:
@@ -140,7 +143,7 @@ def _fetch_checkpoint(copy: DurableCopy, job: str, directory: Path) -> None:
 
 
 def make_pending_restore(mesh_paths: MeshPaths) -> Callable[[StateClient], Awaitable[None]] | None:
-    """Tells Redis of the jobs that were brought, once; None: there are none."""
+    """Return a function that registers the fetched jobs in Redis once; None if there are none."""
     path = mesh_paths.directory / RESTORED_RUNS_FILE
     if not path.is_file():
         return None

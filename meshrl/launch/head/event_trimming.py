@@ -1,4 +1,4 @@
-"""Trims the event stream of a mesh now and then, the one place that does."""
+"""Periodic trimming of a mesh's event stream, the only place that trims it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRIM_TIMEOUT_S = 4.0
 
 
 async def trim_forever(state: StateClient, clock: Clock) -> None:
-    """Frees what all readers have read; while Redis is away, later. Never returns."""
+    """Trim events that all readers have read; retry later while Redis is away. Never returns."""
     up_since_ms: int | None = None
     while True:
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):

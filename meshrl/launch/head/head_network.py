@@ -1,4 +1,4 @@
-"""What the head of a mesh of several hosts keeps to itself, and what it tells those that join."""
+"""Network of the head of a mesh of several hosts: its secrets, and data for joining hosts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHARED_SETTINGS = ("stall_s", "encrypt")  # settings that all hosts have alike
 
 @dataclass(frozen=True)
 class HeadNetwork:
-    """The head itself as a host: its name stays, its secret is of this start. `listen` is where its
-    processes are reached.
+    """Network identity of the head as a host: its name stays, its secret is of this start. Its
+    processes are reached at `listen`.
     """
 
     listen: str
@@ -34,7 +34,7 @@ class HeadNetwork:
 
     @classmethod
     def create(cls, mesh_paths: MeshPaths, listen: str) -> HeadNetwork:
-        """That of a start of the mesh. Damaged."""
+        """Return the network of a start of the mesh. Raises CorruptData."""
         try:
             host = read_owner(mesh_paths.directory).host
         except NotFound:
@@ -42,7 +42,9 @@ class HeadNetwork:
         return cls(listen, host, secrets.token_hex(SECRET_BYTES))
 
     def make_redis_network(self, mesh_secret: str, advertise: str) -> RedisNetwork:
-        """What Redis is told: commands of the mesh's owner have passwords by the mesh's secret."""
+        """Return the Redis network, in which commands of the mesh's owner have passwords by the
+        mesh's secret.
+        """
         now_s = time.time()
         own = AdmittedHost.from_secret(self.host, self.secret, ROLES - {PERSON_ROLE}, now_s)
         people = AdmittedHost.from_secret(self.host, mesh_secret, [PERSON_ROLE], now_s)
@@ -62,12 +64,12 @@ class HeadNetwork:
         )
 
     def write_owner(self, mesh_paths: MeshPaths, mesh_secret: str) -> None:
-        """Puts on record what commands at the head need."""
+        """Record what commands at the head need."""
         MeshOwner(mesh_secret, self.host).write(mesh_paths.directory)
 
 
 def describe_mesh(addresses: RedisAddresses, settings: MeshSettings) -> dict[str, Any]:
-    """What every host that joins is told; see `meshrl.common.api.gateway.HostAdmitted`."""
+    """Return what every joining host receives; see `meshrl.common.api.gateway.HostAdmitted`."""
     authority = Path(addresses.remote_ca_file).read_text() if addresses.remote_ca_file else ""
     shared = {name: getattr(settings, name) for name in SHARED_SETTINGS if hasattr(settings, name)}
     return {"redis_url": addresses.remote_url, "authority": authority, "settings": shared}

@@ -1,5 +1,6 @@
-"""What a head is handed before its mesh has ever started: the key pair that its gateway is to have,
-and the tokens that are good there. So an orchestrator can give out tokens before anything runs.
+"""Secrets of a head from before its mesh's first start: the gateway's key pair and valid tokens.
+
+With them an orchestrator can hand out tokens before anything runs.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ MAX_FILE_CHARS = 1 << 16  # characters: a file that is larger is none of ours
 
 @dataclass(frozen=True)
 class HeadSecrets:
-    """Key pair of the gateway, Z85, and tokens, of which it has digests of the keys alone."""
+    """Key pair of the gateway, Z85, and tokens with digests of their keys alone."""
 
     public: str
     secret: str = field(repr=False)
     tokens: Sequence[TokenRecord]
 
     def write(self, path: Path) -> None:
-        """For its reader's eyes alone. StorageFull."""
+        """Write the secrets, readable by this user alone. Raises StorageFull."""
         documents.write(path, asdict(self))
 
 
 def read_head_secrets(path: Path) -> HeadSecrets:
-    """ConfigError: it is none, or others can read it."""
+    """Read the secrets. Raises ConfigError if the file is invalid, or readable by others."""
     text = secret_files.read_secret(path, "secrets of a head", FILE_HINT, MAX_FILE_CHARS)
     try:
         held = documents.decode(text.encode(), str(path))
@@ -54,15 +55,16 @@ def read_head_secrets(path: Path) -> HeadSecrets:
 
 
 def install_head_secrets(mesh_paths: MeshPaths, path: Path) -> None:
-    """Makes them those of the mesh that starts there for the first time; later there is nothing to
-    do. Refused for a mesh that has others.
+    """Install the secrets in the mesh before its first start; do nothing later.
+
+    Raises Refused for a mesh that has other secrets.
     """
     given = read_head_secrets(path)
     known = gateway_identity.find_identity(mesh_paths.directory)
     if known is None:
         mesh_paths.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         token_registry.add_missing_tokens(mesh_paths.directory / TOKENS, given.tokens)
-        # Last: from then on they are taken. Where it listens the gateway tells when it starts.
+        # Last: it marks the secrets as installed. The gateway reports its address when it starts.
         GatewayIdentity("", "", given.public, given.secret).write(mesh_paths.directory)
     elif known.public != given.public:
         raise Refused(

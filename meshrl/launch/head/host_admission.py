@@ -1,7 +1,7 @@
-"""Lets hosts into a mesh and out of it: the launcher does, as the gateway or a person asks.
+"""Admission and removal of hosts, by the launcher, on requests of the gateway or a user.
 
-Which hosts there are is on record in the mesh's directory, with the prefixes that their workers'
-names have had: none is given twice.
+The mesh's directory records the hosts, with the prefixes that their workers' names have had: no
+prefix is assigned twice.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ from meshrl.directory.directory_paths import MeshPaths
 from meshrl.directory.joined_hosts import JoinedHost, JoinedHosts
 
 POLL_S = 0.2
-AWAY_CHECK_S = 5.0  # between two looks who is away
+AWAY_CHECK_S = 5.0  # between two checks for absent hosts
 TOKEN_FILE_TIMEOUT_S = 10.0
 STANDBY_PLANNER = "planner/2"  # beside the two of the head
 
 
 class HostAccess(Protocol):
     async def admit_host(self, host: AdmittedHost) -> None:
-        """From now on."""
+        """Admit the host from now on."""
 
     async def expel_host(self, host: str) -> bool:
-        """No more, also those that are in; whether it was let in."""
+        """Expel the host and its processes; return whether it was admitted."""
 
 
 class AbsenceTracker:
-    """A host is away from the first look on that does not find it; `for_s` is what is long."""
+    """Tracker of absent hosts. A host is absent from the first poll that does not find it;
+    `limit_s` is the longest absence.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -58,8 +60,10 @@ class AbsenceTracker:
     def find_absent(
         self, hosts: Collection[str], present: Collection[str], now_s: float
     ) -> dict[str, float]:
-        """Those of these hosts that have been away for long, and for how long, in seconds; `here`
-        are those that are found, `now` is of a monotonic clock.
+        """Return the hosts that have been absent beyond the limit, with the seconds of their
+        absence.
+
+        `present`: hosts that are found now; `now_s`: time of a monotonic clock.
         """
         away = set(hosts) - set(present)
         self._away_since_s = {host: self._away_since_s.get(host, now_s) for host in away}
@@ -68,14 +72,16 @@ class AbsenceTracker:
         }
 
     def reset(self) -> None:
-        """Nobody could be found for a while: what was seen before tells nothing."""
+        """Forget earlier absences, as no host could be found for a while."""
         self._away_since_s = {}
 
 
 class HostAdmission:
-    """`head`: the name of this host, which no other has; `about`: what hosts are told beside what
-    is their own (see `meshrl.common.api.gateway.HostAdmitted`); `gone_s`: an ephemeral one that has
-    been away for longer is let out.
+    """Admission of hosts by the head named `head_host`.
+
+    `describe_mesh`: returns fields that every host receives beside its own (see
+    `meshrl.common.api.gateway.HostAdmitted`). `away_limit_s`: an ephemeral host that is absent for
+    longer is removed.
     """
 
     def __init__(
@@ -98,12 +104,10 @@ class HostAdmission:
         self._describe_mesh = describe_mesh
         self._joined_hosts = JoinedHosts.read(mesh_paths)
         self._absences, self._away_limit_s = AbsenceTracker(away_limit_s), away_limit_s
-        self._leaving: dict[
-            str, float
-        ] = {}  # hosts that are being let out, away for so many seconds
+        self._leaving: dict[str, float] = {}  # hosts that are being removed -> seconds of absence
 
     async def run(self) -> None:
-        """Answers what is asked, and lets out who stays away, for ever."""
+        """Answer host requests and remove absent hosts. Never returns."""
         look_at = 0.0
         while True:
             try:
@@ -119,8 +123,8 @@ class HostAdmission:
             await self._clock.sleep(POLL_S)
 
     async def _remove_absent_hosts(self) -> None:
-        """Lets ephemeral hosts out that have been away for long: one that comes back at this moment
-        is told that it is a member no more.
+        """Remove ephemeral hosts that were absent too long. One that returns at this moment learns
+        that its membership has ended.
         """
         ephemeral = [host for host, row in self._joined_hosts.hosts.items() if row.ephemeral]
         if not ephemeral and not self._leaving:
@@ -134,7 +138,10 @@ class HostAdmission:
                 del self._leaving[host]
             except (StateUnavailable, DeadlineExceeded):
                 raise
-            except (MeshError, OSError) as error:  # a full disk, or its own file: at the next look
+            except (
+                MeshError,
+                OSError,
+            ) as error:  # a full disk, or its own file: the next check retries
                 print(f"{host}, which is away, cannot be let out: {error}", flush=True)
 
     async def _answer_request(self, request: HostRequest) -> Mapping[str, Any] | MeshError:
@@ -174,7 +181,7 @@ class HostAdmission:
                 f"{self._head_host} is the head of the mesh", fix="Join from a new directory"
             )
         known = self._joined_hosts.hosts.get(admitted.host)
-        if known is not None and known.key == key:  # its answer was lost
+        if known is not None and known.key == key:  # a repeat: the answer was lost
             await self._host_access.expel_host(known.host)
             joined = known
         elif known is not None or admitted.host in self._joined_hosts.left:
@@ -194,8 +201,9 @@ class HostAdmission:
         return {"prefix": joined.prefix, "planner": joined.planner, **self._describe_mesh()}
 
     def _find_joined_host(self, arguments: Mapping[str, Any]) -> JoinedHost:
-        """The row of the host that asks. NotFound: the gateway has its key, from a try to join that
-        came to nothing so far.
+        """Return the row of the requesting host.
+
+        Raises NotFound: the gateway has its key from an attempt to join that has not succeeded.
         """
         host = str(arguments["host"])
         if host not in self._joined_hosts.hosts:
@@ -222,7 +230,9 @@ class HostAdmission:
         return joined
 
     async def _remove_host(self, host: str, away_s: float = 0.0) -> bool:
-        """Whether it was in. Asked again after a failure it does what was left undone."""
+        """Remove a host, and return whether it was a member. A repeat after a failure finishes the
+        removal.
+        """
         was = host in self._joined_hosts.hosts
         if not was and host not in self._joined_hosts.left:
             raise NotFound(f"no host is called {host}", fix="`meshrl hosts` shows them")
@@ -238,7 +248,7 @@ class HostAdmission:
         await pool.set_drain_reason(self._state, host, HOST_LEFT)
         forget = partial(members.remove_member, self._mesh_paths.directory / RECORDS_FILE, host)
         async with self._clock.timeout(TOKEN_FILE_TIMEOUT_S, "the file of tokens"):
-            await asyncio.to_thread(forget)  # another command may have it locked
+            await asyncio.to_thread(forget)  # blocks while another command holds the lock
         if was:
             await events.append(
                 self._state, "host_left", {"host": host, "away_s": round(away_s, 1)}
@@ -246,7 +256,7 @@ class HostAdmission:
         return was
 
     async def _mark_returned(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether it may be used again from now on, as what kept it from that was its own end."""
+        """Return True if the host may be used again, because its own end was what excluded it."""
         known, address = self._find_joined_host(arguments), str(arguments["address"])
         host = known.host
         if known.address != address:

@@ -1,4 +1,4 @@
-"""Tokens that let hosts in, made where the mesh's own are kept."""
+"""Tokens that admit hosts, made where the mesh's own tokens are stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.directory.directory_paths import MeshPaths
 def create_host_token(
     mesh_paths: MeshPaths, name: str | None, lifetime_s: float, max_uses: int = 1
 ) -> AccessToken:
-    """A token that lets in so many hosts; 0: any number."""
+    """Create a token that admits `max_uses` hosts; 0: any number."""
     door = gateway_identity.read_identity(mesh_paths.directory)
     named = name or f"host-{secrets.token_hex(3)}"
     now_s, at = time.time(), (door.address, door.public)
@@ -28,6 +28,6 @@ def create_host_token(
 
 
 def write_token(token: AccessToken, path: Path) -> None:
-    """Puts it into a new file, for this user's eyes alone."""
+    """Write the token to a new file, readable by this user alone."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token.encoded + "\n")

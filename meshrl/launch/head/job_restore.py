@@ -1,6 +1,4 @@
-"""Puts jobs back that Redis does not have any more: each at its newest checkpoint, in a lineage of
-its own.
-"""
+"""Restore of jobs that Redis has lost: each at its newest checkpoint, in a lineage of its own."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ async def restore_job(
     document: dict[str, Any],
     watermark: JobWatermark,
 ) -> Path | None:
-    """Submits a job that Redis does not have: as its newest checkpoint, which is returned, has it,
-    or else from its beginning. `seen`: how far anybody has seen it come.
+    """Submit a job that Redis has lost, from its newest checkpoint or else from its beginning.
 
-    A job that had begun goes on in a lineage above all that its record and its checkpoints tell of.
-    The checkpoint before its first step is enough for that: groups are opened from then on, and a
-    power cut may have taken all that told of them.
+    Returns the checkpoint. `watermark`: the furthest known progress of the job. A job that had
+    begun resumes in a lineage above all that its record and its checkpoints name. The checkpoint
+    before its first step is enough for that: groups are opened from then on, and a power cut may
+    have removed every record of them.
     """
     checkpoint, lineage = (
         find_newest_checkpoint(run_dir),
@@ -71,15 +69,16 @@ async def restore_job(
 
 
 def find_newest_checkpoint(run_dir: Path) -> Path | None:
-    """The last committed checkpoint; the one before the first step has no account."""
+    """Return the last committed checkpoint; the one before the first step has no account."""
     found = find_committed(run_dir)
     return None if found is None or is_initial(found) else found
 
 
 async def restore_all_jobs(state: StateClient, watermark: StateWatermark, required: bool) -> None:
-    """Puts back every job that was known, had not ended, and is not there, and says so.
+    """Restore every known job that had not ended and is missing, and print each.
 
-    One that cannot be keeps no other from going on; `needed`: its error is raised when none can.
+    A job that fails does not block the others. `required`: raise its error when no job can be
+    restored.
     """
     there, errors, back = {row.id for row in await jobs.read_jobs(state)}, list[MeshError](), 0
     for job, one in watermark.jobs.items():

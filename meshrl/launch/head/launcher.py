@@ -1,6 +1,6 @@
-"""The root process of a mesh: it starts Redis and the services, keeps them running, and stops them.
+"""Root process of a mesh: it starts Redis and the services, keeps them running, and stops them.
 
-`meshrl run` holds a Launcher in its own process; `meshrl up` starts this file as a program. Every
+`meshrl run` has a Launcher in its own process; `meshrl up` starts this file as a program. Every
 process of the mesh dies with it, or (workers, which may outlive an agent) within 75 s.
 """
 
@@ -59,10 +59,10 @@ class Launcher(RootProcess):
     def __init__(
         self, mesh_paths: MeshPaths, shape: MeshShape, pool: PoolSettings | None = None
     ) -> None:
-        """`pool`: its settings; None: as they were when the mesh was started last."""
+        """`pool`: its settings; None: as at the mesh's last start."""
         super().__init__(mesh_paths)
         self.shape, self._pool = shape, pool
-        self._may_have_processes = False  # it may have processes
+        self._may_have_processes = False  # the mesh may have processes
         self._secret = secrets.token_hex(SECRET_BYTES)
         self._head_network = HeadNetwork.create(mesh_paths, shape.listen) if shape.listen else None
         self._redis = MeshRedis(
@@ -75,12 +75,13 @@ class Launcher(RootProcess):
         self._tasks: list[asyncio.Task[Any]] = []
         self._recovery: asyncio.Task[None] | None = None
         self._failed_recoveries = 0  # times in a row that the mesh could not
-        self._pending_recovery_reason = ""  # why, if Redis went back while the mesh was not up
+        self._pending_recovery_reason = ""  # reason of a rollback while the mesh was not up
 
     async def start(self, before_services: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Returns when every service has registered; on any error nothing is left running.
+        """Start the mesh and return when every service has registered; on an error nothing is left
+        running.
 
-        `begin` is awaited when Redis answers and no service runs yet.
+        `before_services` is awaited when Redis answers and no service runs yet.
         """
         self._directory_lock.acquire()
         self._may_have_processes = True
@@ -120,7 +121,7 @@ class Launcher(RootProcess):
             raise
 
     async def stop(self) -> None:
-        """Ends every process of the mesh, Redis last. Safe after a failed start, and twice."""
+        """End every process of the mesh, Redis last. Safe after a failed start, and twice."""
         await self.stop_services()
         await self._services.stop()
         for task in self._tasks:
@@ -133,11 +134,11 @@ class Launcher(RootProcess):
             await self.state.close()
         await self._redis.stop()
         if self._directory_lock.is_locked:
-            self._may_have_processes = False  # what there is from now on may be another mesh's
+            self._may_have_processes = False  # later processes may be another mesh's
             self._directory_lock.release()
 
     async def query_redis(self, query: Callable[[StateClient], Awaitable[T]]) -> T:
-        """The answer of the mesh's Redis, which runs for as long as that takes and no longer."""
+        """Return the answer of the mesh's Redis, which runs only for the duration of the query."""
         self._directory_lock.acquire()
         try:
             return await query(await self._redis.connect())
@@ -145,8 +146,8 @@ class Launcher(RootProcess):
             await self.stop()
 
     async def stop_services(self) -> None:
-        """Ends everything but Redis and the nursery, in reverse order of the start: the books are
-        final then.
+        """End everything but Redis and the fork server, in reverse order of the start. The accounts
+        are final then.
         """
         going_back, self._recovery = self._recovery, None
         if going_back is not None:
@@ -157,7 +158,7 @@ class Launcher(RootProcess):
             await self._services.kill_leftovers()
 
     def start_program(self, argv: list[str], name: str) -> ChildProcess:
-        """Start a program of MeshRL's that is no service: a fork of the nursery while it runs."""
+        """Start a MeshRL program that is no service, forked by the fork server while that runs."""
         environment = self._services.fork_environment
         return self.host.spawn(argv, name=name, env=environment, log=self.mesh_paths.log_path(name))
 
@@ -169,7 +170,7 @@ class Launcher(RootProcess):
 
     @property
     def unready_reason(self) -> str:
-        """Why it does not do its work now; empty: it does."""
+        """Reason why the launcher is not ready; empty if it is."""
         if self._recovery is not None:
             return "Redis is not as it was, and all that acted on it starts anew"
         if (supervisor := self._redis.supervisor) is not None and not supervisor.children:
@@ -178,31 +179,33 @@ class Launcher(RootProcess):
 
     @property
     def process_names(self) -> dict[int, str]:
-        """The launcher, Redis and the services that run now, by pid."""
+        """Names of the running launcher, Redis and services, by pid."""
         found = {os.getpid(): "meshrl"}
         if self._redis.supervisor is not None:
             found |= {child.pid: name for name, child in self._redis.supervisor.children.items()}
         return found | {child.pid: name for name, child in self._services.children}
 
     def find_watermark(self, job: str) -> JobWatermark:
-        """How far a job has come by all that tells of it; the mark of nothing when nothing does."""
+        """Return the furthest known progress of a job; an empty watermark when there is none."""
         return self._redis.watermark.jobs.get(job, JobWatermark())
 
     # When the state goes back
 
     @property
     def is_restoring_state(self) -> bool:
-        """Whether Redis has lost what it had, and the jobs are being put back."""
+        """True while Redis has lost its state and the jobs are being restored."""
         return self._recovery is not None or bool(self._pending_recovery_reason)
 
     def _on_redis_rollback(self, reason: str) -> None:
-        """Redis is not what it was: nobody is let in, and what has acted on it starts anew."""
+        """Start the recovery after a Redis rollback: admit no process, restart all that acted on
+        the state.
+        """
         self._pending_recovery_reason = reason
         if self._recovery is None and self._services.is_running:
             self._start_pending_recovery()
 
     def _start_pending_recovery(self) -> None:
-        """If Redis went back, perhaps while the mesh could not."""
+        """Start a recovery if Redis has rolled back, also from before the mesh could recover."""
         why, self._pending_recovery_reason = self._pending_recovery_reason, ""
         if why:
             self._recovery = asyncio.create_task(self._recover(why), name="go back")
@@ -239,7 +242,7 @@ class Launcher(RootProcess):
     # Parts of the start
 
     async def _require_single_mesh(self, state: StateClient) -> None:
-        """A Redis belongs to one mesh: with a shared one, another mesh may be there already."""
+        """Raise an error if another mesh uses this Redis: a shared server belongs to one mesh."""
         joined = read_joined_hosts(self.mesh_paths)
         alive = [e for e in await registry.list_entries(state) if e.alive and e.host not in joined]
         if (
@@ -256,7 +259,7 @@ class Launcher(RootProcess):
             await registry.evict(state, entry.name, entry.incarnation)
 
     async def _publish_run_host(self) -> None:
-        """Says where the runs are at home, and how another host finds out whether it sees them."""
+        """Publish where the runs are stored, and how another host detects whether it sees them."""
         content = secrets.token_bytes(PROBE_BYTES)
         made = make_home(self.settings.host, self.mesh_paths.root, content)
         await run_host.write_run_host(self.state, made)
@@ -286,7 +289,7 @@ class Launcher(RootProcess):
         self._tasks.append(asyncio.create_task(self._watch_files(), name="keep files"))
 
     async def _watch_files(self) -> None:
-        """Puts the mesh's own files back when they are damaged: what starts again reads them."""
+        """Repair the mesh's own files when they are corrupt: restarted processes read them."""
         place = self.mesh_paths
 
         def write(path: Path, content: dict[str, Any]) -> None:
@@ -317,9 +320,10 @@ async def serve_mesh(
     health_address: str = "",
     on_ready: Callable[[], None] = lambda: None,
 ) -> int:
-    """`meshrl up`: a mesh that runs until SIGTERM, recording each job that is submitted to it; the
-    exit status. `health`: HOST:PORT, where it answers for this host as a whole and for the mesh;
-    empty: nowhere. `ready` is called when all services are there.
+    """Run `meshrl up`: a mesh that runs until SIGTERM and records each submitted job.
+
+    Returns the exit status. `health_address`: HOST:PORT, where it answers for this host and for the
+    mesh; empty: nowhere. `on_ready` is called when all services are registered.
     """
     install_lossy_output()
     stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What a mesh is made of, and the settings of its pool: kept for its next start."""
+"""Shape of a mesh and settings of its pool, stored for its next start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POOL_FILE = "pool.json"  # the settings of the pool, as `mesh.toml` has them
 
 @dataclass(frozen=True)
 class MeshShape:
-    """What a mesh is made of, when nothing has started yet."""
+    """Shape of a mesh when nothing has started yet."""
 
     workers: int = 3
     device: str = "cpu"
@@ -32,7 +32,7 @@ class MeshShape:
 
 
 def read_shape(mesh_paths: MeshPaths) -> MeshShape:
-    """The shape of a mesh that was started before."""
+    """Return the shape of a mesh that was started before."""
     try:
         return MeshShape(**read_json(mesh_paths.shape))
     except (CorruptData, FileNotFoundError, TypeError) as error:
@@ -43,7 +43,7 @@ def read_shape(mesh_paths: MeshPaths) -> MeshShape:
 
 
 def read_pool_settings(mesh_paths: MeshPaths) -> PoolSettings:
-    """The settings that the pool of a mesh had when it was started last."""
+    """Return the pool settings of the mesh's last start."""
     path = mesh_paths.directory / POOL_FILE
     try:
         return PoolSettings(**read_json(path))

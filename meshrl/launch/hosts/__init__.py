@@ -1,3 +1,1 @@
-"""A host that joins a mesh: how it joins, runs, comes back and leaves. Open `host_launcher.py`
-first.
-"""
+"""Host that joins a mesh: its join, run, return and leave. Open `host_launcher.py` first."""

@@ -1,6 +1,4 @@
-"""The notice of a host that has joined: told to end, it has the mesh move everything away from it,
-for a while, and ends then.
-"""
+"""Drain of a joined host: on its stop order the mesh moves everything off it for a while."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from meshrl.launch.hosts.membership import Membership, connect_gateway
 
 POLL_S = 0.5
 CALL_TIMEOUT_S = 5.0
-# Without an answer of the head: it may be starting again, or have been told to end as well.
+# Without an answer of the head: it may be restarting, or have a stop order as well.
 HEAD_SILENCE_LIMIT_S = 15.0
 LEAVE_TIMEOUT_S = 15.0
 RETRY_S = 2.0
@@ -27,8 +25,10 @@ def print_line(text: str) -> None:
 async def drain_host(
     member: Membership, clock: Clock, timeout_s: float, unready_reason: Callable[[], str]
 ) -> bool:
-    """Whether nothing is left on this host, after `for_s` at most; False at once when its own
-    processes have been told to end as well, which `hindered` shows for a while.
+    """Return True if nothing is left on this host, after at most `timeout_s`.
+
+    Returns False at once when its own processes have a stop order too, which `unready_reason` shows
+    for a while.
     """
     began = heard = clock.monotonic()
     until = began + timeout_s
@@ -36,7 +36,7 @@ async def drain_host(
         f"{member.host} is told to end: everything moves away from it first, for {timeout_s:g} s"
     )
     drains, left, silence = False, [""], ""
-    works = began  # when it was last seen to do its work
+    works = began  # when it last did its work
     async with connect_gateway(member.member_token) as line:
         while (now := clock.monotonic()) < until:
             if not (why := unready_reason()):
@@ -46,7 +46,7 @@ async def drain_host(
                 return False
             try:
                 limit_s = min(CALL_TIMEOUT_S, until - now)
-                if not drains:  # what it asked as it came back may be answered after that
+                if not drains:  # the answer to its return request may come after that
                     await line.call(Gateway.drain, None, limit_s)
                 found = await line.call(Gateway.remaining, None, limit_s)
             except (NotAllowed, NotFound) as error:
@@ -74,7 +74,9 @@ async def drain_host(
 
 
 async def report_returned(member: Membership, clock: Clock, address: str) -> None:
-    """Has the mesh use this host again, and know where it is now; tries until it is told."""
+    """Report to the mesh that this host is usable again, and at which address; retry until it
+    succeeds.
+    """
     silence = ""
     async with connect_gateway(member.member_token) as line:
         while True:
@@ -83,7 +85,7 @@ async def report_returned(member: Membership, clock: Clock, address: str) -> Non
                     print_line(f"{member.host} is used again")
                 return
             except (NotAllowed, NotFound):
-                return  # whoever watches the membership says so
+                return  # the membership watcher reports it
             except MeshError as error:
                 if error.message != silence:
                     silence = error.message
@@ -92,12 +94,12 @@ async def report_returned(member: Membership, clock: Clock, address: str) -> Non
 
 
 async def leave_mesh(member: Membership) -> bool:
-    """Has the mesh forget this host, which has ended; whether it does."""
+    """Make the mesh forget this host, which has ended; return whether it did."""
     async with connect_gateway(member.member_token) as line:
         try:
             await line.call(Gateway.leave, None, LEAVE_TIMEOUT_S)
         except (NotAllowed, NotFound):
-            pass  # it knows the host no more
+            pass  # the mesh has forgotten the host
         except MeshError as error:
             print_line(f"the head cannot be told that {member.host} leaves: {error}")
             return False

@@ -1,4 +1,4 @@
-"""`meshrl join`: this host gives its accelerators to a mesh, from now on or again."""
+"""`meshrl join`: a host offers its accelerators to a mesh, for the first time or again."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from meshrl.launch.hosts.membership import CA_FILE_NAME, Membership, connect_gat
 from meshrl.launch.root_program import RootProgram
 from meshrl.launch.services import service_plan
 
-JOIN_ENV = "MESHRL_JOIN"  # the text of a token, or where it is
+JOIN_ENV = "MESHRL_JOIN"  # the text of a token, or its path or URL
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-# Of fsspec's, those by which nobody on the way reads what comes.
+# Protocols of fsspec that encrypt what they fetch.
 PRIVATE_SCHEMES = (
     "abfs",
     "abfss",
@@ -64,8 +64,10 @@ PRIVATE_SCHEMES = (
 
 
 def read_join_token(source: str | None) -> AccessToken:
-    """The ticket in a file, at a URL, in the standard input (`-`), or in $MESHRL_JOIN: a secret, so
-    never on a command line. ConfigError says what is wrong with it, NotFound that there is none.
+    """Return the token from a file, a URL, the standard input (`-`), or $MESHRL_JOIN.
+
+    A token is a secret and never on a command line. Raises ConfigError for an invalid one, NotFound
+    for none.
     """
     if source is not None and source.strip().startswith(TOKEN_PREFIX):
         raise ConfigError(
@@ -122,7 +124,7 @@ def _require_token(text: str, source: str) -> str:
 
 T = TypeVar("T")
 
-LOG_NAME = "hosting"  # of the root process
+LOG_NAME = "hosting"  # log of the root process
 HOST_PROGRAM = RootProgram(
     "meshrl.launch.hosts.host_launcher",
     LOG_NAME,
@@ -141,11 +143,13 @@ def join_mesh(
     health_address: str = "",
     drain_timeout_s: float = 0.0,
 ) -> int:
-    """Joins, or comes back where it had joined before; with `foreground` it returns when this
-    host's part of the mesh has ended, with its exit status. `head`: NAME[:PORT] by which this host
-    reaches the gateway from now on; empty: as the token says, or as it did before. `health`:
-    HOST:PORT, where the host as a whole is asked how it is; empty: nowhere. `drain_s`: with
-    `foreground` it drains for so long when it is told to end.
+    """Join a mesh, or return to the one joined before.
+
+    With `foreground` it returns when this host's part of the mesh has ended, with its exit status.
+    `head_address`: NAME[:PORT] by which this host reaches the gateway from now on; empty: as the
+    token states, or as before. `health_address`: HOST:PORT, where the host answers health
+    requests; empty: nowhere. `drain_timeout_s`: with `foreground` it drains for so long after its
+    stop order.
     """
     began_s = time.time()
     place = MeshPaths((root or directory_paths.find_mesh_home()).absolute())
@@ -195,7 +199,7 @@ def join_mesh(
             place, _choose_membership(known, token_source, head_address), offer, began_s
         )
     set_current_mesh(place)
-    os.environ.pop(JOIN_ENV, None)  # nothing that runs here needs the token
+    os.environ.pop(JOIN_ENV, None)  # no process here needs the token
     if foreground:
         return asyncio.run(host_launcher.serve_host(place.root, health_address, drain_timeout_s))
     root_program.start_in_background(HOST_PROGRAM, place, "--health", health_address)
@@ -206,11 +210,13 @@ def join_mesh(
 
 
 def drop_stale_membership(mesh_paths: MeshPaths, member: Membership) -> Membership | None:
-    """`known`, or None when the mesh has forgotten that host: then so does the host, to join as
-    another. A container that is started again finds what it wrote before, however long it was away.
+    """Return `member`, or None if the mesh has forgotten that host; then drop its files.
+
+    It joins as another host. A container that restarts finds what it wrote before, however long it
+    was away.
     """
     if not mesh_paths.settings.is_file():
-        return member  # it has not been answered yet
+        return member  # the request has no answer yet
     try:
         call_gateway(member.member_token, lambda line: line.call(Gateway.membership, None))
     except NotAllowed:
@@ -223,7 +229,7 @@ def drop_stale_membership(mesh_paths: MeshPaths, member: Membership) -> Membersh
 def _choose_membership(
     pending: Membership | None, token_source: str | None, head_address: str
 ) -> Membership:
-    """By the token of a try that was interrupted, unless another one is given."""
+    """Return the membership of an interrupted attempt, unless another token is given."""
     if pending is not None and token_source is None and not os.environ.get(JOIN_ENV):
         return pending.with_address(_resolve_head_address(head_address, pending.address))
     token = read_join_token(token_source)
@@ -233,7 +239,7 @@ def _choose_membership(
 
 
 def _resolve_head_address(head_address: str, address: str) -> str:
-    """The address of --head, whose port is by default that of `address`; empty: none was named."""
+    """Return the address of --head, by default with the port of `address`; empty for no --head."""
     port = urlsplit(address).port or GATEWAY_PORT
     return parse_gateway_address(head_address, port, "--head") if head_address else ""
 
@@ -241,8 +247,10 @@ def _resolve_head_address(head_address: str, address: str) -> str:
 def _request_membership(
     mesh_paths: MeshPaths, member: Membership, offer: HostOffer, started_s: float
 ) -> None:
-    """Asks the gateway to let this host in, and writes what it is told. Its name and its own key
-    are written first: asked again after an interruption, the mesh knows them.
+    """Request admission from the gateway, and write its answer.
+
+    The host's name and own key are written first, so that the mesh recognizes them in a repeat
+    after an interruption.
     """
     ticket = member.invitation_token
     bind = _choose_bind_endpoint(ticket, offer.listen, offer.advertise, offer.workers)
@@ -301,8 +309,8 @@ def _write_configuration(
 def _update_addresses(
     mesh_paths: MeshPaths, member: Membership, shape: HostShape, offer: HostOffer
 ) -> None:
-    """Takes what the command was told, and works out anew where this host is reached: a container
-    has another address at each start.
+    """Apply the command's options and resolve this host's addresses again. A container has another
+    address at each start.
     """
     shape, settings, kept = apply_offer(shape, MeshSettings.from_file(mesh_paths.settings), offer)
     if kept:
@@ -321,7 +329,7 @@ def _update_addresses(
 
 
 def _choose_bind_endpoint(token: AccessToken, listen: str, advertise: str, workers: int) -> str:
-    """Where the processes of this host listen, which has room for them. ConfigError."""
+    """Return the endpoint of this host's processes, with enough ports. Raises ConfigError."""
     bind = address_checks.resolve_listen_endpoint(
         listen or address_checks.find_local_address(token.address), advertise
     )
@@ -330,7 +338,7 @@ def _choose_bind_endpoint(token: AccessToken, listen: str, advertise: str, worke
 
 
 def _refresh_location(mesh_paths: MeshPaths, member: Membership) -> None:
-    """Where Redis is may have changed with the head."""
+    """Fetch the location of Redis, which may have changed with the head."""
     print(f"asks the mesh at {member.address} where it is now", flush=True)
     asked = None
     try:
@@ -341,7 +349,7 @@ def _refresh_location(mesh_paths: MeshPaths, member: Membership) -> None:
 
 
 def write_location(mesh_paths: MeshPaths, location: RedisLocation) -> None:
-    """Puts what was told anew into the settings of a host that comes back."""
+    """Write the new location to the settings of a returning host."""
     authority = _write_ca_file(mesh_paths, location.authority)
     before = MeshSettings.from_file(mesh_paths.settings)
     now = replace(before, redis_url=location.redis_url, authority=authority)
@@ -349,7 +357,7 @@ def write_location(mesh_paths: MeshPaths, location: RedisLocation) -> None:
 
 
 def _write_ca_file(mesh_paths: MeshPaths, ca_pem: str) -> str:
-    """The file of the certificate that Redis' is signed with; empty: there is none."""
+    """Write the certificate that signs Redis', and return its path; empty: there is none."""
     path = mesh_paths.directory / CA_FILE_NAME
     if ca_pem:
         path.write_text(ca_pem)
@@ -357,13 +365,13 @@ def _write_ca_file(mesh_paths: MeshPaths, ca_pem: str) -> str:
 
 
 def _filter_known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the settings that all hosts share which this version knows."""
+    """Return the shared settings that this version knows."""
     known = MeshSettings.__dataclass_fields__
     return {name: value for name, value in settings.items() if name in known}
 
 
 def call_gateway(token: AccessToken, request: Callable[[GatewayConnection], Awaitable[T]]) -> T:
-    """What the gateway of a mesh answers to the holder of a token."""
+    """Return the gateway's answer to the holder of a token."""
 
     async def asking() -> T:
         async with connect_gateway(token) as line:

@@ -1,9 +1,8 @@
-"""The root process of a host that has joined a mesh: it starts a nursery and the host's agent, and
-a planner that stands by where the host was given one, keeps them running, and stops them.
+"""Root process of a joined host: it starts, supervises and stops a fork server and the agent.
 
-Redis, the weight store and the gateway are the head's. While the head cannot be reached everything
-here goes on as well as it can, for as long as that takes; when the mesh lets the host in no more it
-ends.
+It also runs a standby planner where the host has one. Redis, the weight store and the gateway are
+the head's. While the head is unreachable the processes here continue as well as they can. The
+host's part ends when the mesh has removed the host.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ from meshrl.launch.root_program import run_root_program
 from meshrl.launch.services import service_plan
 from meshrl.launch.shutdown import STOP_TIMEOUT_S
 
-REDIS_ROLE = "node"  # as whom the root process itself asks Redis
+REDIS_ROLE = "node"  # role with which the root process itself connects to Redis
 ADMITTED_HOSTS_KEY = f"{MESH_PREFIX}:admitted"  # hosts that may belong to the mesh
-POLL_S = 2.0  # between two looks whether the host still belongs to it
+POLL_S = 2.0  # between two checks of the host's membership
 REDIS_TIMEOUT_S = 5.0
 HEAD_TIMEOUT_S = 30.0  # a start waits for the head so long
 EVENT_TIMEOUT_S = 2.0
@@ -64,18 +63,18 @@ EVENT_TIMEOUT_S = 2.0
 class HostShape:
     workers: int = 1
     device: str = "cpu"
-    prefix: str = "w"  # of its workers' names, which are unique in the mesh
+    prefix: str = "w"  # prefix of its workers' names, which are unique in the mesh
     market: str = "reserved"
-    memory_bytes: int = 0  # that residents may take; 0: all there is
+    memory_bytes: int = 0  # that instances may take; 0: all memory
     disk_bytes: int = 0
     planner: str = ""  # the name of the planner that stands by here; empty: none
     takes: Sequence[str] = host_services.ALL_SERVICES  # the services that may be placed here
     listen: str = ""  # as it was named; empty: as it reaches the head
-    ephemeral: bool = False  # it leaves the mesh when it is told to end
-    asked_s: float = 0.0  # wall clock, when the join was asked for; 0: it has been in before
+    ephemeral: bool = False  # it leaves the mesh on its stop order
+    asked_s: float = 0.0  # wall clock of the join request; 0: it was a member before
 
     def plan_services(self, host: str) -> list[service_plan.ServiceSpec]:
-        """What runs here, in the order of the start."""
+        """Return the services of this host, in the order of their start."""
         options = ["--worker-prefix", self.prefix, "--market", self.market]
         options += ["--memory-bytes", str(self.memory_bytes), "--disk-bytes", str(self.disk_bytes)]
         agent = service_plan.make_agent(host, self.workers, self.device, self.takes, *options)
@@ -86,7 +85,7 @@ class HostShape:
 
     @classmethod
     def read(cls, mesh_paths: MeshPaths) -> HostShape:
-        """That of the host with this directory; ConfigError."""
+        """Return the shape of the host with this directory. Raises ConfigError."""
         try:
             return cls(**read_json(mesh_paths.shape))
         except (CorruptData, FileNotFoundError, TypeError) as error:
@@ -98,25 +97,26 @@ class HostShape:
 
 
 class HostLauncher(RootProcess):
-    """A host's part of a mesh from start to stop. `failed` is set, with the reason in `why`, when
-    it gives up, or belongs to the mesh no more.
+    """Host's part of a mesh from start to stop. `failed` is set, with `failure_reason`, when it
+    gives up or is no member any more.
     """
 
     def __init__(self, mesh_paths: MeshPaths, drain_timeout_s: float = 0.0) -> None:
-        """`drain_s`: that its end waits at most for all to move away. ConfigError: the host has
-        never joined, or its files are damaged.
+        """`drain_timeout_s`: longest wait of its end for everything to move away.
+
+        Raises ConfigError if the host has never joined, or its files are corrupt.
         """
         super().__init__(
             mesh_paths, waits_for_head=True, stop_timeout_s=drain_timeout_s + STOP_TIMEOUT_S
         )
         self.settings = MeshSettings.from_file(mesh_paths.settings)
         self.shape = HostShape.read(mesh_paths)
-        self.is_expelled = False  # it belongs to the mesh no more
+        self.is_expelled = False  # the mesh has removed the host
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Returns when the agent and its workers have registered; on any error nothing is left
-        running.
+        """Start, and return when the agent and its workers have registered; on an error nothing is
+        left running.
         """
         self._directory_lock.acquire()
         place, host = self.mesh_paths, self.settings.host
@@ -142,7 +142,7 @@ class HostLauncher(RootProcess):
             raise
 
     async def stop(self) -> None:
-        """Ends every process of this host, the agent with its workers first. Safe twice."""
+        """End every process of this host, the agent with its workers first. Safe twice."""
         self._cancel_tasks()
         await self._services.stop()
         if self._directory_lock.is_locked:
@@ -153,11 +153,10 @@ class HostLauncher(RootProcess):
         self._directory_lock.release()
 
     async def drain(self, timeout_s: float) -> None:
-        """Has the mesh move everything away from this host, which waits for that so long."""
+        """Make the mesh move everything off this host, and wait up to `timeout_s` for that."""
         self._cancel_tasks()
-        agent = process_names.agent_name(
-            self.settings.host
-        )  # who sees to it that things move away in order
+        # The agent moves everything off the host in order.
+        agent = process_names.agent_name(self.settings.host)
 
         def hindered() -> str:
             return "" if agent in dict(self._services.children) else f"{agent} is down"
@@ -170,7 +169,7 @@ class HostLauncher(RootProcess):
         return self.shape.ephemeral or self.mesh_paths.leave_marker.exists()
 
     async def leave_mesh(self) -> None:
-        """Leaves the mesh, once it has stopped. It stays a member while the head cannot be told."""
+        """Leave the mesh after the stop. The host stays a member while the head is unreachable."""
         if (member := membership.read_membership(self.mesh_paths)) and await host_drain.leave_mesh(
             member
         ):
@@ -182,8 +181,8 @@ class HostLauncher(RootProcess):
     # -- membership --------------------------------------------------------------------------------
 
     async def _connect_to_redis(self) -> StateClient:
-        """The mesh's Redis, which lets this host in. A mesh that is being started again is waited
-        for.
+        """Return a client of the mesh's Redis, which admits this host. Waits for a mesh that
+        restarts.
         """
         until = self.clock.monotonic() + HEAD_TIMEOUT_S
         while True:
@@ -218,8 +217,9 @@ class HostLauncher(RootProcess):
         return bool(found)
 
     async def _watch_membership(self) -> None:
-        """Ends this host's part when the mesh says that it lets it in no more. A Redis that begins
-        again lets nobody in until the head's launcher has been there, however long that is away.
+        """End this host's part when the mesh has removed it.
+
+        An empty Redis admits no host until the head's launcher has run, however long that takes.
         """
         told = False
         while True:
@@ -239,9 +239,7 @@ class HostLauncher(RootProcess):
             told = refused
 
     async def _is_removed(self) -> bool:
-        """Whether the gateway says that this host is a member no more: by its own key, which
-        that knows for as long as it is one.
-        """
+        """Return True if the gateway rejects this host's key, which it knows for each member."""
         member = membership.read_membership(self.mesh_paths)
         if member is None:
             return False
@@ -250,7 +248,7 @@ class HostLauncher(RootProcess):
                 await line.call(Gateway.membership, None, REDIS_TIMEOUT_S)
             except (NotAllowed, NotFound):
                 return True
-            except MeshError:  # it is away too: that may be a mesh that starts again
+            except MeshError:  # the gateway is away too: the mesh may be restarting
                 return False
         return False
 
@@ -265,7 +263,9 @@ class HostLauncher(RootProcess):
         self._tasks.clear()
 
     async def _report_joined(self) -> bool:
-        """Whether it was in before. The event has how long the command took until now."""
+        """Publish that this host has joined, and return whether it was a member before. The event
+        has the duration of the command so far.
+        """
         took_s = max(0.0, time.time() - self.shape.asked_s) if self.shape.asked_s else 0.0
         fields = {
             "host": self.settings.host,
@@ -290,8 +290,9 @@ def make_expelled_error(host: str) -> Refused:
 
 
 async def serve_host(root: Path, health_address: str = "", drain_timeout_s: float = 0.0) -> int:
-    """A host's part of a mesh, until SIGTERM or until it cannot go on. `health`: HOST:PORT, where
-    it answers for the host as a whole; empty: nowhere.
+    """Run a host's part of a mesh, until SIGTERM or until it cannot continue.
+
+    `health_address`: HOST:PORT, where it answers for the whole host; empty: nowhere.
     """
     install_lossy_output()
     stop = asyncio.Event()

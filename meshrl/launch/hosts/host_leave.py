@@ -1,4 +1,4 @@
-"""`meshrl leave`: this host ends its part of the mesh, which forgets it, and it the mesh."""
+"""`meshrl leave`: this host ends its part of the mesh, and both forget each other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CALL_TIMEOUT_S = 30.0
 
 
 def leave_mesh(root: Path | None, force: bool) -> None:
-    """Ends what runs here in order, then has the mesh forget the host. With `force` the host
-    forgets the mesh also when the head cannot be told.
+    """End what runs here in order, then make the mesh forget the host. With `force` the host
+    forgets the mesh also when the head is unreachable.
     """
     place = MeshPaths(root.absolute()) if root is not None else find_mesh(None)
     member = membership.read_membership(place)
@@ -31,7 +31,7 @@ def leave_mesh(root: Path | None, force: bool) -> None:
             member.member_token, lambda line: line.call(Gateway.leave, None, CALL_TIMEOUT_S)
         )
     except (NotAllowed, NotFound):
-        pass  # it knows the host no more
+        pass  # the mesh has forgotten the host
     except (PeerLost, DeadlineExceeded) as error:
         if not force:
             raise type(error)(

@@ -1,6 +1,4 @@
-"""What a host that comes back gives from then on: what it was when it joined, but for what it is
-told now and the head need not know.
-"""
+"""Offer of a returning host: its shape when it joined, with new options the head need not know."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ class HostOffer:
     accepts_standby: bool = True
     interface: str = ""  # by which ranks on other hosts reach this one's; empty: that of `listen`
     network: str = ""  # of hosts that a gang may span; empty: the head's
-    cache_gib: float = 64.0  # of chunks of weights
+    cache_gib: float = 64.0  # size of the cache of weight chunks
     accepted_services: tuple[str, ...] | None = (
         None  # services that may be placed here; None: as before, all
     )
     advertise: str = ""  # the name by which others reach it; empty: the address in `listen`
-    ephemeral: bool = False  # it leaves when it ends; away for `pool.gone_s`, it is forgotten
+    ephemeral: bool = False  # it leaves when it ends; absent for `pool.gone_s`, it is removed
     upload_mb_per_s: float = 0.0  # megabytes a second that its processes send; 0: as many as can be
     download_mb_per_s: float = 0.0  # and receive
     given_options: Collection[
@@ -41,7 +39,7 @@ class HostOffer:
 
     @property
     def of_shape(self) -> dict[str, tuple[str, Any]]:
-        """Fields of the host's shape, with their values, by the parameters that tell them."""
+        """Fields of the host's shape, with their values, by the parameters that set them."""
         return {
             "market": ("market", self.market),
             "memory": ("memory_bytes", int(self.memory_gib * GIB)),
@@ -50,7 +48,7 @@ class HostOffer:
 
     @property
     def of_settings(self) -> dict[str, tuple[str, Any]]:
-        """The same of its settings."""
+        """Fields of the host's settings, with their values, by the parameters that set them."""
         return {
             "cache": ("chunks_bytes", int(self.cache_gib * GIB)),
             "rate_up": ("rate_up", int(self.upload_mb_per_s * MB)),
@@ -63,8 +61,11 @@ class HostOffer:
 def apply_offer(
     shape: HostShape, settings: MeshSettings, offer: HostOffer
 ) -> tuple[HostShape, MeshSettings, list[str]]:
-    """Shape and settings of a host that joined with these, and has come back with `offer`; and the
-    options which say something that the head would have to know, as they were when it joined.
+    """Return shape and settings of a returning host with its offer applied, and the rejected
+    options.
+
+    The rejected options keep their values from the join, because the head would have to know new
+    ones.
     """
     named = set(offer.given_options)
     if offer.accepted_services is not None:

@@ -1,5 +1,6 @@
-"""What a host keeps of the mesh that it belongs to, beside its settings: a key of its own, by which
-the gateway knows it for as long as it is a member.
+"""Membership of a host in its mesh, stored beside its settings.
+
+The host has a key of its own, which the gateway knows while it is a member.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ CA_FILE_NAME = (
 
 @dataclass(frozen=True)
 class Membership:
-    """One host's. `address` and `gateway` are where the mesh's gateway is reached, and the key that
-    it answers with; `invitation` is the secret key of the token while it has not been answered.
+    """Membership of one host.
+
+    `address` and `gateway`: where the mesh's gateway is reached, and its public key. `invitation`:
+    secret key of the token until the request is answered.
     """
 
     host: str
@@ -44,34 +47,34 @@ class Membership:
 
     @property
     def member_token(self) -> AccessToken:
-        """By which it asks the gateway as a member."""
+        """Token by which the host sends requests to the gateway as a member."""
         return AccessToken(self.address, self.gateway, self.secret)
 
     @property
     def invitation_token(self) -> AccessToken:
-        """By which it asks to become one."""
+        """Token by which the host requests membership."""
         return AccessToken(self.address, self.gateway, self.invitation)
 
     @property
     def public_key(self) -> str:
-        """The public half of its own key. ConfigError."""
+        """Public half of the host's own key. Raises ConfigError."""
         try:
             return KeyPair.from_secret(self.secret.encode()).public.decode()
         except ValueError as error:
             raise ConfigError(f"this host's own key is none: {error}", fix=REPAIR_HINT) from None
 
     def with_address(self, address: str) -> Membership:
-        """The same, of a gateway that is reached elsewhere; nowhere else for an empty address."""
+        """Return a copy with another address of the gateway; unchanged for an empty address."""
         return replace(self, address=address) if address else self
 
     def write(self, mesh_paths: MeshPaths) -> None:
-        """For this user's eyes alone."""
+        """Write the membership, readable by this user alone."""
         documents.write(mesh_paths.membership, asdict(self))
 
 
 @asynccontextmanager
 async def connect_gateway(token: AccessToken) -> AsyncIterator[GatewayConnection]:
-    """A line to the gateway of a mesh, which is open in the block."""
+    """Open a connection to the gateway of a mesh for the duration of the block."""
     line = GatewayConnection(token)
     line.open()
     try:
@@ -81,7 +84,10 @@ async def connect_gateway(token: AccessToken) -> AsyncIterator[GatewayConnection
 
 
 def read_membership(mesh_paths: MeshPaths) -> Membership | None:
-    """That of the host with this directory; None when it has none. Damaged."""
+    """Return the membership of the host with this directory; None if there is none.
+
+    Raises CorruptData.
+    """
     path = mesh_paths.membership
     try:
         return Membership(**documents.read(path, REPAIR_HINT))

@@ -1,1 +1,1 @@
-"""What a host as a whole shows to those who operate it. Open `health_endpoint.py` first."""
+"""Health and metrics of a host as a whole, for its operators. Open `health_endpoint.py` first."""

@@ -27,7 +27,7 @@ from meshrl.launch.root_process import RootProcess
 from meshrl.view import disk_full
 from meshrl.view.metrics.mesh_gauges import make_metric_families, read_head_snapshot
 
-PAGE_CACHE_S = 1.0  # several monitors, and one that asks in haste, cost the processes one answer
+PAGE_CACHE_S = 1.0  # several monitors, or frequent requests of one, cost the processes one answer
 SHARED_MEMORY = Path("/dev/shm")
 SCRAPE_TIMEOUT_S = 1.0  # a process that takes longer counts as one that is down
 MAX_PAGE_BYTES = 8 << 20  # a page is some 10 kB
@@ -37,7 +37,7 @@ OWN_LABELS = ("service", "kind", "job")
 
 
 class HostMetricsPage:
-    """Made anew for who asks, once a second at most. Called by the endpoint's threads."""
+    """Metrics page of a host, built on request at most once a second by the endpoint's threads."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class HostMetricsPage:
         metrics_address: Callable[[], str],
         root: Path,
     ) -> None:
-        """`name`: the root process's own. `where`: as `mesh.metrics` of this host; empty: not
-        known yet.
+        """`name`: the root process's own. `metrics_address`: as `mesh.metrics` of this host; empty:
+        not known yet.
         """
         self._name, self._health, self._clock = name, health, clock
         self._metrics_address, self._root = metrics_address, root
@@ -95,7 +95,7 @@ class HostMetricsPage:
 def _add_process_page(
     merged: MergedExposition, page: str | None, labels: Mapping[str, str]
 ) -> bool:
-    """Whether the process is up whose page this is, which is added if it has one."""
+    """Add the page of a process, if it has one, and return whether the process is up."""
     try:
         merged.add_page(page or "", labels)
     except ValueError:
@@ -104,7 +104,7 @@ def _add_process_page(
 
 
 def _list_file_systems(paths: Iterable[Path]) -> Iterator[tuple[Path, int, int]]:
-    """(path, free, size) of each file system, once."""
+    """Yield (path, free, size) of each file system, once."""
     seen: set[int] = set()
     for path in paths:
         with suppress(OSError):  # it is not there
@@ -125,14 +125,16 @@ def _make_gauge(name: str, description: str, rows: Iterable[tuple[dict[str, str]
 
 
 class MergedExposition:
-    """One valid exposition of what is added to it."""
+    """One valid Prometheus exposition merged from several."""
 
     def __init__(self) -> None:
         self._families: dict[str, Any] = {}  # by the name that its TYPE line has
 
     def add_page(self, text: str, labels: Mapping[str, str]) -> None:
-        """The page of one process, whose `service` and `kind` these are; a sample that names no job
-        has that of `labels`. ValueError, and nothing is added: it is no page of metrics.
+        """Add the page of one process with its labels `service` and `kind`.
+
+        A sample that names no job gets the job of `labels`. Raises ValueError, and adds nothing, if
+        the text is no page of metrics.
         """
         from prometheus_client.parser import text_string_to_metric_families
 
@@ -149,17 +151,17 @@ class MergedExposition:
             self.add([family])
 
     def add(self, families: Iterable[Any]) -> None:
-        """Families of `prometheus_client`, with the labels that they have."""
+        """Add families of `prometheus_client`, with the labels that they have."""
         for family in families:
             header = family.name + ("_total" if family.type == "counter" else "")
             known = self._families.setdefault(header, family)
             if known is not family:
                 known.samples += family.samples
-                if known.type != family.type:  # of two kinds of processes: it is what neither says
+                if known.type != family.type:  # two kinds of processes disagree
                     known.type = "unknown"
 
     def collect(self) -> Iterable[Any]:
-        """The families, as `prometheus_client` asks a collector for them."""
+        """Return the families, as `prometheus_client` requests them from a collector."""
         return self._families.values()
 
     def render(self) -> tuple[int, str, bytes]:
@@ -169,8 +171,11 @@ class MergedExposition:
 
 
 def scrape_pages(processes: Sequence[MonitoredProcess], metrics_address: str) -> list[str | None]:
-    """The page that each process answers with in `ANSWER_S`, empty if it has none; None: it is
-    down. `where`: as `mesh.metrics`, of this host. Only it is asked, whatever address a record has.
+    """Return the page of each process within `SCRAPE_TIMEOUT_S`; empty if it has none, None if it
+    is down.
+
+    `metrics_address`: as `mesh.metrics`, of this host. Only this host is scraped, whatever address
+    a record has.
     """
 
     async def all_pages() -> list[str | None]:
@@ -197,7 +202,7 @@ async def _scrape_process(process: MonitoredProcess, metrics_address: str) -> st
 
 
 async def _fetch_page(host: str, port: int) -> str:
-    """ValueError when what answers there is no page."""
+    """Return the page at an address. Raises ValueError if the answer is no page."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(GET_METRICS)
@@ -230,9 +235,11 @@ async def serve_health(
     stall_s: float = MeshSettings.stall_s,
     poll_s: float = POLL_S,
 ) -> AsyncIterator[str]:
-    """Answers at `where` (HOST:PORT; empty: nowhere) from before the host starts until it has
-    ended; yields its address. `stall_s`: that its loop may stand still; `look_s`: between two looks
-    at Redis. ConfigError when the port is taken.
+    """Serve health at `address` from before the host's start until its end; yield the bound
+    address.
+
+    `address`: HOST:PORT; empty: nowhere. `stall_s`: longest standstill of the event loop. `poll_s`:
+    seconds between two polls of Redis. Raises ConfigError when the port is taken.
     """
     if not address:
         yield ""

@@ -1,5 +1,6 @@
-"""How a host stands as a whole: what its root process knows by itself, and what it reads of Redis
-now and then. Written on the event loop, read by the endpoint's threads.
+"""Health of a host as a whole, from its root process and from periodic reads of Redis.
+
+The event loop writes it, the endpoint's threads read it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.launch.root_process import RootProcess
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot
 
-POLL_S = 5.0  # between two looks: each reads the whole registry, which may have thousands of rows
+POLL_S = 5.0  # between two polls: each reads the whole registry, which may have thousands of rows
 UNREADY_POLL_S = 1.0  # while the host is not as it should be
 REDIS_TIMEOUT_S = 4.0
-MAX_AGE_S = 30.0  # what was seen of the mesh is true no more once it is older
+MAX_AGE_S = 30.0  # an older snapshot of the mesh counts as outdated
 
 ReadHead = Callable[[StateClient], Awaitable[HeadSnapshot]]
 
 
 @dataclass(frozen=True)
 class MonitoredProcess:
-    """One that runs on this host, or that should."""
+    """Process that runs on this host, or that should."""
 
     service: str
     kind: str
@@ -51,7 +52,7 @@ class HostSnapshot:
 
 
 class HostHealth:
-    """Whether the host lives and is ready, and which processes it has."""
+    """Liveness and readiness of the host, and its processes."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class HostHealth:
         stall_s: float,
         poll_s: float,
     ) -> None:
-        """`stop` is set once the host is to end. `of_mesh` looks at the mesh, at its head."""
+        """`stop` is set once the host is to end. `read_head` reads the mesh, at its head."""
         self._root, self._stop, self._read_head = root, stop, read_head
         self._clock: Clock = root.clock
         self.watchdog = Watchdog(root.clock, stall_s)
@@ -73,7 +74,7 @@ class HostHealth:
         self._is_ready = False
 
     async def watch_root_process(self) -> None:
-        """Notes how the root process runs. Never returns."""
+        """Record how the root process runs. Never returns."""
         while True:
             self._is_ready = self._root.is_ready
             self._unready_reason = self._root.unready_reason if self._is_ready else ""
@@ -81,7 +82,7 @@ class HostHealth:
             await self.watchdog.next_tick()
 
     async def poll_forever(self) -> None:
-        """Reads what Redis tells of this host, again and again. Never returns."""
+        """Poll Redis for the state of this host. Never returns."""
         while True:
             if (reached := self._root.connection) is not None:
                 await self._poll(*reached)
@@ -95,9 +96,9 @@ class HostHealth:
                 mesh = await self._read_head(state) if self._read_head is not None else None
         except (StateUnavailable, DeadlineExceeded) as error:
             self.redis_silence_reason = f"Redis does not answer: {error.message}"
-        except MeshError as error:  # it lets this host in no more, or takes no writes
+        except MeshError as error:  # Redis rejects this host, or takes no writes
             self.redis_silence_reason = f"Redis refuses: {error.message}"
-        except Exception as error:  # of a bad row, or of Redis itself: the next look may be whole
+        except Exception as error:  # of a bad row, or of Redis itself: the next poll may succeed
             if self.redis_silence_reason != (why := f"what Redis holds cannot be read: {error!r}"):
                 traceback.print_exc()
             self.redis_silence_reason = why
@@ -109,11 +110,11 @@ class HostHealth:
     # -- for threads -------------------------------------------------------------------------------
 
     def explain_not_live(self) -> str:
-        """Why the root process should be started again; empty if it should not."""
+        """Return why the root process should be restarted; empty if it should not."""
         return self.watchdog.explain_stall()
 
     def explain_not_ready(self) -> str:
-        """Why nobody should count on this host now; empty if it is ready."""
+        """Return why the host is not ready; empty if it is."""
         if why := self.explain_not_live():
             return why
         if self._stop.is_set():
@@ -132,7 +133,7 @@ class HostHealth:
         return f"{', '.join(silent)} renews no lease" if silent else ""
 
     def list_processes(self) -> list[MonitoredProcess]:
-        """Those of this host that live by their leases, and services that should and do not."""
+        """Return this host's processes with leases, and services that should run and do not."""
         alive = [
             MonitoredProcess(e.name, e.kind, str(e.stats.get("job") or ""), e.metrics)
             for e in self.snapshot.entries
@@ -145,7 +146,7 @@ class HostHealth:
         ]
 
     def find_head_snapshot(self) -> HeadSnapshot | None:
-        """The mesh as it was seen within the last seconds; None: that is not known."""
+        """Return the mesh as read within the last seconds; None: it is not known."""
         return (
             None
             if self.redis_silence_reason or self._snapshot_age_s() > MAX_AGE_S

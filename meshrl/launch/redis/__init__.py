@@ -1,1 +1,1 @@
-"""The Redis of a mesh, as its launcher starts, watches and checks it; `mesh_redis.py` first."""
+"""Redis of a mesh, as its launcher starts, watches and checks it. Open `mesh_redis.py` first."""

@@ -1,7 +1,8 @@
-"""How far the append-only file of Redis had been written when it was last looked at.
+"""Extent of Redis's append-only file at the last check.
 
-A server loads a file that was cut short in silence, and one in which a byte has changed, because
-its commands have no checksums. What is only ever appended to can be held against what it held.
+A server loads a truncated file without an error, and one in which a byte has changed, because its
+commands have no checksums. Content that is only appended to can be compared with its former
+beginning.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ READ_BYTES = 1 << 20  # bytes that are read at a time
 
 @dataclass(frozen=True)
 class Extent:
-    """The beginning of a file: its length in bytes, and the checksum of it."""
+    """Beginning of a file: its length in bytes, and its checksum."""
 
     length: int
     checksum: str  # hexadecimal
@@ -30,11 +31,12 @@ class AofFollower:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._checksums: dict[str, tuple[int, Checksummer]] = {}
-        self._read_lock = threading.Lock()  # one that was given up goes on in its thread
+        self._read_lock = threading.Lock()  # an abandoned read continues in its thread
 
     def read_extents(self) -> dict[str, Extent]:
-        """The files that are in use, as far as they are written now; none where Redis has written
-        nothing. OSError when one cannot be read.
+        """Return the files in use as written so far; none where Redis has written nothing.
+
+        Raises OSError when one cannot be read.
         """
         with self._read_lock:
             return self._read_extents()
@@ -45,7 +47,8 @@ class AofFollower:
         for name in parts:
             path = self._directory / AOF_DIRECTORY / name
             length, summed = self._checksums.get(name, (0, Checksummer()))
-            if path.stat().st_size < length:  # it takes back what a full disk has cut short
+            # Redis truncates a write that a full disk has cut short.
+            if path.stat().st_size < length:
                 length, summed = 0, Checksummer()
             self._checksums[name] = _extend_checksum(path, length, summed)
         return {
@@ -55,13 +58,13 @@ class AofFollower:
 
 
 def has_extents(directory: Path, extents: Mapping[str, Extent]) -> bool:
-    """Whether each file has its length at least, or is gone. OSError."""
+    """Return True if each file has at least its length, or no longer exists. Raises OSError."""
     paths = {directory / AOF_DIRECTORY / name: extent.length for name, extent in extents.items()}
     return all(not path.is_file() or path.stat().st_size >= n for path, n in paths.items())
 
 
 def explain_difference(directory: Path, extents: Mapping[str, Extent]) -> str:
-    """Why the file below `directory` does not begin with what it held; empty when it does.
+    """Return why the files below `directory` do not begin with their extents; empty when they do.
 
     A part that has been rewritten since has a successor of a higher number.
     """
@@ -83,7 +86,7 @@ def explain_difference(directory: Path, extents: Mapping[str, Extent]) -> str:
 
 
 def _read_manifest(directory: Path) -> list[str]:
-    """The files that the manifest names: a base, and what followed it."""
+    """Return the files that the manifest names: a base, and its increments."""
     path = directory / AOF_DIRECTORY / AOF_MANIFEST
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     words = [line.split() for line in lines]
@@ -91,7 +94,7 @@ def _read_manifest(directory: Path) -> list[str]:
 
 
 def _parse_kind(name: str) -> str:
-    """`base` or `incr`: appendonly.aof.3.incr.aof."""
+    """Return `base` or `incr`, as of appendonly.aof.3.incr.aof."""
     return name.split(".")[-2]
 
 
@@ -102,7 +105,7 @@ def _parse_number(name: str) -> int:
 def _extend_checksum(
     path: Path, start: int, checksummer: Checksummer, end: int | None = None
 ) -> tuple[int, Checksummer]:
-    """`summed` of the first `start` bytes, carried on to `end` or to the end of the file."""
+    """Return the checksum of the first `start` bytes, extended to `end` or the file's end."""
     with path.open("rb") as file:
         file.seek(start)
         while end is None or start < end:

@@ -1,13 +1,12 @@
-"""The Redis of a mesh: started, looked at before anybody is let in, and again whenever it has been
-away.
+"""Redis of a mesh: it is started, and checked before it admits processes and after each outage.
 
-What it holds is compared with the launcher's note and with the records of the runs. One that is
-older than these, or that cannot load its file, is treated as lost: its file is set aside and it
-begins empty, above all fencing tokens and event ids that there have been. A server of the user's
-has no gate and no file of ours: what is older there is renamed.
+Its state is compared with the launcher's note and with the records of the runs. A state that is
+older than these, or a file that does not load, counts as lost: the file is quarantined and Redis
+begins empty, above all earlier fencing tokens and event ids. A server of the user's has no gate and
+no file of ours: its older keys are renamed.
 
-With a `Network` other hosts may join the mesh: each role of each host is a user, behind the same
-gate, also in a server of the user's.
+With a `RedisNetwork` other hosts may join the mesh: each role of each host is a user, behind the
+same gate, also in a server of the user's.
 """
 
 from __future__ import annotations
@@ -51,16 +50,18 @@ from meshrl.launch.redis.redis_progress import RedisProgress
 from meshrl.launch.redis.unusable_data import find_load_error, rename_keys
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
-NOTE_TIMEOUT_S = 4.0  # for one look at how far it has come
-DISK_SPACE_TIMEOUT_S = 60.0  # that a start waits for room on the disk
+NOTE_TIMEOUT_S = 4.0  # for one read of its progress
+DISK_SPACE_TIMEOUT_S = 60.0  # that a start waits for disk space
 
 
 class MeshRedis(SupervisorHooks):
-    """`owner` is told what happens to the server's process, and `went_back` why, in mid-run, the
-    state is not what it was: then it is to end whoever uses it, and call `begin_anew`.
+    """Redis server of a mesh and its gate.
 
-    While it is `returning`, the jobs of a Redis that was lost are to be put back, and nothing is
-    noted: `returned` says that they are. A start that was cut off in between does it again.
+    The owner receives events of the server's process. The rollback callback receives the reason
+    when the state is older in mid-run: the launcher then ends all clients and calls `start_empty`.
+
+    While `is_restoring`, the jobs of a lost Redis are being put back, and no progress is noted;
+    `finish_restore` ends that. A start that was interrupted in between repeats it.
     """
 
     def __init__(
@@ -85,18 +86,18 @@ class MeshRedis(SupervisorHooks):
         self.supervisor: Supervisor | None = None
         self.url = embedded_server.read_configured_url()  # for the launcher
         self.addresses = RedisAddresses(self.url)  # for all others
-        self.rollback_reason = ""  # why it was not as it had been, when it was let in last
+        self.rollback_reason = ""  # why its state was older at the last admission
         self._progress = RedisProgress(mesh_paths)
-        self._has_pending_rollback_event = False  # the mesh has no event yet that tells `why`
+        self._has_pending_rollback_event = False  # the mesh has no event yet with the reason
         self._is_own_server = not self.url
         self._owner_url = self.url
-        self._state: StateClient | None = None  # as its owner
+        self._state: StateClient | None = None  # client of its owner
         self._children: list[ChildProcess] = []
         self._log = mesh_paths.log_path("redis")
         self._log_offset = 0  # length of its log when it ended last
-        self._quarantined_path: Path | None = None  # where what it had lies
-        self._is_starting = False  # by `_serve`, which looks at it itself
-        self._is_open = False  # the mesh may use it
+        self._quarantined_path: Path | None = None  # path of its former data
+        self._is_starting = False  # by `_start_or_start_empty`, which checks the server itself
+        self._is_open = False  # the mesh may use the server
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -105,14 +106,15 @@ class MeshRedis(SupervisorHooks):
 
     @property
     def is_restoring(self) -> bool:
-        """Whether the jobs of a Redis that was lost are to be put back."""
+        """True while the jobs of a lost Redis are to be restored."""
         return self._progress.is_restoring
 
-    # -- its life --------------------------------------------------------------------------------
+    # -- life cycle -------------------------------------------------------------------------------
 
     async def connect(self) -> StateClient:
-        """The server answers its owner, whose connection this is; nobody else is let in. A file
-        that differs from what was noted, or does not load, has been set aside.
+        """Return the owner's connection once the server answers it; no other process is admitted.
+
+        A file that differs from the note, or does not load, has been quarantined.
         """
         await asyncio.to_thread(self._progress.load)
         if not self._is_own_server:
@@ -130,8 +132,9 @@ class MeshRedis(SupervisorHooks):
         return self._state
 
     async def open_to_mesh(self) -> None:
-        """Lets the mesh in, to a state that is no older than what is known of it: an older one has
-        been set aside, and `why` says so.
+        """Admit the mesh, to a state that is no older than the known progress.
+
+        An older state has been quarantined, with the reason in `rollback_reason`.
         """
         if not self.rollback_reason:
             found, why = await self._progress.check_rollback(self._owner_state)
@@ -147,16 +150,17 @@ class MeshRedis(SupervisorHooks):
         if self._is_own_server:
             watching = redis_watchdog.watch_server(self._owner_url, self._clock, self._children)
             self._tasks.append(self._start_task("watch redis", watching))
-            if self._users is not None:  # others than this user reach it
+            if self._users is not None:  # other users can reach the server
                 cutting = redis_watchdog.kill_unauthenticated_clients(
                     self._owner_state, self._clock
                 )
                 self._tasks.append(self._start_task("cut strangers off from redis", cutting))
 
     async def start_empty(self, reason: str, space_timeout_s: float | None = None) -> None:
-        """Sets aside what there is, and begins without it; `readmit` lets the mesh in. Waits for
-        room on the disk, for `room_s` at most: StorageFull. StateUnavailable: it does not start,
-        perhaps as another process has taken its port meanwhile.
+        """Quarantine the state and begin without it; `open_to_mesh` admits the mesh afterwards.
+
+        Waits for disk space, for `space_timeout_s` at most. Raises StorageFull, or StateUnavailable
+        if the server does not start, perhaps because another process has taken its port.
         """
         self._is_open = False
         if not self._is_own_server:
@@ -173,9 +177,10 @@ class MeshRedis(SupervisorHooks):
         await self._open_gate()
 
     async def admit_host(self, host: AdmittedHost) -> None:
-        """Lets a host's processes in, now and whenever the mesh runs. Safe twice. Refused: its name
-        is another's, or it cannot be let in; StateUnavailable: it may be by now, or with the next
-        try.
+        """Admit a host's processes, now and whenever the mesh runs. Safe twice.
+
+        Raises Refused if its name is another's or it cannot be admitted; StateUnavailable if it may
+        be admitted by now, or with the next try.
         """
         self._required_users.add_host(host)
         if self._is_own_server:
@@ -184,13 +189,14 @@ class MeshRedis(SupervisorHooks):
             await self._required_users.enable_host(self._owner_state, host)
 
     async def expel_host(self, host: str) -> bool:
-        """Lets them in no more, and cuts off those that are; whether it was let in. Safe twice.
-        Refused for the head; StateUnavailable as above.
+        """Expel a host and cut off its connections; return whether it was admitted. Safe twice.
+
+        Raises Refused for the head; StateUnavailable as in `admit_host`.
         """
         self._required_users.require_not_head(host)
         await self._required_users.delete_host_users(
             self._owner_state, host
-        )  # first: a full disk keeps nobody in
+        )  # first: a full disk must not keep a host admitted
         was = self._required_users.remove_host(host)
         if self._is_own_server:
             self._configuration.write()
@@ -206,12 +212,12 @@ class MeshRedis(SupervisorHooks):
         return self._users
 
     async def finish_restore(self) -> None:
-        """The jobs are back that go on: those that are not there now are not missed any more."""
+        """Finish the restore: jobs that are not present now are no longer expected."""
         self._progress.finish_restore(await self._progress.read_watermark(self._owner_state))
         await self._write_when_space(self._progress.write, None)
 
     async def stop(self) -> None:
-        """Ends the server, if it is our own, and notes how far it has come."""
+        """Stop the server, if it is our own, and note its progress."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -227,8 +233,9 @@ class MeshRedis(SupervisorHooks):
     # -- the server ------------------------------------------------------------------------------
 
     async def _start_or_start_empty(self, first: bool = False) -> None:
-        """Starts our own; one that cannot load its file does so without it. `first`: nobody has
-        been told yet where it is, and one whose port another process has taken does so at another.
+        """Start our own server, without its file if that does not load.
+
+        `first`: no process knows its address yet, so it moves to another port if its own is taken.
         """
         self._is_starting = True
         try:
@@ -293,7 +300,7 @@ class MeshRedis(SupervisorHooks):
         await self._owner_hooks.on_critical_loss(name)
 
     async def _check_restarted_server(self, child: ChildProcess) -> None:
-        """Compares a server that was started again with what it was, and lets the mesh in."""
+        """Compare a restarted server with its former progress, and admit the mesh."""
         while child.poll() is None:
             try:
                 await redis_watchdog.wait_until_ready(
@@ -310,11 +317,11 @@ class MeshRedis(SupervisorHooks):
                 return
             except (StateUnavailable, StorageFull, OSError):
                 # It loads for long, or does not answer: the watch kills it for that; or the disk is
-                # full, so that there is no room for the note.
+                # full, so that there is no space for the note.
                 await self._clock.sleep(redis_watchdog.CHECK_INTERVAL_S)
 
     def _start_task(self, name: str, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """What has failed is not watched or let in any more: the owner is told, by name."""
+        """Start a task; report its failure to the owner by name, as its work stops."""
 
         async def told() -> None:
             try:
@@ -331,7 +338,7 @@ class MeshRedis(SupervisorHooks):
     def _read_log_length(self) -> int:
         return self._log.stat().st_size if self._log.is_file() else 0
 
-    # -- who is let in, and how far it has come --------------------------------------------------
+    # -- admission and progress -------------------------------------------------
 
     @property
     def _owner_state(self) -> StateClient:
@@ -339,7 +346,7 @@ class MeshRedis(SupervisorHooks):
         return self._state
 
     async def _open_gate(self, space_timeout_s: float | None = None) -> None:
-        """Opens the gate, when nobody can be issued a token that somebody has had already."""
+        """Open the gate, when no fencing token can be issued a second time."""
         floor = self._progress.compute_token_floor(
             await rollback.read_watermark(self._owner_state, self.watermark)
         )
@@ -358,7 +365,7 @@ class MeshRedis(SupervisorHooks):
             self._has_pending_rollback_event = False
         while (
             self._progress.pending_events
-        ):  # with ids above all that were seen, whatever the clock says
+        ):  # with ids above all known ones, independent of the clock
             found = self._progress.pending_events[0]
             await events.append(
                 self._owner_state, corruption.CORRUPTION_EVENT, found, after_id=self.watermark.event
@@ -387,7 +394,7 @@ class MeshRedis(SupervisorHooks):
                     await self._users.enable_all(self._owner_state)
 
     async def _write_note(self) -> str:
-        """Notes how far it has come; why it is older than it was, if it is."""
+        """Note the progress; return why the state is older than it was, or an empty text."""
         async with self._clock.timeout(NOTE_TIMEOUT_S, "a look at how far Redis has come"):
             found, why = await self._progress.check_rollback(self._owner_state, reads_records=False)
             if why:
@@ -395,7 +402,7 @@ class MeshRedis(SupervisorHooks):
             files = (
                 await asyncio.to_thread(self._progress.read_extents) if self._is_own_server else {}
             )
-            # It answers when what it was writing while it was looked at is there as a whole, or was
+            # It answers when a write during the read is complete, or was
             # taken back: half a command, which is cut off when it is loaded, is not noted.
             newest = await events.read_last_id(self._owner_state)
             if not self._is_open:
@@ -407,8 +414,10 @@ class MeshRedis(SupervisorHooks):
     async def _write_when_space(
         self, write: Callable[[], None], space_timeout_s: float | None
     ) -> None:
-        """Again until the disk has room, for `room_s` at most, or for as long as the mesh runs:
-        StorageFull.
+        """Call `write` until the disk has space, for `space_timeout_s` at most, or as long as the
+        mesh runs.
+
+        Raises StorageFull.
         """
         until, said = self._clock.monotonic() + (space_timeout_s or 0.0), False
         while True:
@@ -422,10 +431,12 @@ class MeshRedis(SupervisorHooks):
                 said = True
                 await self._clock.sleep(redis_watchdog.CHECK_INTERVAL_S)
 
-    # -- what is not used ------------------------------------------------------------------------
+    # -- unusable data -----------------------------------------------------------------------
 
     async def _quarantine_data(self, reason: str, space_timeout_s: float | None) -> None:
-        """Waits for room on the disk, for `room_s` at most: StorageFull."""
+        """Quarantine the data; wait for disk space, for `space_timeout_s` at most. Raises
+        StorageFull.
+        """
         self._progress.file_extents, self._quarantined_path = {}, None
         await self._write_when_space(self._move_data, space_timeout_s)
         self._report_rollback(reason)

@@ -1,4 +1,4 @@
-"""How the mesh's own Redis is configured: where it listens, and who its users are."""
+"""Configuration of the mesh's own Redis: its listeners and its users."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from meshrl.launch.redis import redis_watchdog
 from meshrl.launch.redis.access.redis_network import RedisNetwork, is_loopback_only, is_port_taken
 from meshrl.launch.redis.access.redis_users import RedisHostUsers
 
-PROBE_TIMEOUT_S = 10.0  # for a server to say whether it can do TLS: it takes milliseconds
+PROBE_TIMEOUT_S = 10.0  # for a server to show whether it supports TLS: it takes milliseconds
 
 
 @dataclass(frozen=True)
 class RedisAddresses:
-    """What settings of processes tell of Redis: on this host, and on those that join."""
+    """Addresses of Redis in the settings of processes on this host and on joined ones."""
 
     url: str = field(repr=False)
     ca_file: str = ""  # a file; empty: none
@@ -32,7 +32,7 @@ class RedisAddresses:
 
 
 class RedisConfiguration:
-    """The configuration, which is read again whenever the server starts."""
+    """Configuration of the server, which is read again whenever the server starts."""
 
     def __init__(
         self,
@@ -48,13 +48,14 @@ class RedisConfiguration:
         self._listener: tuple[str, ServerListener] | None = None
 
     async def prepare(self) -> tuple[EmbeddedServer, RedisAddresses]:
-        """The server, whose configuration is written. StateUnavailable: there is none; ConfigError:
-        none that may listen where it is to.
+        """Return the server with its configuration written.
+
+        Raises StateUnavailable if there is none; ConfigError if none may listen at its address.
         """
         if self._network is None:
             try:
                 server = self._prepare_server(0)  # a socket, which only this user can open
-            except StateUnavailable:  # the path of that is too long
+            except StateUnavailable:  # the socket's path is too long
                 self._port = self._port or redis_watchdog.find_free_port()
                 server = self._prepare_server(self._port)
             return server, RedisAddresses(server.url)
@@ -66,9 +67,10 @@ class RedisConfiguration:
         return server, RedisAddresses(server.public_url, server.ca_file, far, at.ca_file)
 
     def drop_taken_port(self) -> bool:
-        """Whether another process has taken, since it was found free, the port of the server, which
-        does not run; the next `configured` takes another one. It is said. ConfigError: its address
-        is this host's no more. Blocks.
+        """Return True if another process has taken the port of the stopped server; the next
+        `prepare` picks another.
+
+        Prints that. Raises ConfigError if its address is this host's no more. Blocks.
         """
         at = ServerListener("127.0.0.1", self._port) if self._port else None
         if self._listener is not None:
@@ -84,7 +86,7 @@ class RedisConfiguration:
         return True
 
     def write(self) -> EmbeddedServer:
-        """Puts who is let in into the configuration."""
+        """Write the admitted users into the configuration."""
         binary, listening = self._listener or ("", None)
         users = self._users.acl_lines if self._users is not None else ()
         return self._prepare_server(0, binary, listening, users)
@@ -96,7 +98,7 @@ class RedisConfiguration:
         listener: ServerListener | None = None,
         acl_lines: Sequence[str] = (),
     ) -> EmbeddedServer:
-        embedded_server.find_server()  # without a server it is this that fails, and says so
+        embedded_server.find_server()  # without a server this call raises the error
         config = self._mesh_paths.directory / "redis.conf"
         return embedded_server.prepare_server(
             self._mesh_paths.redis_directory,
@@ -111,9 +113,10 @@ class RedisConfiguration:
     def _choose_listener(
         self, network: RedisNetwork, now: datetime.datetime
     ) -> tuple[str, ServerListener]:
-        """The binary of the server that listens for other hosts, and where, with a new certificate
-        in the mesh's directory. ConfigError: no server here can do TLS, and others than processes
-        of this machine would reach it.
+        """Return the server's binary for other hosts, and its listener with a new certificate.
+
+        Raises ConfigError if no server here supports TLS, and processes of other machines would
+        reach it.
         """
         server = find_server_for(network.listen)
         return server, network.make_listener(
@@ -122,8 +125,9 @@ class RedisConfiguration:
 
 
 def find_server_for(listen: str) -> str:
-    """The binary of the server that listens for other hosts there: one that can do TLS, or on
-    loopback any. ConfigError, StateUnavailable: there is none.
+    """Return the binary of a server for `listen`: one with TLS, or on loopback any.
+
+    Raises ConfigError, StateUnavailable if there is none.
     """
     if found := next(filter(can_use_tls, embedded_server.find_servers()), ""):
         return found
@@ -140,8 +144,9 @@ def find_server_for(listen: str) -> str:
 
 @cache
 def can_use_tls(server: str) -> bool:
-    """Whether a server was built with TLS: it is asked to start with a certificate that there is
-    not, and says what it lacks.
+    """Return True if a server was built with TLS.
+
+    It starts with a certificate that does not exist, and its error shows which part it lacks.
     """
     wish = 'port 0\ntls-port 1\ntls-cert-file /nowhere\ntls-key-file /nowhere\nsave ""\n'
     try:

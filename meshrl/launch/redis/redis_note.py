@@ -1,8 +1,8 @@
-"""What the launcher keeps beside Redis: how far its state and its file have come.
+"""Launcher's note beside Redis: the progress of its state and its file.
 
-It is written each second, and before the fencing tokens are raised above all that were issued, so
-that a Redis that comes back older is noticed and issues none of them again. It is on the disk
-before anything acts on what Redis holds next: Redis itself syncs with every write.
+The note is written each second, and before the fencing tokens are raised above all issued ones, so
+that an older Redis is detected and issues none of them again. It is on the disk before anything
+acts on the next state of Redis: Redis itself syncs with every write.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from meshrl.launch.redis.aof import Extent
 
 @dataclass(frozen=True)
 class RedisNote:
-    """`files` are those of the mesh's own Redis; tokens that are issued now are above `floor`.
+    """Progress of a Redis. `files` are those of the mesh's own; new tokens are above `floor`.
 
-    Jobs that are `gone` were lost with an earlier Redis and are not missed; `returning`: others are
-    being put back, and until that is done none is.
+    Jobs in `gone` were lost with an earlier Redis and are no longer expected. `returning`: other
+    jobs are being restored, and until that is done none is expected.
     """
 
     mark: StateWatermark = field(default_factory=StateWatermark)
@@ -36,8 +36,10 @@ class RedisNote:
 def read_note(
     path: Path, on_corrupt: Callable[[Path, CorruptData], None] | None = None
 ) -> RedisNote:
-    """The note that was written; one of nothing where there is none, or a damaged one of which
-    `damaged` is told. It is raised when nobody is told.
+    """Return the note; an empty one if there is none, or if it is corrupt and `on_corrupt` is
+    given.
+
+    Raises CorruptData if it is corrupt and there is no callback.
     """
     if not path.is_file():
         return RedisNote()
@@ -59,7 +61,7 @@ def read_note(
 
 
 def write_note(path: Path, note: RedisNote) -> None:
-    """Whole or not at all; it is on the disk on return. StorageFull."""
+    """Write the note atomically; it is on the disk on return. Raises StorageFull."""
     try:
         documents.write_bytes(path, encode_sealed(asdict(note)))
     except (OSError, StorageFull) as error:

@@ -1,5 +1,6 @@
-"""How far the Redis of a mesh has come, by all that is known: the launcher's note, the records of
-the runs, and what it has held since. By this it is told whether one is older than it was.
+"""Progress of the mesh's Redis, from the note, the run records and its earlier states.
+
+It shows whether a Redis is older than it was.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from meshrl.launch.redis.run_watermark import RunRecordReader
 
 
 class RedisProgress:
-    """`known` is as far as it has come. While it is `returning`, the jobs of a Redis that was lost
-    are to be put back. `files` are those of the mesh's own, as they were when they were noted last.
+    """Furthest known progress of a Redis.
+
+    While `is_restoring`, the jobs of a lost Redis are to be restored. `file_extents` are the files
+    of the mesh's own server at the last note.
     """
 
     def __init__(self, mesh_paths: MeshPaths) -> None:
@@ -35,18 +38,18 @@ class RedisProgress:
         self.watermark = StateWatermark()
         self.is_restoring = False
         self.file_extents: Mapping[str, aof.Extent] = {}
-        self._lost_jobs: frozenset[str] = frozenset()  # jobs that were lost and are not missed
+        self._lost_jobs: frozenset[str] = frozenset()  # lost jobs that are no longer expected
         self._deleted_jobs: dict[str, int] = {}  # jobs that were deleted since the start, and when
         self._token_floor = 0  # the highest below which no fencing token has been issued since
-        self._run_records: dict[str, RunRecordReader] = {}  # of the mesh's runs
-        self._write_lock = threading.Lock()  # one that was given up goes on in its thread
+        self._run_records: dict[str, RunRecordReader] = {}  # by run of the mesh
+        self._write_lock = threading.Lock()  # an abandoned write continues in its thread
         self._aof_follower = aof.AofFollower(mesh_paths.redis_directory)
         self.pending_events: list[
             dict[str, Any]
         ] = []  # fields of events that Redis does not have yet
 
     def load(self) -> None:
-        """What the note and the records of the runs tell. Blocks."""
+        """Load the progress from the note and the records of the runs. Blocks."""
         told = redis_note.read_note(self._mesh_paths.redis_note, self._quarantine_note)
         self.watermark = rollback.merge_watermarks(
             [told.mark, *self._read_run_watermarks(told.mark)]
@@ -66,37 +69,38 @@ class RedisProgress:
         self.pending_events.append(found)
 
     def _read_run_watermarks(self, watermark: StateWatermark) -> list[StateWatermark]:
-        """By the records of the runs that the mesh has had."""
+        """Return the watermarks from the records of the mesh's runs."""
         runs = {job: Path(one.run_dir) for job, one in watermark.jobs.items() if one.run_dir}
         about = self._mesh_paths.root / "job.json"
         if about.is_file():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # told when it is read
+            # A reader of the file reports its errors.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 runs[str(json.loads(about.read_bytes())["job"])] = self._mesh_paths.root
         for job, directory in runs.items():
             self._run_records.setdefault(job, RunRecordReader(directory, job))
         return [record.read_watermark() for record in self._run_records.values()]
 
-    # -- whether it is what it was ---------------------------------------------------------------
+    # -- comparison with earlier states ----------------------------------------------------------
 
     def explain_difference(self) -> str:
-        """Why its file is not what was noted; empty when it is. Blocks."""
+        """Return why the file differs from the note; empty when it does not. Blocks."""
         try:
             return aof.explain_difference(self._mesh_paths.redis_directory, self.file_extents)
         except OSError as error:
             return f"its file cannot be read: {error}"
 
     async def read_watermark(self, state: StateClient) -> StateWatermark:
-        """Return what it holds now; `known` is brought up to date with the records of the runs."""
+        """Return its current watermark; merge the runs' records into the known one before."""
         await self._merge_run_records()
         return await rollback.read_watermark(state, self.watermark)
 
     async def check_rollback(
         self, state: StateClient, reads_records: bool = True
     ) -> tuple[StateWatermark, str]:
-        """Return what it holds, and why that is older than it was, if it is.
+        """Return its current watermark, and why that is older than it was, if it is.
 
-        It is compared with what was known when it was asked: meanwhile more may have become known,
-        of events that it was not asked about. `records`: read the records of the runs before.
+        The comparison is with the progress known at the request: later progress may include events
+        that the request did not cover. `reads_records`: read the records of the runs before.
         """
         if reads_records:
             await self._merge_run_records()
@@ -109,11 +113,11 @@ class RedisProgress:
         self.watermark = rollback.merge_watermarks([self.watermark, *told])
 
     def _explain_rollback(self, current: StateWatermark, expected: StateWatermark) -> str:
-        """Why one that holds `found` is older than what was `known`; empty when it is not."""
+        """Return why `current` is older than `expected`; empty when it is not."""
         expected = rollback.drop_deleted_jobs(expected, self._drop_deleted_jobs(current))
         if self.is_restoring:
             return rollback.explain_rollback(current, expected, expected.jobs)
-        if again := self._lost_jobs & current.jobs.keys():  # as others, perhaps, of the same names
+        if again := self._lost_jobs & current.jobs.keys():  # perhaps other jobs with these names
             anew = {job: current.jobs[job] for job in again}
             expected = replace(expected, jobs={**expected.jobs, **anew})
             self.watermark = replace(self.watermark, jobs={**self.watermark.jobs, **anew})
@@ -124,8 +128,9 @@ class RedisProgress:
         return rollback.explain_rollback(current, expected, self._lost_jobs)
 
     def _drop_deleted_jobs(self, current: StateWatermark) -> Collection[str]:
-        """Jobs that were deleted, which are returned, are missed no more. Each deletion counts
-        once: of another job that has the name since, all is known anew.
+        """Drop deleted jobs from the expected ones, and return them.
+
+        Each deletion counts once: a later job with the same name starts its progress again.
         """
         gone = {
             job: at_ms
@@ -140,10 +145,10 @@ class RedisProgress:
             }
         return gone.keys()
 
-    # -- what is known from now on ---------------------------------------------------------------
+    # -- updates of the known progress -----------------------------------------------------------
 
     def compute_token_floor(self, current: StateWatermark) -> int:
-        """The floor that fencing tokens of one that holds `found` are to be raised to."""
+        """Return the floor for the fencing tokens of a Redis that holds `current`."""
         if not self.is_restoring:
             self.watermark = rollback.merge_watermarks([self.watermark, current])
         self._token_floor = rollback.compute_token_floor(
@@ -152,13 +157,13 @@ class RedisProgress:
         return self._token_floor
 
     def finish_restore(self, current: StateWatermark) -> None:
-        """The jobs are back that go on: those that are not there now are not missed any more."""
+        """Finish the restore: jobs that are not present now are no longer expected."""
         self._lost_jobs = frozenset(self.watermark.jobs.keys() - current.jobs.keys())
         self.watermark = rollback.merge_watermarks([self.watermark, current])
         self.is_restoring = False
 
     def reset_aof_follower(self) -> None:
-        """Its file may have been cut or made again."""
+        """Reset the follower, as the file may have been truncated or recreated."""
         self._aof_follower = aof.AofFollower(self._mesh_paths.redis_directory)
 
     def read_extents(self) -> Mapping[str, aof.Extent]:
@@ -167,7 +172,7 @@ class RedisProgress:
     def record_progress(
         self, current: StateWatermark, newest_event: str, extents: Mapping[str, aof.Extent]
     ) -> None:
-        """It holds `found`, its newest event is `newest`, and its files were as `look` said."""
+        """Record the current watermark, the newest event and the extents of its files."""
         if aof.has_extents(self._mesh_paths.redis_directory, extents):
             self.file_extents = extents
         self.watermark = rollback.merge_watermarks(
@@ -175,7 +180,7 @@ class RedisProgress:
         )
 
     def write(self) -> None:
-        """Notes all of it. Blocks. StorageFull."""
+        """Write all of it to the note. Blocks. Raises StorageFull."""
         gone = tuple(sorted(self._lost_jobs))
         told = RedisNote(
             self.watermark, self.file_extents, self._token_floor, gone, self.is_restoring

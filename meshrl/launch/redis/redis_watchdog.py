@@ -1,5 +1,6 @@
-"""Guards the mesh's own Redis: sends a PING each second, kills it when it stays silent, and cuts
-off connections that do not say who they are after a while, or where there are many.
+"""Watchdog of the mesh's own Redis: it sends a PING each second and kills a silent server.
+
+It also cuts off connections that stay unauthenticated too long, or of which there are too many.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ PING_TIMEOUT_S = 2.0
 MAX_SILENCES = 4  # in a row, 2 s each: 8 s without an answer, and it is killed and started again
 START_TIMEOUT_S = 20.0  # reading its append-only file may take a while
 NO_ANSWER_ERRORS = (RedisError, OSError, TimeoutError)
-# Connections that do not say who they are take places of those that do.
+# Unauthenticated connections take the places of authenticated ones.
 MAX_UNAUTHENTICATED_S = (
     5  # for a handshake and a password: milliseconds, and a second on a busy host
 )
-MAX_UNAUTHENTICATED = 64  # that are waited for at a time; all clients together are 10,000 at most
-# A client of no user is listed as one of `default`, whose password nobody has.
+MAX_UNAUTHENTICATED = (
+    64  # unauthenticated clients at a time; all clients together are at most 10,000
+)
+# A client of no user is listed as one of `default`, whose password no process has.
 UNAUTHENTICATED_CLIENT = re.compile(r"\bid=(\d+) .*\bage=(\d+) .*\buser=default\b")
-OWNER_TIMEOUT_S = 5.0  # for an answer to the server's owner
+OWNER_TIMEOUT_S = 5.0  # for an answer to the server's owner (the launcher)
 
 
 def find_free_port() -> int:
@@ -43,8 +46,10 @@ def find_free_port() -> int:
 
 
 async def is_answering(url: str) -> bool:
-    """One PING. Any answer is one, that of a server that still loads its data too, or of one whose
-    disk is full: killing it would help nobody.
+    """Send one PING and return whether any answer came.
+
+    The answer of a server that still loads its data, or whose disk is full, counts: killing it
+    would not help.
     """
     task = asyncio.current_task()
     asked = task.cancelling() if task else 0
@@ -75,7 +80,7 @@ async def _ping(url: str) -> None:
 async def wait_until_ready(
     url: str, clock: Clock, child: ChildProcess | None, log: Path | None
 ) -> None:
-    """Returns when Redis takes commands; StateUnavailable with the end of its log otherwise."""
+    """Return when Redis takes commands; else raise StateUnavailable with the end of its log."""
     until = clock.monotonic() + START_TIMEOUT_S
     while clock.monotonic() < until and (child is None or child.poll() is None):
         try:
@@ -89,7 +94,7 @@ async def wait_until_ready(
 
 
 async def watch_server(url: str, clock: Clock, children: list[ChildProcess]) -> None:
-    """Kills the Redis in `child` (the newest is last) when it stays silent; never returns.
+    """Kill the newest Redis in `children` (the last one) when it stays silent; never returns.
 
     Silences are counted, not timed: a launcher that was stopped itself must not blame Redis.
     """
@@ -105,7 +110,7 @@ async def watch_server(url: str, clock: Clock, children: list[ChildProcess]) -> 
 
 
 def select_clients_to_kill(client_list: str) -> list[str]:
-    """The ids of those to cut off, of all clients as Redis lists them: the oldest first."""
+    """Return the ids of clients to cut off, the oldest first, from Redis's list of clients."""
     found = [
         match.groups()
         for match in map(UNAUTHENTICATED_CLIENT.search, client_list.splitlines())

@@ -1,4 +1,4 @@
-"""How far a run has come by what lies in its directory, whatever Redis says."""
+"""Progress of a run by the files in its directory, independent of Redis."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ VERSION_EVENTS = (
     "step",
     "lineage",
     "restored",
-)  # events that tell a lineage and a version
-TOKEN_EVENTS = ("registered", "leader")  # events that tell a fencing token
+)  # events with a lineage and a version
+TOKEN_EVENTS = ("registered", "leader")  # events with a fencing token
 WATERMARKS_PER_MERGE = 1000  # marks that are joined at a time
 READ_BYTES = 1 << 20  # bytes of lines that are in memory at a time
 
 
 def read_run_watermark(run_dir: Path, job: str) -> StateWatermark:
-    """By the recorder's events and the checkpoints. Nothing of a run that has not begun."""
+    """Return the watermark from the recorder's events and the checkpoints; empty for a run not
+    begun.
+    """
     return RunRecordReader(run_dir, job).read_watermark()
 
 
 class RunRecordReader:
-    """Reads what the recorder appends, each line once. A line that is not what was written tells
-    nothing: who reads the record for what it says reports it.
+    """Reader of the recorder's output, each line once.
+
+    A corrupt line is skipped here: readers of the record's content report it.
     """
 
     def __init__(self, run_dir: Path, job: str) -> None:
@@ -57,7 +60,7 @@ class RunRecordReader:
             if len(marks) == WATERMARKS_PER_MERGE:
                 marks = [merge_watermarks(marks)]
         for checkpoint in list_manifest_paths(self._run_dir):
-            # It is written before the step commits that it is of.
+            # The row is written before its step commits.
             lineage, step = map(int, checkpoint.stem.split("-")[1:3])
             marks.append(self._make_watermark(lineage=lineage, version=step - 1))
         self._watermark = merge_watermarks(marks)
@@ -68,7 +71,7 @@ class RunRecordReader:
         )
 
     def _read_new_lines(self, path: Path) -> Iterator[bytes]:
-        """Whole lines that have been added; all of them where the file was made again."""
+        """Yield complete lines that have been added; all of them where the file was recreated."""
         if not path.is_file():
             return
         if path.stat().st_size < self._offset:

@@ -1,4 +1,4 @@
-"""Why a Redis is not used, in its own words, and how the keys of one of the user's make way."""
+"""Reasons of a Redis not to load its file, and renaming of a user's keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX, job_prefix
 
-# A line in which a server says that its file is no good, and one that blames the host for it.
+# Log lines in which a server rejects its file, and in which it blames the host for that.
 LOAD_ERROR = re.compile(r"append.?only|\bAOF\b|\bRDB\b|loading DB|manifest", re.IGNORECASE)
 HOST_ERROR = re.compile(
     r"permission denied|no space left|too many open|cannot allocate|address|chdir", re.IGNORECASE
@@ -21,10 +21,8 @@ HOST_ERROR = re.compile(
 
 
 def find_load_error(log: Path, offset: int) -> str:
-    """The warning, behind so many bytes of its log, in which the server blames its file; empty when
-    it does not.
-    """
-    if not log.is_file():  # it has not been started at all
+    """Return the warning after `offset` in the log with which the server blames its file, or ""."""
+    if not log.is_file():  # the server has never started
         return ""
     with log.open("rb") as file:
         file.seek(offset)
@@ -36,8 +34,9 @@ def find_load_error(log: Path, offset: int) -> str:
 
 
 async def rename_keys(state: StateClient, jobs: Iterable[str], timestamp_ms: int) -> None:
-    """The keys of the mesh and its jobs in a server that is the user's; those that say whose they
-    are come last, so that it is done again when it is cut off.
+    """Rename the keys of the mesh and its jobs in a server of the user's.
+
+    Keys that name the owner come last, so that an interrupted rename is repeated.
     """
     for prefix in [*map(job_prefix, jobs), MESH_PREFIX]:
         cursor: Any = "0"
@@ -47,7 +46,7 @@ async def rename_keys(state: StateClient, jobs: Iterable[str], timestamp_ms: int
                 try:
                     await state.run_command("RENAME", key, f"aside:{timestamp_ms}:{key}")
                 except ResponseError as error:
-                    if "no such key" not in str(error):  # it has expired since
+                    if "no such key" not in str(error):  # the key has expired since
                         raise
             if str(cursor) == "0":
                 break

@@ -1,3 +1,3 @@
-"""The services of one host and their fork server: planned, started, watched. Open
-`service_supervisor.py` first.
+"""Services of one host and their fork server: plan, start, watch. Open `service_supervisor.py`
+first.
 """

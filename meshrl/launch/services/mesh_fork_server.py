@@ -1,4 +1,4 @@
-"""The nursery of a mesh: started before everything that it forks, and again when it ends."""
+"""Fork server of a mesh: it starts before everything that it forks, and restarts when it ends."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from meshrl.launch.services import service_plan
 
 START_TIMEOUT_S = 60.0  # until it has imported everything; without it processes are executed
 POLL_S = 0.02
-CHECK_INTERVAL_S = 2.0  # between two questions whether it serves
+CHECK_INTERVAL_S = 2.0  # between two health checks
 STOPPED_STATES = "Tt"  # states of a process that was stopped, in /proc
 MAX_SILENCES = 3  # in a row, of 2 s each: it was stopped, or hangs, and every start waits for it
 
 
 class MeshForkServer(SupervisorHooks):
-    """The mesh's own, unless the environment names another one, or none."""
+    """The mesh's own fork server, unless the environment names another one, or none."""
 
     def __init__(
         self,
@@ -63,7 +63,9 @@ class MeshForkServer(SupervisorHooks):
         self.supervisor = Supervisor(host, clock, [] if given else [spec], hooks=self)
 
     async def start(self) -> None:
-        """Begins it; see `listens`. Says so when the environment names one that is not there."""
+        """Start the fork server; see `wait_until_listening`. Print a message when the environment
+        names one that does not exist.
+        """
         self._check_configured_path()
         self._socket.unlink(missing_ok=True)
         await self.supervisor.start()
@@ -71,7 +73,7 @@ class MeshForkServer(SupervisorHooks):
             self._watch_task = asyncio.create_task(self._watch(), name="watch the nursery")
 
     async def wait_until_listening(self) -> None:
-        """Waits while it imports: a process that does so by itself takes as long."""
+        """Wait while it imports: a process that imports by itself takes as long."""
         until = self._clock.monotonic() + START_TIMEOUT_S
         while not self._is_disabled and not self._socket.exists():
             if self._clock.monotonic() > until:
@@ -79,14 +81,15 @@ class MeshForkServer(SupervisorHooks):
             await self._clock.sleep(POLL_S)
 
     async def stop(self, grace_s: float) -> None:
-        """Ends it; what it has forked lives on."""
+        """Stop the fork server; the processes that it has forked continue."""
         if self._watch_task is not None:
             self._watch_task.cancel()
         await self.supervisor.stop(grace_s)
 
     async def _watch(self) -> None:
-        """Kills one that does not answer, so that its supervisor starts another. Silences are
-        counted, not timed: a launcher that was stopped itself must not blame it.
+        """Kill a fork server that does not answer, so that its supervisor starts another.
+
+        Silences are counted, not timed: a launcher that was stopped itself must not blame it.
         """
         silent: tuple[int, int] = (0, 0)  # pid, silences in a row
         while True:
@@ -97,7 +100,8 @@ class MeshForkServer(SupervisorHooks):
             heard = await self._is_answering(child)
             silent = (child.pid, 0 if heard else 1 + (silent[1] if silent[0] == child.pid else 0))
             if silent[1] >= MAX_SILENCES:
-                self._socket.unlink(missing_ok=True)  # nobody asks it until another listens
+                # No process sends requests until another one listens.
+                self._socket.unlink(missing_ok=True)
                 child.kill()
 
     async def _is_answering(self, child: ChildProcess) -> bool:

@@ -1,6 +1,6 @@
-"""Whether a service whose restarts are spent is given a fresh budget, or is given up with its mesh.
+"""Policy for a service that has exhausted its restarts: a fresh budget, or the end of its mesh.
 
-What cannot succeed must end: so a fresh budget takes a reason that holds for this time only.
+An operation that cannot succeed must end: so a fresh budget takes a temporary reason.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ async def should_reset_budget(
     child_exit: ChildExit,
     disk_full_reason: str,
 ) -> bool:
-    """An outage that people are shown (`full`: which disk is; or Redis is away) is waited out. Jobs
-    that make progress need the mesh. A lost peer or lease is waited for, for PATIENCE_S. What one
-    job has brought about ends that job, and the mesh goes on with the others.
+    """Return True if a service with an exhausted budget gets a fresh one.
+
+    A visible outage is waited out: a full disk (`disk_full_reason`) or an absent Redis. Jobs that
+    make progress need the mesh. A lost peer or lease gets a limited time to return. A failure
+    caused by one job ends that job, and the mesh continues with the others.
     """
     failure = child_exit.failure
     if disk_full_reason or (failure is not None and failure.restart == "always"):

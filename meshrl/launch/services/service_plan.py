@@ -1,4 +1,4 @@
-"""The process plan of a mesh: one list, used by the launcher and by `--dry-run`."""
+"""Process plan of a mesh: one list, used by the launcher and by `--dry-run`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.common.state.pool.workers import process_names
 from meshrl.common.state.pool.workers.rows import Role
 
 PLANNERS = 2  # the second takes over when the first one's lease ends
-# What the nursery has imported: all that services, role processes and environment processes have in
+# Imports of the fork server: all that services, role processes and environment processes have in
 # common, and what they would import later: to look a host up, to restore a trainer's state, for its
 # first step and its figures. Nothing that starts a thread or touches a GPU on import, and no code
 # of a job's author.
@@ -39,7 +39,7 @@ PRELOADED_MODULES = (
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """A process that the launcher starts and watches; `name` is its name in the registry."""
+    """Process that the launcher starts and watches; `name` is its name in the registry."""
 
     name: str
     argv: tuple[str, ...]
@@ -59,8 +59,9 @@ def build_fork_server_command(socket_path: Path) -> list[str]:
 def plan_services(
     workers: int, device: str, host: str, accepted_services: Sequence[str] = ALL_SERVICES
 ) -> list[ServiceSpec]:
-    """The services of a mesh in the order they start; they stop in the reverse order. Shards and
-    sandboxes are a job's: the host's agent starts them.
+    """Return the services of a mesh in the order of their start; they stop in the reverse order.
+
+    Shards and sandboxes belong to a job: the host's agent starts them.
     """
 
     return [
@@ -75,14 +76,16 @@ PORTS_PER_WORKER, PORTS_PER_JOB = 2, 2
 
 
 def count_head_ports(workers: int) -> int:
-    """Ports that the processes of a head take with one job: Redis, the gateway and its front, the
-    weight store and its bulk bytes, the agent and its own, the planners.
+    """Return the number of ports that the processes of a head take with one job.
+
+    These are Redis, the gateway and its front, the weight store and its bulk bytes, the agent and
+    its own, and the planners.
     """
     return 7 + PLANNERS + PORTS_PER_WORKER * workers + PORTS_PER_JOB
 
 
 def count_host_ports(workers: int) -> int:
-    """Those of a host that joins: the agent and its bulk bytes, a planner that stands by."""
+    """Return the ports of a joined host: the agent, its bulk bytes and a standby planner."""
     return 3 + PORTS_PER_WORKER * workers + PORTS_PER_JOB
 
 
@@ -98,7 +101,7 @@ def make_agent(
     accepted_services: Sequence[str] = ALL_SERVICES,
     *options: str,
 ) -> ServiceSpec:
-    """The agent of a host that `takes` these services; `options` are more of its own."""
+    """Return the agent of a host that accepts these services; `options` are more of its own."""
     return _make_service(
         process_names.agent_name(host),
         "meshrl.services.node",
@@ -127,12 +130,12 @@ def make_gateway(listen: str, advertise: str) -> ServiceSpec:
 
 
 def plan_job_services(config: JobConfig) -> list[ServiceSpec]:
-    """The services of the mesh that `meshrl run` starts for a job."""
+    """Return the services of the mesh that `meshrl run` starts for a job."""
     return plan_services(config.mesh.workers, config.mesh.device, "*")
 
 
 def describe_processes(config: JobConfig) -> list[tuple[str, str]]:
-    """(process, what it does) of everything that `meshrl run` would start."""
+    """Return (process, description) of everything that `meshrl run` would start."""
     shards = config.rollout.shards
     rows = [
         ("redis", "state; every write is on disk before it is acknowledged"),
@@ -159,7 +162,7 @@ def describe_processes(config: JobConfig) -> list[tuple[str, str]]:
 
 
 def _describe_worker(worker_index: int, config: JobConfig) -> str:
-    """What a worker begins with where the mesh is the job's alone."""
+    """Return the initial role of a worker in a mesh of one job."""
     ranks = config.training.ranks
     slot = f"{config.mesh.device} slot"
     if 0 < worker_index < ranks:

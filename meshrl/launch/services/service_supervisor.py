@@ -1,6 +1,7 @@
-"""The services of one host: started from a nursery, watched by their leases, started again, told of
-when they end, and ended in order. The launcher has those of the head, `hosting` those of a host
-that has joined.
+"""Supervisor of one host's services: it forks, watches, restarts, reports and stops them.
+
+The launcher has those of the head, `host_launcher` those of a joined host. Leases show whether a
+service runs.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ POLL_S = 0.1
 
 
 class HostServices(SupervisorHooks):
-    """`failed` is set, with the reason in `why`, when one does not stay up. With `patient` that is
-    only when none could: a host that cannot reach its head waits for it.
+    """Services of a host.
+
+    `failed` is set, with its reason, when a service does not stay up. With `waits_for_head` that
+    happens only when no service could run: a host that cannot reach its head waits for it.
     """
 
     def __init__(
@@ -74,23 +77,23 @@ class HostServices(SupervisorHooks):
         self._lease_watch: LeaseWatch | None = None
         self._lease_task: asyncio.Task[None] | None = None
         self._exit_reports: ExitReportSender | None = None
-        self._explained_exits: set[str] = set()  # those whose ends have an error that says why
+        self._explained_exits: set[str] = set()  # services whose exits have a reported error
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of every process; those that were left behind are found by its mark."""
+        """Environment of every process; its mesh tag identifies leftover processes."""
         settings = self._mesh_paths.settings.resolve()
         marks = {SETTINGS_ENV: str(settings), MESH_TAG_ENV: compute_mesh_tag(settings)}
         return {**marks, "OMP_NUM_THREADS": "1"}
 
     @property
     def fork_environment(self) -> Mapping[str, str]:
-        """Variables by which a process is forked from the nursery."""
+        """Variables with which the fork server forks a process."""
         return self._fork_server.environment
 
     @property
     def is_running(self) -> bool:
-        """Whether they were started, and are not to end."""
+        """True while the services are started and not about to end."""
         return self._supervisor is not None
 
     @property
@@ -99,7 +102,7 @@ class HostServices(SupervisorHooks):
 
     @property
     def down_reason(self) -> str:
-        """Which of them do not run now, in words; empty: all do."""
+        """Names of the services that do not run, as a text; empty if all run."""
         there = self._supervisor.children if self._supervisor is not None else {}
         missing = [name for name in self.planned_services if name not in there]
         return f"{', '.join(missing)} is down" if missing else ""
@@ -113,17 +116,17 @@ class HostServices(SupervisorHooks):
     # -- start and stop ----------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Ends what an earlier start has left, and begins the nursery's."""
+        """End what an earlier start has left, and start the fork server."""
         await leftover_processes.kill_leftovers(self._mesh_paths.settings.resolve(), GRACE_S)
         await self._fork_server.start()
 
     def connect_state(self, state: StateClient, host: str) -> None:
-        """From now on ends are told there; `host` is this one's name."""
+        """Report exits to `state` from now on; `host` is this host's name."""
         self.state, self._host_name = state, host
         self._exit_reports = ExitReportSender(state, self._clock)
 
     async def start(self, services: Sequence[service_plan.ServiceSpec]) -> None:
-        """Starts them in their order, once the nursery listens."""
+        """Start the services in their order, once the fork server listens."""
         await self._fork_server.wait_until_listening()
         specs = [
             ChildSpec(
@@ -134,7 +137,7 @@ class HostServices(SupervisorHooks):
                 budget=RESTART_BUDGET,
                 is_critical=True,
                 stage=stage,
-                own_session=True,  # Ctrl-C is ours: they stop when we say so, in order
+                own_session=True,  # Ctrl-C reaches only this process, which stops them in order
             )
             for stage, service in enumerate(services)
         ]
@@ -144,12 +147,13 @@ class HostServices(SupervisorHooks):
             self.state, self._clock, self._host_name, lambda: supervisor.children.values()
         )
         await supervisor.start()
-        if self._supervisor is supervisor:  # else they were ended meanwhile, and others run
+        if self._supervisor is supervisor:  # else they were stopped, and others run
             self._lease_task = asyncio.create_task(watch.run(), name="watch leases")
 
     async def wait_until_registered(self, names: set[str], worker_count: int) -> None:
-        """Waits for these, and for so many workers of this host. MeshError with what ends one again
-        and again; DeadlineExceeded.
+        """Wait for these services, and for so many workers of this host.
+
+        Raises MeshError with the error that ends one repeatedly, or DeadlineExceeded.
         """
         before = {end.name: end.times for end in await read_last_exits(self.state)}
         until = self._clock.monotonic() + READY_TIMEOUT_S
@@ -171,7 +175,7 @@ class HostServices(SupervisorHooks):
             await self._clock.sleep(POLL_S)
 
     async def _raise_if_hopeless(self, alive: set[str], before: dict[str, int]) -> None:
-        """MeshError with what ends a process that would not come up, however long one waited."""
+        """Raise MeshError with the error of a process that would never start."""
         for end in await read_last_exits(self.state):
             times = end.times - before.get(end.name, 0)
             tried = bool(end.error.get("type")) and times >= MAX_START_FAILURES
@@ -180,14 +184,16 @@ class HostServices(SupervisorHooks):
                 raise MeshError(f"{end.name} does not start: {end.told}; its log: {end.log}")
 
     async def stop(self, *, fork_server: bool = True) -> None:
-        """Ends them in reverse order of the start, and the nursery, unless it is needed still."""
+        """Stop the services in reverse order of the start, and the fork server unless it is still
+        needed.
+        """
         if (supervisor := self._detach_supervisor()) is not None:
             await supervisor.stop(STAGE_GRACE_S)
         if fork_server:
             await self._fork_server.stop(GRACE_S)
 
     async def kill(self) -> None:
-        """Ends everything of this host at once, what others have started too."""
+        """Kill everything of this host at once, also what others have started."""
         if (supervisor := self._detach_supervisor()) is not None:
             for child in supervisor.children.values():
                 child.kill()
@@ -196,7 +202,7 @@ class HostServices(SupervisorHooks):
         await leftover_processes.kill_leftovers(self._mesh_paths.settings.resolve(), GRACE_S)
 
     def kill_now(self) -> None:
-        """The same without waiting, for the second Ctrl-C."""
+        """Kill everything without waiting, for the second Ctrl-C."""
         for _, child in self.children:
             child.kill()
         for pid in leftover_processes.find_leftovers(self._mesh_paths.settings.resolve()):
@@ -204,7 +210,7 @@ class HostServices(SupervisorHooks):
                 os.kill(pid, signal.SIGKILL)
 
     async def kill_leftovers(self) -> None:
-        """Ends what has not stopped, but for a nursery that is needed still, and says so."""
+        """Kill what has not stopped, except a needed fork server, and print it."""
         spared = [child.pid for child in self._fork_server.supervisor.children.values()]
         if pids := await leftover_processes.kill_leftovers(
             self._mesh_paths.settings.resolve(), GRACE_S, spared
@@ -216,12 +222,12 @@ class HostServices(SupervisorHooks):
             self._exit_reports.stop()
 
     def fail(self, reason: str) -> None:
-        """Says that this host's part of the mesh cannot go on."""
+        """Mark this host's part of the mesh as failed."""
         self.failure_reason = reason
         self.failed.set()
 
     def watch_task(self, task: asyncio.Task[Any], description: str) -> None:
-        """An error that ends a task which is to run for ever is why it cannot go on."""
+        """Fail the host's part of the mesh if a permanent task ends with an error."""
 
         def ended(task: asyncio.Task[Any]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -237,10 +243,10 @@ class HostServices(SupervisorHooks):
             watching.cancel()
         return supervisor
 
-    # -- what supervisors tell, that of Redis too --------------------------------------------------
+    # -- reports of supervisors, also of Redis' -------------------------------------------------
 
     async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
-        if self._supervisor is None:  # they are to end
+        if self._supervisor is None:  # the services are about to end
             return
         log = str(self._mesh_paths.log_path(child.name))
         if child_exit.failure is not None:
@@ -270,7 +276,9 @@ class HostServices(SupervisorHooks):
         )
 
     async def should_reset_budget(self, spec: ChildSpec, child_exit: ChildExit) -> bool:
-        """Whether a service whose budget is spent may be tried again; see `absolving`."""
+        """Return True if a service with an exhausted budget may be tried again; see
+        `restart_policy`.
+        """
         if self._waits_for_head or self._exit_reports is None:
             return self._waits_for_head
         full = disk_full.find_full_disk([self._mesh_paths.root])

@@ -1,1 +1,1 @@
-"""`meshrl watch` and `meshrl top`: look at a mesh again and again. Open `mesh_polling.py` first."""
+"""`meshrl watch` and `meshrl top`: poll a mesh repeatedly. Open `mesh_polling.py` first."""

@@ -1,4 +1,4 @@
-"""Looks at a mesh through its Redis, again and again, while the mesh may live."""
+"""Polling of a mesh through its Redis, while the mesh may live."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.directory.directory_paths import MeshPaths
 from meshrl.view.recording.recorder import POLL_S, POLL_TIMEOUT_S
 
 T = TypeVar("T")
-SILENCE_LIMIT_S = 15.0  # of silence before it is asked whether the mesh is still there
+SILENCE_LIMIT_S = 15.0  # of silence before the mesh's existence is checked
 
 
 async def poll_mesh(
@@ -21,9 +21,7 @@ async def poll_mesh(
     report: Callable[[str], None],
     make_poll: Callable[[StateClient], Callable[[], Awaitable[T]]],
 ) -> AsyncGenerator[T, None]:
-    """What is seen of a mesh, look by look, for as long as it lives. `looking` makes the looks of
-    one connection.
-    """
+    """Yield polls of a mesh for as long as it lives; `make_poll` makes the poll of a connection."""
     while True:
         try:
             state = await StateClient.open(place.redis_url, connect_timeout_s=POLL_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""`meshrl top`: all of a mesh in one frame, again and again on a terminal, or once.
+"""`meshrl top`: all of a mesh in one frame, repeatedly on a terminal, or once.
 
 With a token: its jobs on another user's mesh, as the gateway reports them. Gangs, engines and hosts
-are the mesh's own user's to see.
+are visible only to the mesh's own user.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from meshrl.view.mesh.rates import compute_steps_per_min, compute_trained_rate, 
 from meshrl.view.recording.run_record import read_move_outcomes
 from meshrl.view.terminal import Console
 
-RATE_INTERVAL_S = 1.0  # between the two looks that a single frame's rates are of
+RATE_INTERVAL_S = 1.0  # between the two polls that a single frame's rates come from
 POLL_S = 1.0  # between two frames of a token's jobs
-RETRY_INTERVAL_S = 1.0  # until a mesh that does not answer is asked again
+RETRY_INTERVAL_S = 1.0  # between requests to a mesh that does not answer
 FRAME_COLUMNS = 200  # columns of a frame that no terminal bounds
 
 
 class MeshObserver:
-    """Looks at all of a mesh."""
+    """Observer of all of a mesh."""
 
     def __init__(self, state: StateClient, root: Path) -> None:
         self._state, self._watcher = state, MeshWatcher(state, format_path(root))
@@ -53,9 +53,9 @@ class MeshObserver:
         self._event_cursor = "0"
 
     async def read_frame(self) -> MeshFrame:
-        """The mesh now. StateUnavailable, DeadlineExceeded.
+        """Return the mesh's current frame. Raises StateUnavailable, DeadlineExceeded.
 
-        Judged moves that Redis has let go of are on the record of their jobs.
+        Judged moves that Redis has trimmed come from the records of their jobs.
         """
         mesh = await self._watcher.poll()
         found = await events.read_remaining(self._state, self._event_cursor)
@@ -69,7 +69,7 @@ class MeshObserver:
 
 
 class TopScreen(ScreenView):
-    """The last frame, redrawn with each look; above it why it is not of now, if it is not."""
+    """Screen of the last frame, redrawn with each poll; above it why it is outdated, if it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class TopScreen(ScreenView):
 
 
 def show_top(target: Path | None, mesh: Path | None, once: bool, as_json: bool) -> int:
-    """Shows a mesh until Ctrl-C or its end; one frame with `once`, and without a terminal."""
+    """Show a mesh until Ctrl-C or its end; one frame with `once`, and without a terminal."""
     place = resolve_mesh(target, mesh)
     if once or as_json or not sys.stdout.isatty():
 
@@ -118,7 +118,7 @@ def show_top(target: Path | None, mesh: Path | None, once: bool, as_json: bool) 
 
 
 def print_frame(frame: MeshFrame, as_json: bool) -> None:
-    """Prints one frame."""
+    """Print one frame."""
     if as_json:
         print(json.dumps(asdict(frame)))
         return
@@ -128,7 +128,7 @@ def print_frame(frame: MeshFrame, as_json: bool) -> None:
 
 
 class TokenJobsObserver:
-    """Looks at the jobs of a token that go on, and at those that have ended since it began."""
+    """Observer of a token's live jobs, and of those that have ended since its start."""
 
     def __init__(self) -> None:
         self._seen_jobs: set[str] = set()
@@ -137,7 +137,7 @@ class TokenJobsObserver:
         self._judged_moves: list[Event] = []
 
     async def read_frame(self, client: Client) -> MeshFrame:
-        """The jobs now."""
+        """Return the current frame of the jobs."""
         states = [s for s in await client.jobs() if not s.over or s.name in self._seen_jobs]
         for state in states:
             self._seen_jobs.add(state.name)
@@ -186,7 +186,7 @@ class TokenJobsObserver:
 
 
 def show_top_by_token(token: str, once: bool, as_json: bool) -> int:
-    """Shows the token's jobs until Ctrl-C; one frame with `once`, and without a terminal."""
+    """Show the token's jobs until Ctrl-C; one frame with `once`, and without a terminal."""
     if once or as_json or not sys.stdout.isatty():
         print_frame(run_request(TokenJobsObserver().read_frame, token=token), as_json)
         return 0
@@ -196,7 +196,7 @@ def show_top_by_token(token: str, once: bool, as_json: bool) -> int:
 
 
 async def _watch_by_token(token: str) -> None:
-    """Shows frames until it is cancelled. A mesh that does not answer at first is an error."""
+    """Show frames until it is cancelled. A mesh that does not answer at first is an error."""
     onlooker = TokenJobsObserver()
     async with Client(token=token) as client:
         first = await onlooker.read_frame(client)

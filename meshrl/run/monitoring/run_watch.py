@@ -1,5 +1,6 @@
-"""`meshrl watch`: the view of a run that another process carries on, or of a mesh with several jobs
-until the last one has ended. Nothing is written.
+"""`meshrl watch`: the view of a run of another process, or of a mesh with several jobs.
+
+It lasts until the last job has ended, and writes nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ from meshrl.view.recording.run_record import (
 
 
 class RunObserver:
-    """Looks at a run through the Redis of its mesh, beside who records it: what is recorded is read
-    from the files, as Redis may have let go of it.
+    """Observer of a run through the Redis of its mesh, beside the recorder.
+
+    Recorded data is read from the files, as Redis may have trimmed it.
     """
 
     def __init__(self, state: StateClient, run: RunLocation) -> None:
@@ -74,7 +76,9 @@ class RunObserver:
         self._belonging = JobEventFilter(run.job)
 
     async def read_snapshot(self) -> RunSnapshot:
-        """The run now; NotFound or Refused when the mesh has it no more."""
+        """Return the run's snapshot. Raises NotFound or Refused when the mesh no longer has the
+        run.
+        """
         state, run = self._state, self._run
         row = await read_run_row(state, run)
         new = await self._read_new_events()
@@ -98,12 +102,13 @@ class RunObserver:
         return build_snapshot(reading, self._history)
 
     async def read_snapshot_and_rows(self) -> tuple[RunSnapshot, list[dict[str, Any]]]:
-        """The run now, and the rows of its steps."""
+        """Return the run's snapshot, and the rows of its steps."""
         return await self.read_snapshot(), self.rows
 
     async def _read_new_events(self) -> list[events.Event]:
-        """What has happened since the last look; at first all that is recorded. Where events are
-        gone a line says so.
+        """Return the events since the last poll; at first all recorded ones.
+
+        A line reports a gap in the events.
         """
         recorded, self._recorded_events = self._recorded_events or [], None
         if recorded:
@@ -117,7 +122,7 @@ class RunObserver:
 
 
 def compute_elapsed_s(run_dir: Path) -> float:
-    """Seconds of wall time of a run, as who records it counts them."""
+    """Return the seconds of wall time of a run, as its recorder counts them."""
     path = run_dir / "usage.json"
     held = read_json_or_empty(path)
     if "wall_s" not in held:
@@ -126,8 +131,9 @@ def compute_elapsed_s(run_dir: Path) -> float:
 
 
 def watch_run(target: Path | None, mesh: Path | None) -> int:
-    """Shows the run until it is over or Ctrl-C; the exit status says how it ended. Of a mesh that
-    works on several jobs, all of them.
+    """Show the run until it is over or Ctrl-C; return the exit status for its end.
+
+    Show all jobs of a mesh that works on several.
     """
     place = resolve_bare_mesh(target, mesh)
     if (
@@ -162,7 +168,7 @@ def watch_run(target: Path | None, mesh: Path | None) -> int:
 
 
 async def _show_run(run: RunLocation) -> RunSnapshot | None:
-    """The run when it was over, or as it was seen last; None if it was never seen."""
+    """Return the last snapshot of the run; None if there was none."""
     last: RunSnapshot | None = None
     with make_run_view(run.directory) as view:
         found = poll_mesh(
@@ -177,17 +183,19 @@ async def _show_run(run: RunLocation) -> RunSnapshot | None:
                     if last.is_terminal:
                         break
         except (NotFound, Refused):
-            return None  # the mesh was started anew, or has another job of that name
+            return None  # the mesh was restarted, or has another job of that name
     return last
 
 
 async def has_several_jobs(state: StateClient) -> bool:
-    """Whether more than one job of a mesh goes on."""
+    """Return True if more than one job of a mesh has not ended."""
     return sum(not row.is_terminal for row in await jobs.read_jobs(state)) > 1
 
 
 def _watch_all(place: MeshPaths) -> int:
-    """Shows all jobs of a mesh until none is left or Ctrl-C; the exit status of the worst end."""
+    """Show all jobs of a mesh until none is left or Ctrl-C; return the exit status of the worst
+    end.
+    """
     try:
         rows = asyncio.run(_show_mesh(place))
     except KeyboardInterrupt:
@@ -202,7 +210,7 @@ def _watch_all(place: MeshPaths) -> int:
 
 
 async def _show_mesh(place: MeshPaths) -> list[JobRow]:
-    """The jobs as they were when they were seen last."""
+    """Return the last rows of the jobs."""
     rows: list[JobRow] = []
     with make_mesh_view(str(place.root)) as view:
         found = poll_mesh(

@@ -1,1 +1,1 @@
-"""What the events and step rows of a run tell. Open `run_snapshot.py` first."""
+"""History of a run from its events and step rows. Open `run_snapshot.py` first."""

@@ -1,4 +1,4 @@
-"""How jobs of one mesh stand beside each other: which waits or is paused, why, and for how long."""
+"""Block reasons of the jobs of one mesh: which waits or is paused, why, and for how long."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ ADMISSION = "admission"
 
 
 def find_block_reason(job: JobRow) -> str:
-    """`waiting: WHY` or `paused: WHY` of a job; empty when it runs or has ended."""
+    """Return `waiting: WHY` or `paused: WHY` of a job; empty when it runs or has ended."""
     return "" if job.is_terminal else job.held
 
 
 def format_other_jobs(mesh: MeshSnapshot, job: str) -> Iterator[str]:
-    """The jobs beside `job` that have not ended, in the order in which they were submitted: a line
-    each.
-    """
+    """Yield a line for each other job that has not ended, in the order of their submission."""
     for row in mesh.live_jobs:
         if row.id != job:
             state = find_block_reason(row) or row.phase.replace("_", " ")
@@ -36,9 +34,10 @@ def sum_blocked_s(
     end_ms: int | None = None,
     sessions: Sequence[Sequence[int]] = (),
 ) -> dict[str, float]:
-    """Seconds that a job has waited, and that it was paused, by its events; what lasts still is
-    counted up to `end_ms`, or else to the last event. Between two `sessions` of its mesh, each
-    (first, last) in milliseconds, in their order, nobody waits.
+    """Return the seconds that a job has waited and was paused, from its events.
+
+    A block that has not ended counts up to `end_ms`, or else to the last event. Time between two
+    `sessions` of its mesh, each (first, last) in milliseconds, in their order, does not count.
     """
     down = [(before[1], after[0]) for before, after in pairwise(sessions)]
     sums = dict.fromkeys((WAITING, PAUSED), 0.0)
@@ -57,20 +56,20 @@ def sum_blocked_s(
 
 
 def _measure_uptime_ms(since: int, until: int, down: Iterable[tuple[int, int]]) -> int:
-    """Of the time between two moments, that without what lies in `down`."""
+    """Return the milliseconds between two moments, without the periods in `down`."""
     away = sum(max(0, min(until, end) - max(since, start)) for start, end in down)
     return max(0, until - since - away)
 
 
 class UnpausedClock:
-    """The time of a job that stands still while the job is paused."""
+    """Clock of a job that stops while the job is paused."""
 
     def __init__(self, job: str) -> None:
         self._job, self._paused_total_ms = job, 0
         self._paused_since_ms: int | None = None  # when it was paused
 
     def elapsed_ms(self, event: Event) -> int:
-        """Milliseconds that the job had gone on for by this event, from wherever it began."""
+        """Return the milliseconds that the job had run by this event, from an arbitrary origin."""
         now = event.ms if self._paused_since_ms is None else self._paused_since_ms
         went_ms = now - self._paused_total_ms
         state = _read_state_after(event, self._job)
@@ -83,7 +82,7 @@ class UnpausedClock:
 
 
 def _read_state_after(event: Event, job: str) -> str | None:
-    """`waiting`, `paused` or nothing; None: the event tells nothing of it."""
+    """Return `waiting`, `paused` or an empty text; None if the event does not change the state."""
     fields = event.fields
     if fields.get("job") != job:
         return None

@@ -1,4 +1,4 @@
-"""What the planner has decided, from its events: what, by which rule, and from which figures."""
+"""Decisions of the planner from its events: the action, its rule and its figures."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ DECISION_KINDS = (
 MAX_DECISIONS = 12  # decisions that are shown, the last ones
 _SUBJECTS = ("job", "gang", "resident", "worker", "host")
 _RULES = ("rule", "reason")
-_INTERNAL_FIELDS = ("token", "op")  # who wrote it, and how often it may come
-_MAX_EVENTS = 5_000  # of the newest events, which are looked through
+_INTERNAL_FIELDS = ("token", "op")  # writer, and key against repetition
+_MAX_EVENTS = 5_000  # newest events that are searched
 
 
 async def read_recent(state: StateClient) -> list[Event]:
-    """The newest events, oldest first."""
+    """Return the newest events, oldest first."""
     return (await events.read_remaining(state))[-_MAX_EVENTS:]
 
 
 def select_decisions(candidates: Iterable[Event], subject: str) -> list[Event]:
-    """The last decisions about `subject`: a job, a gang, a resident, a worker or a host."""
+    """Return the last decisions about `subject`: a job, a gang, an instance, a worker or a host."""
     name = subject.removeprefix("worker/")
 
     def concerns(fields: dict[str, Any]) -> bool:
@@ -44,7 +44,7 @@ def select_decisions(candidates: Iterable[Event], subject: str) -> list[Event]:
 
 
 def format_event(event: Event) -> str:
-    """One decision on one line: when, what, by which rule, from which figures."""
+    """Return one decision as a line: time, action, rule and figures."""
     fields = dict(event.fields)
     at = datetime.fromtimestamp(event.ms / 1000).strftime("%H:%M:%S")
     if event.kind == "desired":
@@ -60,7 +60,7 @@ def format_event(event: Event) -> str:
     return f"{line}: {said}" if said else line
 
 
-# What a decision's event has beside the figures that decided it.
+# Fields of a decision's event other than the figures that decided it.
 CONTEXT_FIELDS = frozenset(
     ("gang", "resident", "job", "role", "core", "tier", "generation", "epoch", "reason", "pinned")
 ) | {"workers", "from_role", "from_job", "turns", "op", "ranks", "token", "held", "before", "rule"}
@@ -69,7 +69,7 @@ MAX_FIGURES = 6  # figures of one decision in a line
 
 @dataclass(frozen=True)
 class PlannerDecision:
-    """One decision, with what it came from."""
+    """Decision of the planner with its inputs."""
 
     decided_ms: int
     action: str  # "rollout on w1"
@@ -78,13 +78,13 @@ class PlannerDecision:
 
     @property
     def summary(self) -> str:
-        """It in a line."""
+        """Decision as one line."""
         said = format_figures(self.inputs)
         return f"{self.action}: {self.rule or 'no rule is given'}" + (f" ({said})" if said else "")
 
 
 def format_figures(values: Mapping[str, Any], limit: int = MAX_FIGURES) -> str:
-    """Figures in a line, the first ones of many."""
+    """Return the first `limit` figures as a line."""
     every = [
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in values.items()
@@ -94,7 +94,7 @@ def format_figures(values: Mapping[str, Any], limit: int = MAX_FIGURES) -> str:
 
 
 def extract_decisions(events: Iterable[Event]) -> Iterator[PlannerDecision]:
-    """Those among events, in their order."""
+    """Yield the decisions among events, in their order."""
     for event in events:
         f = event.fields
         if event.kind == "desired":
@@ -108,7 +108,7 @@ def extract_decisions(events: Iterable[Event]) -> Iterator[PlannerDecision]:
 
 
 def _describe_desired_role(fields: Mapping[str, Any]) -> str:
-    """What is to be where."""
+    """Return a text of the desired role and its workers."""
     on = ", ".join(fields["workers"])
     if fields["role"] == Role.IDLE:
         return f"{fields.get('from_role') or 'what was there'} leaves {on}"

@@ -15,7 +15,7 @@ from meshrl.view.history import move_outcomes
 from meshrl.view.history.blocked_jobs import ADMISSION
 from meshrl.view.mesh import gpu_status
 
-STOPPED_PREFIX = "stopped"  # why a process ended that its supervisor was told to stop
+STOPPED_PREFIX = "stopped"  # exit reason of a process that its supervisor was ordered to stop
 ALERT_KINDS = {
     "process_ended",
     "worker_gave_up",
@@ -32,7 +32,7 @@ ALERT_KINDS = {
     corruption.CORRUPTION_EVENT,
 }  # worth a line anywhere
 
-# Kinds of events that always read the same, with the fields of each.
+# Kinds of events with a fixed text, with the fields of each.
 EVENT_TEXTS = {
     "lost": "worker {worker} is lost: {reason}",
     "host_back": "host {host} is back",
@@ -50,12 +50,12 @@ EVENT_TEXTS = {
 
 
 def is_unexpected_exit(event: Event) -> bool:
-    """Whether it tells of a process that ended though nobody had asked it to."""
+    """Return True for the exit of a process that was not ordered to stop."""
     return event.kind == "process_ended" and not event.fields["why"].startswith(STOPPED_PREFIX)
 
 
 def format_event(event: Event) -> str:
-    """An event as a line for people; empty for those that are no news."""
+    """Return an event as a line for people; empty for those that are not worth a line."""
     f = event.fields
     if text := EVENT_TEXTS.get(event.kind):
         return text.format_map(f)
@@ -96,5 +96,5 @@ def format_event(event: Event) -> str:
 
 
 def should_print(times: int) -> bool:
-    """Whether it is told that something has happened again: the more often, the more rarely."""
+    """Return True if a repeated event is printed: the more repetitions, the more rarely."""
     return times <= 3 or times & (times - 1) == 0

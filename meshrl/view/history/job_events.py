@@ -1,7 +1,7 @@
-"""Which events of a mesh concern a job: its record holds those, and none that is another's.
+"""Filter of a mesh's events for one job's record, which has none of another job's.
 
 An event that names a job is that job's. One that names a worker, a gang or a process is a job's
-while that serves it, which the job's own events `desired` tell. What is left is the mesh's (its
+while that serves it, according to the job's own `desired` events. The rest is the mesh's (its
 leader, Redis, the store, the planners) and is in every job's record.
 """
 
@@ -14,28 +14,28 @@ from meshrl.common.state.pool.workers.process_names import parse_service_name
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.mesh.process_usage import KINDS_BY_INSTANCE, parse_job
 
-# What a write of the planner tells together may be in any order: a worker that is lost, and the
-# resident that leaves it.
+# Events of one write of the planner may be in any order: a worker that is lost, and the
+# instance that leaves it.
 SAME_WRITE_MS = 1_000
 
 
 class JobEventFilter:
-    """Tells a job's events from those of others, one after the other, in their order."""
+    """Filter of a job's events, applied to all events in their order."""
 
     def __init__(self, job: str, past_events: Iterable[Event] = ()) -> None:
         self.job = job
-        self._instances: set[str] = set()  # all that it ever had
+        self._instances: set[str] = set()  # all instances that the job ever had
         self._gangs: set[str] = set()
-        self._workers_by_instance: dict[str, frozenset[str]] = {}  # by resident that it has
+        self._workers_by_instance: dict[str, frozenset[str]] = {}  # by instance of the job
         self._released_workers_ms: dict[
             str, int
-        ] = {}  # workers, by when the last resident left them
-        self._hosts: set[str] = set()  # that run shards or sandboxes of it
+        ] = {}  # workers, by when the last instance left them
+        self._hosts: set[str] = set()  # hosts that run shards or sandboxes of the job
         for event in past_events:
             self.accept(event)
 
     def accept(self, event: Event) -> bool:
-        """Whether the event is in the job's record."""
+        """Return True if the event is in the job's record."""
         fields = event.fields
         if of := fields.get("job"):
             if of == self.job and event.kind == "desired":

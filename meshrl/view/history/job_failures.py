@@ -1,4 +1,4 @@
-"""What failed in a job's own code, from its events `failure`, as people read it."""
+"""Failures in a job's own code, from its `failure` events, formatted for people."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ FailureKey = tuple[str, str, bool]
 
 @dataclass(frozen=True)
 class FailureKind:
-    """All failures of one kind at one place so far."""
+    """Failures of one kind at one place so far."""
 
     kind: str  # as in `reward raised`
     where: str  # the author's line; may be empty
     evaluation: bool
-    text: str  # of the first
+    text: str  # text of the first failure
     fix: str = ""
     count: int = 0  # trajectories
     calls: int = 0  # calls that were given up
 
     @property
     def key(self) -> FailureKey:
-        """What tells it from others."""
+        """Key that identifies the kind, place and evaluation."""
         return self.kind, self.where, self.evaluation
 
 
 class FailureCounter:
-    """The failures of a run, by kind and place, as its events tell of them."""
+    """Counter of a run's failures by kind and place, from its events."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._kinds: dict[FailureKey, FailureKind] = {}
@@ -41,7 +41,7 @@ class FailureCounter:
             self.add(event)
 
     def add(self, event: Event) -> None:
-        """Takes in an event; those that tell of no failure change nothing."""
+        """Count an event; events that report no failure change nothing."""
         if event.kind != "failure":
             return
         f = event.fields
@@ -52,12 +52,12 @@ class FailureCounter:
 
     @property
     def kinds(self) -> tuple[FailureKind, ...]:
-        """In the order in which they first came."""
+        """Kinds in the order of their first failure."""
         return tuple(self._kinds.values())
 
 
 class FailurePrinter:
-    """Which failures have been shown: each at first with its text, then by its number."""
+    """Printer of new failures: each at first with its text, then by its number."""
 
     def __init__(self) -> None:
         self._printed: dict[FailureKey, tuple[int, int]] = {}
@@ -66,7 +66,9 @@ class FailurePrinter:
     def format_new(
         self, failures: Sequence[FailureKind], has_new_step: bool, elapsed_s: float
     ) -> list[str]:
-        """Lines for what nobody has seen yet; counts come with each step, or after AGAIN_S."""
+        """Return lines for failures not shown so far; counts come with each step, or after
+        `COUNT_INTERVAL_S`.
+        """
         fresh = [f for f in failures if f.key not in self._printed]
         lines = [format_first(f) for f in fresh]
         before = {f: self._printed.get(f.key, (f.count, f.calls)) for f in failures}
@@ -81,7 +83,7 @@ class FailurePrinter:
 
 
 def format_first(failure: FailureKind) -> str:
-    """The first of a kind: what, where, and what to do."""
+    """Return the first failure of a kind: what, where, and how to fix it."""
     where = f" at {failure.where}" if failure.where else ""
     during = " in evaluation" if failure.evaluation else ""
     fix = f". {failure.fix[0].upper()}{failure.fix[1:]}" if failure.fix else ""
@@ -89,14 +91,14 @@ def format_first(failure: FailureKind) -> str:
 
 
 def format_counts(failures: Sequence[FailureKind]) -> str:
-    """`failed so far: reward raised 40 (digits.py:12 in reward())`, most first."""
+    """Return `failed so far: reward raised 40 (digits.py:12 in reward())`, most first."""
     ranked = sorted(failures, key=lambda f: (-f.count, -f.calls))
     more = f", and {len(ranked) - MAX_KINDS} more kinds" if len(ranked) > MAX_KINDS else ""
     return "failed so far: " + ", ".join(map(format_count, ranked[:MAX_KINDS])) + more
 
 
 def format_count(failure: FailureKind) -> str:
-    """A kind with its numbers."""
+    """Return a kind with its counts."""
     where = f" ({failure.where})" if failure.where else ""
     during = " in evaluation" if failure.evaluation else ""
     calls = f", {failure.calls} calls given up" if failure.calls else ""
@@ -104,12 +106,12 @@ def format_count(failure: FailureKind) -> str:
 
 
 def summarize_failures(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Kinds, places, texts and counts for `summary.json`, most first."""
+    """Return kinds, places, texts and counts for `summary.json`, most first."""
     return [asdict(f) for f in sorted(FailureCounter(events).kinds, key=lambda f: -f.count)]
 
 
 def format_share(share: float | None) -> str:
-    """What is said behind a figure that not all of its samples have a say in: ` of 40 %`."""
+    """Return the suffix for a figure that covers only a share of its samples: ` of 40 %`."""
     if share is None or share >= 1.0:
         return ""
     percent = 100 * share
@@ -117,14 +119,14 @@ def format_share(share: float | None) -> str:
 
 
 def format_figures(figures: Mapping[str, float], shares: Mapping[str, float]) -> str:
-    """Figures by name in a line, each with the share of its samples that it is of."""
+    """Return figures by name in a line, each with the share of its samples that it covers."""
     return ", ".join(
         f"{n} {value:.3f}{format_share(shares.get(n))}" for n, value in figures.items()
     )
 
 
 def explain_unscored(shares: Mapping[str, float], reasons: Mapping[str, int]) -> str:
-    """Why an evaluation, or a part of it, has no figure; empty when all have one."""
+    """Return why an evaluation, or a part of it, has no figure; empty when all have one."""
     names = [name for name, share in shares.items() if not share]
     if not names:
         return ""

@@ -1,4 +1,4 @@
-"""Moves as people see them: what was predicted, what came of it, and why none is made now."""
+"""Moves for people: their predictions, their outcomes, and why none is made now."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_MOVES = 10  # judged moves that are shown, the last ones
 
 
 def list_outcomes(events: Iterable[Event], subject: str = "") -> list[MoveOutcome]:
-    """The last moves that were judged: of a job, a gang or a resident, or of all, oldest first."""
+    """Return the last judged moves of a job, a gang or an instance, or of all, oldest first."""
     found = (
         decode_move_outcome(event.ms, event.fields)
         for event in events
@@ -26,7 +26,7 @@ def list_outcomes(events: Iterable[Event], subject: str = "") -> list[MoveOutcom
 
 
 def merge_events(*sources: Iterable[Event]) -> list[Event]:
-    """Events of several sources, each once, in their order."""
+    """Return events of several sources, each once, in their order."""
     found = {
         event.id: event
         for source in sources
@@ -37,12 +37,12 @@ def merge_events(*sources: Iterable[Event]) -> list[Event]:
 
 
 def format_seconds(value: float | None) -> str:
-    """Three digits of it; a dash where it is not known."""
+    """Return three digits of the value; a dash if it is not known."""
     return "-" if value is None else f"{value:.3g} s"
 
 
 def format_outcome(move: MoveOutcome) -> str:
-    """Whether it paid, and whether it was undone and why."""
+    """Return whether the move paid, and whether it was undone and why, as a text."""
     paid = "paid" if move.paid else "did not pay"
     if not move.undone:
         return paid
@@ -50,7 +50,7 @@ def format_outcome(move: MoveOutcome) -> str:
 
 
 def format_move(move: MoveOutcome) -> str:
-    """What came of a move, as a line of news."""
+    """Return the outcome of a move as a line of news."""
     times = (
         f"{format_seconds(move.observed_s)} a step, predicted {format_seconds(move.predicted_s)}"
     )
@@ -59,7 +59,7 @@ def format_move(move: MoveOutcome) -> str:
 
 
 def describe_prediction(prediction: JobPrediction) -> list[str]:
-    """What is predicted of a job's steps as its workers are divided now, and why nothing moves."""
+    """Return a job's predicted step times under the current division, and why nothing moves."""
     parts = {
         "rollout": prediction.rollout_s,
         "training": prediction.train_s,

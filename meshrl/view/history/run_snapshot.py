@@ -1,4 +1,4 @@
-"""Reads the progress of a run from Redis as plain data, which `recorder` keeps and `view` shows."""
+"""Progress of a run, read from Redis as plain data; `recorder` stores it and `view` shows it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run at one moment."""
+    """Snapshot of a run at one moment."""
 
     job: str
     phase: Phase
@@ -67,16 +67,14 @@ class RunSnapshot:
         default_factory=dict
     )  # loaded, of the engines that live
     in_flight: int = 0
-    trajectory_counts: dict[str, int] = field(
-        default_factory=dict
-    )  # trajectories by what became of them
+    trajectory_counts: dict[str, int] = field(default_factory=dict)  # trajectories by outcome
     histogram_bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
     histogram: tuple[int, ...] = ()
     news: tuple[str, ...] = ()  # the last events worth a line
-    alerts: tuple[str, ...] = ()  # every process that ended unasked, and the like, so far
+    alerts: tuple[str, ...] = ()  # unexpected exits and similar events so far
     failures: tuple[FailureKind, ...] = ()  # what failed in the job's own code in this session
-    trouble: str = ""  # why this is not up to date
-    full: str = ""  # which disk is full, and what to do
+    trouble: str = ""  # why the snapshot is outdated
+    full: str = ""  # which disk is full, and the fix
     quiet: str = ""  # since when the job has made no progress, if that is too long
     error: str = ""  # why the job failed
 
@@ -87,24 +85,24 @@ class RunSnapshot:
 
 @dataclass
 class RunReading:
-    """What one look at Redis returned of a run."""
+    """Rows of a run from one read of Redis."""
 
     elapsed_s: float  # seconds since the run's start
     job: JobRow
     step_rows: Sequence[dict[str, Any]]  # all step rows so far
     mesh: MeshSnapshot
     evaluations: Sequence[Evaluation]
-    events: Sequence[Event]  # new since the last look
+    events: Sequence[Event]  # new since the last poll
 
     @property
     def own_processes(self) -> list[RegistryEntry]:
-        """The processes of this job, and those that serve all."""
+        """Processes of this job, and those that serve all jobs."""
         return [entry for entry in self.mesh.entries if find_owner_job(entry) in ("", self.job.id)]
 
 
 @dataclass
 class RunHistory:
-    """What a series of readings needs to remember for rates and news."""
+    """State between readings, for rates and news."""
 
     token_rate: TokenRate = field(default_factory=TokenRate)
     news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
@@ -121,7 +119,7 @@ class RunHistory:
 
 
 def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
-    """The run at the time of `reading`; `history` is brought up to date."""
+    """Return the snapshot at the time of `reading`, and update `history`."""
     history.add_events(reading.events)
     document = reading.job.document
     rows, steps = reading.step_rows, int(document["budget"]["steps"])
@@ -169,13 +167,13 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
 
 
 def parse_evaluations(events: Iterable[Event]) -> list[Evaluation]:
-    """What events `evaluation` tell of, the last of each tag."""
+    """Return the last evaluation of each tag from `evaluation` events."""
     by_tag = {event.fields["tag"]: event.fields for event in events}
     return list(map(parse_evaluation, by_tag.values()))
 
 
 def parse_evaluation(row: dict[str, Any]) -> Evaluation:
-    """The evaluation that the fields of an event `evaluation` tell of."""
+    """Return the evaluation in the fields of an `evaluation` event."""
     sampled, greedy = row.get("sampled"), row.get("greedy")
     return Evaluation(
         tag=str(row["tag"]),
@@ -190,7 +188,7 @@ def parse_evaluation(row: dict[str, Any]) -> Evaluation:
 
 
 def _find_disk_wait(entries: Sequence[RegistryEntry]) -> str:
-    """Which process waits for room on a disk, if one does."""
+    """Return which process waits for disk space, or an empty text."""
     waits = ((e.name, str(w["what"])) for e in entries if e.alive for w in e.waits)
     for name, what in waits:
         if what.startswith("room "):
@@ -199,7 +197,9 @@ def _find_disk_wait(entries: Sequence[RegistryEntry]) -> str:
 
 
 def _sum_histograms(rollouts: Sequence[RegistryEntry]) -> dict[str, Any]:
-    """Trajectories in flight by length, summed over the shards (all have the same buckets)."""
+    """Return the trajectories in flight by length, summed over the shards (all have the same
+    buckets).
+    """
     counted = [e.stats for e in rollouts if e.stats.get("histogram")]
     if not counted:
         return {}

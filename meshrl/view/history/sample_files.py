@@ -1,6 +1,6 @@
-"""Trajectories that a run has kept, which `services/rollout/sample_writer` chose.
+"""Trajectories that a run has stored, selected by `services/rollout/sample_writer`.
 
-Read from the files of the run's shards, while it goes on and after it.
+Read from the files of the run's shards, during the run and after it.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Any
 from meshrl.common.base.files.json_lines import decode_row
 
 Sample = dict[str, Any]
-ROTATED_SUFFIX = ".older.jsonl"  # ends the name of a file that another has followed
+ROTATED_SUFFIX = ".older.jsonl"  # suffix of a rotated file
 
 
 def list_files(run_dir: Path) -> list[Path]:
-    """The files that shards write."""
+    """Return the files that shards write."""
     return sorted(run_dir.glob("samples*.jsonl"))
 
 
 def read_samples(run_dir: Path) -> list[Sample]:
-    """All samples of a run, oldest first, that are not damaged; a line that is being written is
-    left for later.
-    """
+    """Return all valid samples of a run, oldest first; skip a line that is being written."""
     found = (sample for path in list_files(run_dir) for sample in _read_rows(path))
     return sorted(found, key=lambda sample: float(sample["at"]))
 
 
 def read_evaluation_samples(run_dir: Path) -> list[Sample]:
-    """Those of evaluations, oldest first; the others, which may be many, are not held."""
+    """Return the samples of evaluations, oldest first; the others, which may be many, are not
+    retained.
+    """
     every = (sample for path in list_files(run_dir) for sample in _read_rows(path))
     found = (sample for sample in every if sample.get("evaluation"))
     return sorted(found, key=lambda sample: float(sample["at"]))
 
 
 def _read_rows(path: Path) -> Iterator[Sample]:
-    """The whole rows of a file, one by one; OSError where it is none, as for a directory."""
+    """Yield the complete rows of a file. Raises OSError if it is none, such as a directory."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n") and (sample := decode_row(line[:-1])) is not None:
@@ -45,7 +45,7 @@ def _read_rows(path: Path) -> Iterator[Sample]:
 
 
 def list_corrupt(run_dir: Path) -> list[str]:
-    """Which files have lines that are damaged, and how many."""
+    """Return which files have corrupt lines, and how many."""
     counts = {p: p.read_bytes().split(b"\n")[:-1] for p in list_files(run_dir)}
     wrong = {
         path: sum(decode_row(line) is None for line in lines) for path, lines in counts.items()
@@ -54,17 +54,17 @@ def list_corrupt(run_dir: Path) -> list[str]:
 
 
 def find_file_ends(run_dir: Path) -> dict[Path, int]:
-    """Where the whole lines of each file end now."""
+    """Return where the complete lines of each file end now."""
     return {path: path.read_bytes().rfind(b"\n") + 1 for path in list_files(run_dir)}
 
 
 def read_new(run_dir: Path, offsets: dict[Path, int]) -> Iterator[Sample]:
-    """What has come behind `read_to`, which is moved on."""
+    """Yield samples behind `offsets`, and advance them."""
     for path in list_files(run_dir):
         if path.name.endswith(ROTATED_SUFFIX):
             continue
         at = offsets.get(path, 0)
-        at = at if at <= path.stat().st_size else 0  # it has started again
+        at = at if at <= path.stat().st_size else 0  # the file has started again
         with path.open("rb") as file:
             file.seek(at)
             content = file.read()
@@ -75,8 +75,9 @@ def read_new(run_dir: Path, offsets: dict[Path, int]) -> Iterator[Sample]:
 
 
 def select_samples(samples: Sequence[Sample], order: str, limit: int) -> list[Sample]:
-    """The last ones, or the best, the worst or the last that failed; of several that are alike the
-    newest. The one that matters most comes last, next to the prompt of the shell.
+    """Return the last samples, or the best, the worst or the last that failed.
+
+    Of equal ones the newest win. The most important one comes last, next to the shell's prompt.
     """
     fitting = [s for s in samples if matches_order(s, order)]
     if order in ("best", "worst"):
@@ -86,12 +87,12 @@ def select_samples(samples: Sequence[Sample], order: str, limit: int) -> list[Sa
 
 
 def matches_order(sample: Sample, order: str) -> bool:
-    """Whether it is one of those asked for: failed ones have no reward, so they are no worst."""
+    """Return True if the sample fits the order: failed ones have no reward, so are never worst."""
     return order == "" or (sample["reward"] is None) == (order == "failed")
 
 
 def format_heading(sample: Sample) -> str:
-    """What there is to know of a sample in one line."""
+    """Return the facts about a sample in one line."""
     where = f"evaluation {sample['evaluation']}, " if sample.get("evaluation") else ""
     reward = "no reward" if sample["reward"] is None else f"reward {sample['reward']:.3f}"
     versions = sample["versions"]
@@ -109,7 +110,7 @@ def format_heading(sample: Sample) -> str:
 
 
 def describe_end(sample: Sample) -> str:
-    """Why it ended."""
+    """Return why the trajectory ended."""
     if sample["error"]:
         return str(sample["error"])
     known = {"length": "cut at rollout.max_tokens", "turns": "cut at rollout.max_turns"}
@@ -118,7 +119,7 @@ def describe_end(sample: Sample) -> str:
 
 
 def split_parts(sample: Sample) -> Iterator[tuple[str, str, str]]:
-    """(role, title, text) of the prompt and of each turn."""
+    """Yield (role, title, text) of the prompt and of each turn."""
     yield "prompt", "prompt", sample["prompt"] or json.dumps(sample["row"], ensure_ascii=False)
     for turn in sample["turns"]:
         if turn["role"] == "tool":
@@ -131,14 +132,14 @@ def split_parts(sample: Sample) -> Iterator[tuple[str, str, str]]:
 
 
 def select_evaluations(samples: Sequence[Sample]) -> list[Sample]:
-    """Those of the first and the last two evaluations, by set: the best, the worst, the failed."""
+    """Return the samples of the first and the last two evaluations."""
     found = [s for s in samples if s.get("evaluation")]
     tags = list(dict.fromkeys(s["evaluation"] for s in found))
     return [s for s in found if s["evaluation"] in {*tags[:1], *tags[-2:]}]
 
 
 def make_table_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """One row each for a tracker: what it is, the prompt, what followed, the reward."""
+    """Return a row for each sample, for trackers: set, reason, prompt, turns and reward."""
     return [
         {
             "set": s["set"],

@@ -1,4 +1,4 @@
-"""Who was on which worker when, which gangs moved and why, from the events of a run."""
+"""Timeline of instances on workers, and of moves with reasons, from the events of a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshrl.view.history.event_text import format_event, is_unexpected_exit
 from meshrl.view.history.move_outcomes import format_seconds
 
 LEAVING = "leaving"
-LEAVING_SHOWN_S = 10.0  # that a resident is shown which was removed, if nothing tells of its end
-# What the event of a move has beside its reason.
+LEAVING_SHOWN_S = 10.0  # display time of a removed instance if no event reports its end
+# Fields of a move's event other than its reason.
 _MOVE_FIELDS = frozenset(
     ("gang", "resident", "job", "from", "to", "started_ms", "finished_ms", "undone", "others")
 ) | {"policy", "rule", "reason", "pinned", "from_job", "token", "op"}
@@ -23,7 +23,7 @@ _MOVE_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class RoleSpan:
-    """A resident in one state from `start` to `end`, seconds from the run's start."""
+    """Period of an instance in one state, in seconds from the run's start."""
 
     worker_names: str  # the worker, or the workers, that it is on
     role: str
@@ -32,16 +32,16 @@ class RoleSpan:
     end_s: float
     instance: str = ""
     job: str = ""
-    reason: str = ""  # what the planner decided of it last: the rule, and its figures
+    reason: str = ""  # the planner's last decision about it: the rule, and its figures
 
     @property
     def workers(self) -> list[str]:
-        """Those that it is on; its gang where no decision tells them."""
+        """Workers of the instance; its gang where no decision names them."""
         return self.worker_names.split(" ")
 
     @property
     def summary(self) -> str:
-        """All of it in a line."""
+        """Span as one line."""
         of = f" of {self.job}" if self.job else ""
         who = f"{self.instance}: " if self.instance else ""
         said = (
@@ -53,7 +53,7 @@ class RoleSpan:
 
 @dataclass(frozen=True)
 class TimelineMark:
-    """Something that happened at a moment, to some workers (none: to all)."""
+    """Event at a moment, for some workers (none: for all)."""
 
     at_s: float  # seconds from the run's start
     text: str
@@ -62,16 +62,16 @@ class TimelineMark:
 
 @dataclass(frozen=True)
 class WorkerTimeline:
-    """Everything that happened to the workers of a run that has lasted `end` seconds."""
+    """Timeline of a run's workers; the run has lasted `end_s` seconds."""
 
     spans: Sequence[RoleSpan]
     moves: Sequence[TimelineMark]
-    faults: Sequence[TimelineMark]  # processes that ended unasked
+    faults: Sequence[TimelineMark]  # processes that ended unexpectedly
     end_s: float
 
     @classmethod
     def from_events(cls, events: Sequence[Event]) -> WorkerTimeline:
-        """That of a run, whose events are in order."""
+        """Return the timeline of a run whose events are in order."""
         start_ms = events[0].ms if events else 0
         end = (events[-1].ms - start_ms) / 1000 if events else 1.0
         faults = [
@@ -83,15 +83,16 @@ class WorkerTimeline:
 
     @property
     def list_workers(self) -> list[str]:
-        """The workers that spans are on, in the order of their numbers."""
+        """Workers that spans are on, in the order of their numbers."""
         return sorted(
             {worker for span in self.spans for worker in span.workers}, key=make_natural_key
         )
 
 
 def build_spans(events: Iterable[Event], start_ms: int, end_s: float) -> list[RoleSpan]:
-    """What each of the job's residents did over time, as workers reported; and how long one took
-    to leave that the planner removed, of which nobody reports.
+    """Return the spans of the job's instances, as workers reported them.
+
+    For an instance that the planner removed, which no process reports, the span covers its leaving.
     """
     seats = _SpanBuilder(end_s)
     for event in events:
@@ -100,15 +101,15 @@ def build_spans(events: Iterable[Event], start_ms: int, end_s: float) -> list[Ro
 
 
 class _SpanBuilder:
-    """Who is where, event by event."""
+    """Builder of spans, event by event."""
 
     def __init__(self, end_s: float) -> None:
         self._end_s = end_s
         self.closed: list[RoleSpan] = []
-        self.open_spans: dict[str, RoleSpan] = {}  # by resident
-        self._workers: dict[str, str] = {}  # of a resident, as they are shown
+        self.open_spans: dict[str, RoleSpan] = {}  # by instance
+        self._workers: dict[str, str] = {}  # workers by instance, as displayed
         self._reasons: dict[str, str] = {}
-        self._gangs: dict[str, str] = {}  # of a resident
+        self._gangs: dict[str, str] = {}  # gang by instance
 
     def add_event(self, event: Event, at_s: float) -> None:
         fields = event.fields
@@ -163,9 +164,7 @@ class _SpanBuilder:
 
 
 def list_moves(events: Iterable[Event], start_ms: int) -> list[TimelineMark]:
-    """The moves that ended, well or not, and those that were judged or declined; each with its
-    reason and its figures.
-    """
+    """Return moves that ended, were judged or were rejected, with reasons and figures."""
     found: list[TimelineMark] = []
     workers: dict[str, tuple[str, ...]] = {}
     for event in events:
@@ -179,7 +178,7 @@ def list_moves(events: Iterable[Event], start_ms: int) -> list[TimelineMark]:
 
 
 def describe_move(event: Event) -> str:
-    """Why there was a move, and what it came to; empty for events that tell of none."""
+    """Return the reason and outcome of a move; empty for other events."""
     fields = event.fields
     if event.kind == "move":
         took_s = (event.ms - float(fields["started_ms"])) / 1000 if "started_ms" in fields else 0.0
@@ -200,6 +199,6 @@ def describe_move(event: Event) -> str:
 
 
 def make_natural_key(name: str) -> tuple[str, int, str]:
-    """A key by which `w10` follows `w9`."""
+    """Return a sort key by which `w10` follows `w9`."""
     digits = name[len(name.rstrip("0123456789")) :]
     return name[: len(name) - len(digits)], int(digits or 0), name

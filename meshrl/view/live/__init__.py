@@ -1,1 +1,1 @@
-"""What a terminal shows of a run or of a mesh while it goes on. Open `run_view.py` first."""
+"""Terminal views of a running run or mesh. Open `run_view.py` first."""

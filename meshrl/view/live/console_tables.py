@@ -1,5 +1,5 @@
-"""Prints tables whose names can be copied: of hosts, jobs, workers, keys none is cut, as one types
-them again.
+"""Printer of tables whose names can be copied: names of hosts, jobs, workers and keys are never
+cut.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COLUMN_GAP = 3  # blanks between columns
 
 
 def make_table(*columns: str, wraps: bool = True) -> Table:
-    """An empty table of these columns, of which the last one may take several lines if it wraps."""
+    """Return an empty table of these columns; the last one may wrap."""
     made = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0))
     for number, column in enumerate(columns, 1):
         whole = not wraps or number < len(columns)
@@ -29,15 +29,16 @@ def print_table(table: Table) -> None:
 
 
 def make_console(*tables: Table) -> Console:
-    """Where these are printed: as wide as the terminal, or as no name is cut; a line that is longer
-    than the terminal is wrapped by it. What is no terminal gets whole lines.
+    """Return a console for the tables, as wide as the terminal or the longest name.
+
+    The terminal wraps a longer line. Output that is no terminal gets whole lines.
     """
     terminal = Console().width if sys.stdout.isatty() else None
     return Console(width=max((measure_width(one, terminal) for one in tables), default=terminal))
 
 
 def measure_width(table: Table, terminal_columns: int | None) -> int:
-    """The columns that a table takes on a terminal of so many; None: there is none."""
+    """Return the columns that a table takes on a terminal of so many; None: there is none."""
     found = 0
     for column in table.columns:
         texts = [str(cell) for cell in (column.header, *column.cells)]

@@ -1,4 +1,4 @@
-"""What `meshrl status`, `workers` and `hosts` print of a mesh: jobs, processes, workers, hosts."""
+"""Tables of `meshrl status`, `workers` and `hosts`: jobs, processes, workers, hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from meshrl.view.mesh.worker_lines import list_worker_lines
 
 
 def make_jobs_table(mesh: MeshSnapshot) -> Table:
-    """A row a job: what it does, and its part of the workers. Why one waits, `whys` says."""
+    """Return a table with a row for each job: its phase and its part of the workers.
+
+    `list_block_reasons` has the reasons of waiting jobs.
+    """
     table = console_tables.make_table(
         "job", "phase", "steps", "workers", "priority", "share", "trained", "run"
     )
@@ -48,24 +51,24 @@ def make_jobs_table(mesh: MeshSnapshot) -> Table:
 
 
 def list_block_reasons(rows: Sequence[JobRow]) -> list[str]:
-    """Why jobs wait or are paused, a line each."""
+    """Return why jobs wait or are paused, a line each."""
     return [f"{row.id} is {find_block_reason(row)}" for row in rows if find_block_reason(row)]
 
 
 def format_state(block_reason: str, phase: str) -> Text:
-    """Return what a job does: `held` is why it waits or is paused, empty if it does neither."""
+    """Return the state of a job: `block_reason` if it waits or is paused, else its phase."""
     if block_reason:
         return Text(block_reason.partition(":")[0], style="yellow")
     return Text(phase.replace("_", " "), style="red" if phase == Phase.FAILED else "")
 
 
 def format_worker_count(workers: int, entitled: int | None) -> str:
-    """How many workers a job has, and how many it is to have."""
+    """Return how many workers a job has, and how many it is entitled to."""
     return str(workers) if entitled is None else f"{workers}/{entitled}"
 
 
 def make_processes_table(mesh: MeshSnapshot) -> Table:
-    """A row a process that lives: how fresh its lease is, and whom it waits for."""
+    """Return a table with a row for each live process: the age of its lease, and its waits."""
     table = console_tables.make_table("process", "pid", "renewed", "metrics", "waits for")
     for entry in sorted(mesh.entries, key=lambda e: e.name):
         if entry.alive:
@@ -77,7 +80,7 @@ def make_processes_table(mesh: MeshSnapshot) -> Table:
 
 
 def make_workers_table(mesh: MeshSnapshot) -> Table:
-    """A row for each resident of each worker, and for each idle worker."""
+    """Return a table with a row for each instance of each worker, and for each idle worker."""
     table = console_tables.make_table(
         "worker", "on", "gang", "resident", "job", "role", "tier", "state", ""
     )
@@ -107,7 +110,7 @@ def make_workers_table(mesh: MeshSnapshot) -> Table:
 
 
 def format_exits(mesh: MeshSnapshot) -> list[str]:
-    """Which processes have ended unasked, a line each."""
+    """Return which processes ended unexpectedly, a line each."""
     return [
         f"{end.name} ended {(mesh.now_ms - end.at_ms) / 1000:.0f} s ago"
         + (f", {end.times} times in all" if end.times > 1 else "")
@@ -117,9 +120,7 @@ def format_exits(mesh: MeshSnapshot) -> list[str]:
 
 
 def list_copy_errors(entries: Sequence[RegistryEntry]) -> list[str]:
-    """Why the mesh's durable copy, or copies of versions, are not kept at the moment, or deltas of
-    them not made, if they are not.
-    """
+    """Return why the durable copy, copies of versions or deltas are not made at the moment."""
     kept = {
         "durable_trouble": "durable copy",
         "copies_trouble": "weights.copies of",
@@ -130,14 +131,14 @@ def list_copy_errors(entries: Sequence[RegistryEntry]) -> list[str]:
 
 
 def list_quota_errors(entries: Sequence[RegistryEntry]) -> list[str]:
-    """Which jobs' next versions have no room in the store by their quotas."""
+    """Return which jobs' next versions exceed their quotas in the store."""
     told = (str(e.stats.get("quota_trouble", "")) for e in entries if e.alive)
     why = "`meshrl weights list RUN` says what stays"
     return [f"weights.quota_gb: {trouble}. {why}" for trouble in told if trouble]
 
 
 def to_document(mesh: MeshSnapshot) -> dict[str, Any]:
-    """The workers, with the figures of their GPUs, and the gangs of a mesh as JSON has them."""
+    """Return workers with their GPU figures, and gangs, as a JSON document."""
     stats = mesh.stats
     found = ((worker, gpu_status.read_gpu_stats(worker, stats)) for worker in mesh.workers)
     return {
@@ -147,7 +148,7 @@ def to_document(mesh: MeshSnapshot) -> dict[str, Any]:
 
 
 def make_moves_table(outcomes: Iterable[MoveOutcome]) -> Table:
-    """A row a move; times are seconds a step."""
+    """Return a table with a row for each move; times are seconds a step."""
     made = console_tables.make_table(*MOVE_COLUMNS)
     for move in outcomes:
         made.add_row(
@@ -176,7 +177,10 @@ MOVE_COLUMNS = (
 
 
 def make_hosts_table(rows: list[HostRow]) -> Table:
-    """A row a host; of its services how many there are, and what may be, where that is not all."""
+    """Return a table with a row for each host.
+
+    It has the number of the host's services, and the accepted services if these are not all.
+    """
     made = console_tables.make_table(*HOST_COLUMNS)
     for row in rows:
         kinds = sorted({accelerator.partition(":")[0] for accelerator in row.accelerators})

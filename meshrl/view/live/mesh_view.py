@@ -1,4 +1,4 @@
-"""Shows all jobs of a mesh: on a terminal a screen, elsewhere a plain line for each news."""
+"""View of all jobs of a mesh: a screen on a terminal, elsewhere a plain line for each change."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meshrl.view.mesh.worker_lines import list_worker_lines
 
 
 def make_mesh_view(root: str) -> MeshScreen | MeshLines:
-    """The screen when stdout is a terminal, else lines."""
+    """Return a screen when stdout is a terminal, else a line printer."""
     return MeshScreen(root) if sys.stdout.isatty() else MeshLines()
 
 
 class MeshLines(LinePrinter):
-    """A line for each step, phase, wait and pause of a job, which it begins with."""
+    """Printer of a line for each step, phase, wait and pause, which starts with the job."""
 
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
@@ -46,7 +46,7 @@ class MeshLines(LinePrinter):
 
 
 class MeshScreen(ScreenView):
-    """All jobs and all workers on one screen, redrawn with each look."""
+    """Screen of all jobs and all workers, redrawn with each poll."""
 
     def __init__(self, root: str) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class MeshScreen(ScreenView):
 def render_screen(
     mesh: MeshSnapshot, frame: MeshFrame, elapsed_s: float, root: str
 ) -> RenderableType:
-    """All jobs of a mesh, why some do nothing, and what its workers do."""
+    """Return all jobs of a mesh, why some are blocked, and the activity of its workers."""
     parts = [*render_jobs(frame), mesh_tables.make_workers_table(mesh)]
     if ends := mesh_tables.format_exits(mesh):
         parts.append(Text("\n".join(ends), style="bold red"))

@@ -1,4 +1,4 @@
-"""Shows a run while it runs: a live view on a terminal, elsewhere one plain line a step."""
+"""View of a run while it runs: a live view on a terminal, elsewhere one plain line a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROLE_COLORS: dict[str, str] = {
 }
 CURVE_WIDTH = 60
 MAX_OTHER_JOBS = 6  # other jobs that are shown by name
-# What is said when nothing stands in the way any more, by the field of a snapshot that tells it.
+# Texts for the end of a problem, by the field of a snapshot that reports it.
 RESOLVED_TEXTS = {
     "full": "there is room on the disk again",
     "held": "the job runs",
@@ -54,7 +54,7 @@ RESOLVED_TEXTS = {
 
 
 def make_run_view(run_dir: Path) -> RunScreen | RunLines:
-    """The live view when stdout is a terminal, else lines."""
+    """Return the live view when stdout is a terminal, else a line printer."""
     return RunScreen(run_dir) if sys.stdout.isatty() else RunLines()
 
 
@@ -72,13 +72,13 @@ class LinePrinter:
 
 
 class RunLines(LinePrinter):
-    """One line for each step, evaluation and change of phase; for logs and pipes."""
+    """Printer of one line for each step, evaluation and change of phase; for logs and pipes."""
 
     def __init__(self) -> None:
         self._steps = -1
         self._evaluations = 0
         self._phase: Phase | None = None
-        self._shown_problems: dict[str, str] = {}  # by what stands in the way, see `OVER`
+        self._shown_problems: dict[str, str] = {}  # by the field of the problem, see above
         self._alerts = 0
         self._failures = FailurePrinter()
 
@@ -116,14 +116,14 @@ class RunLines(LinePrinter):
 
 
 class ScreenView:
-    """A screen that is redrawn, with lines above it that stay."""
+    """Screen that is redrawn, with permanent lines above it."""
 
     def __init__(self) -> None:
         self._live = Live(console=Console(), auto_refresh=False, transient=False)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
-        self._output_guard = escaped_output()  # what is printed meanwhile, above the screen
+        self._output_guard = escaped_output()  # escapes output that is printed above the screen
         self._output_guard.__enter__()
         return self
 
@@ -144,7 +144,7 @@ class ScreenView:
 
 
 class RunScreen(ScreenView):
-    """The whole run on one screen, redrawn with each snapshot."""
+    """Screen of the whole run, redrawn with each snapshot."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class RunScreen(ScreenView):
 
 
 def render_screen(snapshot: RunSnapshot, run_dir: Path) -> RenderableType:
-    """The live view of one snapshot."""
+    """Return the live view of one snapshot."""
     parts: list[RenderableType] = [
         _render_progress(snapshot),
         _render_learning(snapshot),
@@ -260,21 +260,21 @@ def _render_workers(snapshot: RunSnapshot) -> RenderableType:
 
 
 def format_tier(line: WorkerLine) -> str:
-    """Where a resident's tensors are; and where they are to be, if that is elsewhere."""
+    """Return the tier of an instance's tensors, and the desired tier if that differs."""
     if not line.instance:
         return ""
     return line.tier if line.tier == line.desired_tier else f"{line.tier} -> {line.desired_tier}"
 
 
 def format_hidden_workers(hidden: HiddenWorkers) -> str:
-    """How many workers are not shown, and why."""
+    """Return how many workers are not shown, and why."""
     parts = [f"{hidden.busy_elsewhere} for other jobs"] if hidden.busy_elsewhere else []
     parts += [f"{hidden.idle} more that are idle"] if hidden.idle else []
     return f"workers not shown: {', '.join(parts)}" if parts else ""
 
 
 def _make_grid(rows: Iterable[tuple[str, RenderableType]], wraps: bool = True) -> Table:
-    """Rows, each with its name in front."""
+    """Return a grid of rows, each with its name in front."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(no_wrap=not wraps)
@@ -284,7 +284,7 @@ def _make_grid(rows: Iterable[tuple[str, RenderableType]], wraps: bool = True) -
 
 
 def _render_in_flight(snapshot: RunSnapshot) -> RenderableType:
-    """Trajectories in flight by length: the tail that a step waits for is to the right."""
+    """Return trajectories in flight by length: the tail that a step waits for is to the right."""
     filled = [i for i, count in enumerate(snapshot.histogram) if count]
     bars = draw_sparkline(snapshot.histogram[: max(filled, default=0) + 1])
     labels = [str(bound) for bound in snapshot.histogram_bounds]
@@ -301,7 +301,7 @@ def _render_in_flight(snapshot: RunSnapshot) -> RenderableType:
 
 
 def draw_sparkline(values: Sequence[float]) -> str:
-    """One block character a value, from 0 (blank) to the largest (full)."""
+    """Return one block character a value, from 0 (blank) to the largest (full)."""
     top = max(values, default=0)
     if top <= 0:
         return SPARKLINE_BLOCKS[0] * len(values)
@@ -310,7 +310,7 @@ def draw_sparkline(values: Sequence[float]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """h:mm:ss, or m:ss below an hour."""
+    """Return h:mm:ss, or m:ss below an hour."""
     whole = int(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
@@ -331,7 +331,7 @@ def format_step(row: dict[str, Any], snapshot: RunSnapshot) -> str:
 
 
 def format_gap(value: float | None) -> str:
-    """None: no token of the step had its whole prefix from one version."""
+    """Return the gap; None means no token of the step had its whole prefix from one version."""
     return "-" if value is None else f"{value:.1e}"
 
 
@@ -349,18 +349,18 @@ def format_evaluation(evaluation: Evaluation) -> str:
 
 
 def format_other_figures(evaluation: Evaluation) -> str:
-    """The figures of the datasets beside the held-out set."""
+    """Return the figures of the datasets other than the held-out set."""
     others = {k: v for k, v in evaluation.figures.items() if not k.startswith(f"{HELD_OUT}.")}
     return format_figures(others, evaluation.scored_shares)
 
 
 def format_roles(workers: Sequence[WorkerLine], job: str) -> str:
-    """`w0:training w1:rollout`, of those that serve the job."""
+    """Return `w0:training w1:rollout`, of the workers that serve the job."""
     return " ".join(f"{w.worker}:{w.role}" for w in workers if w.instance and w.job == job)
 
 
 class GuardedView:
-    """A view of a run whose faults, such as a closed pipe, do not end the run."""
+    """View of a run whose faults, such as a closed pipe, do not end the run."""
 
     def __init__(self, view: RunScreen | RunLines) -> None:
         self._view, self._guard = view, WarningGuard()

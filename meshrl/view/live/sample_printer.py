@@ -1,4 +1,4 @@
-"""`meshrl samples`: prints the trajectories that a run has kept."""
+"""`meshrl samples`: prints the trajectories that a run has stored."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from meshrl.view.history.sample_files import (
 )
 from meshrl.view.terminal import Console
 
-POLL_S = 0.5  # between two looks for what is new
+POLL_S = 0.5  # between two polls for new samples
 STYLES = {"prompt": "dim", "model": "cyan", "tool": "yellow", "environment": "green"}
 
 
 def print_samples(
     run_dir: Path, step: int | None, order: str, limit: int, follow: bool, as_json: bool
 ) -> None:
-    """Prints samples of a run; NotFound when it has none and is not followed."""
+    """Print samples of a run. Raises NotFound when it has none and `follow` is not set."""
     read_to = find_file_ends(run_dir)
     for line in list_corrupt(run_dir):
         print(f"damaged: {line}; the others are shown", file=sys.stderr)

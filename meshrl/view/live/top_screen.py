@@ -1,4 +1,4 @@
-"""A frame of `meshrl top` as tables of a terminal."""
+"""Frame of `meshrl top` as tables of a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CURVE_STEPS = 16  # rewards
 
 
 def render_screen(frame: MeshFrame, *, stale_reason: str = "") -> RenderableType:
-    """The frame with a border, for a terminal that is redrawn; `trouble`: why it is not of now."""
+    """Return the frame with a border, for a terminal; `stale_reason`: why it is outdated."""
     parts = render_tables(frame)
     if stale_reason:
         parts.insert(0, Text(stale_reason, style="bold red"))
@@ -29,7 +29,7 @@ def render_screen(frame: MeshFrame, *, stale_reason: str = "") -> RenderableType
 
 
 def render_tables(frame: MeshFrame) -> list[RenderableType]:
-    """What there is to show, the most wanted first: gangs may be many."""
+    """Return the tables, the most important first, as there may be many gangs."""
     parts = render_jobs(frame)
     if frame.hosts:
         busy = (f"{h.host}: {h.busy_cores:.1f} of {h.cores:g} cores busy" for h in frame.hosts)
@@ -47,7 +47,7 @@ def render_tables(frame: MeshFrame) -> list[RenderableType]:
 
 
 def render_jobs(frame: MeshFrame) -> list[RenderableType]:
-    """The jobs of a frame, their rates, and why some do nothing."""
+    """Return the jobs of a frame, their rates, and why some are blocked."""
     if not frame.jobs:
         return [Text("no job goes on", style="dim")]
     parts: list[RenderableType] = [_make_jobs_table(frame.jobs), _make_rates_table(frame.jobs)]
@@ -102,7 +102,7 @@ def _make_rates_table(jobs: Sequence[JobFrame]) -> Table:
 
 
 def format_move(move: MoveFrame) -> str:
-    """A move that is not complete, in a line."""
+    """Return an incomplete move as a line."""
     rule = f" ({move.rule})" if move.rule else ""
     then = (
         f", predicted {move_outcomes.format_seconds(move.predicted_s)} a step"

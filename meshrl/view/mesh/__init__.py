@@ -1,1 +1,1 @@
-"""A mesh at one moment: its rows, and what follows from them. Open `mesh_snapshot.py` first."""
+"""Snapshot of a mesh: its rows, and the diagnoses from them. Open `mesh_snapshot.py` first."""

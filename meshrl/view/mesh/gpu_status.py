@@ -1,4 +1,4 @@
-"""The GPUs of a mesh as people see them: how each does, by worker, and what has happened to one."""
+"""GPUs of a mesh for people: their figures by worker, and their problems."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshrl.common.state.pool.workers.process_names import agent_name
 from meshrl.common.state.pool.workers.rows import WorkerRow
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 
-STATS_PREFIX = "gpu_"  # of an agent's figures, each a table by worker
+STATS_PREFIX = "gpu_"  # prefix of an agent's figures, each a table by worker
 GIB = 1 << 30
 FIGURE_FORMATS = {
     "utilization": "{:.0%}",
@@ -19,8 +19,9 @@ FIGURE_FORMATS = {
 
 
 def read_gpu_stats(worker: WorkerRow, stats: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the agent of its host tells of a worker's GPU, by name; nothing for a CPU slot. `stats`
-    are those of the live processes, by name.
+    """Return the figures of a worker's GPU from the agent of its host; nothing for a CPU slot.
+
+    `stats` are those of the live processes, by name.
     """
     return {
         key.removeprefix(STATS_PREFIX): table[worker.id]
@@ -30,7 +31,7 @@ def read_gpu_stats(worker: WorkerRow, stats: Mapping[str, Mapping[str, Any]]) ->
 
 
 def format_gpu(stats: Mapping[str, Any]) -> str:
-    """The figures in a few words: `62 of 80 GiB, 97 %, 71 °C, 650 W`; empty without any."""
+    """Return the figures in a few words: `62 of 80 GiB, 97 %, 71 °C, 650 W`; empty without any."""
     if stats.get("lost"):
         return "GPU lost"
     parts = []
@@ -46,7 +47,7 @@ def format_gpu(stats: Mapping[str, Any]) -> str:
 
 
 def list_gpu_problems(mesh: MeshSnapshot) -> list[str]:
-    """Which workers' GPUs are lost or have had errors, a line each."""
+    """Return which workers' GPUs are lost or have had errors, a line each."""
     stats = mesh.stats
     lines = []
     for worker in mesh.workers:
@@ -60,7 +61,7 @@ def list_gpu_problems(mesh: MeshSnapshot) -> list[str]:
 
 
 def format_gpu_event(fields: Mapping[str, Any]) -> str:
-    """An event of kind `gpu` as a line."""
+    """Return an event of kind `gpu` as a line."""
     who = f"{fields['gpu']} of {fields['worker']} ({fields['uuid']})"
     if fields["what"] == "lost":
         return f"{who} is lost: {fields['why']}"

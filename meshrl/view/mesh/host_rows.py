@@ -1,4 +1,4 @@
-"""How the hosts of a mesh stand: what its records, its registry and its launcher tell of each."""
+"""Rows of a mesh's hosts, from its records, its registry and its launcher."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, read_full_snapshot
 
 @dataclass(frozen=True)
 class HostRow:
-    """One host. `meshrl hosts --json` prints these: names stay."""
+    """Row of one host. `meshrl hosts --json` prints these fields: names stay."""
 
     host: str
     state: str  # up | away | joining | draining | drained
     head: bool
-    address: str  # by which others reach it
+    address: str  # address by which other hosts reach it
     since_s: float  # wall clock, when it joined; 0: as long as the mesh is up
     workers: list[str]
     accelerators: list[str]
-    residents: list[str]  # that are to be there
-    processes: list[str]  # that were placed there, and live
-    services: list[str]  # shards and sandboxes that are to be there
-    takes: list[str]  # the services that may be placed there
-    tiers: list[str] | None  # of isolation, that sandboxes have there; None: nobody has asked
-    planner: str  # the name of the planner that stands by there; empty: none
+    residents: list[str]  # instances in its desired state
+    processes: list[str]  # live processes that were placed there
+    services: list[str]  # shards and sandboxes in its desired state
+    takes: list[str]  # services that it accepts
+    tiers: list[str] | None  # of isolation, that sandboxes have there; None: not probed
+    planner: str  # name of its standby planner; empty: none
     draining: str  # why nothing new is placed there; empty: something may be
-    trip_ms: float | None  # to Redis and back; None: not measured
-    ahead_ms: float | None  # its clock, of that of Redis' host
+    trip_ms: float | None  # round trip to Redis; None: not measured
+    ahead_ms: float | None  # its clock, ahead of that of Redis' host
     cores: float | None  # processors that its processes share; None: not known
     busy_cores: float | None  # of these, that were busy in the last seconds
 
 
 async def read_hosts(state: StateClient, mesh_paths: MeshPaths) -> list[HostRow]:
-    """Read all hosts, see `rows`."""
+    """Read all hosts, see `build_host_rows`."""
     return build_host_rows(await read_full_snapshot(state, ()), mesh_paths)
 
 
 def build_host_rows(mesh: MeshSnapshot, mesh_paths: MeshPaths) -> list[HostRow]:
-    """All hosts, the head first, then in the order in which they joined."""
+    """Return all hosts, the head first, then in the order in which they joined."""
     settings = MeshSettings.from_file(mesh_paths.settings)
     joined = read_joined_hosts(mesh_paths)
     entries = {e.host: e for e in mesh.entries if e.kind == "node"}

@@ -1,4 +1,4 @@
-"""Jobs that make no progress: no group, step or evaluation for long, whoever waits for whom."""
+"""Detection of jobs without progress: no group, step or evaluation for a long time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ WORKING_KINDS = (
     *("trainer", "rank", "hybrid", "engine"),
     *("scoring", "rollout", "sandbox"),
 )  # in order
-MIN_REPORTED_LAG_MS = 1_000  # of an event loop: worth saying
+MIN_REPORTED_LAG_MS = 1_000  # lag of an event loop that is reported
 
 
 def measure_no_progress_ms(job: JobRow, now_ms: float) -> float:
-    """For how long it has made no progress, if that is longer than it should be; else 0. A job that
-    waits or is paused stands still by decision.
+    """Return the milliseconds without progress if they exceed the limit; else 0.
+
+    A job that waits or is paused makes no progress by decision.
     """
     if job.is_terminal or job.held or not job.progress_ms:
         return 0.0
@@ -39,13 +40,13 @@ def measure_no_progress_ms(job: JobRow, now_ms: float) -> float:
 
 
 def describe_no_progress(job: JobRow, now_ms: float) -> str:
-    """For how long a job has made no progress, and where it is; empty if it is not too long."""
+    """Return how long a job has made no progress, and its position; empty if within the limit."""
     since_ms = measure_no_progress_ms(job, now_ms)
     return f"for {since_ms / 1000:.0f} s {describe_position(job)}" if since_ms else ""
 
 
 def describe_position(job: JobRow) -> str:
-    """Where a job is that makes no progress."""
+    """Return the phase and step of a job that makes no progress."""
     steps = job.document.get("budget", {}).get("steps", "?")
     return (
         "no group, step or evaluation has come; the job is in phase "
@@ -54,13 +55,13 @@ def describe_position(job: JobRow) -> str:
 
 
 def list_working_processes(entries: Sequence[RegistryEntry]) -> list[RegistryEntry]:
-    """The processes that jobs come further by, in the order of their kinds."""
+    """Return the processes that jobs progress by, in the order of their kinds."""
     alive = [entry for entry in entries if entry.alive and entry.kind in WORKING_KINDS]
     return sorted(alive, key=lambda entry: (WORKING_KINDS.index(entry.kind), entry.name))
 
 
 def describe_activity(entry: RegistryEntry, now_ms: float) -> str:
-    """What a process does as far as it says so: how its loop runs, and its longest wait."""
+    """Return what a process reports of itself: how its event loop runs, and its longest wait."""
     said = ["ready" if entry.stats.get("ready", True) else "not ready"]
     lag_ms = float(entry.stats.get("loop_lag_ms", 0.0))
     if lag_ms > MIN_REPORTED_LAG_MS:

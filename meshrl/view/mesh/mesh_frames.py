@@ -1,4 +1,4 @@
-"""Figures of a mesh at one moment that `meshrl top` and `watch` show, made of its snapshots.
+"""Figures of a mesh at one moment for `meshrl top` and `watch`, made from its snapshots.
 
 `asdict` of a frame is the document of `meshrl top --json`.
 """
@@ -35,7 +35,7 @@ CURVE_STEPS = 24  # rewards of the last steps
 
 @dataclass(frozen=True)
 class JobFrame:
-    """A job: how it stands, how fast it is, and what is predicted of it."""
+    """Job's state, rates and prediction."""
 
     job: str
     phase: str
@@ -45,10 +45,10 @@ class JobFrame:
     step: int
     steps: int
     steps_per_min: float | None = None  # None: too early to say
-    reward: float | None = None  # of the last step
+    reward: float | None = None  # reward of the last step
     rewards: tuple[float, ...] = ()
-    workers: int | None = None  # that it has; None: it is not told
-    entitled: int | None = None  # that it is to have
+    workers: int | None = None  # workers of the job; None: not reported
+    entitled: int | None = None  # workers that it is entitled to
     rolled_out_s: float | None = None  # tokens/s
     trained_s: float | None = None
     in_flight: int | None = None  # trajectories
@@ -60,15 +60,15 @@ class JobFrame:
 
 @dataclass(frozen=True)
 class InstanceFrame:
-    """A resident, on all the workers that it occupies."""
+    """Instance on all the workers that it occupies."""
 
     gang: str
     resident: str
     workers: tuple[str, ...]
     job: str
     role: str  # the core of a training is `core`
-    tier: str  # where its tensors are
-    wanted: str  # where they are to be
+    tier: str  # tier of its tensors
+    wanted: str  # desired tier of its tensors
     state: str
     tensor_parallel: int | None  # of its engine; None: it has none, or that is not known
     doing: str
@@ -76,7 +76,7 @@ class InstanceFrame:
 
 @dataclass(frozen=True)
 class HostFrame:
-    """A host whose agent tells how busy its processors are."""
+    """Host whose agent reports the load of its processors."""
 
     host: str
     cores: float
@@ -85,7 +85,7 @@ class HostFrame:
 
 @dataclass(frozen=True)
 class MoveFrame:
-    """A move that is under way."""
+    """Move that is under way."""
 
     gang: str
     resident: str
@@ -100,20 +100,20 @@ class MoveFrame:
 
 @dataclass(frozen=True)
 class MeshFrame:
-    """A mesh at one moment."""
+    """Frame of a mesh at one moment."""
 
     mesh: str
     jobs: tuple[JobFrame, ...] = ()
     residents: tuple[InstanceFrame, ...] = ()
-    idle: tuple[str, ...] = ()  # workers on which nothing resides
-    lost: tuple[str, ...] = ()  # workers whose process is gone
+    idle: tuple[str, ...] = ()  # workers without instances
+    lost: tuple[str, ...] = ()  # workers whose process has ended
     hosts: tuple[HostFrame, ...] = ()
     moves: tuple[MoveFrame, ...] = ()
     judged: tuple[MoveOutcome, ...] = ()  # the last moves, by what came of them; oldest first
 
 
 class MeshWatcher:
-    """Looks at all jobs of a mesh that go on, and at those that have ended since it began."""
+    """Watcher of a mesh's live jobs, and of those that have ended since its start."""
 
     def __init__(self, state: StateClient, root: str) -> None:
         self._state, self._root, self._started_s = state, root, time.monotonic()
@@ -125,17 +125,17 @@ class MeshWatcher:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start of the watcher."""
         return time.monotonic() - self._started_s
 
     async def poll(self) -> MeshSnapshot:
-        """The mesh now. StateUnavailable, DeadlineExceeded."""
+        """Return a new snapshot of the mesh. Raises StateUnavailable, DeadlineExceeded."""
         found = await read_mesh_snapshot(self._state)
         rows = [row for row in found.jobs if not row.is_terminal or row.id in self._shown_jobs]
         for row in rows:
             if row.is_terminal and row.id in self._steps:
                 continue
-            # Rows that a new lineage has left behind are gone.
+            # Rows that a new lineage has abandoned are removed.
             known = [r for r in self._steps.get(row.id, ()) if int(r["step"]) <= row.steps_done]
             last = int(known[-1]["step"]) if known else max(0, row.steps_done - CURVE_STEPS)
             if last < row.steps_done:
@@ -150,12 +150,12 @@ class MeshWatcher:
         return self.mesh
 
     async def refresh(self) -> Self:
-        """Look, for a view of the mesh and its frame."""
+        """Poll, for a view of the mesh and its frame."""
         await self.poll()
         return self
 
     def build_frame(self, outcomes: Sequence[MoveOutcome] = ()) -> MeshFrame:
-        """The last look as a frame."""
+        """Return the last snapshot as a frame."""
         return build_frame(self.mesh, self._rollout_rates, self._root, outcomes)
 
 
@@ -165,7 +165,10 @@ def build_frame(
     root: str,
     outcomes: Sequence[MoveOutcome] = (),
 ) -> MeshFrame:
-    """The frame of a snapshot. `rolled_out`: tokens/s by job, which takes several snapshots."""
+    """Return the frame of a snapshot.
+
+    `rollout_rates`: tokens/s by job, which take several snapshots.
+    """
     placed = list(list_worker_lines(mesh))
     jobs = {resident.id: resident.job for _, resident in mesh.instances}
     by_resident: dict[str, list[WorkerLine]] = {}
@@ -193,7 +196,7 @@ def build_frame(
 
 
 def find_shards(mesh: MeshSnapshot, job: str) -> list[RegistryEntry]:
-    """The rollout shards of a job that live."""
+    """Return the live rollout shards of a job."""
     return [e for e in mesh.entries if e.alive and e.kind == "rollout" and find_owner_job(e) == job]
 
 
@@ -259,7 +262,7 @@ def _build_instance_frame(
 
 
 def build_host_frames(entries: Sequence[RegistryEntry]) -> list[HostFrame]:
-    """The hosts whose agents tell of their processors, by name."""
+    """Return the hosts whose agents report their processors, by name."""
     nodes = [e for e in entries if e.alive and e.kind == "node"]
     told = [(e.host, NodeStats.decode(e.stats)) for e in sorted(nodes, key=lambda e: e.host)]
     return [

@@ -1,4 +1,4 @@
-"""The snapshot of a mesh that all views are drawn from, read from its Redis in one place."""
+"""Snapshot of a mesh that all views are drawn from, read from its Redis in one place."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ StepRows = Sequence[Mapping[str, Any]]  # of a job's steps
 
 @dataclass(frozen=True)
 class MeshSnapshot:
-    """The rows of a mesh at one moment. Times are Redis' own, in milliseconds.
+    """Rows of a mesh at one moment. Times are Redis' own, in milliseconds.
 
-    What `read_with_troubles` adds is empty in a snapshot of `read_mesh`.
+    Fields that `read_full_snapshot` adds are empty in a snapshot of `read_mesh_snapshot`.
     """
 
     workers: tuple[WorkerRow, ...] = ()
@@ -36,11 +36,11 @@ class MeshSnapshot:
     now_ms: float = 0.0
     entitlements: Mapping[str, int] = field(
         default_factory=dict
-    )  # job -> workers that it is to have
+    )  # job -> workers that it is entitled to
     predictions: Mapping[str, JobPrediction] = field(default_factory=dict)  # by job
     moves_in_progress: Sequence[Move] = ()  # under way
     steps: Mapping[str, StepRows] = field(default_factory=dict)  # last rows, by job
-    # -- of `read_with_troubles`
+    # -- added by `read_full_snapshot`
     leader: str = ""  # process that leads the planners; empty: none does
     last_exits: Sequence[LastExit] = ()
     services: tuple[tuple[str, str], ...] = ()  # (host, shard or sandbox that it is to run)
@@ -48,39 +48,40 @@ class MeshSnapshot:
 
     @property
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Figures of the processes that live, by name."""
+        """Figures of the live processes, by name."""
         return {entry.name: entry.stats for entry in self.entries if entry.alive}
 
     @property
     def live_jobs(self) -> list[JobRow]:
-        """The jobs that have not ended."""
+        """Jobs that have not ended."""
         return [row for row in self.jobs if not row.is_terminal]
 
     @property
     def last_renewed_ms(self) -> float:
-        """When a process last renewed its lease: nothing is late while none does."""
+        """Time of the last renewal of any lease: nothing is late while no process renews."""
         return max((entry.renewed_ms for entry in self.entries), default=0)
 
     @property
     def instances(self) -> list[tuple[Gang, Instance]]:
-        """All residents, with their gangs."""
+        """All instances, with their gangs."""
         return [(gang, resident) for gang in self.gangs for resident in gang.residents]
 
     def find_instances(self, job: str) -> list[tuple[Gang, Instance]]:
-        """A job's residents, with their gangs."""
+        """Return a job's instances, with their gangs."""
         return [(gang, resident) for gang, resident in self.instances if resident.job == job]
 
     def find_workers(self, job: str) -> set[str]:
-        """Ids of the workers that a job has residents on, in whatever tier."""
+        """Return ids of the workers that a job has instances on, in any tier."""
         return {g.workers[rank] for g, r in self.find_instances(job) for rank in r.ranks}
 
 
 async def read_mesh_snapshot(
     state: StateClient, known_jobs: Sequence[JobRow] | None = None
 ) -> MeshSnapshot:
-    """Read a mesh's rows. `known`: the jobs, which have long documents, if they were read lately.
+    """Read a mesh's rows. `known_jobs`: the jobs, which have long documents, if they were read
+    lately.
 
-    StateUnavailable, DeadlineExceeded.
+    Raises StateUnavailable, DeadlineExceeded.
     """
     memory = await pool.read_planner_memory(state)
     return MeshSnapshot(
@@ -98,7 +99,7 @@ async def read_mesh_snapshot(
 async def read_full_snapshot(
     state: StateClient, known_jobs: Sequence[JobRow] | None = None
 ) -> MeshSnapshot:
-    """Read what tells of troubles as well: leader, ends of processes, services, drained hosts."""
+    """Read the rows and signs of problems: leader, process exits, services, drained hosts."""
     mesh = await read_mesh_snapshot(state, known_jobs)
     leading, _ = await leader.read_leader(state, PLANNER_ELECTION)
     return replace(
@@ -114,15 +115,16 @@ PROBE_KEY = f"{MESH_PREFIX}:probe"  # a key of a second, which shows whether Red
 
 
 async def read_writable_snapshot(state: StateClient) -> MeshSnapshot:
-    """Read a mesh with its troubles. StateUnavailable also when Redis takes no writes: without any,
-    every process seems to be late.
+    """Read a full snapshot.
+
+    Raises StateUnavailable also when Redis takes no writes: without any, every process seems late.
     """
     await state.run_command("SET", PROBE_KEY, 1, "PX", 1000)
     return await read_full_snapshot(state)
 
 
 def find_stopped_processes(mesh: MeshSnapshot, host: str) -> list[str]:
-    """Return the processes that a signal has stopped, as the kernel of this `host` tells."""
+    """Return the processes that a signal has stopped, as the kernel of this `host` reports."""
     return [
         entry.name
         for entry in mesh.entries

@@ -1,4 +1,4 @@
-"""What the planner has decided and nobody has brought about: residents, shards, sandboxes."""
+"""Planner decisions that are overdue: instances, shards and sandboxes."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ SERVICE_START_LIMIT_MS = (
 
 @dataclass(frozen=True)
 class OverdueDecision:
-    """Who has not done what was decided, since when, and how far it is."""
+    """Overdue decision: the process that is late, since when, and its progress."""
 
     culprit: str
     action: str
     since_s: float
-    reason: str  # where its own process is well
+    reason: str  # reason if its own process is healthy
     job: str
-    extra_reason: str = ""  # what is to be said in any case
+    extra_reason: str = ""  # a reason that is reported in any case
 
     def describe(self, process_problem: str) -> str:
-        """Return why it is late; `unwell` tells what ails its process, if anything does."""
+        """Return why it is late; `process_problem` describes the problem of its process, if any."""
         return "; ".join(
             filter(None, dict.fromkeys((process_problem or self.reason, self.extra_reason)))
         )
 
 
 def find_overdue(mesh: MeshSnapshot) -> Iterator[OverdueDecision]:
-    """Residents that do not come to what was wished of them, because they are late or because their
-    process fails; and shards and sandboxes that are not there.
+    """Yield instances that do not reach their desired state, and missing shards and sandboxes.
+
+    An instance is late, or its process fails.
     """
     entries = {entry.name: entry for entry in mesh.entries}
     ended = {end.name: end for end in mesh.last_exits}
@@ -142,7 +143,7 @@ def _check_service(
 
 
 def _explain_no_host(hosts: Sequence[PoolHost], kind: str, requirements: JobRequirements) -> str:
-    """Why no host that is there takes a service; empty when one does."""
+    """Return why no present host accepts a service; empty when one does."""
     up = [host for host in hosts if host.alive and not host.draining]
     fits = any(not explain_rejected_service(host, kind, requirements) for host in up)
     return "" if fits else explain_unplaced_service(hosts, kind, requirements)
@@ -151,7 +152,7 @@ def _explain_no_host(hosts: Sequence[PoolHost], kind: str, requirements: JobRequ
 def _check_unplaced_services(
     job: JobRow, placed: Collection[str], hosts: Sequence[PoolHost], now_ms: float
 ) -> Iterator[OverdueDecision]:
-    """What is on no host, as none that takes it is there."""
+    """Yield services on no host, because no host that accepts them is present."""
     since_ms = now_ms - (job.held_ms or job.progress_ms)
     if since_ms <= SERVICE_START_LIMIT_MS:
         return

@@ -1,4 +1,4 @@
-"""What a job's engines loaded of keys and values that they would else have computed again."""
+"""Figures of keys and values that a job's engines loaded instead of computing them again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from meshrl.common.state.registry import RegistryEntry
 
-SOURCES = ("memory", "disk", "peers", "engines")  # tokens by where they came from; see `told`
+SOURCES = ("memory", "disk", "peers", "engines")  # of loaded tokens, in the order of display
 
 
 def extract_figures(stats: Mapping[str, Any]) -> dict[str, float]:
-    """What an engine publishes of it, by name; nothing if it has loaded nothing."""
+    """Return an engine's published prefix figures by name; nothing if it has loaded nothing."""
     kv = stats.get("kv") or {}
     found = {f"{tier}_tokens": float(n) for tier, n in kv.get("loaded", {}).items()}
     found["again_tokens"] = float(kv.get("again", 0))
@@ -23,7 +23,7 @@ def extract_figures(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sum_figures(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The figures of all engines."""
+    """Return the sums of the figures of all engines."""
     total: Counter[str] = Counter()
     for one in figures:
         total.update(one)
@@ -31,12 +31,12 @@ def sum_figures(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def sum_engine_figures(entries: Iterable[RegistryEntry]) -> dict[str, float]:
-    """The figures of the engines that live."""
+    """Return the sums of the figures of the live engines."""
     return sum_figures(extract_figures(e.stats) for e in entries if e.alive and e.kind == "engine")
 
 
 def find_offload_error(entries: Iterable[RegistryEntry]) -> str:
-    """Why an engine cannot keep any; empty: it can."""
+    """Return why an engine cannot offload keys and values; empty if it can."""
     for entry in entries:
         for why in (entry.stats.get("kv") or {}).get("refused", []):
             return f"{entry.name} cannot keep keys and values: {why}"
@@ -44,7 +44,7 @@ def find_offload_error(entries: Iterable[RegistryEntry]) -> str:
 
 
 def format_prefix_figures(figures: Mapping[str, float]) -> str:
-    """For people; empty: nothing was loaded."""
+    """Return the figures for people; empty if nothing was loaded."""
     parts = [(tier, int(figures.get(f"{tier}_tokens", 0))) for tier in SOURCES]
     loaded = [f"{n:,} from {tier}" for tier, n in parts if n]
     again = int(figures.get("again_tokens", 0))

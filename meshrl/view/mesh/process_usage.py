@@ -1,4 +1,4 @@
-"""Reads what the processes of a mesh have used, once for all who want to know."""
+"""CPU usage of the processes of a mesh, read once for all readers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS_BY_INSTANCE = ("engine", "hybrid")  # KIND/RESIDENT
 
 @dataclass(frozen=True, slots=True)
 class ProcessCpuTime:
-    """A process, by the name that it counts under, and the CPU time of it alone."""
+    """CPU time of one process alone, with the name that it counts under."""
 
     key: str  # pid and start: one process, even after the pid was reused
     name: str
@@ -25,7 +25,7 @@ class ProcessCpuTime:
 
 
 def parse_job(name: str) -> str:
-    """The job that a process's name tells; empty for one that serves several, or a resident."""
+    """Return the job in a process's name; empty for one that serves several, or an instance."""
     kind, _, rest = name.partition("/")
     if kind in KINDS_BY_JOB:
         return rest
@@ -35,28 +35,29 @@ def parse_job(name: str) -> str:
 
 
 def find_owner_job(entry: RegistryEntry) -> str:
-    """The job that a process works for alone; empty for one that serves several."""
+    """Return the job that a process works for alone; empty for one that serves several."""
     if entry.kind in KINDS_BY_INSTANCE:
         return str(entry.stats.get("job", ""))
     return parse_job(entry.name)
 
 
 def map_process_names(entries: Sequence[RegistryEntry]) -> dict[int, str]:
-    """By pid: processes of the mesh, and environment processes as the shard that they are of."""
+    """Return names by pid: processes of the mesh; environment processes get their shard's name."""
     alive = [entry for entry in entries if entry.alive]
     served = {pid: e.name for e in alive for pid in e.stats.get("environments", {}).values()}
     return served | {entry.pid: entry.name for entry in alive}
 
 
 class CpuMeter:
-    """Reads the CPU time of processes. One that had a name keeps it when its lease has lapsed."""
+    """Meter of the CPU time of processes. A process keeps its name when its lease has lapsed."""
 
     def __init__(self) -> None:
-        self._names: dict[str, str] = {}  # by key, of those that had one of their own
+        self._names: dict[str, str] = {}  # by key, for processes with a name of their own
 
     def read(self, names: Mapping[int, str], roots: Iterable[int]) -> list[ProcessCpuTime]:
-        """What `roots` and all below them have used; a process without a name counts for the
-        nearest ancestor that has one.
+        """Return the CPU time of `roots` and all their descendants.
+
+        A process without a name counts for the nearest ancestor that has one.
         """
         found: list[ProcessCpuTime] = []
         pending = [(pid, names.get(pid, "meshrl")) for pid in roots]
@@ -77,7 +78,9 @@ class CpuMeter:
 
 
 def read_process_stat(pid: int) -> tuple[int, float] | None:
-    """(start in clock ticks since boot, CPU seconds without children); None when it has gone."""
+    """Return (start in clock ticks since boot, CPU seconds without children); None if it has
+    exited.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -87,11 +90,11 @@ def read_process_stat(pid: int) -> tuple[int, float] | None:
 
 
 def list_children(pid: int) -> list[int]:
-    """Pids of the children that any thread of a process has started."""
+    """Return pids of the children that any thread of a process has started."""
     found: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    except OSError:  # it ended while we looked
+    except OSError:  # the process ended during the read
         return found
     return found

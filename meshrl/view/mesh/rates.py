@@ -14,7 +14,7 @@ ETA_STEPS = 8  # the last steps that the time to go is judged by
 
 
 class TokenRate:
-    """Tokens/s over the last seconds, of a counter."""
+    """Rate of a counter in tokens/s over the last seconds."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, float]] = deque()
@@ -31,7 +31,7 @@ class TokenRate:
 
 
 def compute_trained_rate(rows: StepRows) -> float:
-    """Tokens/s trained over the last steps."""
+    """Return the tokens/s trained over the last steps."""
     recent = rows[-ETA_STEPS:]
     if len(recent) < 2:
         return 0.0
@@ -40,7 +40,7 @@ def compute_trained_rate(rows: StepRows) -> float:
 
 
 def estimate_remaining_s(rows: StepRows, total_steps: int) -> float | None:
-    """Seconds for the steps that are left, by the median of the last; None before the third."""
+    """Return seconds for the remaining steps, by the median of the last; None before the third."""
     walls = [float(row["wall"]) for row in rows[-ETA_STEPS - 1 :]]
     if len(walls) < 3:
         return None
@@ -49,8 +49,9 @@ def estimate_remaining_s(rows: StepRows, total_steps: int) -> float | None:
 
 
 def compute_steps_per_min(committed_ms: Sequence[int], now_ms: float) -> float | None:
-    """Steps a minute, by the median of the last steps' durations, or by how long the one under way
-    has taken where that is longer; None before the third step.
+    """Return steps a minute, by the median of the last steps; None before the third step.
+
+    The step under way counts instead where it has already taken longer.
     """
     last = committed_ms[-ETA_STEPS - 1 :]
     if len(last) < 3:
@@ -61,7 +62,7 @@ def compute_steps_per_min(committed_ms: Sequence[int], now_ms: float) -> float |
 
 
 def compute_wait_share(rows: StepRows) -> float | None:
-    """The share of the trainer's time in the last steps in which it waited for trajectories."""
+    """Return the share of the trainer's time in the last steps that it waited for trajectories."""
     last = [row for row in rows[-ETA_STEPS:] if "wait_s" in row and "train_s" in row]
     waited = sum(float(row["wait_s"]) for row in last)
     whole = waited + sum(float(row["train_s"]) for row in last)

@@ -1,13 +1,15 @@
-"""Diagnoses stalls: it follows who waits for whom to the process that does not move.
+"""Diagnosis of stalls: it follows the waits between processes to the one that does not move.
 
-Every process publishes what it waits for with each renewal of its lease (1.5 s). A process whose
-renewal is overdue is stopped, starved or gone; if someone waits for it, directly or through others
-that are well, it is the culprit. A long wait on processes that all renew is followed to its end and
-named too, because a live process that does not answer is just as much in the way. Each stall says
-of which job it is: one that waits or is paused is not stalled, and none is blamed for what serves
-another. A stall is over as soon as nobody waits: what a process without a lease waited for last,
-and a process that is lost and that the planner wants no more, are none. Pure: the caller supplies
-entries, pool, jobs and the time.
+Every process publishes its waits with each renewal of its lease (1.5 s). A process whose renewal is
+overdue is stopped, starved or gone. If another process waits for it, directly or through healthy
+processes, it is the culprit. A long wait on processes that all renew is followed to its end and
+reported too, because a live process that does not answer blocks just as much.
+
+Each stall names its job: a job that waits or is paused is not stalled, and no job is blamed for
+what serves another. A stall ends as soon as no process waits. Two waits do not count: the last one
+of a process without a lease, and that of a lost process that the planner no longer wants.
+
+The module is pure: the caller supplies entries, pool, jobs and the time.
 """
 
 from __future__ import annotations
@@ -27,36 +29,34 @@ from meshrl.view.mesh.process_usage import find_owner_job
 
 OVERDUE_MS = 3_000  # two renewals missed
 LONG_WAIT_MS = 10_000  # nothing in a mesh takes this long but loading and a long generation
-SLICE_WAIT_MS = 30_000  # a step of another resident may take longer than any call does
-ANY_ENGINE = "an engine"  # what a shard waits for while none of its job is there
-ACQUIRE_SLICE = "acquire_slice"  # what a resident asks the keeper of its gang's turns
-DISK_WAIT = "disk"  # what a process waits for while there is no room
-QUOTA_WAIT = (
-    "quota"  # what a trainer waits for while its job's versions have as many bytes as they may
-)
+SLICE_WAIT_MS = 30_000  # a step of another instance may take longer than any call
+ANY_ENGINE = "an engine"  # wait of a shard while its job has no engine
+ACQUIRE_SLICE = "acquire_slice"  # request of an instance to its gang's slice scheduler
+DISK_WAIT = "disk"  # wait of a process for disk space
+QUOTA_WAIT = "quota"  # wait of a trainer while its job's versions have reached their quota
 JOB_PREFIX = "job "  # before the name of a job that is the culprit itself
-REPORTED_FOR_MS = 60_000  # an expired lease that nobody waits for is news for this long
+REPORTED_FOR_MS = 60_000  # an expired lease without waiters is reported for this long
 
 
 @dataclass(frozen=True)
 class Stall:
-    waiter: str  # "" when nobody waits
+    waiter: str  # "" when no process waits
     culprit: str
-    what: str  # the method or thing that is waited for
+    what: str  # the method or resource that is awaited
     since_s: float
     reason: str
-    job: str = ""  # that stands still by it; empty: the mesh's own, or all
-    host: str = ""  # of the culprit; empty: it is none that has one, or is not known
+    job: str = ""  # the stalled job; empty: the mesh itself, or all jobs
+    host: str = ""  # host of the culprit; empty: none, or unknown
 
 
 def diagnose_stalls(
     mesh: MeshSnapshot, disk_full_reason: str = "", stopped: Collection[str] = ()
 ) -> list[Stall]:
-    """Every stall of a mesh, the longest first; then processes that nobody waits for, and jobs that
-    make no progress, whatever else is said.
+    """Return every stall of a mesh, the longest first, then other problems.
 
-    `full`: which disk is full, and what to do. `stopped`: processes that a signal has stopped, as a
-    kernel says.
+    These are processes without waiters, and jobs that make no progress, independent of other
+    stalls. `disk_full_reason`: which disk is full, and how to recover. `stopped`: processes that a
+    signal has stopped, as a kernel reports.
     """
     board = _WaitGraph(mesh, disk_full_reason, stopped)
     stalls: dict[tuple[str, str], Stall] = {}
@@ -97,14 +97,15 @@ def diagnose_stalls(
 
 
 def make_redis_stall(since_s: float, reason: str = "redis does not answer") -> list[Stall]:
-    """The diagnosis when Redis does not answer, or takes no writes: nothing else can be known, all
-    wait for it. `why`: in its own words.
+    """Return the diagnosis when Redis does not answer or takes no writes.
+
+    Nothing else can be known, and all processes wait for it. `reason`: its own words.
     """
     return [Stall("everyone", "redis", "any command", since_s, reason)]
 
 
 class _WaitGraph:
-    """The graph of waits of one moment."""
+    """Graph of waits at one moment."""
 
     def __init__(self, mesh: MeshSnapshot, disk_full_reason: str, stopped: Collection[str]) -> None:
         self.now_ms = mesh.now_ms
@@ -132,20 +133,20 @@ class _WaitGraph:
         }
 
     def find_host(self, name: str) -> str:
-        """Where a process is, or was last."""
+        """Return the current or last host of a process."""
         return self.entries[name].host if name in self.entries else ""
 
     def find_stalls(self) -> Iterator[Stall]:
         for entry in self.entries.values():
             if not entry.alive:
-                continue  # who waited then waits no more, or has come back and says so itself
+                continue  # that waiter waits no more, or is back and reports it itself
             if self._find_job(entry.name) in self._blocked_jobs:
-                continue  # its waits stand still with it
+                continue  # its own waits do not change while it is stalled
             for wait in entry.waits:
                 yield from self._follow_wait(entry.name, wait)
 
     def find_overdue(self) -> Iterator[Stall]:
-        """Processes that should have renewed, whether or not anyone waits for them."""
+        """Yield processes with overdue renewals, with or without waiters."""
         for entry in self.entries.values():
             age = self.now_ms - entry.renewed_ms
             lost = entry.kind in PLACED_KINDS and not entry.alive
@@ -159,8 +160,10 @@ class _WaitGraph:
                 )
 
     def find_stopped(self) -> Iterator[Stall]:
-        """Processes that a signal has stopped: environments, which have no lease, as their shards
-        report, and others as the kernel says, also when something else does their work by now.
+        """Yield processes that a signal has stopped.
+
+        Shards report their environments, which have no lease; the kernel reports others, also when
+        a replacement already does their work.
         """
         for name, (process, since_ms) in self._stopped.items():
             if (job := self._find_job(process)) not in self._blocked_jobs:
@@ -168,7 +171,7 @@ class _WaitGraph:
                 yield Stall("", name, "to run", (self.now_ms - since_ms) / 1000, reason, job)
 
     def find_failing(self) -> Iterator[Stall]:
-        """Processes that errors end again and again, or have ended for good."""
+        """Yield processes that errors end repeatedly, or have ended for good."""
         for end in self.last_exits.values():
             entry, age = self.entries.get(end.name), self.now_ms - end.at_ms
             there = entry is not None and entry.alive
@@ -177,7 +180,9 @@ class _WaitGraph:
                 yield Stall("", end.name, "to stay up", age / 1000, reason, end.job)
 
     def explain_unwell(self, name: str) -> str:
-        """Why a process cannot be expected to answer; empty when it renews (or is no process)."""
+        """Return why a process cannot be expected to answer; empty when it renews (or is no
+        process).
+        """
         if name == DISK_WAIT:
             return self._disk_full_reason or "a disk is full. Make room there: it goes on by itself"
         if name == QUOTA_WAIT:
@@ -217,19 +222,19 @@ class _WaitGraph:
         return ""
 
     def _explain_stop(self, name: str) -> str:
-        """Since when a signal has stopped a process; empty if none has."""
+        """Return since when a signal has stopped a process; empty if none has."""
         if name not in self._stopped:
             return ""
         since_s = (self.now_ms - self._stopped[name][1]) / 1000
         return f"{name} has been stopped by a signal for {since_s:.1f} s"
 
     def _format_host(self, entry: RegistryEntry) -> str:
-        """On which host, where there are several."""
+        """Return the host as a suffix, if there are several hosts."""
         others = any(one.host != entry.host for one in self.entries.values() if one.alive)
         return f" on {entry.host}" if entry.host and others else ""
 
     def _find_job(self, name: str) -> str:
-        """The job that a process works for alone; empty for others."""
+        """Return the job that a process works for alone; empty for others."""
         entry = self.entries.get(name)
         resident = self._instances.get(name.partition("/")[2])
         return (find_owner_job(entry) if entry is not None else "") or (
@@ -237,8 +242,10 @@ class _WaitGraph:
         )
 
     def _resolve_wait(self, wait: Mapping[str, Any], waiter: str) -> str:
-        """The process that is waited for: who has the turn that is asked for; one of the same job
-        that is to serve, where any would do.
+        """Return the process that blocks the wait.
+
+        That is the owner of the requested time slice, or one of the same job that must serve, where
+        any would do.
         """
         on = str(wait["on"])
         if wait["what"] == ACQUIRE_SLICE and on in self.entries and not self.explain_unwell(on):
@@ -281,7 +288,9 @@ class _WaitGraph:
             yield Stall(waiter, culprit, wait["what"], since_s, _format_chain(chain, end), job)
 
     def _find_unwell_chain(self, name: str, path: list[str]) -> list[str]:
-        """The shortest chain of waits from `path` through `name` to an unwell process, or []."""
+        """Return the shortest chain of waits from `path` through `name` to an unwell process, or
+        [].
+        """
         fringe, seen = [[*path, name]], set(path)
         while fringe:
             chain = fringe.pop(0)
@@ -297,7 +306,7 @@ class _WaitGraph:
         return []
 
     def _follow_oldest_waits(self, name: str, path: list[str]) -> tuple[list[str], bool]:
-        """The chain along each process's oldest long wait; True when it closes on itself."""
+        """Return the chain along each process's oldest long wait; True when it closes on itself."""
         chain = [*path, name]
         while (entry := self.entries.get(chain[-1])) is not None:
             long = [w for w in entry.waits if self.now_ms - w["since_ms"] > self._wait_limit_ms(w)]
@@ -310,7 +319,7 @@ class _WaitGraph:
         return chain, False
 
     def _wait_limit_ms(self, wait: dict[str, Any]) -> int:
-        """How long a wait is no news."""
+        """Return the milliseconds up to which a wait is normal."""
         if wait["what"] == ACQUIRE_SLICE:
             return SLICE_WAIT_MS
         return LONG_WAIT_MS if wait["on"] in self.entries else OVERDUE_MS
@@ -321,10 +330,10 @@ def _format_times(count: int) -> str:
 
 
 def _has_left(entry: RegistryEntry) -> bool:
-    """Whether its lease was given back or evicted; one that lapses ends a full term later."""
+    """Return True if its lease was released or evicted; one that lapses ends a full term later."""
     return not entry.alive and entry.expires_ms - entry.renewed_ms < LEASE_MS
 
 
 def _format_chain(chain: list[str], finding: str) -> str:
-    """`end`, with the processes between waiter and culprit when there are any."""
+    """Return `finding`, with the processes between waiter and culprit when there are any."""
     return f"{finding} (through {' -> '.join(chain[1:-1])})" if len(chain) > 2 else finding

@@ -1,4 +1,4 @@
-"""The workers of a mesh as people see them: with gang, resident, role, tier and state."""
+"""Workers of a mesh for people: with gang, instance, role, tier and state."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshrl.common.state.pool.workers.rows import Instance, InstancePhase, Role,
 from meshrl.view.mesh import gpu_status
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 
-MAX_IDLE_SHOWN = 8  # idle workers in a job's view; of more it says how many there are
+MAX_IDLE_SHOWN = 8  # idle workers in a job's view; the others are only counted
 
 
 @dataclass(frozen=True)
 class WorkerLine:
-    """A resident on a worker, or an idle worker, in one line."""
+    """Instance on a worker, or an idle worker, as one line."""
 
     worker: str
     accelerator: str  # and its host, where there are several: gpu2-1f3a9c/cuda:0
@@ -24,23 +24,23 @@ class WorkerLine:
     instance: str = ""
     job: str = ""
     role: Role = Role.IDLE
-    tier: Tier = Tier.ABSENT  # where its tensors are
-    desired_tier: Tier = Tier.ABSENT  # where they are to be
+    tier: Tier = Tier.ABSENT  # tier of its tensors
+    desired_tier: Tier = Tier.ABSENT  # desired tier of its tensors
     state: str = "idle"  # starting | ready | moving | draining | failed | lost ...
     activity: str = ""  # "31 running, version 12"
-    gpu_text: str = ""  # how it does: "62 of 80 GiB, 97 %"
+    gpu_text: str = ""  # its figures: "62 of 80 GiB, 97 %"
 
 
 @dataclass(frozen=True)
 class HiddenWorkers:
-    """How many workers a job's view does not show."""
+    """Counts of the workers that a job's view does not show."""
 
-    busy_elsewhere: int = 0  # they serve other jobs alone
+    busy_elsewhere: int = 0  # workers that serve only other jobs
     idle: int = 0
 
 
 def list_worker_lines(mesh: MeshSnapshot) -> Iterator[WorkerLine]:
-    """All residents on all workers, and the idle workers, by worker."""
+    """Yield all instances on all workers, and the idle workers, by worker."""
     stats = mesh.stats
     gpu = {
         worker.id: gpu_status.format_gpu(gpu_status.read_gpu_stats(worker, stats))
@@ -66,8 +66,9 @@ def list_worker_lines(mesh: MeshSnapshot) -> Iterator[WorkerLine]:
 
 
 def select_worker_lines(mesh: MeshSnapshot, job: str) -> tuple[list[WorkerLine], HiddenWorkers]:
-    """What a job's view shows: the workers that serve it, with all that resides on them, and some
-    idle ones; and how many workers it leaves out.
+    """Return the lines of a job's view, and the counts of hidden workers.
+
+    The view has the workers that serve the job, with all their instances, and some idle ones.
     """
     serving = mesh.find_workers(job)
     every = list(list_worker_lines(mesh))
@@ -80,7 +81,7 @@ def select_worker_lines(mesh: MeshSnapshot, job: str) -> tuple[list[WorkerLine],
 def _make_line(
     idle: WorkerLine, instance: Instance, rank: int, stats: Mapping[str, Mapping[str, Any]]
 ) -> WorkerLine:
-    """Return the line of a worker with a resident on it."""
+    """Return the line of a worker with an instance on it."""
     report = instance.reports.get(rank)
     current = report is not None and report.generation == instance.generation
     doing = report.doing if report is not None and current else InstancePhase.STARTING
@@ -101,7 +102,7 @@ def _make_line(
 def _describe_activity(
     instance: Instance, rank: int, stats: Mapping[str, Mapping[str, Any]], tier: Tier | None
 ) -> str:
-    """What its process does, in a few words."""
+    """Return the activity of the instance's process, in a few words."""
     if tier in (Tier.MEMORY, Tier.DISK):
         return "asleep"
     if instance.role == Role.TRAINING:

@@ -1,1 +1,1 @@
-"""The figures of a mesh as a whole, as metrics. Open `mesh_gauges.py` first."""
+"""Metrics of a mesh as a whole. Open `mesh_gauges.py` first."""

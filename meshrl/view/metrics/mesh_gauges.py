@@ -1,5 +1,5 @@
-"""The figures of a mesh as a whole, of its jobs, gangs, workers and hosts, as families of metrics.
-They have no label `service`, as they are of no process.
+"""Metric families of a mesh as a whole, of its jobs, gangs, workers and hosts. They have no label
+`service`, as they belong to no process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GaugeRows = Iterable[tuple[tuple[str, ...], float]]
 
 @dataclass(frozen=True)
 class HeadSnapshot:
-    """A mesh as its head sees it."""
+    """Snapshot of a mesh at its head."""
 
     mesh: MeshSnapshot
     host_states: Mapping[str, str] = field(default_factory=dict)  # host -> its state
@@ -34,7 +34,9 @@ class HeadSnapshot:
 
 
 async def read_head_snapshot(state: StateClient, mesh_paths: MeshPaths) -> HeadSnapshot:
-    """Read all of it, of the head at `place`. StateUnavailable also when Redis takes no writes."""
+    """Read the snapshot of the head at `mesh_paths`. Raises StateUnavailable also when Redis takes
+    no writes.
+    """
     mesh = await read_writable_snapshot(state)
     found = {}
     for row in mesh.live_jobs:
@@ -46,11 +48,11 @@ async def read_head_snapshot(state: StateClient, mesh_paths: MeshPaths) -> HeadS
 
 
 def make_metric_families(head: HeadSnapshot) -> Iterator[Any]:
-    """Gauges of `prometheus_client`, each once."""
+    """Yield gauges of `prometheus_client`, each once."""
     mesh = head.mesh
     yield from _make_job_gauges(mesh)
     yield _make_gauge("leader", "1 while one of the planners leads", (), [((), bool(mesh.leader))])
-    # A gang counts once for each role on it; one without residents is idle.
+    # A gang counts once for each role on it; one without instances is idle.
     roles = Counter(
         role
         for gang in mesh.gangs
@@ -118,7 +120,7 @@ def _make_job_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
 
 
 def _compute_step_age_s(row: JobRow, mesh: MeshSnapshot) -> float:
-    """A job that was held begins to be waited for anew when it goes on."""
+    """Return seconds since the last step; they start again when a blocked job resumes."""
     rows = mesh.steps.get(row.id)
     committed_ms = int(rows[-1].get("committed_ms", 0)) if rows else 0
     return max(0.0, (mesh.now_ms - max(committed_ms, row.held_ms, row.since_ms)) / 1000)

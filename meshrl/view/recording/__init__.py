@@ -1,1 +1,1 @@
-"""Writes what happens to a job down, for as long as it runs. Open `recorder.py` first."""
+"""Record of a job, written while it runs. Open `recorder.py` first."""

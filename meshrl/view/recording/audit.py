@@ -40,17 +40,19 @@ ACCOUNT_TERMS = {
 
 
 def audit_run(run_dir: Path) -> dict[str, Any]:
-    """The account of a run, from its record alone; what is `WRONG` is 0 in a run that is right.
-    Refused when what would tell of groups under way is on another host.
+    """Return the account of a run, from its record alone; a correct run has 0 for each `WRONG`
+    term.
+
+    Raises Refused when the records of groups under way are on another host.
     """
     events = read_events(run_dir)
     try:
         job = read_job(run_dir)[0]
-    except CorruptData:  # its events name it as well
+    except CorruptData:  # its events name the job as well
         named = (str(e.fields["job"]) for e in events if e.kind == "opened")
         if not (job := next(named, "")):
             raise
-    url = ""  # of a run that was brought from there, and has not gone on here
+    url = ""  # source of a downloaded run that was not resumed here
     if _read_closed_count(run_dir, events) is None and not (run_dir / "mesh").is_dir():
         with suppress(CorruptData, FileNotFoundError):
             url = str(
@@ -68,13 +70,13 @@ def audit_run(run_dir: Path) -> dict[str, Any]:
 
 
 def account_for_run(run_dir: Path, events: list[Event], job: str) -> dict[str, Any]:
-    """The same of a job and events that are known already."""
+    """Return the account for a job and events that are known already."""
     counted: dict[str, Any] = compute_account(events, count_in_flight(run_dir, events, job), job)
     return counted
 
 
 def describe_wrong_account(run_dir: Path, discrepancy: str) -> str:
-    """What a person is told of a run whose account is wrong."""
+    """Return the message about a run whose account is wrong."""
     return (
         f"the account of {run_dir.name} is wrong: {discrepancy}. Do not rely on what was "
         "trained since. "
@@ -84,9 +86,9 @@ def describe_wrong_account(run_dir: Path, discrepancy: str) -> str:
 
 
 def count_in_flight(run_dir: Path, events: list[Event], job: str) -> int:
-    """Trajectories without a fate: counted from the rows of groups when the mesh stopped cleanly.
+    """Count trajectories without a fate, from the rows of groups when the mesh stopped cleanly.
 
-    After a crash they are counted from what the ledger and the events tell of each group.
+    After a crash they are counted from the ledger and the events of each group.
     """
     if (marked := _read_closed_count(run_dir, events)) is not None:
         return marked
@@ -94,7 +96,7 @@ def count_in_flight(run_dir: Path, events: list[Event], job: str) -> int:
 
 
 def _read_closed_count(run_dir: Path, events: list[Event]) -> int | None:
-    """Trajectories in flight, of a record that was closed; None: it goes on, or was cut off."""
+    """Return trajectories in flight of a closed record; None if it is open or was cut off."""
     with suppress(CorruptData):
         mark = RecordEnd.read(run_dir)
         if mark is not None and (not events or mark.event == events[-1].id):
@@ -103,7 +105,7 @@ def _read_closed_count(run_dir: Path, events: list[Event]) -> int | None:
 
 
 def read_ledger_groups(directory: Path) -> set[int]:
-    """Groups of which the ledgers below `directory` tell."""
+    """Return the groups in the ledgers below `directory`."""
     shards = {path.parent for path in directory.rglob("*.ledger")}
     return {
         group
@@ -114,11 +116,11 @@ def read_ledger_groups(directory: Path) -> set[int]:
 
 
 def find_open_groups(events: list[Event], job: str, ledger_groups: set[int]) -> dict[int, int]:
-    """Group -> trajectories, of groups whose fate is still to come.
+    """Return group -> trajectories, of groups whose fate is still open.
 
-    Those are finished and not trained (their bytes are in the store), or in the ledger, or have
-    theirs on another host, which says so when it is lost, or were admitted so shortly before the
-    end that nothing of them was made yet; a pause is no time.
+    Such groups are finished and not trained (their bytes are in the store), or in the ledger.
+    Others have theirs on another host, which reports them when it is lost. Or they were admitted so
+    shortly before the end that nothing of them was made; a pause does not count as time.
     """
     opened: dict[int, tuple[int, int]] = {}  # group -> trajectories, when
     ready: set[int] = set()
@@ -145,7 +147,7 @@ def find_open_groups(events: list[Event], job: str, ledger_groups: set[int]) -> 
             case "lineage":
                 for step, took in steps.items():
                     if fields["version"] < step <= fields.get("lost_through", 0):
-                        given_back |= took  # nothing tells of these groups any more
+                        given_back |= took  # no record of these groups remains
                 steps = {step: took for step, took in steps.items() if step <= fields["version"]}
             case "restored":
                 opened, steps = {}, {}
@@ -167,7 +169,7 @@ def find_open_groups(events: list[Event], job: str, ledger_groups: set[int]) -> 
 
 
 def print_audit(run_dir: Path, as_json: bool) -> int:
-    """Prints the account; 1 when something was lost or done twice."""
+    """Print the account; return 1 when something was lost or done twice."""
     run_dir = require_run(run_dir)
     for line in list_corrupt_files(run_dir):
         print(f"damaged: {line}; what can be read of it is counted", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Waits for room on a full disk, and says which file needs how much."""
+"""Waiter for space on a full disk, which prints the file and the bytes that it needs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ POLL_S = 0.5
 
 
 class DiskSpaceWaiter:
-    """Writes that wait, until they are `given_up`."""
+    """Waiter for disk space, until its `has_given_up` returns True."""
 
     def __init__(self, clock: Clock, has_given_up: Callable[[], bool] = lambda: False) -> None:
         self._clock, self._has_given_up = clock, has_given_up
         self._last_message = ""
 
     async def write_when_space(self, write: Callable[[], None]) -> bool:
-        """Writes as soon as there is room; False when it was given up."""
+        """Write as soon as there is space; return False when the wait was given up."""
         while True:
             try:
                 write()
@@ -30,12 +30,12 @@ class DiskSpaceWaiter:
             await self.wait()
 
     def should_give_up(self, reason: str) -> bool:
-        """Whether to give up; says once what is waited for."""
+        """Return True to give up; print once what is waited for."""
         if reason != self._last_message:
             self._last_message = reason
             print(f"waiting for room: {reason}", file=sys.stderr, flush=True)
         return self._has_given_up()
 
     async def wait(self) -> None:
-        """Until it is worth another try."""
+        """Wait until another try makes sense."""
         await self._clock.sleep(POLL_S)

@@ -1,10 +1,10 @@
-"""Sums what a job has used, over all incarnations of its processes and all its sessions.
+"""Usage of a job, summed over all incarnations of its processes and all its sessions.
 
-A process that works for one job is that job's, from its first second. What serves all jobs of a
-mesh (Redis, the store, planners, agents, workers, the launcher) is divided equally between those
-that go on at the time, so that the sum over jobs is what the mesh has used. A process that dies
-takes its counters with it, so the last value seen of each (name, pid, start) is kept, and the whole
-tally is kept in the run directory: a resumed run goes on counting.
+A process that works for one job counts for that job from its first second. Processes that serve all
+jobs of a mesh (Redis, the store, planners, agents, workers, the launcher) are divided equally
+between the jobs that run at the time, so that the sum over jobs is the mesh's usage. A process that
+dies takes its counters with it, so the last value of each (name, pid, start) is retained. The whole
+tally is stored in the run directory, and a resumed run continues it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshrl.directory.directory_paths import read_json, write_json
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.process_usage import ProcessCpuTime
 
-# Fields of a tally that are kept in the run directory.
+# Fields of a tally that are stored in the run directory.
 STORED_FIELDS = (
     *("cpu", "tokens", "shared", "accelerator_s", "wall_s"),
     *("warm_start_cached", "sessions", "prefixes"),
@@ -27,7 +27,7 @@ STORED_FIELDS = (
 
 @dataclass
 class JobUsage:
-    """Sums by process name; `cpu` and `tokens` map name -> {incarnation: last value seen}."""
+    """Sums by process name; `cpu` and `tokens` map name -> {incarnation: last value}."""
 
     cpu: dict[str, dict[str, float]] = field(default_factory=dict)  # of the job's own processes
     tokens: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -39,8 +39,10 @@ class JobUsage:
     prefixes: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine's incarnation
     _seen: dict[str, float] = field(default_factory=dict)  # of what serves all: key -> CPU-s
     _charged: dict[str, tuple[str, float]] = field(default_factory=dict)  # key -> name, CPU-s
-    _turns: dict[str, float] = field(default_factory=dict)  # incarnation -> seconds of its turns
-    _has: tuple[float, float] | None = None  # when it was looked last, and what the job had then
+    _turns: dict[str, float] = field(default_factory=dict)  # incarnation -> seconds of slices
+    _has: tuple[float, float] | None = (
+        None  # time of the last snapshot, and the job's accelerators then
+    )
 
     @classmethod
     def read(cls, path: Path) -> JobUsage:
@@ -50,13 +52,13 @@ class JobUsage:
         return cls(**{name: held[name] for name in STORED_FIELDS})
 
     def write(self, path: Path, wall_s: float) -> None:
-        """Keeps the tally, with the wall time of this session added."""
+        """Write the tally, with the wall time of this session added."""
         content = {name: getattr(self, name) for name in STORED_FIELDS}
         content["wall_s"] += wall_s
-        write_json(path, content, durable=False)  # it is written every other second
+        write_json(path, content, durable=False)  # written every other second
 
     def update_session(self, started_ms: int, now_ms: int) -> None:
-        """The session that began then lasts still."""
+        """Extend the session that began at `started_ms` to `now_ms`."""
         if not self.sessions or self.sessions[-1][0] != started_ms:
             self.sessions.append([started_ms, now_ms])
         self.sessions[-1][1] = now_ms
@@ -66,8 +68,10 @@ class JobUsage:
         seen[incarnation] = max(tokens, seen.get(incarnation, 0.0))
 
     def see_workers(self, mesh: MeshSnapshot, job: str, now_s: float) -> None:
-        """Counts what the job has had of the workers' accelerators since the look before: by turns
-        what its processes say that they have computed, else by where its residents are.
+        """Count the job's use of the workers' accelerators since the last snapshot.
+
+        Time-sliced processes report their compute time; others count by the places of their
+        instances.
         """
         measured: dict[str, float] = {}
         by_turns = {resident.id for _, resident in mesh.find_instances(job) if resident.turns}
@@ -93,12 +97,12 @@ class JobUsage:
         job_count: int = 1,
         counts_earlier_use: bool = True,
     ) -> None:
-        """Counts what processes have used; `owners` maps the names of those that work for one job
-        to that job, and the others' is divided `among` so many jobs.
+        """Count what processes have used.
 
-        `whole`: what those had used before they were seen first counts, as their mesh was started
-        for the job. A process that gets its name later, when it has started, takes along what it
-        used until then.
+        `owner_jobs` maps the names of processes that work for one job to that job; the use of
+        others is divided by `job_count`. `counts_earlier_use`: use before the first reading counts,
+        as the mesh was started for the job. A process that gets its name after its start takes its
+        earlier use along.
         """
         holders = {key: name for name, seen in self.cpu.items() for key in seen}
         for process in usage:
@@ -124,20 +128,20 @@ class JobUsage:
         self.shared[name] = self.shared.get(name, 0.0) + seconds
 
     def _refund(self, key: str) -> None:
-        """A process that was taken for one that serves all is another one's after all."""
+        """Refund a process that was counted as shared and belongs to one job."""
         name, charged = self._charged.pop(key, ("", 0.0))
         if charged:
             self.shared[name] -= charged
 
     def sum_cpu_by_name(self) -> dict[str, float]:
-        """CPU-seconds of the job's processes, and its part of those that serve all, by name."""
+        """Return CPU-seconds of the job's processes and its part of shared ones, by name."""
         own = {name: sum(seen.values()) for name, seen in self.cpu.items()}
         both = own | {n: own.get(n, 0.0) + s for n, s in self.shared.items()}
         return {name: round(seconds, 2) for name, seconds in sorted(both.items())}
 
     @property
     def shared_s(self) -> float:
-        """CPU-seconds of what serves all jobs that are this one's part."""
+        """CPU-seconds of this job's part of the processes that serve all jobs."""
         return sum(self.shared.values())
 
     def sum_tokens(self, prefix: str) -> int:
@@ -146,7 +150,7 @@ class JobUsage:
 
 
 def is_on_accelerator(instance: Instance, rank: int) -> bool:
-    """Whether a resident's tensors are on the accelerator of a rank, or on their way there."""
+    """Return True if an instance's tensors are on the accelerator of a rank, or moving there."""
     report = instance.reports.get(rank)
     if report is None or report.generation != instance.generation:
         return False
@@ -157,8 +161,10 @@ def is_on_accelerator(instance: Instance, rank: int) -> bool:
 
 
 def count_accelerators(mesh: MeshSnapshot, job: str, measured: Collection[str] = ()) -> float:
-    """Accelerators that a job has now: one that several residents are on is divided equally. Those
-    that say how long they compute by turns are `measured`, and not counted here.
+    """Return the accelerators that a job has now.
+
+    One that several instances share is divided equally. Time-sliced instances with reported times
+    are `measured`, and not counted here.
     """
     found = 0.0
     for gang in mesh.gangs:

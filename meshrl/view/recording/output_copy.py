@@ -1,5 +1,7 @@
-"""Keeps what a run has made at the URL that its job names in `out`: as a run directory, as far as
-other hosts have use for it. The directory at home stays the run's own.
+"""Copier of a run's output to the URL that its job names in `out`.
+
+The copy is a run directory with the files that other hosts can use. The directory on the run host
+stays the run's own.
 """
 
 from __future__ import annotations
@@ -19,15 +21,13 @@ from meshrl.common.mesh.process.host import Host
 from meshrl.common.records.checkpoints import list_files, read_manifest
 
 COPY_INTERVAL_S = 60.0  # while the run goes on, beside each new checkpoint; and after an error
-COPY_TIMEOUT_S = 86_400.0  # of all that is new; what is there by then is not copied again
-MAX_FINAL_TRIES = 3  # of what is written at the end
-RETRY_S = 5.0  # between them
-STOP_TIMEOUT_S = (
-    30.0  # that a mesh which is to end waits for it: half of what `meshrl down` gives it
-)
+COPY_TIMEOUT_S = 86_400.0  # of one copy; files copied by then are not copied again
+MAX_FINAL_TRIES = 3  # tries of the last copy
+RETRY_S = 5.0  # between these tries
+STOP_TIMEOUT_S = 30.0  # wait of a stopping mesh: half of the time that `meshrl down` grants it
 JOB_FILE = "job.json"
 SUMMARY_FILE = "summary.json"
-# What changes as the run goes on: no secret of its mesh is among it.
+# Files that change during the run: none has a secret of its mesh.
 RECORD_PATTERNS = (
     JOB_FILE,
     "metrics.jsonl",
@@ -43,23 +43,23 @@ CHECKPOINTS = "checkpoints"
 
 
 class OutputCopier:
-    """Of one run."""
+    """Copier of one run's output."""
 
     def __init__(self, url: str, run_dir: Path, host: Host, clock: Clock) -> None:
         self._url, self._run_dir = url, run_dir
         self._host, self._clock = host, clock
         self._copied_files: dict[str, tuple[int, int]] | None = (
-            None  # bytes and date of what was copied
+            None  # bytes and date of copied files
         )
         self._next_copy_at_s, self._committed = 0.0, ""
         self._copy_task: asyncio.Task[None] | None = None
         self._writer_id = uuid.uuid4().hex[:8]
-        self._is_closed = False  # it writes nothing more
+        self._is_closed = False  # nothing more is written
         self.public_url = redact_url(url)
-        self.error = ""  # why not all of it is there
+        self.error = ""  # why files are missing
 
     def copy_if_due(self, committed: str) -> None:
-        """Begins to copy what is new if it is time, or another checkpoint is committed."""
+        """Start to copy new files if it is time, or another checkpoint is committed."""
         now = self._clock.monotonic()
         if self._copy_task is not None and not self._copy_task.done():
             return
@@ -69,8 +69,10 @@ class OutputCopier:
         self._copy_task = asyncio.create_task(self._copy_recording_errors(committed), name="out")
 
     async def close(self, committed: str, stop: asyncio.Event) -> str:
-        """Copies what is left, when the run is over or its mesh ends; why not all is there then,
-        and what to do. When `stop` is set it is given `ENDING_S` more.
+        """Copy the rest when the run is over or its mesh ends; return why files are missing, and
+        what to do.
+
+        When `stop` is set the copy gets `STOP_TIMEOUT_S` more.
         """
         rest = asyncio.create_task(self._copy_rest(committed), name="rest of out")
 
@@ -97,7 +99,7 @@ class OutputCopier:
         return f"{self.error}; {by_hand}, unless `meshrl resume` goes on with it"
 
     def abandon(self) -> None:
-        """Leaves the URL to others: what is being copied does not go on to the next file."""
+        """Stop writing to the URL: the current copy does not continue with the next file."""
         self._is_closed = True
         if self._copy_task is not None:
             self._copy_task.cancel()
@@ -133,25 +135,27 @@ class OutputCopier:
             for path in sorted(self._run_dir.glob(pattern)):
                 self._copy_file(there, path.name)
         if is_final:
-            self._copy_file(there, SUMMARY_FILE)  # as at home: who waits for it finds all the rest
+            # Last, as on the run host: its readers find all other files.
+            self._copy_file(there, SUMMARY_FILE)
 
     def _list_copied_files(self, remote: RemoteDirectory) -> dict[str, tuple[int, int]]:
-        """What an earlier process of the run has copied, and never changes. Halves of files go, and
-        all of another run that this one replaces.
+        """Return the files that an earlier process of the run has copied, and never changes.
+
+        Partial files are removed, and all of another run that this one replaces.
         """
         found = {
             name: size for name, size in remote.list_file_sizes().items() if _is_own_file(name)
         }
         replaced = JOB_FILE in found and self._is_other_run(remote)
         gone = {name for name in found if replaced or name.endswith(PART_SUFFIX)}
-        last = gone & {JOB_FILE}  # which tells that the rest is another run's
+        last = gone & {JOB_FILE}  # which identifies the rest as another run's
         for name in [*sorted(gone - last), *last]:
             self._remove(remote, name)
         kept = {name for name in found if name.startswith(("bundle/", f"{CHECKPOINTS}/"))} - gone
         return {name: (found[name], 0) for name in kept}
 
     def _is_other_run(self, remote: RemoteDirectory) -> bool:
-        """Whether another run lies there; no, where that cannot be told."""
+        """Return True if another run is at the URL; False if that cannot be determined."""
         try:
             other = documents.decode(remote.read_file(JOB_FILE), JOB_FILE)
         except CorruptData:
@@ -160,15 +164,20 @@ class OutputCopier:
         return "run_id" in ours and other.get("run_id") != ours["run_id"]
 
     def _copy_checkpoints(self, remote: RemoteDirectory, committed: str) -> None:
-        """Those up to the committed one; a manifest is there when its files are, and goes first."""
+        """Copy the checkpoints up to the committed one.
+
+        A manifest is written after its files, and removed before them.
+        """
         home, known = self._run_dir / CHECKPOINTS, self._copied_files or {}
         kept = {path.stem for path in home.glob("step-*.json") if path.stem <= committed}
         for name in sorted(kept):
-            with contextlib.suppress(NotFound, FileNotFoundError):  # it goes as another has come
+            # Retention may remove the checkpoint during the copy.
+            with contextlib.suppress(NotFound, FileNotFoundError):
                 for file in read_manifest(home / f"{name}.json")["files"]:
                     self._copy_file(remote, f"{CHECKPOINTS}/{name}/{file}")
                 self._copy_file(remote, f"{CHECKPOINTS}/{name}.json")
-        if committed not in kept:  # home has lost what it had: those there are all that is left
+        # The run host has lost its checkpoints: the copies are the only ones.
+        if committed not in kept:
             return
         copied = {
             name: name.split("/")[1].removesuffix(".json")
@@ -182,7 +191,7 @@ class OutputCopier:
                 del known[name]
 
     def _copy_file(self, remote: RemoteDirectory, name: str) -> None:
-        """Copies a file if it has changed. NotFound when it is gone."""
+        """Copy a file if it has changed. Raises NotFound if it no longer exists."""
         path, known = self._run_dir / name, self._copied_files
         assert known is not None
         try:
@@ -201,7 +210,7 @@ class OutputCopier:
         remote.remove(name)
 
     def _require_open(self) -> None:
-        """Refused when nothing more is to be written."""
+        """Raise Refused when nothing more is to be written."""
         if self._is_closed:
             raise Refused("its copying has ended")
 
@@ -211,7 +220,7 @@ def _describe_incomplete(reason: str) -> str:
 
 
 def _is_own_file(name: str) -> bool:
-    """Whether a run has put a file there, whole or a half of it; others may share the URL."""
+    """Return True if a run wrote the file, complete or partial; other files may share the URL."""
     if "/" in name:
         return name.startswith(tuple(f"{folder}/" for folder in (*FOLDERS, CHECKPOINTS)))
     records = (*RECORD_PATTERNS, SUMMARY_FILE)

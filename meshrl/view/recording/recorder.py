@@ -1,7 +1,7 @@
-"""Records a run while it runs: events.jsonl, metrics.jsonl, and what its processes used.
+"""Recorder of a run while it runs: events.jsonl, metrics.jsonl, and its processes' usage.
 
-It only ever appends what is not there yet, so a run that was cut off and resumed has one record.
-What it finds damaged it sets aside and makes again, and says so.
+It only appends what is missing, so a run that was cut off and resumed has one record. It
+quarantines corrupt files, rebuilds them, and reports that.
 """
 
 from __future__ import annotations
@@ -58,17 +58,15 @@ from meshrl.view.trackers.tracker_processes import PROGRESS_FILE, Trackers
 T = TypeVar("T")
 
 POLL_S = 0.5
-POLL_TIMEOUT_S = 4.0  # for one look; Redis is restarted after 8 s of silence
-CURSOR_INTERVAL_S = (
-    5.0  # between notes of how far it has read: what it has not noted is not trimmed
-)
+POLL_TIMEOUT_S = 4.0  # for one poll; Redis is restarted after 8 s of silence
+CURSOR_INTERVAL_S = 5.0  # between reports of its position: Redis trims no event beyond it
 
 
 class Recorder:
-    """One job of a `mesh`, recorded into its run directory. Recorders of one
-    mesh share their `looks` at it.
+    """Recorder of one job of a `mesh` into its run directory. Recorders of one mesh share a
+    snapshot.
 
-    OSError when the directory is away or full, Damaged when `job.json` cannot be read.
+    Raises OSError when the directory is missing or full, CorruptData when `job.json` is unreadable.
     """
 
     def __init__(
@@ -83,11 +81,11 @@ class Recorder:
         self.snapshot: RunSnapshot | None = None
         self._pending_events: list[
             dict[str, Any]
-        ] = []  # damage that Redis does not have as an event yet
+        ] = []  # corruption events that Redis does not have yet
         self._job_file = WatchedDocument(
             "job", run_dir / job_file.JOB_FILE_NAME, run_dir, job, job_file.read_job_file
         )
-        # What is recorded already; nothing is written.
+        # Read the existing record; write nothing.
         self.record = RunRecordWriter(run_dir, job)
         self.usage = self._read_or_quarantine("usage", "usage.json", JobUsage.read) or JobUsage()
         self.record.apply_record_end(
@@ -98,7 +96,7 @@ class Recorder:
         self._evaluations = select_evaluations(self.record.evaluation_events, job)
         self._cursor = self.record.last_event_id  # the last event of the stream
         self._trackers_need_history = (
-            True  # what is recorded, until this session's trackers have it
+            True  # recorded rows are pending, until this session's trackers have them
         )
         shown = self._read_or_quarantine("tracking", PROGRESS_FILE, read_json)
         host, clock = mesh.host, mesh.clock
@@ -108,25 +106,25 @@ class Recorder:
         out = str(self.job_file_content["document"].get("out", ""))
         self._output_copier = OutputCopier(out, run_dir, host, clock) if is_url(out) else None
         self._last_checkpoint = ""  # the last checkpoint
-        self._copy_error = ""  # of the outlet, as it was told last
+        self._copy_error = ""  # last reported error of the output copier
         self._history = RunHistory()
         self._clock = mesh.clock
         self._started_s, self._session_started_ms = (
             self._clock.monotonic(),
             int(1000 * self._clock.wall()),
         )
-        self._counted_at_s = float("-inf")  # of which reading of the processes it is
+        self._counted_at_s = float("-inf")  # time of the counted CPU reading
         self._reader_name = readers.recorder_name(job)
         self._cursor_recorded_at_s: float | None = (
-            None  # when it said how far it is; None: it is not on record
+            None  # time of the last position report; None: not registered
         )
         self._silent_since_s: float | None = None
         self._disk_full_reason = ""  # which disk is full
         self._disk_full_since_s: float | None = None
-        self._write_error = ""  # what the last look could not write
+        self._write_error = ""  # why the last poll could not write
 
     def _read_or_quarantine(self, kind: str, name: str, read: Callable[[Path], T]) -> T | None:
-        """What a file holds; None when there is none, or when it is damaged, and set aside."""
+        """Read a file; return None when it is missing, or is corrupt and quarantined."""
         path = self.run_dir / name
         if not path.exists():
             return None
@@ -145,12 +143,12 @@ class Recorder:
 
     @property
     def job_file_content(self) -> dict[str, Any]:
-        """What `job.json` says."""
+        """Content of `job.json`."""
         return self._job_file.content
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the last steps, a thousand at least where there are as many."""
+        """Rows of the last steps, at least a thousand where there are as many."""
         return self.record.recent_rows
 
     @property
@@ -159,7 +157,10 @@ class Recorder:
         return self.usage.wall_s + self._clock.monotonic() - self._started_s
 
     async def poll(self) -> RunSnapshot | None:
-        """The run now; the last snapshot, marked, while Redis does not answer; None before any."""
+        """Return the current snapshot; None before any.
+
+        While Redis does not answer, return the last one, marked.
+        """
         now, refused = self._clock.monotonic(), ""
         try:
             await self._repair()
@@ -185,7 +186,7 @@ class Recorder:
         return self.snapshot
 
     async def _watch_disk_space(self, write_error: str) -> None:
-        """Shows a disk that is full while it is, and puts on record that it was."""
+        """Show a full disk while it is full, and record it."""
         now = self._clock.monotonic()
         text = write_error or disk_full.find_full_disk([self.run_dir, self.mesh.mesh_paths.root])
         if text:
@@ -206,8 +207,9 @@ class Recorder:
             )
 
     async def close(self, has_given_up: Callable[[], bool] = lambda: False) -> None:
-        """A last look, when the services have ended: what is in flight now stays so. Waits for room
-        on a full disk, until it is `given_up`: the next session records what is left.
+        """Poll a last time, when the services have ended: the trajectories in flight are final.
+
+        Waits for disk space until `has_given_up`: the next session records the rest.
         """
         room = DiskSpaceWaiter(self._clock, has_given_up)
         await room.write_when_space(lambda: self._count_cpu(force=True))
@@ -230,12 +232,13 @@ class Recorder:
 
     @property
     def output_url(self) -> str:
-        """The URL that the job names in `out`, as it may be shown; empty: it names none."""
+        """URL that the job names in `out`, redacted for display; empty: it names none."""
         return self._output_copier.public_url if self._output_copier is not None else ""
 
     async def finish_copy(self, stop: asyncio.Event) -> str:
-        """Copies the rest of the run to the URL that its job names in `out`, if it does; why not
-        all of it is there. Once `stop` is set there is little time left.
+        """Copy the rest of the run to the URL in `out`, if any; return why files are missing.
+
+        Once `stop` is set there is little time left.
         """
         return (
             await self._output_copier.close(self._last_checkpoint, stop)
@@ -253,7 +256,7 @@ class Recorder:
             await events.append(self.mesh.state, "out_failed", told)
 
     async def abandon(self) -> None:
-        """Leaves the record as it is: nothing can be written there."""
+        """Leave the record as it is: nothing can be written there."""
         if self._output_copier is not None:
             self._output_copier.abandon()
         with contextlib.suppress(OSError):
@@ -274,7 +277,7 @@ class Recorder:
         if self._clock.monotonic() - (self._cursor_recorded_at_s or 0.0) >= CURSOR_INTERVAL_S:
             await self._record_cursor()
         self._count_usage(look)
-        # Only the first checkpoint says whether the warm start came from the cache.
+        # Only the first checkpoint records whether the warm start came from the cache.
         first = next(iter(list_manifest_paths(self.run_dir)), None)
         if not self.usage.warm_start_cached and first is not None and is_initial(first):
             account = read_json_or_empty(first).get("account", {})
@@ -292,10 +295,10 @@ class Recorder:
         return build_snapshot(reading, self._history)
 
     async def _repair(self) -> None:
-        """Makes again what is damaged or was changed by others, and puts that on record.
+        """Rebuild files that are corrupt or were changed by others, and record that.
 
-        How long that takes depends on the files, so no look's deadline is over it; each command to
-        Redis has its own.
+        The time depends on the files, so no poll's deadline covers it; each command to Redis has
+        its own deadline.
         """
         state, host = self.mesh.state, self.mesh.host
         self.record.check_files()
@@ -312,7 +315,7 @@ class Recorder:
             del self._pending_events[0]
 
     async def _read_new_events(self) -> list[events.Event]:
-        """What has happened since the last look. Where events are gone it says so, on record."""
+        """Return the events since the last poll. A gap in the events is recorded."""
         state, missed = self.mesh.state, list[events.Event]()
         if self._cursor_recorded_at_s is None:
             missed = await self._register_reader()
@@ -324,10 +327,10 @@ class Recorder:
             return missed + await events.read_all(state, self._cursor)
 
     async def _register_reader(self) -> list[events.Event]:
-        """Put the recorder on record as a reader; return the damage found between two sessions.
+        """Register the recorder as a reader; return the corruption events between two sessions.
 
-        Such damage, as to Redis' own file, precedes the event by which the job goes on, from which
-        recorders read.
+        Such corruption, as of Redis' own file, precedes the event by which the job resumes, from
+        which recorders read.
         """
         state, recorded = self.mesh.state, self._cursor
         self._cursor = await readers.join(state, self._reader_name, recorded, str(self.run_dir))
@@ -338,7 +341,7 @@ class Recorder:
         return [event for event in between if event.kind == corruption.CORRUPTION_EVENT]
 
     async def _record_cursor(self, *, has_left: bool = False) -> None:
-        """Says up to where events are recorded, so that no more of them need be kept in Redis."""
+        """Publish the position up to which events are recorded, so that Redis can trim them."""
         state, where, step = self.mesh.state, str(self.run_dir), find_last_step(self.rows)
         await readers.record_cursor(
             state, self._reader_name, self._cursor, where, step=step, has_left=has_left
@@ -346,7 +349,7 @@ class Recorder:
         self._cursor_recorded_at_s = self._clock.monotonic()
 
     def _drop_abandoned_rows(self, steps_done: int, new_events: list[events.Event]) -> None:
-        """Cuts off the rows of steps that a new lineage has left behind."""
+        """Truncate the rows of steps that a new lineage has abandoned."""
         last = find_last_valid_step(steps_done, new_events, self.job)
         if last < find_last_step(self.rows):
             self.record.truncate_rows(last)
@@ -365,7 +368,7 @@ class Recorder:
             self._cursor = new_events[-1].id
 
     def _count_usage(self, mesh_snapshot: MeshSnapshot) -> None:
-        """Counts tokens, accelerators and CPU time of the job."""
+        """Count tokens, accelerators and CPU time of the job."""
         for entry in mesh_snapshot.entries:
             tokens = entry.stats.get("tokens")
             if tokens and self._shared_snapshot.owner_jobs.get(entry.name, self.job) == self.job:
@@ -376,7 +379,9 @@ class Recorder:
         self._count_cpu()
 
     def _count_cpu(self, force: bool = False) -> None:
-        """What the mesh was started for is charged from its start; else from here on."""
+        """Count CPU time: from the start for the job that the mesh was started for, else from now
+        on.
+        """
         at = self._shared_snapshot.measure_cpu(force)
         if at == self._counted_at_s:
             return

@@ -1,6 +1,4 @@
-"""A run's events and metrics in files: appended to while it goes on, made again when they are
-damaged.
-"""
+"""Record of a run's events and metrics in files: appended while it runs, rebuilt when corrupt."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from meshrl.directory.directory_paths import read_json
 from meshrl.view.history.job_events import JobEventFilter
 
 MAX_ROWS_IN_MEMORY = 1000  # rows that are held in memory, of 7 KB each; the others are in the file
-# What is kept of events that were recorded before: what tells which evaluations stand.
+# Recorded events that are retained: they determine which evaluations are valid.
 EVALUATION_EVENTS = ("evaluation", "changed", "lineage")
 FREQUENT_EVENTS = ("opened", "ready", "stale", "requeued", "dropped", "filtered", "step")
 # For what one part of a mend does to a file: 25 MB/s make 90 GB. A thread cannot be ended, and a
@@ -35,7 +33,7 @@ EVENTS_FILE, METRICS_FILE, RECORD_END_FILE = "events.jsonl", "metrics.jsonl", "i
 
 @dataclass(frozen=True)
 class RecordEnd:
-    """Where the record stood when its mesh was stopped last, and what was in flight then."""
+    """End of the record when its mesh was last stopped, and the trajectories in flight then."""
 
     event: str = "0"  # the last one
     event_count: int = 0  # lines
@@ -43,7 +41,7 @@ class RecordEnd:
 
     @classmethod
     def read(cls, run_dir: Path) -> RecordEnd | None:
-        """None: there is none, as after a crash. Damaged."""
+        """Read the record's end; None if there is none, as after a crash. Raises CorruptData."""
         path = run_dir / RECORD_END_FILE
         if not path.is_file():
             return None
@@ -55,12 +53,12 @@ class RecordEnd:
 
 
 def parse_event(row: Row) -> Event:
-    """The event of a line."""
+    """Return the event of a line."""
     return Event(str(row["id"]), int(row["ms"]), str(row["kind"]), row["fields"])
 
 
 def read_rare_events(run_dir: Path) -> Iterator[Event]:
-    """The events of a run, less those of each group and step but the first of them."""
+    """Yield the events of a run, but of each group and step only the first."""
     seen: set[str] = set()
     for row in iterate_rows(run_dir / EVENTS_FILE):
         kind = str(row["kind"])
@@ -70,8 +68,9 @@ def read_rare_events(run_dir: Path) -> Iterator[Event]:
 
 
 def read_move_outcomes(run_dir: Path) -> list[Event]:
-    """What the record of a run on this host tells of judged moves: Redis keeps what has happened
-    for some minutes only.
+    """Return the judged moves in the record of a run on this host.
+
+    Redis retains events for some minutes only.
     """
     return [
         parse_event(row)
@@ -81,12 +80,12 @@ def read_move_outcomes(run_dir: Path) -> list[Event]:
 
 
 def find_last_step(rows: Sequence[Row]) -> int:
-    """Of rows of steps in order; 0 when there is none."""
+    """Return the last step of ordered rows; 0 when there is none."""
     return int(rows[-1]["step"]) if rows else 0
 
 
 def find_last_recorded_step(rows: Iterable[Row]) -> int:
-    """The last step of those that the lines of events tell of, in the lineage that stands."""
+    """Return the last step that the event lines of the current lineage record."""
     done = 0
     for row in rows:
         if row["kind"] == "step":
@@ -97,8 +96,9 @@ def find_last_recorded_step(rows: Iterable[Row]) -> int:
 
 
 def thin_rows(rows: Iterable[Row], min_rows: int = MAX_ROWS_IN_MEMORY) -> list[Row]:
-    """Some rows for a curve, evenly spaced, `most` to twice as many where there are more, and the
-    last one.
+    """Return some rows for a curve, evenly spaced, and the last one.
+
+    Of more than `min_rows` rows, between `min_rows` and twice as many remain.
     """
     kept: list[Row] = []
     every, last = 1, None
@@ -113,7 +113,7 @@ def thin_rows(rows: Iterable[Row], min_rows: int = MAX_ROWS_IN_MEMORY) -> list[R
 
 @dataclass
 class RunRecordWriter:
-    """The two files of one run. `wrong` is what has to be mended, by the file's name."""
+    """Writer of the two files of one run. `faults`: problems to repair, by the file's name."""
 
     run_dir: Path
     job: str
@@ -132,7 +132,7 @@ class RunRecordWriter:
         self._job_filter = JobEventFilter(self.job, map(parse_event, found))
         self.recent_rows = self._metrics.content.rows[-MAX_ROWS_IN_MEMORY:]  # the last ones
         done, there = find_last_recorded_step(found), find_last_step(self.recent_rows)
-        if there < done:  # rows are written before the events of their steps
+        if there < done:  # rows precede the events of their steps
             self.faults.setdefault(
                 METRICS_FILE, f"it ends with step {there} of {done} that were recorded"
             )
@@ -145,7 +145,9 @@ class RunRecordWriter:
         self._metrics.release_rows()
 
     def apply_record_end(self, record_end: RecordEnd | None) -> None:
-        """Takes in where an earlier session stood: what ends before it is an older copy, or cut."""
+        """Apply the end of an earlier session: a file that ends before it is an older copy, or
+        truncated.
+        """
         if record_end is not None and events.parse_event_id(
             record_end.event
         ) > events.parse_event_id(self.last_event_id):
@@ -156,11 +158,11 @@ class RunRecordWriter:
 
     @property
     def event_count(self) -> int:
-        """Lines of events."""
+        """Number of event lines."""
         return self._events.next_number
 
     def check_files(self) -> None:
-        """Notes a file that somebody else has changed or removed."""
+        """Record a fault for each file that another process has changed or removed."""
         for file in (self._events, self._metrics):
             try:
                 file.require_unchanged()
@@ -168,37 +170,37 @@ class RunRecordWriter:
                 self.faults.setdefault(file.path.name, error.message)
 
     def add_events(self, new_events: Sequence[Event]) -> None:
-        """StorageFull, with nothing added."""
+        """Append events. Raises StorageFull, with nothing added."""
         self._events.append([asdict(event) for event in new_events])
         self.last_event_id, self._expected_events = new_events[-1].id, self._events.next_number
 
     def add_rows(self, new_rows: Sequence[Row]) -> None:
-        """StorageFull, with nothing added."""
+        """Append rows. Raises StorageFull, with nothing added."""
         self._metrics.append(new_rows)
         self.recent_rows += new_rows
         if len(self.recent_rows) > 2 * MAX_ROWS_IN_MEMORY:
             del self.recent_rows[:-MAX_ROWS_IN_MEMORY]
 
     def iterate_rows(self) -> Iterator[Row]:
-        """All rows, one by one from the file."""
+        """Yield all rows, one by one from the file."""
         return iterate_rows(self._metrics.path)
 
     def truncate_rows(self, last_step: int) -> None:
-        """Cuts off the rows of steps after `last`; StorageFull, with nothing changed."""
+        """Remove the rows of steps after `last_step`. Raises StorageFull, with nothing changed."""
         kept = [row for row in self.iterate_rows() if row["step"] <= last_step]
         self._metrics.replace(kept)
         self.recent_rows = kept[-MAX_ROWS_IN_MEMORY:]
 
     def select_own(self, candidates: Sequence[Event]) -> list[Event]:
-        """Those that are the run's, of events that follow those of before."""
+        """Return the run's own events, of events that follow the earlier ones."""
         return [event for event in candidates if self._job_filter.accept(event)]
 
     async def repair_events(self, state: StateClient, host: Host) -> dict[str, Any]:
-        """Makes a damaged file again from what is readable in it and what Redis has; the fields of
-        an event. StateUnavailable, DeadlineExceeded or StorageFull, with all to be done again.
+        """Rebuild a corrupt file from its readable lines and Redis; return the fields of an event.
 
-        The file's work is done off the loop, and what comes after it cannot fail: a file that has
-        been put in place is never taken for a damaged one.
+        Raises StateUnavailable, DeadlineExceeded or StorageFull; then the whole repair is to be
+        repeated. The work on the file runs off the event loop. What follows cannot fail: an
+        installed file is never taken for a corrupt one.
         """
         why = self.faults[EVENTS_FILE]
         found = await host.run_blocking(read_lines, self._events.path, deadline_s=REPAIR_TIMEOUT_S)
@@ -226,9 +228,7 @@ class RunRecordWriter:
         )
 
     def _merge_events(self, rows: list[Row], streamed: list[Event]) -> tuple[list[Event], int]:
-        """The events of lines and those of the stream that are the run's, each once, in order; how
-        many more there were.
-        """
+        """Return the run's events of lines and stream, each once, in order, and the number lost."""
         written = {str(row["id"]) for row in rows}
         union = {event.id: event for event in (*map(parse_event, rows), *streamed)}
         in_order = sorted(union.values(), key=lambda event: events.parse_event_id(event.id))
@@ -240,12 +240,12 @@ class RunRecordWriter:
         )
 
     async def repair_metrics(self, state: StateClient, host: Host) -> dict[str, Any]:
-        """The same of the rows of steps."""
+        """Rebuild a corrupt file of step rows; return the fields of an event."""
         why = self.faults[METRICS_FILE]
         known = await steps.read_step_rows(state, self.job)
 
         def union() -> list[Row]:
-            """All rows that are readable or `known`, each once, in order."""
+            """Return all rows that are readable or `known`, each once, in order."""
             found = {
                 int(row["step"]): row for row in (*self.iterate_rows(), *self.recent_rows, *known)
             }
@@ -268,7 +268,7 @@ class RunRecordWriter:
 
 
 def list_corrupt_files(run_dir: Path) -> list[str]:
-    """What is damaged among the files of a run, a sentence each; nothing is changed."""
+    """Return the corrupt files of a run, a sentence each; change nothing."""
     found = [
         f"{run_dir / name}: {why}"
         for name in (EVENTS_FILE, METRICS_FILE)
@@ -284,18 +284,18 @@ def list_corrupt_files(run_dir: Path) -> list[str]:
 
 
 def read_events(run_dir: Path) -> list[Event]:
-    """The events of a run as they were recorded, as far as they can be read."""
+    """Return the recorded events of a run, as far as they are readable."""
     return [parse_event(row) for row in read_lines(run_dir / EVENTS_FILE).rows]
 
 
 def read_job(run_dir: Path) -> tuple[str, dict[str, Any]]:
-    """(job id, submitted document) of a run directory; Damaged."""
+    """Return (job id, submitted document) of a run directory. Raises CorruptData."""
     held = job_file.read_job_file(run_dir / job_file.JOB_FILE_NAME)
     return str(held["job"]), held["document"]
 
 
 def find_last_valid_step(steps_done: int, new_events: list[events.Event], job: str) -> int:
-    """The last step that stands: later ones were left behind by a new lineage."""
+    """Return the last valid step: a new lineage has abandoned later ones."""
     left = [
         int(event.fields["version"])
         for event in new_events
@@ -305,8 +305,10 @@ def find_last_valid_step(steps_done: int, new_events: list[events.Event], job: s
 
 
 def select_evaluations(candidates: list[events.Event], job: str) -> list[events.Event]:
-    """The evaluations among events, where they outlive Redis; not those of versions that a new
-    lineage has abandoned, and no other one is the best then if one of those was.
+    """Return the evaluations among events, where they outlive Redis.
+
+    Evaluations of versions that a new lineage has abandoned are left out. If one of those was the
+    best, no other one becomes the best.
     """
     found: list[events.Event] = []
     for event in candidates:

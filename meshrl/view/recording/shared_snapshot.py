@@ -1,4 +1,4 @@
-"""One snapshot of a mesh for all who record its jobs: its cost does not grow with their number."""
+"""Snapshot of a mesh shared by its jobs' recorders: its cost does not grow with their number."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from meshrl.view.mesh.process_usage import (
     map_process_names,
 )
 
-MAX_AGE_S = 0.4  # below the time between two looks of a recorder
+MAX_AGE_S = 0.4  # below the time between two polls of a recorder
 JOBS_MAX_AGE_S = 2.0  # all jobs, with their documents, are more to read
 CPU_SAMPLE_S = 2.0  # between readings of CPU times: a process that lives shorter is not counted
 
 
 class SharedSnapshot:
-    """The last snapshot of a mesh, taken again when it is no longer fresh."""
+    """Last snapshot of a mesh, taken again when it is no longer fresh."""
 
     def __init__(self, mesh: RunningMesh) -> None:
         self._mesh = mesh
@@ -43,7 +43,10 @@ class SharedSnapshot:
         self.process_usage: list[ProcessCpuTime] = []
 
     async def read_snapshot(self) -> MeshSnapshot:
-        """The mesh now, its jobs up to JOBS_S ago. StateUnavailable, DeadlineExceeded."""
+        """Return a fresh snapshot, with jobs up to `JOBS_MAX_AGE_S` old.
+
+        Raises StateUnavailable, DeadlineExceeded.
+        """
         async with self._lock:  # its holder's deadline bounds the wait
             now = self._mesh.clock.monotonic()
             if now - self.taken_at_s >= MAX_AGE_S:
@@ -57,7 +60,7 @@ class SharedSnapshot:
             return self.latest
 
     async def read_live_jobs(self) -> list[JobRow]:
-        """The jobs that have not ended, as they are now. StateUnavailable, DeadlineExceeded."""
+        """Return the jobs that have not ended. Raises StateUnavailable, DeadlineExceeded."""
         async with self._lock:
             await self._read_jobs(self._mesh.clock.monotonic())
             return [row for row in self._jobs if not row.is_terminal]
@@ -66,7 +69,7 @@ class SharedSnapshot:
         self._jobs, self._jobs_read_at_s = tuple(await jobs.read_jobs(self._mesh.state)), now_s
 
     def measure_cpu(self, force: bool = False) -> float:
-        """When `used` was read, which is now if it is time again, or by `force`."""
+        """Return when CPU times were read: now if a reading is due or `force` is set."""
         now = self._mesh.clock.monotonic()
         if force or now - self._metered_at_s >= CPU_SAMPLE_S:
             names: Mapping[int, str] = {**self._names, **self._mesh.process_names}
@@ -76,7 +79,7 @@ class SharedSnapshot:
 
 
 class RunningMesh(Protocol):
-    """A mesh that this process has started, with its Redis."""
+    """Mesh that this process has started, with its Redis."""
 
     state: StateClient
 
@@ -88,7 +91,7 @@ class RunningMesh(Protocol):
     def mesh_paths(self) -> MeshPaths: ...
     @property
     def is_restoring_state(self) -> bool:
-        """True while Redis has lost what it had, and jobs are being put back."""
+        """True while Redis has lost its state, and jobs are being restored."""
 
     @property
     def process_names(self) -> dict[int, str]:

@@ -1,1 +1,1 @@
-"""The report of a run, `report.html`. Open `report.py` first."""
+"""Report of a run, `report.html`. Open `report.py` first."""

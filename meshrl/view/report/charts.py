@@ -1,6 +1,4 @@
-"""Draws charts as inline SVG, so that a report is one file that opens anywhere, without a
-network.
-"""
+"""Charts as inline SVG, so that a report is one file that opens anywhere, without a network."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from html import escape
 
 WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 12, 34  # margins, for the axes' labels
-# Okabe and Ito's colours, which all eyes tell apart, without yellow on white.
+# Okabe and Ito's colours, distinct also for colour-blind readers, without yellow on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 MIN_SPAN_SHARE = (
     1e-9  # share of its values that an axis covers at least: below that no tick is round
@@ -30,14 +28,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """A line chart over the steps of a run."""
+    """Line chart over the steps of a run."""
 
     title: str
     series: Sequence[Series]
 
 
 def draw_line_chart(series: Sequence[Series], x_label: str, y_from_zero: bool = True) -> str:
-    """A line chart with a legend; an empty one says so."""
+    """Return a line chart with a legend; without points, a note."""
     points = [point for s in series for point in s.points if math.isfinite(point[1])]
     if not points:
         return '<p class="none">nothing was measured</p>'
@@ -59,7 +57,7 @@ def choose_color(index: int) -> str:
 
 
 def compute_ticks(low: float, high: float) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`."""
+    """Return round numbers from at or below `low` to at or above `high`."""
     low, high = max(-MAX_VALUE, min(low, MAX_VALUE)), max(-MAX_VALUE, min(high, MAX_VALUE))
     if high - low < max(abs(low) * MIN_SPAN_SHARE, abs(high) * MIN_SPAN_SHARE, sys.float_info.min):
         high = low + (abs(low) if abs(low) > sys.float_info.min else 1.0)
@@ -71,7 +69,7 @@ def compute_ticks(low: float, high: float) -> list[float]:
 
 
 class Plot:
-    """Maps values to pixels."""
+    """Mapping of values to pixels."""
 
     def __init__(
         self, xs: tuple[float, float], ys: tuple[float, float], height: int = HEIGHT
@@ -120,11 +118,11 @@ class Plot:
 
 
 def wrap_svg(height: int, parts: Sequence[str]) -> str:
-    """A drawing of the width that all have."""
+    """Return a drawing of the common width."""
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
 
 
 def draw_legend(items: Sequence[tuple[str, str]]) -> str:
-    """What each colour stands for."""
+    """Return the legend of the colours."""
     keys = (f'<span><i style="background:{c}"></i>{escape(label)}</span>' for label, c in items)
     return f'<p class="legend">{"".join(keys)}</p>'

@@ -1,4 +1,4 @@
-"""The figures of a report as data: the page draws them, and so does `meshrl report --png`."""
+"""Figures of a report as data: the page draws them, and so does `meshrl report --png`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ StepRows = Sequence[Mapping[str, Any]]
 def make_figures(
     rows: StepRows, evaluations: Sequence[Evaluation], events: Sequence[Event]
 ) -> list[Figure]:
-    """All of them, in the order of the page; the timeline of gangs is not among them."""
+    """Return all figures in the order of the page, except the timeline of gangs."""
     return [
         make_learning_figure(rows, evaluations),
         *make_evaluation_figures(evaluations),
@@ -29,7 +29,7 @@ def make_figures(
 
 
 def make_learning_figure(rows: StepRows, evaluations: Sequence[Evaluation]) -> Figure:
-    """Reward and held-out over the steps."""
+    """Return the figure of reward and held-out reward over the steps."""
     held = [(float(e.step), e.sampled_reward) for e in evaluations if e.sampled_reward is not None]
     greedy = [(float(e.step), e.greedy_reward) for e in evaluations if e.greedy_reward is not None]
     return Figure(
@@ -43,7 +43,7 @@ def make_learning_figure(rows: StepRows, evaluations: Sequence[Evaluation]) -> F
 
 
 def make_evaluation_figures(evaluations: Sequence[Evaluation]) -> list[Figure]:
-    """The figures of the datasets beside the held-out set, if there are any."""
+    """Return the figures of the datasets other than the held-out set, if any."""
     names = {n: 0 for e in evaluations for n in e.figures if not n.startswith(f"{HELD_OUT}.")}
     curves = [
         Series(
@@ -55,7 +55,7 @@ def make_evaluation_figures(evaluations: Sequence[Evaluation]) -> list[Figure]:
 
 
 def make_health_figures(rows: StepRows, events: Sequence[Event]) -> list[Figure]:
-    """What to look at when it does not learn: failures first, then what the gradient is made of."""
+    """Return figures for a job that does not learn: failures first, then the gradient's parts."""
     failed = extract_column(rows, "failed_share") or compute_failure_shares(events)
     spread = "standard deviation of the rewards within a group"
     kl = [Series("from the policy that sampled", extract_column(rows, "kl"))]
@@ -82,7 +82,7 @@ def make_health_figures(rows: StepRows, events: Sequence[Event]) -> list[Figure]
 
 
 def make_trajectory_figures(rows: StepRows) -> list[Figure]:
-    """What the trajectories of each step were like."""
+    """Return figures of the trajectories of each step."""
     lengths = [
         Series("mean", extract_column(rows, "length_mean")),
         Series("longest", extract_column(rows, "length_max")),
@@ -97,18 +97,18 @@ def make_trajectory_figures(rows: StepRows) -> list[Figure]:
 
 
 def make_time_figure(rows: StepRows) -> Figure:
-    """What the core of the job has spent its time on."""
+    """Return the figure of the time that the job's core spends on training and waiting."""
     waited = Series("waiting for trajectories", extract_column(rows, "wait_s"))
     return Figure("Seconds a step", [Series("training", extract_column(rows, "train_s")), waited])
 
 
 def extract_column(rows: StepRows, key: str) -> Points:
-    """(step, value) of the rows that have one."""
+    """Return (step, value) of the rows that have the key."""
     return [(float(r["step"]), float(r[key])) for r in rows if r.get(key) is not None]
 
 
 def compute_failure_shares(events: Sequence[Event]) -> Points:
-    """(step, share of its trajectories that failed by type) of the lineage that stands."""
+    """Return (step, share of its trajectories that failed by type) of the current lineage."""
     found: dict[int, tuple[int, int]] = {}
     for event in events:
         if event.kind == "step":
@@ -122,8 +122,9 @@ def compute_failure_shares(events: Sequence[Event]) -> Points:
 
 
 def compute_rates(rows: StepRows, key: str) -> Points:
-    """(step, tokens a second) between the commits of two steps that follow each other; the first
-    step of a session, which took the break before it along, is left out.
+    """Return (step, tokens a second) between the commits of two consecutive steps.
+
+    The first step of a session is left out, because its span includes the break before it.
     """
     spans = [(float(b["wall"]) - float(a["wall"]), b) for a, b in pairwise(rows) if "wall" in a]
     usual = sorted(span for span, _ in spans)[len(spans) // 2] if spans else 0.0

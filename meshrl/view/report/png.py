@@ -1,4 +1,4 @@
-"""Draws the figures of a report as PNG files, by matplotlib, which is imported here alone."""
+"""PNG files of a report's figures, by matplotlib, which is imported here alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW_INCHES = 0.4  # of a worker in the timeline
 
 
 def require_matplotlib() -> None:
-    """NotFound, with the command that installs it, when matplotlib is not there."""
+    """Raise NotFound, with the command that installs it, when matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise NotFound(
             "PNG files are drawn by matplotlib, which is not installed",
@@ -33,7 +33,7 @@ def require_matplotlib() -> None:
 
 
 def write_line_chart(figure: Figure, directory: Path, x_label: str = "step") -> Path | None:
-    """Writes one line chart; None where nothing was measured."""
+    """Write one line chart; return None where nothing was measured."""
     measured = {s.label: [p for p in s.points if math.isfinite(p[1])] for s in figure.series}
     if not any(measured.values()):
         return None
@@ -52,7 +52,7 @@ def write_line_chart(figure: Figure, directory: Path, x_label: str = "step") -> 
 
 
 def write_timeline(title: str, worker_timeline: WorkerTimeline, directory: Path) -> Path | None:
-    """Writes the timeline of a run; None where no roles were recorded."""
+    """Write the timeline of a run; return None where no roles were recorded."""
     rows, end = worker_timeline.list_workers, worker_timeline.end_s
     if not rows:
         return None
@@ -82,7 +82,7 @@ def write_timeline(title: str, worker_timeline: WorkerTimeline, directory: Path)
 
 
 def _make_canvas(title: str, inches: float) -> tuple[Canvas, Axes]:
-    """A canvas without any window: it can draw PNG files alone."""
+    """Return a canvas without any window: it can draw PNG files alone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -100,5 +100,5 @@ def _save(canvas: Canvas, title: str, directory: Path) -> Path:
 
 
 def make_file_name(title: str) -> str:
-    """A title as the name of a file."""
+    """Return a title as the name of a file."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")

@@ -1,4 +1,4 @@
-"""`meshrl report`: the report of a run drawn anew from its record, and figures as PNG files."""
+"""`meshrl report`: redraws the report of a run from its record, and figures as PNG files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ SUMMARY_FILE = "summary.json"
 
 
 def redraw_report(run_dir: Path, directory: Path | None) -> None:
-    """Writes PNG files to a directory if there is one, else `report.html`; says what is where.
-    NotFound: matplotlib is missing, or the run is not over and has its page by whoever records it.
+    """Write PNG files to a directory if there is one, else `report.html`; print their paths.
+
+    Raises NotFound if matplotlib is missing, or the run is not over: its recorder writes the page.
     """
     if directory is None:
         write_report(run_dir)
@@ -40,7 +41,7 @@ def redraw_report(run_dir: Path, directory: Path | None) -> None:
 
 
 def write_report(run_dir: Path) -> None:
-    """The page of a run that is over. NotFound, Damaged, StorageFull."""
+    """Write the page of a run that is over. Raises NotFound, CorruptData, StorageFull."""
     if not (run_dir / SUMMARY_FILE).is_file():
         raise NotFound(
             f"the run in {run_dir} is not over: it has no {SUMMARY_FILE}",
@@ -62,7 +63,7 @@ def write_report(run_dir: Path) -> None:
 
 
 def draw_figures(run_dir: Path, directory: Path) -> list[Path]:
-    """Every figure that has something to show as a PNG file, also of a run that goes on."""
+    """Write every figure that has content as a PNG file, also of a running run."""
     job, _ = read_job(run_dir)
     events, rows = read_events(run_dir), thin_rows(iterate_rows(run_dir / METRICS_FILE))
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Writes what a run leaves: `report.html`, also while it goes on, `model/`, and `summary.json`."""
+"""Results of a run: `report.html`, also while it runs, `model/`, and `summary.json`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ACCOUNT_TERMS = (
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run stands when it is summarized."""
+    """State of a run when it is summarized."""
 
     job: str
     phase: Phase
@@ -58,7 +58,7 @@ class RunResult:
 
 
 def summarize_result(result: RunResult, steps: int) -> dict[str, Any]:
-    """The part of a summary that says how a run ended; `steps` are those that are done."""
+    """Return the part of a summary about the run's end; `steps` are those that are done."""
     told = {"job": result.job, "phase": result.phase, "seed": result.seed, "steps": steps}
     return (
         told
@@ -74,7 +74,7 @@ def summarize(
     events: Sequence[Event],
     usage: JobUsage,
 ) -> dict[str, Any]:
-    """The summary of a run from its record; rows are gone through once."""
+    """Return the summary of a run from its record; rows are read once."""
     cpu_s = usage.sum_cpu_by_name()
     steps = tokens = tokens_trained = 0
     gap: float | None = None
@@ -105,7 +105,7 @@ def summarize(
         "tokens_sampled": usage.sum_tokens("rollout/"),
         "tokens_trained": tokens_trained,
         "prefixes": prefix_stats.sum_figures(usage.prefixes.values()),
-        # Of the trajectories that have ended, those without a reward.
+        # Ended trajectories without a reward.
         "failed_share": round(result.account["typed_drops"] / max(1, ended), 4),
         "failures": summarize_failures(events),
         "workers_moved": len(list_planned_moves(events)),
@@ -118,15 +118,16 @@ def summarize(
 
 
 def list_role_moves(events: Sequence[Event]) -> list[Event]:
-    """Completed moves of gangs between rollout and training, whoever decided them."""
+    """Return completed moves of gangs between rollout and training, by planner or user."""
     return [
         e for e in events if e.kind == "move" and {e.fields["from"], e.fields["to"]} == TRADED_ROLES
     ]
 
 
 def list_planned_moves(events: Sequence[Event]) -> list[Event]:
-    """The moves that the planner decided for faster steps, each once, while
-    every other gang went on: it generated, computed bins or committed between start and end.
+    """Return the planner's moves for faster steps that did not stop other gangs, each once.
+
+    Between start and end every other gang generated, computed bins or committed.
     """
     first = next((e.ms for e in events if e.kind == "step"), None)
     if first is None:
@@ -143,7 +144,7 @@ def list_planned_moves(events: Sequence[Event]) -> list[Event]:
 
 
 def _summarize_evaluation(e: Evaluation) -> dict[str, Any]:
-    """Its figures, and of which share of their samples they are where that is not all."""
+    """Return an evaluation's figures, and the share of samples of each that does not cover all."""
     missing = {name: share for name, share in e.scored_shares.items() if share < 1.0}
     found: dict[str, Any] = {"tag": e.tag, "step": e.step, "figures": e.figures}
     return found | ({"shares": missing, "reasons": e.unscored_reasons} if missing else {})
@@ -167,8 +168,9 @@ EXPORTED_PHASES = (Phase.TRAINING, Phase.EVALUATION, Phase.FINISHED, Phase.STOPP
 async def write_results(
     recorder: Recorder, has_given_up: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
-    """Writes what a run leaves behind, whatever its end; returns the summary. Waits for room on a
-    full disk, until it is `given_up`.
+    """Write the results of a run, at any kind of end, and return the summary.
+
+    Waits for space on a full disk until `has_given_up`.
     """
     room, guard = DiskSpaceWaiter(recorder.mesh.clock, has_given_up), WarningGuard()
     run_dir, document = recorder.run_dir, recorder.job_file_content["document"]
@@ -188,7 +190,7 @@ async def write_results(
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
         with guard("the export of the model, which `meshrl export` repeats,"):
             await export_model(recorder.mesh, run_dir)
-    # Last: who waits for it finds all the rest.
+    # Last: a process that waits for the summary finds all other files.
     await room.write_when_space(lambda: write_json(run_dir / "summary.json", found))
     return found
 
@@ -212,9 +214,9 @@ def _summarize_run(
 
 
 class LivePage:
-    """The report of a run that goes on, written now and then by a task beside who records it.
+    """Report of a running run, written periodically by a task beside its recorder.
 
-    What keeps a page from being written is said once, and the next one is tried.
+    An error that blocks the page is printed once, and the next page is tried.
     """
 
     def __init__(self, recorder: Recorder, on_error: Callable[[str], None]) -> None:
@@ -224,8 +226,8 @@ class LivePage:
         self._is_closed, self._write_lock = False, threading.Lock()
 
     def update_if_due(self) -> None:
-        """Begins a page if it is time and none is being made; long runs, whose page takes long, get
-        it less often.
+        """Start a page if it is due and none is in progress; long runs, whose page is slow, get it
+        less often.
         """
         recorder = self._recorder
         if self._page_task is not None and not self._page_task.done():
@@ -236,7 +238,7 @@ class LivePage:
         self._page_task = asyncio.create_task(making, name="live page")
 
     async def aclose(self) -> None:
-        """From here on the page belongs to others: one that is being made is not written."""
+        """Release the page: one in progress is not written."""
         with self._write_lock:
             self._is_closed = True
         if self._page_task is not None:
@@ -248,7 +250,7 @@ class LivePage:
         started, trouble = clock.monotonic(), ""
         try:
             await asyncio.to_thread(self._write, snapshot, self._recorder.wall_s)
-        except StorageFull:  # shown anyway
+        except StorageFull:  # a full disk is shown anyway
             pass
         except Exception as error:  # whatever it is, the run goes on
             if not (isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS):
@@ -260,7 +262,9 @@ class LivePage:
         self._next_page_at_s = now + max(PAGE_INTERVAL_S, PAGE_COST_FACTOR * (now - started))
 
     def _write(self, snapshot: RunSnapshot, wall_s: float) -> None:
-        """Reads the record line by line, since all of a long one would take hundreds of MB."""
+        """Write the page; read the record line by line, since all of a long one would take hundreds
+        of MB.
+        """
         run_dir, recorded = self._recorder.run_dir, self._recorder.record
         job, document = self._recorder.job, self._recorder.job_file_content["document"]
         events = list(read_rare_events(run_dir))
@@ -284,13 +288,15 @@ class LivePage:
 
 
 def write_page(run_dir: Path, page: str) -> None:
-    """Whole or not at all: who opens it never sees half a page. StorageFull."""
+    """Write the page atomically: no reader sees half a page. Raises StorageFull."""
     documents.write_bytes(run_dir / "report.html", page.encode(), durable=False)
 
 
 async def export_model(mesh: RunningMesh, run_dir: Path) -> bool:
     """Write the last weights in Hugging Face's layout to `<run>/model`; print why if they cannot be
-    written. Return True if they were.
+    written.
+
+    Returns True if they were written.
     """
     log = mesh.mesh_paths.log_path(EXPORT_LOG)
     try:

@@ -1,4 +1,4 @@
-"""The report of a run as one page of HTML that needs nothing else."""
+"""Report of a run as one self-contained page of HTML."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def render_page(
     refresh_s: float = 0.0,
     kept_samples: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """The report as one self-contained page, which loads itself again every `refresh_s` if that is
-    not 0. `kept` are the run's samples.
+    """Return the report as one self-contained page, which reloads every `refresh_s` unless that is
+    0.
+
+    `kept_samples` are the run's samples.
     """
     start_ms = events[0].ms if events else 0
     news = [
@@ -101,7 +103,7 @@ Section = tuple[str, str]  # title, HTML
 def render_learning(
     rows: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation]
 ) -> list[Section]:
-    """Reward and held-out over the steps, and the measured points as a table."""
+    """Return reward and held-out reward over the steps, and the measured points as a table."""
     found = render_figures([figures.make_learning_figure(rows, evaluations)])
     if any(e.sampled_reward is not None or e.greedy_reward is not None for e in evaluations):
         found.append(("Held-out", _render_measurements(evaluations)))
@@ -109,12 +111,12 @@ def render_learning(
 
 
 def render_figures(figure_list: Sequence[Figure]) -> list[Section]:
-    """Figures as charts."""
+    """Return figures as charts."""
     return [(figure.title, charts.draw_line_chart(figure.series, "step")) for figure in figure_list]
 
 
 def render_moves(events: Sequence[Event]) -> list[Section]:
-    """What was predicted of each move, and what it came to, of those that were judged."""
+    """Return the predictions and outcomes of judged moves."""
     judged = [
         decode_move_outcome(event.ms, event.fields)
         for event in events
@@ -150,7 +152,7 @@ def _render_measurements(evaluations: Sequence[Evaluation]) -> str:
 
 
 def _format_value(e: Evaluation, name: str, value: float | None) -> str:
-    """A figure, and of which share of its samples it is unless it is of all."""
+    """Return a figure, with the share of its samples unless it covers all."""
     share = e.scored_shares.get(name)
     if value is None:
         return "no sample was scored" if share == 0 else ""
@@ -158,7 +160,7 @@ def _format_value(e: Evaluation, name: str, value: float | None) -> str:
 
 
 def render_job(document: dict[str, Any]) -> str:
-    """The keys of a job that are not as by default; all of them folded away."""
+    """Return the job's non-default keys; all keys are folded away."""
     bare = {key: value for key, value in document.items() if key != "bundle"}
     defaults = JobConfig().to_document()
     defaults["cache"] = str(Path(defaults["cache"]).expanduser())  # as a submitted job has it
@@ -171,7 +173,7 @@ def render_job(document: dict[str, Any]) -> str:
 
 
 def find_differences(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not equal to its default; a table that is has none left."""
+    """Return the values that differ from their defaults; tables are compared key by key."""
     found: dict[str, Any] = {}
     for key, value in document.items():
         default = defaults.get(key)
@@ -184,7 +186,7 @@ def find_differences(document: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
 
 def render_trajectories(kept_samples: Sequence[Sample]) -> str:
-    """Evaluated trajectories as HTML, each folded under its heading."""
+    """Return evaluated trajectories as HTML, each folded under its heading."""
     found = []
     for sample in select_evaluations(kept_samples):
         told = "".join(

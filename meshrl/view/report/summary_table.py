@@ -1,4 +1,4 @@
-"""What a run came to, line by line: the table at its end, and the first one of its report."""
+"""Table of a run's results: printed at its end, and first in its report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshrl.view.terminal import Console
 
 
 def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
-    """The closing table."""
+    """Print the closing table."""
     table = Table(title=f"{summary['job']}, seed {summary['seed']}: {summary['phase']}", box=None)
     table.title_justify = "left"
     table.add_column("", style="dim")
@@ -33,7 +33,7 @@ def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
 
 
 def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The summary as (what, value) for people."""
+    """Return the summary as (name, value) for people."""
 
     lost = "" if summary["lost"] is None else f"{summary['lost']} lost, "
 
@@ -92,7 +92,7 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _list_evaluations(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The best version, if the job asks for it, and what the last one came to elsewhere."""
+    """Return the best version, if the job selects one, and the last evaluation elsewhere."""
     every = summary["evaluations"]
     best = [e for e in every if e["step"] == summary["best_version"]]
     last = [e for e in every if any(not n.startswith(f"{HELD_OUT}.") for n in e["figures"])]

@@ -1,5 +1,7 @@
-"""Draws who was on which worker when: a row for each worker, a colour for each role, a mark for
-each move with its reason in the text that the pointer shows.
+"""Timeline chart of instances on workers.
+
+It has a row for each worker, a colour for each role, and a mark for each move, with its reason in
+the pointer's text.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ COLORS: dict[str, str] = {
     Role.TRAINING: "#e69f00",
     Role.SCORING: "#cc79a7",
 }
-OTHER_COLOR = "#bbbbbb"  # of a role that has none
+OTHER_COLOR = "#bbbbbb"  # of a role without a colour
 ROW_HEIGHT = 26  # height of a row
-PALE_OPACITY = 0.35  # how a resident shows that starts, drains or sleeps
+PALE_OPACITY = 0.35  # of an instance that starts, drains or sleeps
 
 
 def draw_timeline(timeline: WorkerTimeline) -> str:
-    """The chart of a run; an empty one says so."""
+    """Return the chart of a run; without spans, a note."""
     rows, spans, moves = timeline.list_workers, timeline.spans, timeline.moves
     if not rows:
         return '<p class="none">no roles were recorded</p>'
@@ -57,8 +59,9 @@ def draw_timeline(timeline: WorkerTimeline) -> str:
 
 
 def assign_lanes(spans: Sequence[RoleSpan], worker: str) -> list[tuple[int, int, RoleSpan]]:
-    """The spans of a row, each with its lane and how many there are: those at the same time lie
-    below each other.
+    """Return the spans of a row, each with its lane and the number of lanes.
+
+    Simultaneous spans get different lanes.
     """
     free: list[float] = []
     found: list[tuple[int, RoleSpan]] = []

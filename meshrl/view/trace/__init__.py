@@ -1,3 +1,3 @@
-"""`trace.json` of a run for Perfetto, from what its processes have noted and its events. Open
+"""`trace.json` of a run for Perfetto, from its processes' notes and its events. Open
 `trace_writer.py` first.
 """

@@ -1,6 +1,4 @@
-"""`meshrl trace`: reads what a run's processes have noted, also while it goes on, and writes a
-trace.
-"""
+"""`meshrl trace`: reads the notes of a run's processes, also while it runs, and writes a trace."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ MAX_TRAJECTORIES = 20_000  # trajectories of a shard, the last ones: Perfetto ta
 
 
 def export_trace(run_dir: Path, output_path: Path | None) -> None:
-    """Writes the trace of a run and says where it lies; NotFound when nothing was noted."""
+    """Write the trace of a run and print its path. Raises NotFound when nothing was noted."""
     if not any((run_dir / TRACE_DIRECTORY).glob("*.jsonl")):
         raise NotFound(
             f"{run_dir} has no traces",
@@ -43,7 +41,7 @@ def export_trace(run_dir: Path, output_path: Path | None) -> None:
 
 
 def write_trace(run_dir: Path, path: Path, events: list[RunEvent]) -> int:
-    """Writes a run's trace, whole or not at all; how many events it has. OSError."""
+    """Write a run's trace atomically; return its number of events. Raises OSError."""
     beside = documents.temporary_path(path)
     try:
         with open(beside, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
@@ -62,7 +60,7 @@ def write_trace(run_dir: Path, path: Path, events: list[RunEvent]) -> int:
 
 
 def read_notes(run_dir: Path) -> TraceNotes:
-    """What the processes of a run have noted; lines that are torn or damaged are left out."""
+    """Return the notes of a run's processes; torn or corrupt lines are skipped."""
     found = TraceNotes()
     paths = (run_dir / TRACE_DIRECTORY).glob("*.jsonl")
     # A file that another has followed comes before that one.
@@ -102,20 +100,20 @@ PHASES = {
 
 @dataclass
 class TraceNotes:
-    """What the processes of a run have noted, by the name of each."""
+    """Notes of the processes of a run, by the name of each."""
 
     shards: dict[str, list[NoteRow]] = field(default_factory=dict)
     trainer: list[NoteRow] = field(default_factory=list)
     engines: dict[str, list[NoteRow]] = field(default_factory=dict)
 
     def iterate_rows(self) -> Iterator[NoteRow]:
-        """All of them."""
+        """Yield all rows."""
         for rows in (*self.shards.values(), self.trainer, *self.engines.values()):
             yield from rows
 
 
 def draw_trace(notes: TraceNotes, events: Sequence[RunEvent]) -> Iterator[TraceEvent]:
-    """The events of a trace of a run, whose events are in order."""
+    """Yield the trace events of a run, whose events are in order."""
     begun = [float(row["at"]) for row in notes.iterate_rows()] + [e.ms / 1000 for e in events[:1]]
     tracks = TrackWriter(min(begun, default=0.0))
     yield from _draw_job(tracks, events)
@@ -143,7 +141,7 @@ def draw_trace(notes: TraceNotes, events: Sequence[RunEvent]) -> Iterator[TraceE
 
 
 def _draw_job(tracks: TrackWriter, events: Sequence[RunEvent]) -> Iterator[TraceEvent]:
-    """The phases of the job."""
+    """Yield the phases of the job."""
     found = [event for event in events if event.kind == "phase"]
     last_ms = events[-1].ms if events else 0
     edges = [(e.ms, str(e.fields["phase"])) for e in found] + [(last_ms, "")]
@@ -155,7 +153,7 @@ def _draw_job(tracks: TrackWriter, events: Sequence[RunEvent]) -> Iterator[Trace
 
 
 def _draw_workers(tracks: TrackWriter, events: Sequence[RunEvent]) -> Iterator[TraceEvent]:
-    """A track for each worker: who is there, in which role and tier; and moves, with reasons."""
+    """Yield a track for each worker with its instances' roles and tiers, and moves with reasons."""
     if not events:
         return
     start_ms = events[0].ms
@@ -247,7 +245,7 @@ ARROW_FIELDS = {"name": "trained", "cat": "trained"}
 
 
 class Arrows:
-    """Sees the spans of a trace as they are made."""
+    """Collector of spans, from which arrows are drawn."""
 
     def __init__(self) -> None:
         self._steps: dict[int, TraceEvent] = {}
@@ -256,14 +254,14 @@ class Arrows:
         ] = {}  # by group, its trajectory that ended last
 
     def collect_steps(self, events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
-        """Passes the trainer's events on."""
+        """Pass the trainer's events on and collect its steps."""
         for event in events:
             if event["ph"] == "X" and event["name"] == f"step {event.get('args', {}).get('step')}":
                 self._steps[event["args"]["step"]] = event
             yield event
 
     def collect_trajectories(self, events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
-        """Passes a shard's events on."""
+        """Pass a shard's events on and collect its trajectories."""
         for event in events:
             if event["ph"] == "X" and "group" in event.get("args", {}):
                 group = event["args"]["group"]
@@ -273,7 +271,7 @@ class Arrows:
             yield event
 
     def draw(self, trained: Mapping[int, int]) -> Iterator[TraceEvent]:
-        """The arrows; `trained` says by group which step took it."""
+        """Yield the arrows; `trained` maps each group to the step that trained it."""
         for group, source in self._last_trajectories.items():
             step = self._steps.get(trained.get(group, -1))
             if step is None or _end_us(step) <= _end_us(source):

@@ -1,8 +1,7 @@
-"""Trace events in Chrome's format, as ui.perfetto.dev opens them: processes, their tracks, and
-spans on these.
+"""Trace events in Chrome's format, as ui.perfetto.dev opens them: processes, tracks and spans.
 
-What is on a track at the same time goes to lanes of their own, so that spans of a lane nest or
-follow each other. Times are whole microseconds from the trace's begin, so parts of a span meet.
+Simultaneous spans on a track go to lanes of their own, so that spans of a lane nest or follow each
+other. Times are whole microseconds from the trace's start, so parts of a span meet.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ BarPart = tuple[str, float]  # its name, empty for a gap, and its milliseconds
 
 
 class BarShape(Enum):
-    """How a bar is drawn."""
+    """Shape in which a bar is drawn."""
 
     NESTED = "nested"  # its parts within a span of its name
     PARTS = "parts"  # its parts alone
@@ -27,7 +26,7 @@ class BarShape(Enum):
 
 @dataclass(frozen=True)
 class TraceBar:
-    """A span with the parts that it consists of, one after the other from its start."""
+    """Span with its consecutive parts from its start."""
 
     name: str
     start_s: float  # wall
@@ -38,13 +37,13 @@ class TraceBar:
 
     @property
     def end_s(self) -> float:
-        """Wall, seconds."""
+        """Wall time of the end, in seconds."""
         return self.start_s + sum(ms for _, ms in self.parts) / 1000
 
 
 @dataclass
 class TraceProcess:
-    """A group of tracks, under one name."""
+    """Group of tracks under one name."""
 
     pid: int
     name: str
@@ -52,14 +51,14 @@ class TraceProcess:
 
 
 class TrackWriter:
-    """Makes events for one trace, which begins at `began_s` (wall)."""
+    """Writer of events for one trace, which begins at `started_s` (wall)."""
 
     def __init__(self, started_s: float) -> None:
         self._started_s = started_s
         self._processes: dict[str, TraceProcess] = {}
 
     def open_process(self, name: str) -> tuple[TraceProcess, list[TraceEvent]]:
-        """The process of that name, and the events that name it if it is new."""
+        """Return the process of that name, and the events that name it if it is new."""
         found = self._processes.get(name)
         if found is not None:
             return found, []
@@ -71,7 +70,7 @@ class TrackWriter:
         ]
 
     def draw_bars(self, process: str, track: str, bars: Sequence[TraceBar]) -> Iterator[TraceEvent]:
-        """The events of bars, on as many lanes of a track as they need."""
+        """Yield the events of bars, on as many lanes of a track as they need."""
         of, named = self.open_process(process)
         yield from named
         first, lanes = of.thread_count + 1, 0
@@ -102,7 +101,7 @@ class TrackWriter:
     def draw_instant(
         self, process: str, tid: int, name: str, at_s: float, args: Mapping[str, Any]
     ) -> Iterator[TraceEvent]:
-        """A moment, on a track that `bars` has made; 0: of the whole process."""
+        """Yield a moment on a track that `draw_bars` has made; 0: of the whole process."""
         of, named = self.open_process(process)
         yield from named
         scope = "t" if tid else "p"
@@ -110,7 +109,7 @@ class TrackWriter:
         yield about | {"pid": of.pid, "tid": tid, "args": dict(args)}
 
     def to_trace_us(self, wall_s: float) -> int:
-        """Microseconds from the trace's begin."""
+        """Return microseconds from the trace's start."""
         return max(0, round(1e6 * (wall_s - self._started_s)))
 
 

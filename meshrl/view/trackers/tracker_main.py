@@ -1,7 +1,7 @@
-"""The process of one tracker: takes a run's figures from its parent and shows them to others.
+"""Process of one tracker: receives a run's figures from its parent and publishes them.
 
 `python -m meshrl.view.trackers.tracker_main NAME`, started by `tracker_processes.py`, which
-describes the frames. A tracker's package may hang, raise or end the process: nothing else lives
+describes the frames. A tracker's package may hang, raise or end the process: nothing else runs
 here.
 """
 
@@ -25,16 +25,16 @@ SAMPLES_TITLE = "evaluation/samples"
 class RunTracker(Protocol):
     def log_values(self, step: int, values: Values, wall: float) -> None: ...
     def log_table(self, step: int, rows: TableRows, wall: float) -> None:
-        """Trajectories of an evaluation, for reading."""
+        """Log trajectories of an evaluation, for reading."""
 
     def rewind(self, step: int) -> None:
-        """Steps after this one are not part of the run any more."""
+        """Drop the steps after this one, which are not part of the run any more."""
 
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files, without TensorFlow and without torch."""
+    """TensorBoard event files, without TensorFlow and without torch."""
 
     def __init__(self, description: dict[str, Any]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -101,7 +101,7 @@ class Wandb:
         self._run.log({SAMPLES_TITLE: shown, "step": step})
 
     def rewind(self, step: int) -> None:
-        """Steps that are shown again replace the old ones in a chart over `step`."""
+        """Do nothing: repeated steps replace the old ones in a chart over `step`."""
 
     def close(self) -> None:
         self._run.finish()
@@ -131,14 +131,14 @@ class Trackio:
         self._trackio.log({SAMPLES_TITLE: shown}, step=step)
 
     def rewind(self, step: int) -> None:
-        """A step that is shown again stands beside the old one."""
+        """Do nothing: a repeated step appears beside the old one."""
 
     def close(self) -> None:
         self._trackio.finish()
 
 
 def format_markdown(row: dict[str, Any]) -> str:
-    """A row for a text panel: short values in one line, texts as blocks."""
+    """Return a row for a text panel: short values in one line, texts as blocks."""
     short = {k: v for k, v in row.items() if k not in ("prompt", "turns")}
     head = ", ".join(f"{name} {value}" for name, value in short.items())
     blocks = "".join(f"\n\n    {row[k]}".replace("\n", "\n    ") for k in ("prompt", "turns"))
@@ -153,9 +153,7 @@ TRACKERS: dict[str, Callable[[dict[str, Any]], RunTracker]] = {
 
 
 def run_tracker(name: str, channel: ChildChannel) -> None:
-    """Shows figures until the parent closes the channel; each frame is answered when it has been
-    shown.
-    """
+    """Show figures until the parent closes the channel; answer each frame once it is shown."""
     first = channel.recv()
     if first is None:
         return

@@ -1,8 +1,8 @@
-"""Shows a run's figures in trackers beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio.
+"""Trackers of a run's figures beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio.
 
-Each has a process of its own (`tracker_main.py`), so that one that hangs or fails costs
-nothing but what it does not show. What is to be shown waits in a bounded queue; `RUN/tracking.json`
-says how far each tracker has come, and a resumed run goes on from there.
+Each has a process of its own (`tracker_main.py`), so that one that hangs or fails costs only its
+own figures. Records wait in a bounded queue. `RUN/tracking.json` stores each tracker's position,
+from which a resumed run continues.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TrackerRecord = dict[
 
 @dataclass(frozen=True)
 class TrackerLimits:
-    """What a tracker is allowed before it counts as broken."""
+    """Limits of a tracker before it counts as broken."""
 
     max_queued: int = 4096  # records that wait; beyond, the oldest are dropped
     start_timeout_s: float = 120.0  # for a package to be imported and to reach its server
@@ -57,7 +57,7 @@ class TrackerLimits:
 
 @dataclass
 class TrackerProgress:
-    """How far one tracker has come; kept in the run directory."""
+    """Position of one tracker; stored in the run directory."""
 
     id: str  # the run's id, as the tracker knows it
     step: int = 0  # rows up to this one are shown
@@ -67,8 +67,9 @@ class TrackerProgress:
 
 
 def flatten_scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """All finite numbers of nested tables, by their path: `workers/g1`. None and texts are left
-    out.
+    """Return all finite numbers of nested tables, by their path: `workers/g1`.
+
+    None and texts are left out.
     """
     found: dict[str, float] = {}
     for key, value in values.items():
@@ -80,8 +81,10 @@ def flatten_scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, fl
 
 
 class TrackerProcess:
-    """One tracker's queue and process. `argv` runs what takes the frames (see
-    `tracker_main.py`): first what the run is, then lists of records; each frame is answered by one.
+    """Queue and process of one tracker.
+
+    `argv` runs the receiver of the frames (see `tracker_main.py`): first a description of the run,
+    then lists of records; each frame is answered by one.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class TrackerProcess:
         self._task: asyncio.Task[None] | None = None
 
     def enqueue(self, records: Iterable[TrackerRecord]) -> None:
-        """Never waits; what is shown already is left out."""
+        """Add records without waiting; skip those that are shown already."""
         for record in records:
             step, kind = int(record["step"]), record["kind"]
             if kind == "rewind":
@@ -125,7 +128,7 @@ class TrackerProcess:
             self._task = asyncio.create_task(self._run(), name=f"tracker {self.name}")
 
     async def close(self) -> None:
-        """Waits for what is still to be shown, up to the deadline; the rest counts as dropped."""
+        """Wait for the queued records, up to the deadline; the rest counts as dropped."""
         self._is_closing = True
         self._wakeup.set()
         task, self._task = self._task, None
@@ -162,7 +165,7 @@ class TrackerProcess:
         self.progress.trouble += f"; given up, its log is {self._log}"
 
     async def _serve(self, child: ChildProcess) -> None:
-        """Shows what waits, until the queue is closed and empty."""
+        """Send the queued records, until the queue is closed and empty."""
         limits = self._limits
         await child.send(json.dumps(self._description).encode(), limits.show_timeout_s)
         await child.recv(limits.start_timeout_s)
@@ -194,7 +197,7 @@ class TrackerProcess:
 
 
 class Trackers:
-    """The trackers of one run."""
+    """Trackers of one run."""
 
     def __init__(self, trackers: list[TrackerProcess], path: Path) -> None:
         self.trackers, self._path = trackers, path
@@ -209,8 +212,11 @@ class Trackers:
         host: Host,
         clock: Clock,
     ) -> Trackers:
-        """The trackers that the job of a run directory asks for, where an earlier session left
-        them. `held` is what `job.json` says, `known` what that session wrote down.
+        """Return the trackers that a run's job requests, at their positions from an earlier
+        session.
+
+        `job_file_content` is the content of `job.json`, `stored_progress` the positions that
+        session wrote.
         """
         path, guard = run_dir / PROGRESS_FILE, WarningGuard()
         asked = job_file_content["document"].get("tracking", {})
@@ -241,7 +247,7 @@ class Trackers:
         return cls(made, path)
 
     def enqueue(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Event]) -> None:
-        """Never waits; what a tracker has shown already it leaves out."""
+        """Add records without waiting; each tracker skips those that it has shown."""
         with self._guard("tracking"):
             self._enqueue_all(self._build_records(rows, evaluations))
 
@@ -273,7 +279,7 @@ class Trackers:
         return records
 
     def rewind(self, step: int) -> None:
-        """Rows after `step` are not part of the run any more."""
+        """Drop rows after `step`, which are not part of the run any more."""
         with self._guard("tracking"):
             self._enqueue_all([{"kind": "rewind", "step": step}])
 
@@ -284,13 +290,13 @@ class Trackers:
             self._write_progress()
 
     def _write_progress(self) -> None:
-        """On a full disk the next time: a tracker is at worst shown something twice."""
+        """Write the progress; a full disk only delays it: a tracker may show a record twice."""
         if self.trackers:
             with suppress(StorageFull):
                 write_json(self._path, {t.name: asdict(t.progress) for t in self.trackers})
 
     async def close(self) -> None:
-        """Shows what is left, within a minute, and says what could not be shown."""
+        """Show the rest, within a minute, and print what could not be shown."""
         with self._guard("tracking"):
             await asyncio.gather(*(tracker.close() for tracker in self.trackers))
             self._write_progress()

@@ -1,3 +1,3 @@
-"""Keys and values outside of the engine's cache: in the host's memory, on its disk, at other
+"""Keys and values outside of the engine's cache: in host memory, on the host's disk, at other
 engines. Open `host_cache.py` first.
 """

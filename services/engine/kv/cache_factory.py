@@ -1,4 +1,4 @@
-"""Opens what a job's engines of this host keep keys and values in, as the job file asks for it."""
+"""Factory of the KV tiers of a job's engines on this host, as the job file configures them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshrl.services.engine.kv.peers import PeerEngines
 
 GIB = 1 << 30
 OPEN_TIMEOUT_S = (
-    60.0  # to count what lies there, when the last engine to leave has taken its own away
+    60.0  # for the first count of a directory, after its last engine removed its chunks
 )
 
 
@@ -46,7 +46,10 @@ def log_unused_tier(mesh: Mesh, setting: str, error: ConfigError) -> None:
 
 
 async def open_tiers(mesh: Mesh, job: str, limits: RolloutConfig) -> list[KVTier]:
-    """The shelves that a job asks for; without those whose directories are another user's."""
+    """Open the KV tiers that a job asks for.
+
+    Omit those whose directories belong to another user.
+    """
     kv, root = limits.kv, mesh.settings.run_root
     places = []
     if limits.kv_memory_gib:
@@ -83,8 +86,10 @@ async def open_tiers(mesh: Mesh, job: str, limits: RolloutConfig) -> list[KVTier
 async def open_host_cache(
     mesh: Mesh, job: str, limits: RolloutConfig, engine: TokenEngine, wake: Callable[[], None]
 ) -> HostCache | None:
-    """The engine's, which it uses from now on; None: the job asks for none, the engine has keys and
-    values that nobody else can read, or every directory is another user's.
+    """Open the engine's host cache and attach it; return None if the engine has none.
+
+    An engine has no host cache if the job asks for none, if no other process can read its keys and
+    values, or if every directory belongs to another user.
     """
     kv = limits.kv
     if not isinstance(engine, BuiltinEngine):

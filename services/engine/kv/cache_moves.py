@@ -1,11 +1,10 @@
-"""Sends a session's keys and values from one engine process to another, which computes them from
-the front meanwhile.
+"""Transfer of a session's keys and values from one engine process to another.
 
-The engine that is to have them asks the one that has them. Chunks are copied out in stops of the
-source, some at a time, and go over in frames; frames are small, and few are out at once, so that
-what else the two processes say waits for milliseconds. The target takes them between its steps.
-Whatever goes wrong, it keeps what came, and computes the rest, as it does with all that it had
-computed before it came.
+The target engine requests them from the source and computes them from the front during the
+transfer. The source copies chunks out in pauses between steps, some at a time, and sends them in
+frames. Frames are small and few are in flight, so other messages of the two processes wait only
+milliseconds. The target takes the chunks between its steps. After any error it retains the chunks
+that arrived and computes the rest.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from meshrl.services.engine.kv.offload_policy import TransferRate
 
 R = TypeVar("R")
 
-PAUSE_S = 0.01  # longest stop of the source to copy chunks; as many are copied as fit into it
-MAX_CHUNKS = 64  # in one stop
-FRAME_BYTES = 1 << 20  # larger ones travel at a third of the speed
-MAX_CHUNK_BYTES = 1 << 30  # of the largest models it is a tenth of that
-MAX_CONCURRENT_MOVES = 4  # moves to one engine
-MAX_UNREAD_BYTES = 256 << 20  # of one move, that its engine has not yet put in their place
-POLL_S = 0.01  # between two looks whether it has
-UNKNOWN_LENGTH = 1 << 40  # tokens, of a cache of which nobody knows yet how long it is
-BETWEEN_STEPS_TIMEOUT_S = 10.0  # until an engine is between two steps
+PAUSE_S = 0.01  # longest pause of the source; as many chunks are copied as fit
+MAX_CHUNKS = 64  # in one pause
+FRAME_BYTES = 1 << 20  # larger frames transfer at a third of the speed
+MAX_CHUNK_BYTES = 1 << 30  # chunks of the largest models have a tenth of that
+MAX_CONCURRENT_MOVES = 4  # moves to one engine at a time
+MAX_UNREAD_BYTES = 256 << 20  # bytes of one move that the engine has not installed yet
+POLL_S = 0.01  # interval of polls for installed chunks
+UNKNOWN_LENGTH = 1 << 40  # tokens, for a cache of yet unknown length
+BETWEEN_STEPS_TIMEOUT_S = 10.0  # for the engine to reach the end of its step
 MOVE_TIMEOUT_S = 60.0
 
 Chunk = tuple[int, int, NDArray[np.uint8]]  # keys and values of tokens [start, end)
@@ -57,12 +56,14 @@ NO_BYTES = np.zeros(0, np.uint8)
 
 class RunBetweenSteps(Protocol):
     async def __call__(self, action: Callable[[], R], what: str, deadline_s: float) -> R:
-        """What `action` answers between two steps of the engine."""
+        """Run `action` between two steps of the engine and return its result."""
 
 
 class CacheMoves:
-    """Both ends of moves, at one engine. `loaded` names the weights that it computes with; `wake`
-    has its driver look at what has come, `soon` do something before its next step.
+    """Source and target of cache moves at one engine.
+
+    `get_loaded_manifest` names the weights that the engine computes with. `wake` makes its driver
+    poll for arrived chunks. `run_soon` runs a function before the engine's next step.
     """
 
     def __init__(
@@ -85,12 +86,12 @@ class CacheMoves:
         )
         self._move_slots = asyncio.Semaphore(MAX_CONCURRENT_MOVES)
         self._transfer_rate = TransferRate()
-        self.received_tokens = self.received_bytes = 0  # that came here in time
+        self.received_tokens = self.received_bytes = 0  # tokens and bytes that arrived in time
 
     # -- the source ------------------------------------------------------------------------------
 
     async def stream_frames(self, request: ExportCache) -> AsyncGenerator[CacheFrame, None]:
-        """What the engine has of an idle session; nothing if it has nothing to give."""
+        """Yield the frames of an idle session's cache; none if the engine has nothing to send."""
         look = partial(self._describe_cache, request.session)
         head = await self._run_between_steps(
             look, "the engine to look for a cache", BETWEEN_STEPS_TIMEOUT_S
@@ -112,7 +113,7 @@ class CacheMoves:
                     part = content[at : at + self.frame_bytes]
                     yield CacheFrame(None, start, end, len(content), part)
             if len(chunks) < len(now):
-                return  # it has them no more
+                return  # the engine no longer has the tokens
 
     def _describe_cache(self, session: int) -> CacheHeader | None:
         cache = self._engine.describe_session_cache(session)
@@ -141,7 +142,7 @@ class CacheMoves:
     # -- the target ------------------------------------------------------------------------------
 
     async def fetch_cache(self, move: CacheMove) -> CacheMoveResult:
-        """Has what `move.source` has loaded, as far as it is wanted when it comes."""
+        """Fetch what `move.source` has loaded, as far as it is still useful on arrival."""
         load, came = PrefixLoad(0, UNKNOWN_LENGTH, self._mesh.clock.monotonic()), _ReceivedCache()
         load.expected_chunk_s = (
             self._transfer_rate.s_per_byte * CHUNK_TOKENS * self._engine.cache_bytes_per_token
@@ -204,11 +205,14 @@ class CacheMoves:
             received.is_complete = True
 
     def _offer_to_engine(self, session: int, head: CacheHeader, load: PrefixLoad) -> bool:
-        """Two lineages number their weights alike, so equal numbers must be of equal name."""
+        """Offer the cache to the engine if the weights have the same name on both sides.
+
+        Two lineages number their weights equally, so equal numbers do not suffice.
+        """
         adapters = self._engine.adapter_versions
         own = adapters.get(head.adapter, NO_VERSION) if head.adapter else self._engine.version
         pure = _is_computed_by(head, self._get_loaded_manifest())
-        if not pure:  # it can only be loaded, which may take longer than computing it
+        if not pure:  # a mixed cache can only be loaded, which may take longer than computing it
             size, rate = self._engine.cache_bytes_per_token, self._steps.prefill_tokens_per_s
             slow = bool(rate) and self._transfer_rate.s_per_byte * size > 1 / rate
             if head.version == own or slow:
@@ -233,14 +237,17 @@ class _ReceivedCache:
 
 
 def _is_computed_by(head: CacheHeader, manifest: str) -> bool:
-    """Whether these weights have computed all of a cache."""
+    """Return True if the weights of this manifest computed the whole cache."""
     return head.version >= 0 and head.manifest == manifest
 
 
 async def _assemble_chunks(
     frames: AsyncIterator[CacheFrame], received: _ReceivedCache
 ) -> AsyncGenerator[Chunk, None]:
-    """Each chunk, once all of its bytes are there; BadMessage if frames do not fit."""
+    """Yield each chunk once all of its bytes have arrived.
+
+    Raise BadMessage if frames do not fit.
+    """
     whole, filled, of = NO_BYTES, 0, (0, 0, 0)
     async for frame in frames:
         if not filled:

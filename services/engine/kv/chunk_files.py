@@ -1,9 +1,10 @@
-"""Chunks of keys and values as files of one directory, which all engines of a host share.
+"""Chunks of keys and values as files of one directory that all engines of a host share.
 
-A chunk lies at `DIRECTORY/DOMAIN/NAME[:2]/NAME`: a head, and its bytes. It appears whole or not at
-all, and says itself what it is, so that a torn, changed or foreign file is a miss. Its name is a
-digest of all that it depends on, the tokens before it among them, so that equal names mean equal
-content. It is a cache: nothing is durable, and nothing fails because of what lies here.
+A chunk is the file `DIRECTORY/DOMAIN/NAME[:2]/NAME`: a header and its bytes. It is installed
+atomically and describes itself, so that a torn, changed or foreign file is a miss. Its name is a
+digest of everything that it depends on, including the tokens before it, so that equal names mean
+equal content. The directory is a cache: nothing in it is durable, and no content of it can make an
+engine fail.
 """
 
 from __future__ import annotations
@@ -24,39 +25,37 @@ from meshrl.common.base.checksum import Checksum, Checksummer
 from meshrl.common.generation.engine_contract import IntArray
 from meshrl.common.generation.prefix_loading import CHUNK_TOKENS, ChunkBytes
 
-NAME_BYTES = 32  # as many as the bulk port's digests have
+NAME_BYTES = 32  # equal to the length of the bulk port's digests
 NAME_DIGITS = 2 * NAME_BYTES
 MAGIC = b"MRLKV\x00\x00\x01"
-_HEADER = struct.Struct("<8sIIQdQ32s")  # before the sum of it and of the content, which is last
+_HEADER = struct.Struct("<8sIIQdQ32s")  # the digest of header and content follows
 _SUM_BYTES = 16
 HEADER_BYTES = _HEADER.size + _SUM_BYTES
 MAX_CHUNK_BYTES = 1 << 32  # of one chunk
-MAX_CREATE_TRIES = 5  # to make a file in a directory that others remove
+MAX_CREATE_TRIES = 5  # attempts to create a file in a directory that other processes remove
 _scratch_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """What a chunk says of itself."""
+    """Header of a chunk file."""
 
-    start_token: int  # its first token's place
+    start_token: int  # position of the chunk's first token
     tokens: int
-    compute_s: float  # that computing it takes, as measured when it was written
-    session_tag: int  # tag of the one that it is kept for; 0: for all that begin so
+    compute_s: float  # time to compute the chunk, measured when it was written
+    session_tag: int  # owning session; 0: shared by all requests with this prefix
 
 
 @dataclass(frozen=True)
 class StoredChunk:
     path: Path
     bytes: int
-    last_used_s: (
-        float  # when it was last used or written, of the wall clock; reserved if yet to come
-    )
-    header: ChunkHeader | None  # None: it cannot be read
+    last_used_s: float  # wall-clock time of the last use or write; a future time is a reservation
+    header: ChunkHeader | None  # None: unreadable
 
 
 class ChunkFiles:
-    """The chunks below one directory. Safe to use by any number of threads and processes."""
+    """Chunks below one directory; safe to use by any number of threads and processes."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -71,7 +70,7 @@ class ChunkFiles:
             return False
 
     def reserve(self, domain: str, name: str, until_s: float) -> bool:
-        """Whether there is such a file; if so it counts as used, and as reserved until then."""
+        """Return True if the file exists; mark it as used and reserve it until `until_s`."""
         try:
             os.utime(self.path(domain, name), (until_s, until_s))
         except OSError:
@@ -79,8 +78,10 @@ class ChunkFiles:
         return True
 
     def read(self, domain: str, name: str) -> tuple[ChunkHeader, ChunkBytes] | None:
-        """A chunk as it was written, which nobody removes meanwhile; None: it is not there, or not
-        what its name says, and is removed then.
+        """Read a chunk and protect it from removal during the read.
+
+        Return None if there is none or if its content does not match its name; such a file is
+        removed.
         """
         path = self.path(domain, name)
         try:
@@ -100,13 +101,13 @@ class ChunkFiles:
         return found
 
     def write(self, domain: str, name: str, header: ChunkHeader, content: ChunkBytes) -> int:
-        """Writes a chunk; the bytes that it takes. OSError leaves nothing behind."""
+        """Write a chunk and return its size in bytes. An OSError leaves no file behind."""
         return self._write_atomically(
             domain, name, (_pack_header(name, header, content), content.data)
         )
 
     def copy_from(self, path: Path, domain: str, name: str) -> int:
-        """Writes a copy of a chunk of another directory, as it is; the bytes that it takes."""
+        """Copy a chunk file of another directory unchanged and return its size in bytes."""
         return self._write_atomically(domain, name, (path.read_bytes(),))
 
     def _write_atomically(
@@ -132,7 +133,7 @@ class ChunkFiles:
         return size
 
     def remove(self, path: Path) -> bool:
-        """Removes a chunk, unless somebody reads it; whether this did so."""
+        """Remove a chunk unless a process reads it; return True if this call removed it."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -145,12 +146,12 @@ class ChunkFiles:
         finally:
             os.close(descriptor)
         with suppress(OSError):
-            path.parent.rmdir()  # once it is empty
+            path.parent.rmdir()  # succeeds once the directory is empty
         return True
 
     def scan(self, domain: str = "*") -> Iterator[StoredChunk]:
-        """Chunks, and those in the making, whose writer may have been killed; of all domains, or of
-        one.
+        """Yield chunks of all domains or of one, with unfinished files whose writer may have been
+        killed.
         """
         for path in self.directory.glob(f"{domain}/??/*"):
             with suppress(OSError):
@@ -158,7 +159,9 @@ class ChunkFiles:
                 yield StoredChunk(path, stat.st_size, stat.st_mtime, self.read_header(path))
 
     def read_header(self, path: Path) -> ChunkHeader | None:
-        """What a file says of itself, unchecked: enough to choose what goes. None: nothing."""
+        """Read a file's header without verification, which suffices for eviction; None if
+        unreadable.
+        """
         if path.name.startswith("."):
             return None
         try:
@@ -173,11 +176,11 @@ class ChunkFiles:
 
 
 def _create_scratch_file(scratch: Path, tries: int = MAX_CREATE_TRIES) -> int:
-    """A new file, whose directory others may take away while it is empty."""
+    """Create a scratch file, in a directory that other processes may remove while it is empty."""
     try:
         scratch.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    # Also FileExistsError, of a directory that is gone when pathlib looks whether it is one.
+    # pathlib also raises FileExistsError if the directory disappears during its check.
     except (FileNotFoundError, FileExistsError):
         if tries == 1:
             raise
@@ -197,7 +200,7 @@ def _checksum(header: bytes, content: ChunkBytes) -> Checksum:
 
 
 def verify_chunk(name: str, header: bytes, content: ChunkBytes) -> ChunkHeader | None:
-    """What a chunk of this name says of itself; None: it is not that chunk as it was written."""
+    """Return the header of a chunk, or None if it is not the chunk `name` as it was written."""
     if len(header) != HEADER_BYTES or header[_HEADER.size :] != _checksum(
         header[: _HEADER.size], content
     ):
@@ -225,9 +228,10 @@ def _read_chunk(descriptor: int, name: str) -> tuple[ChunkHeader, ChunkBytes] | 
 
 
 def compute_domain(weights: str, adapter: str, layout: str, policy: str) -> str:
-    """The name of what one set of weights computes in one layout, 64 hexadecimal digits: chunks of
-    different domains never serve each other. `weights` is the digest of a version's manifest,
-    `policy` says what becomes of a cache when other weights come.
+    """Return the domain of one set of weights in one layout, 64 hexadecimal digits.
+
+    Chunks of different domains never serve each other. `weights` is the digest of a version's
+    manifest; `policy` states how a cache is treated when weights are updated.
     """
     parts = (weights, adapter, layout, policy)
     told = b"".join(len(part).to_bytes(4, "little") + part.encode() for part in parts)
@@ -235,15 +239,16 @@ def compute_domain(weights: str, adapter: str, layout: str, policy: str) -> str:
 
 
 def is_domain(text: str) -> bool:
-    """Whether a text from elsewhere can be the name of a domain, and so of a directory."""
+    """Return True if a received text can be the name of a domain, and so of a directory."""
     return len(text) == NAME_DIGITS and set(text) <= set("0123456789abcdef")
 
 
 def compute_chunk_names(
     domain: str, tokens: IntArray, *, include_partial: bool = False
 ) -> list[str]:
-    """The names of the chunks of `tokens` [n], first to last, each 64 hexadecimal digits; with
-    `tail` of the last one too if it is not whole.
+    """Return the names of the chunks of `tokens` [n] in order, each 64 hexadecimal digits.
+
+    With `include_partial`, include the last chunk even if it is incomplete.
     """
     row = np.ascontiguousarray(tokens, np.int32).tobytes()
     size = CHUNK_TOKENS * np.dtype(np.int32).itemsize

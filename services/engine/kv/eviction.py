@@ -1,8 +1,8 @@
-"""Which chunks go when there is no room: those whose loss costs the least for the room they take.
+"""Choice of the chunks to evict: those whose loss costs the least per byte.
 
-What losing one costs is the chance that it is used, times what it takes to have it again beyond
-what it takes to load it from here. A trajectory that waits for a tool comes back; a prefix that
-anybody may share comes back the less likely, the longer nobody has asked for it.
+The cost of a loss is the probability of reuse, times the time to obtain the chunk again beyond the
+time to load it from here. A trajectory that waits for a tool comes back. A shared prefix is less
+likely to be used, the longer no request has used it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterable
 
 from meshrl.services.engine.kv.chunk_files import StoredChunk
 
-HALF_LIFE_S = 600.0  # without use, after which a shared prefix is half as likely to be used again
+HALF_LIFE_S = 600.0  # unused time that halves the probability of reuse of a shared prefix
 RESUME_PROBABILITY = (
-    0.9  # chance that a trajectory whose cache is kept goes on: tools fail, jobs end
+    0.9  # probability that a trajectory with an offloaded cache continues: tools fail, jobs end
 )
-SCRATCH_EXPIRY_S = 60.0  # since its last byte: whoever wrote it was killed
+SCRATCH_EXPIRY_S = 60.0  # time without a new byte after which the writer counts as killed
 
 
 def predict_reuse(chunk: StoredChunk, now_s: float, resumable: Collection[int]) -> float:
-    """How likely a chunk is to be used. `waiting`: tags of sessions that may go on."""
+    """Return the probability of reuse; `resumable` holds the tags of resumable sessions."""
     head = chunk.header
     if head is None:
         return 0.0
@@ -31,8 +31,10 @@ def predict_reuse(chunk: StoredChunk, now_s: float, resumable: Collection[int]) 
 def compute_eviction_cost(
     chunk: StoredChunk, now_s: float, resumable: Collection[int], reload_s_per_byte: float
 ) -> float:
-    """Seconds per byte. `again_s`: that it takes to load a byte from the next tier; 0: there is
-    none, and the chunk is computed again.
+    """Return the cost of an eviction, in seconds per byte.
+
+    `reload_s_per_byte` is the time to load a byte from the next tier; 0: there is none, and the
+    chunk is computed again.
     """
     if chunk.header is None or not chunk.bytes:
         return 0.0
@@ -49,7 +51,10 @@ def choose_evictions(
     resumable: Collection[int],
     reload_s_per_byte: float = 0.0,
 ) -> list[StoredChunk]:
-    """What goes so that `wanted` bytes are free, cheapest first; less where the rest is in use."""
+    """Choose evictions, cheapest first, until `needed_bytes` are free.
+
+    Fewer if the rest is in use.
+    """
     free = [one for one in chunks if _is_evictable(one, now_s)]
     free.sort(
         key=lambda one: (
@@ -67,7 +72,7 @@ def choose_evictions(
 
 
 def _is_evictable(chunk: StoredChunk, now_s: float) -> bool:
-    """Not what is being written, and not what an engine is about to load."""
+    """Return False for a chunk that is being written or that an engine is about to load."""
     if chunk.header is None:
         return now_s - chunk.last_used_s > SCRATCH_EXPIRY_S
     return chunk.last_used_s <= now_s

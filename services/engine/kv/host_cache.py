@@ -1,8 +1,7 @@
-"""Keys and values of one engine's host: what its cache lets go of, in memory and on disk, for this
-engine and the others of the host.
+"""Host cache of one engine: offloaded keys and values in memory and on disk, shared by the host.
 
-The engine calls it between and within its steps, so nothing here waits: what is looked for is found
-by the loader's thread, what is kept is written by the writer's.
+The engine calls it between and within its steps, so no call here waits. The loader's thread finds
+requested chunks, and the writer's thread writes offloaded ones.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from meshrl.services.engine.kv.offload_policy import OffloadPolicy, TransferRate
 from meshrl.services.engine.kv.peers import MIN_TOKENS, TierChunkStore, decode_chunk_names
 from meshrl.services.engine.kv.writer import ChunkCopy, ChunkWriter
 
-MAX_SESSIONS = 1 << 14  # whose caches were let go of
+MAX_SESSIONS = 1 << 14  # sessions with offloaded caches that are remembered
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class _OffloadedSession:
 class CachedEngine(Protocol):
     @property
     def cache_layout(self) -> str:
-        """How they lie in copies of its cache."""
+        """Layout of keys and values in copies of the engine's cache."""
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -67,12 +66,12 @@ class CachedEngine(Protocol):
         """Known tokens computed in a second; 0: unknown."""
 
     def offload_all(self) -> None:
-        """Offers all that it has."""
+        """Offer all cached prefixes for offloading."""
 
 
 class HostCache:
-    """What an engine keeps on shelves, the nearest first. `policy` keep: caches of other versions
-    than the loaded one are of use.
+    """KV tiers of an engine, the nearest first. Policy `keep`: caches of versions other than the
+    loaded one are usable.
     """
 
     def __init__(
@@ -85,25 +84,27 @@ class HostCache:
         on_error: Callable[[BaseException], None],
         peers: ChunkSource | None = None,
     ) -> None:
-        """`wake` is called when something has come; `failed` hears of what nobody has thought of;
-        `peers` have what lies on other hosts.
+        """Initialize the cache.
+
+        `wake` is called when chunks have arrived; `on_error` receives unexpected errors; `peers`
+        provide chunks of other hosts.
         """
         self.offload_all = engine.offload_all
         self._tiers, self._clock, self._engine = tiers, clock, engine
         self._layout, self._policy = engine.cache_layout, policy
         self._bytes_per_token = engine.cache_bytes_per_token
-        self._weights = ""  # the manifest of what the engine computes with; empty: unknown
+        self._weights = ""  # manifest of the engine's weights; empty: unknown
         self._domain_locks: list[int] = []
         self._sessions: OrderedDict[int, _OffloadedSession] = OrderedDict()
-        self._pending_names: set[str] = set()  # names of chunks that are about to be written
+        self._pending_names: set[str] = set()  # chunks that are queued for writing
         self._loads: list[PrefixLoad] = []
         self._offload_policies = {"session": OffloadPolicy(), "prefix": OffloadPolicy()}
-        self._copy_rate = TransferRate()  # of the engine, which stands meanwhile
-        self.requested_tokens = 0  # tokens of prefixes that were looked for
-        self.recomputed_tokens = 0  # tokens that were computed although they had been kept
-        self.loaded_tokens: Counter[str] = Counter()  # tokens that came, by shelf
-        self.loaded_bytes: Counter[str] = Counter()  # of them
-        self.saved_s = 0.0  # that computing them would have taken
+        self._copy_rate = TransferRate()  # of copies out, during which the engine is paused
+        self.requested_tokens = 0  # tokens of requested prefixes
+        self.recomputed_tokens = 0  # tokens that were computed although they were offloaded
+        self.loaded_tokens: Counter[str] = Counter()  # loaded tokens by tier
+        self.loaded_bytes: Counter[str] = Counter()  # bytes of the loaded tokens
+        self.saved_s = 0.0  # time that computing the loaded tokens would have taken
         about = clock, wake, self._count_loaded, on_error
         self._peer_loader = None if peers is None else ChunkLoader(peers, *about)
         self._local_tiers = LocalTiers(tiers, clock)
@@ -115,7 +116,7 @@ class HostCache:
         return self.loader.get_rate(tier.name).s_per_byte
 
     def _request_from_peers(self, request: PrefixRequest) -> None:
-        """Other hosts are asked for what this one lacks, if it is much."""
+        """Request chunks that this host lacks from other hosts, if they are many."""
         if (
             self._peer_loader is not None
             and len(request.compute_names()) * CHUNK_TOKENS >= MIN_TOKENS
@@ -134,8 +135,10 @@ class HostCache:
             shelf.close()
 
     def set_weights(self, manifest: str, adapters: Sequence[str] = ()) -> None:
-        """The engine computes with the weights of this manifest from now on, or with none that has
-        a name; what was kept of others goes once nobody can use it."""
+        """Set the weights that the engine computes with; an empty manifest means unnamed weights.
+
+        Chunks of other weights are removed once no engine can use them.
+        """
         if manifest == self._weights:
             return
         self._weights = manifest
@@ -155,17 +158,18 @@ class HostCache:
     def _compute_domain(self, adapter: str) -> str:
         return compute_domain(self._weights, adapter, self._layout, self._policy)
 
-    # -- what is looked for ----------------------------------------------------------------------
+    # -- lookups ---------------------------------------------------------------------------------
 
     def find_prefix(self, query: PrefixQuery) -> PrefixLoad | None:
-        """What will come of a prefix, perhaps nothing; None: there is nothing to look for."""
+        """Request a prefix and return what may arrive of it; None if there is none."""
         if not self._weights:
             return None
         now_s, n = self._clock.monotonic(), len(query.tokens)
         self.requested_tokens += n - query.num_computed_tokens
         session = self._find_session(query)
         domain = self._compute_domain(query.adapter)
-        if session is not None and session.domain != domain:  # of earlier weights, or of several
+        # computed with earlier weights, or with several versions
+        if session is not None and session.domain != domain:
             load = self._load_stale_session(query, session, now_s)
             if load is not None:
                 return load
@@ -189,7 +193,7 @@ class HostCache:
         return load
 
     def _find_session(self, query: PrefixQuery) -> _OffloadedSession | None:
-        """What is kept of its own cache, if it goes on from there."""
+        """Find the chunks of the request's own session, if it continues from there."""
         found = self._sessions.get(query.session)
         if found is None or found.adapter != query.adapter:
             return None
@@ -200,7 +204,7 @@ class HostCache:
     def _load_stale_session(
         self, query: PrefixQuery, session: _OffloadedSession, now_s: float
     ) -> PrefixLoad | None:
-        """A cache of earlier weights, where it may be used and is loaded faster than computed."""
+        """Load a cache of earlier weights if it is usable and loads faster than it computes."""
         n, origin = len(session.tokens), session.origin
         if self._policy != "keep" or query.num_computed_tokens or origin.first_sampled_index >= n:
             return None
@@ -221,11 +225,14 @@ class HostCache:
         rate = self._engine.prefill_tokens_per_s
         self.saved_s += tokens / rate if rate else 0.0
 
-    # -- what is kept ----------------------------------------------------------------------------
+    # -- offloading ------------------------------------------------------------------------------
 
     def offload(self, prefix: OffloadedPrefix) -> None:
-        """Copies out what is worth it, the last chunks first, for so long as an engine may stand.
-        A cache of several weights is its session's alone, and of use as a whole.
+        """Copy out the chunks that are worth it, the last ones first, within the engine's pause
+        limit.
+
+        A cache of several weight versions belongs to its session alone and is only useful as a
+        whole.
         """
         if not self._weights or not (
             prefix.is_single_version or (prefix.is_evicted and self._policy == "keep")
@@ -235,7 +242,7 @@ class HostCache:
         if not prefix.is_single_version and (
             prefix.session < 0 or prefix.origin.first_sampled_index >= n
         ):
-            return  # nobody could use it
+            return  # no engine could use it
         domain = (
             self._compute_domain(prefix.adapter)
             if prefix.is_single_version
@@ -244,7 +251,7 @@ class HostCache:
         own = prefix.is_evicted and prefix.session >= 0
         names = compute_chunk_names(
             domain, prefix.tokens, include_partial=own
-        )  # all of it, if it outlives its weights
+        )  # a cache that outlives its weights is only useful as a whole
         tag = prefix.session + 1 if own else 0
         copied = self._copy_chunks(prefix, domain, names, tag)
         if own and (copied or prefix.is_single_version):
@@ -253,7 +260,7 @@ class HostCache:
     def _copy_chunks(
         self, prefix: OffloadedPrefix, domain: str, names: Sequence[str], tag: int
     ) -> bool:
-        """Copies what is worth it; whether all of it lies there or is on the way."""
+        """Copy the chunks that are worth it; return True if all are stored or about to be."""
         clock, n = self._clock, len(prefix.tokens)
         began = clock.monotonic()
         worth = self._offload_policies["session" if prefix.is_evicted else "prefix"]
@@ -307,7 +314,7 @@ class HostCache:
             self._drop_session(next(iter(self._sessions)))
 
     def release_sessions(self, sessions: Sequence[int]) -> None:
-        """These sessions have ended: nobody asks for what was theirs alone."""
+        """Release the chunks that belong to these ended sessions alone."""
         for session in sessions:
             self._drop_session(session)
 
@@ -328,7 +335,7 @@ class HostCache:
         return TierChunkStore(self._tiers)
 
     def look_up_chunks(self, request: ChunkLookup) -> NDArray[np.bool_]:
-        """Which of the chunks lie on the shelves, bool [n]; they stay for a while."""
+        """Return which of the chunks are on the tiers, bool [n], and reserve them for a while."""
         names = decode_chunk_names(request)
         if not is_domain(request.domain):
             raise BadMessage(f"{request.domain!r:.60} names no weights")

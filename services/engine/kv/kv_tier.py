@@ -1,8 +1,7 @@
-"""One place for chunks, the host's memory or its disk: files with a budget that all engines of the
-host share.
+"""KV tier in memory or on disk: files within a budget that the host's engines share.
 
-How much is used stands in a file beside them, under whose lock room is made; a process that is
-killed leaves it wrong by what it had in hand, until somebody counts again.
+A file beside the chunks holds the used size, and its lock guards evictions. A killed process leaves
+the size wrong by its unfinished work, until the next count.
 """
 
 from __future__ import annotations
@@ -35,27 +34,28 @@ from meshrl.services.engine.kv.eviction import choose_evictions
 
 USED_FILE, DOMAIN_LOCK_FILE, SESSIONS_DIRECTORY = ".used", ".loaded", ".sessions"
 _USED_FORMAT = struct.Struct("<q")
-ROOM_DIVISOR = 16  # room is made for one part in so many of the budget at once: a count takes long
-RETRY_S = 10.0  # after a write that failed: a full disk does not become empty at once
-MIN_FREE_SHARE = 0.05  # of the file system that is never taken
+# An eviction frees one part in this many of the budget at once, because a count takes long.
+ROOM_DIVISOR = 16
+RETRY_S = 10.0  # pause after a failed write: a full disk stays full for a while
+MIN_FREE_SHARE = 0.05  # share of the file system that always stays free
 
 
 class KVTier:
-    """A directory of chunks, of `budget` bytes. `clock` is the wall's."""
+    """Directory of chunks with a budget in bytes. `clock` is the wall clock."""
 
     def __init__(
         self, name: str, directory: Path, budget_bytes: int, clock: Callable[[], float]
     ) -> None:
-        """OSError where there can be no such directory."""
+        """Open the tier; raise OSError if the directory cannot be created."""
         self.name, self.budget_bytes = name, budget_bytes
         self.files = ChunkFiles(directory)
-        self.last_error = ""  # why the last write failed; empty: it did not
+        self.last_error = ""  # error of the last write; empty: it succeeded
         self._clock = clock
         self._retry_at_s = 0.0
         while True:
             self._engines_lock, alone = acquire_directory(directory)
             (directory / SESSIONS_DIRECTORY).mkdir(exist_ok=True, mode=0o700)
-            if alone:  # whoever was here was killed, and may have left these
+            if alone:  # a killed process may have left these files
                 for path in (
                     *(directory / SESSIONS_DIRECTORY).iterdir(),
                     *directory.glob("*/??/.*"),
@@ -74,7 +74,7 @@ class KVTier:
             self._recount()
 
     def close(self) -> None:
-        """It is not used any more; the last engine of the host takes all away."""
+        """Close the tier; the last engine of the host removes all chunks."""
         self._used_map.close()
         os.close(self._used_descriptor)
         release_directory(self.files.directory, self._engines_lock)
@@ -100,12 +100,12 @@ class KVTier:
         return there
 
     def mark_resumable(self, session: int) -> None:
-        """A trajectory may go on whose chunks are kept for it."""
+        """Record that the trajectory with these chunks may continue."""
         with suppress(OSError):
             (self.files.directory / SESSIONS_DIRECTORY / f"{session:016x}").touch(0o600)
 
     def unmark_resumable(self, session: int) -> None:
-        """Nobody asks any more for what was kept for this trajectory alone."""
+        """Record that no request will use the chunks of this trajectory alone."""
         with suppress(OSError):
             (self.files.directory / SESSIONS_DIRECTORY / f"{session:016x}").unlink()
 
@@ -126,8 +126,9 @@ class KVTier:
         reload_s_per_byte: float = 0.0,
         demote: Callable[[StoredChunk], None] = lambda _: None,
     ) -> bool:
-        """Whether a chunk lies there now. `demote` gets what has to go for it; `again_s` as in
-        `retention`.
+        """Store a chunk and return True if the tier has it now.
+
+        `demote` receives evicted chunks; `reload_s_per_byte` is defined in `eviction`.
         """
         size = content.nbytes + HEADER_BYTES
         if self.files.has(domain, name):
@@ -158,7 +159,7 @@ class KVTier:
     def reserve_room(
         self, size_bytes: int, reload_s_per_byte: float, demote: Callable[[StoredChunk], None]
     ) -> bool:
-        """Takes room for so many bytes, if it can be had; others go for it."""
+        """Reserve `size_bytes` if possible; evict other chunks to make room."""
         if size_bytes > self.budget_bytes or self._clock() < self._retry_at_s:
             return False
         disk = shutil.disk_usage(self.files.directory)
@@ -174,7 +175,7 @@ class KVTier:
                     gone = choose_evictions(
                         there, wanted, self._clock(), self.list_resumable(), reload_s_per_byte
                     )
-        for one in gone:  # not under the lock: what goes to a disk takes its time
+        for one in gone:  # outside the lock, because writes to a disk are slow
             demote(one)
             if self.files.remove(one.path):
                 with self._locked():
@@ -186,7 +187,7 @@ class KVTier:
         return True
 
     def remove_session_chunks(self, domain: str, names: Collection[str], session: int) -> None:
-        """Removes chunks of a session that has ended; those that are others' too stay."""
+        """Remove the chunks of an ended session; retain those that others share."""
         for name in names:
             path = self.files.path(domain, name)
             found = self.files.read_header(path)
@@ -198,26 +199,28 @@ class KVTier:
                             self._add_used(-size)
 
     def lock_domain(self, domain: str) -> int | None:
-        """Says that an engine has the weights of a domain, until what it returns is closed."""
+        """Lock a domain as in use by an engine until the returned object is closed."""
         path = self.files.directory / domain / DOMAIN_LOCK_FILE
         while True:
             try:
                 path.parent.mkdir(exist_ok=True, mode=0o700)
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # it was emptied in between
+            except FileNotFoundError:  # another process removed the directory in between
                 if self.files.directory.exists():
                     continue
                 return None
             except OSError:
                 return None
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # whoever empties it is soon done
+            # a process that empties the directory finishes soon
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
             if is_file_at(descriptor, path):
                 return descriptor
             os.close(descriptor)
 
     def remove_unusable(self) -> int:
-        """Removes what no engine can use: chunks of weights that none has, and of which no session
-        may go on. The bytes that are free for it.
+        """Remove chunks that no engine can use and return the freed bytes.
+
+        Such chunks are of weights that no engine has and that no resumable session needs.
         """
         waiting = self.list_resumable()
         freed = 0
@@ -227,7 +230,7 @@ class KVTier:
                 if any(
                     one.header is not None and one.header.session_tag in waiting for one in there
                 ):
-                    continue  # it needs those before its own, too
+                    continue  # a chunk needs those before it, too
                 freed += sum(one.bytes for one in there if self.files.remove(one.path))
                 if nobody and not any(directory.glob("??")):
                     with suppress(OSError):

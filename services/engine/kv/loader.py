@@ -1,9 +1,8 @@
-"""Brings chunks of prefixes that engines compute meanwhile: a thread for each place from which they
-come, this host's shelves or other hosts.
+"""Loader of prefix chunks while engines compute: one thread for each source of chunks.
 
-Of all chunks that are wanted it brings the one whose computing costs the most for its bytes. All of
-one engine's are equally large, and attention makes the later ones cost more: so it is the one that
-lies furthest back, of whichever request.
+Of all requested chunks it loads the one with the highest computing cost per byte. All chunks of an
+engine have one size, and attention makes later ones dearer: so it picks the chunk furthest back, of
+any request.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from meshrl.services.engine.kv.chunk_files import ChunkHeader
 from meshrl.services.engine.kv.kv_tier import KVTier
 from meshrl.services.engine.kv.offload_policy import TransferRate
 
-MAX_UNREAD_BYTES = 512 << 20  # that the engine has not yet put in its place
-RESERVED_S = 60.0  # for which what a prefix is loaded from stays where it is
-POLL_S = 0.05  # between two looks whether the engine has taken what has come
+MAX_UNREAD_BYTES = 512 << 20  # loaded bytes that the engine has not installed yet
+RESERVED_S = 60.0  # lifetime of a reservation of chunks that are to be loaded
+POLL_S = 0.05  # interval of polls for chunks that the engine has installed
 
-LoadedChunk = tuple[str, ChunkHeader, ChunkBytes]  # from which tier, and a chunk
+LoadedChunk = tuple[str, ChunkHeader, ChunkBytes]  # name of the tier, header, bytes
 
 
 class ChunkSource(Protocol):
-    """Where chunks come from. It may take its time, and fails by having nothing."""
+    """Source of chunks. It may be slow, and reports a failure by returning nothing."""
 
     name: str
 
     def look_up(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
-        """Which of these chunks it has, by their first tokens."""
+        """Return the available ones of these chunks, by their first tokens."""
 
     def read(self, domain: str, name: str) -> LoadedChunk | None:
-        """A chunk, checked; None: it has it no more."""
+        """Read and verify a chunk; return None if the source no longer has it."""
 
 
 class LocalTiers:
-    """Those of this host, the nearest first."""
+    """KV tiers of this host, the nearest first."""
 
     name = "shelves"
 
@@ -64,17 +63,17 @@ class LocalTiers:
 
 @dataclass
 class PrefixRequest:
-    """A prefix of which some may lie there."""
+    """Prefix of which some chunks may be available."""
 
     load: PrefixLoad
     domain: str
     compute_names: Callable[
         [], Mapping[int, str]
-    ]  # of its chunks, by their first tokens; dear to make
-    available: dict[int, str] = field(default_factory=dict)  # that may still be brought
+    ]  # chunk names by first token; computed once, because that is expensive
+    available: dict[int, str] = field(default_factory=dict)  # chunks that can still be loaded
 
     def choose_next_chunk(self) -> int | None:
-        """The first token of the chunk to bring next; None: there is none."""
+        """Return the first token of the next chunk to load, or None."""
         for start in list(self.available):
             if not self.load.needs_chunk(start):
                 del self.available[start]
@@ -84,8 +83,10 @@ class PrefixRequest:
 
 
 def choose_chunk(requests: Sequence[PrefixRequest]) -> tuple[PrefixRequest, int] | None:
-    """Whose chunk to bring next, and which; those that only loading helps go first, as their
-    engine waits for them."""
+    """Choose the request and the chunk to load next.
+
+    Requests whose engine waits, because only loading helps them, come first.
+    """
     offers = [(one, start) for one in requests if (start := one.choose_next_chunk()) is not None]
     if not offers:
         return None
@@ -93,9 +94,10 @@ def choose_chunk(requests: Sequence[PrefixRequest]) -> tuple[PrefixRequest, int]
 
 
 class ChunkLoader:
-    """A thread that brings what is wanted from one source, until it is closed. `came(tier, head,
-    bytes)` is called there for each chunk, `wake` after it; `failed` if the thread ends otherwise.
-    `rest` gets what the source does not have.
+    """Thread that loads requested chunks from one source until it is closed.
+
+    On that thread it calls `on_loaded(tier, header, bytes)` for each chunk, then `wake`; `on_error`
+    if the thread ends otherwise. `on_missing` receives requests for chunks that the source lacks.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class ChunkLoader:
             if start in there:
                 request.available[start] = name
             elif load.is_front_first:
-                break  # what lies behind a gap would be of no use
+                break  # chunks behind a gap are of no use
         missing = {start: name for start, name in names.items() if start not in there}
         if missing and not load.is_front_first:
             self._on_missing(PrefixRequest(load, request.domain, lambda: missing))

@@ -1,18 +1,19 @@
-"""What loading and copying take, and how often what was kept is used: measured, so that bytes are
-moved only where that pays.
+"""Measured costs and benefits of offloading, so that bytes move only where that pays.
+
+It measures the time to load and copy, and how often offloaded chunks are used.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-DECAY = 0.8  # of what was measured before, at each further measurement
-MIN_CHUNKS = 32  # chunks of a kind that are kept to learn whether they are used
-PROBE_EVERY = 16  # one in so many is kept where it does not pay, to see whether that has changed
+DECAY = 0.8  # weight of earlier measurements at each new one
+MIN_CHUNKS = 32  # chunks of a kind that are offloaded to measure their use
+PROBE_EVERY = 16  # One chunk in this many is offloaded where that does not pay, to detect a change.
 
 
 class TransferRate:
-    """Seconds that a byte takes: a running mean."""
+    """Running mean of the seconds that a byte takes."""
 
     def __init__(self) -> None:
         self._bytes = self._seconds = 0.0
@@ -29,15 +30,17 @@ class TransferRate:
 
 @dataclass
 class OffloadPolicy:
-    """Whether chunks of one kind are worth their copies."""
+    """Decision of whether chunks of one kind are worth their copies."""
 
-    offloaded: float = 0.0  # chunks, the older ones counting less
-    reused: float = 0.0  # of them
+    offloaded: float = 0.0  # chunks; older ones count less
+    reused: float = 0.0  # offloaded chunks that were used again
     _skipped: int = 0
 
     def is_worthwhile(self, saved_s: float, cost_s: float) -> bool:
-        """Whether a chunk is kept that saves so many seconds if it is used, and costs so many to be
-        copied; 0: it is not measured, and may save anything.
+        """Return True if a chunk is worth offloading.
+
+        `saved_s`: seconds that it saves if it is used; 0: not measured, so the saving is unknown.
+        `cost_s`: seconds that the copy takes.
         """
         if self.offloaded < MIN_CHUNKS or not saved_s or self.reuse_probability * saved_s > cost_s:
             return True
@@ -49,7 +52,7 @@ class OffloadPolicy:
         return min(1.0, self.reused / self.offloaded) if self.offloaded else 1.0
 
     def count_offload(self) -> None:
-        if self.offloaded >= 64 * MIN_CHUNKS:  # what was long ago counts less
+        if self.offloaded >= 64 * MIN_CHUNKS:  # old counts fade
             self.offloaded, self.reused = self.offloaded / 2, self.reused / 2
         self.offloaded += 1
 

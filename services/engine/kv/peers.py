@@ -1,7 +1,6 @@
-"""Chunks of other hosts: their engines say what lies on their shelves, and give it over the bulk
-port.
+"""Chunks of other hosts, which their engines list and serve over the bulk port.
 
-Used by a thread of its own, which waits here for what the loop does.
+A thread of its own uses this module and waits here for the event loop.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ from meshrl.services.engine.kv.loader import LoadedChunk
 
 T = TypeVar("T")
 
-MIN_TOKENS = 1024  # that this host lacks, before others are asked
-QUERY_TIMEOUT_S = 1.0  # for a host to say what it has
+MIN_TOKENS = 1024  # missing tokens from which on other hosts are queried
+QUERY_TIMEOUT_S = 1.0  # for a host to list its chunks
 CHUNK_TIMEOUT_S = 10.0  # for one chunk
-LOOP_TIMEOUT_S = CHUNK_TIMEOUT_S + 5.0  # for the loop to do what it was asked
-REFRESH_S = 2.0  # between two looks at who is there
-MAX_EMPTY_ANSWERS = (
-    32  # answers in a row that nothing was there, after which only one in so many asks
-)
+LOOP_TIMEOUT_S = CHUNK_TIMEOUT_S + 5.0  # for a call that runs on the loop
+REFRESH_S = 2.0  # interval of polls for the job's engines
+# After this many empty answers in a row, only one look-up in QUERY_EVERY sends a query.
+MAX_EMPTY_ANSWERS = 32
 QUERY_EVERY = 16
 
 
 class PeerEngines:
-    """The engines of one job on other hosts; see `Source`."""
+    """Engines of one job on other hosts; see `ChunkSource`."""
 
     name = "peers"
 
@@ -48,7 +46,7 @@ class PeerEngines:
         self._client = BulkClient(mesh)
         self._refreshed_s = -REFRESH_S
         self._hosts: list[RegistryEntry] = []
-        self._locations: dict[str, RegistryEntry] = {}  # chunks that were found, by name
+        self._locations: dict[str, RegistryEntry] = {}  # engines that have a chunk, by its name
         self._empty_answers = self._look_ups = 0
 
     def look_up(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
@@ -89,7 +87,7 @@ class PeerEngines:
         return other and entry.alive and bool(entry.bulk) and entry.stats.get("job") == self._job
 
     def read(self, domain: str, name: str) -> LoadedChunk | None:
-        """A chunk of another host, checked; None: it cannot be had."""
+        """Read and verify a chunk of another host; return None if it is unavailable."""
         entry = self._locations.get(name)
         if entry is None:
             return None
@@ -106,18 +104,20 @@ class PeerEngines:
         return self.name, head, body
 
     def _run_on_loop(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What comes of it; None: it failed, or the loop has no time for it."""
+        """Run `work` on the loop and return its result; None if it fails or times out."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(LOOP_TIMEOUT_S)
-        except (MeshError, TimeoutError, CancelledError, RuntimeError):  # or it is closing
+        # RuntimeError: the loop is closing
+        except (MeshError, TimeoutError, CancelledError, RuntimeError):
             future.cancel()
             return None
 
 
 class TierChunkStore(ChunkStore):
-    """The shelves of a host as a bulk port serves them: by the names of chunks, which are no
-    digests; whoever asks checks what comes.
+    """KV tiers of a host as a bulk port serves them, by the names of chunks.
+
+    The names are no digests of the content; the receiver verifies each chunk.
     """
 
     def __init__(self, tiers: Sequence[KVTier]) -> None:

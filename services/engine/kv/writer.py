@@ -1,4 +1,4 @@
-"""Writes chunks to a host's shelves: a thread, so that the engine copies and goes on."""
+"""Writer thread of a host's KV tiers, so that the engine only copies and continues."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshrl.common.generation.prefix_loading import ChunkBytes
 from meshrl.services.engine.kv.chunk_files import ChunkHeader, StoredChunk
 from meshrl.services.engine.kv.kv_tier import KVTier
 
-MAX_QUEUED_BYTES = 256 << 20  # copies that are not written yet; more is not kept
-DISK_RATE_BYTES_PER_S = 512e6  # of writes to a disk, which others read from
+MAX_QUEUED_BYTES = 256 << 20  # copies that are not written yet; more are dropped
+DISK_RATE_BYTES_PER_S = 512e6  # limit of disk writes, because other processes read from the disk
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class ChunkCopy:
 
 
 class ChunkWriter:
-    """Puts copies on the first shelf that has room, and what goes from there on the next, until it
-    is closed. `again(shelf)` tells the seconds that a byte takes to be loaded from a shelf; `done`
-    is called with the name of each copy, wherever it came to lie, `failed` if the thread ends
-    otherwise.
+    """Writer of copies to the first tier that has room, and of evicted chunks to the next.
+
+    It runs until it is closed. `get_reload_s_per_byte(tier)` returns the seconds that
+    loading a byte from a tier takes. `on_written` is called with the name of each copy, wherever it
+    was stored; `on_error` if the thread ends otherwise.
     """
 
     def __init__(
@@ -41,21 +42,19 @@ class ChunkWriter:
     ) -> None:
         self._tiers, self._clock, self._get_reload_s_per_byte = tiers, clock, get_reload_s_per_byte
         self._on_written, self._on_error = on_written, on_error
-        self.written_bytes = {shelf.name: 0 for shelf in tiers}  # bytes
-        self.last_error = (
-            ""  # why the file system refused the last piece of work; empty: it did not
-        )
-        self.dropped_chunks = 0  # chunks for which there was no room, or no time
+        self.written_bytes = {shelf.name: 0 for shelf in tiers}  # by tier
+        self.last_error = ""  # error of the last write; empty: it succeeded
+        self.dropped_chunks = 0  # chunks without room or time
         self._queue: deque[Callable[[], None]] = deque()
         self._queued_bytes = 0
-        self._throttled_until_s = 0.0  # when what was written is paid for, at the rate
+        self._throttled_until_s = 0.0  # when the rate limit allows the next write
         self._condition = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv writer", daemon=True)
         self._thread.start()
 
     def wait_for_room(self, size_bytes: int, timeout_s: float) -> bool:
-        """Whether it takes so many bytes more, at least by then."""
+        """Wait until the queue takes `size_bytes` more; return False on timeout."""
         with self._condition:
             return self._condition.wait_for(
                 lambda: self._queued_bytes + size_bytes <= MAX_QUEUED_BYTES, timeout_s
@@ -73,7 +72,7 @@ class ChunkWriter:
             self._condition.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all is written that was added; False: not in that time."""
+        """Wait until all queued copies are written; return False on timeout."""
         done = threading.Event()
         self.submit(done.set)
         return done.wait(timeout_s)
@@ -101,7 +100,7 @@ class ChunkWriter:
             try:
                 work()
                 self.last_error = ""
-            except OSError as error:  # others change the directories, and disks fail
+            except OSError as error:  # other processes change the directories, and disks fail
                 self.last_error = str(error)
 
     def _process_copy(self, copy: ChunkCopy) -> None:
@@ -130,7 +129,7 @@ class ChunkWriter:
         self.dropped_chunks += 1
 
     def _throttle(self, tier: KVTier, size_bytes: int) -> None:
-        """Waits until a write to a disk is within the rate."""
+        """Wait until a write to a disk is within the rate."""
         if tier.name != "disk":
             return
         now = self._clock.monotonic()

@@ -1,12 +1,12 @@
-"""What an engine's decode step takes, fitted while it runs: so much for itself, for each sequence,
-for each token of their contexts, and for each token of a prompt that is computed beside.
+"""Cost curve of an engine's decode step, fitted while the engine runs.
 
-Least squares of relative errors with weights that fade (ridge regression towards a prior, Hoerl
-and Kennard 1970, with no coefficient below zero, Lawson and Hanson 1974). Where an engine has
-always run as many sequences, nothing tells the terms apart: the prior says then that a step costs
-mostly for itself, as one that reads all weights once does. How the terms relate is remembered for
-long; the level of all of them follows within seconds, as it changes when others come to the same
-cores.
+Its terms are a constant, the sequences, the tokens of their contexts, and the prompt tokens that
+are computed beside. The fit is least squares of relative errors with fading weights: ridge
+regression towards a prior (Hoerl and Kennard 1970) with no negative coefficient (Lawson and Hanson
+1974). If the number of sequences never changes, the terms cannot be separated; the prior then
+attributes a step mostly to the constant, as reading all weights once does. The ratio of the terms
+is remembered for long. The common level follows within seconds, because it changes when other
+processes use the same cores.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ from numpy.typing import NDArray
 
 from meshrl.common.state.pool.demand.measurements import DecodeCurve
 
-WINDOW_STEPS = 8  # are taken in together: an engine may not tell to a step when a token came
-MIN_WINDOWS = 4  # windows before there is a curve
-DECAY = 0.998  # weight of a window beside the next: some 4,000 steps tell the terms apart,
-LEVEL_TIME_CONSTANT_S = 10.0  # and those of so much computing tell how long they take altogether
-STALL_S = 0.1  # is no outlier: others had the processor, and will have it again
-OUTLIER_FACTOR = (
-    10.0  # times what was expected: code is compiled, the host stands; it counts as so much
-)
-SOLVE_EVERY = 16  # windows, from so many on: it takes a third of a millisecond
+WINDOW_STEPS = 8  # steps of one window, because arrival times of tokens are not exact to a step
+MIN_WINDOWS = 4  # windows that a curve needs
+DECAY = 0.998  # weight of a window relative to the next: some 4,000 steps separate the terms
+LEVEL_TIME_CONSTANT_S = 10.0  # computing time that determines the level of all terms
+STALL_S = 0.1  # no outlier: other processes had the processor and will have it again
+# Larger ratios to the expected time are clipped to this: code is compiled, or the host stalls.
+OUTLIER_FACTOR = 10.0
+# From this window on, windows between two fits, because a fit takes a third of a millisecond.
+SOLVE_EVERY = 16
 PRIOR_SHARES = np.array(
     [0.8, 0.1, 0.1, 0.1]
-)  # of a step's time: the prior, in the order of the terms
-PRIOR_WINDOWS = 0.3  # windows that the prior is worth
+)  # prior: shares of a step's time, in the order of the terms
+PRIOR_WINDOWS = 0.3  # weight of the prior in windows
 TERM_SUBSETS = [list(some) for n in range(1, 5) for some in combinations(range(4), n)]
 
 Floats = NDArray[np.float64]
 
 
 class CurveFit:
-    """Takes in what each call of an engine's `step` did; `curve` is what follows from all."""
+    """Fit of the measurements of each call of an engine's `step`.
+
+    `get_curve` returns its result.
+    """
 
     def __init__(self) -> None:
         self._window, self._seconds, self._steps = np.zeros(4), 0.0, 0
         self._squares, self._sums, self._weight = np.zeros((4, 4)), np.zeros(4), 0.0
-        self._measured_s = self._expected_s = 0.0  # seconds, for the level
-        self._terms = np.zeros(4)  # seconds of each
+        self._measured_s = self._expected_s = 0.0  # for the level
+        self._terms = np.zeros(4)  # seconds of each term
         self._windows = self.steps = 0
 
     def add_steps(
@@ -55,8 +58,10 @@ class CurveFit:
         prefilled_tokens: int,
         seconds: float,
     ) -> None:
-        """`steps` steps sampled so many tokens of sequences with `context` tokens in all, and
-        computed `prefilled` tokens of prompts, in `seconds`. All may be 0.
+        """Add `steps` steps that took `seconds`.
+
+        They sampled `sampled_tokens` tokens of sequences with `context_tokens` tokens in all, and
+        computed `prefilled_tokens` tokens of prompts. Each may be 0.
         """
         decoded = steps if sampled_tokens or not prefilled_tokens else 0
         self._window += (decoded, sampled_tokens, decoded * context_tokens, prefilled_tokens)
@@ -69,7 +74,7 @@ class CurveFit:
                 self._add_window(terms, took_s, many)
 
     def get_curve(self, kind: str, tensor_parallel_size: int) -> DecodeCurve | None:
-        """Of accelerators of a kind, and a degree of tensor parallelism; None: not known yet."""
+        """Return the curve for an accelerator kind and tensor-parallel size, or None if unknown."""
         if self._windows < MIN_WINDOWS or not self._terms[:3].any():
             return None
         base, sequence, context, prefill = (float(x) for x in self._terms * self._level)
@@ -99,8 +104,8 @@ class CurveFit:
 
 
 def _solve(squares: Floats, sums: Floats, weight: float) -> Floats:
-    """Seconds of each term, none below 0; 0 of a term that was never there."""
-    size = np.sqrt(np.diagonal(squares) / weight)  # makes a term's share of a step of its seconds
+    """Return the seconds of each term, none negative; 0 for a term that never occurred."""
+    size = np.sqrt(np.diagonal(squares) / weight)  # scales seconds of a term to its share of a step
     seen = size > 0
     size = np.where(seen, size, 1.0)
     matrix = squares / np.outer(size, size) + PRIOR_WINDOWS * np.eye(4)

@@ -1,6 +1,4 @@
-"""How long an engine's token stream stood while new weights were put in place, beside how long its
-steps take.
-"""
+"""Pauses of an engine's token stream during weight updates, beside the duration of its steps."""
 
 from __future__ import annotations
 
@@ -13,21 +11,21 @@ import numpy as np
 from meshrl.common.api.stats import PauseStats
 from meshrl.common.base.clock import Clock
 
-MAX_SAMPLES = 256  # the last of each: updates of hours, steps of seconds
+MAX_SAMPLES = 256  # recent samples of each kind: hours of updates, seconds of steps
 
 
 class UpdatePauses:
-    """Written by the driver's side, read by the loop's."""
+    """Pause measurements, written by the driver and read by the event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._pauses: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._steps: deque[float] = deque(maxlen=MAX_SAMPLES)
-        self.updates = 0  # updates that ended, whole or not
+        self.updates = 0  # finished updates, successful or not
 
     @contextmanager
     def measure_update(self) -> Iterator[None]:
-        """The time in which weights are replaced, and no step runs."""
+        """Measure the time in which weights are replaced and no step runs."""
         began = self._clock.monotonic()
         try:
             yield

@@ -1,2 +1,3 @@
-"""SGLang as an engine: a server in its own interpreter, driven over HTTP. Open `engine.py`
-first."""
+"""SGLang as an engine: a server in its own interpreter, controlled over HTTP. Open `engine.py`
+first.
+"""

@@ -1,8 +1,8 @@
-"""The adapters of a server, by its LoRA endpoints.
+"""Adapters of a server, loaded by its LoRA endpoints.
 
-A server takes no new tensors under a name that it has, so each version has a name of its own:
-requests that run go on with the one that they began with, and it is unloaded behind the last of
-them.
+A server accepts no new tensors under a loaded name, so each version has a name of its own. Running
+requests continue with the version that they began with. A version is unloaded after its last
+request.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult
 from meshrl.services.engine.sglang.readback import pad_tensor
 from meshrl.services.engine.sglang.weight_transports import pickle_inline
 
-LOAD_TIMEOUT_S = 50.0  # for an adapter to be in place; as other weights have
+LOAD_TIMEOUT_S = 50.0  # to install an adapter; equal to the limit of other weights
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    server_name: str  # what the server calls it
+    server_name: str  # name at the server
     version: int
 
 
 class ServerAdapters:
-    """What a server has beside its base. `ranks`: processes that hold a share of it; 0: it was not
-    started for adapters.
+    """Adapters of a server beside its base.
+
+    `ranks`: processes that hold a share of the weights; 0: the server was started without adapters.
     """
 
     def __init__(self, http: HttpClient, config: ModelConfig, ranks: int, *, on_cpu: bool) -> None:
-        self.loaded: dict[str, LoadedAdapter] = {}  # the newest of each, by our name
+        self.loaded: dict[str, LoadedAdapter] = {}  # newest version of each adapter, by our name
         self._http, self._config, self._ranks, self._on_cpu = http, config, ranks, on_cpu
         self._numbers = itertools.count()
-        self._superseded: set[str] = set()  # earlier ones, which requests may still have
+        # server names of earlier versions, which requests may still use
+        self._superseded: set[str] = set()
         self._unloads: list[PendingResult[Any]] = []
 
     @property
@@ -53,8 +55,10 @@ class ServerAdapters:
         return {name: loaded.version for name, loaded in self.loaded.items()}
 
     def load(self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int) -> None:
-        """Gives the server a version. Refused when it does not fit or the server takes none,
-        RemoteFailure when it did not take it; the version before stays then.
+        """Load a version into the server.
+
+        Raise Refused if it does not fit or the server accepts none, RemoteFailure if the server did
+        not load it; the previous version stays then.
         """
         if not self._ranks or not name:
             raise Refused(
@@ -93,13 +97,13 @@ class ServerAdapters:
         self.loaded[name] = LoadedAdapter(there, version)
 
     def unload(self, name: str) -> None:
-        """Frees an adapter that no request has."""
+        """Unload an adapter that no request uses."""
         loaded = self.loaded.pop(name, None)
         if loaded is not None:
             self._superseded.add(loaded.server_name)
 
     def unload_unused(self, used: Iterable[str]) -> None:
-        """Has the server let go of passed versions that are not `used`."""
+        """Unload superseded versions that are not in `used`."""
         for there in self._superseded - set(used):
             self._superseded.discard(there)
             body = {"lora_name": there}
@@ -116,13 +120,14 @@ class ServerAdapters:
 
 
 def fill_fused_factors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An adapter with factors of zeros for what SGLang has in one matrix with what is adapted: of
-    q, k and v it wants all or none, and so of gate and up.
+    """Add zero factors for matrices that SGLang fuses with adapted ones.
+
+    SGLang requires adapters of all or none of q, k and v, and of both or none of gate and up.
     """
     found, parts = dict(tensors), build_projections(config)
     for name, tensor in tensors.items():
         factor = parse_adapter_tensor_name(name)
-        assert factor is not None  # `changes_of` has looked
+        assert factor is not None  # `changes_of` has checked that
         width = tensor.shape[0 if factor.factor == "a" else 1]
         for other in FUSED_PROJECTIONS[parts[factor.projection].fused_name]:
             shape = {"a": (width, parts[other].columns), "b": (parts[other].rows, width)}

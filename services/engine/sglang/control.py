@@ -1,4 +1,4 @@
-"""Controls an SGLang server: pauses, sleep, new weights, and whether it answers at all."""
+"""Control of an SGLang server: pauses, sleep, new weights and health."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from meshrl.services.engine.sglang.http_client import HttpClient
 from meshrl.services.engine.sglang.weight_transports import ServerWeightTransport
 
 POLL_S = 10.0
-PROBE_TIMEOUT_S = 25.0  # the server itself gives up after 20
+PROBE_TIMEOUT_S = 25.0  # the server itself stops waiting after 20
 MAX_FAILURES = 3
-CONTROL_TIMEOUT_S = 20.0  # for an answer of the scheduler, which ends the step it is in first
-UPDATE_TIMEOUT_S = 50.0  # for new weights, and to read them back; the service that asks waits 60
+CONTROL_TIMEOUT_S = 20.0  # for an answer of the scheduler, which finishes its current step first
+UPDATE_TIMEOUT_S = 50.0  # to load new weights and read them back; the calling service waits 60
 
-RETRACT, IN_PLACE = "retract", "in_place"  # give their cache up, or keep it
+RETRACT, IN_PLACE = "retract", "in_place"  # drop the caches of running requests, or retain them
 
 
 class HealthWatch:
-    """Checks that a server answers: three failures in a row, with grace while it is kept busy.
+    """Health check of a server: it fails after three failures in a row, with grace for long calls.
 
-    `failure` is asked by the engine's thread, which is told by what it raises; looks run on the
-    loop that talks to the server. While tokens come there is nothing to ask.
+    `find_failure` serves the engine's thread, which raises the result. Probes run on the loop of
+    the HTTP client. While tokens arrive no probe is needed.
 
-    `stands`: the server is paused. It would not generate for a health check then, and is asked for
-    something that its scheduler answers in a pause too.
+    A server with `is_paused` would not generate for a health check. The probe then is a request
+    that its scheduler answers during a pause too.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HealthWatch:
         poll_s: float = POLL_S,
         probe_timeout_s: float = PROBE_TIMEOUT_S,
     ) -> None:
-        """`lost` is asked for the error of a server that has ended."""
+        """Start the checks; `get_exit_error` returns the error of an exited server, or None."""
         self._http, self._get_exit_error = http, get_exit_error
         self._poll_s, self._probe_timeout_s = poll_s, probe_timeout_s
         self.is_paused = False
@@ -54,12 +54,12 @@ class HealthWatch:
         self._poll_task = http.spawn(self._poll_forever())
 
     def mark_alive(self) -> None:
-        """It has said something."""
+        """Record that the server has sent something."""
         self._was_alive = True
 
     @contextmanager
     def allow_grace(self) -> Iterator[None]:
-        """No look counts that began before this or falls into it."""
+        """Ignore failures of probes that began before this call or overlap with it."""
         self._grace_count += 1
         try:
             yield
@@ -111,13 +111,13 @@ class ServerControl:
         clock: Clock | None = None,
         update_timeout_s: float = UPDATE_TIMEOUT_S,
     ) -> None:
-        """`dtype`: what the server computes in."""
-        self.pause_mode = ""  # how it was asked to pause: RETRACT, IN_PLACE; empty: it goes on
-        self._pause_confirmed = False  # the pause is certain, and what came before it is here
-        self.memory_released = False  # it has given back its memory
+        """Initialize the control; `dtype` is the type that the server computes in."""
+        self.pause_mode = ""  # requested pause: RETRACT or IN_PLACE; empty: the server runs
+        self._pause_confirmed = False  # the pause is in force, and all earlier tokens have arrived
+        self.memory_released = False  # the server's memory is released
         self.updates = 0
         self._http, self._watch, self._transport = http, watch, transport
-        self.mark_alive = watch.mark_alive  # it has said something; from any thread
+        self.mark_alive = watch.mark_alive  # callable from any thread
         self.on_cpu, self._dtype, self._update_timeout_s = on_cpu, dtype, update_timeout_s
         self._clock = clock or SystemClock()
 
@@ -126,16 +126,16 @@ class ServerControl:
             raise failed
 
     def pause(self, mode: str) -> None:
-        """It stands, and what it generated before is on its way here."""
+        """Pause the server; tokens that it generated before are in transit to this process."""
         if self._pause_confirmed and self.pause_mode in (mode, RETRACT):
             return
         self._pause_confirmed = False
-        # Before it is asked: should the answer be lost, it may stand all the same.
+        # Set before the call: if the answer is lost, the server may be paused all the same.
         self.pause_mode = mode
         self._watch.is_paused = True
         self._post(v0_5.PAUSE, {"mode": mode})
-        # The pause is not acknowledged. The scheduler answers these in its turn, behind the pause
-        # and the tokens before it, by the way that tokens take.
+        # The server does not acknowledge the pause. The scheduler answers these calls in order,
+        # after the pause and the tokens before it, on the path of the tokens.
         for _ in range(2):
             self._http.call("GET", v0_5.INFO, deadline_s=CONTROL_TIMEOUT_S)
         self._pause_confirmed = True
@@ -148,7 +148,10 @@ class ServerControl:
             self._watch.is_paused = False
 
     def release_memory(self) -> None:
-        """A server with requests at work would die of this: they are retracted first."""
+        """Release the server's memory.
+
+        Retract running requests first, because the server would crash with requests in work.
+        """
         self.pause(RETRACT)
         self._post(v0_5.RELEASE, {})
         self.memory_released = True
@@ -159,12 +162,14 @@ class ServerControl:
             self.memory_released = False
 
     def load_weights(self, hf_weights: Mapping[str, Tensor], version: int) -> float:
-        """Weights by Hugging Face's names, into a server that stands; the seconds that are left to
-        read them back. After an error nobody knows what it holds: it must not go on before this
-        has succeeded.
+        """Load weights, by Hugging Face names, into a paused server.
+
+        Return the seconds that remain to read them back. After an error the server's weights are
+        undefined, and it must not resume before a call has succeeded.
         """
         until_s = self._clock.monotonic() + self._update_timeout_s
-        flush = self.pause_mode == RETRACT  # what stands in place still needs its cache
+        # requests that are paused in place still need their cache
+        flush = self.pause_mode == RETRACT
         with self._watch.allow_grace():
             self._transport.push(hf_weights, version, flush, self._update_timeout_s)
         self.updates += 1
@@ -173,7 +178,7 @@ class ServerControl:
     def find_differing(
         self, config: ModelConfig, hf_weights: Mapping[str, Tensor], deadline_s: float
     ) -> list[str]:
-        """Names of the server's tensors that are not, bit by bit, of this version."""
+        """Return names of the server's tensors that differ from this version in any bit."""
         with self._watch.allow_grace():
             body = {"action": "checksum"}
             told = self._http.call("POST", v0_5.WEIGHTS_CHECKER, body, deadline_s=deadline_s)
@@ -184,7 +189,7 @@ class ServerControl:
             self._http.call("POST", path, body, deadline_s=CONTROL_TIMEOUT_S)
 
     def close(self) -> None:
-        """Leaves the server as it was found, but for its weights."""
+        """Restore the server's original state, except for its weights."""
         self._watch.close()
         try:
             self.resume_memory()

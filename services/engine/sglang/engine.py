@@ -1,11 +1,12 @@
-"""The engine whose requests an SGLang server runs: hands requests over, brings tokens back.
+"""Engine whose requests run on an SGLang server.
 
-The server decodes whether or not anybody looks; `step` takes what has come. Requests beyond its
-slots wait here, so that an abort, a pause or new weights find a server that holds only what runs.
+The server decodes independently of this process; `step` takes the tokens that have arrived.
+Requests beyond the server's slots wait here, so that aborts, pauses and new weights affect only
+running requests.
 
-The server has its own interpreter, is driven over HTTP and never patched. Its parts are beside
-this: the process (`server`), the wire (`http`), what SGLang 0.5 calls things (`v0_5`), weights on
-their way (`weights`).
+The server has its own interpreter, is controlled over HTTP and never patched. Other modules of this
+folder hold its parts: the process (`server`), the connection (`http_client`), the names of SGLang
+0.5 (`v0_5`), and weight transfers (`weight_transports`).
 """
 
 from __future__ import annotations
@@ -55,18 +56,19 @@ SCORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What an engine is to know of its server."""
+    """Properties of a server that its engine needs."""
 
-    backend: str = "sglang"  # what computes, for people
+    backend: str = "sglang"  # display name of the backend
     ranks: int = 1  # processes that hold a share of the weights
-    uses_seeds: bool = False  # it samples from each request's seed
-    has_adapters: bool = False  # it was started for them
-    read_back: bool = False  # each version is compared with what was put in place; Damaged if not
-    recompute_on_update: bool = False  # caches of the weights before go with them
+    uses_seeds: bool = False  # the server samples from each request's seed
+    has_adapters: bool = False  # the server was started with adapters
+    # compare each version with the installed tensors; CorruptData if they differ
+    read_back: bool = False
+    recompute_on_update: bool = False  # drop caches of earlier weights
 
 
 class SGLangEngine(WithoutCacheTransfer):
-    """See `TokenEngine`. It sleeps until `wake` brings the first weights."""
+    """Implementation of `TokenEngine`. It sleeps until `wake` loads the first weights."""
 
     def __init__(
         self,
@@ -80,8 +82,8 @@ class SGLangEngine(WithoutCacheTransfer):
         self.version = NO_VERSION
         self.busy_s = 0.0
         self.next_step_delay_s = 0.0
-        self.prefill_tokens_per_s = 0.0  # not to be told apart from what it decodes meanwhile
-        self.cache_bytes_per_token = 0  # it cannot be moved
+        self.prefill_tokens_per_s = 0.0  # unknown: prefill and decode overlap
+        self.cache_bytes_per_token = 0  # the cache cannot be moved
         self._http, self._control, self.requests = http, control, requests
         self._config, self._shapes, self._server_info = (
             config,
@@ -118,7 +120,7 @@ class SGLangEngine(WithoutCacheTransfer):
 
     @property
     def tokens_cached(self) -> int:
-        """Tokens of prompts that its server found in a cache of its own."""
+        """Tokens of prompts that the server found in its own cache."""
         return self.requests.tokens_cached
 
     @property
@@ -141,14 +143,15 @@ class SGLangEngine(WithoutCacheTransfer):
         self.requests.abort(ids, bool(self._control.pause_mode))
 
     def release_sessions(self, sessions: Iterable[int]) -> None:
-        """The server's cache is its own affair: it drops what was used longest ago."""
+        """Do nothing, because the server evicts its own cache by least recent use."""
 
     def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
         return self.requests.drain(finished_only)
 
     def _send_waiting(self) -> None:
         if not self._is_halted:
-            # By update too: a new lineage gives the same numbers to other weights.
+            # The key includes the update count, because a new lineage numbers other weights
+            # equally.
             cache = f"w:{self.version}.{self._control.updates}"
             self.requests.send_waiting(cache, self._adapters.loaded, self._control.mark_alive)
 
@@ -163,7 +166,7 @@ class SGLangEngine(WithoutCacheTransfer):
         if self._is_halted:
             self.requests.receive_events(0.0)
             return False
-        self._resume_server()  # where a pause or an update failed before it was over
+        self._resume_server()  # after a pause or an update that failed halfway
         self._send_waiting()
         if not self.requests.sent_requests:
             self.requests.receive_events(0.0)
@@ -194,14 +197,18 @@ class SGLangEngine(WithoutCacheTransfer):
             self._control.release_memory()
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """What runs goes on under the new weights: with its cache where `kv_on_update` is keep,
-        else it is computed again. What has no token yet starts again, under the new key."""
+        """Load new weights; running requests continue under them.
+
+        They retain their cache if `kv_on_update` is keep, else it is recomputed. Requests without a
+        token start again, under the new key.
+        """
         self._control.check_alive()
         check_shapes(state, self._shapes)
         if self._is_asleep:
             self.version = version
             return
-        # The version of an adapter stays, so its tokens would not tell of a cache of another base.
+        # An adapter keeps its version, so its tokens would not show that their cache is of another
+        # base.
         beside = any(sent.adapter is not None for sent in self.requests.sent_requests.values())
         self._pause_server(RETRACT if self._server_info.recompute_on_update or beside else IN_PLACE)
         self._load_weights(state, version)
@@ -224,7 +231,10 @@ class SGLangEngine(WithoutCacheTransfer):
     def load_adapter(
         self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int
     ) -> None:
-        """What runs goes on with the version that it began with."""
+        """Load an adapter version.
+
+        Running requests continue with the version that they began with.
+        """
         self._control.check_alive()
         self._adapters.load(name, tensors, scale, version)
         self._unload_unused_adapters()
@@ -264,8 +274,10 @@ class SGLangEngine(WithoutCacheTransfer):
         self._resume_server()
 
     def quarantine(self) -> None:
-        """The server stands, and stays so: see `_go`. One that cannot be told to may go on, so that
-        what it works on ends here: it is asked for again where there is a whole version.
+        """Pause the server for good after an undefined state; see `_resume_server`.
+
+        A server that cannot be paused may continue, so its requests end here; they are requested
+        again once there is a complete version.
         """
         self.version = NO_VERSION
         if self._control.pause_mode:
@@ -291,7 +303,9 @@ class SGLangEngine(WithoutCacheTransfer):
         )
 
     def close(self) -> None:
-        """Leaves the server as it was found, unless that has ended; who started it stops it."""
+        """Restore the server's original state unless it has exited; the process that started it
+        stops it.
+        """
         self.requests.close()
         with contextlib.suppress(MeshError):
             self._control.close()
@@ -308,8 +322,9 @@ def attach_engine(
     decode: Decode | None = None,
     update_timeout_s: float = UPDATE_TIMEOUT_S,
 ) -> SGLangEngine:
-    """The engine of a server, asleep until it gets weights; they must arrive, and be read back
-    where that is asked for, in `update_s`.
+    """Create the engine of a server, asleep until it gets weights.
+
+    `update_timeout_s` limits their transfer and, if configured, their read-back.
     """
     how = server.launch_config
     way = create_transport(

@@ -1,11 +1,11 @@
-"""An HTTP client of one server: calls with deadlines, and token streams, on this process's loop.
+"""HTTP client of one server: calls with deadlines, and token streams, on this process's loop.
 
-The engine's thread asks and waits; the loop only moves bytes and decodes JSON, so that a stream is
-read at once however long a step of the engine takes.
+The engine's thread sends requests and waits. The loop only moves bytes and decodes JSON, so that a
+stream is read at once however long a step of the engine takes.
 
-Calls go through httpx, streams through aiohttp, which parses in C. Of 64 streams with 500 events,
-50 a second each, an event costs 38 us of CPU with aiohttp and 96 us with httpx, both under uvloop:
-at 10,000 tokens a second the loop would do nothing else.
+Calls go through httpx, streams through aiohttp, which parses in C. With 64 streams of 500 events at
+50 events/s each, an event costs 38 us of CPU with aiohttp and 96 us with httpx, both under uvloop.
+At 10,000 tokens/s, httpx would fill the loop.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from meshrl.common.base.errors import DeadlineExceeded, PeerLost, RemoteFailure
 
 CONNECT_TIMEOUT_S = 10.0  # to a server on this host
 CLOSE_TIMEOUT_S = 5.0
-GRACE_S = 2.0  # for an answer to cross threads after its own deadline has struck
-# A connection is not used again once it has idled for this long. The server keeps it for longer
-# (`v0_5.ENVIRONMENT`): one that it closes just as a call goes out on it would leave open whether
-# the call was heard.
+GRACE_S = 2.0  # for an answer to cross threads after the call's own deadline
+# Idle time after which a connection is not used again. The server's limit is longer
+# (`v0_5.ENVIRONMENT`). If the server closed a connection while a call is sent on it, the outcome of
+# the call would be unknown.
 KEEPALIVE_S = 15.0
-EXTRA_CONNECTIONS = 8  # calls at once beside the aborts of all slots: pauses, weights, looks
-MAX_REASON_CHARS = 2000  # characters of an error's body that are shown
+EXTRA_CONNECTIONS = 8  # concurrent calls beside the aborts of all slots: pauses, weights, probes
+MAX_REASON_CHARS = 2000  # characters of a response body in an error
 LOG_HINT = "read its log, sglang.log"
-UNAUTHORIZED = "answered 401"  # in the error of a server that wants another key
+UNAUTHORIZED = "answered 401"  # in the error of a server that requires another key
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -40,7 +40,7 @@ OnEvent = Callable[[ServerEvent | Exception | None], None]
 
 
 class PendingResult(Protocol[R_co]):
-    """What another thread than the loop's waits for."""
+    """Result that a thread other than the loop's waits for."""
 
     def result(self, timeout: float | None = None) -> R_co: ...
 
@@ -52,16 +52,22 @@ class PendingResult(Protocol[R_co]):
 
 
 class HttpClient:
-    """Made on the loop that talks, where `get` and `probe` are awaited; the rest is for other
-    threads. At the end of the loop it is closed."""
+    """Client of one server, created on the loop that talks to it.
+
+    `get` and `probe` are awaited on that loop; the other methods serve other threads. Close the
+    client at the end of the loop.
+    """
 
     def __init__(self, url: str, slots: int, key: str = "") -> None:
-        """`slots`: streams that the server works on at once. `key`: what it wants of a client."""
+        """Open the client.
+
+        `slots`: concurrent streams of the server. `key`: API key that the server requires.
+        """
         self.url = url
         known = {"Authorization": f"Bearer {key}"} if key else {}
         self._loop = asyncio.get_running_loop()
-        # Loopback: neither takes a proxy from the environment. Twice the slots, as a stream that
-        # has said its last word may still be closing when the next opens.
+        # Loopback: neither client reads a proxy from the environment. The limit is twice the slots,
+        # because a finished stream may still be closing when the next opens.
         self._stream_session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=2 * slots, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -72,7 +78,7 @@ class HttpClient:
         self._call_client = httpx.AsyncClient(
             base_url=url,
             limits=httpx.Limits(max_connections=most, keepalive_expiry=KEEPALIVE_S),
-            timeout=None,  # each call has one deadline for all that it does
+            timeout=None,  # each call has one deadline for all its steps
             trust_env=False,
             headers=known,
         )
@@ -86,7 +92,7 @@ class HttpClient:
             await self._call_client.aclose()
 
     async def close(self) -> None:
-        """Hangs up on everything that is open."""
+        """Close all open connections."""
         self._lifetime_task.cancel()
         await asyncio.wait([self._lifetime_task], timeout=CLOSE_TIMEOUT_S)
 
@@ -94,7 +100,7 @@ class HttpClient:
         return await self._request("GET", path, None, deadline_s)
 
     async def probe(self, path: str, deadline_s: float) -> str:
-        """Why a GET fails, or nothing."""
+        """Return the reason why a GET fails, or an empty text."""
         try:
             await self.get(path, deadline_s)
         except (DeadlineExceeded, PeerLost, RemoteFailure) as error:
@@ -104,12 +110,15 @@ class HttpClient:
     # -- from other threads ----------------------------------------------------------------------
 
     def spawn(self, coroutine: Coroutine[Any, Any, R]) -> PendingResult[R]:
-        """Runs it on the loop, until it ends or the answer is cancelled."""
+        """Run `coroutine` on the loop until it ends or the returned future is cancelled."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, method: str, path: str, body: Any = None, *, deadline_s: float) -> Any:
-        """The decoded answer. RemoteFailure when the server refuses, PeerLost when it has gone,
-        DeadlineExceeded when whether it acted is unknown."""
+        """Return the decoded answer of a call.
+
+        Raise RemoteFailure if the server rejects it, PeerLost if the server is gone,
+        DeadlineExceeded if the outcome is unknown.
+        """
         return self.wait_for(
             self.start_call(method, path, body, deadline_s=deadline_s), path, deadline_s
         )
@@ -117,7 +126,7 @@ class HttpClient:
     def start_call(
         self, method: str, path: str, body: Any = None, *, deadline_s: float
     ) -> PendingResult[Any]:
-        """The same without waiting: what is done meanwhile, another thread of the server awaits."""
+        """Start a call without waiting for it, so that the caller can do other work."""
         return self.spawn(self._request(method, path, body, deadline_s))
 
     def wait_for(self, answer: PendingResult[R], path: str, deadline_s: float) -> R:
@@ -128,12 +137,13 @@ class HttpClient:
             raise self._make_timeout_error(path, deadline_s) from None
 
     def stream(self, path: str, body: dict[str, Any], on_event: OnEvent) -> PendingResult[None]:
-        """Server-sent events until the server ends them; cancelling the answer hangs up. On the
-        loop, `heard` is told each event, and at the end the error or None.
+        """Stream server-sent events until the server ends them; cancel the returned future to hang
+        up.
 
-        There is no deadline between two events, since a request may wait for as long as the server
-        is paused: a server that has died ends the connection, and one that hangs is found by the
-        watch over its health.
+        `on_event` is called on the loop with each event, and at the end with the error or None.
+
+        There is no deadline between two events, because a request may wait as long as the server is
+        paused. A dead server ends the connection; the health check detects one that hangs.
         """
         return self.spawn(self._read_stream(path, body, on_event))
 
@@ -180,7 +190,10 @@ class HttpClient:
 
 
 def _split_events(buffer: bytearray) -> Iterator[ServerEvent]:
-    """Cuts whole events off the buffer. Lines may be long: no limit of a line reader applies."""
+    """Cut complete events off the buffer.
+
+    Lines may be long, so the limit of a line reader does not apply.
+    """
     while (end := buffer.find(b"\n\n")) >= 0:
         line = bytes(buffer[:end]).removeprefix(b"data:").strip()
         del buffer[: end + 2]

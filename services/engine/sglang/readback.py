@@ -1,6 +1,4 @@
-"""Compares what a server computes with, bit by bit, with a version: by the digests that it tells of
-its own tensors.
-"""
+"""Bit-by-bit comparison of a server's tensors with a version, by the server's digests."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.files.hf_writer import get_fused_parts
 from meshrl.services.engine.sglang import v0_5
 
-SGLANG_FUSED_NAMES = {  # our fused matrices by SGLang's names
+SGLANG_FUSED_NAMES = {  # our fused matrices by SGLang name
     "qkv": "self_attn.qkv_proj.weight",
     "qkv_bias": "self_attn.qkv_proj.bias",
     "gate_up": "mlp.gate_up_proj.weight",
 }
-# Where SGLang's MLP is wider: see `v0_5.INNER_ROWS`.
+# Matrices that are wider in SGLang's MLP: see `v0_5.INNER_ROWS`.
 WIDER_ROWS = tuple(f".{x}_proj.{y}weight" for x in ("gate", "up") for y in ("", "lora_B."))
 WIDER_COLUMNS = (".down_proj.weight", ".down_proj.lora_A.weight")
 
@@ -31,11 +29,11 @@ WIDER_COLUMNS = (".down_proj.weight", ".down_proj.lora_A.weight")
 def find_differing(
     config: ModelConfig, answer: Any, hf_weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> list[str]:
-    """Names of the server's tensors that are not what a dense model's version makes of them.
+    """Return names of the server's tensors that differ from a dense model's version.
 
-    `theirs`: the version by Hugging Face's names. `told`: the server's answer. `dtype`: the type
-    that it computes in, whatever the version is published in. RemoteFailure when the answer is not
-    one of a server that has the whole model in a process.
+    `hf_weights`: the version by Hugging Face names. `answer`: the server's answer. `dtype`: the
+    type that the server computes in, whatever the version is published in. Raise RemoteFailure if
+    the answer is not that of a server with the whole model in one process.
     """
     ranks = answer.get("ranks") if isinstance(answer, dict) else None
     if not ranks or len(ranks) != 1:
@@ -53,7 +51,7 @@ def find_differing(
 def to_server_layout(
     config: ModelConfig, hf_weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A version's tensors as a server on a CPU has them, by its names."""
+    """Convert a version's tensors to the names and layout of a server on a CPU."""
     left = {name: pad_tensor(name, tensor) for name, tensor in hf_weights.items()}
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
@@ -67,7 +65,7 @@ def to_server_layout(
 
 
 def pad_tensor(name: str, tensor: Tensor) -> Tensor:
-    """A matrix, or a factor of its adapter, with the zeros that SGLang has beyond it."""
+    """Pad a matrix, or an adapter's factor of it, with the zeros that SGLang appends."""
     rows = columns = 1
     if name in VOCABULARY_MATRICES:
         rows = v0_5.VOCABULARY_ROWS
@@ -81,6 +79,6 @@ def pad_tensor(name: str, tensor: Tensor) -> Tensor:
 
 
 def compute_digest(tensor: Tensor) -> str:
-    """As a server on a CPU tells it."""
+    """Return the digest that a server on a CPU computes."""
     content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.sha256(content.data).digest()[:8].hex()

@@ -1,6 +1,4 @@
-"""The process of a server: started in its own interpreter, watched, stopped with all its
-children.
-"""
+"""Process of an SGLang server, started in its own interpreter and stopped with its children."""
 
 from __future__ import annotations
 
@@ -23,49 +21,51 @@ from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.http_client import UNAUTHORIZED, HttpClient
 
-START_TIMEOUT_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
+START_TIMEOUT_S = 280.0  # some 30 s on an idle core; less than a role process's load timeout
 PROBE_TIMEOUT_S, POLL_S = 5.0, 0.25
-DESCRIBE_TIMEOUT_S = 60.0  # for its description, which it works out when it is first asked
-STOP_TIMEOUT_S = 5.0  # for a killed process to be gone
-LOG_CHECK_INTERVAL_S = 1.0  # between two looks at the length of its log
+DESCRIBE_TIMEOUT_S = 60.0  # for its API description, which it computes at the first request
+STOP_TIMEOUT_S = 5.0  # for a killed process to exit
+LOG_CHECK_INTERVAL_S = 1.0  # interval of checks of the log's length
 TAIL_LINES, MAX_LINE_CHARS = 25, 300  # lines of the log in an error, and characters of each
-EXTRA_POSITIONS = 16  # positions beyond a slot: SGLang keeps some for itself
-ENV_PROGRAM = "env"  # coreutils' env changes the directory, then becomes the server
+EXTRA_POSITIONS = 16  # positions beyond a slot, because SGLang reserves some
+ENV_PROGRAM = "env"  # coreutils' env changes the directory, then execs the server
 
-# A name and a key that nobody else knows: so no other server passes for it, and no other client is
-# answered. `--config` brings both.
+# Secret name and key, passed by `--config`: no other server can impersonate this one, and it
+# answers no other client.
 RESERVED_OPTIONS = {"--served-model-name", "--api-key", "--admin-api-key", "--config"}
 
-# Where the interpreter is ours, not the server's.
+# Variables of our interpreter that the server must not inherit.
 UNSET_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
 CPU_FLAGS = ("--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle")
-GPU_FLAGS = ("--enable-memory-saver",)  # without it, sleep gives nothing back
+GPU_FLAGS = ("--enable-memory-saver",)  # without this flag, sleep releases no memory
 
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """Adapters that a server is to take."""
+    """Limits of the adapters that a server accepts."""
 
     max_rank: int  # at most
-    projections: tuple[str, ...]  # by Hugging Face's names
+    projections: tuple[str, ...]  # by Hugging Face names
 
     def build_flags(self, device: str) -> list[str]:
         rank = ("--enable-lora", "--max-lora-rank", str(self.max_rank))
-        backend = ("--lora-backend", "torch_native") if device == "cpu" else ()  # others want a GPU
+        # other backends require a GPU
+        backend = ("--lora-backend", "torch_native") if device == "cpu" else ()
         return [*rank, "--lora-target-modules", *self.projections, *backend]
 
 
 @dataclass(frozen=True)
 class HierarchicalCache:
-    """Where a server keeps keys and values that have no room on its GPU; as SGLang 0.5's
-    `--enable-hierarchical-cache` has it (HiCache).
+    """Storage for keys and values that do not fit on the server's GPU.
+
+    It is SGLang 0.5's `--enable-hierarchical-cache` (HiCache).
     """
 
     memory_gib: float
-    directory: Path | None = None  # on a disk, without a limit of its own; None: none there
+    directory: Path | None = None  # on disk, without a size limit; None: no disk tier
 
     def build_flags(self, device: str) -> list[str]:
-        """Those of the server. ConfigError where it has no such cache."""
+        """Return the server's flags; raise ConfigError if the device has no such cache."""
         if device != "cuda":
             raise ConfigError(
                 "SGLang keeps keys and values outside of its cache on GPUs alone",
@@ -87,24 +87,22 @@ class HierarchicalCache:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a server is started."""
+    """Launch configuration of a server."""
 
-    python: str  # its interpreter
-    directory: Path  # of its config.json, its log and new weights
-    slots: int  # requests that run together
+    python: str  # path of the interpreter
+    directory: Path  # folder of config.json, the log and new weights
+    slots: int  # concurrent requests
     max_length: int  # tokens of a slot
     kv_tokens: int = 0  # size of the cache; 0: all slots full on a CPU, SGLang's choice on a GPU
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
-    exact_switch: bool = True  # no step is under way when weights change, see `arguments`
-    adapter_limits: AdapterLimits | None = None  # what adapters it is to take beside its base
-    read_back: bool = False  # it is to tell what it computes with
-    options: tuple[str, ...] = ()  # further flags; the last of a kind holds
-    tensor_parallel_size: int = 1  # of tensor parallelism: GPUs that share the weights
-    hierarchical_cache: HierarchicalCache | None = (
-        None  # where it keeps what has no room in its cache
-    )
+    exact_switch: bool = True  # no step runs while weights change, see `build_command`
+    adapter_limits: AdapterLimits | None = None  # limits of adapters; None: no adapters
+    read_back: bool = False  # the server reports digests of its tensors
+    options: tuple[str, ...] = ()  # further flags; the last of a kind takes effect
+    tensor_parallel_size: int = 1  # GPUs that share the weights
+    hierarchical_cache: HierarchicalCache | None = None  # storage beyond its GPU cache
 
     @property
     def model_directory(self) -> Path:
@@ -116,7 +114,9 @@ class LaunchConfig:
 
     @property
     def secrets_file(self) -> Path:
-        """Holds what its command line must not show, until it has read it."""
+        """File with the secrets that its command line must not show; the server reads it at its
+        start.
+        """
         return self.directory / "sglang-secrets.yaml"
 
     def build_arguments(self, port: int) -> list[str]:
@@ -131,7 +131,7 @@ class LaunchConfig:
         ]
         flags += CPU_FLAGS if self.device == "cpu" else GPU_FLAGS
         if self.exact_switch and self.device != "cpu":
-            # The step that overlaps with a pause in place would be counted to the next version.
+            # Tokens of a step that overlaps with a pause in place would count for the next version.
             flags.append("--disable-overlap-schedule")
         tokens = self.kv_tokens
         if not tokens and self.device == "cpu":
@@ -147,7 +147,10 @@ class LaunchConfig:
         return [*flags, *self.options, "--config", str(self.secrets_file)]
 
     def build_command(self, port: int) -> list[str]:
-        """Outside our tree and without our paths, so that it imports what its environment has."""
+        """Build the command line, which excludes this product's folders and import paths.
+
+        The server so imports the modules of its own environment.
+        """
         unset = [part for name in UNSET_VARIABLES for part in ("-u", name)]
         start = [ENV_PROGRAM, "-C", str(self.model_directory), *unset, self.python, "-P"]
         return [*start, "-m", "sglang.launch_server", *self.build_arguments(port)]
@@ -163,7 +166,8 @@ class LaunchConfig:
 
 def write_model_config(launch_config: LaunchConfig, config: ModelConfig) -> None:
     """Write the config.json that is served: no end tokens, since each request names its own.
-    ConfigError for a model that SGLang does not compute as we do, or with too few positions.
+
+    Raise ConfigError for a model that SGLang computes differently, or with too few positions.
     """
     if launch_config.max_length > config.max_positions:
         raise ConfigError(
@@ -188,7 +192,7 @@ def write_model_config(launch_config: LaunchConfig, config: ModelConfig) -> None
 
 
 def write_secrets(path: Path, name: str, key: str) -> None:
-    """The name and the key of a server, for this user's eyes only, as flags that SGLang reads."""
+    """Write a server's name and key as flags that SGLang reads, readable by this user alone."""
     path.unlink(missing_ok=True)
     flags = {"served-model-name": name, "api-key": key}
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -203,7 +207,7 @@ def find_free_port() -> int:
 
 
 class SGLangServer:
-    """A running server. Its children die with it, and it dies with the process that started it."""
+    """Running server. Its children exit with it, and it exits with the process that started it."""
 
     def __init__(
         self,
@@ -213,14 +217,14 @@ class SGLangServer:
         name: str,
         clock: Clock,
     ) -> None:
-        """`name`: what it was told to call its model, by which it is known."""
+        """Wrap a started server; `name` is the model name that identifies it."""
         self.launch_config, self.child, self.http, self.name = launch_config, child, http, name
         self.clock = clock
         self.version = ""  # SGLang's version
-        self.uses_seeds = False  # samples from each request's seed
+        self.uses_seeds = False  # the server samples from each request's seed
         self.ranks = 1  # processes that hold a share of the weights
         self.pid = child.pid
-        self.log_bounder: Stoppable | None = None  # of its log
+        self.log_bounder: Stoppable | None = None  # limits the size of the log
 
     @classmethod
     async def start(
@@ -232,10 +236,11 @@ class SGLangServer:
         weights: str = "auto",
         deadline_s: float = START_TIMEOUT_S,
     ) -> SGLangServer:
-        """A server that is ready, has what `weights` (a transport) needs and no weights yet.
+        """Start a server and return it ready, prepared for `weights` (a transport) and without
+        weights.
 
-        From the main thread. ConfigError when it does not start or lacks something, PeerLost when
-        another server has its port.
+        Call this on the main thread. Raise ConfigError if the server does not start or lacks an
+        operation, PeerLost if another server has its port.
         """
         if not os.access(launch_config.python, os.X_OK):
             raise ConfigError(
@@ -297,15 +302,16 @@ class SGLangServer:
         )
 
     async def _check_server(self, weights: str) -> None:
-        """Reads the server's version, and checks that it offers what the adapter uses. Its port was
-        free when it was chosen, and another server may have taken it since.
+        """Read the server's version, and check that it offers the operations that the adapter uses.
+
+        Its port was free when it was chosen, and another server may have taken it since.
         """
         try:
             about = await self._fetch(v0_5.INFO)
         except RemoteFailure as error:
             if UNAUTHORIZED not in error.message:
                 raise
-            about = {}  # it has another key than ours
+            about = {}  # the server has another key
         if about.get("served_model_name") != self.name:
             raise PeerLost("another server has taken the port of this one", where=self.http.url)
         self.version = str(about.get("version", "unknown"))
@@ -371,7 +377,7 @@ class SGLangServer:
         return "\n".join(line[:MAX_LINE_CHARS] for line in lines[-TAIL_LINES:])
 
     async def stop(self) -> None:
-        """Ends it and everything it started. It holds nothing that a slower end would save."""
+        """Kill the server and all its children; it has no state that a slower stop would save."""
         if self.log_bounder is not None:
             self.log_bounder.stop()
         await self.http.close()

@@ -1,4 +1,4 @@
-"""The requests that a server works on, and what this side knows of each."""
+"""Requests in work at the server, and their state in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from meshrl.services.engine.sglang.adapters import LoadedAdapter
 from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult, ServerEvent
 
 ABORT_TIMEOUT_S = 3.0  # for the last tokens of an aborted request
-ABORT_RETRY_S = 0.3  # an abort that overtakes its request is not heard
+ABORT_RETRY_S = 0.3  # an abort that overtakes its request has no effect
 
 Decode = Callable[[Sequence[int]], str]
 log = logging.getLogger(__name__)
@@ -41,21 +41,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SentRequest:
-    """A request at the server: what has come of it, and what of that has not been drained."""
+    """Request at the server, with its results and those that are not drained yet."""
 
     request: GenerationRequest
     rid: str
     max_new_tokens: int  # tokens that it may generate
     stream: PendingResult[None] | None = None
-    tokens: list[int] = field(default_factory=list)  # all that came
+    tokens: list[int] = field(default_factory=list)  # all received tokens
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     drained_tokens: int = 0
-    retractions: int = 0  # how often it gave up its cache
-    abort_deadline_s: float | None = None  # asked to end: without an answer by then it ends here
-    adapter: LoadedAdapter | None = None  # that it computes with, beside the base
-    abort_sent_s: float = 0.0  # when the server was last asked to abort it
+    retractions: int = 0  # how often its cache was dropped
+    # after an abort: the request is finished here at this time without an answer
+    abort_deadline_s: float | None = None
+    adapter: LoadedAdapter | None = None  # adapter of the request
+    abort_sent_s: float = 0.0  # when the last abort was sent
 
     def close_stream(self) -> None:
         if self.stream is not None:
@@ -69,10 +70,12 @@ class SentRequest:
         self.versions += [version] * len(chunk.tokens)
 
     def correct_versions(self, spans: Sequence[tuple[int, int, int]]) -> int:
-        """Takes what the server says of all tokens at the end; how many had been told otherwise
-        and are drained already."""
+        """Apply the final weight versions of all tokens.
+
+        Return how many tokens were already drained with another version.
+        """
         wrong = 0
-        if self.adapter is not None:  # spans are of the base
+        if self.adapter is not None:  # spans are versions of the base
             return 0
         for version, start, end in spans:
             for place in range(start, min(end, len(self.versions))):
@@ -81,9 +84,9 @@ class SentRequest:
         return wrong
 
     def cut_at_stop_string(self, decode: Decode, new_tokens: int) -> bool:
-        """Leaves out what follows the token that completes a stop text; `came` are new."""
+        """Drop tokens after the one that completes a stop string; check the last `new_tokens`."""
         texts = self.request.stop_strings
-        longest = max(len(text.encode()) for text in texts)  # a token is a byte at least
+        longest = max(len(text.encode()) for text in texts)  # a token has at least one byte
         window = longest + DECODE_MARGIN_TOKENS
         begin = get_turn_start(self.request)
         given = self.request.tokens[max(begin, len(self.request.tokens) - window) :].tolist()
@@ -98,7 +101,7 @@ class SentRequest:
         return False
 
     def take_piece(self, finish: FinishReason = FinishReason.RUNNING) -> RequestOutput | None:
-        """What has come since the last call; None if that is nothing and it goes on."""
+        """Return the output since the last call; None if it is empty and the request continues."""
         part = slice(self.drained_tokens, len(self.tokens))
         if part.start == part.stop and finish == FinishReason.RUNNING:
             return None
@@ -115,9 +118,7 @@ class SentRequest:
 
 
 class ServerRequests:
-    """The requests of one server: those that wait here, those that it works on, those that have
-    ended. At most `slots` are at the server.
-    """
+    """Requests of one server: waiting here, at the server (at most `slots`), and finished."""
 
     def __init__(
         self,
@@ -128,12 +129,10 @@ class ServerRequests:
         decode: Decode | None,
         clock: Clock,
     ) -> None:
-        """`ids_end`: the end of the token ids that may be sampled."""
+        """Initialize; `ids_end` is the exclusive end of the token ids that may be sampled."""
         self.steps = self.tokens_generated = self.tokens_computed = self.preempted = 0
-        self.tokens_cached = 0  # that its server found, on whatever tier of its own
-        self.relabelled_tokens = (
-            0  # tokens that were handed on under another version than they are of
-        )
+        self.tokens_cached = 0  # tokens that the server found in any tier of its cache
+        self.relabelled_tokens = 0  # tokens that were drained under a wrong version
         self.waiting_requests: dict[int, GenerationRequest] = {}  # by id, in order
         self.sent_requests: dict[str, SentRequest] = {}  # at the server, by rid
         self.stop_checker, self.max_length = StopStringChecker(decode), max_length
@@ -141,7 +140,7 @@ class ServerRequests:
         self._http, self._slots, self._decode = http, slots, decode
         self._events: SimpleQueue[tuple[str, ServerEvent | Exception | None]] = SimpleQueue()
         self._rids: dict[int, str] = {}
-        self._finished_pieces: list[RequestOutput] = []  # ended, not drained
+        self._finished_pieces: list[RequestOutput] = []  # finished, not drained
         self._rid_prefix = os.urandom(4).hex()
         self._numbers = itertools.count()
 
@@ -150,13 +149,11 @@ class ServerRequests:
         return bool(self._finished_pieces)
 
     def create_rid(self) -> str:
-        """A name for a request, unlike all others at the server."""
+        """Return a request id that is unique at the server."""
         return f"{self._rid_prefix}{next(self._numbers):010d}"
 
     def add(self, request: GenerationRequest) -> None:
-        """Has a request wait, or ends it where there is nothing to generate; one that is in work
-        is left alone.
-        """
+        """Queue a request, or finish it if it needs no tokens; ignore one that is in work."""
         if request.id in self.waiting_requests or request.id in self._rids:
             return
         if request.max_new_tokens < 1 or len(request.tokens) >= self.max_length:
@@ -167,7 +164,7 @@ class ServerRequests:
             self.waiting_requests[request.id] = request
 
     def abort(self, ids: Iterable[int], is_paused: bool) -> None:
-        """Ends requests; of a server that `stands` nothing more would come of them."""
+        """Abort requests; a paused server sends no more tokens of them."""
         for request_id in ids:
             if self.waiting_requests.pop(request_id, None):
                 self._finish_unsent(request_id, FinishReason.ABORTED)
@@ -175,7 +172,7 @@ class ServerRequests:
                 sent = self.sent_requests[rid]
                 sent.abort_deadline_s = self.clock.monotonic() + ABORT_TIMEOUT_S
                 self._send_abort(sent)
-                if is_paused:  # all that it generated has come
+                if is_paused:  # all generated tokens have arrived
                     self._abort_locally(sent)
 
     def drain(self, ended_only: bool = False) -> EngineOutput | None:
@@ -189,8 +186,10 @@ class ServerRequests:
     def send_waiting(
         self, cache_key: str, adapters: Mapping[str, LoadedAdapter], mark_alive: Callable[[], None]
     ) -> None:
-        """Gives the server what it has room for. `cache` names the weights that what it computes
-        is of; `heard` is called on the loop when the server has said something.
+        """Send waiting requests to free slots of the server.
+
+        `cache_key` names the weights of the cache that they may use; `mark_alive` is called on the
+        loop when the server has sent something.
         """
         while self.waiting_requests and len(self.sent_requests) < self._slots:
             request = self.waiting_requests.pop(next(iter(self.waiting_requests)))
@@ -208,11 +207,11 @@ class ServerRequests:
     def _enqueue_event(
         self, rid: str, mark_alive: Callable[[], None], event: ServerEvent | Exception | None
     ) -> None:
-        """Hands over an event of a stream, its error, or None at its end; runs on the loop."""
+        """Queue an event of a stream, its error, or None at its end; runs on the loop."""
         mark_alive()
         self._events.put((rid, event))
 
-    # -- what has come ---------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------
 
     def receive_events(self, wait_s: float) -> None:
         came: Counter[str] = Counter()
@@ -222,12 +221,12 @@ class ServerRequests:
                 came[rid] += self._process_event(rid, event)
                 rid, event = self._events.get_nowait()
         except Empty:
-            # The server does not say what it did in one step: at least this many brought it.
+            # The server does not report its steps: this is the least number of them.
             self.steps += max(came.values(), default=0)
 
     def _process_event(self, rid: str, event: ServerEvent | Exception | None) -> int:
         sent = self.sent_requests.get(rid)
-        if sent is None:  # it has ended here
+        if sent is None:  # the request was finished here
             return 0
         if not isinstance(event, dict):
             self._finish(
@@ -243,7 +242,7 @@ class ServerRequests:
         self.preempted += max(0, chunk.retractions - sent.retractions)
         sent.retractions = max(sent.retractions, chunk.retractions)
         finish = chunk.finish
-        # One of its new tokens may complete a stop text; it is the last then.
+        # A new token may complete a stop string and is then the last one.
         decode = self._decode if sent.request.stop_strings else None
         if decode is not None and sent.cut_at_stop_string(decode, len(chunk.tokens)):
             finish = FinishReason.STOP
@@ -257,7 +256,7 @@ class ServerRequests:
         return brought
 
     def retry_aborts(self) -> None:
-        """Asks again for what has not ended, and ends here what the server does not answer for."""
+        """Retry aborts that are not confirmed; finish those whose deadline has passed."""
         now = self.clock.monotonic()
         for sent in [s for s in self.sent_requests.values() if s.abort_deadline_s is not None]:
             if now >= (sent.abort_deadline_s or 0.0):
@@ -270,7 +269,9 @@ class ServerRequests:
             self._abort_locally(sent)
 
     def requeue_untouched(self) -> None:
-        """Has what has no token yet wait again: its cache would be of other weights than named."""
+        """Requeue requests without a token: their cache would have other weights than its key
+        names.
+        """
         untouched = [sent for sent in self.sent_requests.values() if not sent.tokens]
         for sent in untouched:
             self._remove(sent)
@@ -282,7 +283,7 @@ class ServerRequests:
         self.waiting_requests = back | self.waiting_requests
 
     def close(self) -> None:
-        """Leaves none at the server, unless that has ended."""
+        """Abort all requests at the server, unless it has exited."""
         self.waiting_requests.clear()
         with contextlib.suppress(MeshError):
             asked = [self._send_abort(sent) for sent in self.sent_requests.values()]
@@ -297,7 +298,10 @@ class ServerRequests:
         )
 
     def _abort_locally(self, sent: SentRequest) -> None:
-        """Ends here what the server has not ended: it aborts a request that nobody listens to."""
+        """Finish a request here that the server has not finished.
+
+        The server aborts a request whose connection is closed.
+        """
         sent.close_stream()
         self._finish(sent, FinishReason.ABORTED)
 

@@ -1,22 +1,23 @@
-"""The HTTP interface of SGLang 0.5: every name in its requests and answers stands here.
+"""HTTP interface of SGLang 0.5: all names of its requests and answers.
 
-Read in the source of 0.5.23. Things that its interface does not say by itself:
-- `stop_token_ids` hold only without `ignore_eos`, so the model that is served names no end token.
-- Aborts go by prefix of `rid`, so the rids of a server have one length.
-- `output_token_logprobs` are of temperature 1 with nothing left out, because the server is started
-  with SGLANG_RETURN_ORIGINAL_LOGPROB; those of the distribution that was sampled from come with the
-  `sampling mask`, which wants a finite `top_k`.
-- Spans of weight versions come with a request's last chunk only; the chunks before carry the
-  version that was current when they were handled.
-- An aborted request that was waiting says its last token again.
+The source is SGLang 0.5.23. Properties that the interface does not document:
+- `stop_token_ids` take effect only without `ignore_eos`, so the served model names no end token.
+- Aborts match a prefix of `rid`, so all rids of a server have one length.
+- `output_token_logprobs` are of temperature 1 without filtering, because the server is started
+  with SGLANG_RETURN_ORIGINAL_LOGPROB. Those of the sampled distribution come with the
+  `sampling mask`, which requires a finite `top_k`.
+- Spans of weight versions come with a request's last chunk only. Earlier chunks carry the
+  version that was current when they were processed.
+- An aborted request that was waiting repeats its last token.
 - Adapters come by `/load_lora_adapter_from_tensors`: `/load_lora_adapter` reads them as the model
-  was read, and a server whose weights are yet to come reads none. They want an accelerator, or a
-  torch that takes ordinary memory for pinned.
-- An update from disk or from tensors that fails at a tensor ends the server, which has no way back;
-  one by broadcast is answered, and the server stands.
-- `/weights_checker` tells a digest of each tensor as the server has it: of q, k and v as one, with
-  zeros up to the next multiple of `VOCABULARY_ROWS` words and, on a CPU, of `INNER_ROWS` in an MLP.
-  There it is the first eight bytes of a SHA-256. `/get_weights_by_name` knows few models.
+  was read, and a server without weights reads none. They require an accelerator, or a torch that
+  accepts ordinary memory as pinned.
+- An update from disk or from tensors that fails at a tensor ends the server, which cannot undo
+  it. A failed broadcast is answered, and the server is paused.
+- `/weights_checker` returns a digest of each tensor in the server's layout: q, k and v as one,
+  with zeros up to the next multiple of `VOCABULARY_ROWS` words and, on a CPU, of `INNER_ROWS` in
+  an MLP. On a CPU it is the first eight bytes of a SHA-256. `/get_weights_by_name` supports few
+  models.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from meshrl.common.generation.engine_contract import GenerationRequest
 
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
-    "TQDM_DISABLE": "1",  # each update would add bars to the log, and they would be its end
-    "SGLANG_TIMEOUT_KEEP_ALIVE": "60",  # seconds; for longer than ours keeps a connection
+    "TQDM_DISABLE": "1",  # each update would add progress bars to the log, and fill its end
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "60",  # seconds; longer than our client keeps a connection
 }
 MAX_MASK_TOKENS = 4096  # tokens that a sampling mask may name; SGLang's own default
 FINISH_REASONS = {
@@ -99,7 +100,7 @@ TRANSPORT_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def find_missing(openapi: Mapping[str, Any], required: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """What of `needs` a server does not offer, by its own description."""
+    """Return the operations of `required` that a server's description does not list."""
     lacking = []
     for path, names in required.items():
         operations = openapi["paths"].get(path)
@@ -118,13 +119,13 @@ def find_missing(openapi: Mapping[str, Any], required: Mapping[str, tuple[str, .
 
 
 def is_plain_sampling(request: GenerationRequest) -> bool:
-    """Whether it samples from the model's own distribution, or takes the likeliest."""
+    """Return True for greedy sampling or for sampling from the model's unmodified distribution."""
     whole = request.top_p >= 1 and request.top_k == 0 and request.min_p == 0
     return request.temperature == 0 or (request.temperature == 1 and whole)
 
 
 def check_sampling(request: GenerationRequest, vocab_size: int, uses_seeds: bool) -> None:
-    """Refused where SGLang cannot tell the probabilities that it sampled with."""
+    """Raise Refused if SGLang cannot return the probabilities of the sampled distribution."""
     if is_plain_sampling(request):
         return
     if (request.top_k or vocab_size) > MAX_MASK_TOKENS:
@@ -154,8 +155,11 @@ def build_generate_body(
     vocab_size: int,
     adapter: str = "",
 ) -> dict[str, Any]:
-    """The body of a streamed request for at most `most` tokens. `cache` names whose keys and values
-    it may find, `adapter` what the server calls the one to compute with."""
+    """Build the body of a streamed request for at most `max_new_tokens` tokens.
+
+    `cache_key` names whose keys and values it may reuse; `adapter` is the server's name of the
+    adapter.
+    """
     body = {
         "rid": rid,
         "input_ids": request.tokens.tolist(),
@@ -169,7 +173,7 @@ def build_generate_body(
             "top_p": request.top_p,
             "top_k": request.top_k or -1,
             "min_p": request.min_p,
-            "sampling_seed": request.seed & (2**63 - 1),  # heard by servers that sample from seeds
+            "sampling_seed": request.seed & (2**63 - 1),  # used by servers that sample from seeds
         },
     }
     if adapter:
@@ -186,22 +190,25 @@ class StreamChunk:
     """New tokens of one request."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # under the distribution sampled from
+    logprobs: list[float] = field(default_factory=list)  # under the sampled distribution
     raw_logprobs: list[float] = field(default_factory=list)  # at temperature 1
     version: int = -1  # the version that was current when the chunk was handled
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # (version, start, end)
     computed_tokens: int = 0  # tokens of prompt and answer that were not found in the cache
     cached_tokens: int = 0  # tokens of the prompt that were
-    retractions: int = 0  # how often it has given up its cache
+    retractions: int = 0  # how often its cache was dropped
     finish: FinishReason = FinishReason.RUNNING
-    reason: str = ""  # why it was aborted, where SGLang says so
+    reason: str = ""  # reason of an abort, if SGLang reports one
 
 
 def parse_chunk(
     event: Mapping[str, Any], received_tokens: int, plain_sampling: bool
 ) -> StreamChunk:
-    """Reads one event of a stream of which `had` tokens have come. RemoteFailure when it lacks the
-    probabilities of what was sampled from: those of temperature 1 are the same only if `plain`."""
+    """Parse one event of a stream of which `received_tokens` tokens have arrived.
+
+    Raise RemoteFailure if it lacks the probabilities of the sampled distribution; those of
+    temperature 1 are the same only if `plain_sampling`.
+    """
     if "error" in event:
         return StreamChunk(
             finish=FinishReason.ABORTED, reason=str(event["error"].get("message", event["error"]))
@@ -247,7 +254,9 @@ def build_score_body(tokens: Sequence[int], rid: str, adapter: str = "") -> dict
 
 
 def parse_scores(answer: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Log-probability of each token after the first; by place, since the id of the vocabulary's
-    last token comes back as 0."""
+    """Parse the log-probability of each token after the first.
+
+    Tokens are matched by position, since the id of the vocabulary's last token comes back as 0.
+    """
     pairs = answer["meta_info"]["input_token_logprobs"]
     return np.array([pair[0] for pair in pairs[1:]], np.float32)

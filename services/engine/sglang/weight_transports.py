@@ -1,7 +1,7 @@
-"""Brings new weights to a server in one of three ways: a file in memory, shared memory, broadcast.
+"""Transports of new weights to a server: a file in memory, shared memory, or broadcast.
 
-Each takes Hugging Face's names and ends with all of the weights in place, or with an error after
-which nobody knows what the server holds, until another push succeeds.
+Each takes tensors by Hugging Face names and ends with all weights installed, or with an error.
+After an error the server's weights are undefined until another push succeeds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult
 
 TRANSPORTS = ("auto", "disk", "tensors", "distributed")
-JOIN_TIMEOUT_S = 20.0  # for all ranks to meet
+JOIN_TIMEOUT_S = 20.0  # for all ranks to join
 LEAVE_TIMEOUT_S = 5.0
 BUCKET_BYTES = 512 << 20  # bytes of one broadcast or one message of tensors
 
@@ -39,7 +39,7 @@ StateDict = Mapping[str, Tensor]
 
 class ServerWeightTransport(Protocol):
     def push(self, state: StateDict, version: int, flush_cache: bool, deadline_s: float) -> None:
-        """Puts these weights in place, as `version`. `flush`: the cache of the old ones goes."""
+        """Install these weights as `version`; `flush_cache`: drop the cache of the old ones."""
 
     def close(self) -> None: ...
 
@@ -47,7 +47,7 @@ class ServerWeightTransport(Protocol):
 def create_transport(
     kind: str, http: HttpClient, directory: Path, ranks: int, device: str
 ) -> ServerWeightTransport:
-    """`ranks`: processes that hold a share of the weights."""
+    """Create a transport; `ranks`: processes that hold a share of the weights."""
     if kind in ("auto", "disk"):
         return DiskTransport(http, directory)
     if kind == "tensors":
@@ -62,18 +62,18 @@ def create_transport(
 
 
 def choose_backend(device: str) -> str:
-    """NCCL wants a device for each rank: ours beside the server's."""
+    """Choose the backend: NCCL requires a device for each rank, ours beside the server's."""
     return "nccl" if device == "cuda" and torch.cuda.device_count() > 1 else "gloo"
 
 
 def check_success(answer: Any, path: str) -> None:
-    """RemoteFailure when the server says that it did not do it."""
+    """Raise RemoteFailure if the server's answer reports a failure."""
     if isinstance(answer, dict) and answer.get("success") is False:
         raise RemoteFailure(f"{path}: {answer.get('message', answer)}")
 
 
 class DiskTransport:
-    """A safetensors file that lies in memory and goes with this process, however it ends."""
+    """Safetensors file in memory that disappears with this process, however it exits."""
 
     def __init__(self, http: HttpClient, directory: Path) -> None:
         self._http, self._directory = http, directory
@@ -101,19 +101,19 @@ class DiskTransport:
             os.close(file)
 
     def close(self) -> None:
-        """Nothing outlives a push."""
+        """Do nothing, because each push removes its file."""
 
 
 class _BucketedTransport(ABC):
-    """What transports share that bring weights in parts: nothing holds before the last."""
+    """Base of transports that send weights in buckets; no bucket takes effect before the last."""
 
     def __init__(self, http: HttpClient) -> None:
         self._http = http
-        self._update_open = False  # an update that has begun, and of which no end is known
+        self._update_open = False  # an update has begun and has not ended yet
 
     def push(self, state: StateDict, version: int, flush_cache: bool, deadline_s: float) -> None:
         if self._update_open:
-            with contextlib.suppress(RemoteFailure):  # it was not open there after all
+            with contextlib.suppress(RemoteFailure):  # the update was not open at the server
                 self._post(v0_5.END_UPDATE, {}, deadline_s)
         self._update_open = True
         self._post(v0_5.BEGIN_UPDATE, {}, deadline_s)
@@ -138,14 +138,14 @@ class _BucketedTransport(ABC):
 class TensorTransport(_BucketedTransport):
     """SGLang's own format: names and handles of shared memory, which it writes as a pickle.
 
-    That pickle is made here and read by SGLang, through its list of allowed names. It and `inline`
-    are the only ones in the product, and only where a job asks for them.
+    This process makes the pickle, and SGLang reads it through its list of allowed names. It and
+    `pickle_inline` are the only pickles in the product, and only in use if a job selects them.
     """
 
     def __init__(self, http: HttpClient, ranks: int) -> None:
         super().__init__(http)
         self._ranks = ranks
-        # The default hands out descriptors through a socket, which the scheduler dies of.
+        # The default passes descriptors through a socket, which crashes the scheduler.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
     def _send_bucket(self, part: StateDict, flush_cache: bool, deadline_s: float) -> None:
@@ -156,11 +156,11 @@ class TensorTransport(_BucketedTransport):
         self._post(v0_5.FROM_TENSORS, body, deadline_s)
 
     def close(self) -> None:
-        """Shared memory goes with its tensors."""
+        """Do nothing, because shared memory is freed with its tensors."""
 
 
 class DistributedTransport(_BucketedTransport):
-    """Broadcast from rank 0, which is this process; the server's are the others."""
+    """Broadcast from rank 0, which is this process, to the server's ranks."""
 
     def __init__(self, http: HttpClient, ranks: int, backend_name: str) -> None:
         super().__init__(http)
@@ -169,7 +169,7 @@ class DistributedTransport(_BucketedTransport):
         self._name = ""
 
     def push(self, state: StateDict, version: int, flush_cache: bool, deadline_s: float) -> None:
-        if self._update_open:  # what a group is good for after a failed broadcast, nobody knows
+        if self._update_open:  # the group's state is undefined after a failed broadcast
             self.close()
         if self._group is None:
             self._group = self._join_group(min(deadline_s, JOIN_TIMEOUT_S))
@@ -177,8 +177,8 @@ class DistributedTransport(_BucketedTransport):
 
     def _join_group(self, deadline_s: float) -> Any:
         limit = timedelta(seconds=deadline_s)
-        # Port 0: one that is free. The store is rank 0's, so it exists before the others come. By
-        # itself it would listen on every interface.
+        # Port 0 selects a free port. The store is rank 0's, so it exists before other ranks join.
+        # Without this listener it would listen on every interface.
         listener = socket.create_server(("127.0.0.1", 0))
         store = TCPStore(
             "127.0.0.1",
@@ -189,7 +189,7 @@ class DistributedTransport(_BucketedTransport):
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        self._name = f"meshrl-{store.port}"  # SGLang takes no name twice
+        self._name = f"meshrl-{store.port}"  # SGLang accepts no name twice
         body = {
             "master_address": "127.0.0.1",
             "master_port": store.port,
@@ -204,7 +204,7 @@ class DistributedTransport(_BucketedTransport):
         )
 
     def _create_group(self, store: Any, limit: timedelta) -> Any:
-        """A group beside torch's default one, with the keys that SGLang's processes look for."""
+        """Create a second process group with the keys that SGLang's processes expect."""
         group, _ = distributed_c10d._new_process_group_helper(
             self._ranks + 1,
             0,
@@ -240,18 +240,21 @@ class DistributedTransport(_BucketedTransport):
     def _run_collective(
         self, answer: PendingResult[Any], path: str, run_ours: Callable[[], Any], deadline_s: float
     ) -> Any:
-        """Our part of what all ranks do together. The server's reason outranks ours: when it
-        refuses, our side only sees that nobody came."""
+        """Run this rank's part of a collective operation.
+
+        The server's error takes precedence: after a rejection this rank only observes missing
+        peers.
+        """
         try:
             result = run_ours()
-        except (RuntimeError, TimeoutError) as error:  # torch's, of a rank that is not there
+        except (RuntimeError, TimeoutError) as error:  # torch's errors for a missing rank
             check_success(self._http.wait_for(answer, path, deadline_s), path)
             raise RemoteFailure(f"{path}: {error}", where=self._http.url) from error
         check_success(self._http.wait_for(answer, path, deadline_s), path)
         return result
 
     def close(self) -> None:
-        """Both sides leave; a server that has gone has left."""
+        """Leave the group on both sides; a server that has exited has left already."""
         if self._group is None:
             return
         with contextlib.suppress(MeshError):
@@ -261,8 +264,10 @@ class DistributedTransport(_BucketedTransport):
 
 
 def pickle_handles(part: StateDict, ranks: int) -> list[str]:
-    """A pickle for each rank. Each handle holds one reference to its shared memory, and who opens
-    it gives that one back: a handle that several ranks open takes the memory away from the last.
+    """Return a pickle for each rank.
+
+    Each handle holds one reference to its shared memory, and the rank that opens it releases that
+    reference. A handle that several ranks open would free the memory before the last one is done.
     """
     tensors = [(name, tensor.contiguous()) for name, tensor in part.items()]
     texts = []
@@ -274,11 +279,11 @@ def pickle_handles(part: StateDict, ranks: int) -> list[str]:
 
 
 def pickle_inline(tensors: StateDict) -> str:
-    """SGLang's format of tensors by name, with their contents in it; for what is small."""
+    """Pickle tensors by name in SGLang's format with their contents; only for small ones."""
     whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     return base64.b64encode(pickle.dumps(whole)).decode()
 
 
 def split_buckets(state: StateDict, max_bytes: int = BUCKET_BYTES) -> list[dict[str, Tensor]]:
-    """The tensors in their order, in parts of at most `most` bytes, or of one tensor."""
+    """Split the tensors in order into buckets of at most `max_bytes`, or of one tensor."""
     return [{name: state[name] for name in names} for names in batch_by_bytes(state, max_bytes)]

@@ -1,3 +1,3 @@
-"""The steps of an engine: work between them, their emulated pace, and the shards that get their
+"""Steps of an engine: commands between them, their emulated speed, and the shards that receive the
 tokens. Open `commands.py` first.
 """

@@ -1,4 +1,4 @@
-"""What is done between two steps of an engine: asked for on the loop, done where it computes."""
+"""Commands that the loop queues and the engine's thread runs between two steps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from meshrl.common.base.errors import MeshError
 R = TypeVar("R")
 
 BETWEEN_STEPS_TIMEOUT_S = (
-    60.0  # for what runs between two steps; with others on the gang, their turns come first
+    60.0  # for a command between two steps; time slices of other instances may come first
 )
 
 
 class StepCommands:
-    """Commands that wait, in the order in which they were given. `deliver` runs a function on the
-    loop, from wherever the engine computes.
+    """Queue of commands in their order.
+
+    `call_on_loop` runs a function on the loop, from wherever the engine computes.
     """
 
     def __init__(self, clock: Clock, call_on_loop: Callable[[Callable[[], None]], None]) -> None:
         self._clock, self.call_on_loop = clock, call_on_loop
-        self._queue: deque[tuple[Callable[[], None], bool]] = deque()  # and if it takes a turn
-        self.wake_event = threading.Event()  # some were given
+        # command, and True if it needs a time slice
+        self._queue: deque[tuple[Callable[[], None], bool]] = deque()
+        self.wake_event = threading.Event()  # set when commands are queued
 
     @property
     def has_commands(self) -> bool:
@@ -38,19 +40,20 @@ class StepCommands:
         return any(needs_turn for _, needs_turn in self._queue)
 
     def enqueue(self, action: Callable[[], None], needs_slice: bool = False) -> None:
-        """Runs `action` before the next step; in a turn of the gang, if it computes or moves
-        tensors.
-        """
+        """Queue `action` for the next step; `needs_slice` if it computes or moves tensors."""
         self._queue.append((action, needs_slice))
         self.wake_event.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Until some are given, or so long: blocks the thread of whoever drives the engine."""
+        """Block the driver's thread until commands are queued or `timeout_s` has passed."""
         self.wake_event.wait(timeout_s)
         self.wake_event.clear()
 
     def run(self, in_slice: bool) -> bool:
-        """Runs them in order, without a turn up to one that needs it; whether there were any."""
+        """Run commands in order; without a time slice, stop at the first one that needs it.
+
+        Return True if any command ran.
+        """
         did = False
         while self._queue and (in_slice or not self._queue[0][1]):
             self._queue.popleft()[0]()
@@ -65,8 +68,9 @@ class StepCommands:
         *,
         needs_slice: bool = False,
     ) -> R:
-        """What `action` answers between two steps; its error is raised here. It does not begin once
-        nobody waits for it any more.
+        """Run `action` between two steps and return its result, or raise its error here.
+
+        The action does not start once the caller no longer waits.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[R] = loop.create_future()

@@ -1,8 +1,7 @@
-"""The emulation of a declared accelerator: an engine's tokens are real, its steps padded.
+"""Emulated accelerator: real tokens, with each step padded to a declared duration.
 
-Two cores can so stand for several accelerators, as long as the engine is faster than what it
-emulates. A step's tokens show when the step would have ended; weights, pauses and aborts take
-effect at once.
+Two cores can emulate several accelerators, as long as the engine is faster than the emulated one. A
+step's tokens appear when the emulated step ends; weights, pauses and aborts take effect at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from meshrl.common.job.emulation import LATE_SHARE, EmulatedEngineSpeed
 
 
 class EmulatedSteps:
-    """The steps of an engine at a declared pace; see `SteppableEngine`."""
+    """Steps of an engine at a declared speed; see `SteppableEngine`."""
 
     def __init__(
         self,
@@ -30,8 +29,11 @@ class EmulatedSteps:
         clock: Clock,
         tensor_parallel_size: int = 1,
     ) -> None:
-        """`engine` does one step a call, so that none of its tokens shows too early. The pace is of
-        one accelerator; the steps are those of `degree` of them that share the model.
+        """Initialize the emulation.
+
+        `engine` does one step a call, so that no token appears too early. `profile` describes one
+        accelerator; the steps are those of `tensor_parallel_size` accelerators that share the
+        model.
         """
         self._engine, self.profile, self.tensor_parallel_size = (
             engine,
@@ -40,16 +42,16 @@ class EmulatedSteps:
         )
         self.backend = f"{engine.backend}, paced"
         self._clock = clock
-        self._step_ends_s = 0.0  # when the step that runs would be over
+        self._step_ends_s = 0.0  # when the emulated step ends
         self._due_flush: EngineOutput | None = (
-            None  # what its accelerator would have brought by now
+            None  # output that the emulated accelerator would have finished by now
         )
-        self._step_cost_s = 0.0  # what it takes; 0: none runs
+        self._step_cost_s = 0.0  # duration of the running step; 0: none runs
         self.busy_s = 0.0
-        self.emulated_count = self.late_count = 0  # steps so far, and those that ended LATE
+        self.emulated_count = self.late_count = 0  # finished steps, and those that ended late
 
     def reset_lateness(self) -> None:
-        """Others have had the accelerator: there is no lateness to make up for."""
+        """Reset the lateness, because other instances have used the accelerator."""
         self._finish_due_step()
         self._step_ends_s = max(self._step_ends_s, self._clock.monotonic())
 
@@ -79,7 +81,7 @@ class EmulatedSteps:
         prefilled = max(0, engine.tokens_computed - computed - sampled)
         batch = -(-sampled // steps) if steps else 0
         cost_s = self.profile.compute_step_s(batch, steps, prefilled)
-        # A late look at the clock is made up for, as an accelerator has no such lateness.
+        # The next step makes up for a late poll, because an accelerator has no such delay.
         late = now - self._step_ends_s
         self._step_ends_s = (self._step_ends_s if late < cost_s else now) + cost_s
         self.busy_s += cost_s
@@ -89,7 +91,7 @@ class EmulatedSteps:
         return busy or cost_s > 0
 
     def _finish_due_step(self) -> None:
-        """What is over by now shows; if it is a step that ran, how late it is noticed counts."""
+        """Finish the emulated step if it is due; count how late the poll noticed its end."""
         late_s = self._clock.monotonic() - self._step_ends_s
         if late_s < 0:
             return

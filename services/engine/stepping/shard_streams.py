@@ -1,4 +1,4 @@
-"""Shards that listen to an engine: whose a request is, and what of a flush each of them gets."""
+"""Streams to the shards that are attached to an engine, and the owners of its requests."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ EMPTY_FLUSH = EngineOutput(
 
 
 class AttachedShard:
-    """A shard that listens, and its requests that are out."""
+    """Attached shard and its running requests."""
 
     def __init__(self, attach: AttachStream) -> None:
         self.owner, self.incarnation = attach.owner, attach.incarnation
-        self.flushes: asyncio.Queue[TokenBatch | None] = asyncio.Queue()  # None: there come no more
-        self.engine_ids: dict[int, int] = {}  # the owner's request -> the engine's
+        self.flushes: asyncio.Queue[TokenBatch | None] = asyncio.Queue()  # None ends the stream
+        self.engine_ids: dict[int, int] = {}  # the owner's request id -> the engine's
 
 
 class ShardStreams:
-    """Those that listen to the engine called `where`. `weights`: lineage and version of those that
-    it has, of which shards hear with all that they get.
+    """Shards that are attached to the engine `engine_name`.
+
+    `weights` returns lineage and version of the engine's weights, which every batch carries.
     """
 
     def __init__(self, engine_name: str, weights: Callable[[], tuple[int, int]]) -> None:
@@ -42,7 +43,7 @@ class ShardStreams:
         self._owners: dict[str, AttachedShard] = {}
         self._routes: dict[
             int, tuple[AttachedShard, int]
-        ] = {}  # the engine's request -> owner and id
+        ] = {}  # the engine's request id -> owner and the owner's id
         self._last_id = 0
 
     @property
@@ -54,9 +55,7 @@ class ShardStreams:
         return list(self._routes)
 
     def attach(self, attach: AttachStream) -> AttachedShard:
-        """A shard that listens from now on, instead of its stream before; it hears at once which
-        weights the engine has.
-        """
+        """Attach a shard in place of its previous stream, and send it the weight version."""
         owner = self._owners[attach.owner] = AttachedShard(attach)
         owner.flushes.put_nowait(cut_flush(EMPTY_FLUSH, [], [], *self._weights()))
         return owner
@@ -65,14 +64,14 @@ class ShardStreams:
         return self._owners.get(name)
 
     def require_shard(self, name: str, incarnation: str) -> AttachedShard:
-        """The shard whose requests come. Refused when it does not listen."""
+        """Return the shard that sends requests; raise Refused if it is not attached."""
         owner = self._owners.get(name)
         if owner is None or owner.incarnation != incarnation:
             raise Refused(f"{name} is not attached", where=self._engine_name, fix="attach first")
         return owner
 
     def detach(self, owner: AttachedShard) -> list[int]:
-        """Forgets a stream, whose requests the engine is to abort: their numbers."""
+        """Detach a stream and return its request ids, which the engine is to abort."""
         if self._owners.get(owner.owner) is owner:
             del self._owners[owner.owner]
         owner.flushes.put_nowait(None)
@@ -89,7 +88,7 @@ class ShardStreams:
         return self._last_id
 
     def route(self, flush: EngineOutput) -> None:
-        """Gives each shard its part of a flush, and forgets the requests that have ended."""
+        """Send each shard its part of a flush, and drop finished requests."""
         routes = [self._routes.get(i) for i in flush.ids.tolist()]
         owners = {route[0] for route in routes if route is not None}
         for owner in owners:
@@ -100,7 +99,7 @@ class ShardStreams:
                 route[0].engine_ids.pop(route[1], None)
 
     def reject(self, ids: Sequence[int]) -> None:
-        """Ends requests as aborted that the engine has not begun."""
+        """End requests as aborted that the engine has not begun."""
         n = len(ids)
         self.route(
             replace(
@@ -127,7 +126,7 @@ def cut_flush(
     lineage: int,
     version: int,
 ) -> TokenBatch:
-    """The part of a flush that belongs to one owner, under the owner's request ids."""
+    """Return one owner's part of a flush, under the owner's request ids."""
     ids = np.array([r[1] for r, m in zip(routes, selected, strict=True) if m and r], np.int64)
     part = flush if all(selected) else select_requests(flush, np.array(selected))
     return TokenBatch(

@@ -1,3 +1,1 @@
-"""The weights of an engine: how a version is received, merged and put in place. Open
-`engine_weights.py` first.
-"""
+"""Weights of an engine: reception, merging and installation. Open `engine_weights.py` first."""

@@ -1,6 +1,4 @@
-"""The weights that an engine has, and how others take their place, or none, between
-two steps.
-"""
+"""Weights of an engine and their replacement or removal between two steps."""
 
 from __future__ import annotations
 
@@ -29,25 +27,26 @@ from meshrl.services.engine.measurement.update_pauses import UpdatePauses
 from meshrl.services.engine.stepping.commands import BETWEEN_STEPS_TIMEOUT_S, StepCommands
 from meshrl.services.engine.stepping.shard_streams import ShardStreams
 
-LOAD_TIMEOUT_S = 600.0  # for the current version to be fetched and loaded
+LOAD_TIMEOUT_S = 600.0  # to fetch and load the current version
 
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """A version of a job's adapters, and the weights that they are added to."""
+    """Version of a job's adapters, and the weights that they are added to."""
 
-    name: str  # by which requests ask for them
+    name: str  # name in requests
     version: int
     tensors: Mapping[str, Tensor]
     scale: float
-    base_manifest: str  # manifest of the weights that they are added to
+    base_manifest: str  # manifest of the base weights
     base_version: int
-    base_tensors: Mapping[str, Tensor] | None  # these weights; None: the engine has them
+    base_tensors: Mapping[str, Tensor] | None  # base weights; None: the engine has them
 
 
 class EngineWeights:
-    """Those of its job's version. They are put in place whole: an engine that fails on the way has
-    none, and shards hear so.
+    """Weights of the job's version, installed as a whole.
+
+    An engine that fails during the installation has none, and shards receive that.
     """
 
     def __init__(
@@ -61,27 +60,26 @@ class EngineWeights:
     ) -> None:
         self._mesh, self._engine, self._commands = mesh, engine, commands
         self._shard_streams, self._pauses, self._time_slices = shard_streams, pauses, time_slices
-        self.manifest = ""  # names the weights that are loaded
-        self.lineage = 0  # lineage of their version; never ahead of them
-        self.base_manifest = (
-            ""  # manifest of those that the job's adapters lie beside; empty: of none
-        )
-        self.loaded_bytes = 0  # of what was loaded last, as it came
-        self.process_started_s = mesh.clock.monotonic()  # when its process did
-        self.start_s = 0.0  # from then until it first had weights; 0: it has had none
-        self._model_bytes = 0  # the part of them that is no adapter's
-        self.is_waking = False  # the engine was, and has none yet
-        self.is_asleep = False  # by request: new versions are not fetched until it wakes
-        self.loaded_event = asyncio.Event()  # some were, since it was woken
-        self.change_event = asyncio.Event()  # the job may have others, or it may sleep no more
-        # As the driver's side knows them:
-        self.default_adapter = ""  # of its job, for requests that name none
-        self.computing_manifest = ""  # the manifest of what it computes with
-        self.host_cache: HostCache | None = None  # which knows what was computed with which
+        self.manifest = ""  # manifest of the loaded weights
+        self.lineage = 0  # lineage of the loaded version
+        self.base_manifest = ""  # manifest of the base of the job's adapters; empty: none
+        self.loaded_bytes = 0  # size of the last loaded weights as received
+        self.process_started_s = mesh.clock.monotonic()  # start of the process
+        self.start_s = 0.0  # from the start to the first weights; 0: none so far
+        self._model_bytes = 0  # loaded bytes without adapters
+        self.is_waking = False  # the engine was woken and has no weights yet
+        self.is_asleep = False  # by request; no new version is fetched until wake-up
+        self.loaded_event = asyncio.Event()  # set once weights are loaded after a wake-up
+        # set when the job may have a new version or the engine wakes
+        self.change_event = asyncio.Event()
+        # As the driver thread knows them:
+        self.default_adapter = ""  # the job's adapter, for requests without a name
+        self.computing_manifest = ""  # manifest that the engine computes with
+        self.host_cache: HostCache | None = None  # it records which weights computed each chunk
 
     @property
     def version(self) -> int:
-        """The job's version that it computes with; NO_VERSION: with none that is whole."""
+        """Version of the job that the engine computes with; NO_VERSION: no complete one."""
         if not self.default_adapter or self._engine.version < 0:
             return self._engine.version
         return self._engine.adapter_versions.get(self.default_adapter, NO_VERSION)
@@ -96,8 +94,9 @@ class EngineWeights:
     async def update_weights(
         self, tensors: Mapping[str, Tensor], version: int, manifest: str, lineage: int = 0
     ) -> None:
-        """Puts a version's weights in place between two steps; an engine without any wakes. One
-        that sleeps by now is left alone.
+        """Install a version's weights between two steps and wake an engine without weights.
+
+        An engine that sleeps by then is left alone.
         """
         others = self._shard_streams.open_requests if self.base_manifest else []
 
@@ -115,9 +114,10 @@ class EngineWeights:
             self._record_loaded(manifest, lineage, self._model_bytes)
 
     async def put_adapter(self, adapter: AdapterVersion, manifest: str, lineage: int) -> None:
-        """Puts a version of the job's adapters in place beside their base, and before it the base
-        where the engine has it not: see `has_base`. What is under way with other weights than the
-        base's ends as aborted, and is asked for again.
+        """Install a version of the job's adapters beside their base, and first the base if missing.
+
+        See `has_base`. Running requests with weights other than the base's end as aborted, and are
+        requested again.
         """
         others = [] if self.base_manifest else self._shard_streams.open_requests
 
@@ -133,7 +133,7 @@ class EngineWeights:
             self._put_model(adapter.base_tensors, adapter.base_version)
             with quarantine_on_error(
                 adapter.version, self._engine.quarantine
-            ):  # else the bare base serves
+            ):  # else the base without adapters serves
                 load()
 
         if await self._apply_between_steps(put, manifest):
@@ -147,7 +147,7 @@ class EngineWeights:
             )
 
     def enter_lineage(self, lineage: int) -> None:
-        """The weights that are loaded are of this lineage: shards hear of them."""
+        """Assign the loaded weights to a lineage, and send the change to the shards."""
         self.lineage = lineage
         self._shard_streams.publish_weights()
 
@@ -159,7 +159,7 @@ class EngineWeights:
             self._engine.update_weights(tensors, version)
 
     async def _apply_between_steps(self, apply: Callable[[], None], manifest: str) -> bool:
-        """Has new weights put in place between two steps; False: the engine sleeps by now."""
+        """Install new weights between two steps; return False if the engine sleeps by then."""
 
         def put() -> bool:
             if self.is_asleep:
@@ -191,8 +191,9 @@ class EngineWeights:
         self.enter_lineage(lineage)
 
     def _report_quarantine(self) -> None:
-        """Nobody knows what it holds: `follow` asks for a whole version again, and shards hear that
-        it has none.
+        """Report weights of undefined state: shards receive that the engine has none.
+
+        `follow_versions` then requests a complete version again.
         """
         self.manifest = ""
         self._mesh.telemetry.count("engine_quarantined")
@@ -200,9 +201,10 @@ class EngineWeights:
 
 
 class EngineSleeper:
-    """Puts an engine to sleep between two steps: weights and cache are given back, what runs waits
-    and loses no token. The store has the weights; what was computed of sessions is computed again.
-    `cache_tokens`: that its cache has room for.
+    """Sleep control of an engine: it frees weights and cache between two steps.
+
+    Running requests wait and lose no token. The store has the weights; caches of sessions are
+    computed again. `cache_tokens`: capacity of the engine's cache.
     """
 
     def __init__(
@@ -218,20 +220,20 @@ class EngineSleeper:
 
     @property
     def size_bytes(self) -> int:
-        """Of its weights, and of the room for its cache."""
+        """Bytes of the weights and of the space for the cache."""
         weights = self._weights
         if weights.is_asleep or (self._engine.version < 0 and not weights.loaded_bytes):
             return 0
         return weights.loaded_bytes + self._cache_tokens * self._engine.cache_bytes_per_token
 
     async def sleep(self, save: SaveTensors) -> None:
-        """Rests until `wake`; new versions are not fetched meanwhile."""
+        """Put the engine to sleep until `wake`; no new version is fetched in that time."""
 
         def rest() -> None:
             self._engine.sleep()
             self._engine.pause()
 
-        self._weights.is_asleep = True  # `follow` loads nothing from now on
+        self._weights.is_asleep = True  # `follow_versions` loads nothing from now on
         try:
             await self._commands.run_between_steps(rest, "the engine to sleep")
         except BaseException:
@@ -241,7 +243,7 @@ class EngineSleeper:
         await self._mesh.host.run_blocking(trim_heap, deadline_s=LOAD_TIMEOUT_S)
 
     async def wake(self, restore: RestoreTensors) -> None:
-        """Has `follow` load the current version. Refused, and it sleeps on, if it cannot be had."""
+        """Load the current version; raise Refused, and stay asleep, if it is unavailable."""
         weights, engine = self._weights, self._engine
         had_weights = engine.version >= 0
         weights.loaded_event.clear()
@@ -262,17 +264,17 @@ class EngineSleeper:
             raise
 
     async def move(self, tier: Tier) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no state is retained."""
 
     @property
     def is_removable(self) -> bool:
         return True
 
     async def cancel_removal(self) -> None:
-        """It has never stopped."""
+        """Do nothing, because the engine never stopped for a removal."""
 
     async def prepare_removal(self) -> None:
-        """The store has all that it needs; what runs is run elsewhere when it drains."""
+        """Do nothing, because the store has all state; a drain moves running requests elsewhere."""
 
 
 def _count_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -1,5 +1,7 @@
-"""Decides what an engine does with its job's adapters: merge each version into the model's tensors,
-or compute them beside these. Pure, but for the clock that it is given.
+"""Policy for a job's adapters in an engine: merge each version into the model, or compute it
+beside.
+
+It is pure except for the clock that it receives.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ from meshrl.common.base.clock import Clock
 
 AdapterMode = Literal["auto", "merged", "beside"]  # `lora.engines`
 
-# Of an engine's time, that adapters beside a model take: some 9 % of a native step of 16 rows at
-# rank 8 in a model of 4 M parameters, 12 % of 8 rows at rank 16; less, the wider the model.
+# Share of an engine's time that adapters beside a model take: some 9 % of a native step of 16 rows
+# at rank 8 in a model of 4 M parameters, 12 % of 8 rows at rank 16; less in wider models.
 OVERHEAD_SHARE = 0.1
-SWITCH_MARGIN = 2.0  # by which the other way must be better: a change of ways ends what runs
+# gain that justifies a change of the mode, because a change aborts running requests
+SWITCH_MARGIN = 2.0
 
 
 def is_merging_worthwhile(is_merging: bool, merge_s: float, version_interval_s: float) -> bool:
-    """Whether adapters are merged from now on: `merge_s` is what that has taken longer for the last
-    version, `between_s` the time since the version before; 0: not measured, and then they are.
+    """Return True if adapters are to be merged from now on.
+
+    `merge_s`: extra seconds that merging took for the last version. `version_interval_s`: seconds
+    since the version before; 0: not measured, and then they are merged.
     """
     if not merge_s or not version_interval_s:
         return True
@@ -29,16 +34,16 @@ def is_merging_worthwhile(is_merging: bool, merge_s: float, version_interval_s: 
 
 
 class MergePolicy:
-    """The choice of one engine, from what it sees of its job's versions."""
+    """Choice of one engine, from the intervals of its job's versions."""
 
     def __init__(self, mode: AdapterMode, clock: Clock) -> None:
         self.is_merging = mode != "beside"
         self._mode, self._clock = mode, clock
         self._arrived_s = self._version_interval_s = self._merge_s = 0.0
-        self._manifest = ""  # of the version that came last
+        self._manifest = ""  # of the last version
 
     def observe_version(self, manifest: str) -> bool:
-        """There is another version, or the last one again; whether it is to be merged."""
+        """Record a new version, or the last one again; return True if it is to be merged."""
         if manifest == self._manifest:
             return self.is_merging
         self._manifest, now = manifest, self._clock.monotonic()
@@ -52,5 +57,5 @@ class MergePolicy:
         return self.is_merging
 
     def record_merge_time(self, seconds: float) -> None:
-        """A version was merged, and the engine stood while it took it, for so long."""
+        """Record the seconds that the engine was paused to merge a version."""
         self._merge_s = seconds

@@ -1,6 +1,4 @@
-"""Receives versions for an engine, and has the trainer write again what the store does not hold as
-it was written.
-"""
+"""Receiver of weight versions for an engine, which has the trainer restage corrupt ones."""
 
 from __future__ import annotations
 
@@ -17,15 +15,15 @@ from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.common.weights.transports.collective import CollectiveTransport
 from meshrl.common.weights.transports.version_fetcher import PullTransport, VersionFetcher
 
-MAX_RESTAGES = 5  # a version that was damaged each time it was written: the disk does it
-# For a trainer that does not answer, because it is being started, or cannot write it again. One
-# that replays or holds its next version for an evaluation says so, and is waited for.
+MAX_RESTAGES = 5  # limit for a version that is corrupt after each write: the disk is at fault
+# Limit for a trainer that starts up or cannot write the version again. A trainer that replays or
+# delays its next version for an evaluation reports that, and has no limit.
 RESTAGE_TIMEOUT_S = 600.0
 
 
 class VersionReceiver:
     def __init__(self, mesh: Mesh, job: str, transport: str = "pull") -> None:
-        """`how`: the ways that it may take, `rollout.weights`."""
+        """Initialize; `transport` names the permitted transports, the job's `rollout.weights`."""
         self._mesh, self._job, self._trainer = mesh, job, mesh.ref(f"trainer/{job}")
         bulk = BulkClient(mesh)
         self.fetcher = VersionFetcher(
@@ -33,7 +31,7 @@ class VersionReceiver:
         )
         self._receiver = WeightReceiver(mesh, bulk, self.fetcher, wants_deltas=True)
         self._missing_manifest, self._missing_since_s, self._restages = "", 0.0, 0
-        self.pulls, self.pull_s = 0, 0.0  # what has been received, and the last one's seconds
+        self.pulls, self.pull_s = 0, 0.0  # versions received, and duration of the last pull
 
     async def read_manifest(self, manifest: str) -> Manifest:
         return await self._receiver.fetch_manifest(manifest)
@@ -41,9 +39,11 @@ class VersionReceiver:
     async def receive(
         self, manifest: str, names: Iterable[str] | None = None
     ) -> VersionImage | None:
-        """The version's image, or that of its tensors of these `names`; None when the store lacks
-        some of it, and it is worth another look because the job has gone on to the next one, or the
-        trainer has written it again or is about to. ConfigError when it is not.
+        """Return the image of a version, or of its tensors with these `names`.
+
+        Return None if the store lacks some of it and a retry is useful: the job has a newer
+        version, or the trainer has written it again or is about to. Raise ConfigError if a retry is
+        useless.
         """
         try:
             wanted = None if names is None else dict.fromkeys(names)
@@ -58,7 +58,7 @@ class VersionReceiver:
         return image
 
     async def _is_superseded(self, manifest: str) -> bool:
-        """Whether the job has another version by now, so that this one may have been collected."""
+        """Return True if the job has a newer version, so that this one may have been collected."""
         try:
             row = await jobs.read_job(self._mesh.state, self._job)
         except MeshError:

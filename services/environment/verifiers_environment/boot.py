@@ -1,7 +1,7 @@
-"""Runs our side of a `verifiers` environment in an interpreter that has `verifiers`, not MeshRL.
+"""Entry point of a `verifiers` environment in an interpreter that has `verifiers`, not MeshRL.
 
-`PYTHON -I boot.py ...`: of what lies here only the package `meshrl` becomes importable
-there; nothing joins the path, so that what is installed beside us stays out of that environment.
+`PYTHON -I boot.py ...`: only the package `meshrl` becomes importable there. Nothing joins the path,
+so that packages installed beside MeshRL stay out of that environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PACKAGE_DIRECTORY = Path(__file__).absolute().parents[3]
 
 
 def make_importable() -> None:
-    """Make `meshrl` importable from where it lies."""
+    """Make `meshrl` importable from its own directory."""
     spec = importlib.util.spec_from_file_location(
         "meshrl",
         PACKAGE_DIRECTORY / "__init__.py",

@@ -1,4 +1,4 @@
-"""The default agent of a `verifiers` environment: a conversation with its tools.
+"""Default agent of a `verifiers` environment: a conversation with its tools.
 
 It runs in the environment process. The default of `verifiers` would start a program with a shell on
 this host for each trajectory.
@@ -18,13 +18,13 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 __all__ = ["ChatHarness"]
 
-HARNESS_ID = "meshrl_chat"  # what configurations call it
+HARNESS_ID = "meshrl_chat"  # its name in configurations
 FINISHED = ProgramResult(exit_code=0, stdout="", stderr="")
-TURN_TIMEOUT_S = 24 * 3600.0  # the shard decides how long a turn may take; it ends the trajectory
+TURN_TIMEOUT_S = 24 * 3600.0  # the shard bounds a turn's time; it ends the trajectory
 
 
 class ChatHarness(Harness[HarnessConfig]):
-    """Asks the model, runs the tools that it calls, until it calls none."""
+    """Agent that requests turns of the model and runs its tool calls, until a turn has none."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -71,7 +71,7 @@ class ChatHarness(Harness[HarnessConfig]):
 
 
 async def _request_turn(client: httpx.AsyncClient, body: dict[str, Any], trace: Trace) -> list[Any]:
-    """The calls of the model's next turn, which joins the messages; none at the end."""
+    """Add the model's next turn to the messages and return its calls; empty at the end."""
     response = await client.post("chat/completions", json=body)
     if trace.stop_condition is not None:
         return []

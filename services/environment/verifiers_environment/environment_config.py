@@ -1,4 +1,4 @@
-"""Translates what a job says of a `verifiers` environment into that package's configuration."""
+"""Conversion of a job's settings of a `verifiers` environment to that package's configuration."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from verifiers.v1.runtimes import runtime_is_local
 from meshrl.common.base.errors import ConfigError
 from meshrl.services.environment.verifiers_environment import chat_harness
 
-SHELL_HARNESS = "bash"  # the harness of `verifiers` for tasksets that bring none
+SHELL_HARNESS = "bash"  # the harness of `verifiers` for tasksets without one
 
 
 def build_environment(taskset: str, options: dict[str, Any]) -> Env:
-    """The environment of a taskset, by its id, with `options` as in the package's `[env]` table.
+    """Build the environment of a taskset id, with `options` as in the package's `[env]` table.
 
-    An agent that names no harness, of a taskset that brings none, gets our conversation instead of
-    a shell; one that names no runtime runs in processes of this host.
+    An agent without a harness, of a taskset without one, gets our conversation instead of a shell.
+    An agent without a runtime runs in processes of this host.
     """
     wanted: dict[str, Any] = copy.deepcopy(options)
     wanted["taskset"] = {**wanted.get("taskset", {}), "id": taskset}
@@ -56,7 +56,7 @@ def _iter_agents(kind: type[EnvConfig]) -> Iterator[tuple[str, AgentConfig]]:
 
 
 def iter_task_rows(env: Env, max_rows: int) -> Iterator[dict[str, Any]]:
-    """The data of the taskset's tasks, at most so many (0: all); what `task` makes tasks of."""
+    """Yield the data of at most `max_rows` tasks of the taskset (0: all), for `build_task`."""
     tasks = env.taskset
     if max_rows:
         tasks = tasks.take(max_rows)
@@ -67,6 +67,6 @@ def iter_task_rows(env: Env, max_rows: int) -> Iterator[dict[str, Any]]:
 
 
 def build_task(env: Env, row: dict[str, Any]) -> Task:
-    """The task that a row describes, as the taskset's own loading makes it."""
+    """Build the task that a row describes, as the taskset's own loading does."""
     kind = type(env.taskset).task_type()
     return kind(kind.data_type().model_validate(row), env.config.taskset.task)

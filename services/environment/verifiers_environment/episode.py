@@ -1,8 +1,8 @@
-"""Runs one trajectory as an episode of a `verifiers` environment.
+"""One trajectory as an episode of a `verifiers` environment.
 
-The environment owns its loop: it is a task here, which asks its client for turns. The shard asks
-for actions. So each request becomes an action that appends what the environment has added, and the
-model's next turn is the request's answer.
+The environment owns its loop: it is a task here, and requests turns from its client. The shard
+requests actions. So each request becomes an action that appends what the environment has added, and
+the model's next turn is the request's answer.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from meshrl.common.environment.reward_numbers import to_finite_float
 from meshrl.common.model.chat.chat_format import ChatConversation, ChatFormat, ParsedTurn
 
 Action = list[Any]
-CLOSE_TIMEOUT_S = 10.0  # for what an environment does when its trajectory is given up
+CLOSE_TIMEOUT_S = 10.0  # for the environment's clean-up when its trajectory is cancelled
 
 
 class UnsupportedRollout(MeshError):
-    """The environment asked for what one growing sequence of tokens cannot give."""
+    """Error raised when the environment needs more than one growing sequence of tokens."""
 
     code = "rollout_broken"
 
 
 class RolloutFailed(MeshError):
-    """The environment's own code, its tools or its scoring failed."""
+    """Error raised when the environment's own code, tools or scoring failed."""
 
     code = "rollout_failed"
 
 
 class Episode:
-    """A running episode; its methods answer when the environment next asks or has ended."""
+    """Running episode; its methods return at the environment's next request or its end."""
 
     def __init__(
         self, env: Env, chat: ChatFormat, context: ModelContext, traces: dict[str, Any]
@@ -59,17 +59,17 @@ class Episode:
         self._conversation: ChatConversation | None = None
         self._task: asyncio.Task[float] | None = None
         self._requested_ids: asyncio.Future[list[int]] | None = None  # ids that a request has added
-        self._sampled_ids: asyncio.Future[list[int]] | None = None  # the turn that answers it
+        self._sampled_ids: asyncio.Future[list[int]] | None = None  # the turn in answer to it
         self._unsupported: UnsupportedRollout | None = None
         self._is_cut = False
 
     @property
     def ids(self) -> list[int]:
-        """All ids of the trajectory so far."""
+        """Ids of the trajectory so far."""
         return self._conversation.ids if self._conversation else []
 
     async def start(self, task: Task) -> list[int]:
-        """Starts the environment; the prompt's ids."""
+        """Start the environment and return the prompt's ids."""
         self._requested_ids = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run_episode(task))
         action, value = await self._wait_for_action()
@@ -78,12 +78,12 @@ class Episode:
         return list(value)
 
     async def step(self, ids: list[int]) -> Action:
-        """Answers the open request with a turn of the model: `append` or `done`."""
+        """Answer the open request with a turn of the model; return `append` or `done`."""
         self._answer_request(ids)
         return await self._wait_for_action()
 
     async def truncate(self, ids: list[int]) -> float:
-        """Ends the episode after an unfinished turn, or instead of one; its score."""
+        """End the episode after an unfinished turn, or instead of one, and return its score."""
         self._is_cut = True
         self._answer_request(ids)
         action, value = await self._wait_for_action()
@@ -92,7 +92,7 @@ class Episode:
         return float(value)
 
     async def close(self) -> None:
-        """Gives the episode up, if it still runs."""
+        """Cancel the episode if it still runs."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
@@ -104,7 +104,9 @@ class Episode:
         self._sampled_ids.set_result(ids)
 
     async def _wait_for_action(self) -> Action:
-        """The next action, once the environment asks again or ends; the pool has the deadline."""
+        """Return the next action at the environment's next request or end; the pool has the
+        deadline.
+        """
         assert self._task is not None and self._requested_ids is not None
         await asyncio.wait([self._task, self._requested_ids], return_when=asyncio.FIRST_COMPLETED)
         if self._requested_ids.done():
@@ -130,7 +132,7 @@ class Episode:
             told = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was told"
             raise RolloutFailed(f"the episode failed: {told}")
         if episode.is_timeout or any(t.is_timeout for t in episode.traces):
-            # An expired stage is no error there, and leaves a reward of 0 that nobody gave.
+            # An expired stage is no error there, and leaves a reward of 0 that no scorer gave.
             raise RolloutFailed(
                 "a stage of the episode timed out, so its reward means nothing",
                 fix="make it finish, or raise the timeout of the task or the agent",
@@ -141,10 +143,10 @@ class Episode:
         except (TypeError, ValueError) as error:
             raise RolloutFailed(str(error)) from error
 
-    # -- the side of the environment's client ----------------------------------------------------
+    # -- client of the environment -----------------------------------------------------------------
 
     async def answer_request(self, dialect: Dialect, model: str, turn: PendingTurn) -> Response:
-        """The model's answer to a request; ProviderError ends the rollout that asked."""
+        """Return the model's answer to a request; ProviderError ends the rollout that made it."""
         try:
             added = self._encode_request(dialect, turn)
         except MeshError as error:
@@ -165,7 +167,9 @@ class Episode:
         return self._build_response(model, prompt, ids, reply, bridged=bool(turn.prefix_node_ids))
 
     def _encode_request(self, dialect: Dialect, turn: PendingTurn) -> list[int]:
-        """What the request adds to the ids so far; RolloutBroken unless it only adds."""
+        """Return the ids that the request adds to those so far; UnsupportedRollout unless it only
+        adds.
+        """
         if not isinstance(dialect, ChatDialect):
             raise UnsupportedRollout(
                 f"requests of {type(dialect).__name__} have no chat template",
@@ -210,7 +214,7 @@ class Episode:
             ),
             finish_reason="length" if self._is_cut else "tool_calls" if calls else "stop",
             usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(ids)),
-            # The engines keep the log-probabilities: the trajectory is trained from the shard's.
+            # The engines have the log-probabilities; the shard's are those that are trained.
             tokens=TurnTokens(prompt_ids=prompt, completion_ids=ids, bridged=bridged),
         )
         response.raw = serialize_completion(response, model)

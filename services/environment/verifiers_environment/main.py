@@ -1,7 +1,7 @@
-"""The process of a `verifiers` environment: many episodes at once, each a task of its event loop.
+"""Process of a `verifiers` environment: many episodes at once, each a task of its event loop.
 
 Frames in are lists of [number, key, operation, argument], frames out lists of [number, status,
-value], each as soon as there is an answer. With `--rows FILE` it writes the tasks and ends.
+value], each sent as soon as there is an answer. With `--rows FILE` it writes the tasks and exits.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from meshrl.services.environment.verifiers_environment import chat_harness, envi
 from meshrl.services.environment.verifiers_environment.episode import Episode, RolloutFailed
 
 MODEL_NAME = "meshrl"
-# Marks the agents whose turns our engines sample; an agent with a client of its own keeps it.
+# Marks the agents whose turns our engines sample; an agent with its own client keeps that.
 ENGINE_CLIENT_CONFIG = TrainClientConfig(
     base_url="http://engines.invalid/v1", api_key_var="MESHRL_NO_KEY"
 )
 
 
 class EngineClient(Client):
-    """Hands each request to the episode that its trace belongs to."""
+    """Client that passes each request to the episode of its trace."""
 
     def __init__(self, episodes: Mapping[str, Episode]) -> None:
         self._episodes = episodes
@@ -66,7 +66,7 @@ class EngineClient(Client):
 
 
 class EngineInterception(InterceptionServer):
-    """The server that an environment's harness programs talk to, with our client behind it."""
+    """Server of an environment's harness programs, with our client behind it."""
 
     def __init__(self, client: Client, secrets: tuple[str, ...]) -> None:
         super().__init__(state_service_secrets=secrets)
@@ -81,9 +81,9 @@ class EngineInterception(InterceptionServer):
 
 @asynccontextmanager
 async def run_servers(env: Env, client: Client) -> AsyncIterator[None]:
-    """The environment's shared servers, and the engines as its model.
+    """Run the environment's shared servers, with the engines as its model.
 
-    `Env.serving` makes its own interception from a fixed choice; ours takes its place.
+    `Env.serving` chooses from a fixed set of interceptions; ours replaces its choice.
     """
     async with env.serving():
         secrets = tuple(t.state_secret for t in env._shared_tools.values() if t.state_secret)
@@ -93,7 +93,7 @@ async def run_servers(env: Env, client: Client) -> AsyncIterator[None]:
 
 
 class Episodes:
-    """The open episodes of one process, by trajectory."""
+    """Open episodes of one process, by trajectory."""
 
     def __init__(self, env: Env, chat: ChatFormat, tokenizer: Tokenizer) -> None:
         self._env, self._chat, self._tokenizer = env, chat, tokenizer
@@ -102,12 +102,12 @@ class Episodes:
         self.episodes_by_trace: dict[str, Episode] = {}
 
     async def run_operation(self, key: int, operation: str, argument: Any) -> tuple[str, Any]:
-        """One operation; what the environment raises becomes the status `raised`."""
+        """Run one operation; an exception of the environment becomes the status `raised`."""
         if key not in self._episodes and operation in ("step", "cut"):
             return "unknown", f"trajectory {key} has no environment here"
         try:
             answer = await getattr(self, "_" + operation)(key, argument)
-            check_packable(answer)  # what cannot travel is the environment's to know
+            check_packable(answer)  # an unencodable value is the environment's error
             return "ok", answer
         except MeshError as error:
             return "raised", replace_surrogates(f"{error.code}: {error}")
@@ -130,7 +130,7 @@ class Episodes:
         return self._tokenizer.decode(ids)
 
     async def _restore(self, key: int, argument: Any) -> None:
-        """Plays the logged turns to a fresh episode; it must ask for each as it did before."""
+        """Replay the logged turns to a new episode, which must make the same requests as before."""
         row, told, *logged = argument
         await self._begin(key, row)
         for _, ids in told:
@@ -150,12 +150,12 @@ class Episodes:
 
 
 async def serve_channel(env: Env, chat: ChatFormat, tokenizer: Tokenizer) -> None:
-    """Answers the shard until it closes the channel."""
+    """Answer the shard until it closes the channel."""
     channel = socket.socket(fileno=int(os.environ.pop(CHANNEL_FD)))
     reader, writer = await asyncio.open_connection(sock=channel)
     episodes = Episodes(env, chat, tokenizer)
     tasks: set[asyncio.Task[None]] = set()
-    ready: list[bytes] = []  # answers that go together, at the end of this turn of the loop
+    ready: list[bytes] = []  # answers to send together, at the end of this loop iteration
 
     def flush() -> None:
         messages = ready.copy()

@@ -1,3 +1,1 @@
-"""A host's accelerators: which there are, how they fare, what room they have. Open
-`accelerators.py` first.
-"""
+"""Accelerators of a host, with their health and free memory. Open `accelerators.py` first."""

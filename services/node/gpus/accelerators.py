@@ -1,4 +1,4 @@
-"""What this host computes on: its GPUs, or a number of CPU slots."""
+"""Accelerators of this host: its GPUs, or a number of CPU slots."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from meshrl.common.mesh.process.host import Host
 @dataclass(frozen=True)
 class WorkerAccelerator:
     name: str  # "cpu:0", "cuda:0 NVIDIA H200"
-    env: Mapping[str, str] = field(default_factory=dict)  # what lets a process see only this one
-    memory_bytes: int = 0  # of its memory; 0: not known
+    env: Mapping[str, str] = field(default_factory=dict)  # limits a process to this device
+    memory_bytes: int = 0  # of its memory; 0: unknown
     device: Device | None = None  # of a GPU
 
 
 def list_cpu_slots(count: int, emulated_kinds: Sequence[str] = ()) -> list[WorkerAccelerator]:
-    """Slots of one thread each: two would fight for the cores of a small machine. The first ones
-    `stand_for` accelerators of these kinds. ConfigError where none is declared, or no such slot is.
+    """Return CPU slots of one thread each: two threads would compete for the cores of a small
+    machine.
+
+    The first slots emulate accelerators of `emulated_kinds`. ConfigError when a kind is not
+    declared or has no slot.
     """
     kinds = [match_kind(name) for name in emulated_kinds]
     for name, kind in zip(emulated_kinds, kinds, strict=True):
@@ -50,8 +53,10 @@ def _config_error(message: str, fix: str) -> ConfigError:
 
 
 def list_gpus(devices: list[Device], count: int) -> list[WorkerAccelerator]:
-    """An accelerator for each of the first `count` devices; for all if `count` is 0. ConfigError
-    when there are fewer. A process sees its own by UUID, which means the same in every order.
+    """Return an accelerator for each of the first `count` devices, or for all if `count` is 0.
+
+    A process sees its device by UUID, which is independent of device order. ConfigError when there
+    are fewer devices.
     """
     check_device_count(devices, count)
     return [
@@ -63,8 +68,10 @@ def list_gpus(devices: list[Device], count: int) -> list[WorkerAccelerator]:
 async def discover_accelerators(
     host: Host, device: str, workers: int, emulated_kinds: Sequence[str] = ()
 ) -> list[WorkerAccelerator]:
-    """The accelerators of `device` ("cpu" or "cuda"); ConfigError if there are none, or fewer than
-    `workers`. `stand_for`: see `cpu_slots`; GPUs stand for nothing else.
+    """Return the accelerators of `device` ("cpu" or "cuda").
+
+    ConfigError if there are none, or fewer than `workers`. `emulated_kinds`: see `list_cpu_slots`;
+    GPUs emulate nothing.
     """
     if device == "cpu":
         return list_cpu_slots(workers, emulated_kinds)

@@ -1,5 +1,6 @@
-"""Looks after a host's GPUs: what NVML tells of each goes to the agent's stats, and what a person
-has to know, an uncorrected error or a lost GPU, becomes an event.
+"""Monitor of a host's GPUs.
+
+NVML readings become statistics of the agent. An uncorrected error or a lost GPU becomes an event.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DRIVER_TIMEOUT_S = (
     30.0  # the driver answers at once, or hangs with a GPU that has fallen off the bus
 )
 EVENT = "gpu"  # kind of event; `what` says which: lost | back | errors
-# Names of figures as stats have them, by those of a reading.
+# Names of figures in the stats, by those of a reading.
 STAT_NAMES = {
     "used": "gpu_used_bytes",
     "total": "gpu_total_bytes",
@@ -34,21 +35,21 @@ AppendEvent = Callable[[str, dict[str, Any]], Awaitable[None]]  # kind and field
 
 @dataclass
 class WatchedDevice:
-    """What has been seen of a worker's device so far."""
+    """Last known state of a worker's device."""
 
     device: Device
     reading: DeviceReading = field(default_factory=DeviceReading)
-    reported_ecc_errors: int = 0  # uncorrected ones that have been told
+    reported_ecc_errors: int = 0  # uncorrected errors reported so far
     last_xid: int = 0  # of the last error; 0: none
 
 
 class GpuWatch:
-    """One call of the driver at a time, whatever it takes."""
+    """Watch over GPUs that makes one driver call at a time, however long a call takes."""
 
     def __init__(
         self, mesh: Mesh, devices: Mapping[str, Device], append_event: AppendEvent
     ) -> None:
-        """`devices` by worker."""
+        """Create a watch; `devices`: by worker."""
         self._mesh, self._append_event = mesh, append_event
         self._devices = {worker: WatchedDevice(device) for worker, device in devices.items()}
         self._session = DriverSession([seen.device for seen in self._devices.values()])
@@ -63,7 +64,7 @@ class GpuWatch:
                 self._session.close()
 
     def stats(self) -> dict[str, Any]:
-        """A table by worker for each figure that the driver tells; nothing without a GPU."""
+        """Statistics by worker for each figure that the driver reports; empty without a GPU."""
         found: dict[str, Any] = {}
         for worker, seen in self._devices.items():
             reading = seen.reading
@@ -78,7 +79,7 @@ class GpuWatch:
         return found
 
     async def _poll(self) -> None:
-        if self._session.is_busy:  # the call that was given up still hangs in the driver
+        if self._session.is_busy:  # the abandoned call still hangs in the driver
             return
         run = self._mesh.host.run_blocking
         try:
@@ -100,7 +101,7 @@ class GpuWatch:
         if before.lost and not reading.lost:
             await self._report_event(worker, monitored, "back", why="the driver reaches it again")
         count = reading.ecc_uncorrected or 0
-        if count < monitored.reported_ecc_errors:  # the driver was loaded again, and counts anew
+        if count < monitored.reported_ecc_errors:  # the driver reloaded, and its counters restarted
             monitored.reported_ecc_errors = 0
         if xids or count > monitored.reported_ecc_errors:
             monitored.last_xid = xids[-1] if xids else monitored.last_xid
@@ -118,18 +119,20 @@ class GpuWatch:
 
 
 class DriverSession:
-    """The driver, open from one look to the next; opened anew after one that failed, or found a GPU
-    lost: it may have been reset.
+    """Driver handle that stays open between polls.
+
+    It is reopened after a failed poll, or one that found a GPU lost, which may have been reset.
     """
 
     def __init__(self, devices: list[Device]) -> None:
-        self.is_busy = False  # a look is under way
+        self.is_busy = False  # a poll is in progress
         self._devices = devices
         self._handle: tuple[ExitStack, nvml.NvmlDriver, nvml.ErrorReader] | None = None
 
     def read_devices(self) -> tuple[list[DeviceReading], list[tuple[str, int]]]:
-        """A reading of each device, and the errors (UUID, XID) since the last look. It blocks; what
-        the driver refuses raises NoDriver or GpuTrouble.
+        """Read each device, and the errors (UUID, XID) since the last poll. Blocking.
+
+        Driver errors raise NoDriver or GpuQueryFailed.
         """
         self.is_busy = True
         try:

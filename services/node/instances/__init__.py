@@ -1,3 +1,3 @@
-"""The residents of one worker: their processes, tiers, budgets and turns.
-Open `worker_instances.py` first.
+"""Instances of one worker: processes, tiers, budgets and time slices. Open `worker_instances.py`
+first.
 """

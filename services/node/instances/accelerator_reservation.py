@@ -1,8 +1,8 @@
-"""A worker's accelerator, kept for an engine whose process another worker of its gang has started.
+"""Reserved accelerator of a worker, for an engine that another worker of its gang starts.
 
-That process computes on the accelerators of all workers of its gang, and begins when each of them
-has said that nobody else is on its own any more. It is worth nothing without them: when one of
-these workers is lost, the planner ends the engine.
+That process computes on the accelerators of all workers of its gang. It starts when each of them
+has reported that its accelerator is free. When one of these workers is lost, the planner ends the
+engine, which cannot run without it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from meshrl.services.node.instances.role_process import MEMORY_RETRY_S, WorkerCo
 
 
 class AcceleratorReservation:
-    """In place of a `RoleProcess`, of which it has what a tenancy asks for."""
+    """Stand-in for a `RoleProcess`, with the interface that a process slot uses."""
 
     pid, restarts = 0, 0
-    is_ready, can_stop = False, True  # nothing is lost with it
+    is_ready, can_stop = False, True  # a reservation has no state to lose
     children: list[ChildProcess] = []  # noqa: RUF012 (there never are any)
 
     def __init__(
@@ -40,8 +40,11 @@ class AcceleratorReservation:
         others_are_leaving: Callable[[], bool],
         worker_processes: Callable[[], Mapping[int, str]],
     ) -> None:
-        """`others_leave` says whether somebody is about to give the accelerator back, `beside`
-        which processes the worker has, by pid.
+        """Create a reservation.
+
+        Args:
+            others_are_leaving: True while another process is about to release the accelerator.
+            worker_processes: The worker's processes, by pid.
         """
         self.desired = desired
         self.name, self.process_key = desired.name, desired.process_key
@@ -51,18 +54,19 @@ class AcceleratorReservation:
             others_are_leaving,
             worker_processes,
         )
-        self._retry_at = 0.0  # when it looks for room again
+        self._retry_at = 0.0  # time of the next check for room
 
     def set_desired(self, desired: DesiredRole) -> None:
         self.desired = desired
 
     async def start(self) -> None:
-        """Keeps the accelerator, if it is free by now."""
+        """Reserve the accelerator if it is free."""
         await self.poll()
 
     async def poll(self) -> None:
-        """Waits for those who leave; then takes the bytes of the engine's part on record. What this
-        host cannot give is told as a failure, and tried again.
+        """Wait for processes that leave, then record the bytes of the engine's part.
+
+        A shortage of memory on this host is reported as a failure, and the reservation is retried.
         """
         if self.phase == InstancePhase.READY or self._now() < self._retry_at:
             return
@@ -91,7 +95,7 @@ class AcceleratorReservation:
         self.phase, self.detail, self.tier = InstancePhase.GONE, "", Tier.ABSENT
 
     async def kill(self, deadline_s: float) -> None:
-        """There is no process to end."""
+        """Do nothing: a reservation has no process."""
 
     def _mark_failed(self, why: str) -> None:
         self.phase, self.detail = InstancePhase.FAILED, why
@@ -104,8 +108,10 @@ class AcceleratorReservation:
 async def read_reservations(
     state: StateClient, desired: DesiredRole
 ) -> tuple[list[str], list[str]]:
-    """The UUIDs of the GPUs that the process of an engine computes on, none of CPU workers; and the
-    workers that have not said yet that theirs is free.
+    """Return the GPU UUIDs of an engine's process, and the workers whose accelerator is not free
+    yet.
+
+    CPU workers have no UUIDs.
     """
     if not desired.spans_workers:
         return [], []
@@ -130,6 +136,6 @@ async def read_reservations(
 def _current_report(
     instance: Instance, reports: Mapping[int, InstanceReport], rank: int
 ) -> InstanceReport | None:
-    """What the worker of this rank has said of the resident in its generation."""
+    """Return the report of a rank's worker on this generation of the instance."""
     report = reports.get(rank)
     return report if report is not None and report.generation == instance.generation else None

@@ -1,6 +1,4 @@
-"""How many bytes the residents of a worker take of its accelerator, of the host's memory and of its
-disk, and whether one more move fits.
-"""
+"""Bytes that a worker's instances use of its accelerator, host memory and disk, with admission."""
 
 from __future__ import annotations
 
@@ -11,15 +9,15 @@ from meshrl.common.base.errors import StorageFull
 from meshrl.common.mesh.process.host import Host
 from meshrl.common.state.pool.workers.rows import Tier, TierBytes
 
-# Left to everybody else on the host: a move that takes the last of it ends processes that had no
-# part in it.
+# Left to other programs of the host: a move that takes the last bytes would end processes that
+# are not part of it.
 SPARE_MEMORY_BYTES = 256 << 20
 SPARE_DISK_BYTES = 256 << 20
 BUDGET_FIELDS = {Tier.ACCELERATOR: "accelerator", Tier.MEMORY: "memory", Tier.DISK: "disk"}
 
 
 class OverBudget(StorageFull):
-    """There is too little room for a resident; `held`: it has taken it already."""
+    """Error raised when an instance has too little room; `usage`: it occupies the bytes already."""
 
     code = "over_budget"
 
@@ -31,29 +29,30 @@ class OverBudget(StorageFull):
 
 
 class Budgets:
-    """Bytes by the name of the process that has them. A move is claimed before it begins, so that
-    two that begin together do not take the same room.
+    """Bytes by process name.
+
+    A move is claimed before it begins, so that two concurrent moves never take the same room.
     """
 
     def __init__(self, limits: TierBytes, host: Host, directory: Path) -> None:
-        """`directory` is on the disk that the tier of that name uses."""
+        """Create budgets; `directory` is on the disk that the disk tier uses."""
         self.limits = limits
         self._host, self._directory = host, directory
         self._usage: dict[str, TierBytes] = {}
         self._claims: dict[str, tuple[Tier, int]] = {}
         self._peak_accelerator_bytes: dict[
             str, int
-        ] = {}  # that a process has had on the accelerator
+        ] = {}  # highest accelerator bytes of each process
 
     def get_usage(self, name: str) -> TierBytes:
         return self._usage.get(name, TierBytes())
 
     def get_peak_accelerator_bytes(self, name: str) -> int:
-        """The most bytes of the accelerator that a process has told of so far."""
+        """Return the most accelerator bytes that a process has reported so far."""
         return self._peak_accelerator_bytes.get(name, 0)
 
     def used_bytes(self, tier: Tier, excluding: str = "") -> int:
-        """Bytes of a tier that all have or are about to take, but for one of them."""
+        """Return the bytes of a tier that all but `excluding` use or have claimed."""
         field = BUDGET_FIELDS[tier]
         claims = {name: size for name, (to, size) in self._claims.items() if to == tier}
         return sum(
@@ -63,7 +62,7 @@ class Budgets:
         )
 
     def stats(self) -> dict[str, int]:
-        """Bytes that all have or are about to take, by tier, and those of its budget, if any."""
+        """Return the bytes used or claimed by tier, and the budget of each tier that has one."""
         found = {str(tier): self.used_bytes(tier) for tier in BUDGET_FIELDS}
         budget = {
             f"{tier}_budget": int(getattr(self.limits, at)) for tier, at in BUDGET_FIELDS.items()
@@ -71,7 +70,10 @@ class Budgets:
         return found | {name: most for name, most in budget.items() if most}
 
     def check_start(self, name: str) -> None:
-        """OverBudget when others have all of the accelerator; what it will take is not known."""
+        """Raise OverBudget when other processes use all of the accelerator.
+
+        The bytes that the new process will take are unknown.
+        """
         limit, used = self.limits.accelerator, self.used_bytes(Tier.ACCELERATOR, excluding=name)
         if limit and used >= limit:
             raise OverBudget(
@@ -81,13 +83,14 @@ class Budgets:
             )
 
     def claim(self, name: str, tier: Tier) -> None:
-        """Takes the room for a move to a tier until `settled` or `dropped`; OverBudget, with the
-        numbers, when the budget or the host has too little.
+        """Claim the room for a move to a tier until `record_usage` or `cancel_claim`.
+
+        OverBudget, with the numbers, when the budget or the host has too little.
         """
         if tier == Tier.ABSENT:
             return
-        # On the accelerator a move takes as much as ever (an engine's weights are not kept below
-        # it), elsewhere what is on the accelerator now, or has come from there.
+        # On the accelerator a move takes the peak (an engine's weights are not offloaded below
+        # it); elsewhere it takes what is on the accelerator now, or has come from there.
         held, field = self.get_usage(name), BUDGET_FIELDS[tier]
         kept = held.accelerator or max(held.memory, held.disk)
         size = self.get_peak_accelerator_bytes(name) if tier == Tier.ACCELERATOR else kept
@@ -103,8 +106,10 @@ class Budgets:
         self._claims[name] = (tier, size)
 
     def record_usage(self, name: str, usage: TierBytes) -> None:
-        """A process has told what it takes. OverBudget when it turns out to be more of the
-        accelerator than there is: it is on record all the same, until it has `ended`.
+        """Record the bytes that a process reports.
+
+        OverBudget when its accelerator bytes exceed the budget; the usage is recorded all the same,
+        until `record_exit`.
         """
         self._claims.pop(name, None)
         self._usage[name] = usage
@@ -122,11 +127,13 @@ class Budgets:
             )
 
     def cancel_claim(self, name: str) -> None:
-        """A move did not happen: what the process has is what it had."""
+        """Cancel the claim of a move that did not happen; the process keeps its previous usage."""
         self._claims.pop(name, None)
 
     def record_exit(self, name: str) -> None:
-        """A process has ended. What is left of it in memory and on disk is its worker's."""
+        """Remove a process that has exited. The worker owns what remains of it in memory and on
+        disk.
+        """
         self._claims.pop(name, None)
         if name in self._usage:
             self._usage[name] = replace(self._usage[name], accelerator=0)

@@ -1,4 +1,4 @@
-"""Maps the record of a gang to the processes that serve it on one worker; pure."""
+"""Mapping from a gang's record to the processes that serve it on one worker; pure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ COMMANDS: Mapping[str, list[str]] = {
 
 @dataclass(frozen=True)
 class DesiredRole:
-    """What one worker should have of a resident of its gang."""
+    """Desired state of an instance on one worker of its gang."""
 
     gang: str
     instance: Instance
     rank: int  # of the worker in its gang
-    slice_scheduler: str  # the process that gives the gang's turns
+    slice_scheduler: str  # the process that grants the gang's time slices
 
     @property
     def name(self) -> str:
@@ -34,19 +34,17 @@ class DesiredRole:
 
     @property
     def rank_index(self) -> int:
-        """Of the worker among those of the resident."""
+        """Index of the worker among those of the instance."""
         return self.instance.ranks.index(self.rank)
 
     @property
     def is_reservation(self) -> bool:
-        """Whether the worker has no process of its own for it, and keeps its accelerator for the
-        one of its first worker.
-        """
+        """True if the worker only reserves its accelerator for the process of the first worker."""
         return self.instance.role == Role.ROLLOUT and self.rank_index > 0
 
     @property
     def spans_workers(self) -> bool:
-        """Whether its process computes on accelerators that others keep for it, too."""
+        """True if the process also computes on accelerators that other workers reserve for it."""
         return (
             self.instance.role == Role.ROLLOUT
             and not self.rank_index
@@ -55,7 +53,7 @@ class DesiredRole:
 
     @property
     def process_key(self) -> tuple[str, int]:
-        """What no other process is: a wish for another one ends this one."""
+        """Identity of the process; another desired key ends it."""
         return self.instance.id, self.instance.generation
 
     @property
@@ -64,7 +62,7 @@ class DesiredRole:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it is to keep what it has, and leave the accelerator to others."""
+        """True if the process is to keep its state and leave the accelerator to others."""
         return self.instance.tier in (Tier.MEMORY, Tier.DISK)
 
     @property
@@ -72,7 +70,7 @@ class DesiredRole:
         return self.instance.reports.get(self.rank)
 
     def build_argv(self, commands: Mapping[str, list[str]]) -> list[str]:
-        """The command line; ConfigError for a role that nothing serves."""
+        """Return the command line; ConfigError for a role without a command."""
         resident = self.instance
         if resident.role not in commands:
             raise ConfigError(
@@ -94,8 +92,9 @@ class DesiredRole:
 
 
 def list_desired_roles(gang: Gang | None, worker: str) -> dict[str, DesiredRole]:
-    """What a worker should run of its gang, by the names of the processes; nothing without one. Of
-    two residents with one name the first on record has it.
+    """Return the roles that a worker should run of its gang, by process name; empty without a gang.
+
+    Of two instances with one process name, the first on record has it.
     """
     found: dict[str, DesiredRole] = {}
     for wish in _list_roles(gang, worker):
@@ -104,7 +103,7 @@ def list_desired_roles(gang: Gang | None, worker: str) -> dict[str, DesiredRole]
 
 
 def find_name_conflicts(gang: Gang | None, worker: str) -> list[tuple[DesiredRole, str]]:
-    """What it cannot run, each with the resident that has the name of its process already."""
+    """Return the roles that a worker cannot run, each with the instance that has its name."""
     has = list_desired_roles(gang, worker)
     found = ((wish, has[wish.name].instance.id) for wish in _list_roles(gang, worker))
     return [(wish, holder) for wish, holder in found if wish.instance.id != holder]
@@ -118,7 +117,7 @@ def _list_roles(gang: Gang | None, worker: str) -> list[DesiredRole]:
 
 
 def override_commands(overrides: list[str]) -> dict[str, list[str]]:
-    """The commands, with `ROLE=COMMAND` replacing or adding some."""
+    """Return the commands, with `ROLE=COMMAND` replacing or adding some."""
     commands = dict(COMMANDS)
     for override in overrides:
         role, equals, command = override.partition("=")

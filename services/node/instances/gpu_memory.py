@@ -1,5 +1,6 @@
-"""Whether a worker's GPU has the memory that a resident is about to take: another program may have
-it. Asked before a process starts, and before one that sleeps wakes.
+"""Check of a worker's GPU for free memory, before an instance starts or wakes on it.
+
+Other programs may have the memory.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from meshrl.common.state.pool.scheduling.feasibility import estimate_accelerator
 from meshrl.common.state.pool.workers.rows import Instance
 from meshrl.services.node.instances.budgets import OverBudget
 
-CUDA_CONTEXT_BYTES = 512 << 20  # what a process takes for CUDA itself, before its first tensor
+CUDA_CONTEXT_BYTES = 512 << 20  # taken by CUDA itself, before the first tensor
 DRIVER_TIMEOUT_S = 30.0  # the driver answers at once, or hangs
-MAX_NAMED_HOLDERS = 4  # holders of memory that are told, the largest first
+MAX_NAMED_HOLDERS = 4  # processes listed in the error, the largest first
 
 
 class GpuMemoryFull(OverBudget):
-    """A GPU has less memory free than a resident needs."""
+    """Error raised when a GPU has less memory free than an instance needs."""
 
     code = "gpu_full"
 
 
 class GpuMemoryGuard:
-    """Of the device with this UUID; without one there is always room."""
+    """Memory guard of the device with this UUID; without a UUID every check passes."""
 
     def __init__(self, mesh: Mesh, uuid: str = "") -> None:
         self._mesh, self._uuid = mesh, uuid
@@ -36,9 +37,14 @@ class GpuMemoryGuard:
     async def check_free(
         self, instance: Instance, name: str, peak_bytes: int, worker_processes: Mapping[int, str]
     ) -> None:
-        """GpuFull unless as much is free as a resident takes at least: by its job's model, or by
-        what it has had `before`. GpuLost or GpuTrouble where the driver does not tell. `ours` are
-        processes of this worker, by pid.
+        """Check that the GPU has the minimum memory of an instance free.
+
+        The minimum follows from its job's model, or from `peak_bytes` of its earlier process.
+        `worker_processes`: this worker's processes, by pid.
+
+        Raises:
+            GpuMemoryFull: Too little memory is free.
+            GpuLost, GpuQueryFailed: The driver does not answer.
         """
         if not self._uuid:
             return
@@ -56,8 +62,8 @@ class GpuMemoryGuard:
             )
 
     async def estimate_min_bytes(self, instance: Instance) -> int:
-        """The bytes that a resident takes of each of its workers at least, by the model's shape; 0
-        where it is not known.
+        """Return the minimum bytes of an instance on each of its workers, by the model's shape; 0:
+        unknown.
         """
         try:
             row = await jobs.read_job(self._mesh.state, instance.job)

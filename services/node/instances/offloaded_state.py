@@ -1,6 +1,4 @@
-"""What a role process that has ended asleep has left on its worker, whole: its next start takes it
-up.
-"""
+"""Offloaded state of a role process that exited asleep; the process's next start restores it."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ READ_TIMEOUT_S = 30.0  # to read a head from a busy disk
 
 
 async def find_offloaded_state(context: WorkerContext, name: str) -> tuple[Tier, TierBytes]:
-    """The tier where a process of this name has kept something, with the bytes; absent: nothing
-    whole is there.
+    """Return the tier and bytes of the state that a process of this name has offloaded.
+
+    Tier absent: no complete state is there.
     """
     mesh = context.mesh
     file = make_offload_path(mesh.settings.make_offload_directory(mesh.name), name)
@@ -42,7 +41,7 @@ def _read_offloaded_state(segment: str, file: Path) -> tuple[Tier, TierBytes]:
 
 
 def _complete_size_bytes(open_medium: Callable[[], OffloadMedium]) -> int:
-    """Bytes of what lies there; 0 when it is not whole, or not there."""
+    """Return the bytes of an offloaded state; 0 if it is missing or incomplete."""
     try:
         medium = open_medium()
     except FileNotFoundError:

@@ -1,5 +1,6 @@
-"""The process of one generation of a resident: started, watched until it is ready, brought to the
-tier that is wished, drained, ended.
+"""Process of one generation of an instance, from its start until its end.
+
+It is started, watched until it is ready, moved to the desired tier, drained and ended.
 """
 
 from __future__ import annotations
@@ -44,27 +45,27 @@ from meshrl.services.node.instances.segments import MemorySegments
 from meshrl.services.node.instances.startup import NO_PROGRESS_TIMEOUT_S, Startup, StartupState
 
 NICE = 5  # below the services: a step may wait, a heartbeat may not
-# One thread a process (more are slower when cores are shared); tensors are allocated from a heap
-# that is kept, so that a step does not fault the pages of its activations in again.
+# One thread a process (more are slower when cores are shared). The heap retains freed memory,
+# so that a step does not fault the pages of its activations in again.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
-# Restarts in seconds: their delays add up to what an error of its own must last until it is the
-# job's end (`process_ended.lua`), so that it is told before the budget is spent.
+# Restarts in seconds. Their delays add up to the time for which an error of its own must last to
+# end the job (`process_ended.lua`), so that it is reported before the budget is exhausted.
 RESTART_BUDGET = (8, 60.0)
 DRAIN_S = 5.0
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 WORKER_STOP_S = 1.0  # for both, when the whole worker stops
-TRY_AGAIN_S = 30.0  # after the budget was spent
+TRY_AGAIN_S = 30.0  # after the restart budget is exhausted
 RESTART_AFTER_SUCCESS_S = (
-    3.0  # after it has ended well and is wished all the same: its job goes on again
+    3.0  # after a clean exit of a process that is still desired: its job has resumed
 )
-SET_TIER_RETRY_S = 1.0  # a process that would not move now may be about to
-MEMORY_RETRY_S = 5.0  # until the next look whether there is room
-# An error that another try may not bring again, such as one of a disk or of a peer of the process;
-# after that it is told as a failure, so that somebody decides otherwise.
+SET_TIER_RETRY_S = 1.0  # a process that rejects a move now may soon accept it
+MEMORY_RETRY_S = 5.0  # until the next check for room
+# An error that a retry may not repeat, such as one of a disk or of a peer of the process. After
+# this time it is reported as a failure, so that the planner or a person decides otherwise.
 SET_TIER_ERROR_TOLERANCE_S = 30.0
 STARTUP_TIMEOUT = Failure(
     "NotReady",
@@ -75,7 +76,7 @@ STARTUP_TIMEOUT = Failure(
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What the processes of a worker have in common."""
+    """Context that the processes of a worker share."""
 
     mesh: Mesh
     worker: str  # id
@@ -91,7 +92,7 @@ class WorkerContext:
 
 
 class RoleProcess(SupervisorHooks):
-    """At most one process at a time."""
+    """Supervisor of at most one process at a time."""
 
     def __init__(
         self,
@@ -104,16 +105,20 @@ class RoleProcess(SupervisorHooks):
         worker_processes: Callable[[], Mapping[int, str]] = dict,
         gpu_uuids: Sequence[str] = (),
     ) -> None:
-        """`changed` is called when there is news of it, `gone` when a process has ended, whoever
-        ended it. `others_leave` says whether the accelerator will have more room by itself,
-        `beside` which processes the worker has, by pid. `gpus` are the UUIDs of those that the
-        process is to see; none: its worker's.
+        """Create a role process.
+
+        Args:
+            on_change: Called when the process's state changes.
+            on_instance_exit: Called when a process has exited, for any reason.
+            others_are_leaving: True while another process is about to release accelerator memory.
+            worker_processes: The worker's processes, by pid.
+            gpus: UUIDs that the process may see; empty: its worker's.
         """
         self._visible_gpus_env = {CUDA_ENV: ",".join(gpu_uuids)} if gpu_uuids else {}
         self.desired = desired  # of this process; its tier and epoch may change
         self.name, self.process_key = desired.name, desired.process_key
         self.phase, self.detail = InstancePhase.STARTING, ""
-        self.tier = Tier.ABSENT  # where its tensors are
+        self.tier = Tier.ABSENT  # tier of its tensors
         self.restarts = 0
         self.supervisor = Supervisor(context.mesh.host, context.mesh.clock, hooks=self)
         self._context, self._mesh = context, context.mesh
@@ -121,18 +126,18 @@ class RoleProcess(SupervisorHooks):
         self._others_are_leaving, self._worker_processes = others_are_leaving, worker_processes
         self._exit_reports = ExitReportSender(self._mesh.state, self._mesh.clock)
         self._log_path = context.log_path(self.name)
-        self._has_exit_error = False  # its last end has an error that says why
+        self._has_exit_error = False  # its last exit has an error as the reason
         self._startup = Startup(self._mesh, desired)
         self._timed_out_pid = 0  # pid of the process that was killed for it
-        self.is_ready = False  # it has said that it is ready
-        self._reached: tuple[Tier, bool, int] | None = None  # tier, turns, epoch
+        self.is_ready = False  # it has reported that it is ready
+        self._reached: tuple[Tier, bool, int] | None = None  # tier, time-sliced, epoch
         self._tier_task: asyncio.Task[None] | None = None
-        self._retry_at = 0.0  # when what was refused, or has failed, is tried again
+        self._retry_at = 0.0  # when a rejected or failed move is retried
         self._reported_rejection: tuple[InstancePhase, type[MeshError]] | None = (
-            None  # that is on record
+            None  # the report on record
         )
-        self._is_down = False  # it has failed: nothing starts it again but a look
-        self._succeeded = False  # it has ended last without an error
+        self._is_down = False  # it has failed: only a poll starts it again
+        self._succeeded = False  # its last exit was without an error
         self._failing_since: float | None = None  # since when errors keep it from its tier
 
     @property
@@ -141,18 +146,20 @@ class RoleProcess(SupervisorHooks):
 
     @property
     def pid(self) -> int:
-        """0: none runs."""
+        """Pid of the process; 0: none runs."""
         return next((child.pid for child in self.children), 0)
 
     @property
     def can_stop(self) -> bool:
-        """Whether nothing would be lost with it that a checkpoint does not have."""
+        """True if a checkpoint has all that the process's end would lose."""
         absent = self._reached is not None and self._reached[0] == Tier.ABSENT
         return absent or not self.is_ready
 
     def set_desired(self, desired: DesiredRole) -> None:
-        """What the record says now. What was refused or has failed under an earlier wish tells
-        nothing about a new one, which is tried at once.
+        """Set the desired state of the record.
+
+        Rejections and failures of an earlier desired state do not count for a new one, which is
+        tried at once.
         """
         before, self.desired = self._target, desired
         if self._target == before:
@@ -164,7 +171,9 @@ class RoleProcess(SupervisorHooks):
             self._enter_phase(doing, f"{self.tier} to {desired.instance.tier}" if moves else "")
 
     async def start(self) -> None:
-        """Begins it. What this host cannot start now, or never, is told as a failure."""
+        """Start the process. A start that this host cannot make, now or ever, is reported as a
+        failure.
+        """
         self._is_down = False
         try:
             self._context.budgets.check_start(self.name)
@@ -186,7 +195,7 @@ class RoleProcess(SupervisorHooks):
                 niceness=NICE + self._mesh.settings.nice,
             )
             await self.supervisor.add(spec)
-        except OverBudget as error:  # others are about to give some back, or the planner errs
+        except OverBudget as error:  # others are about to release some, or the planner errs
             self._is_down = True
             if self._others_are_leaving():
                 self._report_rejection(InstancePhase.STARTING, error)
@@ -196,11 +205,11 @@ class RoleProcess(SupervisorHooks):
             self._report_rejection(InstancePhase.FAILED, error)
             self._retry_at = self._now() + MEMORY_RETRY_S
         except (DeadlineExceeded, StateUnavailable, GpuLost, GpuQueryFailed, NoDriver) as error:
-            self._is_down = True  # nobody could say whether there is room
+            self._is_down = True  # the free memory is unknown
             away = isinstance(error, StateUnavailable)
             self._report_rejection(InstancePhase.STARTING if away else InstancePhase.FAILED, error)
             self._retry_at = self._now() + MEMORY_RETRY_S
-        except (OSError, ConfigError) as error:  # no process, memory or log to be had now
+        except (OSError, ConfigError) as error:  # no process, memory or log available now
             self._is_down = True
             failure = Failure.from_error(error)
             self._enter_phase(InstancePhase.FAILED, f"{self.name} cannot be started: {failure}")
@@ -211,7 +220,7 @@ class RoleProcess(SupervisorHooks):
             await self._report_exit(end)
 
     async def _check_gpu_memory(self) -> None:
-        """GpuFull where other programs have the memory that it is about to take."""
+        """Raise GpuMemoryFull where other programs have the memory that the process needs."""
         resident, around = self.desired.instance, self._context
         if resident.tier == Tier.ACCELERATOR:
             before = around.budgets.get_peak_accelerator_bytes(self.name)
@@ -220,7 +229,7 @@ class RoleProcess(SupervisorHooks):
             )
 
     async def stop(self, reason: str, *, worker_stops: bool = False) -> None:
-        """Asks it to drain, then ends it. A process that is not up yet has nothing to drain."""
+        """Drain the process, then end it. A process that is not ready has nothing to drain."""
         if worker_stops:
             self._exit_reports.stop()
         up, self.is_ready = self.is_ready, False
@@ -232,7 +241,7 @@ class RoleProcess(SupervisorHooks):
             ref, deadline_s = self._mesh.ref(self.name), WORKER_STOP_S if worker_stops else DRAIN_S
             try:
                 await ref.call(RoleControl.drain, reason, deadline_s=deadline_s)
-            except MeshError as error:  # it ends all the same: its owners' ledgers have all it had
+            except MeshError as error:  # it ends all the same: ledgers have all its work
                 self._mesh.telemetry.log.warning("drain failed", role=self.name, error=str(error))
         with suppress(NotFound):  # it could not be started
             await self.supervisor.remove(self.name, WORKER_STOP_S if worker_stops else GRACE_S)
@@ -240,15 +249,16 @@ class RoleProcess(SupervisorHooks):
         self._enter_phase(InstancePhase.GONE, "")
 
     async def kill(self, deadline_s: float) -> None:
-        """Ends it at once; it is started again. Returns when it is dead, DeadlineExceeded."""
+        """Kill the process, to be started again. Return when it is dead; DeadlineExceeded."""
         if (child := self.supervisor.children.get(self.name)) is not None:
             child.kill()
             if await child.wait(deadline_s) is None:
                 raise DeadlineExceeded(f"{self.name} has not ended by SIGKILL in {deadline_s:g} s")
 
     async def poll(self) -> None:
-        """Moves on: ready when its registry entry says so, then to the tier that is wished; once
-        more after a pause when it has failed.
+        """Advance the process: ready by its registry entry, then to the desired tier.
+
+        A failed process is started again after a pause.
         """
         if self._is_down:
             if self._now() >= self._retry_at:
@@ -267,7 +277,7 @@ class RoleProcess(SupervisorHooks):
         if may_move and self._reached != self._target:
             self._tier_task = asyncio.create_task(self._set_tier(), name=f"settle {self.name}")
 
-    # From tier to tier
+    # Moves between tiers
 
     @property
     def _target(self) -> tuple[Tier, bool, int]:
@@ -275,13 +285,13 @@ class RoleProcess(SupervisorHooks):
         return resident.tier, resident.turns, resident.epoch
 
     async def _set_tier(self) -> None:
-        """Asks it to do what is wished; what comes of it is news to the worker."""
+        """Send the desired tier to the process, and notify the worker of the result."""
         wanted, budgets = self._target, self._context.budgets
         tier, turns, epoch = wanted
         try:
             if tier != self.tier:
                 budgets.claim(self.name, tier)
-                if self._reached is not None:  # it sleeps; what starts was looked at before
+                if self._reached is not None:  # it sleeps; a process that starts was checked before
                     await self._check_gpu_memory()
                 if self._reached is not None and self.phase != InstancePhase.MOVING:
                     self._enter_phase(InstancePhase.MOVING, f"{self.tier} to {tier}")
@@ -302,8 +312,9 @@ class RoleProcess(SupervisorHooks):
             self._on_change()
 
     async def _set_tier_failed(self, error: MeshError, target: tuple[Tier, bool, int]) -> None:
-        """It stays where it was, and is asked again. One that has turned out to be larger than the
-        accelerator ends: others compute there.
+        """Keep the process at its tier after a failed move, to be retried.
+
+        A process that has turned out to be larger than the accelerator ends: others compute there.
         """
         over, now = isinstance(error, OverBudget), self._now()
         if isinstance(error, OverBudget) and error.already_used:
@@ -311,7 +322,7 @@ class RoleProcess(SupervisorHooks):
             with suppress(NotFound):
                 await self.supervisor.remove(self.name, GRACE_S)
             self._is_down = True
-        elif self._target != target:  # a later wish has come meanwhile, and is tried at once
+        elif self._target != target:  # a later desired state is on record, and is tried at once
             return
         elif over and target[0] == Tier.ACCELERATOR and self._others_are_leaving():
             self._report_rejection(
@@ -319,7 +330,7 @@ class RoleProcess(SupervisorHooks):
             )
             self._retry_at = now + SET_TIER_RETRY_S
             return
-        again_s = SET_TIER_RETRY_S  # it was busy, is being started, or a later wish is on record
+        again_s = SET_TIER_RETRY_S  # busy, starting, or a later desired state is on record
         if isinstance(error, StorageFull):
             self._report_rejection(InstancePhase.FAILED, error)
             again_s = MEMORY_RETRY_S if over else TRY_AGAIN_S
@@ -331,14 +342,14 @@ class RoleProcess(SupervisorHooks):
         self._retry_at = self._now() + again_s
 
     def _is_persistent(self, error: MeshError, now: float) -> bool:
-        """Whether errors that no waiting explains have kept it from where it should be for long."""
+        """Return whether errors that waiting does not explain have lasted too long."""
         if error.retryable or isinstance(error, Fenced | Refused):
             return False
         if self._failing_since is None:
             self._failing_since = now
         return now - self._failing_since >= SET_TIER_ERROR_TOLERANCE_S
 
-    # Its end
+    # Exit
 
     def _now(self) -> float:
         return self._mesh.clock.monotonic()
@@ -348,12 +359,12 @@ class RoleProcess(SupervisorHooks):
         self._startup.restart_timer()
 
     def _report_rejection(self, phase: InstancePhase, error: MeshError) -> None:
-        """The same again is no news, though its numbers have changed."""
+        """Report a rejection, unless only its numbers differ from the last one."""
         if self._reported_rejection != (phase, type(error)):
             self._enter_phase(phase, str(error))
             self._reported_rejection = (phase, type(error))
 
-    # What the supervisor tells
+    # Supervisor hooks
 
     async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
         await self._leases.evict(child)
@@ -376,7 +387,9 @@ class RoleProcess(SupervisorHooks):
                 )
 
     async def _report_exit(self, child_exit: ChildExit) -> None:
-        """An error that no restart mends ends the job, and so does any that comes for ever."""
+        """Report an exit. An error that no restart repairs, or one that always recurs, ends the
+        job.
+        """
         job, log = self.desired.instance.job, str(self._log_path)
         report = ExitReport(
             self.name,
@@ -394,7 +407,7 @@ class RoleProcess(SupervisorHooks):
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
         self._is_down = True
-        if self._succeeded:  # its job has ended, or goes on with another process
+        if self._succeeded:  # its job has ended, or continues with another process
             self._enter_phase(
                 InstancePhase.STARTING, f"{spec.name} has ended, and is started again"
             )

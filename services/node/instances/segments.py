@@ -1,5 +1,6 @@
-"""Segments of memory that a worker owns for its role processes. What these keep there outlives
-them, and ends with the worker.
+"""Memory segments that a worker owns for its role processes.
+
+Their content outlives the role processes and ends with the worker.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from meshrl.common.base.errors import StorageFull
 from meshrl.common.base.files.offloaded_tensors import make_segment_name
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 
-SPARE_BYTES = 64 << 20  # of the host's memory that no segment takes: something has to answer
+SPARE_BYTES = 64 << 20  # host memory that no segment takes: other processes need some to answer
 
 
 class MemorySegments:
-    """Memory files, by key, of at most `budget` bytes together (0: as many as the host has).
+    """Memory files by key.
 
-    async with Segments(left, budget) as segments:
-        segment = segments.make(MakeSegment("trainer/sums", 1 << 30))
+    Together they have at most `budget_bytes` (0: as many as the host has).
+
+    async with MemorySegments(read_free_bytes, budget) as segments:
+        segment = segments.create(CreateSegment("trainer/sums", 1 << 30))
     """
 
     def __init__(
         self, read_free_bytes: Callable[[], int], budget_bytes: int = 0, where: str = ""
     ) -> None:
-        """`left` tells the bytes of memory that the host has left."""
+        """Create an empty table; `read_free_bytes` returns the host's free memory."""
         self._read_free_bytes, self._budget_bytes, self._where = (
             read_free_bytes,
             budget_bytes,
@@ -51,8 +54,9 @@ class MemorySegments:
         return sorted(self._segments)
 
     def create(self, request: CreateSegment) -> SegmentLocation:
-        """A new one of zeros, in place of one of the same key. StorageFull, and the old one is
-        there still, when the budget or the host has no room for it.
+        """Create a segment of zeros, which replaces one of the same key.
+
+        StorageFull when the budget or the host has no room for it; the old segment remains.
         """
         _, before = self._segments.get(request.key, (-1, 0))
         others = self.total_bytes - before
@@ -65,7 +69,7 @@ class MemorySegments:
                 fix="raise the worker's budget of memory, or let it sleep on disk",
             )
         filled = {key: 512 * os.fstat(fd).st_blocks for key, (fd, _) in self._segments.items()}
-        # Others may still fill the rest of theirs; the one of this key gives back what it has.
+        # Others may still fill the rest of theirs; the replaced segment frees its own bytes.
         left = self._read_free_bytes() - (others - sum(filled.values()))
         if request.size_bytes + SPARE_BYTES > left:
             raise StorageFull(
@@ -78,17 +82,17 @@ class MemorySegments:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         descriptor = os.memfd_create(make_segment_name(request.key), flags)
         os.ftruncate(descriptor, request.size_bytes)
-        # Whoever maps it can rely on its size.
+        # Every process that maps it can rely on its size.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._segments[request.key] = descriptor, request.size_bytes
         return self._describe(request.key)
 
     def find(self, key: str) -> SegmentLocation:
-        """The one of this key; its path is empty if there is none."""
+        """Return the segment of this key; its path is empty if there is none."""
         return self._describe(key) if key in self._segments else SegmentLocation("", 0)
 
     def delete(self, key: str) -> None:
-        """Gives one back; its memory is free once nobody maps it."""
+        """Delete a segment; the kernel frees its memory once no process maps it."""
         descriptor, _ = self._segments.pop(key, (-1, 0))
         if descriptor >= 0:
             os.close(descriptor)
@@ -99,7 +103,7 @@ class MemorySegments:
 
 
 class SegmentCallsMixin(Actor):
-    """The part of a worker that answers for its segments."""
+    """Segment calls of a worker's actor."""
 
     segments: MemorySegments
 

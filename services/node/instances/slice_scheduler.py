@@ -1,8 +1,8 @@
-"""Keeps the turns of a gang at rank 0's worker: grants them, and has holders killed that do not
-give theirs back.
+"""Scheduler of a gang's time slices, on rank 0's worker.
 
-A keeper that starts again knows nothing: residents ask again. What else of the gang was computing
-then, on a worker that did not die, ends the piece it had in hand.
+It grants slices, and has holders killed that do not release theirs. A restarted scheduler has no
+state: instances request their slices again. Work that was running elsewhere in the gang, on a
+worker that did not die, finishes the operation in progress.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from meshrl.services.node.instances.time_slices import (
 
 KillInstanceProcess = Callable[
     [str, int, str], Awaitable[None]
-]  # resident, generation, why; returns when dead
+]  # instance, generation, why; returns when dead
 HOLDER_POLL_S = (
-    2.0  # how often it is seen to that the process of a holder is still the one that asked
+    2.0  # interval of checks that the holder's process is still the one that made the request
 )
 REMOVED_INSTANCE_GRACE_S = (
-    15.0  # for the piece in hand of a resident that is none any more, until it is killed
+    15.0  # for the operation in progress of a removed instance, until it is killed
 )
 
 
 class SliceScheduler:
-    """The turns of the gang that this worker is the first of; of no gang, while it is none's."""
+    """Time slices of the gang whose first worker is this one; idle without such a gang."""
 
     def __init__(
         self, mesh: Mesh, worker: str, kill: KillInstanceProcess, limits: SliceLimits | None = None
     ) -> None:
-        """`kill` ends this worker's own process of a resident, if it has one."""
+        """Create a scheduler; `kill` ends this worker's own process of an instance, if any."""
         self._mesh, self._worker, self._kill, self._limits = mesh, worker, kill, limits
         self._gang: Gang | None = None
         self._policy = SlicePolicy(limits)
@@ -59,8 +59,8 @@ class SliceScheduler:
         return SliceStats(self.granted_count, self.killed_count, held)
 
     def set_gang(self, gang: Gang | None) -> None:
-        """The gang's record as it stands now; None, or one that another worker is the first of:
-        there is nothing to keep here.
+        """Set the gang's current record; None or another first worker: there is nothing to schedule
+        here.
         """
         if gang is None or gang.workers[0] != self._worker:
             gang = None
@@ -77,19 +77,20 @@ class SliceScheduler:
         self._grant_waiting()
 
     def instance_exited(self, instance: str) -> None:
-        """This worker's process of a resident has ended: what it held is free at once."""
+        """Release what an instance's process held: this worker's process of it has exited."""
         self._policy.instance_exited(instance)
         self._grant_waiting()
 
     async def acquire(self, request: AcquireSlice) -> TimeSlice:
-        """Returns when the turn is granted. NotThere: the record does not have the resident at that
-        generation (yet). Whoever stops waiting loses its place.
+        """Return a time slice once it is granted. A cancelled request leaves the queue.
+
+        ServiceUnavailable: the record does not have the instance at that generation (yet).
         """
         key = (request.instance, request.incarnation, request.ticket)
         self._policy.enqueue(self._build_request(request), self._mesh.clock.monotonic())
         before = self._pending_grants.get(key)
         if before is not None and not before.done():
-            before.set_exception(self._superseded_error())  # who asks again listens no more
+            before.set_exception(self._superseded_error())  # a repeated request replaces it
         answer = self._pending_grants[key] = asyncio.get_running_loop().create_future()
         self._grant_waiting()
         try:
@@ -110,7 +111,7 @@ class SliceScheduler:
         return TimeSlice(request.ticket, held.deadline - self._mesh.clock.monotonic())
 
     def release(self, request: ReleaseSlice) -> None:
-        """Ends the turn and all earlier requests of that process."""
+        """Release the slice and cancel all earlier requests of that process."""
         for asked in (*self._policy.waiting, *(held.request for held in self._policy.grants)):
             mine = (asked.instance, asked.incarnation) == (request.instance, request.incarnation)
             if mine and asked.sequence_number <= request.ticket:
@@ -118,7 +119,7 @@ class SliceScheduler:
         self._grant_waiting()
 
     async def run(self) -> None:
-        """Sees to deadlines, for ever."""
+        """Enforce deadlines until cancelled."""
         clock = self._mesh.clock
         try:
             while True:
@@ -136,8 +137,8 @@ class SliceScheduler:
                 with contextlib.suppress(DeadlineExceeded):
                     async with clock.timeout(pause_s, "a turn"):
                         await self._wakeup.wait()
-                # A host that stood still, or a worker that got no turn of its processor: an answer
-                # of a holder may lie there unread.
+                # The host stood still, or this worker had no processor time: a release of a holder
+                # may wait unread.
                 lag_s = clock.monotonic() - waits - pause_s
                 if lag_s > 0.0:
                     self._policy.extend_deadlines(waits, lag_s)
@@ -150,7 +151,7 @@ class SliceScheduler:
             "this request is not waited for here any more", where=self._mesh.name
         )
 
-    # -- granting --------------------------------------------------------------------------------
+    # -- grants ----------------------------------------------------------------------------------
 
     def _build_request(self, request: AcquireSlice) -> SliceRequest:
         residents = self._gang.residents if self._gang is not None else ()
@@ -187,10 +188,10 @@ class SliceScheduler:
             if answer is not None and not answer.done() and self._policy.get_grant(asked.ticket):
                 answer.set_result(held)
 
-    # -- ending ----------------------------------------------------------------------------------
+    # -- ends of holders -------------------------------------------------------------------------
 
     async def _release_replaced(self) -> None:
-        """Frees what a process held that is another one by now."""
+        """Release the slices of processes that another process has replaced."""
         if not self._policy.waiting:
             return
         now = self._mesh.clock.monotonic()
@@ -200,7 +201,7 @@ class SliceScheduler:
                 self._grant_waiting()
 
     async def _is_replaced(self, grant: SliceGrant) -> bool:
-        """Whether another start of the holder's process is registered."""
+        """Return whether the registry has another start of the holder's process."""
         try:
             async with self._mesh.clock.timeout(HOLDER_POLL_S, "a look for the holder of a turn"):
                 entry = await registry.lookup(self._mesh.state, grant.request.process)
@@ -209,7 +210,7 @@ class SliceScheduler:
         return entry is not None and entry.alive and entry.incarnation != grant.request.incarnation
 
     async def _kill_holder(self, grant: SliceGrant) -> None:
-        """Kills the processes of a resident on all its workers, then lets the next one in."""
+        """Kill the processes of an instance on all its workers, then grant the next slice."""
         asked, gang = grant.request, self._gang
         if not await self._is_replaced(grant):
             lasted = self._mesh.clock.monotonic() - grant.granted_at
@@ -224,11 +225,13 @@ class SliceScheduler:
         self._grant_waiting()
 
     async def kill_local(self, request: KillInstance) -> None:
-        """Kills this worker's own process of a resident, for the keeper of its gang."""
+        """Kill this worker's own process of an instance, for the scheduler of its gang."""
         await self._kill(request.instance, request.generation, request.reason)
 
     async def _kill_on_worker(self, worker: str, request: KillInstance) -> None:
-        """A worker that does not answer is lost, and its processes with it."""
+        """Kill an instance's process on another worker; one that does not answer is lost, with its
+        processes.
+        """
         try:
             await self._mesh.ref(worker_name(worker)).call(Worker.kill_instance, request)
         except MeshError as error:
@@ -236,7 +239,7 @@ class SliceScheduler:
 
 
 class SliceCallsMixin(Actor):
-    """What a worker's actor answers for its keeper of turns."""
+    """Calls of a worker's actor for its slice scheduler."""
 
     slice_scheduler: SliceScheduler
 

@@ -1,5 +1,6 @@
-"""Progress of a role process from its start until it is ready. A warm start or a replay may take
-hours, and publishes how far it is as `progress` among its stats.
+"""Progress of a role process from its start until it is ready.
+
+A warm start or a replay may take hours, and publishes its progress as `progress` in its stats.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs, registry
 from meshrl.services.node.instances.desired_roles import DesiredRole
 
-NO_PROGRESS_TIMEOUT_S = 300.0  # a started process may be so long on one thing until it is ready
-PAUSED_POLL_S = 15.0  # between two looks whether its job is paused, while it starts
+NO_PROGRESS_TIMEOUT_S = 300.0  # longest time without progress until a started process is ready
+PAUSED_POLL_S = 15.0  # between two checks whether its job is paused, while it starts
 
 
 class StartupState(Enum):
     READY = auto()
     STARTING = auto()
-    TIMED_OUT = auto()  # it has got no further for `LOADING_S`
+    TIMED_OUT = auto()  # no progress for `LOADING_S`
 
 
 class Startup:
@@ -27,7 +28,7 @@ class Startup:
 
     def __init__(self, mesh: Mesh, desired: DesiredRole) -> None:
         self._mesh, self._desired = mesh, desired
-        self._progress: Any = None  # what the process has published of it
+        self._progress: Any = None  # last progress that the process has published
         self._last_progress_at = 0.0  # when it last changed
         self._paused_polled_at = mesh.clock.monotonic()
 
@@ -36,7 +37,7 @@ class Startup:
         self._progress, self._last_progress_at = None, self._mesh.clock.monotonic()
 
     async def poll(self, pid: int) -> StartupState:
-        """Return the state of the process with this pid. One whose job is paused is never late."""
+        """Return the state of a process by its pid. A process of a paused job is never late."""
         entry = await registry.lookup(self._mesh.state, self._desired.name)
         now = self._mesh.clock.monotonic()
         stats: dict[str, Any] = {}

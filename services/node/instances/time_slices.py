@@ -1,9 +1,9 @@
-"""Whose turn it is to compute on a gang: pure, a round robin over the residents that wait.
+"""Policy of a gang's time slices: pure, a round robin over the instances that wait.
 
-A turn is granted to all the ranks that its resident occupies or to none, and residents that share
-no rank hold theirs at once. It is a lease: its holder is to be killed when the deadline has passed,
-and its ranks are free once it is dead. Who waits is never overtaken twice by the same resident: a
-request that is ahead keeps its ranks even while they are not all free.
+A slice is granted for all the ranks of its instance or for none. Instances that share no rank hold
+slices at the same time. A slice is a lease: its holder must be killed after the deadline, and its
+ranks are free once it is dead. No instance overtakes a waiting one twice: a request that is ahead
+reserves its ranks even while some of them are not free.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ OPERATIONS = ("generate", "score", "train_step", "warm_start", "sync", "save")
 
 @dataclass(frozen=True, slots=True)
 class SliceLimits:
-    """How long a turn may last, by what its holder expects."""
+    """Bounds of a slice's length, by its holder's estimate."""
 
-    factor: float = 8.0  # times what was expected: other bins are longer, and hosts are shared
-    floor_s: float = 15.0  # a busy host delays even the shortest piece by seconds
-    cap_s: float = 3600.0  # the deadline of one piece of arithmetic
-    default_s: float = 600.0  # nothing is expected yet: a first piece may compile its kernels
+    factor: float = 8.0  # times the estimate: other bins are longer, and hosts are shared
+    floor_s: float = 15.0  # a busy host delays even the shortest operation by seconds
+    cap_s: float = 3600.0  # the deadline of one computation
+    default_s: float = 600.0  # without an estimate: a first operation may compile its kernels
 
     def compute_limit_s(self, estimate_s: float) -> float:
-        """Seconds that a turn may last; `estimate_s` 0: nothing is known."""
+        """Return the seconds that a slice may last; `estimate_s` 0: unknown."""
         if estimate_s <= 0.0:
             return min(self.default_s, self.cap_s)
         return min(max(self.floor_s, self.factor * estimate_s), self.cap_s)
@@ -33,15 +33,15 @@ class SliceLimits:
 
 @dataclass(frozen=True, slots=True)
 class SliceRequest:
-    ticket: str  # its own name, which no other request has
+    ticket: str  # unique name of the request
     instance: str
     generation: int
-    incarnation: str  # of the process that asks,
-    sequence_number: int  # how many it has made,
-    process: str  # and its name
+    incarnation: str  # of the requesting process
+    sequence_number: int  # number of its requests so far
+    process: str  # name of that process
     operation: str  # one of FUNCTIONS
-    estimate_s: float  # 0: not known
-    ranks: frozenset[int]  # all that the resident occupies
+    estimate_s: float  # 0: unknown
+    ranks: frozenset[int]  # all ranks of the instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ class SliceGrant:
 
 
 class SlicePolicy:
-    """Requests, turns and their deadlines. Times are of whatever clock the caller has.
+    """Requests, slices and their deadlines; times are of the caller's clock.
 
-    The resident that was served longest ago goes first. A new one counts as served just now: one
-    that dies and comes again gains nothing.
+    The instance that was served longest ago goes first. A new one counts as served just now, so
+    that one that dies and returns gains nothing.
     """
 
     def __init__(self, limits: SliceLimits | None = None) -> None:
         self._limits = limits or SliceLimits()
-        self._last_grants: dict[str, int] = {}  # by resident: the number of its last grant
+        self._last_grants: dict[str, int] = {}  # by instance: the number of its last grant
         self._grant_count = 0
-        self._waiting: dict[str, SliceRequest] = {}  # by ticket, in the order of asking
+        self._waiting: dict[str, SliceRequest] = {}  # by ticket, in the order of requests
         self._grants: dict[str, SliceGrant] = {}  # by ticket
         self._being_killed: set[str] = set()  # tickets of holders that are being killed
 
@@ -72,12 +72,14 @@ class SlicePolicy:
 
     @property
     def grants(self) -> tuple[SliceGrant, ...]:
-        """Turns that occupy their ranks now, also those of holders that are being killed."""
+        """Slices that occupy their ranks now, with those of holders that are being killed."""
         return tuple(self._grants.values())
 
     def enqueue(self, request: SliceRequest, now: float) -> None:
-        """Puts a request in line; nothing if it is there or granted already. What another process
-        of the same resident had is void: that one is dead.
+        """Enqueue a request, unless it waits or is granted already.
+
+        Requests and slices of another process of the same instance become void: that process is
+        dead.
         """
         for other in self._requests_of(request.instance):
             if (other.incarnation, other.generation) != (request.incarnation, request.generation):
@@ -87,25 +89,28 @@ class SlicePolicy:
             self._last_grants.setdefault(request.instance, self._grant_count)
 
     def get_grant(self, ticket: str) -> SliceGrant | None:
-        """The turn of this request, unless it waits, is void, or its holder is being killed."""
+        """Return the slice of a request; None if it waits, is void or has a dying holder."""
         return None if ticket in self._being_killed else self._grants.get(ticket)
 
     def release(self, ticket: str) -> bool:
-        """The turn or the request is over; whether there was one. A holder that is being killed
-        gives nothing back: it may do anything until it is dead.
+        """Release a slice or request, and return whether there was one.
+
+        A holder that is being killed releases nothing: it may still compute until it is dead.
         """
         if ticket in self._being_killed:
             return False
         return self._drop(ticket)
 
     def instance_exited(self, instance: str) -> None:
-        """The resident has no process any more."""
+        """Drop requests and slices of an instance that has no process any more."""
         for asked in self._requests_of(instance):
             self._drop(asked.ticket)
 
     def retain_instances(self, generations: Mapping[str, int], deadline: float) -> None:
-        """Whoever is not among these residents, by generation, waits for no turn, and has until
-        then to give back the one that it holds: it may still be computing.
+        """Drop the requests of all other instances, and set a deadline for the slices that they
+        hold.
+
+        They may still be computing. `generations`: of the instances to retain.
         """
         for asked in self.waiting:
             if generations.get(asked.instance) != asked.generation:
@@ -116,7 +121,7 @@ class SlicePolicy:
         self._last_grants = {r: at for r, at in self._last_grants.items() if r in generations}
 
     def grant_waiting(self, now: float) -> list[SliceGrant]:
-        """Gives turns to all who can have one now."""
+        """Grant slices to all requests that can have one now."""
         taken = frozenset[int]().union(*(held.request.ranks for held in self._grants.values()))
         granted = []
         for asked in sorted(self.waiting, key=lambda asked: self._last_grants[asked.instance]):
@@ -127,17 +132,21 @@ class SlicePolicy:
                 held = SliceGrant(asked, now, now + self._limits.compute_limit_s(asked.estimate_s))
                 self._grants[asked.ticket] = held
                 granted.append(held)
-            taken |= asked.ranks  # who waits ahead keeps them: many small ones never starve a gang
+            taken |= asked.ranks  # also while it waits: small requests never starve it
         return granted
 
     def extend_deadlines(self, granted_before: float, lag_s: float) -> None:
-        """The keeper heard nobody for so long: who had a turn by `since` has it so much longer."""
+        """Extend slices granted before a time by the seconds that the scheduler received no
+        messages.
+        """
         for ticket, held in self._grants.items():
             if held.granted_at <= granted_before:
                 self._grants[ticket] = replace(held, deadline=held.deadline + lag_s)
 
     def take_overdue(self, now: float) -> list[SliceGrant]:
-        """Turns whose holders are to be killed, each told once; `dead` frees their ranks."""
+        """Return slices whose holders must be killed, each once; `instance_exited` frees their
+        ranks.
+        """
         late = [
             h for t, h in self._grants.items() if h.deadline <= now and t not in self._being_killed
         ]
@@ -148,7 +157,7 @@ class SlicePolicy:
         self._drop(grant.request.ticket)
 
     def next_deadline(self) -> float:
-        """When the next turn is overdue; infinity when none is held."""
+        """Return the time when the next slice is overdue; infinity when none is held."""
         return min(
             (h.deadline for t, h in self._grants.items() if t not in self._being_killed),
             default=math.inf,

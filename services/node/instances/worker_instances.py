@@ -1,5 +1,7 @@
-"""The residents of one worker: a process for each, all run at once, so that no change, failure or
-slow end of one touches another. Only processes of the same name follow one another.
+"""Instances of one worker: one concurrent task for each process name.
+
+A change, failure or slow end of one instance does not delay another. Only processes of the same
+name follow one another.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from meshrl.services.node.instances.desired_roles import DesiredRole
 from meshrl.services.node.instances.offloaded_state import find_offloaded_state
 from meshrl.services.node.instances.role_process import RoleProcess, WorkerContext
 
-STARTING_POLL_S = 0.1  # while a process starts or moves: its readiness is news
+STARTING_POLL_S = 0.1  # while a process starts or moves, its readiness triggers no message
 POLL_S = 0.5
-KILL_S = 8.0  # for the kernel to end a process, within what a keeper of turns waits
+KILL_S = 8.0  # for the kernel to end a process, within the slice scheduler's own deadline
 DELETE_TIMEOUT_S = 30.0  # to delete a file of some 100 GB
 MAX_OLD_LOGS = 20  # of residents that are gone; all have other names, and each a log
-PER_INSTANCE_PREFIXES = ("engine/", "hybrid/")  # processes that are named after their resident
-IDLE_POLL_S = 5.0  # where all is as it is wished: news wakes it earlier
+PER_INSTANCE_PREFIXES = ("engine/", "hybrid/")  # processes that are named after their instance
+IDLE_POLL_S = 5.0  # when all is reconciled; a change wakes it earlier
 
 
 class ProcessSlot:
-    """One name of a process on this worker, and who has it: one resident after the other."""
+    """Slot of one process name on this worker, which one instance after the other occupies."""
 
     def __init__(self, owner: WorkerInstances, name: str) -> None:
         self.name = name
@@ -43,17 +45,17 @@ class ProcessSlot:
         self.process: RoleProcess | AcceleratorReservation | None = None
         self._awaited_workers: list[
             str
-        ] = []  # workers whose accelerators its process is to have, too
+        ] = []  # further workers whose accelerators its process computes on
         self._owner, self._context = owner, owner.context
         self._wakeup = asyncio.Event()
         self._last_report: InstanceReport | None = None  # that the record has taken
-        # Without a process: the resident that is to be asleep, and where it has kept what it had.
+        # Without a process: the instance that is to be asleep, and the tier of its offloaded state.
         self._offloaded: tuple[str, Tier] | None = None
 
     def set_desired(self, desired: DesiredRole | None) -> None:
-        """What the record says now; None: the resident is gone from it."""
+        """Set the desired state of the record; None: the record no longer has the instance."""
         if desired is not None and desired.last_report != self._last_report:
-            self._last_report = None  # the record says otherwise: it is told again
+            self._last_report = None  # the record disagrees: the report is sent again
         self.desired = desired
         if (
             desired is not None
@@ -65,7 +67,7 @@ class ProcessSlot:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its process is about to give the accelerator back."""
+        """True if the slot's process is about to release the accelerator."""
         process, wish = self.process, self.desired
         if process is None:
             return False
@@ -76,7 +78,7 @@ class ProcessSlot:
         return moves and process.phase != InstancePhase.FAILED
 
     async def run(self) -> None:
-        """Until nothing is wished and nothing runs. A look that Redis does not answer changes
+        """Reconcile until nothing is desired and nothing runs. A poll without an answer changes
         nothing.
         """
         while self.desired is not None or self.process is not None or self._offloaded is not None:
@@ -93,7 +95,7 @@ class ProcessSlot:
             await self.process.stop("the worker ends", worker_stops=True)
 
     async def _reconcile(self) -> None:
-        """One step from what runs towards what is wished."""
+        """Take one step from the actual towards the desired state."""
         process, wish = self.process, self.desired
         if self._offloaded is not None and (wish is None or wish.instance.id != self._offloaded[0]):
             await self._delete_offloaded_state()
@@ -102,7 +104,7 @@ class ProcessSlot:
             await self._stop_process(process, wish)
         elif process is not None:
             assert wish is not None
-            process.set_desired(wish)  # it may have come while another step was under way
+            process.set_desired(wish)  # it may have arrived during another step
             await process.poll()
         elif wish is not None and wish.is_asleep:
             if self._offloaded is None:
@@ -143,7 +145,7 @@ class ProcessSlot:
     ) -> bool:
         if desired is None or desired.process_key != process.process_key:
             return True
-        # Who starts computes, and takes no turn, while others have the accelerator.
+        # A starting process computes without a time slice, while others have the accelerator.
         return (desired.is_absent and process.can_stop) or (
             desired.is_asleep and not process.is_ready
         )
@@ -160,7 +162,9 @@ class ProcessSlot:
         self._wakeup.set()
 
     async def _delete_offloaded_state(self) -> None:
-        """Nobody comes back for what a process of this name has kept here."""
+        """Delete the state that a process of this name has offloaded here: no process will restore
+        it.
+        """
         around = self._context
         around.segments.delete(self.name)
         file = make_offload_path(
@@ -171,8 +175,8 @@ class ProcessSlot:
         await self._owner.retire_log(self.name)
 
     async def _publish_report(self) -> None:
-        """Writes what runs to the record, if that is news and the wish that it is for still is on
-        record.
+        """Write a changed report to the record, if the desired state that it answers is still
+        current.
         """
         wish = self.desired
         if wish is None:
@@ -226,7 +230,7 @@ class ProcessSlot:
         process = self.process
         if process is None:
             return STARTING_POLL_S if self._awaited_workers else POLL_S
-        if self._last_report is None:  # Redis was away, or the wish has changed
+        if self._last_report is None:  # Redis was unreachable, or the desired state has changed
             return POLL_S
         if process.phase == InstancePhase.READY and process.desired is self.desired:
             return IDLE_POLL_S
@@ -238,7 +242,7 @@ class ProcessSlot:
 
 
 class WorkerInstances:
-    """All of them, from `async with` to its end, at which their processes end."""
+    """Slots of a worker from `async with` to its end, which ends their processes."""
 
     def __init__(
         self,
@@ -246,8 +250,11 @@ class WorkerInstances:
         on_stale_record: Callable[[], None],
         on_instance_exit: Callable[[str], None],
     ) -> None:
-        """`stale` is called when the record is not what it was when it was read, `gone` when a
-        process of a resident has ended.
+        """Create the slots.
+
+        Args:
+            on_stale_record: Called when the record has changed since it was read.
+            on_instance_exit: Called when a process of an instance has exited.
         """
         self.context, self.on_stale_record, self.on_instance_exit = (
             context,
@@ -273,7 +280,7 @@ class WorkerInstances:
         self._failure.cancel()
 
     def set_desired(self, desired: Mapping[str, DesiredRole]) -> None:
-        """What each process should be, by name; all others end."""
+        """Set the desired process of each name; all others end."""
         for name in self._slots.keys() | desired.keys():
             tenancy = self._slots.get(name)
             if tenancy is None:
@@ -283,14 +290,14 @@ class WorkerInstances:
                 self._start_slot(tenancy)
 
     async def delete_other_files(self, desired: Mapping[str, DesiredRole]) -> None:
-        """Removes what others than these have kept on disk, before this worker last started."""
+        """Delete the files that other processes offloaded before this worker last started."""
         mesh = self.context.mesh
         directory = Path(mesh.settings.make_offload_directory(mesh.name))
         kept = {make_offload_path(directory, name).name for name in desired}
         await mesh.host.run_blocking(_delete_others, directory, kept, deadline_s=DELETE_TIMEOUT_S)
 
     async def retire_log(self, name: str) -> None:
-        """A resident is gone, and its name with it; the logs of the last ones stay."""
+        """Retire the log of an instance that is gone, with its name; the newest logs stay."""
         log = self.context.log_path(name)
         if not name.startswith(PER_INSTANCE_PREFIXES) or log in self._old_logs:
             return
@@ -300,8 +307,9 @@ class WorkerInstances:
             await self.context.mesh.host.run_blocking(_remove, oldest, deadline_s=DELETE_TIMEOUT_S)
 
     async def watch_leases(self) -> None:
-        """Compares processes with their leases, for ever; raises what ends the worker: its own
-        lease is lost, or an error that nobody foresaw.
+        """Check processes against their leases until cancelled.
+
+        Raises what ends the worker: the loss of its own lease, or an unexpected error.
         """
         watching = asyncio.create_task(self.leases.run(), name="watch leases")
         try:
@@ -311,8 +319,9 @@ class WorkerInstances:
         await (self._failure if self._failure.done() else watching)
 
     async def kill(self, instance: str, generation: int, why: str) -> None:
-        """Ends the process of a resident at once, if there is one of that generation; it is started
-        again. Returns when it is dead.
+        """Kill the process of an instance in this generation, if there is one; it is started again.
+
+        Return when it is dead.
         """
         for process in self._processes():
             if process.process_key == (instance, generation):
@@ -325,7 +334,7 @@ class WorkerInstances:
 
     @property
     def slots(self) -> list[ProcessSlot]:
-        """Of every name that has, or should have, a process here."""
+        """Slots of every name that has, or should have, a process here."""
         return list(self._slots.values())
 
     def stats(self) -> list[InstanceStats]:
@@ -357,14 +366,14 @@ class WorkerInstances:
         error = task.exception()
         if error is None and slot.desired is None:
             del self._slots[slot.name]
-        elif error is None:  # it was wished again as it ended
+        elif error is None:  # it was desired again as it ended
             self._start_slot(slot)
         elif not self._failure.done():
             self._failure.set_exception(error)
 
 
 def _remove(file: Path) -> None:
-    for path in file.parent.glob(f"{file.name}*"):  # whole, or half written
+    for path in file.parent.glob(f"{file.name}*"):  # complete or partial
         path.unlink(missing_ok=True)
 
 

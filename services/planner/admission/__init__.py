@@ -1,1 +1,1 @@
-"""Which jobs run, with how many workers each, and on which hosts their services may be."""
+"""Admission of jobs, their numbers of workers, and the hosts that their services may use."""

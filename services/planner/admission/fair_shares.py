@@ -1,10 +1,10 @@
-"""The shares of jobs: who is admitted, and how many workers each has.
+"""Shares of jobs: which jobs are admitted, and how many workers each job has.
 
-Jobs come by priority, then by submission. A job is admitted when what it needs at least is left by
-those before it; who comes later and is small enough is admitted beside one that waits (backfill),
-and makes room again when that one fits. Where not all jobs of a priority have their floor, they run
-with engine and core by turns, if the pool allows that. What is left is shared by the highest
-priority first: weighted max-min over workers, each job's least and most kept.
+Jobs are ordered by priority, then by submission. A job is admitted when earlier jobs leave its
+minimum number of workers. A later job that is small enough is admitted beside a waiting job
+(backfill), and frees its workers when the waiting job fits. If not all jobs of a priority have
+their floor, they time-slice engine and core, if the pool allows time slicing. The remaining workers
+are shared by weighted max-min, highest priority first, within each job's minimum and maximum.
 """
 
 from __future__ import annotations
@@ -18,38 +18,34 @@ from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.requirements import JobRequirements, PlannedJob
 from meshrl.common.state.pool.scheduling.feasibility import count_time_sliced_floor
 
-MAX_NAMED_JOBS = 3  # jobs that a reason names
+MAX_NAMED_JOBS = 3  # number of jobs named in a reason
 
 
 @dataclass(frozen=True, slots=True)
 class ShareClaim:
-    """What a job has on the pool already, which its share must leave it."""
+    """Workers and place that a job already has, which its share must leave to it."""
 
-    core_place: str = ""  # place of its core; empty: it has none
-    pinned_workers: int = (
-        0  # workers that it needs beside its core for what people have put into it
-    )
-    is_stranded: bool = False  # where its core is, no engine finds room beside it
+    core_place: str = ""  # place of its core; empty: no core
+    pinned_workers: int = 0  # workers beside its core for instances that a user has pinned
+    is_stranded: bool = False  # no engine fits beside its core
 
 
 @dataclass(frozen=True, slots=True)
 class PoolDivision:
-    """How the pool is shared."""
+    """Division of the pool among jobs."""
 
-    workers: dict[str, int] = field(default_factory=dict)  # of each job that runs
-    core_places: dict[str, str] = field(
-        default_factory=dict
-    )  # place that its core's ranks are to be in
-    rejected: dict[str, str] = field(default_factory=dict)  # why each other job does not run
-    time_slicing: bool = True  # whether engine and core of a job may share workers
+    workers: dict[str, int] = field(default_factory=dict)  # by admitted job
+    core_places: dict[str, str] = field(default_factory=dict)  # place for the ranks of each core
+    rejected: dict[str, str] = field(default_factory=dict)  # by rejected job: the reason
+    time_slicing: bool = True  # True if engine and core of a job may share workers
 
 
 @dataclass(frozen=True, slots=True)
 class ShareBounds:
-    """The workers that a job may have."""
+    """Bounds of the number of workers of a job."""
 
     min_workers: int
-    max_workers: float  # infinite: as many as there are
+    max_workers: float  # infinite: no limit
     weight: float
 
 
@@ -60,9 +56,9 @@ def divide_pool(
     time_slicing: bool,
     place_kind: str = "host",
 ) -> PoolDivision:
-    """The shares of jobs in the order in which they come. `places` are the numbers of usable
-    workers by what those of a gang have in common, which is of this `kind`; `turns` is whether
-    engines and cores may take turns.
+    """Divide the pool among jobs, in the order of the jobs. `workers_by_place` counts the usable
+    workers of each place; a gang lies in one place, which is of `place_kind`. `time_slicing`
+    permits engines and cores to share workers.
     """
     found = PoolDivision(time_slicing=time_slicing)
     rooms = _PlaceCapacity(workers_by_place, place_kind)
@@ -77,7 +73,7 @@ def divide_pool(
         shares = fill_shares(bounds, kept + left)
         left = kept + left - sum(shares.values())
         found.workers.update(shares)
-    for job in jobs:  # a core that is there need not sleep because an engine is lost
+    for job in jobs:  # a running core need not sleep because an engine is lost
         here = has_started(job) and claims.get(job.id, ShareClaim()).core_place
         if left >= job.need.ranks and job.id in found.rejected and here:
             found.workers[job.id] = left
@@ -87,25 +83,27 @@ def divide_pool(
 
 
 def fill_shares(bounds: Mapping[str, ShareBounds], workers: int) -> dict[str, int]:
-    """Weighted max-min shares in whole workers, each within one of the exact one. The sum of the
-    least is no more than `workers`.
+    """Compute weighted max-min shares in whole workers, each within one worker of the exact share.
+    The sum of the minimums must not exceed `workers`.
     """
     exact = _compute_max_min_shares(list(bounds.values()), workers)
     shares = {job: math.floor(share + 1e-9) for job, share in zip(bounds, exact, strict=True)}
     over = min(workers, round(sum(exact))) - sum(shares.values())
     parts = {job: share - shares[job] for job, share in zip(bounds, exact, strict=True)}
-    for job in sorted(parts, key=lambda job: -round(parts[job], 9))[:over]:  # stable: order decides
+    for job in sorted(parts, key=lambda job: -round(parts[job], 9))[
+        :over
+    ]:  # stable sort: order decides
         shares[job] += int(parts[job] > 1e-9)
     return shares
 
 
 def has_started(job: PlannedJob) -> bool:
-    """Whether a job has been running, so that there is something to pause."""
+    """Return True if the job has run before, so that it is paused and not queued."""
     return job.phase != Phase.QUEUED
 
 
 def _compute_max_min_shares(bounds: Sequence[ShareBounds], workers: int) -> list[float]:
-    """The exact max-min shares: as much water as all of them can hold, at one level a weight."""
+    """Compute the exact max-min shares by bisection of the level per weight."""
     low, high = 0.0, float(workers) / min((b.weight for b in bounds), default=1.0) + 1.0
     for _ in range(100):
         level = (low + high) / 2
@@ -124,7 +122,7 @@ def _admit_priority_level(
     time_slicing: bool,
     division: PoolDivision,
 ) -> tuple[dict[str, ShareBounds], int]:
-    """The bounds of those of a priority that run, and the workers that are kept for them."""
+    """Return the bounds of the admitted jobs of one priority and the workers reserved for them."""
 
     def floor(job: PlannedJob, least: int) -> int:
         pinned = claims.get(job.id, ShareClaim()).pinned_workers
@@ -162,25 +160,25 @@ def _admit_priority_level(
             why = f"no {capacity.place_kind} has {job.need.ranks} workers left for its core"
             division.rejected[job.id] = why
     kept = sum(bound.min_workers for bound in bounds.values())
-    if tight:  # those that are here go before lower priorities until they have their floors
+    if tight:  # admitted jobs take their floors before lower priorities
         kept = min(free_workers, sum(max(full[job], bounds[job].min_workers) for job in bounds))
     return bounds, kept
 
 
 class _PlaceCapacity:
-    """Workers of each place that no core is on yet."""
+    """Workers of each place that have no core yet."""
 
     def __init__(self, workers_by_place: Mapping[str, int], place_kind: str) -> None:
         self.total_workers, self.place_kind = workers_by_place, place_kind
         self._free_workers = dict(workers_by_place)
         self._reserved_workers = dict.fromkeys(
             workers_by_place, 0
-        )  # for engines of several workers; no core leaves one
+        )  # for engines of several workers; no core takes them
 
     def take_core_place(self, requirements: JobRequirements, current_place: str) -> str:
-        """The place that a core goes to: the one that it is in, or else the one with most room,
-        where an engine of several workers finds room beside it if there is such a place; empty when
-        there is none.
+        """Reserve a place for a core and return it, or an empty string if none fits. Prefer the
+        current place, else the place with most free workers; prefer places with room for an
+        engine of several workers.
         """
         ranks, engine = (
             requirements.ranks,
@@ -205,7 +203,7 @@ class _PlaceCapacity:
         return current_place
 
     def _can_fit_engine(self, place: str, requirements: JobRequirements) -> bool:
-        """Whether the engines of jobs before, and one of this job, have room beside its core."""
+        """Return True if the engines of earlier jobs and one of this job fit beside its core."""
         left = {
             p: self._count_unreserved(p) - (requirements.ranks if p == place else 0)
             for p in self._free_workers

@@ -1,5 +1,5 @@
-"""The feasibility of jobs on this mesh. A job that can never run is waited with, and then fails:
-workers join late, and lost ones come back.
+"""Feasibility of jobs on this mesh. An infeasible job waits for a time limit before it fails,
+because workers join late and lost workers return.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ def find_infeasible_jobs(
     expected_workers: Sequence[WorkerRow],
     infeasible_since: Mapping[str, int],
 ) -> tuple[dict[str, int], list[FailJob]]:
-    """Since when which jobs have been without a mesh that they could ever run on, and those that
-    fail for it now. `counted` are the workers that a job may wait for, `before` the last look's
-    answer.
+    """Find the jobs that fit on no mesh of the expected workers. Return the time since which each
+    job is infeasible (`infeasible_since` is the previous result), and the jobs that fail now.
     """
     now_ms, settings = snapshot.now_ms, snapshot.settings
     if snapshot.is_gathering_workers:
@@ -55,9 +54,7 @@ def find_infeasible_jobs(
 
 
 def order_runnable_jobs(jobs: Sequence[PlannedJob], failed: Sequence[FailJob]) -> list[PlannedJob]:
-    """The jobs that have not ended by now, in the order in which they come: higher priorities
-    first, then as they were submitted.
-    """
+    """Return the jobs that have not ended, highest priority first, then in order of submission."""
     over = {decision.job for decision in failed}
     there = [job for job in jobs if job.id not in over]
     return sorted(there, key=lambda job: (-job.need.priority, job.submitted_ms, job.id))

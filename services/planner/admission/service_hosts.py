@@ -1,4 +1,4 @@
-"""The hosts that shards and sandboxes of jobs may be placed on now."""
+"""Hosts that may run the shards and sandboxes of jobs now."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.services.planner.pool.presence import PoolPresence
 
 
 class ServiceHosts:
-    """Those of one look."""
+    """Hosts of one snapshot, by the services that they accept."""
 
     def __init__(self, snapshot: PoolSnapshot, presence: PoolPresence) -> None:
         self._hosts = {host.name: host for host in snapshot.hosts}
@@ -25,13 +25,13 @@ class ServiceHosts:
         self._hosts_by_need: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def find_hosts(self, name: str) -> tuple[str, ...]:
-        """The hosts that a shard or a sandbox may be placed on, by its name."""
+        """Return the hosts that accept a shard or a sandbox, by the name of the service."""
         kind, job, _ = parse_service_name(name)
         return self._find_hosts_by_kind(kind, self._requirements[job])
 
     def can_keep_service(self, host: PoolHost, name: str) -> bool:
-        """Whether a service may stay where it is: a host that is there again with other options, or
-        with less isolation, has it no more.
+        """Return True if a service may remain on its host. A host that returned with other options
+        or with less isolation no longer accepts it.
         """
         kind, job, _ = parse_service_name(name)
         tries = host.is_probing_isolation and SERVICE_NAMES[kind] in host.takes
@@ -42,8 +42,8 @@ class ServiceHosts:
         )
 
     def explain_rejection(self, job: PlannedJob) -> str:
-        """Why no host, away or not, would take services of this job that are on none; empty when
-        each is on one, or may come to be.
+        """Explain why no host, present or absent, accepts the unplaced services of a job. Return an
+        empty string if each service is placed or may be placed later.
         """
         for kind, word in SERVICE_NAMES.items():
             if not _count_desired(job.need, word) or self._find_hosts_by_kind(kind, job.need):
@@ -52,13 +52,13 @@ class ServiceHosts:
             if has_started(job) and any(
                 host.is_probing_isolation and word in host.takes for host in there
             ):
-                continue  # one may turn out as it was, and the job goes on
+                continue  # the host may regain its isolation, so the job continues
             if there and all(explain_rejected_service(host, kind, job.need) for host in there):
                 return explain_unplaced_service(self._hosts.values(), kind, job.need)
         return ""
 
     def explain_unplaced(self, job: PlannedJob, placed: Collection[str]) -> Iterator[str]:
-        """Which services of a job are on no host, as none of `placed`, and why."""
+        """Yield a line for each kind of service of a job that is on no host, with the reason."""
         for kind, word in SERVICE_NAMES.items():
             names = [
                 f"{kind}/{job.id}/{number}" for number in range(_count_desired(job.need, word))

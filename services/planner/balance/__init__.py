@@ -1,3 +1,3 @@
-"""Which workers of a job roll out and which train: predicted, decided, judged. Open
+"""Balance between rollout and training workers of a job: predicted, decided and judged. Open
 `rebalancing.py` first.
 """

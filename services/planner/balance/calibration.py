@@ -1,5 +1,5 @@
-"""What is learnt of the cost model when what it predicts is measured: of the degrees of engines,
-and of training on one worker. Both correct what is predicted of every job of the same model.
+"""Calibration of the cost model by measurements: of the degrees of engines, and of training on one
+worker. Both correct the predictions of all jobs of the same model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def record_measurements(
     state: SplitState,
     correction: Correction,
 ) -> SplitState:
-    """The watch after a look at what has been measured since `before`, which people are shown."""
+    """Return the split state with the measurements since `previous`, for display."""
     shown: dict[str, Any] = {}
     curves = engine_curves.update_curves(state.curves, job.measured.curves)
     if curves is not state.curves and (
@@ -52,7 +52,7 @@ def update_correction(
     previous: Mapping[str, SplitState],
     after: Mapping[str, SplitState],
 ) -> Correction:
-    """The correction after a look at which something was measured anew."""
+    """Return the correction updated by the new measurements of all jobs."""
     for job in jobs:
         known, watch = previous.get(job.id, SplitState()), after.get(job.id)
         if watch is None:
@@ -70,8 +70,8 @@ def update_correction(
 def _compare_training(
     draft: PoolDraft, job: PlannedJob, previous: SplitState, state: SplitState
 ) -> tuple[TrainingQuery, float, float] | None:
-    """What a step's gradients are foretold to take on one worker, and took in the window that has
-    ended since `before`; None where none has, or nothing is foretold.
+    """Compare predicted and measured gradient seconds of a step on one worker. Return the query,
+    the predicted and the observed seconds; None without a new window or a prediction.
     """
     older, newer = state.older, state.newer
     if older is None or newer is None or newer == previous.newer:

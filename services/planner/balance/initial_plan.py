@@ -1,9 +1,8 @@
-"""The first plan of a job: made when its first groups have come, before a step was measured.
+"""First plan of a job, made when its first groups have finished, before a step is measured.
 
-Engines and shards have measured their part by then. What training takes is foretold
-(`costs/training_prediction.py`), so that a job whose default split is far off does not have to make
-steps with it until they are enough to tell. Whether it paid is judged by what is measured
-afterwards.
+Engines and shards have measured their part by then. The training time is predicted
+(`costs/training_prediction.py`). So a job with a poor default split need not make many steps before
+it is corrected. Later measurements judge the plan.
 """
 
 from __future__ import annotations
@@ -31,19 +30,17 @@ from meshrl.services.planner.forecast.work_account import StepTotals, WorkWindow
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import JobInstances
 
-MIN_FINISHED_SHARE = 2 / 3  # of those trajectories
+MIN_FINISHED_SHARE = 2 / 3  # share of the admitted trajectories
 
 
 def is_initial_plan_due(job: PlannedJob, state: SplitState, totals: StepTotals) -> bool:
-    """Whether it is time for a job's first plan: neither too early nor too late, as something was
-    measured.
-    """
+    """Return True if enough trajectories have finished, and no step is measured yet."""
     if state.split is None or state.trial is not None or state.moved_step is not None:
         return False
     if state.compute_window(totals, 1) is not None or totals.total.sampled <= 0:
         return False
-    # Of those that the gate admits before a step is trained the short ones end first: so many that
-    # the long ones are among them.
+    # Short trajectories end first. The share is large enough that long trajectories
+    # are among the finished ones.
     terms, work = build_step_terms(job), totals.total
     admits = (1 + terms.max_staleness) * terms.groups_per_step * terms.group_size
     return work.trajectories >= MIN_FINISHED_SHARE * admits and work.groups >= terms.groups_per_step
@@ -52,8 +49,8 @@ def is_initial_plan_due(job: PlannedJob, state: SplitState, totals: StepTotals) 
 def prepare_initial_plan(
     draft: PoolDraft, job: PlannedJob, state: SplitState, totals: StepTotals, correction: Correction
 ) -> ReplanInputs | None:
-    """What a job's first plan is made by; None where nothing foretells its training, or no engine
-    has measured its curve.
+    """Build the inputs of a job's first plan. Return None if its training cannot be predicted, or
+    if no engine has measured its curve.
     """
     terms, work, split = build_step_terms(job), totals.total, state.split
     assert split is not None
@@ -90,7 +87,7 @@ def prepare_initial_plan(
 def build_training_query(
     draft: PoolDraft, job: PlannedJob, instances: JobInstances
 ) -> TrainingQuery | None:
-    """What of a job's training is foretold; None without a core."""
+    """Build the query that predicts a job's training; return None without a core."""
     if instances.core is None:
         return None
     accelerator = draft.workers[instances.core.workers[0]].accelerator

@@ -1,4 +1,4 @@
-"""Decides which workers of a job roll out and which train, and whether the last move paid."""
+"""Balance of rollout and training workers of a job, and the verdict on the last move."""
 
 from __future__ import annotations
 
@@ -43,23 +43,19 @@ UNDO_RULE = "unpaid"
 SIMULATION_INTERVAL_MS, MAX_SIMULATED_JOBS = (
     3000,
     4,
-)  # between two looks at which a job's steps are played; jobs at a look
-TIE_RATIO = (
-    0.99  # of a split that moves fewer workers, which another one takes at most to be better
-)
-EXTRAPOLATION_PENALTY = (
-    0.1  # share of a step that a prediction is less sure by, for e times as many engines
-)
+)  # interval between two simulations of a job's steps; jobs per pass
+TIE_RATIO = 0.99  # maximum step time, relative to a split that moves fewer workers
+EXTRAPOLATION_PENALTY = 0.1  # uncertainty per e-fold of engines, as a share of a step
 
 
 class SimulationBudget:
-    """The jobs whose steps may be played ahead at a look, as each takes a while."""
+    """Limit of the jobs whose steps are simulated in one pass, as each simulation takes time."""
 
     def __init__(self, now_ms: int) -> None:
         self._now_ms, self._remaining_jobs = now_ms, MAX_SIMULATED_JOBS
 
     def take(self, state: SplitState) -> SplitState | None:
-        """The watch of a job that has its turn now; None for one that has not."""
+        """Return the split state of a job that may be simulated now; None otherwise."""
         if not self._remaining_jobs or self._now_ms - state.played_ms < SIMULATION_INTERVAL_MS:
             return None
         self._remaining_jobs -= 1
@@ -73,15 +69,16 @@ def balance_job(
     correction: Correction,
     simulation_budget: SimulationBudget,
 ) -> SplitState:
-    """Moves engines or helpers of a job to the other side, or gives engines other degrees, where
-    that is predicted to pay, undoes moves that did not, and returns what is to be remembered.
-    `correction` is that of predicted curves; `plays`, of which jobs steps may be played ahead.
+    """Balance a job: move engines or hybrids, or reshape engines, if a shorter step is predicted.
+
+    Moves that did not pay are undone. `correction` corrects predicted curves; `simulation_budget`
+    limits the jobs whose steps are simulated. Return the split state to remember.
     """
     known = state
     team, config, several = draft.get_instances(job.id), job.config, job.need.degrees != (1,)
     if not job.need.helped:
         for seated in [one for one in team.hybrids if not one.instance.pinned]:
-            why = Rationale("unhelped", job.id)  # the core takes nothing of it
+            why = Rationale("unhelped", job.id)  # the core accepts no gradients of hybrids
             draft.remove_instance(seated, why)
             if job.need.smallest_engine == 1:
                 draft.place_instance(seated.workers, job.id, Role.ROLLOUT, why)
@@ -114,7 +111,7 @@ def balance_job(
             if state.trial is not None:
                 return state
     if state.times.last_step == mark.step and split.is_same(state.split):
-        return state  # counts of half a step fit no others
+        return state  # counts of half a step are not comparable with others
     state = replace(state, account=account)
     state = state.record_totals(mark, split, terms.max_staleness, config.window_steps)
     state = record_measurements(draft, job, known, state, correction)
@@ -137,7 +134,7 @@ def balance_job(
     return _plan_shift(draft, job, state, mark, found)
 
 
-# -- what a move brought ---------------------------------------------------------------------------
+# -- measured effect of a move -----------------------------------------------------------------
 
 
 def _judge_trial(
@@ -209,12 +206,12 @@ def _compute_verdict(
     if trial.rule == OPENING:
         measured = measure_rates(window, now, terms, trial.after, select_curves(job, state), cores)
         if measured is None:
-            return None  # what was foretold is no witness of itself
+            return None  # a prediction is no evidence for itself
         shown = replace(shown, rates=measured)
     return trials.judge_trial(trial, shown, terms, steps)
 
 
-# -- what a move would bring -----------------------------------------------------------------------
+# -- predicted effect of a move ----------------------------------------------------------------
 
 
 def _plan_shift(
@@ -246,9 +243,9 @@ def _plan_shift(
 def _find_best_shift(
     state: SplitState, job: PlannedJob, instances: JobInstances, inputs: ReplanInputs
 ) -> tuple[int, float, float]:
-    """By how many workers training should grow, the seconds of a step then, and what it counts as:
-    longer, the further its engines are from those that were measured. Of splits that are as good,
-    the nearest.
+    """Find the number of workers to move to training. Return it, the predicted seconds of a step,
+    and the seconds weighed by the distance from the measured number of engines. Of equally good
+    splits the nearest one wins.
     """
     split, terms = state.split, build_step_terms(job)
     assert split is not None
@@ -278,7 +275,9 @@ def _apply_shift(
     rule: str,
     figures: dict[str, Any],
 ) -> list[InstancePlacement]:
-    """Lets so many engines train, or helpers roll out (negative), the last ones; who arrives."""
+    """Move the last engines to training, or hybrids to rollout if `shift` is negative. Return the
+    new placements.
+    """
     others = instances.engines if shift > 0 else instances.hybrids
     role = Role.TRAINING if shift > 0 else Role.ROLLOUT
     leave = _select_movable(others)[::-1][: abs(shift)]
@@ -291,5 +290,5 @@ def _apply_shift(
 
 
 def _select_movable(placements: Sequence[InstancePlacement]) -> list[InstancePlacement]:
-    """Those that people have not put there, and that are on one worker."""
+    """Return the placements that are not pinned and have one worker."""
     return [s for s in placements if not s.instance.pinned and len(s.workers) == 1]

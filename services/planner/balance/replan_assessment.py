@@ -1,5 +1,5 @@
-"""How a job stands at a look: what its window says, and whether anything presses for another split.
-Both the policy of engines of one worker and that of several go by it.
+"""Assessment of a job for another split: its window of measurements, and the trigger of a plan. The
+policies of engines of one worker and of several workers use it.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ from meshrl.services.planner.forecast.work_account import StepTotals, WorkWindow
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import JobInstances
 
-DEFAULT_SWITCH_S = 3.0  # that a move takes where none was measured: to start a role process
-SWITCH_WEIGHT = 0.3  # of the last move, in what a move takes
-MIN_WINDOW_STEPS = 2  # of a window by which anything is planned;
-MIN_EARLY_GAIN = 0.2  # share of a step that a move must save which is decided on so few
-IMBALANCE_CHANGE_FACTOR = (
-    1.5  # times the imbalance of a move that did not pay: it is another job by now
-)
+DEFAULT_SWITCH_S = 3.0  # seconds of a move before one is measured: start of a role process
+SWITCH_WEIGHT = 0.3  # weight of the last move in the mean move time
+MIN_WINDOW_STEPS = 2  # steps of a window by which a split is planned;
+MIN_EARLY_GAIN = 0.2  # minimum share of a step saved by a move that is decided on fewer steps
+IMBALANCE_CHANGE_FACTOR = 1.5  # times the imbalance of a failed move, from which it is tried again
 
 
 @dataclass(frozen=True, slots=True)
 class ReplanInputs:
-    """A job for which another split is to be looked for."""
+    """Inputs of the search for another split of a job."""
 
-    window: WorkWindow  # of no steps, where none was measured yet
-    relative_error: float  # of its steps' mean time, as a share of it
+    window: WorkWindow  # has no steps before the first is measured
+    relative_error: float  # standard error of the mean step time, as a share of it
     demand: StepDemand
     rates: StepRates
-    prediction: StepPrediction  # of the split that it has
+    prediction: StepPrediction  # of the current split
     trigger: str
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, as measured, or else as predicted."""
+        """Seconds of a step: measured, or else predicted."""
         return self.window.step_s if self.window.steps else self.prediction.step_s
 
     @property
     def current_step_s(self) -> float:
-        """What a step takes with this split: as measured, or less, as far as it can be believed."""
+        """Seconds of a step with the current split: the measured time, reduced as far as the model
+        supports.
+        """
         believed_s = correct_prediction(
             self.prediction.step_s, self.prediction.step_s, self.step_s, self.relative_error
         )
         return min(self.step_s, believed_s)
 
     def predict_step_s(self, split: WorkerSplit, terms: StepTerms) -> float:
-        """What it takes with another one."""
+        """Predict the seconds of a step with another split."""
         model_s = predict_step_s(self.demand, self.rates, split, terms, self.step_s)
         return correct_prediction(model_s, self.prediction.step_s, self.step_s, self.relative_error)
 
     def build_figures(self, job: PlannedJob, after: WorkerSplit, after_s: float) -> dict[str, Any]:
-        """What a move to another split is decided by."""
+        """Build the figures that explain a move to another split."""
         model = self.prediction
         then = predict_step(self.demand, self.rates, after, build_step_terms(job), self.step_s)
         return model.to_event() | {
@@ -97,7 +97,7 @@ class ReplanInputs:
         after_s: float,
         moved_workers: int,
     ) -> Trial:
-        """The trial of a move to another split, with the first resident that arrived."""
+        """Create the trial of a move to another split. `instance` is the first new instance."""
         assert state.split is not None
         trial = Trial(
             rule,
@@ -119,7 +119,9 @@ class ReplanInputs:
 def assess_job(
     draft: PoolDraft, job: PlannedJob, state: SplitState, totals: StepTotals
 ) -> tuple[SplitState, ReplanInputs | None]:
-    """The watch of a job, and what presses; None where nothing does, or it rests."""
+    """Assess a job: return its split state, and the inputs of a plan if a trigger fires. The inputs
+    are None during a cooldown or a move.
+    """
     team, config, terms, split = (
         draft.get_instances(job.id),
         job.config,
@@ -142,7 +144,7 @@ def assess_job(
     if now is None or found is None or window.step_s <= 0:
         return record_explanation(state, None, "too little has been measured"), None
     model = predict_step(now, found, split, terms, window.step_s)
-    for towards, then in state.failed_at.items():  # the job has become another one since
+    for towards, then in state.failed_at.items():  # the job has changed since the failed move
         change = compute_imbalance(model) / max(then, 1e-9)
         if change >= IMBALANCE_CHANGE_FACTOR or change <= 1 / IMBALANCE_CHANGE_FACTOR:
             state = replace(state, failures={**state.failures, towards: 0})
@@ -169,7 +171,9 @@ def explain_move_rejection(
     direction: str,
     moved_workers: int,
 ) -> str:
-    """Why a move of `n` workers to a step of `after_s` is not made; empty: it is."""
+    """Explain why a move of `moved_workers` to a step of `after_s` is rejected; empty: it is
+    made.
+    """
     window, config, step_s = inputs.window, job.config, inputs.current_step_s
     left = job.steps - job.steps_done if job.steps else 1 << 30
     switch_s = (
@@ -184,14 +188,14 @@ def explain_move_rejection(
 
 
 def build_step_terms(job: PlannedJob) -> StepTerms:
-    """What a job's file says of a step."""
+    """Return the terms of a step from the job file."""
     return StepTerms(
         job.groups_per_step, job.group_size, job.max_staleness, job.slots, job.bin_tokens
     )
 
 
 def read_split(job: PlannedJob, instances: JobInstances) -> WorkerSplit:
-    """Who does what now."""
+    """Return the current split of a job's workers."""
     degrees: tuple[int, ...] = ()
     if job.need.degrees != (1,):
         degrees = tuple(sorted((len(one.workers) for one in instances.engines), reverse=True))
@@ -199,7 +203,7 @@ def read_split(job: PlannedJob, instances: JobInstances) -> WorkerSplit:
 
 
 def record_move_times(draft: PoolDraft, job: PlannedJob, state: SplitState) -> SplitState:
-    """Takes in what the moves of a job took that are complete by this look."""
+    """Record the durations of the job's moves that completed by this snapshot."""
     for one in draft.decisions:
         if isinstance(one, FinishMove) and not one.undone and one.move.back.get("job") == job.id:
             took_s = (draft.snapshot.now_ms - one.move.started_ms) / 1000
@@ -211,14 +215,14 @@ def record_move_times(draft: PoolDraft, job: PlannedJob, state: SplitState) -> S
 
 
 def compute_imbalance(model: StepPrediction) -> float:
-    """Rollout over training."""
+    """Return the rollout time over the training time."""
     return model.rollout_s / max(model.train_s, 1e-9)
 
 
 def record_explanation(
     state: SplitState, model: StepPrediction | None, verdict: str, window: WorkWindow | None = None
 ) -> SplitState:
-    """Says to people what is predicted, and why this is done."""
+    """Return the split state with the prediction and the verdict for display."""
     binds = model.bottleneck if model is not None else ""
     told: dict[str, Any] = dict(state.explained)
     if model is not None and window is not None and window.steps:
@@ -229,13 +233,15 @@ def record_explanation(
 
 
 def select_curves(job: PlannedJob, state: SplitState) -> Sequence[DecodeCurve]:
-    """Those of its engines; while all of them have begun anew, what was known of them before."""
+    """Select the measured curves of the job's engines. While all engines are new, select the last
+    known curves.
+    """
     sure = [curve for curve in job.measured.curves if curve.steps >= MIN_CURVE_STEPS]
     return sure or list(state.curves.values()) or job.measured.curves
 
 
 def compute_busiest_host_share(draft: PoolDraft, instances: JobInstances) -> float:
-    """The share of its cores that the busiest host of a job keeps busy; 0: not known."""
+    """Return the share of busy cores of the job's busiest host; 0: not known."""
     there = {
         draft.workers[worker].host for seated in instances.placements for worker in seated.workers
     }

@@ -1,10 +1,10 @@
-"""Chooses the degrees of a job's engines by the lengths of its trajectories, where its file allows
-several, and brings them there over as many looks as it takes.
+"""Choice of the degrees of a job's engines by the lengths of its trajectories.
 
-What a step waits for are its longest trajectories, token after token: an engine of several workers
-has them sooner done, while as many workers one by one do more of the short ones. The allocation of
-`layouts/` weighs the two; what it says of the gangs that are there is set to what was measured of
-them, and what it says of others is judged afterwards like any move (`trials.py`).
+It applies when the job file allows several degrees; a reshape may take several passes. A step waits
+for its longest trajectories, token after token. An engine of several workers finishes them sooner,
+while single workers finish more of the short ones. The allocation of `layouts/` weighs both. Its
+predictions for present gangs are scaled to measurements; its predictions for other gangs are judged
+afterwards like any move (`trials.py`).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement, JobInstances
 
 RESHAPE_RULE = "lengths"
-DEADLINE_FACTOR = 3  # times as long as a move may take, after which a shape is given up
+DEADLINE_FACTOR = 3  # times the time limit of a move, after which a desired shape is given up
 STRAGGLER_TOKEN_SHARE = (
-    0.8  # share of a long trajectory that an engine of the smallest degree may be left with
+    0.8  # maximum share of a long trajectory left on an engine of the smallest degree
 )
-STRAGGLER_QUANTILE = 0.985  # share of trajectories that are shorter than one that holds a step up
-TIE_RATIO = 0.99  # of the present step's time that another shape takes at most which is thought of
+STRAGGLER_QUANTILE = 0.985  # quantile of lengths that holds up a step
+TIE_RATIO = 0.99  # maximum step time of another shape, relative to the current one
 
 
 def plan_reshape(
@@ -60,7 +60,7 @@ def plan_reshape(
     inputs: ReplanInputs,
     correction: Correction,
 ) -> SplitState:
-    """Wishes for other degrees and helpers where that is predicted to pay."""
+    """Set a desired shape of other degrees and hybrids if it is predicted to pay."""
     team, split, lengths = draft.get_instances(job.id), state.split, job.measured.lengths
     assert split is not None
     if lengths is None:
@@ -104,7 +104,7 @@ def start_restore(
     rule: str,
     figures: dict[str, Any],
 ) -> SplitState:
-    """Wishes for the degrees and helpers that a job had before."""
+    """Set the desired shape to the degrees and hybrids that the job had before."""
     state, _ = _start_reshape(
         draft,
         job,
@@ -118,7 +118,7 @@ def start_restore(
 
 
 def advance_reshape(draft: PoolDraft, job: PlannedJob, state: SplitState, step: int) -> SplitState:
-    """The watch after another look at a wish, which is fulfilled as far as can be at once."""
+    """Advance the engines towards the desired shape, and return the new split state."""
     wish = state.wish
     assert wish is not None
     if draft.snapshot.now_ms > wish.until_ms:
@@ -142,7 +142,7 @@ def _start_reshape(
     hybrids: int,
     figures: dict[str, Any],
 ) -> tuple[SplitState, str]:
-    """The watch with a new wish, and the first resident that arrived for it."""
+    """Set a desired shape. Return the split state, and the id of the first new instance."""
     late_ms = round(1000 * DEADLINE_FACTOR * draft.snapshot.settings.move_s)
     wish = DesiredShape(rule, degrees, hybrids, draft.snapshot.now_ms + late_ms, figures)
     before = len(draft.decisions)
@@ -154,7 +154,7 @@ def _start_reshape(
     return state, arrived
 
 
-# -- which shape -----------------------------------------------------------------------------------
+# -- choice of a shape -------------------------------------------------------------------------
 
 
 def _find_best_shape(
@@ -166,13 +166,13 @@ def _find_best_shape(
     current: RolloutShape,
     lengths: LengthQuantiles,
 ) -> tuple[RolloutShape, float]:
-    """The shape with the shortest step, and its seconds; the present one unless another is shorter
-    by more than a tie. Of several as good, the one that changes least.
+    """Find the shape with the shortest step, and its seconds. Keep the present shape unless another
+    is shorter by more than a tie. Of equally good shapes choose the one that changes least.
     """
     terms, split = build_step_terms(job), state.split
     assert split is not None
-    # By the model of layouts the present gangs take another time than was measured of them: what
-    # training takes is set in proportion, so that both are weighed as they are.
+    # The layout model predicts another time for the present gangs than was measured. The
+    # training time is scaled in proportion, so that both are comparable.
     scale = current.rollout_s / max(inputs.prediction.rollout_s, 1e-9)
     fixed_s, work_s = inputs.rates.fixed_s, inputs.rates.work_s
 
@@ -201,10 +201,10 @@ def _predict_straggler_s(
     lengths: LengthQuantiles,
     terms: StepTerms,
 ) -> float:
-    """What a step takes at least where engines have several degrees: all trajectories begin with
-    those of the smallest, and nobody knows which are long. One that stays there for most of its
-    tokens (`STAYS`) holds a step up that as many as may pass it over have left behind. 0 where all
-    engines have one degree.
+    """Predict the minimum seconds of a step where engines have several degrees; 0 for one degree.
+
+    All trajectories begin on engines of the smallest degree, as their lengths are unknown. A long
+    trajectory that stays there for most of its tokens holds up the step.
     """
     if len(set(shape.degrees)) == 1:
         return 0.0
@@ -249,7 +249,7 @@ def _build_range_costs(
     inputs: ReplanInputs,
     correction: Correction,
 ) -> RangeCosts:
-    """A step's trajectories by length, as engines of every degree and kind would serve them."""
+    """Build the costs of a step's trajectories by length, for engines of every degree and kind."""
     team = draft.get_instances(job.id)
     kinds = sorted({_get_accelerator_kind(draft, one) for one in (*team.engines, *team.hybrids)})
     servers = [
@@ -269,7 +269,7 @@ def _build_range_costs(
 def _build_reshape_options(
     draft: PoolDraft, job: PlannedJob, instances: JobInstances
 ) -> ReshapeOptions:
-    """The workers of a job's engines and helpers, by host and kind of accelerators."""
+    """Count the workers of a job's engines and hybrids, by host and kind of accelerators."""
     engines = [one for one in instances.engines if not one.instance.pinned]
     helpers = [one for one in instances.hybrids if not one.instance.pinned]
     free: Counter[tuple[str, str]] = Counter()

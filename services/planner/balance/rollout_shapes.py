@@ -1,5 +1,5 @@
-"""The shapes that a job's workers could be given, degrees of engines and helpers, each with what
-its rollout takes by lengths of trajectories: what `reshaping.py` chooses of.
+"""Candidate shapes of a job's workers: degrees of engines and hybrids, each with its rollout time.
+`reshaping.py` chooses among them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshrl.services.planner.layouts.length_groups import (
 from meshrl.services.planner.layouts.range_costs import RangeCosts
 
 MAX_TRAJECTORIES = (
-    4096  # trajectories of a step that are told apart; of more, each stands for several
+    4096  # trajectories of a step modelled one by one; beyond it, each stands for several
 )
 
 GangKinds = tuple[tuple[str, int], ...]  # (kind of accelerators, degree) of each engine
@@ -39,37 +39,37 @@ GangKinds = tuple[tuple[str, int], ...]  # (kind of accelerators, degree) of eac
 
 @dataclass(frozen=True, slots=True)
 class ReshapeOptions:
-    """A job's workers: those that may get something else to do, and those that stay."""
+    """Workers of a job, movable and pinned."""
 
-    nodes: tuple[LayoutNode, ...]  # of workers that may; a place is a host's accelerators of a kind
-    movable_engines: GangKinds  # on those workers now
-    movable_hybrids: int  # on those workers now
-    pinned_engines: GangKinds = ()  # engines that people have put there
-    pinned_hybrids: int = 0  # helpers that they have
-    allows_hybrids: bool = True  # whether it may have helpers
-    min_degree: int = 1  # degree that its engines may have
-    min_rollout_workers: int = 1  # workers that roll out at least
+    nodes: tuple[LayoutNode, ...]  # movable workers; a place is a host's accelerators of one kind
+    movable_engines: GangKinds  # now on movable workers
+    movable_hybrids: int  # now on movable workers
+    pinned_engines: GangKinds = ()  # engines pinned by a user
+    pinned_hybrids: int = 0  # hybrids pinned by a user
+    allows_hybrids: bool = True  # True if the job may have hybrids
+    min_degree: int = 1  # smallest degree of its engines
+    min_rollout_workers: int = 1  # minimum number of rollout workers
 
     @property
     def movable_workers(self) -> int:
-        """Workers that may get something else to do."""
+        """Number of movable workers."""
         return sum(node.free_accelerators for node in self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutShape:
-    """What all of a job's workers but the core's do."""
+    """Assignment of all of a job's workers except the core's."""
 
-    degrees: tuple[int, ...]  # of engines, falling
+    degrees: tuple[int, ...]  # of engines, descending
     hybrids: int
-    rollout_s: float  # of a step's trajectories, by the model of layouts
-    tokens_per_s: float  # of all engines, as many trajectories in each as it has room for
+    rollout_s: float  # seconds of a step's rollout, by the layout model
+    tokens_per_s: float  # of all engines with full batches
 
 
 def group_trajectories(
     lengths: LengthQuantiles, trajectories: float, tool_s: float, workers: int
 ) -> Sequence[LengthGroup]:
-    """A step's trajectories by length, in as many groups as the search needs for the workers."""
+    """Group a step's trajectories by length, in as many groups as the search needs."""
     count = max(1, min(MAX_TRAJECTORIES, round(trajectories)))
     each = max(1, round(trajectories / count))
     at = (np.arange(count) + 0.5) / count
@@ -79,16 +79,16 @@ def group_trajectories(
 
 
 def build_current_shape(range_costs: RangeCosts, options: ReshapeOptions) -> RolloutShape:
-    """The shape that is there; its time is infinite where no server is known of an engine's."""
+    """Build the current shape. Its time is infinite if no server is known for an engine."""
     return _build_shape(range_costs, options, options.movable_engines, options.movable_hybrids)
 
 
 def list_candidate_shapes(
     range_costs: RangeCosts, options: ReshapeOptions, predict_train_s: Callable[[int], float]
 ) -> Iterator[RolloutShape]:
-    """Shapes that are best by the model of layouts: with the helpers that are there, and with any
-    number; what they leave idle rolls out, or helps. `train_s` is the time of a step's training
-    with so many helpers, pinned ones among them.
+    """Yield the shapes that are best by the layout model: with the present number of hybrids, and
+    with any number. Idle workers become engines or hybrids. `predict_train_s` predicts a step's
+    training seconds for a number of hybrids, pinned ones included.
     """
     stays = sum(degree for _, degree in options.pinned_engines)
     most = max(
@@ -114,7 +114,7 @@ def list_candidate_shapes(
 def _fill_idle_workers(
     options: ReshapeOptions, plan: LayoutPlan, as_hybrids: bool
 ) -> tuple[GangKinds, int]:
-    """A plan's gangs and helpers, and what those do whom it leaves idle."""
+    """Return the gangs and hybrids of a plan, with idle workers assigned."""
     used = Counter(plan.training_places)
     for gang in plan.gangs:
         used[gang.place] += gang.degree
@@ -148,16 +148,16 @@ def _build_shape(
 def predict_rollout_s(
     range_costs: RangeCosts, gangs: Sequence[tuple[str, int]], tolerance: float = TOLERANCE
 ) -> float:
-    """Seconds of gangs of (kind, degree) that are there, each with the range of lengths that suits
-    them best; infinite when they cannot serve every group. Gangs of which `ranges` has no server
-    do nothing.
+    """Predict the rollout seconds of present gangs of (kind, degree), each with its best range of
+    lengths. Return infinity if they cannot serve every group. Gangs without a server in
+    `range_costs` are ignored.
     """
 
     def alone(kind: str, degree: int) -> str:
         return f"{kind} x {degree}"
 
     nodes = [LayoutNode(alone(*gang), str(index), gang[1]) for index, gang in enumerate(gangs)]
-    undivided = copy(range_costs)  # each server has a kind of its own: no gang is made into others
+    undivided = copy(range_costs)  # each server has its own kind: no gang is converted
     undivided.kinds = [(alone(kind, degree), degree) for kind, degree in range_costs.kinds]
     plan = allocate(undivided, nodes, [NO_TRAINING], tolerance)
     return plan.rollout_s if plan is not None else math.inf

@@ -1,4 +1,4 @@
-"""What is remembered of a job's split from look to look: its account, its window, its trial."""
+"""State of a job's split between passes: its account, its window and its trial."""
 
 from __future__ import annotations
 
@@ -20,51 +20,57 @@ from meshrl.services.planner.forecast.work_account import (
 
 @dataclass(frozen=True, slots=True)
 class DesiredShape:
-    """The engines and helpers that a job is to have: looks that follow bring it there."""
+    """Desired engines and hybrids of a job, reached over several passes."""
 
     rule: str
     degrees: tuple[int, ...]
     helpers: int
-    until_ms: int  # then it is given up
-    figures: Mapping[str, Any] = field(default_factory=dict)  # that it was decided by
+    until_ms: int  # deadline
+    figures: Mapping[str, Any] = field(default_factory=dict)  # figures of the decision
 
 
 @dataclass(frozen=True, slots=True)
 class SplitState:
-    """Of one job. Directions are the role that a move gives workers; steps are those that its
-    account has counted.
+    """Split state of one job. A direction is the role that a move gives workers. Steps are those
+    counted by the account.
     """
 
     account: WorkAccount = field(default_factory=WorkAccount)
-    split: WorkerSplit | None = None  # that the window was measured with
-    split_step: int = 0  # since when
-    older: StepTotals | None = None  # the window begins here,
-    newer: StepTotals | None = None  # and the next one here
+    split: WorkerSplit | None = None  # split of the window
+    split_step: int = 0  # first step of the split
+    older: StepTotals | None = None  # begin of the window
+    newer: StepTotals | None = None  # begin of the next window
     times: StepEnds = field(default_factory=StepEnds)
-    observed_ms: int = 0  # when the counters were looked at last
-    played_ms: int = 0  # when steps were played ahead last, which takes a while
+    observed_ms: int = 0  # time of the last counters
+    played_ms: int = 0  # time of the last simulation
     planned_step: int = 0
-    rejected: int = 0  # of the job, when it was planned last
+    rejected: int = 0  # rejected trajectories at the last plan
     moved_step: int | None = None
     trial: Trial | None = None
-    verdicts: tuple[Verdict, ...] = ()  # the last ones
-    failures: Mapping[str, int] = field(default_factory=dict)  # by direction: that did not pay
-    failed_at: Mapping[str, float] = field(default_factory=dict)  # rollout over training then
+    verdicts: tuple[Verdict, ...] = ()  # last ones
+    failures: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by direction: moves that did not pay
+    failed_at: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by direction: imbalance at the failed move
     bias: Mapping[str, float] = field(default_factory=dict)  # by direction: correction
-    switch_s: float = 0.0  # that a move takes until it is settled; 0: none was made
-    explained: Mapping[str, Any] = field(default_factory=dict)  # for people
-    wish: DesiredShape | None = None  # that is not fulfilled yet
-    curves: Curves = field(default_factory=dict)  # of degrees that engines of it have had
+    switch_s: float = 0.0  # mean seconds of a move; 0: none was made
+    explained: Mapping[str, Any] = field(default_factory=dict)  # figures for display
+    wish: DesiredShape | None = None  # not reached yet
+    curves: Curves = field(default_factory=dict)  # of degrees that its engines have had
 
-    # -- its window --------------------------------------------------------------------------------
+    # -- window ------------------------------------------------------------------------------------
 
     def record_totals(
         self, totals: StepTotals, split: WorkerSplit, lag_steps: int, window_steps: int
     ) -> SplitState:
-        """The watch at this mark. A window is of one split and `steps` long, twice that at most; it
-        begins when what was sampled with another split, `lag` steps of groups, has been trained.
+        """Record totals, and return the new split state.
+
+        A window has one split, and between `window_steps` and twice as many steps. It begins
+        `lag_steps` after a split changes, when groups of the old split are trained.
         """
-        if self.split is None:  # nothing was sampled with another one
+        if self.split is None:  # no samples of another split
             return replace(self, split=split, split_step=totals.step - lag_steps)
         watch, older = replace(self, times=self.times.record(totals)), self.newer or self.older
         if not split.is_same(self.split) or (
@@ -80,23 +86,25 @@ class SplitState:
         return replace(watch, older=older, newer=totals) if long else watch
 
     def compute_window(self, totals: StepTotals, min_steps: int) -> WorkWindow | None:
-        """The window until this mark, when it is long enough."""
+        """Return the window up to these totals if it has at least `min_steps`."""
         found = build_window(self.older, totals) if self.older is not None else None
         return found if found is not None and found.is_long_enough(min_steps) else None
 
     def reset_window(self) -> SplitState:
-        """The watch of a job that stands: times do not go on from before."""
+        """Return the split state of a stopped job, without a window."""
         trial = replace(self.trial, begins=None) if self.trial is not None else None
         return replace(self, older=None, newer=None, trial=trial)
 
-    # -- its moves ---------------------------------------------------------------------------------
+    # -- moves -------------------------------------------------------------------------------------
 
     def record_move(self, step: int, trial: Trial | None) -> SplitState:
-        """The watch after a move at this step."""
+        """Return the split state after a move at this step."""
         return replace(self, moved_step=step, planned_step=step, trial=trial)
 
     def record_verdict(self, verdict: Verdict, imbalance: float, step: int) -> SplitState:
-        """The watch after a verdict: a direction that did not pay needs more next time."""
+        """Return the split state after a verdict. A direction that did not pay requires more gain
+        next time.
+        """
         trial, towards = self.trial, verdict.towards
         assert trial is not None
         failures = dict(self.failures)

@@ -1,9 +1,9 @@
-"""The trial of each move: what it was to bring, what it brought, and whether it is undone.
+"""Trial of each move: its predicted effect, its measured effect, and whether it is undone.
 
-A move changes a running job whose demand changes, too: trajectories grow, tools slow down. So a
-step after it is not compared with a step before it, but with what a step would take now without it:
-the model of the old split, with the rates that were measured with it, for the demand of now. The
-window that is judged begins when all that was sampled with the old split has been trained.
+The demand of a running job changes during a move: trajectories grow, tools slow down. So a step
+after the move is compared with a prediction for the old split, not with a step before it. That
+prediction uses the rates measured with the old split and the current demand. The judged window
+begins when all samples of the old split have been trained.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from meshrl.services.planner.forecast.step_quantities import (
 )
 from meshrl.services.planner.forecast.work_account import StepTotals, WorkWindow
 
-MIN_STANDARD_ERRORS = 1.5  # standard errors by which two times differ that are told apart
-MAX_WINDOW_FACTOR = 4  # times the window that a verdict may take
-MAX_VERDICTS = 12  # verdicts that a job remembers
-BIAS_BOUNDS = (0.7, 1.5)  # bounds of the correction that verdicts give a rule's predictions
-DEGREES_DIRECTION = "degrees"  # what a move is towards that gives engines other degrees
-VERDICT_WEIGHT = 0.5  # weight of the last verdict in that correction
+MIN_STANDARD_ERRORS = 1.5  # difference of two times, in standard errors, that is significant
+MAX_WINDOW_FACTOR = 4  # maximum length of a verdict, in windows
+MAX_VERDICTS = 12  # verdicts retained per job
+BIAS_BOUNDS = (0.7, 1.5)  # bounds of the correction of a rule's predictions
+DEGREES_DIRECTION = "degrees"  # direction of a move that changes degrees
+VERDICT_WEIGHT = 0.5  # weight of the last verdict in the correction
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A move that is not judged yet."""
+    """Move that is not judged yet."""
 
     rule: str
-    resident: str  # the first that arrived
+    resident: str  # first new instance
     before: WorkerSplit
     after: WorkerSplit
-    step: int  # of the job, at which it was decided
+    step: int  # of the job, at the decision
     before_s: float  # seconds of a step, measured
-    predicted_s: float  # of a step after it, all corrections in it
-    bias: float  # the correction of the rule that is in it
+    predicted_s: float  # seconds of a step, corrected prediction
+    bias: float  # correction contained in the prediction
     demand: StepDemand
     rates: StepRates
     moved: int  # workers
     error: float  # standard error of `before_s`, as a share of it
-    begins: StepTotals | None = None  # of the window that is judged
-    settled_step: int | None = None  # at which all was where it was wished
+    begins: StepTotals | None = None  # begin of the judged window
+    settled_step: int | None = None  # step at which the desired state was reached
 
     @property
     def direction(self) -> str:
-        """The role that it gave workers; `RESHAPED` where engines got other degrees."""
+        """Role that the move gave workers; `DEGREES_DIRECTION` if engines changed degrees."""
         if self.after.degrees != self.before.degrees:
             return DEGREES_DIRECTION
         return "training" if self.after.trainers > self.before.trainers else "rollout"
@@ -62,34 +62,34 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a move was to bring, and what it brought. Seconds of a step."""
+    """Predicted and measured effect of a move, in seconds of a step."""
 
     rule: str
     resident: str
     towards: str
     moved: int
-    step: int  # of the job, at which it was decided
-    judged_after: int  # steps, from the end of the move
+    step: int  # of the job, at the decision
+    judged_after: int  # steps from the end of the move
     before_s: float
-    expected_s: float  # without the move, by now
-    predicted_s: float  # with it, by now
+    expected_s: float  # now, without the move
+    predicted_s: float  # now, with the move
     observed_s: float
     paid: bool
-    was: str = ""  # the engines of the job, where they got other degrees,
-    became: str = ""  # and those that it has then
+    was: str = ""  # engines before, if degrees changed
+    became: str = ""  # engines after
 
     @property
     def regret_s(self) -> float:
-        """What each step takes longer than without the move; negative: what it saves."""
+        """Additional seconds of each step caused by the move; negative: saved seconds."""
         return self.observed_s - self.expected_s
 
     @property
     def relative_error(self) -> float:
-        """Of the prediction, as a share of what was observed."""
+        """Relative error of the prediction, as a share of the observed time."""
         return abs(self.predicted_s / self.observed_s - 1)
 
     def to_event(self) -> dict[str, Any]:
-        """It for an event."""
+        """Return the verdict as the fields of an event."""
         found = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
         for name in ("rule", "towards", "was", "became"):
             del found[name]
@@ -109,7 +109,7 @@ class Verdict:
 def update_trial_window(
     trial: Trial, is_reconciled: bool, totals: StepTotals, terms: StepTerms
 ) -> Trial:
-    """The trial after another look: its window begins when what was sampled before is trained."""
+    """Return the trial with its window begun once all samples of the old split are trained."""
     if trial.settled_step is None:
         return replace(trial, settled_step=totals.step) if is_reconciled else trial
     if trial.begins is None and totals.step > trial.settled_step + terms.max_staleness:
@@ -119,19 +119,19 @@ def update_trial_window(
 
 @dataclass(frozen=True, slots=True)
 class TrialEvidence:
-    """What is measured with the split of after."""
+    """Measurements with the new split."""
 
     window: WorkWindow
     demand: StepDemand
-    error: float  # of the window's mean time of a step, as a share of it
-    rates: StepRates | None = None  # given where nothing was measured before the move
+    error: float  # standard error of the mean step time, as a share of it
+    rates: StepRates | None = None  # given if none were measured before the move
 
 
 def judge_trial(
     trial: Trial, evidence: TrialEvidence, terms: StepTerms, min_steps: int
 ) -> Verdict | None:
-    """The verdict on what is shown in `steps` at least; as long as the two times are not told apart
-    from how much steps differ anyway, more are waited for.
+    """Judge a trial after `min_steps` steps. Return None, up to `MAX_WINDOW_FACTOR` windows, while
+    noise exceeds the difference of the two times.
     """
     verdict = _compute_verdict(trial, evidence, terms)
     error_s = math.hypot(trial.error * trial.before_s, evidence.error * verdict.observed_s)
@@ -171,7 +171,7 @@ def _compute_verdict(trial: Trial, evidence: TrialEvidence, terms: StepTerms) ->
 
 
 def update_bias(bias: float, verdict: Verdict) -> float:
-    """The correction of a rule's predictions after a verdict on one that had `bias` in it."""
+    """Return the corrected bias of a rule's predictions after a verdict."""
     raw = bias * verdict.observed_s / verdict.predicted_s
     least, most = BIAS_BOUNDS
     return min(

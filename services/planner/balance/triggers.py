@@ -1,8 +1,8 @@
-"""The conditions under which a job's split is planned anew (Libra's triggers, arXiv 2606.03077).
+"""Triggers of a new plan of a job's split (Libra's triggers, arXiv 2606.03077).
 
-Its defaults are those of the released code: every ten steps, or at once when requests queue for
-engines, when engines are full, when groups come back too old, or when one stage takes longer than
-the other. Nothing is planned before the warm-up is over, and nothing for a while after a move.
+The defaults are those of the released code: every ten steps, or at once on an imbalance of stages,
+a queue for engines, full engines, or stale groups. Nothing is planned during the warm-up and during
+the cooldown after a move.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def find_trigger(
     rejected: int,
     steps_since_plan: int,
 ) -> str:
-    """The trigger that asks for a plan, by name; empty: none. `rejected` are the trajectories that
-    came back too old since the last one, `since_planned` the steps since then.
+    """Return the name of the trigger that fires; empty: none. `rejected` counts stale trajectories
+    since the last plan.
     """
     slots = max(1, split.engines) * terms.engine_slots * window.seconds
     shorter, longer = sorted((prediction.rollout_s, prediction.train_s))
@@ -41,8 +41,8 @@ def find_trigger(
 def explain_cooldown(
     step: int, steps_since_move: int | None, config: PlannerConfig, failures: int
 ) -> str:
-    """Why nothing is planned now, whatever presses; empty: something may be. `since` are the steps
-    since the last move. Moves that did not pay make the rest longer.
+    """Explain why the warm-up or cooldown forbids a plan now; empty: it does not. Each failed move
+    doubles the cooldown, at most four times.
     """
     if step <= config.warmup_steps:
         return f"the first {config.warmup_steps} steps are not over"
@@ -60,9 +60,8 @@ def explain_insufficient_gain(
     remaining_steps: int,
     switch_s: float,
 ) -> str:
-    """Why a plan is not applied that saves `gain_s` of each step, with `left` steps to go; empty:
-    it is. No less is asked than predictions are off by, and twice as much for each move of the kind
-    that did not pay.
+    """Explain why a plan that saves `gain_s` of each step is not applied; empty: it is. The
+    required gain is at least the model error, and doubles with each failed move of the kind.
     """
     asked = max(config.gain, MODEL_ERROR) * (1 << min(failures, 4))
     if gain_s < asked * step_s:

@@ -1,3 +1,3 @@
-"""What generating and training take, in seconds, before anybody has measured it (Libra's Cost
-Evaluator, arXiv 2606.03077), and how measurements correct it. Open `rollout_costs.py` first.
+"""Cost model of generation and training in seconds, before any measurement (Libra's Cost Evaluator,
+arXiv 2606.03077). Measurements correct it. Open `rollout_costs.py` first.
 """

@@ -1,5 +1,5 @@
-"""What a job would train in a second with its core's ranks set apart, attention on one kind of
-accelerators and experts on another, and with ranks all alike.
+"""Predicted training throughput of an MoE job's core: attention and experts on two kinds of
+accelerators, or uniform ranks.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.workers.rows import ExpertSplit
 
 RECOMPUTE_FACTOR = (
-    1.0  # times a forward that a backward takes longer where activations are computed again
+    1.0  # additional time of a backward pass, in forward passes, if activations are recomputed
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSplitPrediction:
-    """The best division of a core between two kinds. Tokens a second; 0: it does not fit."""
+    """Best split of a core between two kinds, in tokens per second; 0: it does not fit."""
 
     kinds: tuple[str, str]  # of attention, of experts
     expert_split: ExpertSplit
     tokens_per_s: float
-    uniform_tokens_per_s: float  # with ranks all alike, on the best accelerators that there are
-    is_measured: bool  # by what ranks have measured, else by what is declared
+    uniform_tokens_per_s: float  # with uniform ranks on the best accelerators
+    is_measured: bool  # True: from measurements of ranks; False: from declared values
 
 
 def encode_prediction_inputs(job: PlannedJob, kind_counts: Mapping[str, int]) -> str:
-    """Return the inputs of `foretold` that may change while a job lives: accelerators by kind,
-    sizes of a step, kinds that have measured themselves, and sampled lengths to one digit.
+    """Return the inputs of `predict_expert_split` that may change while a job runs. They are
+    accelerators by kind, sizes of a step, kinds with measured profiles, and sampled lengths to
+    one digit.
     """
     lengths, step = job.measured.lengths, (job.groups_per_step, job.group_size, job.bin_tokens)
     sampled = () if lengths is None else (*lengths.sampled, lengths.prompt)
@@ -55,8 +56,8 @@ def encode_prediction_inputs(job: PlannedJob, kind_counts: Mapping[str, int]) ->
 def predict_expert_split(
     job: PlannedJob, kind_counts: Mapping[str, int]
 ) -> ExpertSplitPrediction | str:
-    """The best division of a job's core on so many accelerators of each kind, by their declared
-    names; why there is none.
+    """Predict the best split of a job's core on the accelerators of each kind, by declared names.
+    Return the reason if there is none.
     """
     known = [kind for kind in kind_counts if kind in load_accelerators()]
     rising = sorted(known, key=lambda kind: load_accelerators()[kind].flops)
@@ -107,8 +108,8 @@ def _predict_between_kinds(
 
 
 def build_profile(job: PlannedJob, fast: str, slow: str) -> tuple[MixtureProfile, bool]:
-    """What the job's model costs on two kinds, and whether that was measured. Ranks that keep the
-    pace of what is declared measure nothing.
+    """Return the costs of the job's model on two kinds, and True if they are measured. Emulated
+    ranks measure nothing.
     """
     assert job.shape is not None
     profile = build_declared_profile(job.shape, fast, slow)
@@ -123,15 +124,15 @@ def build_profile(job: PlannedJob, fast: str, slow: str) -> tuple[MixtureProfile
 
 
 def _load_emulation(job: PlannedJob) -> EmulationScale:
-    """What the job's ranks are slowed down to."""
+    """Return the emulation scale of the job's ranks."""
     return parse_emulation_scale(job.training_pace) or EmulationScale(1.0)
 
 
 class _StepSequences:
-    """The sequences of a job's steps, by bins."""
+    """Sequences of a job's steps, by bins."""
 
     def __init__(self, job: PlannedJob) -> None:
-        self.token_scale = _load_emulation(job).token_scale  # that a real token stands for
+        self.token_scale = _load_emulation(job).token_scale  # emulated tokens per real token
         self._bin_tokens = max(1, round(self.token_scale * job.bin_tokens))
         self._length_shares = _compute_length_shares(
             job.measured.lengths, self._bin_tokens, self.token_scale
@@ -141,13 +142,13 @@ class _StepSequences:
         self._bin_count = max(1, round(tokens / self._bin_tokens))
 
     def list_micro_batches(self, attention_ranks: int) -> list[int]:
-        """Bins of a round that so many ranks may have each, without empty ones."""
+        """List the possible numbers of bins per rank in a round, without empty bins."""
         return [
             count for count in MICROS if count == 1 or count * attention_ranks <= self._bin_count
         ]
 
     def count_lengths(self, bin_count: int) -> dict[int, int]:
-        """The sequences of so many bins, each of which has some."""
+        """Count the sequences of the bins by length; each bin has at least one."""
         many = max(bin_count, bin_count * self._bin_tokens / self._mean_length)
         found = {length: round(many * share) for length, share in self._length_shares.items()}
         short = bin_count - sum(found.values())
@@ -159,8 +160,8 @@ class _StepSequences:
 def _compute_length_shares(
     lengths: LengthQuantiles | None, max_tokens: int, token_scale: float
 ) -> dict[int, float]:
-    """Shares of sequences by their length, of up to `most` tokens, of which a measured one stands
-    for `times` as many; before any are measured, each is half as long as a bin.
+    """Return the shares of sequences by length, up to `max_tokens`. A measured token counts as
+    `token_scale` tokens. Before lengths are measured, each sequence is half as long as a bin.
     """
     if lengths is None:
         return {max(1, max_tokens // 2): 1.0}
@@ -189,7 +190,9 @@ def _build_core_shape(
 def _predict_uniform(
     profile: MixtureProfile, step: _StepSequences, kind_counts: Mapping[str, int], ranks: int
 ) -> float:
-    """Tokens a second of expert parallelism over the fast kind if there are enough, else both."""
+    """Predict tokens per second of expert parallelism over the fast kind if there are enough, else
+    both.
+    """
     kinds: Sequence[AcceleratorCosts] = [profile.fast]
     if kind_counts[profile.fast.name] < ranks:
         kinds = [profile.fast, profile.slow]

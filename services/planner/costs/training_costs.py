@@ -1,8 +1,8 @@
-"""What a step of training takes on accelerators of one kind, and the memory that it needs (Libra's
-Cost Evaluator, arXiv 2606.03077, but for its fitted terms of layers: those come from
-`kernels/bin_cost.py`). Its released pipeline fills and empties in the time of the micro-batches
-that it
-leaves out of between, so that it has no bubble; here it has (docs/planner.md).
+"""Cost model of a training step on accelerators of one kind: its seconds and its memory.
+
+It follows Libra's Cost Evaluator (arXiv 2606.03077), except for the fitted terms of layers, which
+come from `kernels/bin_cost.py`. Libra's released pipeline fills and empties within the time of the
+micro-batches that it omits, so it has no bubble. This model includes the bubble (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from meshrl.services.planner.costs.rollout_costs import (
     predict_all_to_all_s,
 )
 
-OVERLAP, OVERLAP_PIPELINED = 0.3, 0.5  # of gradients' all-reduce behind the way back (Libra)
+OVERLAP, OVERLAP_PIPELINED = (
+    0.3,
+    0.5,
+)  # share of the gradients' all-reduce hidden behind the backward pass (Libra)
 STATE_BYTES = (
     16  # bytes a parameter: 2 itself, 2 gradient, 12 master and moments (Rajbhandari 2020)
 )
-UPDATE_BYTES = 28  # bytes that an update reads and writes a parameter, as `common/job/emulation.py`
-ACTIVATION_BYTES = 34  # bytes a token, layer and feature, attention recomputed (Korthikanti 2022)
+UPDATE_BYTES = 28  # bytes per parameter read and written by an update, as `common/job/emulation.py`
+ACTIVATION_BYTES = 34  # bytes per token, layer and feature, attention recomputed (Korthikanti 2022)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
-    """How a step is spread: `data` replicas, each over `tensor` x `pipeline` accelerators, which
-    computes a sequence at a time. `sharded`: parameters, gradients and moments are spread
-    over replicas, too (FSDP). `recomputed`: layers keep their inputs alone, and are computed once
-    more on the way back (Chen et al. 2016); otherwise attention is.
+    """Parallel layout of a training step.
+
+    There are `data_parallel` replicas, each over `tensor_parallel` x `pipeline_parallel`
+    accelerators, which compute a sequence at a time. `sharded`: parameters, gradients and moments
+    are sharded over replicas (FSDP). `recompute`: layers retain only their inputs, and are
+    recomputed in the backward pass (Chen et al. 2016); otherwise only attention is recomputed.
     """
 
     kind: str
@@ -44,13 +49,13 @@ class TrainingLayout:
 
     @property
     def workers(self) -> int:
-        """Accelerators of it."""
+        """Number of accelerators."""
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingWork:
-    """The sequences of a step, as their number, their tokens and the squares of their lengths."""
+    """Sequences of a step: their number, their tokens and the squares of their lengths."""
 
     sequences: int
     tokens: float
@@ -61,16 +66,16 @@ class TrainingWork:
 def predict_step_s(
     shape: ModelShape, accelerator: Accelerator, layout: TrainingLayout, work: TrainingWork
 ) -> float:
-    """Seconds of a step: its micro-batches through the pipeline, gradients between replicas, and
-    the update.
+    """Predict the seconds of a step: micro-batches through the pipeline, gradients, and the
+    update.
     """
     micros = max(1, math.ceil(work.sequences / layout.data_parallel))
     forward_s, back_s, between_s = _predict_stage_s(shape, accelerator, layout, work, micros)
     stages = layout.pipeline_parallel - 1
     pipeline_s = micros * (forward_s + back_s) + stages * (forward_s + back_s + 2 * between_s)
     part = shape.parameters / (layout.tensor_parallel * layout.pipeline_parallel)
-    # What replicas exchange, beside what computing hides: gradients, and of sharded ones the
-    # parameters, gathered on both ways (Rajbhandari 2020: half as much again).
+    # Communication of replicas that computation does not hide: gradients, and of sharded ones
+    # the parameters, gathered in both passes (Rajbhandari 2020: half as much again).
     size, rate = part * shape.dtype_bytes, _select_bytes_per_s(accelerator, layout, work)
     exchange_s = 1.5 * predict_all_reduce_s(size, layout.data_parallel, rate)
     if not layout.sharded:
@@ -80,7 +85,7 @@ def predict_step_s(
 
 
 def predict_update_s(shape: ModelShape, accelerator: Accelerator, layout: TrainingLayout) -> float:
-    """Seconds of the update."""
+    """Predict the seconds of the optimizer update."""
     part = shape.parameters / (layout.tensor_parallel * layout.pipeline_parallel)
     return (
         UPDATE_BYTES
@@ -91,9 +96,9 @@ def predict_update_s(shape: ModelShape, accelerator: Accelerator, layout: Traini
 
 
 def predict_memory_bytes(shape: ModelShape, layout: TrainingLayout, work: TrainingWork) -> float:
-    """Bytes of each accelerator: states, and activations of the micro-batches that a first stage
-    has under way (one forward, one backward: as many as there are stages). Of sharded states the
-    layers that are gathered at a time are on top: two, of which one arrives.
+    """Predict the bytes on each accelerator: states, and activations of micro-batches in flight at
+    the first stage. One forward, one backward keeps as many in flight as there are stages.
+    Sharded states add the two gathered layers, one of which is being received.
     """
     part = shape.parameters / (layout.tensor_parallel * layout.pipeline_parallel)
     states = STATE_BYTES * part / (layout.data_parallel if layout.sharded else 1)
@@ -111,7 +116,7 @@ def predict_memory_bytes(shape: ModelShape, layout: TrainingLayout, work: Traini
 
 
 def compute_bubble_share(layout: TrainingLayout, sequences: int) -> float:
-    """The share of a step in which a stage waits for others (Huang et al. 2019)."""
+    """Compute the share of a step that a stage is idle (Huang et al. 2019)."""
     micros = max(1, sequences // layout.data_parallel)
     return (layout.pipeline_parallel - 1) / (micros + layout.pipeline_parallel - 1)
 
@@ -123,7 +128,9 @@ def _predict_stage_s(
     work: TrainingWork,
     micro_batches: int,
 ) -> tuple[float, float, float]:
-    """Seconds of a stage's way forward and way back of a micro-batch, and of handing it on."""
+    """Predict a stage's seconds of a micro-batch: forward, backward, and the transfer to the next
+    stage.
+    """
     pieces = min(layout.data_parallel, work.sequences) * micro_batches  # a sequence is not divided
     tokens = work.tokens / pieces
     cost = estimate_from_flops(int(shape.active), shape.attention_width, shape.layers)
@@ -144,12 +151,12 @@ def _predict_stage_s(
         ),
         0.0,
     )
-    if shape.experts and ranks > 1:  # a mixture's tokens go to their experts and back, in a host
+    if shape.experts and ranks > 1:  # all-to-all of an MoE layer, within a host
         sent = size * shape.experts_per_token / layout.tensor_parallel
         layers = shape.layers / layout.pipeline_parallel
         sent_s = 2 * layers * predict_all_to_all_s(sent, ranks, accelerator.link_bytes_per_s)
     forward_s = (matrices + attention) / rate + reduce_s + sent_s
-    # Twice as much, and once more what is not kept but computed again.
+    # The backward pass takes twice as much, and recomputation once more.
     back_s = (2 * matrices + 3 * attention) / rate + reduce_s + sent_s
     if layout.recompute:
         back_s += matrices / rate + reduce_s + sent_s
@@ -164,7 +171,7 @@ def _predict_stage_s(
 def _select_bytes_per_s(
     accelerator: Accelerator, layout: TrainingLayout, work: TrainingWork
 ) -> float:
-    """Of replicas and stages among each other: a host's links while they share it."""
+    """Return the bandwidth between replicas and stages: a host's links if they share a host."""
     return (
         accelerator.link_bytes_per_s
         if layout.workers <= work.accelerators_per_host

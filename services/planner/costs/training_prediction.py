@@ -1,5 +1,5 @@
-"""What a job's training takes before anybody has measured it: by the pace that it imitates, or by
-the cost model of its shape on accelerators of its kind, corrected by what was observed.
+"""Predicted training time of a job before any measurement. It uses the emulated speed, or the cost
+model of the shape and accelerators, corrected by observations.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from meshrl.services.planner.costs.training_costs import (
 
 @dataclass(frozen=True, slots=True)
 class TrainingQuery:
-    """What is to be foretold: a step of a model's training on one worker of a kind."""
+    """Query for a prediction: a training step of a model on one worker of a kind."""
 
     model: str
-    kind: str  # of accelerators, as their driver calls them
+    kind: str  # of accelerators, as reported by their driver
     shape: ModelShape | None
-    emulated_profile: str  # that is imitated; empty: none is
+    emulated_profile: str  # empty: no emulation
 
     @property
     def key(self) -> CorrectionKey:
-        """What has a factor of its own."""
+        """Key of the correction factor."""
         return CorrectionKey(
             " ".join(filter(None, (self.model, self.emulated_profile))), self.kind, "training"
         )
@@ -40,20 +40,20 @@ class TrainingQuery:
 class PredictedTraining:
     """Seconds of a step on one worker."""
 
-    gradient_s: float  # gradients, which are divided
-    fixed_s: float  # the update, which is not
+    gradient_s: float  # gradients, divided among workers
+    fixed_s: float  # the update, not divided
 
 
 def predict_training(
     query: TrainingQuery, sequences: float, tokens: float
 ) -> PredictedTraining | None:
-    """By the cost model alone, for a step of so many tokens; None where it knows nothing of the
-    model or its accelerators.
+    """Predict a step of `tokens` tokens by the cost model alone. Return None if the model or its
+    accelerators are unknown.
     """
     if query.emulated_profile:
         try:
             pace = parse_training_speed(query.emulated_profile)
-        except ConfigError:  # a pace that this version does not know
+        except ConfigError:  # an emulation profile of another version
             return None
         return PredictedTraining(tokens / pace.tokens_per_s, pace.update_s)
     on = accelerators.load_accelerators().get(accelerators.match_kind(query.kind))
@@ -68,8 +68,8 @@ def predict_training(
 def predict_corrected_training(
     query: TrainingQuery, sequences: float, tokens: float, correction: Correction
 ) -> PredictedTraining | None:
-    """The same, corrected; None as well where a profile has not been held against a measurement
-    yet, or is of workers that share what they compute with.
+    """Predict a step with correction. Also return None if the model is uncorrected and not
+    emulated, or if workers share a CPU.
     """
     found, factor = predict_training(query, sequences, tokens), correction.get_factor(query.key)
     checked = factor.count > 0 and accelerators.match_kind(query.kind) != accelerators.CPU

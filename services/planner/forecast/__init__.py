@@ -1,1 +1,3 @@
-"""Predicts the seconds of a job's step for any split of its workers. Open `prediction.py` first."""
+"""Prediction of the seconds of a job's step for any split of its workers. Open `prediction.py`
+first.
+"""

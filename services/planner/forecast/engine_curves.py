@@ -1,11 +1,10 @@
-"""How fast a job's engines generate, by how many workers share its model: as measured, where there
-has been such an engine, else as predicted from those of another degree.
+"""Decode curves of a job's engines by degree: measured if such an engine existed, else predicted.
 
-Another degree's is in the proportion of the cost model (`costs/rollout_costs.py`), where it knows
-the model's shape and the accelerators; else a step of t workers reads a t-th of the weights and
-does a t-th of the arithmetic, and waits for collectives (`common/job/emulation.py`). How far off
-that is on real gangs is learned when an engine of the degree exists, and corrects it for every job
-of the same model (`costs/correction.py`).
+A prediction scales the curve of another degree. The ratio comes from the cost model
+(`costs/rollout_costs.py`) if it knows the model's shape and the accelerators. Otherwise a step of t
+workers reads a t-th of the weights, does a t-th of the arithmetic, and waits for collectives
+(`common/job/emulation.py`). When an engine of the degree exists, its measured curve corrects the
+predictions for every job of the same model (`costs/correction.py`).
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.services.planner.costs.correction import Correction, CorrectionKey
 from meshrl.services.planner.costs.rollout_costs import TYPICAL_BATCH, EngineGang
 
-EngineKind = tuple[str, int]  # the kind of accelerators, and the degree
+EngineKind = tuple[str, int]  # (kind of accelerators, degree)
 Curves = Mapping[EngineKind, DecodeCurve]
 
-MIN_CURVE_STEPS = 256  # decode steps after which a curve is noted anew
+MIN_CURVE_STEPS = 256  # decode steps after which a curve is recorded again
 
 
 def update_curves(curves: Curves, measured: Sequence[DecodeCurve]) -> Curves:
-    """The curves of each kind and degree after another look: the means of those that engines have
-    now, where they have been fitted to many more steps, and what was known of others.
+    """Return the curves of each kind and degree, updated by measurements. A curve is the mean over
+    present engines once they have many more steps; other curves remain.
     """
     found = dict(curves)
     for which in dict.fromkeys((curve.kind, curve.degree) for curve in measured):
@@ -45,7 +44,7 @@ def update_curves(curves: Curves, measured: Sequence[DecodeCurve]) -> Curves:
         changed = before is None or abs(curve.steps - before.steps) >= MIN_CURVE_STEPS
         if changed and (
             before is None or curve.steps >= MIN_CURVE_STEPS
-        ):  # one that began anew knows little
+        ):  # a restarted curve is unreliable
             found[which] = curve
     return found if found != curves else curves
 
@@ -53,7 +52,7 @@ def update_curves(curves: Curves, measured: Sequence[DecodeCurve]) -> Curves:
 def get_curve(
     engine_kind: EngineKind, curves: Curves, job: PlannedJob, correction: Correction
 ) -> DecodeCurve | None:
-    """That of a kind and degree; None where no engine of the kind was ever measured."""
+    """Return the curve of a kind and degree; None if no engine of the kind was ever measured."""
     if engine_kind in curves:
         return curves[engine_kind]
     found = predict_curve(engine_kind, curves, job)
@@ -64,8 +63,8 @@ def get_curve(
 
 
 def predict_curve(engine_kind: EngineKind, curves: Curves, job: PlannedJob) -> DecodeCurve | None:
-    """The curve of a degree by that of the smallest other one of the kind, without correction; None
-    without one.
+    """Predict the curve of a degree from the smallest other degree of the kind, without correction.
+    Return None without one.
     """
     kind, degree = engine_kind
     others = [one for (of, other), one in curves.items() if of == kind and other != degree]
@@ -77,7 +76,7 @@ def predict_curve(engine_kind: EngineKind, curves: Curves, job: PlannedJob) -> D
         steps = there.base_s / here.base_s
         prefill = there.prefill_tokens_per_s / here.prefill_tokens_per_s
     else:
-        pace = _load_emulation(job.pace)  # what collectives take of a decode step of one worker
+        pace = _load_emulation(job.pace)  # collectives' share of a decode step of one worker
         waits = (
             pace.with_tensor_parallel(2).collectives_s / pace.decode_step_s
             if pace
@@ -94,8 +93,8 @@ def predict_curve(engine_kind: EngineKind, curves: Curves, job: PlannedJob) -> D
 
 
 def _model_curve(kind: str, degree: int, job: PlannedJob) -> DecodeCurve | None:
-    """The curve of the cost model; None where engines imitate a pace, or where it knows nothing of
-    the model or its accelerators.
+    """Return the curve of the cost model. Return None if engines are emulated, or if the model or
+    its accelerators are unknown.
     """
     gang = _build_engine_gang(kind, degree, job)
     return gang.predict_curve() if gang is not None else None
@@ -109,8 +108,8 @@ def _build_engine_gang(kind: str, degree: int, job: PlannedJob) -> EngineGang | 
 
 
 def compute_kv_capacity(engine_kind: EngineKind, job: PlannedJob) -> float:
-    """Tokens whose keys and values an engine of a kind and degree has room for; infinite where
-    engines imitate a pace, or where nothing is known of the model or its accelerators.
+    """Return the KV capacity in tokens of an engine of a kind and degree. It is infinite if engines
+    are emulated, or if the model or its accelerators are unknown.
     """
     gang = _build_engine_gang(*engine_kind, job)
     return gang.compute_kv_capacity() if gang is not None else math.inf
@@ -119,7 +118,7 @@ def compute_kv_capacity(engine_kind: EngineKind, job: PlannedJob) -> float:
 def update_correction(
     correction: Correction, job: PlannedJob, before: Curves, after: Curves
 ) -> Correction:
-    """The correction after curves were noted anew."""
+    """Return the correction updated by newly recorded curves."""
     for which, one in sorted(after.items()):
         if before.get(which) == one:
             continue
@@ -136,8 +135,8 @@ def update_correction(
 def compare_with_predictions(
     curves: Curves, job: PlannedJob, correction: Correction
 ) -> dict[str, dict[str, float]]:
-    """For people: of each degree that was predicted and measured, the seconds of a typical decode
-    step by both, and how far predictions have been off.
+    """Compare predicted and measured degrees for display: seconds of a typical decode step, and the
+    mean error.
     """
     found = {}
     for which, one in sorted(curves.items()):
@@ -154,22 +153,24 @@ def compare_with_predictions(
 
 
 def build_correction_key(model: str, engine_kind: EngineKind) -> CorrectionKey:
-    """What has a factor of its own."""
+    """Build the key of the correction factor of an engine kind."""
     return CorrectionKey(model, engine_kind[0], f"rollout:{engine_kind[1]}")
 
 
 def compute_typical_step_s(curve: DecodeCurve) -> float:
-    """Seconds of a decode step of many sequences."""
+    """Compute the seconds of a decode step of many sequences."""
     return curve.predict_step_s(TYPICAL_BATCH)
 
 
 def _find_base_degree(curves: Curves, kind: str) -> int:
-    """The degree that others of the kind are predicted from."""
+    """Return the degree from which others of the kind are predicted."""
     return min(degree for of, degree in curves if of == kind)
 
 
 def average_by_steps(curves: Sequence[DecodeCurve]) -> DecodeCurve:
-    """The mean of engines alike, by the steps that each was fitted to, some at least."""
+    """Average curves of equal engines, weighed by their fitted steps; at least one curve has
+    steps.
+    """
     steps = sum(one.steps for one in curves)
 
     def of(name: str) -> float:
@@ -200,12 +201,12 @@ def _scale_curve(
 
 
 def _compute_relative_step(degree: int, collectives_share: float) -> float:
-    """A decode step of so many workers over one of a single one."""
+    """Return the seconds of a decode step of a degree, relative to one worker."""
     return 1 / degree + (collectives_share if degree > 1 else 0.0)
 
 
 def _load_emulation(text: str) -> EmulatedEngineSpeed | None:
     try:
         return parse_engine_speed(text) if text else None
-    except ConfigError:  # a pace that this version does not know
+    except ConfigError:  # an emulated speed of another version
         return None

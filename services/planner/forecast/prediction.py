@@ -1,10 +1,10 @@
-"""Predicts the seconds of a job's step for any split of its workers, from what it has measured.
+"""Prediction of the seconds of a job's step for any split of its workers, from measurements.
 
-Steps are played ahead (`step_simulation.py`): as many groups as the staleness gate admits go round
-between engines, tools and the trainer. Where engines are many the time of a trajectory alone binds,
-and another engine brings nothing; where they are few their throughput does. Training is what does
-not get shorter with company and, divided by who computes, what does. No split makes a step shorter
-than the host's cores take for all that its processes compute.
+Steps are simulated (`step_simulation.py`): groups admitted by the staleness gate cycle between
+engines, tools and the trainer. With many engines the latency of a single trajectory limits the
+step, and another engine has no effect. With few engines their throughput limits the step. Training
+has a fixed part, and a part divided among its workers. No split makes a step shorter than the CPU
+time of the host's processes over its cores.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from meshrl.services.planner.forecast.step_quantities import (
 from meshrl.services.planner.forecast.step_simulation import simulate_step_s
 from meshrl.services.planner.forecast.work_account import WorkWindow
 
-MAX_CORE_SHARE = 0.95  # share of a host's cores that its processes can keep busy together
-MODEL_ERROR = 0.1  # share of a step that the model is usually off by
+MAX_CORE_SHARE = 0.95  # maximum share of a host's cores that its processes keep busy
+MODEL_ERROR = 0.1  # usual error of the model, as a share of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +35,25 @@ class StepPrediction:
 
     rollout_s: float
     train_s: float
-    host_s: float  # the host's cores would take it, all busy; 0: not known
+    host_s: float  # if all the host's cores were busy; 0: not known
     step_s: float
 
     @property
     def bottleneck(self) -> str:
-        """What a step waits for most: rollout, training or cores."""
+        """Stage with the longest time: rollout, training or cores."""
         if self.host_s >= max(self.rollout_s, self.train_s):
             return "cores"
         return "rollout" if self.rollout_s >= self.train_s else "training"
 
     def to_event(self) -> dict[str, float]:
-        """It for an event, in seconds."""
+        """Return the prediction as the fields of an event, in seconds."""
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
 def measure_demand(
     window: WorkWindow, terms: StepTerms, lengths: LengthQuantiles | None = None
 ) -> StepDemand | None:
-    """What a step of the window asked for; None where too little ended in it."""
+    """Measure the demand of a step of the window; return None if too few trajectories ended."""
     work = window.work
     if min(work.groups, work.trajectories, work.sampled) <= 0:
         return None
@@ -74,8 +74,8 @@ def measure_rates(
     curves: Sequence[DecodeCurve],
     core_share: float,
 ) -> StepRates | None:
-    """How fast the window's work, `now` a step, was done with this split; None where too little was
-    seen.
+    """Measure the rates of the window's work, whose demand per step is `demand`, with this split.
+    Return None if the window has too little work.
     """
     work = window.work
     if min(work.sampled, work.engine_s, work.busy_s) <= 0 or not split.engines:
@@ -98,8 +98,8 @@ def measure_rates(
 def predict_step(
     demand: StepDemand, rates: StepRates, split: WorkerSplit, terms: StepTerms, step_s: float
 ) -> StepPrediction:
-    """Seconds of a step of this demand with another split. `step_s` was measured with the rates: of
-    it the host's cores were busy for their share.
+    """Predict the seconds of a step of this demand with another split. `step_s` was measured with
+    the rates; the host's cores were busy for their share of it.
     """
     return StepPrediction(
         rollout_s=simulate_step_s(demand, replace(rates, work_s=0.0, fixed_s=0.0), split, terms),
@@ -113,18 +113,19 @@ def predict_step(
 def predict_step_s(
     demand: StepDemand, rates: StepRates, split: WorkerSplit, terms: StepTerms, step_s: float
 ) -> float:
-    """The seconds of a step alone."""
+    """Predict only the total seconds of a step."""
     return max(simulate_step_s(demand, rates, split, terms), _predict_host_s(rates, step_s))
 
 
 def correct_prediction(
     model_s: float, current_model_s: float, measured_s: float, relative_error: float
 ) -> float:
-    """What a step takes that is predicted as `model_s`, where the same model says `now_s` of what
-    was measured as `step_s`, give or take `error` as a share of it. The measurement counts for as
-    much as it is surer than the model, which is surely further off than usual where the two differ
-    by more than twice the error. Time that the model does not know of stays as it is; what it sees
-    too much of shrinks in proportion.
+    """Correct the prediction `model_s` by a measurement of the current split.
+
+    The model predicts `current_model_s` for the split that was measured as `measured_s`, with
+    `relative_error`. The measurement and the model are weighed by their uncertainty. The model
+    counts as more uncertain than usual if the two differ by more than twice the error. Time that
+    the model lacks is added unchanged. Time that the model has in excess is removed in proportion.
     """
     apart = math.log(measured_s / current_model_s)
     off = max(MODEL_ERROR**2, apart**2 - (2 * relative_error) ** 2)
@@ -141,7 +142,7 @@ def _predict_host_s(rates: StepRates, step_s: float) -> float:
 
 
 def scale_rates(rates: StepRates, new_demand: StepDemand, measured_demand: StepDemand) -> StepRates:
-    """The rates for another demand: gradients take longer in proportion to what is trained."""
+    """Scale the rates to another demand: gradient time is proportional to trained tokens."""
     ratio = (
         new_demand.trained / measured_demand.trained
         if measured_demand.trained > 0 and new_demand.trained > 0
@@ -151,8 +152,8 @@ def scale_rates(rates: StepRates, new_demand: StepDemand, measured_demand: StepD
 
 
 def average_curve(curves: Sequence[DecodeCurve], context: float = 0.0) -> DecodeCurve:
-    """The curve of an engine among these, for sequences of so many tokens of context; where nobody
-    has one, a step takes as long whatever is in it, which says that latency alone binds.
+    """Average the curves for sequences with `context` tokens. Without a valid curve return a
+    constant step time, so that latency alone limits the step.
     """
     known = [curve for curve in curves if curve.steps > 0 and curve.base_s >= 0]
     if not known:

@@ -1,11 +1,12 @@
-"""Plays a job's steps ahead: groups of trajectories of drawn lengths go through engines, tools and
-the trainer, as the staleness gate admits them.
+"""Simulation of a job's steps: groups of trajectories with drawn lengths pass through engines,
+tools and the trainer. The staleness gate admits them.
 
-What a mean cannot say decides where lengths have a long tail: a step waits for whole groups, so for
-the longest of their trajectories, while engines run empty and the trainer waits, or groups wait for
-the trainer. The draws are the same for every split, so that splits are compared and not chances.
+A mean is not enough for lengths with a long tail. A step waits for whole groups, so for their
+longest trajectories. Then engines run empty and the trainer waits, or groups wait for the trainer.
+The draws are the same for every split, so that a comparison of splits has no sampling noise.
 
-A job with more trajectories is thinned out: so many engines fewer have as many trajectories each.
+A job with more trajectories is scaled down: proportionally fewer engines have as many trajectories
+each.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from meshrl.services.planner.forecast.step_quantities import (
     compute_gradient_share,
 )
 
-MAX_TRAJECTORIES = 800  # that are played in all, and
-STEP_BOUNDS = 9, 36  # the steps that they are, at least and at most
-MAX_STEP_TRAJECTORIES = 64  # trajectories of a step from which it is thinned out
+MAX_TRAJECTORIES = 800  # maximum number of simulated trajectories, and
+STEP_BOUNDS = 9, 36  # minimum and maximum number of simulated steps
+MAX_STEP_TRAJECTORIES = 64  # trajectories of a step above which the simulation is scaled down
 
 DrawnGroup = tuple[tuple[float, ...], float]  # tokens of each member over the mean, and their sum
 
@@ -37,7 +38,7 @@ DrawnGroup = tuple[tuple[float, ...], float]  # tokens of each member over the m
 def simulate_step_s(
     demand: StepDemand, rates: StepRates, split: WorkerSplit, terms: StepTerms
 ) -> float:
-    """Seconds of a step, in the mean, with engines and trainers at these rates."""
+    """Simulate the mean seconds of a step with engines and trainers at these rates."""
     thin = max(1.0, terms.groups_per_step * terms.group_size / MAX_STEP_TRAJECTORIES)
     groups = max(1, round(terms.groups_per_step / thin))
     steps = int(
@@ -50,8 +51,8 @@ def simulate_step_s(
 
 
 class _StepSimulation:
-    """One run of the steps. Engines are alike and equally loaded: a trajectory gets as far as any
-    other that is at one.
+    """Simulation run of a job's steps. Engines are equal and equally loaded, so all active
+    trajectories progress at one rate.
     """
 
     def __init__(
@@ -71,25 +72,19 @@ class _StepSimulation:
         )
         self._engine_count = split.engines * split.width * groups_per_step / terms.groups_per_step
         self._time_s = 0.0  # seconds,
-        self._progress_tokens = (
-            0.0  # and tokens that a trajectory which was always there would have by now
-        )
-        self._at_engines: list[tuple[float, int]] = []  # at engines: how far, and of which group
-        self._in_tools: list[tuple[float, int, float]] = []  # tools that end: when, group, tokens
-        self._unfinished_members: list[
-            int
-        ] = []  # of each group that was opened: members under way,
-        self._start_versions: list[int] = []  # and the version that it began with
+        self._progress_tokens = 0.0  # and tokens of a trajectory that was always active
+        self._at_engines: list[tuple[float, int]] = []  # at engines: (progress at its end, group)
+        self._in_tools: list[tuple[float, int, float]] = []  # in tools: (end time, group, tokens)
+        self._unfinished_members: list[int] = []  # by group: members in progress,
+        self._start_versions: list[int] = []  # and the version at its start
         self._ready_groups: deque[int] = deque()
         self._version = 0
-        self._training_until_s = math.inf  # until when
-        self._token_rates: dict[
-            int, float
-        ] = {}  # tokens a second of each, by how many are at engines
+        self._training_until_s = math.inf  # end of the current training
+        self._token_rates: dict[int, float] = {}  # tokens per second of each, by number at engines
 
     def simulate_mean_step_s(self, steps: int) -> float:
-        """Seconds of a step, after the first ones. As many as the gate lets go on together may end
-        together, so that whole rounds of them are counted.
+        """Simulate the mean seconds of a step after the first ones. Whole rounds of the gate are
+        counted, as groups admitted together may end together.
         """
         lag = self._terms.max_staleness
         self._open_groups((lag + 1) * self._groups_per_step)
@@ -144,7 +139,7 @@ class _StepSimulation:
         self._unfinished_members[group] -= 1
         if self._unfinished_members[group]:
             return
-        if self._is_stale(group):  # its prompt is sampled anew
+        if self._is_stale(group):  # its prompt is sampled again
             self._open_groups(1)
         else:
             self._ready_groups.append(group)
@@ -177,7 +172,9 @@ class _StepSimulation:
 def _draw_groups(
     length_quantiles: tuple[float, ...], groups: int, group_size: int
 ) -> tuple[DrawnGroup, ...]:
-    """Groups of trajectories; a shape is tokens at each of `LEVELS`; empty: all are alike."""
+    """Draw groups of trajectories. `length_quantiles` has tokens at each of `QUANTILES`; empty:
+    equal lengths.
+    """
     if not length_quantiles:
         return (((1.0,) * group_size, float(group_size)),) * groups
     random = np.random.default_rng(1)

@@ -1,3 +1,3 @@
-"""Which gangs a job should have: how many accelerators of which kind train, and which gangs of
-which degree of tensor parallelism generate which lengths. Open `allocation.py` first.
+"""Layouts of a job: accelerators that train, and gangs that generate, by kind, degree of tensor
+parallelism and range of lengths. Open `allocation.py` first.
 """

@@ -1,10 +1,11 @@
-"""The allocation of a job's accelerators to training and to gangs that generate: the one with the
-shortest iteration, max(T_rollout, T_train) (Libra, arXiv 2606.03077, Global Resource Planner).
+"""Allocation of a job's accelerators to training and to generating gangs, with the shortest
+iteration. Its time is max(T_rollout, T_train) (Libra, arXiv 2606.03077, Global Resource
+Planner).
 
-Libra enumerates ways to train and runs a dynamic programme over gangs for each. Here the time is
-searched by bisection: a limit can be kept if some way to train keeps it and the accelerators that
-it leaves can generate everything within it, for which one table of `range_search.py` is enough for
-all ways. The result is the best of its family: gangs of powers of two within nodes, contiguous
+Libra enumerates training options and runs a dynamic programme over gangs for each. Here the time is
+found by bisection. A limit is feasible if some training option meets it and the remaining
+accelerators can generate everything within it. One table of `range_search.py` answers this for all
+options. The result is the best of its family: gangs of powers of two within nodes, contiguous
 ranges of lengths, within `tolerance` of the shortest time.
 """
 
@@ -33,7 +34,7 @@ from meshrl.services.planner.layouts.range_search import (
     find_largest_degrees,
 )
 
-TOLERANCE = 1e-4  # of the time; what is below is told apart by no measurement
+TOLERANCE = 1e-4  # relative; smaller differences are not measurable
 MAX_SECONDS = 1e18  # seconds
 
 _PoolSet = frozenset[AcceleratorPool]
@@ -41,20 +42,18 @@ _PoolSet = frozenset[AcceleratorPool]
 
 @dataclass(frozen=True, slots=True)
 class TrainingOption:
-    """A way to train, and the seconds of its step."""
+    """Training layout with the seconds of its step."""
 
     layout: TrainingLayout
     train_s: float
 
 
-NO_TRAINING = TrainingOption(
-    TrainingLayout("", data_parallel=0), 0.0
-)  # where it is others' that are planned
+NO_TRAINING = TrainingOption(TrainingLayout("", data_parallel=0), 0.0)  # for plans of rollout alone
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedGang:
-    """A gang that generates the trajectories of groups [first, end)."""
+    """Gang that generates the trajectories of groups [first, end)."""
 
     kind: str
     degree: int
@@ -66,12 +65,12 @@ class PlannedGang:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """What a job should have."""
+    """Planned layout of a job."""
 
     training_option: TrainingOption
-    training_places: tuple[str, ...]  # the place of each unit of `tensor` accelerators
+    training_places: tuple[str, ...]  # the place of each unit of `tensor_parallel` accelerators
     gangs: tuple[PlannedGang, ...]  # in order of length
-    is_exact: bool  # whether gangs were looked at one by one
+    is_exact: bool  # True if gangs were examined one by one
 
     @property
     def train_s(self) -> float:
@@ -91,7 +90,7 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True)
 class _TrainingCandidate:
-    """A way to train, and what it leaves."""
+    """Training option with the accelerators that it leaves."""
 
     option: TrainingOption
     remaining_nodes: tuple[LayoutNode, ...]
@@ -106,8 +105,9 @@ def allocate(
     tolerance: float = TOLERANCE,
     max_cells: int = MAX_CELLS,
 ) -> LayoutPlan | None:
-    """The plan with the shortest iteration; of equally short ones that which trains in less time,
-    then on fewer accelerators. None when no way to train leaves gangs that can serve every group.
+    """Find the plan with the shortest iteration. Of equal ones prefer less training time, then
+    fewer training accelerators. Return None if no option leaves gangs that can serve every
+    group.
     """
     search = _AllocationSearch(
         range_costs, _list_candidates(range_costs, nodes, options), max_cells
@@ -128,7 +128,9 @@ def allocate(
 def _list_candidates(
     range_costs: RangeCosts, nodes: Sequence[LayoutNode], options: Sequence[TrainingOption]
 ) -> list[_TrainingCandidate]:
-    """Ways to train that nodes have the accelerators for, the fastest of as many accelerators."""
+    """List the training options that fit on the nodes, the fastest for each number of
+    accelerators.
+    """
     largest = find_largest_degrees(range_costs.kinds)
     fastest: dict[tuple[str, int, int], TrainingOption] = {}
     for timed in options:
@@ -146,8 +148,9 @@ def _list_candidates(
 
 
 class _AllocationSearch:
-    """Bisection over limits. What it holds: the limit, kept by `best`, is the least known one that
-    can be kept."""
+    """Bisection over limits. Invariant: the best plan so far has the lowest limit known to be
+    feasible.
+    """
 
     def __init__(
         self, range_costs: RangeCosts, candidates: Sequence[_TrainingCandidate], max_cells: int
@@ -157,8 +160,8 @@ class _AllocationSearch:
         self.is_exact = all(states.is_exact for states in self._states.values())
 
     def find_best(self, tolerance: float) -> tuple[_TrainingCandidate, list[GangSpan]] | None:
-        """The way to train and the gangs of the shortest iteration: the best found when no limit
-        in between, further than `tolerance`, can be kept.
+        """Find the training option and gangs of the shortest iteration, up to a relative
+        `tolerance`.
         """
         found = self._find_within(MAX_SECONDS)
         if found is None:
@@ -175,7 +178,7 @@ class _AllocationSearch:
         return found
 
     def _find_within(self, limit_s: float) -> tuple[_TrainingCandidate, list[GangSpan]] | None:
-        """A way to train and gangs that keep a limit; None when there are none."""
+        """Find a training option and gangs within a limit; None if there are none."""
         reach = cache(lambda server: self.range_costs.find_range_ends(server, limit_s))
         tables: dict[int, FurthestTable] = {}
         for way in self.candidates:
@@ -195,9 +198,9 @@ class _AllocationSearch:
         return max(way.option.train_s, *(_predict_span_s(self.range_costs, span) for span in spans))
 
     def _build_states(self, max_cells: int) -> dict[_PoolSet, SupplyStates]:
-        """The states of each set of pools that ways to train leave something of, of no more than
-        `limit` cells together. Where they would be more, ways that leave something of fewer pools
-        are judged by the states of more.
+        """Build the states of each set of pools that training options leave, with at most
+        `max_cells` cells in total. Beyond the limit, options with fewer pools use the states of
+        more pools.
         """
         most: dict[_PoolSet, Supply] = {}
         for way in self.candidates:

@@ -1,9 +1,9 @@
-"""Nodes, and what fits into them: a gang's degree is a power of two, and it lies in one node.
+"""Nodes and their capacity for gangs: a gang's degree is a power of two, within one node.
 
-Gangs whose sizes divide each other fit into nodes exactly when they fit into the nodes' blocks: the
-powers of two that a node's free accelerators are the sum of, with the largest degree as the largest
-block (Coffman, Garey and Johnson 1987: bin packing with divisible item sizes). So what is left is
-counted by (kind, block), in which nothing but the total matters.
+Gangs whose sizes divide each other fit into nodes exactly if they fit into the nodes' blocks.
+Blocks are the powers of two that sum to a node's free accelerators, and the largest degree is the
+largest block (Coffman, Garey and Johnson 1987: bin packing with divisible item sizes). So the
+supply is counted by (kind, block), and only totals matter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class LayoutNode:
-    """Accelerators of a kind that a gang may be formed of: a host, or a fast network."""
+    """Accelerators of a kind that can form a gang: a host, or a fast network."""
 
     kind: str
     place: str
@@ -24,12 +24,12 @@ class LayoutNode:
 
 AcceleratorPool = tuple[str, int]  # kind, accelerators of a block
 Supply = dict[AcceleratorPool, int]  # accelerators
-MAX_BLOCK = 8  # accelerators of a node that a gang has at most
+MAX_BLOCK = 8  # maximum accelerators of a gang in a node
 
 
 def count_supply(nodes: Sequence[LayoutNode], max_degrees: Mapping[str, int]) -> Supply:
-    """The accelerators of nodes by kind and block. `largest` is the largest degree of each kind;
-    others than those kinds' are of no use, and left out.
+    """Count the accelerators of nodes by kind and block. `max_degrees` has the largest degree of
+    each kind; other kinds are left out.
     """
     found: Counter[AcceleratorPool] = Counter()
     for node in nodes:
@@ -40,7 +40,7 @@ def count_supply(nodes: Sequence[LayoutNode], max_degrees: Mapping[str, int]) ->
 
 
 def _split_into_blocks(free: int, max_block: int) -> list[int]:
-    """The powers of two that a number is the sum of, none above `largest`, which is one."""
+    """Split a number into powers of two, at most `max_block`, which is a power of two."""
     found = [max_block] * (free // max_block)
     return found + [
         1 << bit for bit in range(max_block.bit_length()) if free % max_block & 1 << bit
@@ -50,9 +50,9 @@ def _split_into_blocks(free: int, max_block: int) -> list[int]:
 def take_accelerators(
     nodes: Sequence[LayoutNode], kind: str, workers: int, unit: int = 1
 ) -> tuple[tuple[LayoutNode, ...], list[str]] | None:
-    """The nodes after so many of their accelerators are taken, in units that lie in one node each,
-    and the place of each unit; None when they do not have them. The smallest blocks that hold a
-    unit go first: no other choice leaves more room for gangs of any degree.
+    """Take accelerators of a kind, in units within one node each. Return the remaining nodes and
+    the place of each unit; None if they do not suffice. The smallest sufficient blocks are taken
+    first, which leaves the most capacity for gangs of any degree.
     """
     free = [node.free_accelerators for node in nodes]
     places: list[str] = []
@@ -77,7 +77,7 @@ def take_accelerators(
 
 
 def place_gangs(nodes: Sequence[LayoutNode], gangs: Sequence[tuple[str, int]]) -> list[str]:
-    """The place of each gang of (kind, degree). ValueError when they do not fit."""
+    """Return the place of each gang of (kind, degree). Raise ValueError if they do not fit."""
     left = list(nodes)
     found = [""] * len(gangs)
     for index in sorted(range(len(gangs)), key=lambda i: -gangs[i][1]):

@@ -1,10 +1,10 @@
-"""What gangs take to serve contiguous ranges of lengths, and how far each gets in a given time.
+"""Time of gangs to serve contiguous ranges of lengths, and the furthest range within a time.
 
-A gang needs as many decode steps as its slots, its room for keys and values, and its longest
-trajectory ask for, whichever is most; each step takes its base, or the arithmetic of its tokens if
-that is longer, and each token and its context what they add
-(`meshrl.common.state.pool.demand.measurements.DecodeCurve`). Who is in a tool keeps its slot, so
-that tools take theirs, too. Nothing takes less than the longest trajectory takes alone: its tokens
+The number of decode steps of a gang is limited by its slots, its KV capacity, and its longest
+trajectory. The largest of the three counts applies. Each step takes its base time, or the
+arithmetic of its tokens if that is longer. Each token and its context add to it
+(`meshrl.common.state.pool.demand.measurements.DecodeCurve`). A trajectory in a tool keeps its slot,
+so tool time counts too. A range takes at least the time of its longest trajectory alone: its tokens
 one after the other, and its tools. A range never takes less than a part of it.
 """
 
@@ -21,45 +21,45 @@ from meshrl.common.state.pool.demand.measurements import DecodeCurve
 from meshrl.services.planner.costs.rollout_costs import MAX_SLOTS, EngineGang
 from meshrl.services.planner.layouts.length_groups import LengthGroup
 
-RangeEnds = NDArray[np.intp]  # [groups + 1]: where a range that begins at each group may end
+RangeEnds = NDArray[np.intp]  # [groups + 1]: the furthest end of a range that begins at each group
 Seconds = NDArray[np.float64]
-ROUNDING = 1e-12  # relative; a sum of costs may be off by this
+ROUNDING = 1e-12  # relative rounding error of a sum of costs
 
 
 @dataclass(frozen=True, slots=True)
 class GangServer:
-    """A gang that could be formed."""
+    """Gang that could be formed."""
 
     curve: DecodeCurve  # measured, or predicted
     kv_capacity_tokens: float  # tokens of context that fit at a time
-    slots: int = MAX_SLOTS  # sequences at a time at most
-    # Arithmetic of a token, in seconds: a step's base lasts as long as that of its batch at least.
-    # 0 where the curve is measured, and has it.
+    slots: int = MAX_SLOTS  # maximum sequences at a time
+    # Arithmetic of a token, in seconds: a lower bound of a step's base time, times its batch.
+    # 0 if the curve is measured, as it includes the arithmetic.
     token_compute_s: float = 0.0
 
     @classmethod
     def from_gang(cls, gang: EngineGang, slots: int = MAX_SLOTS) -> GangServer:
-        """The server that a gang is predicted to be."""
+        """Return the server predicted for a gang."""
         capacity = gang.compute_kv_capacity() if gang.can_fit(1) else 0.0
         return cls(gang.predict_curve(), capacity, slots, gang.token_compute_s)
 
     @property
     def kind(self) -> str:
-        """Of its accelerators."""
+        """Kind of its accelerators."""
         return self.curve.kind
 
     @property
     def degree(self) -> int:
-        """Of tensor parallelism: accelerators that it takes, all of one node."""
+        """Degree of tensor parallelism: accelerators that it takes, all of one node."""
         return self.curve.degree
 
     def predict_tokens_per_s(self, context: float) -> float:
-        """With as many sequences of so many tokens of context as it has room for."""
+        """Predict tokens per second with as many sequences of `context` tokens as fit."""
         batch = max(1.0, min(float(self.slots), self.kv_capacity_tokens / max(context, 1.0)))
         return batch / max(self.curve.predict_step_s(batch, context), batch * self.token_compute_s)
 
     def predict_longest_s(self, group: LengthGroup) -> float:
-        """Seconds of a group's longest trajectory when it is alone there; infinite when it does not
+        """Predict the seconds of a group's longest trajectory alone; infinite if it does not
         fit.
         """
         if group.max_context_tokens > self.kv_capacity_tokens:
@@ -70,24 +70,25 @@ class GangServer:
         return self.predict_prefill_s(group.max_prompt_tokens) + steps_s + group.max_tool_s
 
     def predict_prefill_s(self, tokens: float) -> float:
-        """Seconds of a prompt's forward pass."""
+        """Predict the seconds of a prompt's forward pass."""
         rate = self.curve.prefill_tokens_per_s
         return tokens / rate if rate else 0.0
 
 
 class RangeCosts:
-    """The ranges [first, end) of groups in order of length, as servers take them: a longer range
-    takes no less time than a part of it. What bounds a range is the difference of sums from the
-    first group on, so that all reaches of a server are found by a search for each bound.
+    """Ranges [first, end) of groups in order of length, with their time on each server.
+
+    A longer range takes no less time than a part of it. Each bound of a range is the difference of
+    prefix sums, so one binary search per bound finds all range ends of a server.
     """
 
     def __init__(self, servers: Sequence[GangServer], groups: Sequence[LengthGroup]) -> None:
-        """`groups` are in order of length (`grouping.by_length`)."""
+        """Build the sums of each server. `groups` are in order of length (`sort_by_length`)."""
         self.servers = servers
         self.kinds: Sequence[tuple[str, int]] = [(one.kind, one.degree) for one in servers]
         self.group_count = len(groups)
         tokens = sum(group.generated_tokens for group in groups)
-        # of a trajectory while one of its tokens is made, in the mean
+        # of a trajectory during one of its tokens, on average
         self.mean_context_tokens = (
             sum(group.context_token_steps for group in groups) / tokens if tokens else 0.0
         )
@@ -120,7 +121,7 @@ class RangeCosts:
             self._server_sums.append(_ServerSums(shared, bounds, latency, alone))
 
     def predict_range_s(self, server: int, first: int, end: int) -> float:
-        """What a server takes for groups [first, end)."""
+        """Predict the seconds of a server for groups [first, end)."""
         if first == end:
             return 0.0
         part = self._server_sums[server]
@@ -129,7 +130,7 @@ class RangeCosts:
         return max(float(part.longest_alone_s[first:end].max()), longest_s, *sums)
 
     def find_range_ends(self, server: int, limit_s: float) -> RangeEnds:
-        """The furthest end, for each first, within a time."""
+        """Find the furthest end within a time, for each first group."""
         part = self._server_sums[server]
         limit_s *= 1 + ROUNDING
         found = np.searchsorted(part.latency_s, part.token_s + limit_s, "right")
@@ -144,11 +145,11 @@ class RangeCosts:
 
 
 class _ServerSums(NamedTuple):
-    """Of a server, by the groups before: sums, and what a range's longest makes of them."""
+    """Prefix sums of a server by group, and the bounds of the longest trajectory."""
 
-    token_s: Seconds  # [groups + 1] what tokens add to steps, and their prefill
-    bounds_s: list[Seconds]  # [groups + 1] each, with all steps that a bound asks for
-    latency_s: Seconds  # [groups + 1] with the steps of the longest of those before
+    token_s: Seconds  # [groups + 1] time that tokens add to steps, and their prefill
+    bounds_s: list[Seconds]  # [groups + 1] each, with all steps of a bound
+    latency_s: Seconds  # [groups + 1] with the steps of the longest trajectory before
     longest_alone_s: Seconds  # [groups]
 
 

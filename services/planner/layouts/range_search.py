@@ -1,13 +1,13 @@
-"""How far in order of length gangs of given accelerators can serve everything within a time.
+"""Search of the furthest group, in order of length, that gangs can serve within a time.
 
 The dynamic programme of Libra's paper asks which makespan g accelerators need for the i shortest.
-It is turned around here: `table[state]` is the furthest group that the accelerators of `state`, so
-many of each pool, can serve within a limit; one more gang carries on from there. As a gang that
-begins further gets further, the furthest is all that needs to be known of a state. One table
-answers for every supply that it has states of: all ways to train are judged by the same one.
+Here the question is inverted. `table[state]` is the furthest group that the accelerators of
+`state`, a count of each pool, can serve within a limit; one more gang continues from there. A gang
+that begins further also ends further, so the furthest group is all that a state must record. One
+table answers for every supply among its states, so one table judges all training options.
 
-States lie by their total, which a gang raises: a level of them is computed at once. Where there are
-too many, gangs of the largest pools come in bunches of `unit` accelerators of one degree.
+States are ordered by their total, which a gang raises, so one level is computed at once. If there
+are too many states, gangs of the largest pools are bundled into `unit` accelerators of one degree.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from meshrl.services.planner.layouts.layout_nodes import AcceleratorPool, Supply
 from meshrl.services.planner.layouts.range_costs import RangeEnds
 
 _Index = tuple[int | slice, ...]
-MAX_CELLS = 600_000  # of tables at most: some 0.1 s together
+MAX_CELLS = 600_000  # maximum cells of tables: about 0.1 s in total
 
 
 @dataclass(frozen=True, slots=True)
 class GangStep:
-    """One more gang, or a bunch of gangs of one degree, of a pool."""
+    """Addition of one gang, or of a bundle of gangs of one degree, from a pool."""
 
-    axis: int  # the pool
+    axis: int  # index of the pool
     size: int  # in units of the pool
     server: int
-    gang_count: int  # gangs
+    gang_count: int  # number of gangs
 
 
 @dataclass(frozen=True, slots=True)
 class GangSpan:
-    """A gang of a server and the groups [first, end) that it serves."""
+    """Gang of a server and the groups [first, end) that it serves."""
 
     server: int
     first: int
@@ -47,13 +47,14 @@ class GangSpan:
 
 
 class SupplyStates:
-    """The states of a table: how much of each pool is used, in units of its own."""
+    """States of a table: the used units of each pool."""
 
     def __init__(
         self, max_supply: Supply, kinds: Sequence[tuple[str, int]], max_cells: int = MAX_CELLS
     ) -> None:
-        """`most` of each pool; `kinds` are the (kind, degree) of servers. Units are doubled until
-        there are no more than `limit` cells."""
+        """Build the states up to `max_supply`. `kinds` are the (kind, degree) of servers. Units are
+        doubled until there are at most `max_cells` cells.
+        """
         self._merged_into = {pool: pool for pool in max_supply}
         self._max_supply = dict(max_supply)
         self._unit_sizes = dict.fromkeys(max_supply, 1)
@@ -73,19 +74,21 @@ class SupplyStates:
 
     @property
     def cells(self) -> int:
-        """Of the table: its levels, and in each the states of all pools but the largest."""
+        """Number of cells of the table: its levels times the states of all pools but the
+        largest.
+        """
         counts = sorted(map(self._count_units, self._max_supply))
         return (sum(counts) + 1) * prod(count + 1 for count in counts[:-1])
 
     @property
     def is_exact(self) -> bool:
-        """Whether gangs come one by one, wherever they fit."""
+        """True if gangs are added one by one, wherever they fit."""
         return len(self._max_supply) == len(self._merged_into) and set(
             self._unit_sizes.values()
         ) <= {1}
 
     def find_state(self, supply: Supply) -> tuple[int, ...]:
-        """The state of a supply, which has no more of any pool than the largest."""
+        """Return the state of a supply, which must not exceed the largest supply."""
         into: Counter[AcceleratorPool] = Counter()
         for pool, count in supply.items():
             into[self._merged_into[pool]] += count
@@ -97,8 +100,8 @@ class SupplyStates:
         return self._max_supply[pool] // self._unit_sizes[pool]
 
     def _coarsen(self) -> bool:
-        """Takes a unit twice as large: one of whole blocks at first. Then blocks of two count as
-        two of one, then a bunch may be of several blocks. False when nothing is left to do.
+        """Double a unit, and return False if nothing is left to do. First a unit is a whole block.
+        Then blocks of two count as two of one, then a bundle may have several blocks.
         """
         largest = sorted(self._max_supply, key=self._count_units, reverse=True)
         within = [pool for pool in largest if self._unit_sizes[pool] < pool[1]]
@@ -116,10 +119,10 @@ class SupplyStates:
 
 
 class FurthestTable:
-    """The table of one limit. Its last axis, the largest pool, is not stored but told by level."""
+    """Table of one limit. Its last axis, the largest pool, is implied by the level."""
 
     def __init__(self, states: SupplyStates, reach: Callable[[int], RangeEnds]) -> None:
-        """`reach` is that of each server within the limit."""
+        """Build the table. `reach` returns the range ends of each server within the limit."""
         self.states = states
         self._gang_reach = {step.server: np.append(reach(step.server), -1) for step in states.steps}
         self._step_reach = [
@@ -134,12 +137,12 @@ class FurthestTable:
         self._table = self._build_table()
 
     def find_end(self, state: Sequence[int]) -> int:
-        """The furthest end from group 0 on, with no more than the accelerators of a state."""
+        """Return the furthest end from group 0 with at most the accelerators of a state."""
         inner = [used + pad for used, pad in zip(state[:-1], self._pads[:-1], strict=True)]
         return int(self._table[(sum(state) + self._lead_levels, *inner)])
 
     def find_spans(self, state: Sequence[int]) -> list[GangSpan]:
-        """The gangs that get there, in order of length."""
+        """Return the gangs that reach the furthest end, in order of length."""
         found: list[GangSpan] = []
         at = list(state)
         while (end := self.find_end(at)) > 0:
@@ -165,8 +168,8 @@ class FurthestTable:
         raise AssertionError(f"no gang leads to group {end}")
 
     def _build_table(self) -> NDArray[np.intp]:
-        """The table by [level, used of each other pool], with room in front for steps from states
-        that are none: those are at -1, and so is what a gang reaches from there.
+        """Build the table by [level, used units of each other pool]. Padding in front holds -1 for
+        invalid states, and a gang reaches -1 from them.
         """
         most = self.states.max_counts
         sizes = [n + 1 for n in most[:-1]]
@@ -193,7 +196,7 @@ class FurthestTable:
         return table
 
     def _shift_slices(self, step: GangStep) -> tuple[slice, ...]:
-        """Where, in a lower level, the states stand that a step leads on from."""
+        """Return the slices of a lower level from which a step leads on."""
         found = []
         for axis, pad in enumerate(self._pads[:-1]):
             back = step.size if axis == step.axis else 0
@@ -202,7 +205,7 @@ class FurthestTable:
 
 
 def _repeat_reach(reach: RangeEnds, times: int) -> RangeEnds:
-    """The reach of so many gangs one after the other."""
+    """Return the reach of `times` gangs one after the other."""
     found = reach
     for _ in range(times - 1):
         found = reach[found]
@@ -210,7 +213,7 @@ def _repeat_reach(reach: RangeEnds, times: int) -> RangeEnds:
 
 
 def find_largest_degrees(kinds: Sequence[tuple[str, int]]) -> Mapping[str, int]:
-    """The largest degree of each kind."""
+    """Return the largest degree of each kind."""
     found: dict[str, int] = {}
     for kind, degree in kinds:
         found[kind] = max(degree, found.get(kind, 0))

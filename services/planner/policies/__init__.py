@@ -1,1 +1,1 @@
-"""What the planner decides by, a question each. `decision.py` asks them in order: open it first."""
+"""Policies of the planner, one question each. `decision.py` calls them in order: open it first."""

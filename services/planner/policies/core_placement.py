@@ -1,4 +1,4 @@
-"""The core of a job: who becomes it, and how its workers come together on as few hosts as can."""
+"""Placement of a job's core: its workers, gathered on as few hosts as possible."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from meshrl.common.state.pool.workers.rows import Role, Tier
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement, JobInstances
 
-UNAVAILABLE_COST = 100  # the cost of a worker that is not to be had
-UNSAVED_CORE_COST = UNAVAILABLE_COST // 2  # of one whose gang has steps that are in no checkpoint
-IDLE_COST_LIMIT = 2  # above that of one on which nobody is awake
+UNAVAILABLE_COST = 100  # cost of a worker that is not available
+UNSAVED_CORE_COST = UNAVAILABLE_COST // 2  # of a worker whose gang has steps in no checkpoint
+IDLE_COST_LIMIT = 2  # above the cost of a worker without an awake instance
 COST_LIMITS = (
     UNSAVED_CORE_COST,
     UNAVAILABLE_COST,
-)  # costs below which workers are looked for, one after the other
+)  # upper limits of costs, tried one after the other
 
-WorkerOffer = tuple[int, tuple[int, str]]  # the cost of a worker, and its id as it is ordered
+WorkerOffer = tuple[int, tuple[int, str]]  # the cost of a worker, and its id as a sort key
 
 
 def place_core(draft: PoolDraft, job: PlannedJob, share_workers: int, core_place: str) -> None:
-    """A job without a core gets one: on workers of helpers, which have the model already, or of
-    those whose work is missed least.
+    """Place the core of a job without one. Prefer workers of hybrids, which have the model, or
+    workers whose work costs least to stop.
     """
     if draft.get_instances(job.id).core is not None:
         return
@@ -38,7 +38,7 @@ def place_core(draft: PoolDraft, job: PlannedJob, share_workers: int, core_place
     had = any(r.job == job.id for gang in snapshot.gangs for r in gang.residents)
     rule = "repair" if had or job.steps_done else "default"
     why = Rationale(rule, job.id, {"entitled": share_workers})
-    # Who sleeps on one worker stays; a gang whose workers become another one is left by all.
+    # A sleeping instance on a single worker stays; a gang that is replaced loses all instances.
     leave = {
         s.instance.id: s for worker in workers for s in draft.placements_by_worker[worker].values()
     }
@@ -54,13 +54,13 @@ def place_core(draft: PoolDraft, job: PlannedJob, share_workers: int, core_place
 
 
 def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> list[str]:
-    """The workers of a new core, in rank order; none while they are not to be had."""
+    """Choose the workers of a new core, in rank order; none while they are not available."""
     ranks = job.need.ranks
     own = draft.get_instances(job.id)
     if ranks > 1:
         near = [w for w in draft.placeable_workers if draft.get_place(w) == core_place]
         wanted = [w for w in near if match_kind(draft.workers[w].accelerator) in job.need.kinds]
-        near = wanted if len(wanted) >= ranks else near  # of the kinds that ranks are set apart for
+        near = wanted if len(wanted) >= ranks else near  # of the kinds for the expert split
     else:
         mine = [
             w for seated in own.placements for w in seated.workers if w in draft.placeable_workers
@@ -71,7 +71,7 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
         ]
         if any(
             need.smallest_engine > 1 for need in draft.requirements_by_job.values()
-        ):  # where an engine keeps room
+        ):  # where an engine reserves memory
             at_home = draft.find_free_worker(
                 lambda w: draft.get_place(w) == core_place and _can_host_core(draft, job, w)
             )
@@ -103,9 +103,9 @@ def choose_two_kinds(
     ranks: int,
     cost_limit: int,
 ) -> list[str]:
-    """Workers as `fewest_hosts` chooses them: the first `attention` of `ranks` with the fastest
-    accelerators of which there are so many, the others with the slowest; where all are of one kind,
-    or there are not enough of two, of any, the fastest first.
+    """Choose workers of two kinds, as `choose_fewest_hosts` does. The first `attention_ranks` of
+    `ranks` get the fastest kind with enough workers, the others the slowest. Without two
+    sufficient kinds choose from all, fastest first.
     """
 
     def of(speed: float) -> dict[str, list[WorkerOffer]]:
@@ -129,8 +129,8 @@ def choose_two_kinds(
 def choose_fewest_hosts(
     offers: Mapping[str, Sequence[WorkerOffer]], ranks: int, cost_limit: int
 ) -> list[str]:
-    """So many workers that cost less than `most`, of as few hosts as can be and of the cheapest of
-    those, in rank order: those of a host are next to each other. Empty when there are not so many.
+    """Choose `ranks` workers below `cost_limit`, of the fewest and then the cheapest hosts. They
+    are in rank order, with those of a host adjacent. Return an empty list if there are too few.
     """
     fit = {
         host: sorted(one for one in some if one[0] < cost_limit) for host, some in offers.items()
@@ -144,7 +144,7 @@ def choose_fewest_hosts(
         some, cost = left[host], sum(cost for cost, _ in left[host][:ranks])
         return (cost, len(some), some[0]) if whole else (-len(some), cost, some[0])
 
-    while ranks:  # the largest first, until one has all that are still wanted
+    while ranks:  # the largest first, until one host has all remaining ranks
         whole = [host for host, some in left.items() if len(some) >= ranks]
         host = min(whole or left, key=order)
         taken = left.pop(host)[:ranks]
@@ -156,7 +156,7 @@ def choose_fewest_hosts(
 def _compute_worker_cost(
     draft: PoolDraft, job: PlannedJob, own_instances: JobInstances, worker: str
 ) -> int:
-    """How much the work that a worker does is missed."""
+    """Compute the cost of stopping the work of a worker."""
     if not _can_host_core(draft, job, worker):
         return UNAVAILABLE_COST
     there = list(draft.placements_by_worker[worker].values())
@@ -164,11 +164,11 @@ def _compute_worker_cost(
         (_compute_removal_cost(job, own_instances, seated) for seated in there if seated.is_awake),
         default=1,
     )
-    if job.need.ranks > 1:  # its gang may have to end for this
+    if job.need.ranks > 1:  # its gang may have to be dissolved
         beside = draft.list_gang_neighbours(worker)
         there += beside
         for seated in beside:
-            if seated.is_awake:  # a core that has a checkpoint goes on in another gang
+            if seated.is_awake:  # a core with a checkpoint continues in another gang
                 last = seated.instance.core or seated.instance.turns
                 dear = last and _can_leave(draft, seated)
                 cost = max(
@@ -203,6 +203,6 @@ def _compute_removal_cost(
 
 
 def _can_leave(draft: PoolDraft, placement: InstancePlacement) -> bool:
-    """Whether a resident may leave: a checkpoint has all of it."""
+    """Return True if an instance may leave: a checkpoint covers all of its state."""
     job = next((j for j in draft.snapshot.jobs if j.id == placement.instance.job), None)
     return job is None or job.checkpointed

@@ -1,9 +1,10 @@
-"""The engines of a job: gangs of so many workers of one host as their degree of tensor parallelism.
+"""Placement of a job's engines: gangs of workers of one host, as many as their degree of tensor
+parallelism.
 
-Without a wish they are of the smallest degree whose part of the parameters workers have room for.
-`shape` brings them to the degrees that somebody wishes for, with as few changes as possible: an
-engine that has such a degree stays, others are merged and split. One that serves stays until
-another one does, if workers allow that.
+By default engines have the smallest degree whose shard of the parameters fits on a worker.
+`reshape_engines` changes them to desired degrees with as few changes as possible. An engine with a
+desired degree stays; others are merged and split. A serving engine stays until another one serves,
+if workers allow that.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ HYBRID_COST, PINNED_COST, OTHER_JOB_COST = (
     2,
     5,
     6,
-)  # what those cost who leave for a job's only engine
+)  # costs of instances that leave for a job's only engine
 SURPLUS_COST, SPARE_HYBRID_COST = (
     1,
     2,
-)  # and for a shape: an engine of another degree, a helper too many
+)  # and for a reshape: an engine of another degree, a surplus hybrid
 
 
 def add_engines(draft: PoolDraft, job: PlannedJob, max_workers: int, rationale: Rationale) -> int:
-    """Engines on idle workers, of at most so many together; how many they have."""
+    """Add engines on idle workers, at most `max_workers` in total; return their number of
+    workers.
+    """
     taken = 0
     for degree in job.need.degrees:
         if degree == 1:
@@ -68,8 +71,8 @@ def place_only_engine(
     rationale: Rationale,
     repair_rationale: Rationale,
 ) -> None:
-    """A job's only engine, of at most so many workers: on idle ones, or where helpers and smaller
-    engines of other jobs leave for it.
+    """Place a job's only engine on at most `max_workers`. Use idle workers, or workers that hybrids
+    and smaller engines of other jobs leave.
     """
     for degree in job.need.degrees:
         if degree > max_workers:
@@ -81,7 +84,9 @@ def place_only_engine(
 
 
 def has_no_engine_place(draft: PoolDraft, job: PlannedJob) -> bool:
-    """Whether a job lacks an engine of several workers, and no host can be made to have room."""
+    """Return True if a job lacks an engine of several workers, and no host can be cleared for
+    it.
+    """
     lacks = (
         job.need.rolls_out
         and job.need.smallest_engine > 1
@@ -99,13 +104,13 @@ def reshape_engines(
     rationale: Rationale | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Makes the job's engines be gangs of the `wanted` degrees, and its helpers so many (None: as
-    they are); whether all is as wished. The rest is to be asked for again at a later look.
+    """Change the job's engines to the desired degrees, and its number of hybrids (None: unchanged).
+    Return True if all is as desired; otherwise call it again in a later pass.
 
-    Degrees that the job does not allow are left out, and one engine is there at least. Who is
-    pinned stays, and counts as one of those wanted if it has such a degree. Workers come from
-    engines of other degrees, helpers beyond `helpers`, and idle ones: the caller sees to the job's
-    share. Each engine or helper that this makes is a move, with `details`.
+    Degrees that the job does not allow are left out, and at least one engine remains. Pinned
+    engines stay, and count if they have a desired degree. Workers come from engines of other
+    degrees, surplus hybrids, and idle workers; the caller checks the job's share. Each engine or
+    hybrid that this creates is a move with `details`.
     """
     rationale = rationale or Rationale("shape", job.id, {"degrees": list(desired_degrees)})
     allowed = draft.requirements_by_job[job.id].degrees
@@ -113,7 +118,7 @@ def reshape_engines(
         job.need.smallest_engine
     ]
     kept, surplus, lacking = _match_engines(draft.get_instances(job.id).engines, degrees)
-    there = draft.get_instances(job.id).hybrids  # of those that may leave the last first
+    there = draft.get_instances(job.id).hybrids  # of the removable ones the last first
     over = 0 if hybrids is None else max(0, len(there) - hybrids)
     spare = [one for one in reversed(there) if not one.instance.pinned][:over]
     held = _choose_serving_engine(draft, job, kept, surplus, spare, lacking)
@@ -149,7 +154,9 @@ def reshape_engines(
 def _match_engines(
     engines: Sequence[InstancePlacement], degrees: Sequence[int]
 ) -> tuple[list[InstancePlacement], list[InstancePlacement], list[int]]:
-    """Engines that stay and that may leave, and the degrees that nobody has yet."""
+    """Match engines with degrees. Return the engines that stay, the surplus engines, and the
+    degrees without an engine.
+    """
     kept: list[InstancePlacement] = []
     surplus: list[InstancePlacement] = []
     left = Counter(degrees)
@@ -170,8 +177,8 @@ def _choose_serving_engine(
     spare_hybrids: Sequence[InstancePlacement],
     missing_degrees: Sequence[int],
 ) -> InstancePlacement | None:
-    """The engine that stays until another one serves: the smallest without which one that is
-    lacking can be formed, or is on its way; None where none need stay, or none can.
+    """Choose the surplus engine that stays until another one serves. It is the smallest whose
+    workers are not needed for a missing engine. Return None if none need stay, or none can.
     """
     serving = sorted(
         (e for e in surplus_engines if e.instance.is_reconciled), key=lambda e: len(e.workers)
@@ -208,8 +215,8 @@ def _find_workers(
 def _find_only_engine_workers(
     draft: PoolDraft, job: PlannedJob, degree: int
 ) -> GatheredWorkers | None:
-    """Where a job's only engine can be. Engines as large as it stay: two jobs would take each
-    other's workers for ever.
+    """Find workers for a job's only engine. Engines of the same or a larger degree stay; otherwise
+    two jobs would take each other's workers forever.
     """
     if degree == 1:
         if worker := _find_idle_worker(draft, job):
@@ -231,13 +238,14 @@ def _find_only_engine_workers(
 
 
 def _find_idle_worker(draft: PoolDraft, job: PlannedJob) -> str:
-    """An idle worker for an engine of its own; empty when there is none."""
+    """Return an idle worker for an engine of one worker; empty without one."""
     return draft.find_free_worker(lambda worker: can_host_engine(draft, job.need, worker, 1))
 
 
 def find_engine_around(draft: PoolDraft, job: PlannedJob, worker: str) -> GatheredWorkers | None:
-    """An engine of the smallest degree that a worker, whose residents leave, is in: with idle
-    workers of its host, and those of helpers of the job; None when there are too few.
+    """Find workers for an engine of the smallest degree that includes `worker`, whose instances
+    leave. Use idle workers of its host and workers of the job's hybrids. Return None if there
+    are too few.
     """
     degree, host = job.need.smallest_engine, draft.workers[worker].host
     there = {
@@ -273,7 +281,7 @@ def place_engine(
     pinned: bool = False,
     op: str = "",
 ) -> None:
-    """An engine where the workers are, whose residents leave; with `details` it is a move."""
+    """Place an engine on gathered workers, whose instances leave; with `details` it is a move."""
     own = [one for one in gathered.evicted if one.instance.job == job.id]
     for seated in gathered.evicted:
         draft.remove_instance(seated, rationale)
@@ -295,8 +303,8 @@ def _make_engine_move(
     rationale: Rationale,
     details: dict[str, Any],
 ) -> Callable[[str, str], Move]:
-    """What makes the move of an engine, whose workers go back to what was there if all of it was
-    the job's.
+    """Return a function that makes the move of an engine. If all former instances were the job's,
+    undoing the move restores them.
     """
     named = Counter(f"{one.instance.role} of {len(one.workers)}" for one in own_placements)
     did = ", ".join(f"{n} {name}" for name, n in sorted(named.items())) or str(Role.IDLE)

@@ -1,5 +1,5 @@
-"""What leaves its workers whatever else is decided: residents of jobs that have ended, of workers
-that are lost, of hosts that drain, and cores whose place another one needs.
+"""Evictions that precede all other decisions: instances of ended jobs, lost workers, draining
+hosts, and displaced cores.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshrl.services.planner.pool.presence import PoolPresence, compute_absence_
 
 
 def evict_lost(draft: PoolDraft, presence: PoolPresence) -> None:
-    """Tells of hosts and workers that are lost, and ends who was on them. The others of their gangs
-    stay, in the same rank order; but with its first worker a gang has lost who gives its turns, and
-    ends.
+    """Report lost hosts and workers, and remove their instances. The other workers of their gangs
+    stay, in the same rank order. A gang that loses its first worker, which schedules its time
+    slices, is dissolved.
     """
     report_hosts(draft, presence)
     for worker in presence.newly_lost_workers:
@@ -42,7 +42,7 @@ def evict_lost(draft: PoolDraft, presence: PoolPresence) -> None:
 
 
 def report_hosts(draft: PoolDraft, presence: PoolPresence) -> None:
-    """Says which hosts have vanished, with what was on them, and which are back."""
+    """Report which hosts have vanished, with their instances, and which have returned."""
     for name in presence.newly_lost_hosts:
         there = [worker for worker in draft.workers.values() if worker.host == name]
         on = {
@@ -63,7 +63,7 @@ def report_hosts(draft: PoolDraft, presence: PoolPresence) -> None:
 
 
 def remove_finished_jobs(draft: PoolDraft, jobs: Sequence[PlannedJob]) -> None:
-    """Removes the residents of jobs that have ended."""
+    """Remove the instances of jobs that have ended."""
     there = {job.id for job in jobs}
     for job in sorted(set(draft.placements_by_job) - there):
         for seated in draft.get_instances(job).placements:
@@ -73,9 +73,9 @@ def remove_finished_jobs(draft: PoolDraft, jobs: Sequence[PlannedJob]) -> None:
 def evict_displaced(
     draft: PoolDraft, job: PlannedJob, presence: PoolPresence, division: PoolDivision
 ) -> None:
-    """Removes a running job's residents from where they may not stay, if they can go elsewhere. A
-    core does once a checkpoint has what it would go on from, or the host cannot wait; engines that
-    take turns with it go with it.
+    """Remove a running job's instances from places that they must leave, if they can go elsewhere.
+    A core leaves once a checkpoint covers its state, or if the host cannot wait; its time-sliced
+    engines leave with it.
     """
     home = division.core_places.get(job.id)
     core = draft.get_instances(job.id).core

@@ -1,9 +1,10 @@
-"""Whether the ranks of a core that trains a mixture are set apart, attention on one kind of
-accelerators and experts on another, and how.
+"""Choice of the expert split of an MoE job's core, or of uniform ranks.
 
-What is predicted to train most is tried, and measured over a window of steps; where something else
-is predicted, or was measured, to be faster, that takes its place: a core leaves as a checkpoint,
-and comes again as other ranks. What has been measured counts for more than what is predicted.
+A split has attention on one kind of accelerators and experts on another.
+
+The division with the highest predicted throughput is tried, and measured over a window of steps.
+Another division that is predicted or measured to be faster replaces it: the core leaves with a
+checkpoint, and is placed again with other ranks. Measurements take precedence over predictions.
 """
 
 from __future__ import annotations
@@ -25,37 +26,39 @@ from meshrl.services.planner.costs.expert_split_prediction import (
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement
 
-MIN_SPEEDUP = 1.05  # times as fast as what is there, from which something else takes its place
-WARMUP_STEPS = 2  # steps of a core that are not counted: it warms up
-MAX_CHANGES = 4  # times that a job's core is divided anew
+MIN_SPEEDUP = 1.05  # minimum speed-up for a change
+WARMUP_STEPS = 2  # steps of a new core that are not measured
+MAX_CHANGES = 4  # maximum number of changes of a job's core
 
 EXPERT_SPLIT_RULE = "mixture"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSplitState:
-    """What is remembered of one job. Tokens a second that are trained; 0: not known."""
+    """Expert split of one job. Rates are trained tokens per second; 0: not known."""
 
-    wanted: ExpertSplit | None = None  # how its ranks are to be; None: all alike
-    best: ExpertSplit | None = None  # the division that is predicted to be the fastest
-    kinds: tuple[str, ...] = ()  # for which: of attention, of experts
-    predicted: float = 0.0  # with it
-    alike: float = 0.0  # predicted with ranks all alike
-    profiled: bool = False  # whether by what ranks have measured,
-    sampled: bool = False  # and of lengths that were sampled
+    wanted: ExpertSplit | None = None  # desired split; None: uniform ranks
+    best: ExpertSplit | None = None  # split with the highest prediction
+    kinds: tuple[str, ...] = ()  # its kinds: of attention, of experts
+    predicted: float = 0.0  # with `best`
+    alike: float = 0.0  # with uniform ranks
+    profiled: bool = False  # True if the prediction uses measured profiles
+    sampled: bool = False  # True if it uses sampled lengths
     observed: Mapping[tuple[int, ...], float] = field(
         default_factory=dict
     )  # by `ExpertSplit.to_list`
-    window: tuple[str, MeasuredWork] | None = None  # the process and what it had done when it began
+    window: tuple[str, MeasuredWork] | None = (
+        None  # the process, and its work at the begin of the window
+    )
     changes: int = 0
     why: str = ""
-    begun: bool = False  # there has been a core: whoever repeats its steps divides as it did
-    priced: str = ""  # the inputs that divisions were priced for last: see `inputs_of`
+    begun: bool = False  # a core has run: repeated steps use the same split
+    priced: str = ""  # inputs of the last prediction: `encode_prediction_inputs`
 
     def estimate_tokens_per_s(self, expert_split: ExpertSplit | None) -> float:
-        """What is known of a division, or foretold. Where ranks all alike were measured to train
-        less than was foretold of them, others are taken to do so, too; not the other way round, so
-        that ranks apart are compared with what ranks all alike do in truth, if they disappoint.
+        """Return the measured or predicted rate of a split. If uniform ranks were measured slower
+        than predicted, scale the predictions of splits down too. Do not scale up, so that a
+        disappointing split is compared with the measured uniform ranks.
         """
         if (key := _encode_split(expert_split)) in self.observed:
             return self.observed[key]
@@ -68,18 +71,18 @@ class ExpertSplitState:
 def choose_expert_split(
     draft: PoolDraft, job: PlannedJob, previous: ExpertSplitState | None
 ) -> tuple[PlannedJob, ExpertSplitState | None]:
-    """The job with how the ranks of its core are set apart, and what is to be remembered of it."""
+    """Return the job with the expert split of its core, and the state to remember."""
     if not job.need.divides:
         return job, None
     core = draft.get_instances(job.id).core
     if previous is None and core is None and draft.snapshot.is_gathering_workers:
-        return job, None  # who is still to come may be of another kind
+        return job, None  # workers that still join may be of another kind
     found = _update_prediction(draft, job, previous or ExpertSplitState())
     if core is not None:
         found = _record_throughput(job, core, found)
         running = found.observed.get(
             _encode_split(core.instance.apart), 0.0
-        )  # 0: for too short a time
+        )  # 0: measured for too short a time
         found = _choose_split(found, core.instance.apart, bool(running))
         found, core = _apply_split(draft, job, core, replace(found, begun=True))
     elif not found.begun:
@@ -93,7 +96,7 @@ def choose_expert_split(
 
 
 def describe_expert_split(state: ExpertSplitState) -> str:
-    """What people are told of it."""
+    """Describe the split for users."""
     if not state.kinds:
         return f"its ranks are all alike: {state.why}"
     fast, slow = state.kinds
@@ -115,8 +118,8 @@ def describe_expert_split(state: ExpertSplitState) -> str:
 def _update_prediction(
     draft: PoolDraft, job: PlannedJob, previous: ExpertSplitState
 ) -> ExpertSplitState:
-    """What is predicted, once, and again when more is known: once ranks of both kinds have measured
-    themselves, and once lengths are sampled.
+    """Update the prediction when more is known: measured profiles of both kinds, or sampled
+    lengths.
     """
     profiled = all(kind in job.measured.profiles for kind in previous.kinds)
     sampled = job.measured.lengths is not None
@@ -125,7 +128,7 @@ def _update_prediction(
         return previous
     there = _count_kinds(draft, job)
     if previous.why and not previous.kinds and len(there) < 2:
-        return previous  # as it was
+        return previous  # unchanged
     inputs = encode_prediction_inputs(job, there)
     if inputs == previous.priced:
         return previous
@@ -146,7 +149,9 @@ def _update_prediction(
 
 
 def _count_kinds(draft: PoolDraft, job: PlannedJob) -> dict[str, int]:
-    """How many accelerators of each kind a core may have: of the place that has most."""
+    """Count the accelerators of each kind that a core may have, in the place of the core or else
+    the largest place.
+    """
     core = draft.get_instances(job.id).core
     places = Counter(draft.get_place(worker) for worker in draft.placeable_workers)
     if not places:
@@ -160,7 +165,7 @@ def _count_kinds(draft: PoolDraft, job: PlannedJob) -> dict[str, int]:
 def _record_throughput(
     job: PlannedJob, core: InstancePlacement, state: ExpertSplitState
 ) -> ExpertSplitState:
-    """With what a window of steps of the core has shown."""
+    """Return the state with the measured rate of a completed window of steps of the core."""
     live = {name: work for name, work in job.measured.work.items() if work.steps >= WARMUP_STEPS}
     if not (core.is_awake and core.instance.is_reconciled) or len(live) != 1:
         return state
@@ -178,7 +183,7 @@ def _record_throughput(
 def _choose_split(
     state: ExpertSplitState, current_split: ExpertSplit | None, is_judged: bool
 ) -> ExpertSplitState:
-    """With the division that is wanted, where the one of now is to be judged."""
+    """Return the state with the desired split, if the current one has been measured."""
     if not is_judged or state.changes >= MAX_CHANGES or not state.kinds:
         return state
     others = [ExpertSplit.from_list(key or None) for key in state.observed] + [None, state.best]
@@ -193,7 +198,9 @@ def _choose_split(
 def _apply_split(
     draft: PoolDraft, job: PlannedJob, core: InstancePlacement, state: ExpertSplitState
 ) -> tuple[ExpertSplitState, InstancePlacement | None]:
-    """The core leaves, as a checkpoint, when its ranks are to be others."""
+    """Remove the core after its checkpoint if its split changes; return the state and the remaining
+    core.
+    """
     figures = {
         "predicted": round(state.predicted, 1),
         "alike": round(state.alike, 1),

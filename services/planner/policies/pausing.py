@@ -1,7 +1,7 @@
-"""What becomes of a job whose workers others need, and of one whose turn has come again.
+"""Pausing of jobs whose workers are needed by others, and their resumption.
 
-A paused job keeps its core asleep where it is; engines, helpers and frozen models hold nothing that
-is nowhere else, and leave. While it sleeps other residents may use its workers.
+A paused job keeps its core asleep where it is. Engines, hybrids and frozen models have no unique
+state, and leave. Other instances may use the workers while the core sleeps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from meshrl.services.planner.pool.job_instances import InstancePlacement
 
 
 def update_admission(draft: PoolDraft, job: PlannedJob, division: PoolDivision) -> None:
-    """Says how a job stands, when that has changed: one that is to run waits while the workers of
-    its core are not free. While a new mesh gathers none waits yet.
+    """Set a job's block reason when it has changed. An admitted job waits while the workers of its
+    core are not free. While a new mesh gathers workers, no job is reported as waiting.
     """
     admitted = job.id in division.workers
     home = division.core_places.get(job.id, "")
@@ -37,13 +37,13 @@ def update_admission(draft: PoolDraft, job: PlannedJob, division: PoolDivision) 
 
 
 def free_accelerators(draft: PoolDraft, job: PlannedJob) -> None:
-    """Frees the accelerators of a job that does not run."""
+    """Free the accelerators of a job that does not run."""
     team = draft.get_instances(job.id)
     why = Rationale("preempt", job.id, {"priority": job.need.priority})
     for seated in team.placements:
         out = any(worker not in draft.usable_workers for worker in seated.workers)
-        # A core on its way up may take hours: it does not fall asleep before it is ready, and
-        # another start of it makes again what this one has made so far.
+        # A starting core may take hours, so it does not sleep before it is ready.
+        # Another start would repeat the work of this one.
         starting = seated.is_awake and seated.instance.phase == InstancePhase.STARTING
         starting = starting and (job.checkpointed or not job.steps_done)
         anew = (out and job.checkpointed) or starting
@@ -59,8 +59,8 @@ def free_accelerators(draft: PoolDraft, job: PlannedJob) -> None:
 
 
 def wake_core(draft: PoolDraft, job: PlannedJob, share: int) -> None:
-    """A core that sleeps goes on where it is, or from its checkpoint elsewhere when that place is
-    another core's by now.
+    """Wake a sleeping core where it is. If another core uses its workers, remove it, so that it
+    resumes from its checkpoint elsewhere.
     """
     core = draft.get_instances(job.id).core
     if core is None or core.is_awake or core.instance.tier == Tier.ABSENT:  # the last one leaves
@@ -79,13 +79,13 @@ def wake_core(draft: PoolDraft, job: PlannedJob, share: int) -> None:
 
 
 def find_waking_workers(draft: PoolDraft, jobs: Iterable[PlannedJob]) -> set[str]:
-    """The workers where cores of these jobs sleep, and are to wake."""
+    """Return the workers on which cores of these jobs sleep and are to wake."""
     cores = (draft.get_instances(job.id).core for job in jobs)
     return {w for core in cores if core is not None and not core.is_awake for w in core.workers}
 
 
 def _explain_waiting(draft: PoolDraft, job: PlannedJob, core_place: str) -> str | None:
-    """What the core of a job that is to run waits for; None when it has its place."""
+    """Explain why the core of an admitted job waits; None if it has its place."""
     if draft.get_instances(job.id).core is not None:
         return None
     ranks = job.need.ranks
@@ -107,9 +107,11 @@ def _explain_waiting(draft: PoolDraft, job: PlannedJob, core_place: str) -> str 
 def _put_core_to_sleep(
     draft: PoolDraft, job: PlannedJob, core: InstancePlacement, rationale: Rationale
 ) -> None:
-    """To disk; where that is full or has failed, to memory; else only its checkpoint is left."""
+    """Offload the core to disk; if the disk is full or has failed, to memory; else keep only its
+    checkpoint.
+    """
     tiers = [Tier.DISK, Tier.MEMORY]
-    if not core.is_awake:  # it has failed to get where it was to go
+    if not core.is_awake:  # it has failed to reach its tier
         tiers = tiers[tiers.index(core.instance.tier) + 1 :] if core.instance.tier in tiers else []
     more = estimate_offload_bytes(core.instance, job.need)
 

@@ -1,5 +1,4 @@
-"""The placement of a job's roles on the workers that are its share: what it gives back, the floor
-that it needs, repairs, and what it grows by.
+"""Placement of a job's roles on the workers of its share: shrinking, floor, repairs and growth.
 
 A core takes a worker for each of its ranks, an engine as many as its degree
 (`engine_placement.py`), all of one host; every other role takes one worker.
@@ -22,9 +21,9 @@ from meshrl.services.planner.pool.draft import PoolDraft
 def shrink_to_share(
     draft: PoolDraft, job: PlannedJob, share: int, rule: str, waking_workers: Set[str]
 ) -> None:
-    """Removes what a job has beyond its share: helpers first, then its last engines, but one; who
-    is where a core `wakes` goes before others, which would lose that worker anyway, and what people
-    have put there goes last.
+    """Remove a job's instances beyond its share: hybrids first, then its last engines except one.
+    Instances on workers where a core wakes go first, as they would lose the worker anyway.
+    Pinned instances go last.
     """
     why = _make_rationale(rule, job, share)
     team = draft.get_instances(job.id)
@@ -44,7 +43,7 @@ def shrink_to_share(
 def place_floor(
     draft: PoolDraft, job: PlannedJob, share: int, core_place: str, time_slicing: bool
 ) -> None:
-    """The core, one engine and the frozen models: what a job cannot do without."""
+    """Place the core, one engine and the frozen models: the minimum of a job."""
     place_core(draft, job, share, core_place)
     _place_scoring(draft, job, share)
     if not job.need.rolls_out:
@@ -63,8 +62,8 @@ def place_floor(
 
 
 def grow_job(draft: PoolDraft, job: PlannedJob, share: int) -> None:
-    """Idle workers train until as many do as the job's file says, the others roll out; those that
-    are too few for an engine train, too, once all who join a new mesh are there.
+    """Place hybrids on idle workers up to the job file's number, then engines. Workers that are too
+    few for an engine become hybrids, once a new mesh is complete.
     """
     team = draft.get_instances(job.id)
     if team.core is None or not team.core.is_awake:
@@ -86,8 +85,8 @@ def grow_job(draft: PoolDraft, job: PlannedJob, share: int) -> None:
 
 
 def _add_hybrids(draft: PoolDraft, job: PlannedJob, max_hybrids: int, rationale: Rationale) -> int:
-    """Helpers on idle workers, at most so many; how many there are then, `most` if none is
-    wanted.
+    """Place at most `max_hybrids` hybrids on idle workers. Return their number, or `max_hybrids` if
+    it is not positive.
     """
     if not job.need.helped or max_hybrids <= 0:
         return max_hybrids
@@ -100,7 +99,7 @@ def _add_hybrids(draft: PoolDraft, job: PlannedJob, max_hybrids: int, rationale:
 
 
 def _replace_disallowed_engines(draft: PoolDraft, job: PlannedJob, share: int) -> None:
-    """Engines of degrees that the job allows no more become others."""
+    """Replace engines of degrees that the job no longer allows."""
     team, allowed = draft.get_instances(job.id), draft.requirements_by_job[job.id].degrees
     there = [len(engine.workers) for engine in team.engines if not engine.instance.pinned]
     if set(there) <= set(allowed):
@@ -114,7 +113,7 @@ def _replace_disallowed_engines(draft: PoolDraft, job: PlannedJob, share: int) -
 
 
 def end_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
-    """Engines that take turns with the core leave when one with a worker of its own is ready."""
+    """Remove time-sliced engines when an engine with its own worker is ready."""
     team = draft.get_instances(job.id)
     ready = any(engine.instance.is_reconciled for engine in team.engines)
     if (
@@ -131,7 +130,7 @@ def end_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
 
 
 def _count_fixed_workers(job: PlannedJob) -> int:
-    """Workers of the core and the frozen models."""
+    """Return the number of workers of the core and the frozen models."""
     return job.need.ranks + int(job.need.scoring)
 
 
@@ -140,7 +139,9 @@ def _make_rationale(rule: str, job: PlannedJob, share: int) -> Rationale:
 
 
 def _place_scoring(draft: PoolDraft, job: PlannedJob, share: int) -> None:
-    """Frozen models go to an idle worker, or to one that is missed least."""
+    """Place the frozen models on an idle worker, or on the worker whose work costs least to
+    stop.
+    """
     team = draft.get_instances(job.id)
     if not job.need.scoring or team.scoring is not None:
         return
@@ -159,7 +160,7 @@ def _place_scoring(draft: PoolDraft, job: PlannedJob, share: int) -> None:
 
 
 def _start_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
-    """An engine on each worker of the core, which computes by turns with it."""
+    """Place an engine on each worker of the core, time-sliced with it."""
     why = _make_rationale("turns", job, share)
     team = draft.get_instances(job.id)
     core = team.core

@@ -1,4 +1,4 @@
-"""Decides on what people ask for: moves of workers, and hosts that drain."""
+"""Decisions on user requests: moves of workers, and drains of hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASSIGNABLE_ROLES = (
     Role.ROLLOUT,
     Role.TRAINING,
     Role.IDLE,
-)  # roles that a worker may be given by hand
+)  # roles that a user may assign to a worker
 
 
 def answer_requests(
@@ -29,7 +29,7 @@ def answer_requests(
     service_hosts: ServiceHosts,
     cordoned: frozenset[str],
 ) -> frozenset[str]:
-    """Grants what was asked for, or says why not; the workers that are put aside after it."""
+    """Grant or reject each request; return the cordoned workers."""
     moved: set[str] = set()  # gangs: never two moves of one at once
     moved.update(under_way.gang for under_way in draft.snapshot.moves)
     for request in draft.snapshot.requests:
@@ -40,7 +40,7 @@ def answer_requests(
         job = named[0] if len(named) == 1 else None
         why = _explain_rejection(draft, request, job, division, presence, cordoned)
         if not why and draft.gang_by_worker.get(request.worker) in moved:
-            continue  # it is heard when that move is over
+            continue  # it is read again after that move
         if why:
             draft.add_decision(RejectRequest(request.op, why, Rationale("user", request.job)))
             continue
@@ -51,8 +51,8 @@ def answer_requests(
 
 
 def _settle_drain(draft: PoolDraft, request: PoolRequest, service_hosts: ServiceHosts) -> None:
-    """A drain is settled when nobody is left on the host, and no shard or sandbox that another host
-    could have.
+    """Complete a drain when no instance is left on the host, and no service that another host
+    accepts.
     """
     hosts = {host.name: host.services for host in draft.snapshot.hosts}
     there = [w for w in draft.workers.values() if w.host == request.host]
@@ -77,7 +77,7 @@ def _explain_rejection(
     presence: PoolPresence,
     cordoned: frozenset[str],
 ) -> str:
-    """Why a requested move is declined; empty when it is made."""
+    """Explain why a requested move is rejected; empty: it is made."""
     worker = draft.workers.get(request.worker)
     if worker is None:
         return f"no worker is called {request.worker}"
@@ -149,7 +149,9 @@ def _grant_move(
 
 
 def _is_joining_engine(draft: PoolDraft, request: PoolRequest, job: PlannedJob) -> bool:
-    """Whether a worker is to be in an engine of several, and is in none of the job yet."""
+    """Return True if a worker is to join an engine of several workers, and serves in no engine of
+    the job.
+    """
     there = [s for s in draft.list_awake_on(request.worker) if s.instance.job == job.id]
     serves = any(seated.instance.role == Role.ROLLOUT for seated in there)
     return request.role == Role.ROLLOUT and job.need.smallest_engine > 1 and not serves

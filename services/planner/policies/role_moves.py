@@ -1,5 +1,6 @@
-"""Moves under way: complete when who arrives does what was wished; undone when that is late or has
-failed. What the others did meanwhile is told, which shows that a move stops nobody.
+"""Moves in progress: complete when the new instance reaches its desired state, undone on a deadline
+or failure. Progress of the other instances is recorded, which shows that a move stops none of
+them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def move_worker(
     pinned: bool = False,
     op: str = "",
 ) -> InstancePlacement:
-    """Another role for a resident's worker, of the same job, with a way back; who arrives. `worker`
-    is which, where an engine has several.
+    """Change the role of an instance's worker, within the job, as a reversible move. Return the new
+    placement. `worker` selects one of an engine's several workers.
     """
     before = placement.instance
     degrees = [len(placement.workers)]
@@ -57,8 +58,9 @@ def make_reversible_move(
     pinned: bool = False,
     removed_instances: Collection[str] = (),
 ) -> Callable[[str, str], Move]:
-    """What makes the move of a new resident, from its id and its gang's, that is undone by engines
-    of these `degrees` or by helpers on its workers. Those who leave for it are none of the others.
+    """Return a function that makes the move of a new instance from its id and its gang's. Undoing
+    the move places engines of these `degrees`, or hybrids, on its workers. Progress of
+    `removed_instances` is not recorded.
     """
     settings, now_ms = draft.snapshot.settings, draft.snapshot.now_ms
     done = read_progress(draft.snapshot.jobs, "")
@@ -73,7 +75,7 @@ def make_reversible_move(
 
 
 def finish_moves(draft: PoolDraft) -> None:
-    """Says of each move when it is complete, and undoes those that will not be."""
+    """Report each completed move, and undo those that failed or are late."""
     seats = _index_placements(draft)
     for under_way in draft.snapshot.moves:
         seated = seats.get(under_way.id)
@@ -88,7 +90,7 @@ def finish_moves(draft: PoolDraft) -> None:
 
 
 def abandon_moves(draft: PoolDraft) -> None:
-    """Says of the other moves whose resident has left by now that they came to nothing."""
+    """Report the other moves whose instance has left as abandoned."""
     seats = _index_placements(draft)
     told = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
     for under_way in draft.snapshot.moves:
@@ -97,8 +99,8 @@ def abandon_moves(draft: PoolDraft) -> None:
 
 
 def read_progress(jobs: Sequence[PlannedJob], excluded_instance: str) -> dict[str, int]:
-    """What each other resident has done so far: tokens of an engine, steps of a core, bins of a
-    helper.
+    """Return the progress of all other instances: tokens of an engine, steps of a core, bins of a
+    hybrid.
     """
     return {
         resident: done
@@ -126,7 +128,7 @@ def _undo_move(draft: PoolDraft, move: Move, placement: InstancePlacement, reaso
     ):
         return
     elif sum(degrees) != len(placement.workers):
-        return  # what there was had other workers, too: the job grows as it would
+        return  # the former instance had other workers too: the job grows as usual
     for degree in degrees:
         workers = placement.workers[start : start + degree]
         draft.place_instance(workers, back["job"], role, why, pinned=back["pinned"])

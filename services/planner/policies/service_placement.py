@@ -1,11 +1,11 @@
-"""Which shards and sandboxes run on which host: as many as each job needs that has begun.
+"""Placement of shards and sandboxes on hosts: as many as each started job needs.
 
-A host says which it takes, and which isolation sandboxes have there; a job whose services no host
-takes waits, or is paused. They stay where they are while their host lives: their ledgers and
-sessions lie there. Those of a host that drains begin no new work, and go to another once they have
-none under way, or when the host has waited for `move_s`. Those of a host that is gone begin anew on
-the one that has most room, and where there is none they are left to it: they may live without its
-agent, which finds them when it is back.
+A host declares which services it accepts, and the isolation of its sandboxes. A job whose services
+no host accepts waits, or is paused. Services stay while their host lives, as their ledgers and
+sessions are stored there. Services of a draining host start no new work. They move to another host
+once they are idle, or after `move_s`. Services of a lost host start again on the host with most
+capacity. If there is none, they stay assigned to the lost host. They may run without its agent,
+which finds them when it returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def place_services(
     presence: PoolPresence,
     service_hosts: ServiceHosts,
 ) -> None:
-    """Says what each host is to run, where that has changed."""
+    """Assign services to each host, where they have changed."""
     snapshot = draft.snapshot
     dead = {
         host.name
@@ -74,8 +74,8 @@ def place_services(
         if takes:
             core = draft.get_instances(parse_service_name(name)[1]).core
             home = draft.workers[core.workers[0]].host if core is not None else ""
-            # The least full: services for each of its workers, as a small host has few cores; of
-            # equals the one with the job's core, to which most of its bytes go.
+            # The least loaded host: services per worker, as a small host has few cores. Of
+            # equals the one with the job's core, which receives most of its bytes.
             room = {
                 host: (len(there[host]) / max(1, workers[host]), host != home) for host in takes
             }

@@ -1,7 +1,6 @@
-"""The workers that an engine of several is formed of: of one host, and of those where the fewest
-residents have to leave for it.
+"""Gathering of workers for an engine of several: on the host where removals cost least.
 
-What comes together are whole gangs: a worker joins another gang only when all have left its own.
+Whole gangs are gathered: a worker joins another gang only when all instances have left its own.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from meshrl.common.state.pool.workers.rows import Role, Tier
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement
 
-IMMOVABLE_COST = 100  # the cost of a resident that does not leave for an engine
+IMMOVABLE_COST = 100  # cost of an instance that never leaves for an engine
 
-RemovalCost = Callable[[InstancePlacement], int]  # how much a resident's work would be missed
+RemovalCost = Callable[[InstancePlacement], int]  # cost of stopping an instance's work
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredWorkers:
-    """Workers of one host, in rank order, and who leaves for them."""
+    """Workers of one host, in rank order, and the placements evicted for them."""
 
     workers: tuple[str, ...]
     evicted: tuple[InstancePlacement, ...] = ()
-    cost: int = 0  # 0: nobody has to leave
+    cost: int = 0  # 0: no instance has to leave
 
 
 def find_idle_workers(
     draft: PoolDraft, requirements: JobRequirements, degree: int
 ) -> dict[str, list[str]]:
-    """By host, the workers that an engine of this degree can be formed of without anybody leaving;
-    hosts and workers in their order.
+    """Find the workers of each host that can form an engine of this degree without an eviction, in
+    order.
     """
     found: dict[str, list[str]] = {}
     for worker in draft.idle_workers:
@@ -47,8 +46,8 @@ def find_idle_workers(
 def gather_workers(
     draft: PoolDraft, requirements: JobRequirements, degree: int, cost: RemovalCost
 ) -> GatheredWorkers | None:
-    """The workers for an engine of this degree, where residents leave by what they cost; None when
-    no host has so many.
+    """Gather workers for an engine of this degree at the lowest cost; None if no host has
+    enough.
     """
     hosts: dict[str, list[GatheredWorkers]] = {}
     for unit in _list_units(draft, requirements, degree, cost):
@@ -60,7 +59,7 @@ def gather_workers(
         return None
 
     def price(host: str) -> tuple[int, int, tuple[int, str]]:
-        """What it costs, and how many workers lose their gang for it."""
+        """Return the cost of a host, and the number of workers that lose their gang."""
         units = chosen[host]
         lose = sum(len(unit.workers) for unit in units if unit.cost)
         return sum(unit.cost for unit in units), lose, id_sort_key(host)
@@ -74,13 +73,13 @@ def gather_workers(
 def can_host_engine(
     draft: PoolDraft, requirements: JobRequirements, worker: str, degree: int
 ) -> bool:
-    """Whether a worker's accelerator has the bytes of a part of such an engine."""
+    """Return True if a worker's accelerator has memory for a shard of such an engine."""
     part = estimate_accelerator_bytes(Role.ROLLOUT, False, degree, requirements)
     return has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, part)
 
 
 def can_host_hybrid(draft: PoolDraft, requirements: JobRequirements, worker: str) -> bool:
-    """Whether a worker's accelerator has the bytes of a helper."""
+    """Return True if a worker's accelerator has memory for a hybrid."""
     whole = estimate_accelerator_bytes(Role.TRAINING, False, 1, requirements)
     return has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, whole)
 
@@ -88,7 +87,7 @@ def can_host_hybrid(draft: PoolDraft, requirements: JobRequirements, worker: str
 def _list_units(
     draft: PoolDraft, requirements: JobRequirements, degree: int, cost: RemovalCost
 ) -> Iterable[GatheredWorkers]:
-    """All that is to be had, each gang as one."""
+    """Yield the available units: single workers and whole gangs."""
     seen: set[str] = set()
     for worker in sorted(draft.placeable_workers, key=id_sort_key):
         gang = draft.gangs.get(draft.gang_by_worker.get(worker, ""))
@@ -107,8 +106,8 @@ def _list_units(
 
 
 def _choose_cheapest_units(units: Sequence[GatheredWorkers], degree: int) -> list[GatheredWorkers]:
-    """Idle workers first; then the one gang that has enough, or the largest until there are enough;
-    empty when there are not.
+    """Choose idle workers first, then the one gang that suffices, or the largest gangs. Return an
+    empty list if there are not enough.
     """
     if sum(len(unit.workers) for unit in units) < degree:
         return []
@@ -124,6 +123,6 @@ def _choose_cheapest_units(units: Sequence[GatheredWorkers], degree: int) -> lis
         others.remove(best)
         chosen.append(best)
     spare = sum(len(unit.workers) for unit in chosen) - degree
-    for unit in [unit for unit in chosen if not unit.cost][:spare]:  # the gangs have enough already
+    for unit in [unit for unit in chosen if not unit.cost][:spare]:  # the gangs suffice
         chosen.remove(unit)
     return chosen

@@ -1,3 +1,3 @@
-"""The pool at one look: who is there, the residents of each job, and the draft that decisions are
-made on. Open `draft.py` first.
+"""Pool at one snapshot: present workers and hosts, the instances of each job, and the draft of
+decisions. Open `draft.py` first.
 """

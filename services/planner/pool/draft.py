@@ -1,4 +1,4 @@
-"""A draft of the pool: each decision is made on what the last one left, and is kept in order."""
+"""Draft of the pool: each decision builds on the previous ones, and is recorded in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshrl.services.planner.pool.job_instances import InstancePlacement, JobIns
 
 
 class PoolDraft:
-    """The pool as it will be when all that is decided so far is done."""
+    """Pool as it will be after all decisions so far."""
 
     def __init__(self, snapshot: PoolSnapshot, usable: Iterable[WorkerRow]) -> None:
         self.snapshot = snapshot
@@ -51,14 +51,14 @@ class PoolDraft:
         self._free_workers = sorted(map(id_sort_key, free))
         self._free_worker_ids = {worker for _, worker in self._free_workers}
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- state of the pool -------------------------------------------------------------------------
 
     def get_place(self, worker: str) -> str:
-        """What the workers of its gang have in common, by name."""
+        """Return the name of the place that a gang with this worker lies in."""
         return self.snapshot.settings.get_gang_location(self.workers[worker])
 
     def get_instances(self, job: str) -> JobInstances:
-        """The residents of a job, by what they do."""
+        """Return the instances of a job, by role."""
         if job not in self._job_instances:
             seats = self.placements_by_job.get(job, {}).values()
             self._job_instances[job] = JobInstances.from_placements(
@@ -67,8 +67,8 @@ class PoolDraft:
         return self._job_instances[job]
 
     def find_free_worker(self, fits: Callable[[str], bool] = lambda _: True) -> str:
-        """A worker that nobody is awake on: the first that nobody sleeps on either, if there is
-        one; empty when there is none.
+        """Return a fitting worker without an awake instance, preferably without a sleeping one;
+        empty if there is none.
         """
         sleepers = ""
         for _, worker in self._free_workers:
@@ -80,11 +80,13 @@ class PoolDraft:
 
     @property
     def idle_workers(self) -> list[str]:
-        """The workers that nobody is awake on, in their order."""
+        """Workers without an awake instance, in order."""
         return [worker for _, worker in self._free_workers]
 
     def list_gang_neighbours(self, worker: str) -> list[InstancePlacement]:
-        """The residents of the other workers of its gang, who lose it when it joins another one."""
+        """List the instances on other workers of its gang, which lose the gang when it joins
+        another one.
+        """
         gang = self.gangs.get(self.gang_by_worker.get(worker, ""))
         seats = (
             [self.placements_by_job[r.job][r.id] for r in gang.residents]
@@ -94,13 +96,13 @@ class PoolDraft:
         return [seated for seated in seats if worker not in seated.workers]
 
     def list_awake_on(self, worker: str) -> list[InstancePlacement]:
-        """The residents of a worker that have its accelerator."""
+        """List the instances on a worker that occupy its accelerator."""
         return [seated for seated in self.placements_by_worker[worker].values() if seated.is_awake]
 
-    # -- what is decided ---------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def add_decision(self, decision: Decision) -> None:
-        """Adds a decision that changes nothing of the draft itself."""
+        """Add a decision that does not change the draft itself."""
         self.decisions.append(decision)
 
     def place_instance(
@@ -114,9 +116,8 @@ class PoolDraft:
         op: str = "",
         **fields: Any,
     ) -> InstancePlacement:
-        """Places a new resident on workers that are in one gang, or become one. `move` makes the
-        move that this is, from the ids of resident and gang; `wishes` are further fields of the
-        resident.
+        """Place a new instance on workers that are, or become, one gang. `move` makes the move from
+        the ids of instance and gang; `fields` are further fields of the instance.
         """
         gang = self._get_or_form_gang(workers, rationale)
         resident = Instance(
@@ -135,7 +136,7 @@ class PoolDraft:
     def update_instance(
         self, placement: InstancePlacement, rationale: Rationale, **fields: Any
     ) -> InstancePlacement:
-        """Wishes something else of a resident, of the same process."""
+        """Update the desired state of an instance, in the same process."""
         before = placement.instance
         after = replace(before, epoch=before.epoch + 1, changed_ms=self.snapshot.now_ms, **fields)
         self.add_decision(PlaceInstance(placement.gang, after, rationale))
@@ -145,7 +146,7 @@ class PoolDraft:
     def remove_instance(
         self, placement: InstancePlacement, rationale: Rationale, op: str = ""
     ) -> None:
-        """A resident leaves; a gang of several workers that is empty then is dissolved."""
+        """Remove an instance; dissolve its gang of several workers if it is empty then."""
         self.add_decision(RemoveInstance(placement.gang, placement.instance.id, rationale, op))
         self._drop_placement(placement)
         gang = self.gangs[placement.gang]
@@ -153,7 +154,7 @@ class PoolDraft:
             self.dissolve_gang(gang, rationale)
 
     def dissolve_gang(self, gang: Gang, rationale: Rationale) -> None:
-        """A gang ends, that nobody is on."""
+        """Dissolve a gang without instances."""
         assert not self.gangs[gang.id].residents, f"somebody is on {gang.id}"
         self.add_decision(DissolveGang(gang.id, rationale))
         del self.gangs[gang.id]
@@ -161,17 +162,17 @@ class PoolDraft:
             self.gang_by_worker.pop(worker, None)
 
     def dissolve_empty_gangs(self) -> None:
-        """Dissolves the gangs that nobody is on."""
+        """Dissolve all gangs without instances."""
         for gang in [gang for gang in self.gangs.values() if not gang.residents]:
             self.dissolve_gang(gang, Rationale("idle"))
 
-    # -- its books ---------------------------------------------------------------------------------
+    # -- indexes -----------------------------------------------------------------------------------
 
     def _get_or_form_gang(self, workers: Sequence[str], rationale: Rationale) -> Gang:
         gangs = {self.gang_by_worker.get(worker, "") for worker in workers}
         if len(gangs) == 1 and "" not in gangs:
             return self.gangs[gangs.pop()]
-        for other in sorted(gangs - {""}):  # who gathers workers has emptied them
+        for other in sorted(gangs - {""}):  # the caller has emptied them
             self.dissolve_gang(self.gangs[other], rationale)
         gang = Gang(f"g{self._gangs_formed}", tuple(workers), 0, (), self.snapshot.now_ms)
         self._gangs_formed += 1
@@ -208,14 +209,14 @@ class PoolDraft:
         self._update_free_workers(placement.workers)
 
     def _is_occupied(self, worker: str) -> bool:
-        """Whether someone is awake there, or has not fallen asleep yet."""
+        """Return True if an instance on a worker is awake, or has not fallen asleep yet."""
         return any(
             s.is_awake or not s.instance.is_reconciled
             for s in self.placements_by_worker[worker].values()
         )
 
     def _update_free_workers(self, workers: Iterable[str]) -> None:
-        """Keeps the list of free workers."""
+        """Update the list of free workers."""
         for worker in workers:
             free = worker in self.placeable_workers and not self._is_occupied(worker)
             if free and worker not in self._free_worker_ids:

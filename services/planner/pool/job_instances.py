@@ -1,4 +1,4 @@
-"""The residents of one job, by what they do."""
+"""Instances of one job, by role."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshrl.common.state.pool.workers.rows import Instance, Role, Tier
 
 @dataclass(frozen=True, slots=True)
 class InstancePlacement:
-    """A resident, and where it is."""
+    """Instance with its gang and workers."""
 
     gang: str
     instance: Instance
@@ -19,25 +19,25 @@ class InstancePlacement:
 
     @property
     def is_awake(self) -> bool:
-        """Whether its tensors are to be on the accelerators."""
+        """True if its tensors belong on the accelerators."""
         return self.instance.tier == Tier.ACCELERATOR
 
 
 @dataclass(frozen=True)
 class JobInstances:
-    """The residents of one job, by what they do."""
+    """Instances of one job, by role."""
 
     core: InstancePlacement | None = None
     scoring: InstancePlacement | None = None
-    engines: tuple[InstancePlacement, ...] = ()  # with workers of their own
+    engines: tuple[InstancePlacement, ...] = ()  # with their own workers
     time_sliced_engines: tuple[
         InstancePlacement, ...
-    ] = ()  # engines that share the core's workers by turns
+    ] = ()  # engines that time-slice the core's workers
     hybrids: tuple[InstancePlacement, ...] = ()
 
     @classmethod
     def from_placements(cls, placements: Sequence[InstancePlacement]) -> JobInstances:
-        """The residents of a job, each kind in their order."""
+        """Group placements of a job by role, each in the given order."""
         engines = [s for s in placements if s.instance.role == Role.ROLLOUT]
         trains = [s for s in placements if s.instance.role == Role.TRAINING]
         return cls(
@@ -50,16 +50,16 @@ class JobInstances:
 
     @cached_property
     def placements(self) -> tuple[InstancePlacement, ...]:
-        """All of them."""
+        """All placements."""
         one = tuple(s for s in (self.core, self.scoring) if s is not None)
         return (*one, *self.engines, *self.time_sliced_engines, *self.hybrids)
 
     @cached_property
     def awake_worker_count(self) -> int:
-        """Workers that it has: those that it is awake on."""
+        """Number of workers on which the job has an awake instance."""
         return len({worker for s in self.placements if s.is_awake for worker in s.workers})
 
     @property
     def is_reconciled(self) -> bool:
-        """Whether all of it does what was wished last."""
+        """True if all instances have reached their desired state."""
         return all(s.instance.is_reconciled for s in self.placements)

@@ -1,8 +1,7 @@
-"""The presence of workers and hosts: who is missing, lost or gone, and whom nothing new is placed
-on.
+"""Presence of workers and hosts: which are missing, lost or gone, and which accept new instances.
 
-A worker is missing while its lease is not alive. How long it has been so is remembered; after an
-outage of Redis, when all leases look expired, it is counted anew (`Memory.after_outage`).
+A worker is missing while its lease is not alive. The start of its absence is remembered. After an
+outage of Redis all leases look expired, so it restarts (`PlannerMemory.reset_after_outage`).
 """
 
 from __future__ import annotations
@@ -17,38 +16,36 @@ from meshrl.common.state.pool.workers.rows import WorkerRow
 
 @dataclass(frozen=True, slots=True)
 class PoolAbsences:
-    """The part of the planner's memory that presence is judged by."""
+    """Absences of workers and hosts in the planner's memory."""
 
     missing: Mapping[str, int] = field(default_factory=dict)  # worker -> since when
-    lost: frozenset[str] = frozenset()  # workers that were told lost, and are not back
-    away: Mapping[str, int] = field(default_factory=dict)  # host that has died or drains -> since
-    gone: frozenset[str] = frozenset()  # hosts that were told lost, and are not back
-    aside: frozenset[str] = frozenset()  # workers that a person has put aside
+    lost: frozenset[str] = frozenset()  # workers reported as lost that have not returned
+    away: Mapping[str, int] = field(default_factory=dict)  # dead or draining host -> since when
+    gone: frozenset[str] = frozenset()  # hosts reported as lost that have not returned
+    aside: frozenset[str] = frozenset()  # workers cordoned by a user
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPresence:
-    """Who is there."""
+    """Present and absent workers and hosts."""
 
     missing_since: dict[str, int]  # worker -> since when
-    lost_workers: frozenset[str]  # missing for too long to wait for
-    newly_lost_workers: tuple[str, ...]  # lost since the last look
-    away_since: dict[str, int]  # host that has died or drains -> since when
-    lost_hosts: frozenset[
-        str
-    ]  # hosts that vanished: they have died for too long, and nobody said so
-    newly_lost_hosts: tuple[str, ...]  # since the last look
-    returned_hosts: tuple[str, ...]  # hosts that had vanished, and are there again
+    lost_workers: frozenset[str]  # missing beyond the time limit
+    newly_lost_workers: tuple[str, ...]  # lost since the last snapshot
+    away_since: dict[str, int]  # dead or draining host -> since when
+    lost_hosts: frozenset[str]  # hosts that vanished: dead beyond the limit, without a notice
+    newly_lost_hosts: tuple[str, ...]  # since the last snapshot
+    returned_hosts: tuple[str, ...]  # vanished hosts that have returned
     draining_hosts: frozenset[str]  # hosts
-    schedulable_hosts: tuple[str, ...]  # hosts that something new may be placed on
+    schedulable_hosts: tuple[str, ...]  # hosts that accept new services
     usable_workers: tuple[
         WorkerRow, ...
-    ]  # those that jobs may have: not lost, aside, or on such a host
+    ]  # those that jobs may use: not lost, cordoned, or on such a host
     expected_workers: tuple[WorkerRow, ...]  # those that a job may wait for: all that are not gone
 
 
 def compute_presence(snapshot: PoolSnapshot, memory: PoolAbsences) -> PoolPresence:
-    """Who is there at this look."""
+    """Compute the presence of workers and hosts at this snapshot."""
     now_ms, settings = snapshot.now_ms, snapshot.settings
     workers = sorted(snapshot.workers, key=lambda w: id_sort_key(w.id))
     missing = {w.id: memory.missing.get(w.id, now_ms) for w in workers if not w.alive}
@@ -89,5 +86,5 @@ def compute_presence(snapshot: PoolSnapshot, memory: PoolAbsences) -> PoolPresen
 
 
 def compute_absence_s(away_since: Mapping[str, int], name: str, now_ms: int) -> float:
-    """The seconds for which it has been away; 0 when it is not."""
+    """Return the seconds of absence of a host or worker; 0 if it is present."""
     return (now_ms - away_since.get(name, now_ms)) / 1000

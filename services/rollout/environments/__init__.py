@@ -1,3 +1,3 @@
-"""A shard's environment processes, and the fate of trajectories when one dies. Open
+"""Environment processes of a shard, and recovery of trajectories when one exits. Open
 `environment_pool.py` first.
 """

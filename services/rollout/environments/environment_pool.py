@@ -1,6 +1,4 @@
-"""The pool of environment processes of a rollout shard, and the fate of trajectories when one
-dies.
-"""
+"""Pool of environment processes of a rollout shard, and recovery of trajectories when one exits."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ from meshrl.services.rollout.environments.episode_process import EpisodeProcess
 from meshrl.services.rollout.trajectories.failures import FailureReporter, TrajectoryFailed
 
 BOOT_SCRIPT = Path(__file__).parents[2] / "environment" / "verifiers_environment" / "boot.py"
-MAX_HANGS = 2  # times that an operation must hang alone, in a process that nobody stopped
+MAX_HANGS = 2  # limit of an operation's hangs alone in a process that no signal stopped
 TIMED_OUT = "environment timed out"
-MAX_LOSSES = 5  # processes in a row that an operation may end: somebody else may have killed a few
+MAX_LOSSES = 5  # limit of processes lost in a row by an operation: a user may have killed some
 
 
 def build_command(job: JobData) -> list[str]:
@@ -45,7 +43,7 @@ def build_command(job: JobData) -> list[str]:
 
 
 def build_chat_arguments(job: JobData) -> list[str]:
-    """What tells an environment process of the job's chat format."""
+    """Build the arguments that describe the job's chat format to an environment process."""
     config = job.config.environment
     template = {
         "history": config.chat_history,
@@ -59,11 +57,11 @@ def build_chat_arguments(job: JobData) -> list[str]:
 
 
 class EnvironmentPool:
-    """Environments by trajectory, each in the process that its id maps to.
+    """Pool of environments by trajectory, each in the process that its id maps to.
 
-    A lost process is started again at its next operation; every trajectory it held is rebuilt there
-    from `replay` before its operation is repeated. An operation that was out when a process hung is
-    repeated alone, so that only the one that hangs by itself, more than once, fails.
+    A lost process is started again at its next operation. Each of its trajectories is rebuilt from
+    `replay` before its operation is repeated. An operation that was pending when a process hung is
+    repeated alone, so only an operation that repeatedly hangs alone fails.
     """
 
     def __init__(
@@ -91,8 +89,8 @@ class EnvironmentPool:
         return {p.name: p.pid for p in self._processes}
 
     def list_stopped(self) -> dict[str, int]:
-        """Return the processes that a signal has stopped, with when that was first seen, in ms of
-        the wall clock. They have no lease that would tell, and perhaps nobody waits for them now.
+        """Return the processes stopped by a signal, with the wall-clock time in ms of the first
+        detection. They have no lease that expires, and possibly no pending operation.
         """
         now_ms = int(self._wall_clock() * 1000)
         names = [process.name for process in self._processes if process.is_stopped]
@@ -100,21 +98,21 @@ class EnvironmentPool:
         return self._stopped_since_ms
 
     async def begin(self, key: int, row: dict[str, Any]) -> list[int]:
-        """Opens an environment; returns the prompt's ids."""
+        """Open an environment; return the token ids of the prompt."""
         ids: list[int] = await self._perform(key, "begin", row, None)
         return ids
 
     async def encode_answer(self, key: int, row: dict[str, Any], value: Any) -> tuple[Any, Any]:
-        """Ids of the prompt and of the answer that the row gives to it."""
+        """Return the token ids of the row's prompt and of its answer."""
         prompt, answer = await self._perform(key, "answer", [row, value], None)
         return prompt, answer
 
     async def step(
         self, key: int, ids: list[int], replay: Callable[[], Any]
     ) -> tuple[str, str, Any]:
-        """(the turn's text, tool | append | done, what comes with it).
+        """Run a step: return the turn's text, the action (tool, append or done), and its value.
 
-        With a tool its name and input, with what is appended its ids, with the end a score or None.
+        The value is the name and input of a tool, the appended ids, or a score or None.
         """
         text, action, value = await self._perform(key, "step", ids, replay)
         return text, action, value
@@ -128,9 +126,8 @@ class EnvironmentPool:
     async def end_early(
         self, key: int, ids: list[int], replay: Callable[[], Any]
     ) -> tuple[str, float | None]:
-        """The trajectory ends here, in mid-turn or before one.
-
-        Returns what `ids`, its unfinished turn, say, and the score of an environment that has one.
+        """End the trajectory, within a turn or before one. Return the text of `ids`, its unfinished
+        turn, and the environment's score, if any.
         """
         text, score = await self._perform(key, "cut", ids, replay)
         return text, score
@@ -150,7 +147,7 @@ class EnvironmentPool:
         hangs = losses = 0
         while True:
             try:
-                # It may have been the one that hung: the second time nobody rides along.
+                # This operation may have caused the hang: repeat it without others.
                 alone = losses > 1
                 if losses and replay is not None:
                     await process.submit((key, "restore", replay()), unbatched=alone)
@@ -158,7 +155,7 @@ class EnvironmentPool:
                 self._failures.clear_timeouts(TIMED_OUT)
                 return answer
             except EnvironmentLost as error:
-                if error.overdue_operations:  # counted once for all that were lost with it
+                if error.overdue_operations:  # counted once for all operations lost with it
                     text = (
                         f"the environment {self._environment_name} hung: {error.overdue_operations}"
                     )

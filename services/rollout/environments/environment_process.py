@@ -1,5 +1,5 @@
-"""An environment process of a rollout shard: sends it operations in batches, notices its end, and
-tells of that as an event and as an error to its trajectories.
+"""Environment process of a rollout shard: it receives operations in batches. Its exit is reported
+as an event, and as an error to its trajectories.
 """
 
 from __future__ import annotations
@@ -29,28 +29,26 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.services.rollout.trajectories.failures import TrajectoryFailed
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
-START_TIMEOUT_S = 60.0  # importing the author's modules may take its time
-DEADLINE_GRACE_S = 0.2  # past a deadline: this process itself may have been stopped until then
-CLOSE_TIMEOUT_S = (
-    5.0  # for what environments clean up at the end, within what a service's stop may take
-)
-EXIT_TIMEOUT_S = 2.0  # from the end of a process's channel until its exit status can be read
+START_TIMEOUT_S = 60.0  # importing the author's modules takes time
+DEADLINE_GRACE_S = 0.2  # beyond a deadline: this process itself may have been stopped
+CLOSE_TIMEOUT_S = 5.0  # for the cleanup of environments, within the stop time of a service
+EXIT_TIMEOUT_S = 2.0  # from the end of a process's channel to its exit status
 KILLED_STATUS = -9
-STOPPED_STATES = "Tt"  # states of a process that was stopped, in /proc
+STOPPED_STATES = "Tt"  # states of a stopped process in /proc
 
 
 class EnvironmentLost(MeshError):
-    """The process that held the environment has died; it can be rebuilt from the log."""
+    """Error raised when the process of an environment has exited; the ledger can rebuild it."""
 
     code = "environment_lost"
     retryable = True
-    overdue_operations = (
-        ""  # what was out when it was killed for being late, until somebody has told of it
-    )
+    overdue_operations = ""  # overdue operation that caused the kill, until it is reported
 
 
 class EnvironmentHung(EnvironmentLost):
-    """A running process did not answer one operation, which was alone in its batch."""
+    """Error raised when a running process did not answer an operation that was alone in its
+    batch.
+    """
 
     code = "environment_hung"
 
@@ -60,7 +58,7 @@ class EnvironmentHung(EnvironmentLost):
 
 
 class EnvironmentChild:
-    """A process that holds environments, and is started when it is needed."""
+    """Child process that runs environments, started on demand."""
 
     def __init__(
         self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float, job: str = ""
@@ -70,7 +68,7 @@ class EnvironmentChild:
         self.name = name
         self._deadline_s = deadline_s
         self._child: ChildProcess | None = None
-        self._is_starting = True  # it has answered nothing yet
+        self._is_starting = True  # no answer yet
 
     @property
     def pid(self) -> int:
@@ -94,12 +92,12 @@ class EnvironmentChild:
     async def _report_loss(
         self, child: ChildProcess, error: BaseException
     ) -> EnvironmentLost | ConfigError:
-        """What those get who waited for it: EnvironmentLost, after which a new one may serve them;
-        ConfigError where every process would end so. `error` is how its loss was noticed.
+        """Report the loss of a process noticed by `error`. Return EnvironmentLost if a new process
+        may serve its callers, or ConfigError if each process would exit the same way.
         """
         name, log, job = child.name, str(self._log), self._job
         code = await child.wait(EXIT_TIMEOUT_S) if isinstance(error, PeerLost) else child.poll()
-        if code is None:  # it runs, and is killed for what it does not do
+        if code is None:  # it runs, and is killed because it does not answer
             why = f"it was killed: {error}"
             await self._reports.report(
                 ExitReport(name, KILLED_STATUS, why, job=job, log=log, charged=False)
@@ -108,7 +106,7 @@ class EnvironmentChild:
         failure = self._mesh.host.find_failure(child.pid, self._log, code) if code else None
         why = f"signal {-code}" if code < 0 else f"exit status {code}"
         final = failure is not None and failure.is_fatal
-        # A crash fails the trajectories that were in it, whose number is bounded
+        # A crash fails the trajectories in the process, and their number is limited
         # (`FailureReporter`).
         charged = failure is not None
         await self._reports.report(
@@ -124,7 +122,7 @@ class EnvironmentChild:
         return EnvironmentLost(f"environment process {name} ended: {said}")
 
     async def _stop_child(self) -> None:
-        """Lets the process clean up what its environments hold, as far as that ends soon."""
+        """Stop the process, with a time limit for the cleanup of its environments."""
         self._reports.stop()
         child, self._child = self._child, None
         if child is not None:
@@ -132,7 +130,9 @@ class EnvironmentChild:
 
 
 class EnvironmentProcess(EnvironmentChild):
-    """One process; operations queue into batches, a hang past the deadline kills it."""
+    """Environment process that batches its queued operations and kills a process that exceeds the
+    deadline.
+    """
 
     def __init__(
         self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float, job: str = ""
@@ -144,7 +144,9 @@ class EnvironmentProcess(EnvironmentChild):
         return self._batcher.submit(operation, unbatched=unbatched)
 
     async def _exchange(self, batch: list[Operation]) -> list[Any]:
-        """An answer to each operation; one that cannot travel fails here, and is not sent."""
+        """Exchange a batch: return an answer per operation. An operation that cannot be serialized
+        fails and is not sent.
+        """
         messages: list[Any] = [
             encode_operation(operation, operation[1], self.name) for operation in batch
         ]
@@ -191,13 +193,13 @@ class EnvironmentProcess(EnvironmentChild):
 
 
 def is_stopped(child: ChildProcess | None) -> bool:
-    """True if a signal has stopped a process that runs."""
+    """Return True if a signal has stopped a running process."""
     usage = child.read_usage() if child is not None else None
     return usage is not None and usage.state in STOPPED_STATES
 
 
 async def stop_child(child: ChildProcess) -> None:
-    """Ends a process by the end of its channel; by force if it has not ended in ORDERLY_S."""
+    """Stop a process by closing its channel; kill it after the time limit."""
     child.close()
     try:
         await child.wait(CLOSE_TIMEOUT_S)
@@ -207,13 +209,15 @@ async def stop_child(child: ChildProcess) -> None:
 
 
 def count_deadlines(operation: Operation) -> int:
-    """Deadlines that an operation may take: a restore repeats all that its episode was told."""
+    """Return the number of deadlines of an operation: a restore repeats all operations of its
+    episode.
+    """
     _, name, argument = operation
     return 1 + len(argument[1]) if name == "restore" else 1
 
 
 def encode_operation(message: Any, operation: str, process_name: str) -> bytes | ToolFailed:
-    """An operation as the process gets it, or the failure of one that cannot travel."""
+    """Encode an operation for the process, or return the failure if it cannot be serialized."""
     try:
         return pack_message(message)
     except BadMessage as error:
@@ -223,7 +227,7 @@ def encode_operation(message: Any, operation: str, process_name: str) -> bytes |
 
 
 def decode_answer(status: str, value: Any, process_name: str) -> Any:
-    """What an answer of a process means: its value, or the error that it stands for."""
+    """Decode an answer of a process: return its value or its error."""
     if status == "ok":
         return value
     if status == "unknown":

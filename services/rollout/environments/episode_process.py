@@ -1,7 +1,7 @@
-"""The kind of environment process that answers each operation when it can, however many are open.
+"""Environment process that answers operations independently, in any order.
 
-For environments that own their loop, and those with threads: one that waits for its tools must not
-hold up the others, as it would in a batch that is answered as a whole.
+It serves environments with their own event loop or threads. An environment that waits for its tools
+must not block the others, as it would in a batch that is answered as a whole.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from meshrl.services.rollout.environments.environment_process import (
     is_stopped,
 )
 
-START_TIMEOUT_S = 180.0  # importing `verifiers`, and starting its tool servers, on a busy host
-POLL_S = 0.5  # how often deadlines are looked at
-PROBE_TIMEOUT_S = 10.0  # a process that answers nothing in this long is blocked
-PROBE_NUMBER = 0  # number of the operation that asks whether it is
+START_TIMEOUT_S = 180.0  # import of `verifiers` and start of its tool servers on a busy host
+POLL_S = 0.5  # interval of deadline checks
+PROBE_TIMEOUT_S = 10.0  # a process without any answer for so long is blocked
+PROBE_NUMBER = 0  # number of the probe operation
 
 
 @dataclass(slots=True)
@@ -44,10 +44,10 @@ class OpenOperation:
 
 
 class EpisodeProcess(EnvironmentChild):
-    """Operations go out as they come and are answered by number.
+    """Environment process whose operations are sent at once and answered by number.
 
-    An operation past its deadline fails alone while the process answers others; a process that
-    answers nothing is killed, with all that it held.
+    An overdue operation fails alone while the process answers others. A process without answers is
+    killed with all its environments.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class EpisodeProcess(EnvironmentChild):
         self._send_lock = asyncio.Lock()
 
     def submit(self, operation: Operation, *, unbatched: bool = False) -> asyncio.Future[Any]:
-        """The future of an operation's answer; `alone` says nothing here: all are."""
+        """Submit an operation and return the future of its answer. `unbatched` has no effect here,
+        as no operation is batched.
+        """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._child is None and operation[1] == "close":
             future.set_result(None)
@@ -101,8 +103,8 @@ class EpisodeProcess(EnvironmentChild):
                 for frame in build_frames(messages):
                     await child.send(frame)
         except PeerLost:
-            return  # who follows it reads its last answers, and then finds the channel closed too
-        except Exception as error:  # half a frame may be out
+            return  # the next owner reads the last answers, and then finds the channel closed
+        except Exception as error:  # half a frame may have been sent
             await self._abandon_child(child, error)
 
     async def _read_answers(self, child: ChildProcess) -> None:
@@ -119,12 +121,12 @@ class EpisodeProcess(EnvironmentChild):
                         else:
                             self._resolve(number, decode_answer(status, value, self.name))
                 now = self._mesh.clock.monotonic()
-                if self._probed_at_s is None and self._list_overdue():  # asks for a sign of life
+                if self._probed_at_s is None and self._list_overdue():  # probe the process
                     self._probed_at_s = now
                     self._enqueue(pack_message([PROBE_NUMBER, 0, "text", []]))
                 elif self._probed_at_s is not None and now > self._probed_at_s + PROBE_TIMEOUT_S:
                     raise EnvironmentLost(f"nothing was answered in {PROBE_TIMEOUT_S:g} s")
-        except Exception as error:  # whatever it was: nobody else would settle what is open
+        except Exception as error:  # open operations would stay pending after any error
             await self._abandon_child(child, error)
 
     def _resolve(self, number: int, answer: Any) -> None:
@@ -144,7 +146,7 @@ class EpisodeProcess(EnvironmentChild):
         return EnvironmentHung(f"no answer in {self._open_operations[number].timeout_s:.0f} s")
 
     async def _abandon_child(self, child: ChildProcess | None, error: Exception) -> None:
-        """Gives up a process (None: one that did not start) with all that is open in it."""
+        """Abandon a process (None: it did not start) with all its open operations."""
         if child is self._child:
             late = [] if is_stopped(child) else self._list_overdue()
             self._child, self._unsent_messages = None, []
@@ -153,7 +155,7 @@ class EpisodeProcess(EnvironmentChild):
             if child is not None:
                 lost = await self._report_loss(child, error)
             for number in held:
-                if number in self._open_operations:  # else answered meanwhile
+                if number in self._open_operations:  # else answered in the mean time
                     self._resolve(number, self._make_hung_error(number) if number in late else lost)
         if child is not None:
             child.kill()

@@ -1,3 +1,3 @@
-"""The records of a shard: tokens by group commit, its ledger, its finished groups. Open
+"""Records of a shard: tokens by group commit, its ledger, its finished groups. Open
 `group_commit.py` first.
 """

@@ -1,5 +1,5 @@
-"""Hands in a finished group: its members become one message, its bytes are stored, its row is made
-ready.
+"""Submission of a finished group: its members become one message, its bytes are stored, its row
+becomes ready.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def build_group(
     roles: Sequence[str],
     expert_shape: Callable[[], Sequence[int]],
 ) -> TrajectoryGroup:
-    """What the trainer gets: `roles` are of the frozen models that have read the members, and
-    `expert_shape` is asked for when engines have noted experts.
+    """Build the message for the trainer. `roles` are the frozen models that scored the members;
+    `expert_shape` is called if engines recorded experts.
     """
     endings = [t.outcome or TrajectoryOutcome("failed") for t in members]
     rewards = [np.nan if e.reward is None else e.reward for e in endings]
@@ -52,11 +52,11 @@ def build_group(
 
 
 async def submit_group(mesh: Mesh, bulk: BulkClient, job: str, message: TrajectoryGroup) -> None:
-    """The bytes into the store, then the row to `ready`."""
+    """Store the bytes of a group, then mark its row as ready."""
     content = pack(message)
     digest = await put_chunk(mesh, bulk, content, "storing a finished group", space=GROUPS)
     sampled = message.sampled_versions
-    if not len(sampled):  # nothing to train, which the trainer filters
+    if not len(sampled):  # no sampled tokens: the trainer filters the group
         sampled = message.versions[message.versions >= 0]
     await retry(
         mesh.clock,

@@ -1,9 +1,8 @@
-"""Group commit: the tokens that all engines send within a few milliseconds are written as one
-record, and count from then on.
+"""Group commit: tokens that all engines send within a few milliseconds are written as one record,
+and count from then on.
 
-A turn ends, and its trajectory wakes, once its last token is written. What comes for a request that
-is over is dropped, from ledger and trajectory alike: neither ever holds a token that the other does
-not.
+A turn ends, and its trajectory continues, once its last token is written. Tokens for a closed
+request are dropped from ledger and trajectory alike, so both always have the same tokens.
 """
 
 from __future__ import annotations
@@ -25,26 +24,24 @@ from meshrl.common.records.token_records import TokenRows, select_rows
 from meshrl.services.rollout.record.staging import NO_REQUEST, OpenRequest, Staging
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
-WINDOW_S = 0.01  # half of what an engine gathers before it flushes; the first flush waits for none
-BACKLOG_TOKENS = 1 << 20  # more than these are not taken in while the disk is full
+WINDOW_S = 0.01  # half of an engine's flush interval; the first flush is not delayed
+BACKLOG_TOKENS = 1 << 20  # limit of pending tokens while the disk is full
 
 
 class TokenWriter(Protocol):
     async def write_tokens(self, rows: TokenRows) -> None:
-        """Writes tokens down; returns when they are."""
+        """Write tokens to the ledger; return when they are written."""
 
 
 class GroupCommit:
-    """Where a shard's requests get their numbers and its engines' flushes meet."""
+    """Group commit of a shard: it numbers requests and merges the flushes of engines."""
 
     def __init__(self, mesh: Mesh, writer: TokenWriter) -> None:
         self._mesh, self._writer = mesh, writer
-        self.sampled_tokens = 0  # tokens, evaluation's too
-        self.recorded_tokens = 0  # of trajectories that are written down: evaluation's are not
+        self.sampled_tokens = 0  # tokens, including evaluation
+        self.recorded_tokens = 0  # of recorded trajectories, without evaluation
         self._staging = Staging()
-        self._timed_requests: list[
-            OpenRequest
-        ] = []  # whose first token is waited for by a stopwatch
+        self._timed_requests: list[OpenRequest] = []  # whose stopwatch waits for the first token
         self._layers: list[
             list[TokenBatch]
         ] = []  # the n-th flush of each engine since the last commit
@@ -63,7 +60,7 @@ class GroupCommit:
         return self._staging.close(request.id) is not None
 
     def abort(self, engine: str, requests: Iterable[int]) -> None:
-        """Ends requests of an engine that has gone, after what it had flushed."""
+        """Abort requests of a lost engine, after its flushed tokens."""
         ids = np.fromiter(requests, np.int64)
         none = np.zeros(0, np.int32)
         if len(ids):
@@ -73,8 +70,8 @@ class GroupCommit:
             self._enqueue_flush(engine, TokenBatch(ids, zeros, none, floats, floats, none, ends, 0))
 
     async def add_flush(self, engine: str, flush: TokenBatch) -> None:
-        """Takes an engine's flush in; waits only while the writer cannot write. BadMessage when its
-        columns do not fit: they would shift those of other engines.
+        """Add an engine's flush; wait only while the writer is blocked. Raise BadMessage if the
+        lengths of its columns differ, as they would shift those of other engines.
         """
         n, total = len(flush.request_ids), int(flush.token_counts.sum())
         sizes = len(flush.token_counts) - n, len(flush.finish_reasons) - n
@@ -93,7 +90,7 @@ class GroupCommit:
             await self.wait_until_written()
 
     async def wait_until_written(self) -> None:
-        """Returns when what has arrived is written down."""
+        """Wait until all received tokens are written."""
         if self._task is not None:
             with self._mesh.wait("tokens to be written", on="disk"):
                 await asyncio.wait([self._task])
@@ -119,7 +116,9 @@ class GroupCommit:
                 flushes = [flush for layer in self._layers for flush in layer]
                 self._layers, self._layer_depths, self._backlog_tokens = [], {}, 0
                 await self._commit(flushes)
-        except Exception as error:  # tokens that cannot be written would be waited for without end
+        except (
+            Exception
+        ) as error:  # otherwise tokens that cannot be written would be awaited forever
             self._mesh.host.exit(70, f"{self._mesh.name} cannot write tokens: {error!r}", error)
         finally:
             self._task = None
@@ -137,11 +136,11 @@ class GroupCommit:
         )
         rows = self._staging.find_rows(requests)
         wanted = (rows != NO_REQUEST) & (new.counts > 0) & self._staging.get_recorded(rows)
-        if wanted.any():  # goes to the ledger, under the trajectories' numbers
+        if wanted.any():  # written to the ledger under the trajectories' numbers
             chosen = new if wanted.all() else select_rows(new, wanted)
             ids = self._staging.get_trajectory_ids(rows[wanted])
             await self._writer.write_tokens(replace(chosen, ids=ids))
-            rows = self._staging.find_rows(requests)  # some may be over by now
+            rows = self._staging.find_rows(requests)  # some may be closed now
         wanted = (rows != NO_REQUEST) & (new.counts > 0)
         taken = new if wanted.all() else select_rows(new, wanted)
         self.sampled_tokens += len(taken.tokens)
@@ -164,7 +163,9 @@ class GroupCommit:
 
 
 def _mark_decoding(request: OpenRequest) -> bool:
-    """Whether a request waits for its first token no more; its stopwatch hears of that."""
+    """Mark a request as decoding, with its stopwatch. Return True if it no longer waits for its
+    first token.
+    """
     if not request.is_closed:
         if request.is_waiting:
             return False
@@ -181,4 +182,4 @@ _FINISH_CODES = {
     FinishReason.STOP,
     FinishReason.LENGTH,
     FinishReason.ABORTED,
-}  # that a flush may bring
+}  # that a flush may contain

@@ -1,5 +1,5 @@
-"""The ledger of one job on one shard: its segments, which Redis names, and what a predecessor
-left, also of those that are damaged.
+"""Ledger of one job on one shard: the segments recorded in Redis, and recovery of a predecessor's
+segments, including corrupt ones.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from meshrl.common.state import groups as rows
 from meshrl.common.state.pool.workers.process_names import parse_service_name
 from meshrl.services.rollout.trajectories.trajectory import RestoredGroups, Trajectory
 
-SYNC_INTERVAL_S = 0.05  # what a host crash may cost (`fsync_ms`)
+SYNC_INTERVAL_S = 0.05  # possible loss by a host crash (`fsync_ms`)
 FULL_RETRY_S = 0.5
 MAX_PART_BYTES = (
     MAX_RECORD_BYTES // 2
-)  # most in a record of tokens, which grows while the disk is full
-WRITE_TIMEOUT_S = 60.0  # a disk that takes longer has failed
+)  # limit of a token record, which grows while the disk is full
+WRITE_TIMEOUT_S = 60.0  # after this time a disk counts as failed
 
-RUN_HOST = "home"  # a word of Redis' scripts: where segments lie that the head sees
-HOST_LOST = "host_lost"  # why groups are given back whose ledger another host has
-MAX_NAMED_GROUPS = 20  # groups that an event names
-REWRITE_BATCH = 256  # records that are written down again at a time
+RUN_HOST = "home"  # word of Redis scripts: segments lie on the run host
+HOST_LOST = "host_lost"  # reason of a requeue: the ledger is on another host
+MAX_NAMED_GROUPS = 20  # groups named in an event
+REWRITE_BATCH = 256  # records rewritten at a time
 
 WrittenFuture = asyncio.Future[None]
 ComputeSeed = Callable[[int, int], int]
@@ -52,16 +52,16 @@ ComputeSeed = Callable[[int, int], int]
 
 @dataclass
 class _LedgerSegment:
-    """A segment that a predecessor left, or that Redis names."""
+    """Segment of a predecessor, or one recorded in Redis."""
 
     path: Path
     sealed_length: int
-    readable_length: int = 0  # of its whole records, with the header
+    readable_length: int = 0  # of its complete records, with the header
     groups: set[int] = field(default_factory=set)
     corruption: str = ""
 
     def replay(self, restored: RestoredGroups, compute_seed: ComputeSeed) -> None:
-        """Replays its whole records, those before the damage if it is damaged."""
+        """Replay its complete records; of a corrupt segment those before the corruption."""
         try:
             for record, end in iter_records_with_offsets(self.path, self.sealed_length):
                 self.readable_length = end
@@ -73,8 +73,8 @@ class _LedgerSegment:
 
     @property
     def is_unstarted(self) -> bool:
-        """Whether it is on record as open and has not even a header: a crash leaves that if it
-        comes before anything was to be written.
+        """True if it is recorded as open but has no complete header, as after a crash before the
+        first write.
         """
         short = not self.path.exists() or self.path.stat().st_size < len(HEADER)
         return self.sealed_length < 0 and short and not self.corruption
@@ -119,11 +119,13 @@ def _format_groups(groups: set[int]) -> str:
 
 
 class ShardLedger:
-    """Writes records down before they count; Redis names each segment and where it is sealed."""
+    """Ledger that writes records before they count. Redis records each segment and its sealed
+    length.
+    """
 
     def __init__(self, mesh: Mesh, job: JobData) -> None:
         self._mesh, self._job, self._run_directory = mesh, job.id, job.local_run_dir
-        # A name of where the segments lie, which all that see them have for it.
+        # Identifies the storage of the segments, equal for all processes that can read them.
         self._place = RUN_HOST if job.is_on_run_host else f"host {mesh.settings.host}"
         self.directory = job.local_run_dir / "ledger" / f"shard-{parse_service_name(mesh.name)[2]}"
         self._ledger = Ledger(mesh.host, self.directory, f"{mesh.token:012d}")
@@ -132,8 +134,8 @@ class ShardLedger:
         ] = []
         self._writer: asyncio.Task[None] | None = None
         self._write_in_progress: WrittenFuture | None = None
-        self._segment_lock = asyncio.Lock()  # held while the open segment must stay the same
-        self._changed = asyncio.Event()  # there may be something to write or to sync
+        self._segment_lock = asyncio.Lock()  # held while the open segment must not change
+        self._changed = asyncio.Event()  # there may be records to write or to sync
         self._changed.set()
 
     @property
@@ -141,11 +143,11 @@ class ShardLedger:
         return self._ledger.bytes_written
 
     async def take_over(self, compute_seed: ComputeSeed) -> dict[int, list[Trajectory]]:
-        """Claims the shard; what its predecessor left of the groups that are still open.
+        """Claim the shard, and return the recovered trajectories of the open groups.
 
-        A predecessor's segments are sealed at their last whole record first: what it may still
-        write is not read. What a damaged one tells before the damage counts, and is written down
-        again, since the segment is set aside; groups of which nothing is left start again.
+        A predecessor's segments are first sealed at their last complete record, so later writes of
+        the predecessor are ignored. Records before a corruption count. They are written again,
+        since the corrupt segment is quarantined. Groups without any record start again.
         """
         mesh, job = self._mesh, self._job
         on_record = await rows.claim_shard(mesh.state, job, mesh.name, mesh.token)
@@ -180,8 +182,8 @@ class ShardLedger:
         return left
 
     async def _abandon_open_groups(self, old_place: str, on_record: Iterable[str]) -> None:
-        """Its predecessor's ledger lies on another host, and perhaps is gone with it: the groups
-        that it had under way are lost, and their prompts go back.
+        """Requeue the open groups of a predecessor whose ledger is on another host, possibly
+        lost.
         """
         mesh, job, token = self._mesh, self._job, self._mesh.token
         lost = await rows.read_open_groups(mesh.state, job, mesh.name)
@@ -191,7 +193,9 @@ class ShardLedger:
             await rows.requeue_lost_group(mesh.state, job, mesh.name, token, a.group, HOST_LOST, op)
         for name in on_record:
             await rows.remove_segment(mesh.state, job, mesh.name, token, name)
-        for path in list_segments(self.directory):  # of an earlier time of the shard on this host
+        for path in list_segments(
+            self.directory
+        ):  # of an earlier incarnation of the shard on this host
             path.unlink(missing_ok=True)
 
     async def _adopt_segment(self, segment: _LedgerSegment) -> None:
@@ -210,8 +214,8 @@ class ShardLedger:
         restored: RestoredGroups,
         open_now: set[int],
     ) -> None:
-        """Sets damaged segments aside when all that counts of open groups is written down again,
-        in the new segment: each trajectory from its beginning.
+        """Rewrite the records of open groups in the new segment, each trajectory from its start,
+        then quarantine corrupt segments.
         """
         batch: list[tuple[RecordKind, Any]] = []
         for record in _list_surviving(ledger_segments, open_now):
@@ -244,7 +248,7 @@ class ShardLedger:
         await rows.remove_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
 
     async def _start_segment(self) -> None:
-        """Goes on in a new segment, on record before its first byte."""
+        """Start a new segment, recorded before its first byte."""
         mesh, job = self._mesh, self._job
         name = self._ledger.next_segment_path.name
         await rows.record_segment(mesh.state, job, mesh.name, mesh.token, name, -1)
@@ -256,11 +260,13 @@ class ShardLedger:
             await rows.record_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
 
     async def forget_group(self, group: int) -> None:
-        """The group has ended: segments that nothing needs now are deleted, and struck off."""
+        """Forget an ended group: delete and unregister segments that are no longer needed."""
         mesh = self._mesh
         for path in self._ledger.forget_group(group):
             await rows.remove_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
-            path.unlink(missing_ok=True)  # after that: one that is on record and gone is damage
+            path.unlink(
+                missing_ok=True
+            )  # after that: a recorded segment without a file counts as corrupt
 
     def defer_record(self, kind: RecordKind, payload: Any, group: int) -> None:
         self._ledger.defer(kind, payload, group)
@@ -269,9 +275,9 @@ class ShardLedger:
     async def write_records(
         self, *records: tuple[RecordKind, Any], groups: Iterable[int] = ()
     ) -> None:
-        """Writes records down; a full disk makes the trajectory wait, and loses nothing.
+        """Write records; a full disk blocks the trajectory, without loss.
 
-        What is logged while a write is under way goes with the next one.
+        Records logged during a write are part of the next write.
         """
         done: WrittenFuture = asyncio.get_running_loop().create_future()
         self._queue.append((records, groups, done))
@@ -292,7 +298,9 @@ class ShardLedger:
                 for _, _, done in queue:
                     if not done.done():
                         done.set_result(None)
-        except Exception as error:  # what may have been written or not must not be written again
+        except (
+            Exception
+        ) as error:  # records of a failed write, possibly written, must not be written again
             self._mesh.host.exit(
                 70, f"{self._mesh.name} cannot write its ledger: {error!r}", error, self._job
             )
@@ -300,7 +308,7 @@ class ShardLedger:
             self._writer = None
 
     async def _write(self, block: bytes) -> None:
-        """Off the loop: a write waits behind the disk's own work."""
+        """Write a block on a thread, as a write may wait for the disk."""
         try:
             return await self._write_once(block)
         except StorageFull as error:
@@ -324,15 +332,15 @@ class ShardLedger:
         await self.write_records(*parts, groups=groups)
 
     async def sync_forever(self) -> None:
-        """Brings what was written to the disk, and goes on in a new segment when one is full. It
-        rests while nothing is written.
+        """Sync written records to disk, and start a new segment when one is full. Sleep while
+        nothing is written.
         """
         synced = -1
         while True:
             await self._changed.wait()
             await self._mesh.clock.sleep(SYNC_INTERVAL_S)
             self._changed.clear()
-            await self.write_records()  # after all that was logged, and with what was deferred
+            await self.write_records()  # after all logged records, and with deferred ones
             if synced != self._ledger.bytes_written:
                 synced = self._ledger.bytes_written
                 await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_TIMEOUT_S)
@@ -340,7 +348,7 @@ class ShardLedger:
                 await retry(self._mesh.clock, self._start_segment)
 
     async def close(self) -> None:
-        """Ends with the write that is under way."""
+        """Close the ledger after the write in progress."""
         if self._writer is not None:
             self._writer.cancel()
         if self._write_in_progress is not None:

@@ -1,8 +1,8 @@
-"""Stages tokens that are written down while their requests still run, in one row of arrays per
-request: taking in what many engines flushed costs no Python per request.
+"""Staging of written tokens of running requests, in arrays with one row per request. Adding the
+flushes of many engines needs no Python code per request.
 
-A row moves into the columns of its trajectory's buffer when it is full, when its request is over,
-and when somebody reads the trajectory.
+A row is moved to the columns of its trajectory's buffer when it is full, when its request is
+closed, and when the trajectory is read.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from meshrl.common.base.expert_routing import NO_EXPERTS, UNKNOWN_EXPERT
 from meshrl.common.records.token_records import TokenRows, select_rows
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
-ROW_BITS = 20  # low bits of a request's number: its row; above them, earlier uses of the row
-ROW_TOKENS = 128  # a row is moved once in so many tokens
+ROW_BITS = 20  # low bits of a request's number: its row; above them: uses of the row
+ROW_TOKENS = 128  # tokens of a row before it is moved
 INITIAL_ROWS = 64
-NO_REQUEST = -1  # request of a row that is free
+NO_REQUEST = -1  # request of a free row
 _ROW = (1 << ROW_BITS) - 1
 
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A turn of a trajectory that is out at an engine."""
+    """Request for a turn of a trajectory, running at an engine."""
 
     id: int
     trajectory: Trajectory
-    done: asyncio.Future[int]  # its finish code, once every token of it is written down
-    start_length: int  # the trajectory's length when it was made
+    done: asyncio.Future[int]  # its finish code, once all its tokens are written
+    start_length: int  # the trajectory's length at its creation
     row: int
     staging: Staging
 
     @property
     def is_closed(self) -> bool:
-        """Nothing more is taken in for it."""
+        """True if it accepts no more tokens."""
         return not self.staging.is_open(self)
 
     @property
     def is_waiting(self) -> bool:
-        """It has brought no token yet."""
+        """True if it has no token yet."""
         return self.trajectory.length == self.start_length
 
     @property
@@ -55,7 +55,7 @@ class OpenRequest:
 
 
 class Staging:
-    """Rows of requests that are out. A request's number is used once."""
+    """Rows of running requests. A request's number is used once."""
 
     def __init__(self) -> None:
         self._request_ids = np.full(0, NO_REQUEST, np.int64)
@@ -65,14 +65,16 @@ class Staging:
         self._tokens = np.zeros(0, np.int32)  # rows one after the other
         self._logprobs = np.zeros(0, np.float32)
         self._versions = np.zeros(0, np.int32)
-        self._experts = NO_EXPERTS  # as long as the others once there are some
+        self._experts = NO_EXPERTS  # as long as the others once experts are recorded
         self._requests: list[OpenRequest | None] = []
         self._free_rows: list[int] = []
         self._opened_count = 0
         self._grow()
 
     def open(self, trajectory: Trajectory, done: asyncio.Future[int]) -> OpenRequest:
-        """A new request, whose tokens go to `trajectory`, which has no other one out."""
+        """Open a request for the tokens of `trajectory`, which must not have another open
+        request.
+        """
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
@@ -86,8 +88,8 @@ class Staging:
         return request
 
     def close(self, number: int) -> OpenRequest | None:
-        """The request of that number is over, and its tokens are in its trajectory's own columns;
-        None if it was over already.
+        """Close the request of that number and move its tokens to its trajectory; return None if it
+        was closed.
         """
         row = number & _ROW
         if row >= len(self._requests) or self._request_ids[row] != number:
@@ -126,7 +128,7 @@ class Staging:
         self._free_rows += range(rows + more - 1, rows - 1, -1)
 
     def _widen(self, width: int) -> None:
-        """Room for so many experts of each token; what is written by none is read by none."""
+        """Widen the expert columns; unwritten entries are never read."""
         before, self._experts = self._experts, np.empty((len(self._tokens), width), np.int16)
         if before.shape[1]:
             self._experts[: len(before)] = before
@@ -134,7 +136,7 @@ class Staging:
             self._experts[:] = UNKNOWN_EXPERT
 
     def find_rows(self, requests: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row of each request; NOBODY where it is over."""
+        """Return the row of each request; NO_REQUEST if it is closed."""
         rows = requests & _ROW
         known = self._request_ids[np.minimum(rows, len(self._requests) - 1)] == requests
         return rows if known.all() else np.where(known, rows, NO_REQUEST)
@@ -146,8 +148,7 @@ class Staging:
         return self._recorded[rows]
 
     def add_tokens(self, rows: NDArray[np.int64], new: TokenRows) -> None:
-        """Takes `new` (row i of it belongs to `rows[i]`; a row that comes twice is taken in
-        order)."""
+        """Add `new` tokens: row i belongs to `rows[i]`, and repeated rows are added in order."""
         while len(rows):
             mark = np.arange(len(rows))
             place = np.zeros(int(rows.max()) + 1, np.int64)
@@ -184,7 +185,7 @@ class Staging:
             self._experts[at] = new.experts if width else UNKNOWN_EXPERT
         self._used_tokens[rows] = used + counts
 
-    # -- what a trajectory's buffer asks -----------------------------------------------------------
+    # -- access by a trajectory's buffer ---------------------------------------------------------
 
     def count_staged(self, row: int) -> int:
         return int(self._used_tokens[row])

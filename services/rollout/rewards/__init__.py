@@ -1,3 +1,3 @@
-"""Clients of all that scores trajectories: sandboxes, frozen models, judges. Open
+"""Clients of the processes that score trajectories: sandboxes, frozen models, judges. Open
 `sandbox_client.py` first.
 """

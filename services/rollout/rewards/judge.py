@@ -1,4 +1,4 @@
-"""Rewards by a model's verdict: the job's own judge, or a server that speaks OpenAI's API."""
+"""Rewards by a model's verdict: the job's own judge, or a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ if TYPE_CHECKING:
 
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-RETRY_STATUSES = {408, 409, 425, 429}  # statuses, beside 5xx, that pass
-MAX_ANSWER_BYTES = 1 << 20  # most that a server may answer
-MAX_SHOWN_CHARS = 200  # characters of an answer that an error shows
+RETRY_STATUSES = {408, 409, 425, 429}  # temporary statuses, beside 5xx
+MAX_ANSWER_BYTES = 1 << 20  # maximum size of a server's answer
+MAX_SHOWN_CHARS = 200  # characters of an answer in an error
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class JudgeFailed(ToolFailed):
-    """The judge gave no verdict: it refused, said something else, or could not be reached."""
+    """Error raised when the judge gives no verdict: a rejection, another answer, or no
+    connection.
+    """
 
     code = "judge_failed"
 
 
 class RewardJudge(Protocol):
     async def judge_trajectory(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        """Return the reward of a trajectory: 0, unasked, if the model gave no answer. ToolFailed,
-        never a number, when the judge gives no verdict.
+        """Return the reward of a trajectory; 0 without a request if the model gave no answer. Raise
+        ToolFailed if the judge gives no verdict.
         """
 
     async def close(self) -> None: ...
 
 
 def create_judge(mesh: Mesh, job: JobData, scoring_client: ScoringClient) -> RewardJudge | None:
-    """The judge that the job asks for, if it does."""
+    """Create the judge of the job; None if it has none."""
     config = job.config.reward.judge
     if not config.use:
         return None
@@ -59,9 +61,9 @@ def create_judge(mesh: Mesh, job: JobData, scoring_client: ScoringClient) -> Rew
 def render_question(
     template: str, prompt: str, row: dict[str, Any], turns: list[dict[str, Any]]
 ) -> list[str] | None:
-    """Return the template with {prompt}, {answer} and keys of the row, other braces as they are:
-    parts of the template and values in turns, the template's first. None if the model gave no
-    answer.
+    """Return the template with {prompt}, {answer} and keys of the row; other braces are unchanged.
+    The result alternates parts of the template and values, starting with the template. Return
+    None if the model gave no answer.
     """
     answer = extract_answer(turns, {})
     if answer is None:
@@ -86,7 +88,9 @@ def _to_text(value: Any) -> str:
 
 
 def parse_verdict(text: str, yes: str, no: str) -> float:
-    """1 for yes, 0 for no, or the number that the last line is; JudgeFailed for anything else."""
+    """Parse a verdict: 1 for yes, 0 for no, or the number in the last line. Raise JudgeFailed for
+    anything else.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     verdict = last.rpartition(":")[2].strip(" \t*_`'\".!").casefold()
@@ -101,8 +105,8 @@ def parse_verdict(text: str, yes: str, no: str) -> float:
 
 
 class ModelJudge:
-    """[models.reward], by how likely it goes on with yes. The template alone writes special tokens,
-    unless the job wants them anywhere.
+    """Judge of [models.reward], by the probability of yes. Only the template contains special
+    tokens, unless the job allows them everywhere.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class ModelJudge:
 
 
 class _RetryableError(Exception):
-    """The server may answer later; after `pause_s` if it said so."""
+    """Error of a server that may answer later; after `pause_s` if the server sent a delay."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -137,7 +141,9 @@ class _RetryableError(Exception):
 
 
 class ServerJudge:
-    """A model behind `chat/completions`, asked again while it is away, overloaded or slow."""
+    """Judge behind `chat/completions`, retried while the server is unavailable, overloaded or
+    slow.
+    """
 
     def __init__(self, mesh: Mesh, config: JudgeConfig, prompt: str) -> None:
         self._mesh, self._config, self._prompt = mesh, config, prompt
@@ -146,7 +152,9 @@ class ServerJudge:
         self._session: aiohttp.ClientSession | None = None
 
     async def judge_trajectory(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        """Waiting for room among the requests under way is not the server's time."""
+        """Return the reward; waiting for a free request slot does not count against the server's
+        time limit.
+        """
         asked = render_question(self._config.template, self._prompt, row, turns)
         if asked is None:
             return 0.0
@@ -171,7 +179,7 @@ class ServerJudge:
                 pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     async def _request_verdict(self, question: str) -> str:
-        import aiohttp  # only where a server judges: it is slow to import
+        import aiohttp  # imported only here, as the import is slow
 
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._build_headers())

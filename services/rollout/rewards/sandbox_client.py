@@ -1,5 +1,5 @@
-"""A client of a job's sandboxes for tools and rewards: it spreads calls by load, repeats them when
-a sandbox fails, and reports failures of the author's code as typed errors.
+"""Client of a job's sandboxes for tools and rewards. It spreads calls by load, retries them when a
+sandbox fails, and reports failures of the author's code as typed errors.
 """
 
 from __future__ import annotations
@@ -47,17 +47,15 @@ Q = TypeVar("Q")
 ToolCallRecord = tuple[str, Any, Any]  # a tool, its input, its value
 RewardArguments = tuple[dict[str, Any], list[dict[str, Any]]]
 
-MAX_ATTEMPTS = 4  # calls that may crash before the trajectory fails by type
-MAX_TIMEOUTS = 2  # calls that may hang: what waits for a core is not charged, so few do by accident
-UNAVAILABLE_TIMEOUT_S = 600.0  # the sandbox service itself may be away this long
+MAX_ATTEMPTS = 4  # crashed calls before the trajectory fails by type
+MAX_TIMEOUTS = 2  # hung calls: time in a queue does not count, so accidental hangs are rare
+UNAVAILABLE_TIMEOUT_S = 600.0  # limit for an unavailable sandbox service
 RETRY_S = 0.25
-POLL_S = 2.0  # between two looks at which sandboxes there are
-JAILED_CALL_DEADLINES = 5  # times its limit that a jailed call may take with the queue before it
-BATCH_DEADLINES = (
-    3  # times its deadline that a batch of calls may take: two, and what a busy host adds
-)
+POLL_S = 2.0  # interval of updates of the list of sandboxes
+JAILED_CALL_DEADLINES = 5  # limit of a jailed call with its queue, in deadlines
+BATCH_DEADLINES = 3  # limit of a batch of calls, in deadlines: two, and a margin for a busy host
 MAX_QUEUE_S = 1800.0  # longest wait in the queue
-STATUS_TEXTS = {  # how a call of the author's code failed, by its status
+STATUS_TEXTS = {  # failures of a call of the author's code, by status
     RAISED: "raised",
     TIMEOUT: "timed out",
     CRASHED: "crashed",
@@ -71,24 +69,30 @@ FINAL_STATUSES = (
     RAISED,
     BAD_VALUE,
     UNSUPPORTED,
-)  # asked again, such a call would end the same way
-LIVE_SESSION_STATUSES = (OK, OUT_OF_MEMORY, REFUSED)  # how a cell may end whose session goes on
+)  # a retry of such a call would fail the same way
+LIVE_SESSION_STATUSES = (
+    OK,
+    OUT_OF_MEMORY,
+    REFUSED,
+)  # statuses of a cell after which the session continues
 
 
 def build_load_request(job: JobData) -> LoadJob:
-    """What a sandbox is told of a job. Damaged: the author's code is not what was packed."""
+    """Build the load request of a job. Raise CorruptData if the author's code differs from the
+    packed files.
+    """
     bundle_files.check_files(job.bundle, job.files, MODULES)
     return sandbox_request.build_load_request(job)
 
 
 class SandboxSelector:
-    """Which of a job's sandboxes a batch goes to: the one with the fewest calls of ours, of those
-    alive. Those of other jobs serve none of it.
+    """Selection of a sandbox per batch: the live sandbox of the job with the fewest calls of this
+    client.
     """
 
     def __init__(self, mesh: Mesh, job: str) -> None:
         self._mesh, self._job = mesh, job
-        self._first = sandbox_name(job, 0)  # the one that every job with tools or rewards has
+        self._first = sandbox_name(job, 0)  # each job with tools or rewards has this one
         self._names: list[str] = [self._first]
         self._polled_at_s = float("-inf")
         self._calls_in_flight: dict[str, int] = {}
@@ -108,12 +112,12 @@ class SandboxSelector:
         return min(names, key=lambda name: self._calls_in_flight.get(name, 0))
 
     async def choose_for_session(self, session: str) -> str:
-        """The one for a session: the same for every incarnation of its shard."""
+        """Choose the sandbox of a session, equal for every incarnation of its shard."""
         names = await self.list_sandboxes()
         return names[zlib.crc32(session.encode()) % len(names)]
 
     def invalidate(self) -> None:
-        """The next choice looks anew: one of them did not answer."""
+        """Invalidate the list of sandboxes, as one of them did not answer."""
         self._polled_at_s = float("-inf")
 
     def count_calls(self, name: str, calls: int) -> None:
@@ -122,27 +126,27 @@ class SandboxSelector:
 
 @dataclass(slots=True, eq=False)
 class _ToolSession:
-    """The state of one trajectory's tools, at the sandbox that is its home."""
+    """State of one trajectory's tools, at one sandbox."""
 
     name: str = ""
-    sandbox: str = ""  # the sandbox that has it, once one may have
-    calls_in_flight: int = 0  # under way there
-    is_finished: bool = False  # nobody will call again
+    sandbox: str = ""  # sandbox with its state, once it may exist
+    calls_in_flight: int = 0  # calls in progress there
+    is_finished: bool = False  # no further call follows
 
 
 @dataclass(frozen=True, slots=True)
 class _QueuedToolCall:
-    """A tool's call, and the state that it works on."""
+    """Tool call with its session."""
 
     name: str
     argument: Any
-    session: _ToolSession  # without a name: it needs none
-    session_begun: bool  # the session holds what earlier calls made
-    runs_once: bool  # it is not run again when its process is lost
+    session: _ToolSession  # without a name: not needed
+    session_begun: bool  # earlier calls have created session state
+    runs_once: bool  # not repeated when its process is lost
 
 
 class SandboxClient:
-    """Tools and rewards of one job, batched."""
+    """Batched client of one job's tools and rewards."""
 
     def __init__(self, mesh: Mesh, job: JobData, failures: FailureReporter | None = None) -> None:
         self._mesh, self._job = mesh, job
@@ -161,7 +165,7 @@ class SandboxClient:
         self._sessions: dict[str, _ToolSession] = {}  # by trajectory
         self._end_tasks: set[asyncio.Task[None]] = (
             set()
-        )  # sandboxes are being told of ended sessions
+        )  # notifications of ended sessions to sandboxes
         self._tool_batcher: Batcher[_QueuedToolCall, CallOutcome] = Batcher(
             self._run_tools, max_in_flight=2
         )
@@ -177,7 +181,7 @@ class SandboxClient:
         self._is_reward_jailed = bool(jailed_reward)
 
     async def load_job(self) -> None:
-        """Tells the sandboxes about the job; one without tools and reward needs none."""
+        """Load the job on the sandboxes; do nothing without tools and reward."""
         if self._job.config.sandbox_count:
             for name in await self._selector.list_sandboxes():
                 await self._mesh.ref(name).call(Sandbox.load_job, build_load_request(self._job))
@@ -185,10 +189,12 @@ class SandboxClient:
     async def call_tool(
         self, name: str, argument: Any, session: str = "", earlier: Sequence[ToolCallRecord] = ()
     ) -> Any:
-        """A tool's value; ToolFailed when it raises, or keeps hanging or crashing.
+        """Call a tool and return its value. Raise ToolFailed if it raises, or repeatedly hangs or
+        crashes.
 
-        `session` names the trajectory, whose `earlier` calls say whether its state must be there.
-        What runs the model's code has a value whatever became of it: the model reads how it ended.
+        `session` names the trajectory; its `earlier` calls show whether session state must exist. A
+        tool that runs the model's code always returns a value, which describes failures to the
+        model.
         """
         config = self._job.config.environment
         tools = config.tools
@@ -212,7 +218,9 @@ class SandboxClient:
         return _get_value(outcome, f"tool {name}")
 
     async def compute_reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        """The job's reward; ToolFailed when the function raises, hangs or returns garbage."""
+        """Compute the job's reward. Raise ToolFailed if the function raises, hangs or returns an
+        invalid value.
+        """
         deadline_s = self._job.config.reward.deadline_s
         call = self._call_with_retries(
             self._reward_batcher, (row, turns), REWARD_FUNCTION, deadline_s
@@ -220,8 +228,8 @@ class SandboxClient:
         return float(_get_value(await call, REWARD_FUNCTION))
 
     def end_session(self, session: str) -> None:
-        """A trajectory is over: its session need not be kept. Its sandbox is told meanwhile, after
-        the last call that is under way there.
+        """End the session of a trajectory. Its sandbox is notified in the background, after the
+        last call in progress there.
         """
         kept = self._sessions.pop(session, None)
         if kept is not None:
@@ -240,8 +248,8 @@ class SandboxClient:
     async def _call_with_retries(
         self, batcher: Batcher[Q, CallOutcome], call: Q, what: str, deadline_s: float
     ) -> CallOutcome:
-        """The outcome, asked for again when the process that ran the call was lost or too slow, and
-        when nobody has begun it in time.
+        """Call with retries: repeat a call whose process was lost or too slow, or that was not
+        started in time.
         """
         clock = self._mesh.job_clock
         began = clock.monotonic()
@@ -306,7 +314,7 @@ class SandboxClient:
     async def _run_once(
         self, queued: _QueuedToolCall, call: ToolCall, timeout_s: float
     ) -> CallOutcome:
-        """A call that is not asked twice: if its sandbox is lost, it comes back as crashed."""
+        """Run a call at most once: if its sandbox is lost, return it as crashed."""
         session = queued.session
         name = session.sandbox or await self._choose_sandbox(session=session.name)
         session.sandbox = name
@@ -317,9 +325,9 @@ class SandboxClient:
                 answer = await ref.call(Sandbox.run_tools, RunTools([call]), deadline_s=timeout_s)
                 outcome: CallOutcome = answer.outcomes[0]
                 return outcome
-            except NotFound:  # it was not run: this sandbox does not know the job
+            except NotFound:  # it did not run: this sandbox has not loaded the job
                 await self._load_on(name)
-            except Overloaded:  # nor then
+            except Overloaded:  # it did not run either
                 await self._mesh.clock.sleep(RETRY_S)
             except MeshError as error:
                 if not error.retryable:
@@ -348,7 +356,7 @@ class SandboxClient:
     async def _send_with_retries(
         self, method: Any, request: Any, calls: int, deadline_s: float
     ) -> list[CallOutcome | Exception]:
-        """Sandboxes may die and come back: what is asked here is safe to run again, elsewhere."""
+        """Send idempotent calls, and retry them on other sandboxes if one is lost."""
         clock = self._mesh.job_clock
         started = clock.monotonic()
         avoid = ""
@@ -386,7 +394,9 @@ class SandboxClient:
             return sandbox_name(self._job.id, 0)
 
     async def _load_on(self, name: str) -> None:
-        """Damaged, if the modules are not what was packed: a sandbox imports them again."""
+        """Load the job on a sandbox. Raise CorruptData if the modules differ from the packed files,
+        as a sandbox imports them again.
+        """
         try:
             await self._mesh.ref(name).call(Sandbox.load_job, build_load_request(self._job))
         except MeshError as error:

@@ -1,4 +1,4 @@
-"""A client of the job's frozen models: log-probabilities of trajectories, and verdicts."""
+"""Client of the job's frozen models: log-probabilities of trajectories, and verdicts."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ from meshrl.services.rollout.trajectories.trajectory import Trajectory
 Q = TypeVar("Q")
 R = TypeVar("R")
 Floats = NDArray[np.float32]
-ScoresByRole = dict[str, Floats]  # by role, one number for each token of one trajectory
+ScoresByRole = dict[str, Floats]  # by role, one number per token of one trajectory
 
-ROLES = ("reference", "teacher")  # roles that read trajectories
-BATCH_SEQUENCES = 32  # sequences of one call
-CALL_TIMEOUT_S = 30.0  # for a call, beside what its tokens take
-MIN_TOKENS_PER_S = 50.0  # tokens a second: below, a model is not slow but stuck
-UNAVAILABLE_TIMEOUT_S = 3600.0  # the process may be away so long: its host may have been lost
+ROLES = ("reference", "teacher")  # roles that score trajectories
+BATCH_SEQUENCES = 32  # sequences per call
+CALL_TIMEOUT_S = 30.0  # for a call, plus the time of its tokens
+MIN_TOKENS_PER_S = 50.0  # tokens per second: below this rate a model counts as stuck
+UNAVAILABLE_TIMEOUT_S = 3600.0  # limit for an unavailable process, whose host may be lost
 
 
 class ScoringFailed(ToolFailed):
-    """A frozen model cannot read a trajectory, or was away too long."""
+    """Error raised when a frozen model cannot score a trajectory, or is unavailable too long."""
 
     code = "scoring_failed"
 
 
 class ScoringClient:
-    """Asks the one process that hosts them, in batches, and waits while it is away."""
+    """Client of the process of the frozen models, with batches, and retries while it is
+    unavailable.
+    """
 
     def __init__(self, mesh: Mesh, job: JobData) -> None:
         self._mesh, self._name = mesh, scoring_name(job.id)
@@ -54,14 +56,14 @@ class ScoringClient:
         )
 
     async def score(self, tokens: NDArray[np.int32]) -> ScoresByRole:
-        """The scores of each role that the job has, float32 [n]; ScoringFailed when they cannot be
-        had.
+        """Return the scores of each role of the job, float32 [n]. Raise ScoringFailed if they are
+        unavailable.
         """
         return await self._sequence_batcher.submit(tokens) if self.roles else {}
 
     async def judge_text(self, text: list[str]) -> float:
-        """The probability, from 0 to 1, that the judge says yes to a text in parts (`JudgeBatch`);
-        ScoringFailed without any.
+        """Return the probability, from 0 to 1, that the judge answers yes to a text in parts
+        (`JudgeBatch`). Raise ScoringFailed without an answer.
         """
         return await self._text_batcher.submit(text)
 
@@ -101,8 +103,8 @@ class ScoringClient:
         return judged
 
     async def _call_with_retries(self, method: Call[Q, R], request: Q, deadline_s: float) -> R:
-        """The answer, waited for while nobody is there to give it; RemoteFailure when the request
-        has broken the process.
+        """Call with retries while the process is unavailable. Raise RemoteFailure if the request
+        has crashed it.
         """
         ref, clock = self._mesh.ref(self._name), self._mesh.job_clock
         try:
@@ -123,7 +125,7 @@ class ScoringClient:
 
 
 def concatenate_scores(members: Sequence[Trajectory], role: str) -> Floats:
-    """What a role made of all members' tokens, 0 for members that it has not read."""
+    """Concatenate a role's scores of all members' tokens, 0 for members without scores."""
     parts = [t.scores.get(role, np.zeros(t.length, np.float32)) for t in members]
     return np.concatenate(parts)
 
@@ -131,8 +133,8 @@ def concatenate_scores(members: Sequence[Trajectory], role: str) -> Floats:
 async def _answer_each(
     answer_batch: Callable[[list[Q]], Awaitable[list[R | Exception]]], batch: list[Q]
 ) -> list[R | Exception]:
-    """Answers to a batch. If it breaks the process, each is asked about once more, alone: what
-    broke it fails, and the others do not.
+    """Answer each request of a batch. If the batch crashes the process, send each request alone, so
+    that only the faulty request fails.
     """
     try:
         return await answer_batch(batch)

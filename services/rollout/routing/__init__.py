@@ -1,3 +1,3 @@
-"""The routing of turns: which engine takes one, when, and whether its cache goes along. Open
-`router.py` first.
+"""Routing of turns: the engine and time of each turn, and moves of its KV cache. Open `router.py`
+first.
 """

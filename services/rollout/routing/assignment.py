@@ -1,9 +1,9 @@
-"""A trajectory's stay at a shard's engines, from its first turn to its end: the one object that
-knows which engine has a place for it, what it waits for, and what of it is out.
+"""Assignment of a trajectory to a shard's engines, from its first turn to its end. It owns the slot
+at an engine, the place in the queue, and the open request.
 
-A stay is entered by `async with`. Whatever ends a turn in between, an error or a cancellation at
-any await: `leave` gives back the seat and the place in the queue, and `end` what is left of its
-cache. The request is given back by the engine's link, which made it.
+An assignment is entered by `async with`. Any exit of a turn, by an error or a cancellation at any
+await, is safe: `release` frees the slot and the place in the queue, and `finish` the remaining
+cache. The engine's link, which made the request, closes it.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from meshrl.services.rollout.trajectories.trajectory import Trajectory
 if TYPE_CHECKING:
     from meshrl.services.rollout.routing.router import Router
 
-MAX_ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
-MAX_REJECTION_S = 120.0  # longest time that engines may refuse it: they drain and move all the time
-NO_ENGINE_S = 2.0  # who waits longer finds no engine: that is no refusal, an engine rests for less
+MAX_ATTEMPTS = 5  # engines in a row that may fail a request without a new token
+MAX_REJECTION_S = 120.0  # longest time of rejections: engines drain and move all the time
+NO_ENGINE_S = 2.0  # longer waits mean that no engine exists: an engine backs off for less
 TURN, AT_ENGINE = "turn", "engine"  # places of `Router.occupancy`
 
 
 class AssignmentState(Enum):
-    """Where a trajectory is between its first turn and its end."""
+    """State of a trajectory between its first turn and its end."""
 
-    UNASSIGNED = "away"  # no engine has a place for it
-    QUEUED = "queued"  # it waits for one; an engine may still keep its cache
-    ASSIGNED = "coming"  # an engine has a place for it
-    RUNNING = "out"  # a request of it is out; its cache may be on the way there
-    IDLE = "seated"  # between two turns: the engine keeps its keys and values
+    UNASSIGNED = "away"  # no engine has a slot for it
+    QUEUED = "queued"  # in the queue; an engine may still have its cache
+    ASSIGNED = "coming"  # an engine has a slot for it
+    RUNNING = "out"  # a request is running; its cache may be on the way
+    IDLE = "seated"  # between two turns: the engine keeps its KV cache
 
 
 class Assignment:
-    """One trajectory at the engines of a shard."""
+    """Assignment of one trajectory to the engines of a shard."""
 
     def __init__(self, router: Router, trajectory: Trajectory) -> None:
         self._router = router
         self.trajectory = trajectory
         self.state = AssignmentState.UNASSIGNED
-        self.bucket_state = BucketState()  # its bucket of engines, and how it got there
-        self.link: EngineLink | None = None  # where it has a seat
-        self.cache_engine = ""  # the engine that holds its cache, also while that cannot be reached
+        self.bucket_state = BucketState()  # its bucket of engines, with its history
+        self.link: EngineLink | None = None  # where it has a slot
+        self.cache_engine = ""  # the engine with its cache, even while unreachable
         self.cache_source: EngineLink | None = None  # the engine that it left, with its cache
-        self.balance_target = ""  # the engine that the balancer means it for
-        self.request: OpenRequest | None = None  # while one is out
+        self.balance_target = ""  # the engine chosen by the balancer
+        self.request: OpenRequest | None = None  # open request
         self.queue_order: tuple[int, ...] = ()  # place in the queue
-        self.queued_at_s = 0.0  # when it came into the queue
+        self.queued_at_s = 0.0  # when it entered the queue
         self.placed_future: asyncio.Future[None] | None = None  # while it is in the queue
         self._attempts = 0  # engines that failed since the last token
-        self._failing_since_s = 0.0  # when the first of them was
+        self._failing_since_s = 0.0  # time of the first of them
         self._cache_moves: set[asyncio.Task[None]] = (
             set()
         )  # of its cache, from engines that it left
@@ -81,7 +81,7 @@ class Assignment:
             self._router.remove_assignment(self)
 
     def enqueue(self, order: tuple[int, ...]) -> asyncio.Future[None]:
-        """Stands in the queue from now on; the future is done when it has a place."""
+        """Enter the queue; the returned future is done when it is assigned."""
         self.placed_future = asyncio.get_running_loop().create_future()
         self.queue_order, self.queued_at_s = order, self._router.clock.monotonic()
         self.state = AssignmentState.QUEUED
@@ -89,7 +89,7 @@ class Assignment:
         return self.placed_future
 
     def assign(self, link: EngineLink) -> None:
-        """Takes a place at an engine, and leaves the one that it had elsewhere."""
+        """Assign a slot at an engine, and release the one at another engine."""
         self._dequeue()
         if self.link is not link:
             self._release_slot()
@@ -97,13 +97,13 @@ class Assignment:
         link.assign(self)
 
     def release(self) -> None:
-        """Gives back what it has or waits for; its cache stays behind until it is forgotten."""
+        """Release its slot or place in the queue; its cache stays until it is released."""
         self._dequeue()
         self._release_slot()
         self.cache_engine, self.balance_target, self.state = "", "", AssignmentState.UNASSIGNED
 
     def finish(self) -> None:
-        """No further turn follows: its seat goes to the next, and no engine needs its cache."""
+        """Finish the assignment: release the slot, and the cache at its engine."""
         self.release()
         self._release_cache()
         self._router.dispatch()
@@ -128,17 +128,17 @@ class Assignment:
             self.cache_source, self.link = self.link, None
 
     def _release_cache(self) -> None:
-        """No engine needs to keep what it left behind."""
+        """Release the cache at the engine that it left."""
         source, self.cache_source = self.cache_source, None
         if source is not None:
             source.ended_sessions.add(self.trajectory.id)
 
     async def generate(self, max_length: int) -> FinishReason:
-        """Runs a turn to its end, at `limit` tokens of the trajectory at most, on whatever engines
-        have its version or a later one; STOP or LENGTH.
+        """Run a turn to its end, up to `max_length` tokens of the trajectory. Use engines with its
+        version or a later one.
 
-        ToolFailed when ATTEMPTS engines in a row failed it without a new token, or refused it for
-        PATIENCE_S.
+        Return STOP or LENGTH. Raise ToolFailed if MAX_ATTEMPTS engines in a row failed it without a
+        new token, or rejected it for MAX_REJECTION_S.
         """
         self._attempts, self._failing_since_s = 0, 0.0
         with self._measure_time(TURN):
@@ -170,20 +170,22 @@ class Assignment:
             self._router.dispatch()
 
     def _measure_time(self, place: str) -> AbstractContextManager[None]:
-        """The trajectory's time within the block counts, unless it is one of an evaluation."""
+        """Measure the trajectory's time within the block, except in an evaluation."""
         return (
             self._router.occupancy.occupy(place) if self.trajectory.is_recorded else nullcontext()
         )
 
     def _find_finish(self, max_length: int) -> FinishReason | None:
-        """How the turn has ended, with what has come of it by now; None: it goes on."""
+        """Return the finish reason of the turn's current tokens; None if it continues."""
         t = self.trajectory
         if len(t.turn_tokens) and int(t.tokens[-1]) in self._router.stop_token_ids:
-            return FinishReason.STOP  # in the ledger: the engine went with its last token delivered
+            return (
+                FinishReason.STOP
+            )  # in the ledger: the engine was lost after its last token arrived
         return FinishReason.LENGTH if t.length >= max_length else None
 
     async def _move_cache(self) -> None:
-        """Has its keys and values come after it while its request is computed, where that helps."""
+        """Move its KV cache to its engine while the request runs, where that helps."""
         source, link = self.cache_source, self.link
         assert link is not None
         if source is link:
@@ -192,17 +194,17 @@ class Assignment:
             choice = link.get_move_costs(source).choose_action(self.trajectory.length)
             self._router.cache_actions[choice.action] += 1
             if choice.action == "move":
-                self.cache_source = None  # it is let go of when nothing more comes
+                self.cache_source = None  # released when the transfer has ended
                 moving = self._run_cache_move(link, source)
                 task = asyncio.get_running_loop().create_task(moving, name="cache move")
                 self._cache_moves.add(task)
                 task.add_done_callback(self._cache_moves.discard)
-                await asyncio.sleep(0)  # the engine hears of it before it has the request
+                await asyncio.sleep(0)  # the engine must receive the fetch before the request
         self._release_cache()
 
     async def _run_cache_move(self, link: EngineLink, source: EngineLink) -> None:
         try:
-            with suppress(MeshError):  # it computes what did not come
+            with suppress(MeshError):  # the engine recomputes what did not arrive
                 await link.fetch_cache(self.trajectory, source)
         finally:
             if source not in (self.link, self.cache_source):
@@ -211,7 +213,7 @@ class Assignment:
     async def _attempt_turn(self, max_new_tokens: int) -> FinishReason:
         assert self.link is not None
         if not self._router.can_serve(self.link):
-            return FinishReason.REJECTED  # it went while a cache was on its way there
+            return FinishReason.REJECTED  # lost while a cache was being moved to it
         self.state = AssignmentState.RUNNING
         self.trajectory.stopwatch.enter("prefill")
         try:
@@ -220,8 +222,8 @@ class Assignment:
             return FinishReason.ABORTED
 
     def _change_engine(self, finish: FinishReason, grew: bool) -> None:
-        """Leaves an engine that did not finish the turn, for the one that the balancer meant if it
-        still has room; ToolFailed when too many have failed.
+        """Leave an engine that did not finish the turn, for the balancer's target if it has room.
+        Raise ToolFailed after too many failures.
         """
         link, target = self.link, self.balance_target
         assert link is not None
@@ -240,8 +242,8 @@ class Assignment:
         self._router.dispatch()
 
     def _count_failure(self, finish: FinishReason) -> None:
-        """Counts an engine that did not finish a turn; ToolFailed when that makes too many. The
-        engines of a job that is paused were taken from it.
+        """Count an engine that did not finish a turn; raise ToolFailed after too many. Engines of a
+        paused job do not count.
         """
         if self._router.clock.is_paused:
             return

@@ -1,9 +1,8 @@
-"""The policy for cache moves: whether a session's keys and values are sent after it to another
-engine.
+"""Policy of cache moves: whether a session's KV cache is sent to its next engine.
 
-The target computes them from the front while they come from the back, so a move costs no time of
-its own, only bytes. It is spared where it cannot help: where the target has computed all of it
-before the first chunk comes.
+The target computes it from the front while chunks arrive from the back. So a move costs bytes but
+no additional time. A move is skipped if the target computes the whole cache before the first chunk
+arrives.
 """
 
 from __future__ import annotations
@@ -15,46 +14,44 @@ from typing import Literal
 
 from meshrl.common.api.stats import EngineStats
 
-STEP_TOKENS = 512  # that an engine computes in one step, before which nothing else can come
+STEP_TOKENS = 512  # computed by an engine in one step, before any chunk arrives
 MIN_MOVES = 3  # moves before they count: the first one opens the connection
-MAX_MOVES = 16  # moves: what a network gives changes with what else it carries
-REMEASURE_AFTER = (
-    64  # times in a row that a move was spared, after which one is made to measure anew
-)
+MAX_MOVES = 16  # moves in the median, as network load changes
+REMEASURE_AFTER = 64  # skipped moves in a row, after which one is made as a new measurement
 
 
 @dataclass(frozen=True, slots=True)
 class MoveChoice:
-    """Whether to send a cache or only to compute it again, and why, for the log."""
+    """Decision to send a cache or to recompute it, with the reason for the log."""
 
     action: Literal["move", "recompute"]
     reason: str
 
 
 class MoveCosts:
-    """How soon moves between two engines, or two kinds of hosts, have brought anything; and what
-    prefill takes."""
+    """Measured costs of moves between two engines, or two kinds of hosts: time to the first bytes,
+    and prefill rate.
+    """
 
     def __init__(self) -> None:
-        self.bytes_per_token = 0  # in the target's cache; 0: it takes nothing over
+        self.bytes_per_token = 0  # in the target's cache; 0: it accepts no caches
         self.prefill_tokens_per_s = 0.0  # the target's rate; 0: not measured yet
         self.skipped_moves = 0  # moves in a row
         self._first_byte_s: deque[float] = deque(maxlen=MAX_MOVES)
 
     def update_stats(self, stats: EngineStats) -> None:
-        """Takes what the target engine publishes of itself."""
+        """Update the costs from the published stats of the target engine."""
         self.bytes_per_token = stats.cache_bytes_per_token
         self.prefill_tokens_per_s = stats.prefill_tokens_per_s
 
     def record_move(self, first_byte_s: float) -> None:
-        """A move brought something after so many seconds; 0: it brought nothing, and tells
-        nothing."""
+        """Record the seconds to the first bytes of a move; 0: nothing arrived, which is ignored."""
         if first_byte_s > 0:
             self._first_byte_s.append(first_byte_s)
 
     def choose_action(self, tokens: int) -> MoveChoice:
-        """`helpful`'s choice; but after many moves that were spared one is made, as what they take
-        may have changed.
+        """Choose by `choose_cheaper`; after many skipped moves make one, as its costs may have
+        changed.
         """
         choice = choose_cheaper(tokens, self)
         if choice.action == "move":
@@ -69,18 +66,19 @@ class MoveCosts:
         return choice
 
     def predict_prefill_s(self, tokens: int) -> float | None:
-        """Seconds to compute so many tokens; None: not measured."""
+        """Predict the seconds to compute `tokens` tokens; None: not measured."""
         return tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s > 0 else None
 
     @property
     def first_byte_s(self) -> float | None:
-        """Seconds until something comes; None: not measured. The median, so that a move that was
-        stalled changes nothing."""
+        """Median seconds until the first bytes arrive, robust to a stalled move; None: not
+        measured.
+        """
         return median(self._first_byte_s) if len(self._first_byte_s) >= MIN_MOVES else None
 
 
 def choose_cheaper(tokens: int, costs: MoveCosts) -> MoveChoice:
-    """Whether sending helps a session of `tokens` tokens that have been computed elsewhere."""
+    """Choose between a move and recomputation for a session of `tokens` tokens."""
     if not costs.bytes_per_token:
         return MoveChoice("recompute", "the engine takes nothing over")
     if tokens <= STEP_TOKENS:

@@ -1,8 +1,8 @@
-"""C-MLFQ: chooses the bucket of engines for a trajectory, again at each tool return.
+"""C-MLFQ: choice of the bucket of engines for a trajectory, repeated at each tool return.
 
-Everything starts in the short bucket. After a tool has answered, the trees of past trajectories
-(`length_trees.py`) estimate what remains, and `queue_policy.decide_bucket` says whether that is for
-another bucket (Libra, arXiv 2606.03077). Each decision carries its reason.
+Each trajectory starts in the short bucket. After a tool return, the trees of past trajectories
+(`length_trees.py`) estimate the remaining tokens. `queue_policy.decide_bucket` decides on a change
+of the bucket (Libra, arXiv 2606.03077). Each decision has a reason.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Traject
 
 @dataclass(slots=True)
 class BucketState:
-    """A trajectory up to now: its bucket, and its tool returns with the tokens before each."""
+    """Bucket of a trajectory, and its tool returns with the tokens before each."""
 
     bucket: int = 0
     tool_returns: list[tuple[ToolReturn, int]] = field(default_factory=list)
 
 
 class BucketScheduler:
-    """Decides the bucket of each trajectory, and learns from each that ends."""
+    """Scheduler that decides the bucket of each trajectory, and learns from each that ends."""
 
     def __init__(
         self,
@@ -40,20 +40,20 @@ class BucketScheduler:
         length_trees: LengthTrees,
         follows_engines: bool = False,
     ) -> None:
-        """`follows`: the buckets are those of the engines that are there (`follow`), and lengths
-        are learnt while there is one.
+        """Create a scheduler. `follows_engines`: the buckets follow the present engines
+        (`update_engines`), and lengths are learnt even with one bucket.
         """
         self.buckets = list(buckets)
         self._follows_engines = follows_engines
         self._max_length, self._batch_size = buckets[-1].max_tokens, buckets[-1].batch_size
-        self._degrees: dict[str, int] = {}  # of the engines that the buckets are for
+        self._degrees: dict[str, int] = {}  # of the engines of the buckets
         self.length_trees = length_trees
         self.outcome_counts: Counter[str] = Counter()  # decisions so far, by outcome
         self._prompt_count = max(1, prompt_count)  # rows of the data set: epochs share their trees
 
     def update_engines(self, engines: Mapping[str, MeasuredEngine]) -> bool:
-        """Makes the buckets those of these engines, by name, where they follow engines and others
-        are there than before; whether there are other buckets, so that nobody's is his any more.
+        """Rebuild the buckets for these engines, by name, if they follow engines that have changed.
+        Return True if the degrees changed, so that all trajectories need a new bucket.
         """
         degrees = {name: engine.tensor_parallel_size for name, engine in engines.items()}
         if not self._follows_engines or not degrees or degrees == self._degrees:
@@ -67,18 +67,19 @@ class BucketScheduler:
         return others
 
     def compute_order(self, trajectory: int, bucket: int) -> tuple[int, ...]:
-        """Whose turn it is when several wait, lowest first; then who came first. Trajectories are
-        numbered in the order of their groups.
+        """Return the sort key of a waiting trajectory, lowest first; ties go by arrival.
+        Trajectories are numbered in the order of their groups.
 
-        With buckets, the long ones: the step ends with them. All others take turns, which shows
-        soon who is long. With one, the oldest group: it is what a step waits for.
+        With several buckets long trajectories come first, as the step ends with them. All others
+        take turns, which soon shows which are long. With one bucket the oldest group comes first,
+        as a step waits for it.
         """
         return (-bucket,) if len(self.buckets) > 1 else (trajectory,)
 
     def decide_after_tool(
         self, trajectory: Trajectory, bucket_state: BucketState
     ) -> BucketDecision:
-        """The decision after a tool has answered the trajectory's open turn."""
+        """Decide the bucket after a tool has answered the trajectory's open turn."""
         if len(self.buckets) == 1:
             return BucketDecision("already_in_target", 0, "there is one bucket")
         bucket_state.tool_returns = collect_tool_returns(trajectory, bucket_state.tool_returns)
@@ -90,9 +91,7 @@ class BucketScheduler:
         return decision
 
     def restore(self, trajectory: Trajectory, bucket_state: BucketState) -> None:
-        """Takes up a trajectory that a predecessor began, or that other buckets were for, where its
-        tool returns have it.
-        """
+        """Restore a trajectory of a predecessor, or of former buckets, by its tool returns."""
         bucket_state.bucket = 0
         if len(self.buckets) == 1:
             return
@@ -104,15 +103,15 @@ class BucketScheduler:
     def decide_bucket(
         self, trajectory: Trajectory, path: Sequence[ToolReturn], current: int
     ) -> BucketDecision:
-        """The decision for a trajectory in bucket `current` after these tool returns."""
+        """Decide for a trajectory in bucket `current` after these tool returns."""
         prompt = trajectory.prompt % self._prompt_count if trajectory.is_recorded else None
         return decide_bucket(self.length_trees.estimate(prompt, path), current, self.buckets)
 
     def record_end(
         self, trajectory: Trajectory, bucket_state: BucketState
     ) -> PastTrajectory | None:
-        """Takes in a trajectory that is over; returns what is to be remembered of it, if it counts.
-        One that failed says nothing of lengths, nor does evaluation, which samples otherwise.
+        """Learn from a finished trajectory, and return the record to store, if it counts. Failed
+        trajectories and evaluations do not count.
         """
         learns = self._follows_engines or len(self.buckets) > 1
         if (
@@ -135,7 +134,7 @@ class BucketScheduler:
 def collect_tool_returns(
     trajectory: Trajectory, known: Sequence[tuple[ToolReturn, int]] = ()
 ) -> list[tuple[ToolReturn, int]]:
-    """A trajectory's tool returns, each with the tokens that it had sampled by then."""
+    """Collect a trajectory's tool returns, each with the tokens sampled before it."""
     found: list[tuple[ToolReturn, int]] = []
     sampled = 0
     for r in trajectory.all_turns:

@@ -1,8 +1,8 @@
-"""Buckets that follow the engines that exist: one for each degree of tensor parallelism, short
-lengths for small degrees (C-MLFQ: Libra, arXiv 2606.03077).
+"""Buckets that follow the present engines: one per degree of tensor parallelism, short lengths for
+small degrees (C-MLFQ: Libra, arXiv 2606.03077).
 
-Each bucket is to have as much of the work as its engines can do of all: past trajectories in the
-order of their lengths are cut where the tokens up to there are the share of the rates up to there.
+Each bucket receives the share of the work that its engines can do. Past trajectories are sorted by
+length. They are cut where the cumulative share of tokens equals the cumulative share of rates.
 Libra's code has the bounds in a file; here they follow lengths and gangs as these change.
 """
 
@@ -14,25 +14,24 @@ from fractions import Fraction
 
 from meshrl.services.rollout.routing.queue_policy import LengthBucket
 
-MIN_PAST = 16  # trajectories whose lengths say something
-MIN_TOKENS = 512  # of an engine, before its rate is believed
+MIN_PAST = 16  # trajectories before their lengths count
+MIN_TOKENS = 512  # tokens of an engine before its rate counts
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """What an engine tells of itself, of its life so far."""
+    """Published counters of an engine since its start."""
 
     tensor_parallel_size: int
     tokens: int = 0  # generated
-    busy_s: float = 0.0  # in which it computed them
+    busy_s: float = 0.0  # computation time
 
 
 def build_buckets(
     engines: Sequence[MeasuredEngine], past_lengths: Sequence[int], max_length: int, batch_size: int
 ) -> list[LengthBucket]:
-    """The buckets for these engines, one for each degree that they have, by the lengths of `past`
-    trajectories in tokens. The last takes lengths up to `longest`; engines decode `batch` requests
-    together.
+    """Build the buckets for these engines, one per degree, by `past_lengths` in tokens. The last
+    bucket accepts lengths up to `max_length`; engines decode `batch_size` requests together.
     """
     degrees = sorted({engine.tensor_parallel_size for engine in engines})
     rates = _measure_rates(engines, degrees)
@@ -56,8 +55,8 @@ def _measure_rates(
 ) -> Mapping[int, Fraction]:
     """Return the measured tokens per second of all engines of each degree.
 
-    Where a degree has not been measured, all count by their workers. Rates are fractions: the
-    quotient of two floats may be infinite or zero, and then no share is a number.
+    If a degree has not been measured, all count by their workers. Rates are fractions: the quotient
+    of two floats may be infinite or zero, and then no share is a number.
     """
     found: dict[int, Fraction] = {}
     for degree in degrees:
@@ -76,8 +75,8 @@ def _measure_rates(
 
 
 def _find_length_quantile(past_lengths: Sequence[int], share: Fraction, max_length: int) -> int:
-    """The length up to which trajectories have that share of all tokens; the same share of the
-    longest length while too few are known.
+    """Return the length up to which trajectories have that share of all tokens. With too few
+    lengths return that share of the longest length.
     """
     if len(past_lengths) < MIN_PAST:
         return max(1, int(share * max_length))

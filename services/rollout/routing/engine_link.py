@@ -1,4 +1,6 @@
-"""The link to one engine: requests go out, tokens come into the ledger and the trajectory."""
+"""Link to one engine: it submits requests, and writes received tokens to the ledger and the
+trajectory.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,15 @@ from meshrl.services.rollout.trajectories.trajectory import Trajectory
 if TYPE_CHECKING:
     from meshrl.services.rollout.routing.assignment import Assignment
 
-NO_VERSION = -1  # the version of an engine that may serve nobody now
-BACKOFF_S = 0.5  # an engine that failed a turn gets no other for so long: it may be draining
+NO_VERSION = -1  # the version of an engine that must not serve now
+BACKOFF_S = 0.5  # pause of an engine after a failed turn: it may be draining
 SILENT_S = 1.0  # an engine with requests flushes every 20 ms
-TURN_TIMEOUT_S = 600.0  # a turn that takes longer is handed to another engine
+TURN_TIMEOUT_S = 600.0  # a turn that takes longer is moved to another engine
 
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """An engine as the registry has it."""
+    """Registry entry of an engine."""
 
     host: str
     stats: EngineStats
@@ -55,7 +57,7 @@ class EngineSnapshot:
 
 
 class EngineLink:
-    """One engine as this shard sees it: a stream of tokens and the requests that are out."""
+    """Connection of this shard to one engine: its stream of tokens and the open requests."""
 
     def __init__(
         self,
@@ -67,44 +69,42 @@ class EngineLink:
         on_version: Callable[[], None],
     ) -> None:
         self.name = name
-        self.slots = slots  # trajectories that it holds
+        self.slots = slots  # trajectories in its cache
         self.batch_size = self.max_requests = (
-            slots  # requests that it runs, and that it may have from here
+            slots  # requests that it runs, and its limit for this shard
         )
         self.bucket = 0
-        self.lineage = 0  # the job's lineage: weights of earlier ones may serve nobody
+        self.lineage = 0  # the job's lineage: weights of earlier ones must not serve
         self._weights = 0, NO_VERSION  # (lineage, version) of its weights
-        self.assignments: set[Assignment] = set()  # stays that have a seat here
+        self.assignments: set[Assignment] = set()  # assignments with a slot here
         self.running_assignments: dict[
             Assignment, None
-        ] = {}  # stays among them with a turn under way, oldest first
+        ] = {}  # assignments with a turn in progress, oldest first
         self.ended_sessions: set[int] = set()  # trajectories whose slots the engine may reuse
         self.host = ""
-        self._move_costs = {across: MoveCosts() for across in (False, True)}  # moves to here
+        self._move_costs = {across: MoveCosts() for across in (False, True)}  # moves to this engine
         self._other_requests: dict[str, int] = {}  # requests of other shards
         self._plateau = 0
         self._backoff_until_s = 0.0
         self._mesh, self._group_commit, self._sampling = mesh, group_commit, sampling
-        self._on_version = on_version  # its weights are newer now
+        self._on_version = on_version  # called when its weights are newer
         self._ref: ActorRef = mesh.ref(name)
         self._abort_tasks: set[asyncio.Task[None]] = set()
-        self._last_flush_s = (
-            mesh.clock.monotonic()
-        )  # when a flush came, or a first request went out
-        self._silence_wait = ExitStack()  # holds the wait that is published while it is silent
+        self._last_flush_s = mesh.clock.monotonic()  # time of the last flush, or of a first request
+        self._silence_wait = ExitStack()  # the wait published while it is silent
         self._batcher: Batcher[tuple[OpenRequest, int], None] = Batcher(
             self._submit, max_in_flight=2
         )
 
     @property
     def version(self) -> int:
-        """The version of its weights; NO_VERSION while they are none of the job's."""
+        """Version of its weights; NO_VERSION if they are not of the job's lineage."""
         lineage, version = self._weights
         return version if lineage >= self.lineage else NO_VERSION
 
     @property
     def has_room(self) -> bool:
-        """Whether it may take another request, if somebody has a seat for it."""
+        """True if it accepts another request of an assignment with a slot."""
         return len(self.running_assignments) < self.max_requests
 
     @property
@@ -135,8 +135,9 @@ class EngineLink:
         )
 
     def compute_share(self, count: int) -> int:
-        """How many of `count` requests are this shard's to move: all shards divide them alike, in
-        proportion to what each has here."""
+        """Return this shard's share of `count` requests to move. All shards divide them the same
+        way, in proportion to their requests here.
+        """
         have = {**self._other_requests, self._mesh.name: len(self.running_assignments)}
         total = sum(have.values()) or 1
         parts = {shard: count * n // total for shard, n in have.items()}
@@ -146,7 +147,7 @@ class EngineLink:
     def update_stats(self, snapshot: EngineSnapshot) -> None:
         stats = snapshot.stats
         self._other_requests = {s: n for s, n in stats.requests.items() if s != self._mesh.name}
-        # Room in the engine's own slots is its queue's affair; a smaller batch is the shards'.
+        # The engine's queue handles its own slots; a smaller batch is the shards' limit.
         shards = 1 + len(self._other_requests) if self.batch_size < self.slots else 1
         self.max_requests = -(-self.batch_size // shards)
         self._plateau = stats.plateau
@@ -155,10 +156,10 @@ class EngineLink:
             costs.update_stats(stats)
 
     def assign(self, assignment: Assignment) -> None:
-        """A stay has a seat here, and a turn."""
+        """Assign a slot here, with a turn."""
         self.assignments.add(assignment)
         self.running_assignments[assignment] = None
-        self.ended_sessions.discard(assignment.trajectory.id)  # left by an earlier stay here
+        self.ended_sessions.discard(assignment.trajectory.id)  # from an earlier assignment here
 
     def unassign(self, assignment: Assignment) -> None:
         self.assignments.discard(assignment)
@@ -168,9 +169,7 @@ class EngineLink:
         self._backoff_until_s = self._mesh.clock.monotonic() + BACKOFF_S
 
     async def read_stream(self) -> None:
-        """Reads the stream until the engine is gone; then every request that is out ends as
-        aborted.
-        """
+        """Read the stream until the engine is lost; then abort all open requests."""
         try:
             attach = AttachStream(self._mesh.name, self._mesh.incarnation)
             async for flush in self._ref.stream(Engine.attach, attach):
@@ -179,10 +178,8 @@ class EngineLink:
                 weights = (
                     flush.loaded_lineage,
                     flush.loaded_version,
-                )  # a new lineage may begin at an earlier one
-                if (
-                    weights > self._weights or flush.loaded_version < 0
-                ):  # it holds nobody knows what
+                )  # a new lineage may begin at an earlier version
+                if weights > self._weights or flush.loaded_version < 0:  # its cache is unknown
                     self._weights = weights
                     self._on_version()
                 if len(flush.request_ids):
@@ -191,13 +188,13 @@ class EngineLink:
             self._weights = 0, NO_VERSION
             self._silence_wait.close()
             ids = [stay.request.id for stay in self.running_assignments if stay.request is not None]
-            self._group_commit.abort(self.name, ids)  # after what the engine had flushed
+            self._group_commit.abort(self.name, ids)  # after the tokens flushed by the engine
             for stay in self.assignments:
                 stay.mark_engine_lost()
             await self._batcher.close()
 
     def publish_silence(self) -> None:
-        """Publishes that this shard waits for the engine once it has been silent for a while."""
+        """Publish that this shard waits for the engine once it has been silent for a while."""
         silent = self._mesh.clock.monotonic() - self._last_flush_s > SILENT_S
         if not self._is_busy or self._mesh.job_clock.is_paused:
             self._silence_wait.close()
@@ -212,7 +209,7 @@ class EngineLink:
         return any(stay.request is not None for stay in self.running_assignments)
 
     async def generate(self, assignment: Assignment, max_new_tokens: int) -> FinishReason:
-        """Submits a turn; returns how it ended once every token of it is written down."""
+        """Submit a turn; return its finish reason once all its tokens are written."""
         if not self._is_busy:
             self._last_flush_s = self._mesh.clock.monotonic()
         request = assignment.request = self._group_commit.open_request(assignment.trajectory)
@@ -227,7 +224,9 @@ class EngineLink:
             del self.running_assignments[assignment]
 
     async def _wait_for_finish(self, request: OpenRequest) -> int:
-        """How a turn ends; one that takes too long as aborted, behind what has come of it."""
+        """Return the finish code of a turn; abort it after the time limit, behind its received
+        tokens.
+        """
         clock = self._mesh.job_clock
         try:
             async with clock.timeout(TURN_TIMEOUT_S, f"a turn on {self.name}"):
@@ -242,14 +241,14 @@ class EngineLink:
         return self._move_costs[self.host != source.host]
 
     async def fetch_cache(self, trajectory: Trajectory, source: EngineLink) -> None:
-        """Brings the trajectory's keys and values here from `source`, as far as that goes."""
+        """Fetch as much as possible of the trajectory's KV cache from `source`."""
         move = CacheMove(self._mesh.name, trajectory.id, source.name)
         moved: CacheMoveResult = await self._ref.call(Engine.move_cache, move)
         self.get_move_costs(source).record_move(moved.first_byte_s)
 
     def find_movable(self, count: int, waiting: bool) -> list[Assignment]:
-        """Up to `count` stays whose requests wait here, the latest first, or else run, the shortest
-        first, since those are computed again soonest.
+        """Return up to `count` assignments with waiting requests, the latest first, or with running
+        ones, the shortest first. Short ones are recomputed soonest.
         """
         found = [
             s
@@ -261,7 +260,7 @@ class EngineLink:
         return sorted(found, key=lambda s: s.trajectory.length)[:count]
 
     def abort_request(self, assignment: Assignment) -> None:
-        """Asks the engine to abort the stay's request: it ends when its last tokens are here."""
+        """Abort the assignment's request; it ends when its last tokens are received."""
         if assignment.request is not None:
             self._abort([assignment.request.id])
 
@@ -272,7 +271,7 @@ class EngineLink:
         task.add_done_callback(self._abort_tasks.discard)
 
     def _on_submitted(self, request: OpenRequest, answered: asyncio.Future[None]) -> None:
-        """Ends a request that the engine did not take, or may have taken, its answer lost."""
+        """End a request that the engine did not accept, or whose answer was lost."""
         error = None if answered.cancelled() else answered.exception()
         if isinstance(error, Refused):
             if self._group_commit.close_request(request) and not request.done.done():
@@ -281,14 +280,14 @@ class EngineLink:
             self._abort([request.id])
             if not request.is_closed:
                 self._group_commit.abort(self.name, [request.id])
-        elif request.is_closed and not request.done.done():  # given up before the engine had it
+        elif request.is_closed and not request.done.done():  # aborted before the engine received it
             self._abort([request.id])
 
     async def _submit(self, batch: list[tuple[OpenRequest, int]]) -> list[Exception | None]:
         answers: list[Exception | None] = [None] * len(batch)
         batch = [
             turn for turn in batch if not turn[0].is_closed
-        ]  # the others were given up meanwhile
+        ]  # the others were aborted in the mean time
         if not batch:
             return answers
         ts = [request.trajectory for request, _ in batch]
@@ -310,6 +309,6 @@ class EngineLink:
         try:
             await self._ref.call(Engine.submit, submit)
         except MeshError:
-            self.ended_sessions |= ended  # it may not have heard
+            self.ended_sessions |= ended  # the message may be lost
             raise
         return answers

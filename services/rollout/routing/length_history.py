@@ -1,8 +1,8 @@
-"""Keeps the lengths of past trajectories on disk, so that a shard that starts again knows them.
+"""History of trajectory lengths on disk, for a shard that restarts.
 
-One line of JSON for each trajectory: [prompt, [[tool, size class, status, sampled], ...], sampled],
-with a check. They only help to guess, so a line that was cut short or is damaged, or a full disk,
-costs a guess and nothing else.
+There is one line of JSON per trajectory: [prompt, [[tool, size class, status, sampled], ...],
+sampled], with a checksum. The lengths only improve estimates, so a truncated or corrupt line, or a
+full disk, is harmless.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ FILE_NAME = "lengths.jsonl"
 
 
 class LengthHistory:
-    """The latest trajectories of a shard, in `directory`; a damaged file is set aside in `root`."""
+    """Latest trajectories of a shard, in `directory`; a corrupt file is quarantined in `root`."""
 
     def __init__(
         self, host: Host, directory: Path, limit: int = HISTORY, root: Path | None = None
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._host, self.path, self._limit = host, directory / FILE_NAME, limit
-        found, self.corruption = _read_lines(
-            self.path
-        )  # what is wrong with what was there; empty: nothing
+        found, self.corruption = _read_lines(self.path)  # corruption of the old file; empty: none
         self.quarantined_path = (
             quarantine(self.path, root or directory) if self.corruption else None
         )
@@ -55,7 +53,7 @@ class LengthHistory:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Leaves what is too old behind; on a full disk the file stays as it is."""
+        """Rewrite the file without old lines; on a full disk keep the file."""
         with suppress(OSError, StorageFull):
             self._host.replace_file(self.path, b"".join(map(_encode_line, self._latest)))
             self._lines = len(self._latest)
@@ -75,7 +73,7 @@ def _encode_line(past: PastTrajectory, number: int = 0) -> bytes:
 
 
 def _read_lines(path: Path) -> tuple[list[PastTrajectory], str]:
-    """All whole lines, and whether others are damaged."""
+    """Read all valid lines; return them and a description of corrupt ones."""
     found = []
     content = path.read_bytes() if path.exists() else b""
     rows = [decode_row(text) for text in content.split(b"\n")[:-1]]
@@ -83,7 +81,7 @@ def _read_lines(path: Path) -> tuple[list[PastTrajectory], str]:
         try:
             prompt, returns, sampled = (row or {})["past"]
             states = [((tool, size, status), n) for tool, size, status, n in returns]
-        except (KeyError, TypeError, ValueError):  # whole, but of another shape: another version's
+        except (KeyError, TypeError, ValueError):  # valid, but of another version
             continue
         found.append(PastTrajectory(prompt, tuple(states), sampled))
     gone = len(rows) - len(found)

@@ -1,13 +1,13 @@
-"""Predicts how much longer a trajectory will be, from what its tools have answered so far.
+"""Prediction of the remaining length of a trajectory from its tool returns.
 
-The final length is decided by tool returns that do not exist when a trajectory starts, so it is
-estimated at each of them: a prefix tree over (tool, size class of the answer, status) holds, at
-every node, how many tokens past trajectories still sampled from there. There is one tree for each
-prompt and one for all (Libra, arXiv 2606.03077, section 4; `cmlfq_*.py` in its released code).
+Tool returns decide the final length, and do not exist when a trajectory starts. So the length is
+estimated at each of them. A prefix tree over (tool, size class of the answer, status) stores at
+each node the tokens that past trajectories sampled after it. There is one tree for each prompt and
+one for all (Libra, arXiv 2606.03077, section 4; `cmlfq_*.py` in its released code).
 
-Differs from there in two ways: a node speaks only from MIN_VISITS on, so that one odd trajectory
-moves nobody; and a prompt's tree that has nothing to say at a state's full depth gives way to the
-tree of all prompts, which may have.
+There are two differences to Libra. A node counts only from MIN_VISITS on, so that one unusual
+trajectory has no effect. If a prompt's tree has no estimate at a state's full depth, the tree of
+all prompts is used.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from typing import Any
 import msgpack
 
 SMALL_CHARS, MEDIUM_CHARS = 500, 5000  # characters of an answer; Libra's default classes
-NODE_SAMPLES = 200  # latest lengths that a node keeps for its 90th percentile
+NODE_SAMPLES = 200  # latest lengths of a node for its 90th percentile
 MIN_VISITS = 4  # trajectories behind an estimate
-HISTORY = 5000  # latest trajectories that the trees are made of
+HISTORY = 5000  # latest trajectories in the trees
 
 ToolReturn = tuple[str, str, str]  # tool, size class, status
 
 
 @dataclass(frozen=True, slots=True)
 class PastTrajectory:
-    """A finished trajectory: its tool returns, each with the tokens sampled before it."""
+    """Finished trajectory: its tool returns, each with the tokens sampled before it."""
 
     prompt: int
     tool_returns: tuple[tuple[ToolReturn, int], ...]
-    sampled_tokens: int  # tokens in all
+    sampled_tokens: int  # in total
 
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """Remaining tokens at a node, and which node: for the decision and for its explanation."""
+    """Estimate of the remaining tokens at a node, with the node for the explanation."""
 
     mean: float
     p90: float
     visits: int
-    depth: int  # tool returns that matched, out of those the trajectory has
+    depth: int  # matched tool returns of the trajectory
     tree: str  # "prompt" | "all"
 
 
@@ -60,13 +60,13 @@ class _LengthNode:
         self.latest.append(remaining)
 
     def p90(self) -> float:
-        """The smallest of the latest lengths that at least 90 % do not exceed."""
+        """Return the smallest of the latest lengths that at least 90 % do not exceed."""
         ordered = sorted(self.latest)
         return float(ordered[-(-9 * len(ordered) // 10) - 1])
 
 
 class LengthTrees:
-    """The trees, made of the latest `limit` trajectories; the same history makes the same trees."""
+    """Trees of the latest `limit` trajectories; the same history makes the same trees."""
 
     def __init__(self, history: Iterable[PastTrajectory] = (), limit: int = HISTORY) -> None:
         self._history: deque[PastTrajectory] = deque(history, maxlen=limit)
@@ -75,11 +75,11 @@ class LengthTrees:
 
     @property
     def sampled_tokens(self) -> list[int]:
-        """The tokens of each trajectory that it knows, the oldest first."""
+        """Tokens of each trajectory in the trees, the oldest first."""
         return [past.sampled_tokens for past in self._history]
 
     def learn(self, past: PastTrajectory) -> None:
-        """Takes in a finished trajectory, and forgets the oldest ones beyond the limit."""
+        """Learn from a finished trajectory, and forget the oldest ones beyond the limit."""
         self._history.append(past)
         self._learned_since_rebuild += 1
         if len(self._history) == self._limit and self._learned_since_rebuild >= self._limit // 2:
@@ -88,9 +88,9 @@ class LengthTrees:
             self._insert(past)
 
     def estimate(self, prompt: int | None, path: Sequence[ToolReturn]) -> LengthEstimate | None:
-        """The estimate of the deepest node that matches `path`: at its full depth in the prompt's
-        own tree, in the tree of all, or else their deepest common ancestors in that order. None: no
-        tool return has been seen often enough.
+        """Return the estimate of the deepest node that matches `path`. Of equal depths prefer the
+        prompt's own tree to the tree of all. Return None if no tool return has been seen often
+        enough.
         """
         own = self._prompts.get(prompt) if prompt is not None else None
         found = [_find_deepest(root, path) for root in (own, self._all_prompts) if root is not None]
@@ -119,7 +119,7 @@ class LengthTrees:
 
 
 def _find_deepest(root: _LengthNode, path: Sequence[ToolReturn]) -> tuple[_LengthNode, int]:
-    """The last node along `path` with visits enough, and its depth; 0: only the root."""
+    """Find the last node along `path` with enough visits, and its depth; 0: only the root."""
     node, depth = root, 0
     for state in path:
         child = node.children.get(state)
@@ -130,10 +130,10 @@ def _find_deepest(root: _LengthNode, path: Sequence[ToolReturn]) -> tuple[_Lengt
 
 
 def classify_tool_return(tool: str, value: Any) -> ToolReturn:
-    """The state that a tool's answer stands for.
+    """Classify a tool's answer as a state.
 
-    It is a time-out or a failure when a field `status`, `error` or `exception` says so, or when it
-    is a text that speaks of one (Libra's default extractor).
+    It is a time-out or a failure if a field `status`, `error` or `exception` reports it, or if it
+    is a text that mentions one (Libra's default extractor).
     """
     text = value if isinstance(value, str) else None
     size = len(text) if text is not None else len(msgpack.packb(value, use_bin_type=True))

@@ -1,9 +1,9 @@
-"""The continuous balancer: which requests, waiting or running, move from one engine to another.
+"""Continuous balancer: it selects waiting or running requests that move to another engine.
 
-Requests that wait at a busy engine go to engines that have none waiting; when nobody waits and an
-engine runs nothing, it takes what the fullest one runs above its plateau, at most half of it: the
-plateau is the batch size from which more requests bring hardly more tokens per second, so that
-giving them away costs nothing (RLBoost, arXiv 2510.19225, Algorithm 2, ContinuousLB).
+Waiting requests of a busy engine move to engines without waiting requests. If none waits and an
+engine is idle, it receives running requests of the fullest engine above its plateau, at most half
+of them. The plateau is the batch size from which more requests hardly increase tokens per second.
+So such a move costs no throughput (RLBoost, arXiv 2510.19225, Algorithm 2, ContinuousLB).
 """
 
 from __future__ import annotations
@@ -11,36 +11,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-MIN_MOVED = 2  # running requests that are worth a move: each is computed again elsewhere
+MIN_MOVED = 2  # minimum running requests of a move: each is recomputed at the target
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTotalLoad:
-    """One engine as all shards load it."""
+    """Load of one engine by all shards."""
 
     name: str
     max_running: int  # requests that it runs together
     executing: int
     pending: int
-    plateau_batch: int  # batch size from which throughput stays; 0: not measured yet
+    plateau_batch: int  # batch size with constant throughput from there on; 0: not measured yet
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rebalance:
-    """`count` requests that leave one engine for another."""
+    """Move of `count` requests from one engine to another."""
 
     source: str
     target: str
     count: int
-    waiting: bool  # requests that wait, or ones that run
+    waiting: bool  # True: waiting requests; False: running ones
 
 
 def plan_rebalance(engines: Sequence[EngineTotalLoad], min_version: int) -> list[Rebalance]:
-    """The moves to make now, among engines whose weights are `floor` or newer.
+    """Plan the moves to make now, among engines whose weights are `min_version` or newer.
 
-    Waiting requests go one by one from where most wait to an engine with room where none does. An
-    idle engine takes running ones only when none wait anywhere and a plateau has been measured.
+    Waiting requests move one by one from the longest queue to an engine with free capacity and no
+    queue. An idle engine receives running requests only if none wait anywhere and a plateau has
+    been measured.
     """
     state = {e.name: e for e in engines if e.version >= min_version}
     moved: dict[tuple[str, str], int] = {}
@@ -55,7 +56,7 @@ def plan_rebalance(engines: Sequence[EngineTotalLoad], min_version: int) -> list
 
 
 def _choose_waiting_move(engines: Sequence[EngineTotalLoad]) -> tuple[str, str] | None:
-    """(from, to) of the next waiting request that moves."""
+    """Choose source and target of the next waiting request to move."""
     free = [e for e in engines if e.pending == 0 and e.executing < e.max_running]
     crowded = [e for e in engines if e.pending > 0]
     if not free or not crowded:
@@ -76,5 +77,5 @@ def _plan_running_moves(engines: Sequence[EngineTotalLoad]) -> list[Rebalance]:
     above = source.executing - source.plateau_batch if source.plateau_batch else 0
     count = min(
         above, source.executing // 2, idle[0].max_running
-    )  # beyond half, the other is fuller
+    )  # beyond half, the target would be fuller
     return [Rebalance(source.name, idle[0].name, count, False)] if count >= MIN_MOVED else []

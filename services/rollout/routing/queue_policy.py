@@ -1,13 +1,13 @@
-"""The queues of engines: a trajectory joins the shortest one of its bucket, and changes bucket when
-its tools' answers say that it will be longer or shorter than thought.
+"""Queues of engines: a trajectory joins the shortest queue of its bucket. It changes its bucket
+when tool returns predict another length.
 
-A trajectory stays with the engine that holds its keys and values while that has room in its batch;
-a new or orphaned one goes to the admissible engine with the fewest requests, if one is below its
-bound, and waits otherwise: join-shortest-queue with delayed dispatch (RLBoost, arXiv 2510.19225,
+A trajectory stays at the engine with its KV cache while that has room in its batch. A new or
+orphaned one goes to the admissible engine with the fewest requests, if one is below its limit, and
+waits otherwise. This is join-shortest-queue with delayed dispatch (RLBoost, arXiv 2510.19225,
 Algorithm 2, SelectInstance).
 
-Engines form buckets by the length they are for (C-MLFQ: Libra, arXiv 2606.03077). Everything starts
-in the first, the short one; `decide` is asked at each tool return.
+Engines form buckets by length (C-MLFQ: Libra, arXiv 2606.03077). Each trajectory starts in the
+first bucket, the short one; `decide_bucket` is called at each tool return.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from meshrl.services.rollout.routing.length_trees import LengthEstimate
 
 @dataclass(frozen=True, slots=True)
 class LengthBucket:
-    """Engines for trajectories with at most `max_tokens` tokens still to sample."""
+    """Engines for trajectories with at most `max_tokens` remaining tokens."""
 
     max_tokens: int
     batch_size: int  # requests that one of its engines decodes together
-    share: float = 1.0  # its share of the job's engines, beside the other buckets' shares
+    share: float = 1.0  # share of the job's engines, relative to other buckets
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """One engine as the queues see it."""
+    """Load of one engine for the queues."""
 
     name: str
-    max_requests: int  # requests that it may have from here
-    running: int  # requests that it has from here
+    max_requests: int  # limit of requests from this shard
+    running: int  # requests from this shard
     version: int  # version of its weights
     bucket: int = 0
-    slots: int = 1 << 30  # trajectories whose keys and values it may hold
+    slots: int = 1 << 30  # trajectories in its KV cache
     used_slots: int = 0
-    other_requests: int = 0  # requests that it has from elsewhere
-    room: int = field(init=False, compare=False)  # trajectories that it could take in now
+    other_requests: int = 0  # requests from elsewhere
+    room: int = field(init=False, compare=False)  # trajectories that it could accept now
 
     def __post_init__(self) -> None:
         room = max(0, min(self.max_requests - self.running, self.slots - self.used_slots))
@@ -47,23 +47,23 @@ class EngineLoad:
 
     @property
     def load_share(self) -> float:
-        """Share of its batch that is taken, above 1 when requests wait."""
+        """Share of its batch in use, above 1 when requests wait."""
         return (self.running + self.other_requests) / self.max_requests
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A request without an engine; weights below `floor` may not serve it."""
+    """Request without an engine; weights below `min_version` must not serve it."""
 
     min_version: int
-    cache_engine: str = ""  # the engine that holds its keys and values; empty: none does
+    cache_engine: str = ""  # the engine with its KV cache; empty: none
     bucket: int = 0
 
 
 def choose_engine(engines: Iterable[EngineLoad], request: QueuedRequest) -> str | None:
-    """The engine for one request; None: it waits.
+    """Choose the engine for one request; None: it waits.
 
-    Its home needs no new seat. Other buckets help out when its own is full.
+    The engine with its cache needs no new slot. Other buckets serve it when its own is full.
     """
     admissible = [e for e in engines if e.version >= request.min_version]
     if any(e.name == request.cache_engine and e.running < e.max_requests for e in admissible):
@@ -79,8 +79,8 @@ def place_request(
     engines: Callable[[], Iterable[EngineLoad]],
     has_queue: bool,
 ) -> str | None:
-    """The engine for one that has just come; None: it waits, as it does behind others that are
-    `queued` unless its home, where there is one, has room.
+    """Place a new request; None: it waits. Behind a queue it waits unless the engine with its cache
+    has room.
     """
     name = choose_engine([cache_engine], request) if cache_engine is not None else None
     name = name or choose_engine(engines(), request)
@@ -88,21 +88,19 @@ def place_request(
 
 
 def find_nearest_bucket(desired: int, buckets: Collection[int]) -> int:
-    """The bucket of those that have engines for one that is meant for `wanted`: the nearest, rather
-    the longer one.
-    """
+    """Find the nearest bucket with engines to the desired one; of equal ones the longer."""
     return min(buckets, key=lambda b: (abs(b - desired), -b), default=desired)
 
 
 def choose_next(
     queue: Sequence[QueuedRequest], engines: Sequence[EngineLoad]
 ) -> tuple[int, str] | None:
-    """Who of the queue, in the order of their turn, goes where now; None: all wait.
+    """Choose the next request of the queue and its engine; None: all wait.
 
-    The first that finds room where it belongs goes first: at home, or in its bucket when it has no
-    home. Sending the head of the queue anywhere would have it computed again, while the engine that
-    has room mostly holds what somebody just behind it needs. Room that nobody belongs to goes to
-    the first that may have it.
+    The queue is in order. The first request with room at its preferred place goes first: at the
+    engine with its cache, or in its bucket if it has no cache. Sending the head of the queue
+    anywhere would recompute its cache, while the free engine often has the cache of a request just
+    behind it. Room that no request prefers goes to the first admissible request.
     """
     homes = {e.name: e for e in engines}
     free = sorted((e for e in engines if e.room), key=_sort_key)
@@ -128,7 +126,7 @@ def choose_next(
 def _find_first(
     free: Iterable[EngineLoad], request: QueuedRequest, of_bucket: bool
 ) -> EngineLoad | None:
-    """The first that may serve a request."""
+    """Find the first engine that may serve a request."""
     for e in free:
         if e.version >= request.min_version and (not of_bucket or e.bucket == request.bucket):
             return e
@@ -140,11 +138,11 @@ def _sort_key(engine: EngineLoad) -> tuple[float, int, str]:
 
 
 def assign_buckets(engines: Mapping[str, int], buckets: Sequence[LengthBucket]) -> dict[str, int]:
-    """The bucket of each engine, given its degree of tensor parallelism.
+    """Assign a bucket to each engine by its degree of tensor parallelism.
 
-    Small degrees go to short buckets, as short contexts use them best; among equals the names
-    decide, so that all shards agree. Each bucket gets one engine before shares count; with fewer
-    engines than buckets the longest is kept beside the shortest ones.
+    Small degrees serve short buckets, as short contexts use them best. Names break ties, so that
+    all shards agree. Each bucket gets one engine before shares count. With fewer engines than
+    buckets, the longest bucket is used beside the shortest ones.
     """
     order = sorted(engines, key=lambda name: (engines[name], name))
     used = list(range(len(buckets)))
@@ -156,7 +154,9 @@ def assign_buckets(engines: Mapping[str, int], buckets: Sequence[LengthBucket]) 
 
 
 def _apportion(total: int, shares: Sequence[float]) -> list[int]:
-    """`total` seats by shares: one each, the others to whoever is furthest below its share."""
+    """Apportion `total` engines by shares: one each, the others to the bucket furthest below its
+    share.
+    """
     counts = [1 if i < total else 0 for i in range(len(shares))]
     whole = sum(shares)
     for _ in range(total - sum(counts)):
@@ -167,7 +167,7 @@ def _apportion(total: int, shares: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class BucketDecision:
-    """What a tool return led to; `bucket` is where the trajectory belongs from now on."""
+    """Bucket decision after a tool return; `bucket` is the trajectory's bucket from then on."""
 
     outcome: str
     bucket: int
@@ -175,7 +175,7 @@ class BucketDecision:
 
 
 def find_bucket(tokens: float, buckets: Sequence[LengthBucket]) -> int:
-    """The first bucket that is meant for so many tokens; the last takes all longer ones too."""
+    """Find the first bucket for the remaining tokens; the last one accepts all longer ones too."""
     fits = (i for i, bucket in enumerate(buckets) if tokens <= bucket.max_tokens)
     return next(fits, len(buckets) - 1)
 
@@ -183,8 +183,8 @@ def find_bucket(tokens: float, buckets: Sequence[LengthBucket]) -> int:
 def decide_bucket(
     estimate: LengthEstimate | None, current: int, buckets: Sequence[LengthBucket]
 ) -> BucketDecision:
-    """Whether a trajectory in bucket `current` should move: only where the mean and the 90th
-    percentile of what remains point to the same other bucket.
+    """Decide whether a trajectory in bucket `current` moves. It moves only if mean and 90th
+    percentile of the estimate select the same other bucket.
     """
     if estimate is None:
         return BucketDecision(

@@ -1,7 +1,7 @@
-"""The router: sends each turn to an engine, and on to another when that goes or another is better.
+"""Router: it sends each turn to an engine, and to another one if that is lost or another is better.
 
-What goes where is decided in `queue_policy.py` (a request's engine), `cmlfq.py` (its bucket of
-engines) and `load_balancer.py` (what changes engine while it waits or runs).
+`queue_policy.py` chooses a request's engine, `cmlfq.py` its bucket of engines, and
+`load_balancer.py` the requests that change engines while they wait or run.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 PLACE_TIMEOUT_S = (
     24 * 3600.0
-)  # a trajectory may wait so long for an engine: spot capacity can be away
-LOOK_AHEAD = 64  # requests that may overtake the queue's head when an engine holds their cache
-BALANCE_INTERVAL_S = 1.0  # between two looks at what could move (RLBoost's manager polls as often)
+)  # limit of a trajectory's wait for an engine: spot capacity may be unavailable
+LOOK_AHEAD = 64  # requests that may overtake the queue's head if an engine has their cache
+BALANCE_INTERVAL_S = 1.0  # as often as RLBoost's manager polls
 
 
 class Router:
-    """Engines of the job as the registry shows them, and the trajectories that stay with them.
-
-    `seats`: trajectories whose keys and values an engine holds.
+    """Router of a job's trajectories to the engines in the registry. `slots`: number of
+    trajectories whose KV cache an engine holds.
     """
 
     def __init__(
@@ -73,26 +72,22 @@ class Router:
         self._link_tasks: dict[str, asyncio.Task[None]] = {}
         self._lineage = 0  # the job's current lineage
         self.assignments: dict[int, Assignment] = {}  # by trajectory
-        self._queue: list[Assignment] = []  # in the order of their turn
-        self._missing_engine_wait = (
-            ExitStack()
-        )  # holds the wait that is published while no engine may serve them
+        self._queue: list[Assignment] = []  # in order
+        self._missing_engine_wait = ExitStack()  # the wait published while no engine may serve them
         self._arrivals = 0
         self._balanced_at_s = self.clock.monotonic()
-        self.cache_actions: Counter[str] = Counter()  # what became of them: move, recompute
-        self.continued_trajectories = (
-            0  # trajectories that went on elsewhere after their engine failed
-        )
-        self.rebalanced_trajectories = 0  # moves made because another engine was better
+        self.cache_actions: Counter[str] = Counter()  # by outcome: move, recompute
+        self.continued_trajectories = 0  # trajectories moved after a failure of their engine
+        self.rebalanced_trajectories = 0  # moves because another engine was better
 
     @property
     def capacity(self) -> int:
-        """Trajectories that all engines together may hold."""
+        """Slots of all engines together."""
         return self._slots * len(self.links)
 
     @property
     def free_requests(self) -> int:
-        """Requests that all engines together could take now, beyond those that wait."""
+        """Free requests of all engines together, less the queue."""
         room = sum(
             max(0, link.max_requests - len(link.running_assignments))
             for link in self.links.values()
@@ -104,8 +99,8 @@ class Router:
         return len(self._queue)
 
     def update_engines(self, snapshots: Mapping[str, EngineSnapshot]) -> None:
-        """Takes the engines that are alive and ready now, with what they publish; an engine tells
-        its version itself.
+        """Update the engines from the registry: those alive and ready, with their published stats.
+        An engine sends its version itself.
         """
         for name in self.links.keys() - snapshots.keys():
             self._link_tasks[name].cancel()
@@ -128,7 +123,7 @@ class Router:
             link.bucket, link.batch_size = bucket, min(buckets[bucket].batch_size, self._slots)
             link.update_stats(snapshots[name])
             link.publish_silence()
-        self.dispatch()  # one that rested may serve again
+        self.dispatch()  # an engine after its back-off may serve again
         self._publish_wait()
         now = self.clock.monotonic()
         if now - self._balanced_at_s >= BALANCE_INTERVAL_S:
@@ -161,8 +156,8 @@ class Router:
         self.dispatch()
 
     def _publish_wait(self) -> None:
-        """Publishes that trajectories wait for an engine that is not there: none has their version.
-        To wait for room is no news, and a job that is paused waits for nobody.
+        """Publish that trajectories wait for an engine with their version. Waiting for capacity is
+        not published, nor the wait of a paused job.
         """
         self._missing_engine_wait.close()
         if self.clock.is_paused:
@@ -182,10 +177,10 @@ class Router:
     def _collect_loads(self) -> list[EngineLoad]:
         return [link.load for link in self.links.values()]
 
-    # -- what a stay asks ------------------------------------------------------------------------
+    # -- calls of an assignment --------------------------------------------------------------------
 
     def create_assignment(self, trajectory: Trajectory) -> Assignment:
-        """A trajectory's stay, to be entered while it may have turns."""
+        """Create a trajectory's assignment, to be entered while it may have turns."""
         return Assignment(self, trajectory)
 
     def add_assignment(self, assignment: Assignment) -> None:
@@ -201,7 +196,7 @@ class Router:
         request = self._build_request(assignment)
         link = self.links.get(
             assignment.cache_engine
-        )  # most turns go on there: no need to look at all engines
+        )  # most turns continue there without a search of all engines
         home = link.load if link is not None else None
         if name := place_request(request, home, self._collect_loads, bool(self._queue)):
             return assignment.assign(self.links[name])
@@ -246,7 +241,7 @@ class Router:
         )
 
     def _find_bucket(self, assignment: Assignment) -> int:
-        """The stay's bucket, or the nearest, rather longer, one that has an engine now."""
+        """Return the assignment's bucket, or the nearest one with an engine, preferably longer."""
         if len(self.scheduler.buckets) == 1:
             return 0
         version = assignment.trajectory.version
@@ -254,7 +249,7 @@ class Router:
         return find_nearest_bucket(assignment.bucket_state.bucket, there)
 
     def on_tool_return(self, assignment: Assignment) -> None:
-        """A tool has answered the trajectory: it may belong to another bucket now."""
+        """Update the bucket of a trajectory after a tool return."""
         decision = self.scheduler.decide_after_tool(assignment.trajectory, assignment.bucket_state)
         if decision.outcome == "causal_signal_agree":
             home = self.links.get(assignment.cache_engine)
@@ -269,7 +264,7 @@ class Router:
             )
 
     def _balance(self) -> None:
-        """Asks engines to let go of requests that are better off elsewhere."""
+        """Abort requests at engines that are better served by other engines."""
         for move in load_balancer.plan_rebalance(
             [link.total_load for link in self.links.values()], min_version=0
         ):

@@ -1,1 +1,1 @@
-"""Trajectories of a job with a person before them: `meshrl chat`. Open `local_player.py` first."""
+"""Interactive trajectories of a job: `meshrl chat`. Open `local_player.py` first."""

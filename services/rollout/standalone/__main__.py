@@ -1,5 +1,6 @@
-"""`python -m meshrl.services.rollout.standalone`: a person at a terminal, and a model with its
-tools."""
+"""`python -m meshrl.services.rollout.standalone`: a chat between a user at a terminal and a model
+with its tools.
+"""
 
 from __future__ import annotations
 

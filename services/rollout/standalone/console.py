@@ -1,5 +1,5 @@
-"""Parts of this folder's programs: their arguments, the job of a run, trajectories as lines of a
-terminal, and how a program ends.
+"""Common parts of this folder's programs: their arguments, the job of a run, trajectories as
+terminal lines, and exit statuses.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.rollout.standalone.local_player import PlayedTrajectory
 
 EXIT_INTERRUPTED = 130
-INPUT_TIMEOUT_S = 7 * 86_400.0  # that a person may take for what they say
-ROLE_COLORS = {"prompt": "2", "environment": "2", "tool": "36", "model": "1"}  # of the terminal
+INPUT_TIMEOUT_S = 7 * 86_400.0  # time limit for a user's input
+ROLE_COLORS = {
+    "prompt": "2",
+    "environment": "2",
+    "tool": "36",
+    "model": "1",
+}  # colors of the terminal
 
 
 class ChatConsole:
-    """Turns as lines on standard output, and what the person types; `quiet`: no turns."""
+    """Console: it prints turns as lines on standard output and reads the user's input. `quiet`: no
+    turns.
+    """
 
     def __init__(self, host: SystemHost, quiet: bool) -> None:
         self._host, self._quiet = host, quiet
@@ -51,7 +58,7 @@ class ChatConsole:
         print(f"{label}{text}", file=out, flush=True)
 
     async def read_line(self, prompt: str) -> str | None:
-        """A line; None at the end of the input."""
+        """Read a non-empty line; return None at the end of the input."""
         try:
             line = await self._host.run_blocking(input, prompt, deadline_s=INPUT_TIMEOUT_S)
         except EOFError:
@@ -78,7 +85,7 @@ def create_base_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def load_job(run: Path, action: str) -> JobData:
-    """The job of a run. ConfigError where its environment is one that nothing can be `done`."""
+    """Load the job of a run. Raise ConfigError if its environment does not support `action`."""
     document = json.loads((run / "job.json").read_text(encoding="utf-8"))
     job = JobData.from_document(document["job"], document["document"], str(run))
     if job.config.environment.verifiers:
@@ -89,12 +96,12 @@ def load_job(run: Path, action: str) -> JobData:
 
 
 def choose_seed(args: argparse.Namespace) -> int:
-    """The seed of the first trajectory: a random one if none was given."""
+    """Choose the seed of the first trajectory: the given one, or a random one."""
     return args.seed if args.seed is not None else int(Random.from_os_entropy().hex_token(7), 16)
 
 
 def run_program(main: Coroutine[Any, Any, int | None]) -> None:
-    """Runs a program; its exit status is what it returns, or tells how it ended."""
+    """Run a program; exit with its return value, or with a status for its error."""
     sys.excepthook = print_traceback
     try:
         with escaped_output():

@@ -1,5 +1,5 @@
-"""Plays trajectories with one engine in this process, the job's environment and its tools, and no
-mesh.
+"""Player of trajectories with one engine in this process, the job's environment and its tools,
+without a mesh.
 """
 
 from __future__ import annotations
@@ -52,39 +52,39 @@ from meshrl.services.rollout.trajectories.transcript import (
 )
 from meshrl.services.rollout.trajectories.turn_player import TurnPlayer
 
-CONVERSATION_TOKENS = 4096  # tokens of a conversation, where the model has positions for so many
+CONVERSATION_TOKENS = 4096  # tokens of a conversation, if the model has that many positions
 CONVERSATION_ENVIRONMENT = "meshrl.services.environment.person_environment:make_environment"
-LOAD_TIMEOUT_S = 120.0  # for the sandbox to import the job's modules
+LOAD_TIMEOUT_S = 120.0  # limit for the sandbox's import of the job's modules
 
-ReadInput = Callable[[], Awaitable[str | None]]  # what the person says; None: nothing more
-ShowTurn = Callable[[dict[str, Any]], None]  # a turn, as rewards get it, when it has happened
+ReadInput = Callable[[], Awaitable[str | None]]  # input of the user; None: no more
+ShowTurn = Callable[[dict[str, Any]], None]  # called with each turn, as rewards receive it
 
 
 @dataclass(frozen=True)
 class PlaySettings:
-    """How a trajectory is played."""
+    """Settings of a trajectory."""
 
     temperature: float
-    max_new_tokens: int  # tokens that the model samples of it
+    max_new_tokens: int  # sampled tokens of the trajectory
     show_turn: ShowTurn
-    read_input: ReadInput | None = None  # None: nobody is asked
+    read_input: ReadInput | None = None  # None: no user input
 
 
 @dataclass
 class PlayedTrajectory:
-    """A trajectory that is over."""
+    """Finished trajectory."""
 
     prompt: str
     turns: list[dict[str, Any]]
     reason: str  # done, length or turns
-    score: float | None  # the environment's own, or the job's reward; None: neither has one
-    tokens: int = 0  # of all of it, the prompt and what was appended included
-    sampled_tokens: int = 0  # of these, by the model
+    score: float | None  # of the environment, or the job's reward; None: no score
+    tokens: int = 0  # in total, with the prompt and appended tokens
+    sampled_tokens: int = 0  # of these, sampled by the model
 
 
 class LocalPlayer:
-    """The model of a directory in a job. `converse`: trajectories are conversations with a
-    person, whatever environment the job names.
+    """Model of a directory in a job. `is_conversation`: trajectories are conversations with a user,
+    independent of the job's environment.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class LocalPlayer:
         with_reward: bool = False,
         max_new_tokens: int | None = None,
     ) -> PlayedTrajectory:
-        """A trajectory of a row to its end; each turn is shown when it has happened. Without
-        `hear` a conversation ends after the model's first answer. `reward`: the job's is computed.
-        The model samples `most_new` tokens of it at most; None: as many as there is room for.
+        """Play a trajectory of a row to its end, and show each completed turn.
 
-        ToolFailed when the environment, a tool or the reward fails; Refused when the prompt leaves
-        no room.
+        Without `read_input` a conversation ends after the model's first answer. `with_reward`:
+        compute the job's reward. The model samples at most `max_new_tokens` tokens; None: as many
+        as fit. Raise ToolFailed if the environment, a tool or the reward fails, and Refused if the
+        prompt leaves no room.
         """
         t = Trajectory(key, 0, 0, 0, seed)
         t.set_prompt(await self.call_environment(key, "begin", row))
@@ -161,7 +161,9 @@ class LocalPlayer:
     def generate(
         self, trajectory: Trajectory, temperature: float, max_new_tokens: int
     ) -> FinishReason:
-        """Samples a turn of the model of `most` tokens onto the trajectory; why it ended."""
+        """Sample a turn of at most `max_new_tokens` tokens onto the trajectory; return its finish
+        reason.
+        """
         rollout = self.job.config.rollout
         request = GenerationRequest(
             id=trajectory.id,
@@ -230,7 +232,7 @@ class LocalPlayer:
         return outcome.value
 
     async def compute_reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        """What the job's reward gives for a trajectory of a row. ToolFailed when it fails."""
+        """Compute the job's reward of a trajectory of a row. Raise ToolFailed if it fails."""
         deadline_s = self.job.config.reward.deadline_s
         call = RewardCall(0, self.job.id, row, turns, deadline_s)
         outcome = await self._call_sandbox(
@@ -278,10 +280,10 @@ class LocalPlayer:
 
 
 class LocalTurnPlayer(TurnPlayer):
-    """The turns of a trajectory with one engine here, each shown when it has happened."""
+    """Turns of a trajectory with one local engine, each shown when it is complete."""
 
     def __init__(self, player: LocalPlayer, trajectory: Trajectory, settings: PlaySettings) -> None:
-        # A person says when a conversation ends; other trajectories are as in training.
+        # The user ends a conversation; other trajectories end as in training.
         turns = player.job.config.rollout.max_turns if settings.read_input is None else math.inf
         super().__init__(trajectory, player.max_length, turns)
         self._player, self._settings = player, settings

@@ -1,7 +1,8 @@
 """`python -m meshrl.services.rollout.standalone.sampling`: trajectories of prompts and rows from
-standard input, in the job's environment, with reward and tokens. Nobody is asked anything.
+standard input.
 
-A line of the input is `{"prompt": TEXT}` or `{"row": {...}}`, a whole row.
+They use the job's environment, and have rewards and tokens. The program is not interactive. An
+input line is `{"prompt": TEXT}` or `{"row": {...}}`, a complete row.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from meshrl.services.rollout.standalone.local_player import LocalPlayer, PlayedT
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """What trajectories are to be of. `whole`: the row is one of the job's, or was given as one, so
-    that a reward which fails on it is an error; of a bare prompt there may be none.
+    """Row of the trajectories. `is_complete`: the row is one of the job's or was given as a row, so
+    a failing reward is an error. A bare prompt may have no reward.
     """
 
     row: dict[str, Any]
@@ -38,13 +39,13 @@ class PromptRequest:
 
 @dataclass
 class SampleResult:
-    trajectory: PlayedTrajectory | None = None  # None: it failed on its way
-    error: str = ""  # why it, or its reward, failed
-    note: str = ""  # why there is no reward, where that is no error
+    trajectory: PlayedTrajectory | None = None  # None: it failed
+    error: str = ""  # reason of its failure, or of its reward's
+    note: str = ""  # reason of a missing reward that is no error
 
 
 def parse_prompt(line: str, job: JobData) -> PromptRequest:
-    """What a line of the input means. A prompt that rows of the job have is that row."""
+    """Parse an input line. A prompt of the job's rows selects that row."""
     told = json.loads(line)
     if "row" in told:
         return PromptRequest(told["row"], True)
@@ -64,8 +65,8 @@ async def sample(
     seed: int,
     console: ChatConsole,
 ) -> SampleResult:
-    """One trajectory; what fails in the job's own code is told and not raised. Refused when the
-    prompt is too long.
+    """Sample one trajectory; return errors of the job's own code in the result. Raise Refused if
+    the prompt is too long.
     """
     found = SampleResult()
     try:
@@ -94,7 +95,7 @@ async def sample(
 def build_document(
     request: PromptRequest, result: SampleResult, temperature: float, seed: int
 ) -> dict[str, Any]:
-    """The line of `meshrl sample --json`; its names are those of `samples.jsonl`."""
+    """Build the line of `meshrl sample --json`; its keys are those of `samples.jsonl`."""
     played = result.trajectory
     return {
         "row": request.row,
@@ -125,7 +126,7 @@ def format_result(result: SampleResult) -> Iterable[str]:
 
 
 async def main(args: argparse.Namespace) -> int:
-    """The exit status: 1 when a trajectory or its reward failed."""
+    """Run the program; return the exit status, 1 if a trajectory or its reward failed."""
     host = SystemHost()
     job = load_job(args.run, "sampled from")
     asked = [parse_prompt(line, job) for line in sys.stdin if line.strip()]

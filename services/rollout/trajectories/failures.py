@@ -1,9 +1,9 @@
-"""What fails in a job's own code: the first of each kind is told at once, then how often.
+"""Failures of a job's own code: the first of each kind is reported at once, then their counts.
 
-Told as events `failure`: {job, kind, text, fix, where, count, calls, evaluation, by}. `count` are
-the trajectories that failed so since the last event of this kind and place, `calls` the calls that
-had to be given up meanwhile: they are made again, so that the first shows what hangs before a
-trajectory fails.
+They are reported as events `failure`: {job, kind, text, fix, where, count, calls, evaluation, by}.
+`count` is the number of trajectories that failed since the last event of this kind and place.
+`calls` is the number of calls that timed out since then. Those calls are repeated, so the first
+event shows a hanging function before a trajectory fails.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from meshrl.common.job.bundle.source_locations import extract_location, strip_lo
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import events
 
-REPORT_INTERVAL_S = 5.0  # between two events of one kind, the first apart
-MAX_KINDS = 64  # kinds and places that are told apart; further ones count for their kind alone
-MIN_HUNG_CALLS = 8  # in a row: a function that ends sometimes has ended by then
-MIN_HUNG_DEADLINES = 4.0  # that these must have lasted, in all
+REPORT_INTERVAL_S = 5.0  # between two events of one kind, except the first
+MAX_KINDS = 64  # distinct kinds and places; further ones are counted by kind alone
+MIN_HUNG_CALLS = 8  # in a row: a function that sometimes ends has ended by then
+MIN_HUNG_DEADLINES = 4.0  # minimum total duration of these, in deadlines
 CLOSE_TIMEOUT_S = 2.0  # for the last events of a job
-REWARD_FUNCTION = "reward"  # what the job's reward is called in what is said of it
-OTHER_KIND = "failed"  # the kind of what has no other
+REWARD_FUNCTION = "reward"  # name of the job's reward in messages
+OTHER_KIND = "failed"  # kind of all other failures
 
 
 class TrajectoryFailed(ToolFailed):
-    """A trajectory has no reward. `kind` is what failed and how, as in `reward raised`; `detail`
-    what is to be said beside it; `place` the line of the author's code, where it is known.
+    """Error raised when a trajectory has no reward. `kind` is the failed part and the failure, as
+    in `reward raised`. `detail` is a further description; `source_line` is the line of the
+    author's code, if it is known.
     """
 
     code = "trajectory_failed"
@@ -55,12 +56,12 @@ class _FailureKind:
     fix: str = ""
     count: int = 0
     calls: int = 0
-    reported_at_s: float | None = None  # when it was last
+    reported_at_s: float | None = None  # time of the last report
 
 
 @dataclass(slots=True)
 class _HungCalls:
-    """Calls of one function in a row that were all given up."""
+    """Consecutive calls of one function that all timed out."""
 
     since_s: float
     deadline_s: float
@@ -69,7 +70,7 @@ class _HungCalls:
 
 
 class FailureReporter:
-    """Counts what fails on one shard. Counting never waits; `tell` does."""
+    """Counter of failures on one shard. Counting never waits; `report` does."""
 
     def __init__(self, mesh: Mesh, job: str) -> None:
         self._mesh, self._job = mesh, job
@@ -77,12 +78,12 @@ class FailureReporter:
         self._hung_calls: dict[str, _HungCalls] = {}
         self._event_prefix = (
             mesh.random.hex_token()
-        )  # of its events, which another job's are no repeats of
-        self._report_count = 0  # events
+        )  # distinguishes its events from those of another job
+        self._report_count = 0  # reported events
         self._report_lock = asyncio.Lock()
 
     def count_failure(self, error: ToolFailed, *, evaluation: bool = False) -> str:
-        """A trajectory has failed by this error; its kind."""
+        """Count a trajectory that failed by this error; return the kind of the failure."""
         kind = OTHER_KIND if type(error) is ToolFailed else error.code.replace("_", " ")
         place, text = extract_location(error.message), error.message
         if isinstance(error, TrajectoryFailed):
@@ -94,8 +95,8 @@ class FailureReporter:
     def count_timeout(
         self, function: str, kind: str, text: str, deadline_s: float, setting: str
     ) -> None:
-        """A call of the function `what` took more than its deadline, the job file's `key`, and may
-        be made again.
+        """Count a call of `function` that exceeded its deadline, the job file's `setting`, and may
+        be repeated.
         """
         found = self._get_kind(kind, strip_location(text), extract_location(text), False)
         found.calls, found.fix = found.calls + 1, f"make it finish, or raise {setting}"
@@ -104,8 +105,8 @@ class FailureReporter:
         row.calls, row.text = row.calls + 1, f"{text}; {found.fix}"
 
     def clear_timeouts(self, function: str) -> None:
-        """A call of the function has ended by itself. A reward that has says that trajectories come
-        to their end, whatever tool hangs in others.
+        """Clear the timeouts of a function after a completed call. A completed reward clears all,
+        as it shows that trajectories end despite hanging tools in others.
         """
         if function == REWARD_FUNCTION:
             self._hung_calls.clear()
@@ -113,7 +114,9 @@ class FailureReporter:
 
     @property
     def hopeless_reason(self) -> str:
-        """Why the job need not go on: a function that has ended none of its last calls."""
+        """Reason to stop the job: a function that has completed none of its last calls; empty:
+        none.
+        """
         now = self._mesh.job_clock.monotonic()
         for row in self._hung_calls.values():
             lasted = now - row.since_s
@@ -122,7 +125,7 @@ class FailureReporter:
         return ""
 
     async def close(self) -> None:
-        """Tells what is left, if that does not take long."""
+        """Report the remaining failures within a time limit."""
         try:
             async with self._mesh.clock.timeout(CLOSE_TIMEOUT_S, "the last failures"):
                 await self.report(last=True)
@@ -130,10 +133,10 @@ class FailureReporter:
             self._mesh.telemetry.log.warning("failures not told", error=str(error))
 
     async def report(self, last: bool = False) -> None:
-        """Puts into the event stream what it does not know yet; a retryable MeshError leaves the
-        rest for the next time.
+        """Report new failures to the event stream; after a retryable MeshError the rest is reported
+        next time.
         """
-        async with self._report_lock:  # an event told twice at a time would count once
+        async with self._report_lock:  # concurrent reports would count an event once
             now = self._mesh.clock.monotonic()
             for (kind, where, evaluation), found in list(self._kinds.items()):
                 due = (

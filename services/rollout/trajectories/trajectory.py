@@ -1,4 +1,4 @@
-"""One trajectory: its tokens, its turns, and how it is rebuilt from the ledger."""
+"""Trajectory: its tokens, its turns, and its recovery from the ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshrl.common.records.ledger import LedgerRecord, RecordKind, extract_group
 from meshrl.common.records.token_records import select_rows
 
 NOT_SAMPLED = -1  # weight version of a token that the model did not sample
-INITIAL_TOKENS = 64  # room that a buffer begins with
+INITIAL_TOKENS = 64  # initial capacity of a buffer
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -22,73 +22,73 @@ ExpertIds = NDArray[np.int16]
 
 
 class StagedRow(Protocol):
-    """Where the newest tokens lie while a request is out; see `staging.py`."""
+    """Staged row with the newest tokens of a running request; see `staging.py`."""
 
     @property
     def staged_tokens(self) -> int:
-        """Tokens that are there."""
+        """Number of staged tokens."""
 
     def unstage(self) -> None:
-        """Moves them into the buffer's own columns."""
+        """Move the staged tokens into the buffer's own columns."""
 
 
 class TokenBuffer:
-    """Ids, log-probabilities, weight versions and experts, one entry of each a token, in columns
-    that grow. Staging holds the newest ones for a while.
+    """Growing columns of ids, log-probabilities, weight versions and experts, with one entry per
+    token. Staging may have the newest tokens.
     """
 
     __slots__ = ("_experts", "_length", "_logprobs", "_row", "_tokens", "_versions")
 
     def __init__(self) -> None:
-        self._row: StagedRow | None = None  # while a request is out
+        self._row: StagedRow | None = None  # while a request is running
         self._length = 0  # tokens in the columns
         self._tokens = np.zeros(INITIAL_TOKENS, np.int32)
         self._logprobs = np.zeros(INITIAL_TOKENS, np.float32)
         self._versions = np.full(INITIAL_TOKENS, NOT_SAMPLED, np.int32)
-        self._experts = NO_EXPERTS  # beside the others, once there are some
+        self._experts = NO_EXPERTS  # parallel to the others, once experts are recorded
 
     @property
     def length(self) -> int:
-        """Tokens that count, the staged ones too."""
+        """Number of tokens, with staged ones."""
         if self._row is None:
             return self._length
         return self._length + self._row.staged_tokens
 
     @property
     def tokens(self) -> Ints:
-        """int32 [length]."""
+        """Token ids, int32 [length]."""
         self._unstage()
         return self._tokens[: self._length]
 
     @property
     def logprobs(self) -> Floats:
-        """float32 [length]; 0 where nothing was sampled."""
+        """Log-probabilities, float32 [length]; 0 for tokens that were not sampled."""
         self._unstage()
         return self._logprobs[: self._length]
 
     @property
     def versions(self) -> Ints:
-        """int32 [length], of the weights that sampled each token; NOT_SAMPLED elsewhere."""
+        """Weight versions that sampled each token, int32 [length]; NOT_SAMPLED elsewhere."""
         self._unstage()
         return self._versions[: self._length]
 
     @property
     def experts(self) -> ExpertIds:
-        """int16 [length, layers x k] as `meshrl.common.base.expert_routing` has them; NO_EXPERTS if
-        none
-        came."""
+        """Experts, int16 [length, layers x k], as in `meshrl.common.base.expert_routing`;
+        NO_EXPERTS without any.
+        """
         self._unstage()
         return self._experts[: self._length]
 
     def set_staged_row(self, row: StagedRow | None) -> None:
-        """Where the newest tokens lie from now on; None: nowhere but here."""
+        """Set the staged row of the newest tokens; None: all are in the buffer."""
         self._unstage()
         self._row = row
 
     def append_sampled(
         self, tokens: Ints, logprobs: Floats, versions: Ints, experts: ExpertIds = NO_EXPERTS
     ) -> None:
-        """Takes tokens of the model, [n] each, experts [n, layers x k] or NO_EXPERTS."""
+        """Append sampled tokens, [n] each, with experts [n, layers x k] or NO_EXPERTS."""
         where = self._add_room(len(tokens))
         self._tokens[where] = tokens
         self._logprobs[where] = logprobs
@@ -113,7 +113,7 @@ class TokenBuffer:
     def _add_room(self, n: int) -> slice:
         end = self._length + n
         if end > len(self._tokens):
-            n = max(end, 2 * len(self._tokens)) - len(self._tokens)  # that it grows by
+            n = max(end, 2 * len(self._tokens)) - len(self._tokens)  # additional capacity
             self._tokens = np.concatenate([self._tokens, np.zeros(n, np.int32)])
             self._logprobs = np.concatenate([self._logprobs, np.zeros(n, np.float32)])
             self._versions = np.concatenate([self._versions, np.full(n, NOT_SAMPLED, np.int32)])
@@ -125,7 +125,7 @@ class TokenBuffer:
         return where
 
     def _set_experts(self, where: slice, experts: ExpertIds) -> None:
-        """Notes the experts of tokens that there is room for; NO_EXPERTS: unknown."""
+        """Set the experts of tokens within the capacity; NO_EXPERTS: unknown."""
         width = experts.shape[1]
         if width and not self._experts.shape[1]:
             self._experts = np.full((len(self._tokens), width), UNKNOWN_EXPERT, np.int16)
@@ -135,7 +135,7 @@ class TokenBuffer:
 
 @dataclass(slots=True)
 class Turn:
-    """A turn of the model with what the environment answered, as far as it has got."""
+    """Turn of the model with the environment's answers so far."""
 
     text: str
     sampled_tokens: int  # sampled in this turn
@@ -143,12 +143,14 @@ class Turn:
     tool_input: Any = None
     tool_value: Any = None
     has_tool_value: bool = False  # the tool's value is logged
-    earlier_calls: list[tuple[str, Any, Any]] = field(default_factory=list)  # calls before that one
-    appended_tokens: int = 0  # tokens of the environment that follow it
-    is_cut: bool = False  # the trajectory ended in the middle of it
+    earlier_calls: list[tuple[str, Any, Any]] = field(
+        default_factory=list
+    )  # calls before the last one
+    appended_tokens: int = 0  # tokens of the environment after the turn
+    is_cut: bool = False  # the trajectory ended within the turn
 
     def add_call(self, tool: str, input: Any, value: Any) -> None:
-        """A tool's value is logged, perhaps after others of this turn."""
+        """Add a logged tool value, possibly after others of this turn."""
         self.earlier_calls = self.list_calls()
         self.tool_name, self.tool_input, self.tool_value, self.has_tool_value = (
             tool,
@@ -168,28 +170,30 @@ class TrajectoryOutcome:
     reason: str  # done, length, turns, or the code of a typed failure
     reward: float | None = None
     error: str = ""
-    failure_kind: str = ""  # of a typed failure, while this shard lives
+    failure_kind: str = ""  # of a typed failure, not stored
 
 
 class Trajectory(TokenBuffer):
-    """A prompt and what follows it: tokens, cut into turns."""
+    """Trajectory: a prompt and the following tokens, in turns."""
 
     def __init__(self, group: int, member: int, prompt: int, version: int, seed: int) -> None:
         super().__init__()
         self.id = make_trajectory_id(group, member)
         self.group, self.member, self.prompt, self.seed = group, member, prompt, seed
-        # Of the mesh when its group was admitted: engines below it may not serve it.
+        # Version of the mesh at admission: engines below it must not serve it.
         self.version = version
         self.prompt_length = 0
-        self.turn_start = 0  # where this turn's sampled tokens begin
+        self.turn_start = 0  # begin of this turn's sampled tokens
         self.past_turns: list[Turn] = []
-        self.open_turn: Turn | None = None  # the environment has seen the turn, and not answered
+        self.open_turn: Turn | None = (
+            None  # turn that the environment has received and not answered
+        )
         self.outcome: TrajectoryOutcome | None = None
-        self.last_observation: list[int] = []  # a last observation, which no turn follows
+        self.last_observation: list[int] = []  # a last observation, without a following turn
         self.is_recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
-        self.stopwatch: NullStopwatch = NULL_STOPWATCH  # says where its time goes
-        self.scores: dict[str, np.ndarray] = {}  # frozen models' numbers, one for each token
+        self.stopwatch: NullStopwatch = NULL_STOPWATCH  # measures the time by state
+        self.scores: dict[str, np.ndarray] = {}  # frozen models' scores, one per token
 
     @property
     def turn_tokens(self) -> Ints:
@@ -197,7 +201,7 @@ class Trajectory(TokenBuffer):
         return self.tokens[self.turn_start :]
 
     def append(self, ids: list[int]) -> None:
-        """Takes tokens of the prompt or the environment; the model's next turn follows them."""
+        """Append tokens of the prompt or the environment; the model's next turn follows them."""
         super().append(ids)
         self.turn_start = self.length
         if self.open_turn is not None:
@@ -218,18 +222,18 @@ class Trajectory(TokenBuffer):
 
     @property
     def all_turns(self) -> list[Turn]:
-        """Those that are over, and the one that the environment has not answered yet."""
+        """Completed turns, and the open one."""
         return self.past_turns + ([self.open_turn] if self.open_turn else [])
 
     def list_tool_calls(self) -> list[tuple[str, Any, Any]]:
-        """(tool, input, value) of all calls so far."""
+        """List (tool, input, value) of all calls so far."""
         return [call for r in self.all_turns for call in r.list_calls()]
 
     def build_replay(self, *, answered: bool = False) -> list[Any]:
-        """What an environment must be told again to stand where this trajectory stands.
+        """Build the operations that restore an environment to this trajectory's state.
 
-        An open turn counts as far as it has got: the environment has seen its turn, and the last
-        tool's value only when it has `answered` to that.
+        An open turn counts with its progress. The environment has received its text, and the last
+        tool's value only if `answered`.
         """
         told: list[Any] = []
         tokens, at = self.tokens, self.prompt_length
@@ -243,22 +247,20 @@ class Trajectory(TokenBuffer):
 
 @dataclass(slots=True)
 class RestoredGroups:
-    """What a shard's ledger knows of its unfinished groups."""
+    """Unfinished groups restored from a shard's ledger."""
 
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     closed_groups: set[int] = field(default_factory=set)
-    cut_trajectories: set[int] = field(
-        default_factory=set
-    )  # trajectories that go no further than a gap
+    cut_trajectories: set[int] = field(default_factory=set)  # trajectories cut at a gap
 
     def mark_gap(self) -> None:
-        """Records are lost here: what comes later of trajectories that are known by now does not
-        follow what is known of them. They stand where they stood, unless they are opened again.
+        """Mark a gap of lost records. Later records of known trajectories are ignored, unless the
+        trajectories are opened again.
         """
         self.cut_trajectories |= self.trajectories.keys()
 
     def filter_record(self, record: LedgerRecord) -> LedgerRecord | None:
-        """What of a record counts after the gaps so far."""
+        """Return the part of a record that is valid after the gaps so far; None: no part."""
         p = record.payload
         if not self.cut_trajectories or record.kind in (RecordKind.OPEN, RecordKind.CLOSE):
             return record
@@ -268,7 +270,7 @@ class RestoredGroups:
         return LedgerRecord(record.kind, select_rows(p, chosen)) if chosen.any() else None
 
     def apply_record(self, record: LedgerRecord, compute_seed: Any) -> None:
-        """Replays one record; records of one trajectory come in the order they were written."""
+        """Apply one record; records of one trajectory arrive in the order of their writes."""
         counted = self.filter_record(record)
         if counted is None:
             return
@@ -304,7 +306,7 @@ class RestoredGroups:
             trajectory.outcome = TrajectoryOutcome(*p[1:4])
 
     def list_open_groups(self) -> dict[int, list[Trajectory]]:
-        """Unclosed groups with the members the ledger knows, in member order."""
+        """List unclosed groups with their members in the ledger, in member order."""
         groups: dict[int, list[Trajectory]] = {}
         for t in sorted(self.trajectories.values(), key=lambda t: t.id):
             if extract_group(t.id) not in self.closed_groups:

@@ -1,6 +1,6 @@
-"""What a trajectory's tokens say: its prompt, and its turns as rewards and people read them.
+"""Text of a trajectory's tokens: its prompt, and its turns for rewards and users.
 
-docs/job-file.md, "What a reward is given", documents each turn's keys.
+See docs/job-file.md, "What a reward is given", for each turn's keys.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from meshrl.services.rollout.trajectories.trajectory import Trajectory
 TRUNCATION_REASONS = (
     "length",
     "turns",
-)  # why trajectories end that their environment has not ended
+)  # ends of trajectories that the environment has not ended
 
 
 def find_stop_token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
-    """The ids of `rollout.stop`. ConfigError for a text that is no token."""
+    """Return the ids of `rollout.stop`. Raise ConfigError for a text that is no token."""
     found = {text: tokenizer.token_to_id(text) for text in texts}
     unknown = [text for text, token in found.items() if token is None]
     if unknown:
@@ -33,8 +33,8 @@ def find_stop_token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]
 
 
 class Transcript:
-    """Reads trajectories of one job. `decode` is its tokenizer's, special tokens included; a turn
-    ends with a token of `stop` or with one of `stop_text`, unless it was cut.
+    """Decoder of one job's trajectories. `decode` is its tokenizer's, with special tokens. A turn
+    ends with a token of `stop` or with a text of `stop_text`, unless it was cut.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Transcript:
         return self._decode(trajectory.tokens[: trajectory.prompt_length].tolist())
 
     def build_turns(self, trajectory: Trajectory, reason: str = "") -> list[dict[str, Any]]:
-        """All turns in order: the model's, its tools', and what was appended after them.
+        """Build all turns in order: the model's, its tools', and the text appended after them.
 
-        `reason` is why the trajectory has ended: `done`, `length`, `turns`, or the code of a typed
-        failure, which leaves open whether a whole turn was the last for want of room.
+        `reason` is the end of the trajectory: `done`, `length`, `turns`, or the code of a typed
+        failure. A failure leaves open whether a complete turn was the last for lack of room.
         """
         told: list[dict[str, Any]] = []
         tokens, at = trajectory.tokens, trajectory.prompt_length
@@ -82,7 +82,7 @@ class Transcript:
         return told
 
     def decode_unfinished(self, trajectory: Trajectory) -> str:
-        """What the model had said of a turn that nobody was told of."""
+        """Decode the model's unfinished turn, which no other process has received."""
         turns = trajectory.all_turns
         at = trajectory.prompt_length + sum(
             turn.sampled_tokens + turn.appended_tokens for turn in turns
@@ -92,12 +92,12 @@ class Transcript:
     def _find_stop(self, text: str, ids: list[int]) -> str:
         if ids and ids[-1] in self._stop_token_ids and text.endswith(end := self._decode(ids[-1:])):
             return end
-        # A turn ends with the token that first completes a stop text, so the first is the one.
+        # A turn ends with the first token that completes a stop text.
         places = [place for stop in self._stop_strings if (place := text.find(stop)) >= 0]
         return text[min(places) :] if places else ""
 
 
 def build_tool_turn(name: str, argument: Any, value: Any) -> dict[str, Any]:
-    """A call and what the tool returned: `text` is the value as text, by JSON if it is none."""
+    """Build the turn of a tool call: `text` is the value as text, or as JSON if it is no text."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return {"role": "tool", "text": text, "name": name, "input": argument, "value": value}

@@ -1,5 +1,5 @@
-"""The turns of a trajectory: the model's, the tools' that its environment calls, and what the
-environment appends, until one of them ends it.
+"""Turns of a trajectory: the model's, its environment's tool calls, and the appended text, until
+one of them ends it.
 """
 
 from __future__ import annotations
@@ -11,55 +11,55 @@ from meshrl.common.api.engine import FinishReason
 from meshrl.services.rollout.trajectories.failures import TrajectoryFailed
 from meshrl.services.rollout.trajectories.trajectory import Trajectory, Turn
 
-MAX_TOOL_CALLS = 1024  # most tool calls in a turn: an environment that asks for more does not end
+MAX_TOOL_CALLS = 1024  # limit of tool calls in a turn, for environments that call tools without end
 
 
 class TurnPlayer(ABC):
-    """The turns of one trajectory of at most `max_tokens` tokens and `max_turns` turns."""
+    """Turns of one trajectory of at most `max_tokens` tokens and `max_turns` turns."""
 
     def __init__(self, trajectory: Trajectory, max_tokens: int, max_turns: float) -> None:
         self.trajectory, self.max_tokens, self.max_turns = trajectory, max_tokens, max_turns
 
     @abstractmethod
     async def generate(self) -> FinishReason:
-        """Samples the model's turn onto the trajectory; STOP, or LENGTH where it was cut."""
+        """Sample the model's turn onto the trajectory; return STOP, or LENGTH if it was cut."""
 
     @abstractmethod
     async def step_environment(self, ids: list[int]) -> tuple[str, str, Any]:
-        """What the environment does after the model's turn: (its text, action, value)."""
+        """Run the environment after the model's turn; return (its text, action, value)."""
 
     @abstractmethod
     async def send_tool_result(self, value: Any) -> tuple[str, Any]:
-        """What the environment does after a tool's value: (action, value)."""
+        """Send a tool's value to the environment; return (action, value)."""
 
     @abstractmethod
     async def end_early(self, ids: list[int], has_tool_value: bool) -> tuple[str, float | None]:
-        """Ends the environment; what `ids`, its unfinished turn, say, and its score. `answered`: it
-        has the value of the last tool.
+        """End the environment; return the text of `ids`, its unfinished turn, and its score.
+        `has_tool_value`: it has received the value of the last tool.
         """
 
     @abstractmethod
     async def call_tool(self, name: str, argument: Any) -> Any:
-        """The value of a tool that the environment calls, noted in the open turn."""
+        """Call a tool for the environment, and record the value in the open turn."""
 
     @abstractmethod
     def on_model_turn(self, text: str, *, is_cut: bool = False) -> None:
-        """The model's turn is known as text."""
+        """Handle the text of the model's turn."""
 
     @abstractmethod
     def on_append(self, ids: list[int], *, is_last: bool = False) -> None:
-        """The environment has something to append, behind which a turn follows unless `last`."""
+        """Append the environment's tokens; a turn follows unless `is_last`."""
 
     def is_full(self, ids: list[int]) -> bool:
-        """Whether there is no room for a turn behind `ids`."""
+        """Return True if no turn fits after `ids`."""
         return self.trajectory.length + len(ids) >= self.max_tokens
 
     async def play(self) -> tuple[str, float | None]:
-        """(why the trajectory ended: done, length or turns; the environment's own score)."""
+        """Play to the end; return (reason: done, length or turns; the environment's score)."""
         t = self.trajectory
         while True:
-            # A turn that the ledger knows to have ended is not asked for again: it may have ended
-            # just where there is no room for more.
+            # A completed turn of the ledger is not generated again: it may have ended
+            # at the maximum length.
             if t.open_turn is None and await self.generate() is FinishReason.LENGTH:
                 said, score = await self.end_early(t.turn_tokens.tolist(), False)
                 t.open_turn = Turn(said, 0, is_cut=True)
@@ -82,7 +82,9 @@ class TurnPlayer(ABC):
             t.append(value)
 
     async def _run_environment(self) -> tuple[str, Any]:
-        """What the environment does after the model's turn and the tools that it calls then."""
+        """Run the environment after the model's turn, with its tool calls; return (action,
+        value).
+        """
         t = self.trajectory
         if t.open_turn is not None and t.open_turn.has_tool_value:
             action, value = await self.send_tool_result(t.open_turn.tool_value)

@@ -1,4 +1,6 @@
-"""The calculator tool: evaluates arithmetic, and refuses what takes long or is not a number."""
+"""Calculator tool: evaluates arithmetic, and rejects slow expressions and values that are no
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-DIGITS = 4000  # most in a whole number; more is an error
+DIGITS = 4000  # digits of a whole number; more is an error
 CHARACTERS = 1000
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -27,11 +29,11 @@ CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 class InvalidExpression(Exception):
-    """An expression that is none, or too large."""
+    """Error raised for an invalid or too large expression."""
 
 
 def calculate(expression: str) -> str:
-    """The value, or what is wrong as `error: ...`, which the model reads."""
+    """Return the value, or the error as `error: ...`, which the model reads."""
     try:
         if not isinstance(expression, str) or len(expression) > CHARACTERS:
             raise InvalidExpression(f"an expression is a text of at most {CHARACTERS} characters")

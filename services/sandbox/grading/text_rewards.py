@@ -10,7 +10,7 @@ from meshrl.common.grading.answers import REASONING_PATTERN, extract_answer
 
 
 def score_exact(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]) -> float:
-    """1 if the answer is the row's."""
+    """Return 1 if the answer is the row's, else 0."""
 
     def normal(text: str) -> str:
         text = "".join(text.split()) if options.get("ignore_space") else text.strip()
@@ -21,8 +21,10 @@ def score_exact(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[
 
 
 def score_regex(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]) -> float:
-    """1 if the pattern is found in the answer; with a group called `answer`, if what its last match
-    holds is the row's. A pattern that names marks of reasoning is looked for in the whole turn.
+    """Return 1 if the pattern is found in the answer, else 0.
+
+    With a group called `answer`, the content of its last match must be the row's. A pattern that
+    contains marks of reasoning is searched in the whole turn.
     """
     pattern = re.compile(options["pattern"])
     reasoning = bool(REASONING_PATTERN.search(pattern.pattern))
@@ -38,7 +40,7 @@ def score_regex(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[
 def score_choice(
     row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]
 ) -> float:
-    """1 if the letter that the answer names as its choice is the row's."""
+    """Return 1 if the letter that the answer names as its choice is the row's, else 0."""
     wanted = golds.parse_choice_gold(row, options)
     answer = extract_answer(turns, options)
     return float(answer is not None and choices.find_choice(answer) == wanted)

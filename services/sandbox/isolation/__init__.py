@@ -1,3 +1,1 @@
-"""Jails seen from outside: how they are made, watched and bounded. Open `jail_launcher.py`
-first.
-"""
+"""Jails from outside: creation, supervision and limits. Open `jail_launcher.py` first."""

@@ -1,4 +1,4 @@
-"""Starts jails: an outer jail holds a zygote, which is asked for one jail after the other."""
+"""Launcher of jails: an outer jail holds a zygote, which forks one jail for each request."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from meshrl.services.sandbox.outcomes import KILLED_EXIT_CODE, ExitReporter
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
-INLINE_SEND_CHARACTERS = 1 << 14  # characters of a program that a socket's buffer surely holds
-TRIES = 3  # attempts to start a jail, should its zygote have ended
+INLINE_SEND_CHARACTERS = 1 << 14  # characters of a program that a socket's buffer always holds
+TRIES = 3  # attempts to start a jail, if its zygote has ended
 STREAMS = ("stdin", "stdout", "stderr")
 READABLE = (  # under Landlock, beside the interpreter
     *("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"),
@@ -47,7 +47,7 @@ READABLE = (  # under Landlock, beside the interpreter
 
 
 class JailLauncher:
-    """Starts jails of one kind of interpreter."""
+    """Launcher of jails with one kind of interpreter."""
 
     def __init__(
         self,
@@ -76,24 +76,24 @@ class JailLauncher:
 
     @property
     def pid(self) -> int:
-        """The pid of the outer jail; 0 while there is none."""
+        """The pid of the outer jail; 0 without one."""
         return self._zygote.child.pid if self._zygote is not None else 0
 
     @property
     def zygote_pid(self) -> int:
-        """The pid of what forks jails in it; 0 while there is none."""
+        """The pid of the process that forks jails in it; 0 without one."""
         return self._zygote.pid if self._zygote is not None else 0
 
     async def start(self) -> None:
-        """Makes the outer jail and its zygote, if there is none; JailFailed says why it cannot."""
+        """Start the outer jail and its zygote, if there is none; JailFailed has the reason of a
+        failure.
+        """
         if self._zygote is not None and not self._zygote.has_exited:
             return
         async with self._start_lock:
             code = self._zygote.child.poll() if self._zygote is not None else None
             if code is None and self._zygote is not None and self._zygote.has_exited:
-                code = (
-                    KILLED_EXIT_CODE  # its end is seen before its parent, the outer jail, has ended
-                )
+                code = KILLED_EXIT_CODE  # it ends before its parent, the outer jail
             if code is not None:
                 how = f"signal {-code}" if code < 0 else f"exit status {code}"
                 self._exit_reporter.record_exit("zygote", code, how, self._log)
@@ -160,9 +160,9 @@ class JailLauncher:
     async def open(
         self, program: JailProgram, limits: JailLimits, stdin: bytes = b"", peer: int = -1
     ) -> Jail:
-        """A jail in which `program` begins to run; the caller finishes or closes it.
+        """Start `program` in a jail, which the caller finishes or closes.
 
-        `peer` is a descriptor of the guest's, which stays the caller's.
+        `peer` is a descriptor for the guest; it remains the caller's.
         """
         attempt = 0
         while True:
@@ -179,7 +179,7 @@ class JailLauncher:
     async def _open_once(
         self, program: JailProgram, limits: JailLimits, stdin: bytes, peer: int
     ) -> Jail:
-        """One that its zygote says it has forked, and that has what it is to run."""
+        """Start a jail: its zygote has forked it, and it has its program."""
         jail, zygote, answer = await self._request_jail(program, limits, stdin, peer)
         telling: asyncio.Task[None] | None = None
         try:
@@ -195,7 +195,7 @@ class JailLauncher:
                 telling.cancel()
             jail.close()
             if isinstance(error, ZygoteUnresponsive) and self._zygote is zygote:
-                self._zygote = None  # another takes its place; jails that it has begun go on
+                self._zygote = None  # another replaces it; jails that it has forked continue
                 self._exit_reporter.record_exit(
                     "zygote", KILLED_EXIT_CODE, f"it was killed: {error.message}", self._log
                 )
@@ -206,14 +206,14 @@ class JailLauncher:
         return jail
 
     async def _send_program(self, jail: Jail, program: JailProgram) -> None:
-        with contextlib.suppress(PeerLost):  # its end says why
+        with contextlib.suppress(PeerLost):  # its exit has the reason
             await jail.init_channel.send(self.clock, program.to_frame(jail.nonce), SEND_S)
             await jail.init_channel.send(self.clock, {"nonce": jail.nonce}, SEND_S)
 
     async def _request_jail(
         self, program: JailProgram, limits: JailLimits, stdin: bytes, peer: int
     ) -> tuple[Jail, ZygoteClient, asyncio.Future[None]]:
-        """A jail that a zygote has been asked for, and what will be its answer."""
+        """Request a jail; return the jail, its zygote and the future of the zygote's answer."""
         await self.start()
         zygote = self._zygote
         assert zygote is not None
@@ -293,7 +293,7 @@ class JailLauncher:
 
 
 def _open_content(content: bytes) -> int:
-    """A descriptor that reads `content`, and then the end."""
+    """Return a descriptor that reads `content`, and then the end."""
     if not content:
         return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
@@ -303,7 +303,7 @@ def _open_content(content: bytes) -> int:
 
 
 def _count_user_threads() -> int:
-    """Threads that the limit of a jail's user counts already, where it is not the jail's own."""
+    """Count threads that the limit of a jail's user already includes, where jails share a user."""
     user = users.PLAIN_ID if os.getuid() == 0 else os.getuid()
     count = 0
     for process in psutil.process_iter():

@@ -1,8 +1,7 @@
-"""Detects, by trying, which tier of isolation this host can give to code that the model wrote.
+"""Detection, by trying, of the isolation tier that this host can give to the model's code.
 
-`python -m meshrl.services.sandbox.isolation.tier_detection [JSON]` prints what it found as JSON,
-for the
-command line.
+`python -m meshrl.services.sandbox.isolation.tier_detection [JSON]` prints the result as JSON, for
+the command line.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ DEBIAN = Path("/proc/sys/kernel/unprivileged_userns_clone")
 class DetectedTier:
     tier: str
     fix: str  # how to reach a better one; empty: it is the best
-    runner: str = ""  # the program that starts its containers, in the tier that is named so
-    sure: bool = True  # else a better one was tried and failed, which it may not do again
+    runner: str = ""  # the program that starts its containers, in the runner tier
+    sure: bool = True  # a better one failed its probe, which may pass the next time
 
     @property
     def meaning(self) -> str:
@@ -53,7 +52,7 @@ class DetectedTier:
 
 
 async def detect_tier(host: Host, clock: Clock, log: Path | None = None) -> DetectedTier:
-    """The best tier in which a program runs here."""
+    """Return the best tier in which a program runs here."""
     try:
         syscall_table.find_architecture()
     except syscall_table.UnsupportedMachine as error:
@@ -81,7 +80,7 @@ async def detect_tier(host: Host, clock: Clock, log: Path | None = None) -> Dete
 async def detect_runner_tier(
     interpreter: Interpreter, host: Host, clock: Clock, log: Path | None
 ) -> DetectedTier:
-    """Whether the containers of a job's runner run programs here, found by running one."""
+    """Run a program in a container of a job's runner, and return the tier."""
     runner = ContainerRunner(interpreter.runner)
     problem = await probe_tier("runner", host, clock, log, interpreter)
     if not problem:
@@ -92,7 +91,7 @@ async def detect_runner_tier(
 async def probe_tier(
     tier: str, host: Host, clock: Clock, log: Path | None, interpreter: Interpreter | None = None
 ) -> str:
-    """Why a program does not run in this tier here; empty if it does."""
+    """Return why a program does not run in this tier here; empty if it does."""
     interpreter = interpreter or Interpreter.default()
     launcher = JailLauncher(host, clock, tier, interpreter, None, log)
     imports = "".join(f"import {name}\n" for name in interpreter.warm)
@@ -110,7 +109,7 @@ async def probe_tier(
 
 
 def last_log_line(log: Path | None) -> str:
-    """What was said last of a start that failed, to follow the error's text."""
+    """Return the last line of a failed start's log, to follow the error's text."""
     lines = log.read_text(errors="replace").strip().splitlines() if log and log.is_file() else []
     return f": {lines[-1][-200:]}" if lines else ""
 
@@ -118,8 +117,9 @@ def last_log_line(log: Path | None) -> str:
 async def find_interpreter_problem(
     detected: DetectedTier, interpreter: Interpreter, host: Host, clock: Clock, log: Path | None
 ) -> str:
-    """Why the interpreter that a job names does not run in the tier of this host; empty: it does,
-    and has what the job imports.
+    """Return why the interpreter that a job names does not run in this host's tier.
+
+    Empty: it runs, and has what the job imports.
     """
     if detected.tier in ("none", "runner") or interpreter == Interpreter.default():
         return ""
@@ -130,7 +130,7 @@ async def find_interpreter_problem(
 
 
 def describe_missing_cpu_control(missing: tuple[str, ...]) -> str:
-    """What control groups do not do here about cores, which keepers then do as far as they can."""
+    """Describe the functions for cores that control groups lack; init processes do them partly."""
     if not missing:
         return ""
     way = "delegate the cpu controller, or mount a v2 hierarchy at /sys/fs/cgroup/unified beside v1"
@@ -144,7 +144,7 @@ def describe_missing_cgroups() -> str:
 
 
 def describe_missing_landlock() -> str:
-    """Why the tier below bubblewrap is not left either."""
+    """Explain why the tier below bubblewrap is unavailable too."""
     abi = landlock.read_abi()
     if abi >= landlock.TIER_MIN_ABI:
         return "Landlock does not work here"
@@ -155,7 +155,7 @@ def describe_missing_landlock() -> str:
 
 
 def is_bwrap_blocked() -> bool:
-    """Whether this host's settings keep bubblewrap from working, whatever a try of it said."""
+    """Return whether this host's settings block bubblewrap, independent of a probe's error."""
     if not shutil.which("bwrap") or _file_equals(DEBIAN, "0") or _file_equals(USERNS, "0"):
         return True
     return _is_in_container() and bool(
@@ -164,7 +164,7 @@ def is_bwrap_blocked() -> bool:
 
 
 def describe_missing_bwrap(problem: str) -> str:
-    """What keeps bubblewrap from working, as far as the host says."""
+    """Explain what blocks bubblewrap, as far as the host shows it."""
     if not shutil.which("bwrap"):
         return "apt-get install bubblewrap"
     if _file_equals(APPARMOR, "1"):
@@ -184,7 +184,7 @@ def describe_missing_bwrap(problem: str) -> str:
 
 
 def describe_container_limits(refused: str, masked: bool, problem: str) -> str:
-    """What of a container's settings keeps bubblewrap from working, and what to add to them."""
+    """Explain which settings of a container block bubblewrap, and what to add to them."""
     why, ways = [], []
     if refused:
         why.append(refused)
@@ -208,12 +208,14 @@ def _file_equals(path: Path, text: str) -> bool:
 def _is_in_container() -> bool:
     return (
         bool(container.detect_container()) or container.read_rights().seccomp == "filtered"
-    )  # some runtime's
+    )  # for any runtime
 
 
 async def _main() -> None:
-    """With a job's settings as JSON it is also said why its interpreter does not run, if so; its
-    runner is tried in place of this host's tiers.
+    """Print the detected tier.
+
+    With a job's settings as JSON it also explains why the job's interpreter does not run. The job's
+    runner is then probed in place of this host's tiers.
     """
     host, clock, problem = SystemHost(), SystemClock(), ""
     asked = JailSettings(**json.loads(sys.argv[1])) if sys.argv[1:] else JailSettings()

@@ -1,14 +1,14 @@
-"""The first process of a jail: it closes the jail behind itself, starts the guest, watches it.
+"""Init process of a jail: closes the jail behind itself, starts the guest, and watches it.
 
-The guest runs what the model wrote. The keeper alone holds the channel to the sandbox, is not
-dumpable (so the guest can neither trace it nor read its memory or descriptors), cannot be killed
-from inside as it is the first process of its process namespace, and learns the nonce that its
-report must carry only when the guest has been forked. When it ends, the kernel kills all the rest.
+The guest runs the model's code. Only the init process has the channel to the sandbox. It is not
+dumpable, so the guest can neither trace it nor read its memory or descriptors. It cannot be killed
+from inside, as it is the first process of its process namespace. It reads the nonce of its report
+only after forking the guest. When it ends, the kernel kills all the rest.
 """
 
 from __future__ import annotations
 
-# What a fork touches, it copies: the functions of `signal` go through its enumerations.
+# A fork copies the pages that it touches: the functions of `signal` use its enumerations.
 import _signal
 import contextlib
 import errno
@@ -27,20 +27,20 @@ from .wire import frames
 
 SCRATCH = "/tmp"
 MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
-CPU_LIMIT_GRACE_S = 1  # after SIGXCPU, which a program may handle, comes SIGKILL
+CPU_LIMIT_GRACE_S = 1  # SIGXCPU, which a program may handle, precedes SIGKILL
 SIGNALS = 1024  # queued signals and timers: kernel memory that no other limit counts
-OWN_PROCESSES = 1  # the keeper itself counts among its user's
+OWN_PROCESSES = 1  # the init process itself counts among its user's
 INIT_CHANNELS = ("keeper", "usage")  # descriptors that no guest gets
 SETUP_FAILED_EXIT = 70
-STOP_TIMEOUT_S, STOP_POLL_S = 1.0, 0.001  # most until all have stopped, and between looks whether
+STOP_TIMEOUT_S, STOP_POLL_S = 1.0, 0.001  # longest wait until all have stopped, and poll interval
 UNSETTABLE_LIMITS = (
     resource.RLIMIT_MSGQUEUE,
     resource.RLIMIT_SIGPENDING,
-)  # as gVisor has them, and keeps them
+)  # as gVisor has them, and retains them
 
 
 def run_init(fds: dict[str, int], request: dict[str, Any], tier: str, proc_fd: int) -> NoReturn:
-    """Runs one jail from its closing to its end; never returns. `proc` is the zygote's /proc."""
+    """Run one jail from confinement to its end; never returns. `proc_fd` is the zygote's /proc."""
     channel = fds["keeper"]
     try:
         _close_other_fds({0, 1, 2, proc_fd, *fds.values()}, proc_fd)
@@ -60,8 +60,8 @@ def run_init(fds: dict[str, int], request: dict[str, Any], tier: str, proc_fd: i
             syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
             syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-        # It holds for us, too: what we call from here on must be among what goes through.
-        held = tier != "runner"  # else the guest alone, which becomes another user before
+        # The policy applies to us, too: all later calls from here must be allowed.
+        held = tier != "runner"  # else the guest alone, which switches to another user before
         listener = seccomp.install(policy, notify=True) if held else -1
 
         def said(number: int) -> None:
@@ -107,10 +107,10 @@ def run_init(fds: dict[str, int], request: dict[str, Any], tier: str, proc_fd: i
         if not watching.check_set_up():
             report = {"failed": f"a guest could not be set up: status {report['exit']}"}
         frames.send(channel, {"nonce": nonce, **report})
-        if tier != "bwrap":  # there, the kernel kills what is left
+        if tier != "bwrap":  # there, the kernel kills the remaining processes
             _kill_rest(tier)
         os._exit(0)
-    except frames.FrameChannelClosed:  # the sandbox wants no more of this
+    except frames.FrameChannelClosed:  # the sandbox has cancelled the jail
         _kill_rest(tier)
         os._exit(0)
     except BaseException:
@@ -119,8 +119,10 @@ def run_init(fds: dict[str, int], request: dict[str, Any], tier: str, proc_fd: i
 
 
 def _close_other_fds(kept: set[int], proc_fd: int) -> None:
-    """What a jail was not given: of the zygote, or of the keeper. The zygote's control socket has
-    the number that it had in the sandbox, which may have thousands open.
+    """Close descriptors of the zygote, or the init process, that the jail must not have.
+
+    The zygote's control socket has the number that it had in the sandbox, which may have thousands
+    open.
     """
     listing = os.open("self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=proc_fd)
     for fd in set(map(int, os.listdir(listing))) - kept:
@@ -128,9 +130,9 @@ def _close_other_fds(kept: set[int], proc_fd: int) -> None:
 
 
 def _enter_namespaces(limits: dict[str, Any], user: int, proc_fd: int) -> None:
-    """Mounts are made before the user namespace, which therefore cannot undo them.
+    """Enter namespaces; mounts come before the user namespace, which therefore cannot undo them.
 
-    In the jail /proc cannot be written: what we write there we write to the zygote's.
+    In the jail /proc is read-only, so writes go to the zygote's.
     """
     syscalls.unshare(syscalls.CLONE_NEWNS)
     if user:
@@ -145,7 +147,9 @@ def _enter_namespaces(limits: dict[str, Any], user: int, proc_fd: int) -> None:
 
 
 def _switch_user(user: int) -> None:
-    """The jail's own user. A change hides our files in /proc, which are still to be written."""
+    """Switch to the jail's own user. The switch hides our files in /proc, which must still be
+    written.
+    """
     syscalls.switch_user(user)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
 
@@ -161,18 +165,18 @@ def _become_guest(
             fds.pop(name, None)
         _close_other_fds({0, 1, 2, proc_fd, *fds.values()}, proc_fd)
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
-        try:  # if one must go because memory is short, then we before the keeper
+        try:  # when memory is short, the guest goes before the init process
             syscalls.write_file("self/oom_score_adj", "1000", proc_fd)
         except OSError as error:  # where this file is another user's
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
         os.close(proc_fd)
-        # The guest alone joins the jail's control groups, whose lists of processes these are: it
-        # takes none of its keeper's share of the cores, nor is the keeper frozen.
+        # Only the guest joins the jail's control groups, whose process lists these are: it takes
+        # no share of the cores from its init process, which is not frozen with it.
         for name in [name for name in fds if name.startswith("group")]:
             os.write(fds[name], b"0")
             os.close(fds.pop(name))
-        if request["nice"]:  # which nobody can take back
+        if request["nice"]:  # irrevocable
             os.nice(request["nice"])
         for place, name in enumerate(("stdin", "stdout", "stderr")):
             os.dup2(fds[name], place)
@@ -186,7 +190,7 @@ def _become_guest(
         os.chdir(scratch)
         if scratch != SCRATCH:
             os.environ.update(HOME=scratch, TMPDIR=scratch)
-    except (OSError, ValueError):  # ValueError: a limit beyond what may be set
+    except (OSError, ValueError):  # ValueError: a limit beyond the permitted maximum
         traceback.print_exc()
         os._exit(SETUP_FAILED_EXIT)
     os.write(fds["closed"], repr(time.monotonic()).encode())
@@ -195,8 +199,10 @@ def _become_guest(
 
 
 def _switch_to_guest_user(user: int) -> None:
-    """The guest's own user, where the keeper is root in a container: it cannot reach the keeper.
-    Where the container has no other user, it has no capabilities, at least.
+    """Switch to the guest's own user, where the init process is root in a container.
+
+    The guest cannot access the init process then. Where the container has no other user, the guest
+    at least has no capabilities.
     """
     if os.getuid() == 0:
         try:
@@ -206,10 +212,10 @@ def _switch_to_guest_user(user: int) -> None:
 
 
 def set_limits(limits: dict[str, Any], has_laps: bool) -> None:
-    """Limits of one process; what all of a jail may use together is its control group's.
+    """Set the limits of one process; the control group bounds all of a jail together.
 
-    The keeper watches CPU time. The kernel's limit, behind it, is of a whole life, so it cannot be
-    set where a limit is of one lap among many.
+    The init process watches CPU time. The kernel's limit is for the whole life of a process, so it
+    cannot be set where a limit is for one lap among many.
     """
     cpu = resource.RLIM_INFINITY if has_laps else int(limits["cpu_s"]) + 1
     for which, most in (
@@ -232,7 +238,7 @@ def set_limits(limits: dict[str, Any], has_laps: bool) -> None:
 
 
 def set_guest_environment() -> None:
-    """That of guests, which the zygote has already."""
+    """Set the environment of guests, which the zygote has already."""
     path = f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin"
     os.environ.clear()
     os.environ.update(PATH=path, HOME=SCRATCH, TMPDIR=SCRATCH, LANG="C.UTF-8")
@@ -243,10 +249,12 @@ def set_guest_environment() -> None:
 def _signal_all(
     signal_number: int, tier: str, cpu: usage.CgroupCpuTime | usage.ScannedCpuTime
 ) -> None:
-    """To all others of the jail: as the first process of a namespace, everybody; else whoever is
-    in our group of processes, which none can leave. Those that were begun meanwhile are next: who
-    is told to stop in the midst of a fork does so after it, and its child, which nobody can see by
-    then, goes on. So all must stand before nobody is new.
+    """Signal all other processes of the jail.
+
+    In a process namespace, one call reaches every process. Otherwise repeated scans find the
+    processes of its group, which none can leave, until a scan finds no new one. A process that is
+    stopped in the middle of a fork stops after it, and the child, not yet visible, continues. So
+    all processes must be stopped before the last scan counts.
     """
     if tier == "bwrap":
         with contextlib.suppress(ProcessLookupError):
@@ -269,7 +277,7 @@ def _signal_all(
 
 
 def _kill_rest(tier: str) -> None:
-    """All others of the jail. By number: as the first process of a namespace, everybody."""
+    """Kill all other processes of the jail: of its process namespace, or else of its group."""
     with contextlib.suppress(ProcessLookupError):
         if tier == "bwrap":
             os.kill(-1, signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""The first process in a runner's container: it carries the channels of a jail over its standard
-input and output, and starts the jail's keeper.
+"""First process in a runner's container: carries a jail's channels, and starts its init process.
 
-What is outside speaks to it as `mux` says, after one frame that says what this jail is. The keeper
-and the guest have sockets and pipes as in any jail. As the first process it ends the container, and
-so whatever is left in it, when the keeper has ended or the outside has closed the channel.
+The channels use its standard input and output with the protocol of `mux`, after one frame that
+describes the jail. The init process and the guest have sockets and pipes as in any jail. As the
+first process it ends the container, and so all that is left in it, when the init process has ended
+or the outside has closed the channel.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from . import init_process, zygote
 from .confinement import syscalls
 from .wire import frames, mux
 
-DRAIN_S = 5.0  # for what was printed before the end to go out
+DRAIN_S = 5.0  # for output before the end to be sent
 SHARED_NAMESPACE_DRAIN_S = (
-    1.0  # the same where processes may be left that hold the pipes: we are not the first
+    1.0  # the same where remaining processes may have the pipes: we are not the first
 )
 
 
 def main() -> NoReturn:
-    incoming, outgoing = os.dup(0), os.dup(1)  # out of the way of everybody else's
+    incoming, outgoing = os.dup(0), os.dup(1)  # out of the way of all other descriptors
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     os.close(null)
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # nor is the keeper, which is forked from here
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # nor is init, which is forked from here
     request = frames.receive(incoming)
     zygote.preload(request["warm"], "runner", request["searched_last"], default_modules="")
     place = request["scratch"]
@@ -42,7 +42,7 @@ def main() -> NoReturn:
         if os.getuid() == 0:
             with contextlib.suppress(OSError):  # the container has no other user
                 os.chown(place, request["user"], request["user"])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is left to us
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps orphans
     ends, fds = _create_channels(request["channels"])
     if os.fork() == 0:
         for fd in (incoming, outgoing, *ends.values()):
@@ -58,7 +58,7 @@ def main() -> NoReturn:
 
 
 def _create_channels(names: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Our ends, and the jail's: pipes for the standard streams, sockets for the rest."""
+    """Create our ends, and the jail's: pipes for the standard streams, sockets for the rest."""
     ours, theirs = {}, {}
     for name in names:
         if name == "stdin":
@@ -72,8 +72,9 @@ def _create_channels(names: Any) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _forward(connection: mux.Mux, ends: dict[str, int]) -> None:
-    """Until the keeper has ended, or the outside wants no more. What the guest has printed goes
-    before the keeper's report, which is the last word.
+    """Forward data until the init process has ended, or the outside closes the channel.
+
+    The guest's output precedes the init process's report, which comes last.
     """
     keepers = ends.pop("keeper")
     connection.attach(mux.INIT, write_fd=os.dup(keepers))
@@ -85,7 +86,7 @@ def _forward(connection: mux.Mux, ends: dict[str, int]) -> None:
     report = _receive_report(connection, keepers)
     alone = os.getpid() == 1
     if alone:
-        with contextlib.suppress(OSError):  # there is nobody else
+        with contextlib.suppress(OSError):  # there is no other process
             os.kill(-1, signal.SIGKILL)
     end = time.monotonic() + (DRAIN_S if alone else SHARED_NAMESPACE_DRAIN_S)
     while (
@@ -99,7 +100,7 @@ def _forward(connection: mux.Mux, ends: dict[str, int]) -> None:
 
 
 def _receive_report(connection: mux.Mux, init_fd: int) -> bytes:
-    """What the keeper says last; empty when the outside has closed the channel before."""
+    """Return the init process's report; empty when the outside has closed the channel before."""
     report = bytearray()
     while not connection.is_closed:
         if init_fd not in connection.step(3600.0, [init_fd]):

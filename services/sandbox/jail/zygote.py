@@ -1,11 +1,10 @@
-"""The zygote: a warm interpreter that forks a keeper for each jail; the keeper forks the guest.
+"""Zygote: a warm interpreter that forks an init process for each jail, which forks the guest.
 
-It runs inside of the outer jail that bubblewrap has made: no network, a read-only root, its own
-processes. One packet in on the control socket for each jail: its limits as JSON, its descriptors
-beside them, the keeper's first. A packet comes back on it for each that is done with, so that a
-zygote which somebody has stopped is noticed; a jail answers on its own descriptors. Each jail has
-process, mount and user namespaces of its own; what this process holds in memory, every jail can
-read, so it holds nothing but modules.
+It runs inside of the outer jail of bubblewrap: no network, a read-only root, its own processes.
+Each jail has one packet on the control socket: its limits as JSON, with its descriptors, the init
+process's first. A packet returns on it for each request that is done, so that a stopped zygote is
+detected; a jail answers on its own descriptors. Each jail has process, mount and user namespaces of
+its own. Every jail can read what this process has in memory, so it has only modules.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from .guests import guest, pytest_suite
 from .wire import frames
 
 PACKET = 1 << 16  # bytes of a request
-DESCRIPTORS = 16  # most that come with one packet
+DESCRIPTORS = 16  # most descriptors of one packet
 DONE = b"done"
 
-# What most programs import first. Each is paid for in every jail, whose pages are copied.
+# Common first imports of programs. Each costs every jail, whose pages are copied.
 PRELOADED_MODULES = (
     "abc array bisect cmath collections contextlib copy dataclasses enum functools heapq io "
     "itertools json linecache math operator random re string sys time traceback types typing"
@@ -42,8 +41,8 @@ RunForked = Callable[[bytes, "list[int]"], None]  # never returns
 
 
 def serve(control: socket.socket, run_forked: RunForked, prepare: Callable[[], None]) -> None:
-    """Calls `begin` in a fork for each packet, and `prepare` before that."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is forked
+    """Call `prepare`, and `run_forked` in a fork, for each packet."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forked processes
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b"warm")
     while True:
@@ -52,7 +51,7 @@ def serve(control: socket.socket, run_forked: RunForked, prepare: Callable[[], N
             return
         try:
             prepare()
-            # Before anything that only the jail needs: both copy what they touch.
+            # Before anything that only the jail needs: both copy the pages that they touch.
             if os.fork() == 0:
                 run_forked(packet, fds)
         except OSError as error:
@@ -69,7 +68,7 @@ def _serve_jails(control: socket.socket, tier: str) -> None:
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if tier == "bwrap" else -1
 
     def prepare() -> None:
-        if own >= 0:  # one's own again first: a namespace is unshared once, or not at all
+        if own >= 0:  # back to its own namespace first: one namespace can be unshared only once
             syscalls.call_libc("setns", own, syscalls.CLONE_NEWPID)
             syscalls.unshare(syscalls.CLONE_NEWPID)
 
@@ -83,7 +82,7 @@ def _serve_jails(control: socket.socket, tier: str) -> None:
 
 
 def receive_packet(control: socket.socket) -> tuple[bytes, list[int]]:
-    """A packet and its descriptors; socket.recv_fds, which Python 3.8 does not have."""
+    """Receive a packet and its descriptors; Python 3.8 has no socket.recv_fds."""
     fds = array.array("i")
     room = socket.CMSG_SPACE(DESCRIPTORS * fds.itemsize)
     packet, told, _, _ = control.recvmsg(PACKET, room)
@@ -94,7 +93,7 @@ def receive_packet(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def send_failure(fd: int, error: OSError) -> None:
-    """The sandbox is told why there is no jail, and takes it for its own failure."""
+    """Send the reason why there is no jail; the sandbox counts it as its own failure."""
     text = f"no jail: {error}"
     if error.errno == errno.EAGAIN:
         most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -106,8 +105,8 @@ def send_failure(fd: int, error: OSError) -> None:
 def preload(
     packages: Any, tier: str, fallback_directory: str = "", default_modules: str = PRELOADED_MODULES
 ) -> None:
-    """`searched_last` is a directory for what is not found elsewhere; jails do not search it."""
-    register = os.register_at_fork  # seeding at each fork is a fifth of its cost: guests seed alone
+    """Import modules in advance; jails do not search `fallback_directory` for missing ones."""
+    register = os.register_at_fork  # seeding at each fork is a fifth of its cost: only guests seed
     os.register_at_fork = lambda **hooks: None
     try:
         import random  # noqa: F401
@@ -129,15 +128,17 @@ def preload(
     guest.create_streams()
     init_process.set_guest_environment()
     gc.collect()
-    gc.freeze()  # collections in a jail do not touch, and so copy, what is shared
+    gc.freeze()  # collections in a jail must not touch, and so copy, shared pages
 
 
 def main() -> None:
-    """`main` of `python -m`-less start: arguments are CONTROL_FD, TIER, a JSON list of modules
-    to import beside the usual ones, and where else to look for them.
+    """Start the zygote.
+
+    Arguments are CONTROL_FD, TIER, a JSON list of modules to import beside the usual ones, and a
+    directory to search last for them.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
-    if sys.argv[2] == "bwrap":  # the nodes in /dev are the host's: others would see a change
+    if sys.argv[2] == "bwrap":  # the nodes in /dev are the host's: a change would affect others
         for device in os.scandir("/dev"):
             if not device.is_symlink():
                 syscalls.remount_read_only(device.path)

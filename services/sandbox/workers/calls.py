@@ -1,4 +1,4 @@
-"""Calls of a pool of workers: what they run, within what limits, and how they travel."""
+"""Calls of a pool of workers: their functions, limits and encoding."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """The limits of a pool and of each of its processes."""
+    """Limits of a pool and of each of its processes."""
 
     warm_workers: int = 2  # workers started with the job
     max_workers: int = 4  # workers, when calls wait
     rlimits: dict[str, int] = field(default_factory=lambda: dict(RLIMITS))
     nice: int = 0
     max_calls_per_worker: int = (
-        5000  # calls that a process serves; what libraries have kept goes with it
+        5000  # calls that a process serves; memory leaks of libraries end with it
     )
 
 
 @dataclass(frozen=True)
 class PoolCall:
-    """A call of one of a pool's functions."""
+    """Call of one of a pool's functions."""
 
     name: str
     arguments: list[Any]
     deadline_s: float
-    no_retry: bool = False  # it is not run again when its process is lost
+    no_retry: bool = False  # not repeated when its process is lost
 
 
 @dataclass(frozen=True)
 class PoolFunctions:
-    """What the workers of a pool import and run."""
+    """Functions that the workers of a pool import and run."""
 
     job: str
-    directory: str  # is searched first
+    directory: str  # first on the search path
     references: dict[str, str]  # by name: "module:function", or "mcp:server/tool"
     mcp_servers: dict[str, list[str]] = field(default_factory=dict)  # MCP server -> its command
-    is_confined: bool = False  # they need no files, no programs and no network, and get none
+    is_confined: bool = False  # they need no files, programs or network, and get none
 
 
 @dataclass
 class WaitingCall:
-    """A call that nobody has begun, or whose answer is waited for."""
+    """Call that waits for a worker or for its answer."""
 
     call: PoolCall
     result: asyncio.Future[CallResult]
-    batch: list[WaitingCall]  # the calls that it came with
+    batch: list[WaitingCall]  # the calls of its batch
     attempts: int = 0
 
 
 def pack_arguments(call: PoolCall) -> tuple[str, bytes]:
-    """("", a call's arguments as MessagePack), or (what is wrong with them, nothing)."""
+    """Return ("", a call's arguments as MessagePack), or (the error in them, nothing)."""
     name = format_name(call.name)
     try:
         packed: bytes = msgpack.packb(call.arguments)

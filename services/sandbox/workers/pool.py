@@ -1,4 +1,4 @@
-"""The pool of workers of one job: each call is answered, whatever it does to its process."""
+"""Pool of workers of one job, in which each call is answered, even if its process dies."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from meshrl.services.sandbox.workers.slice_policy import (
 from meshrl.services.sandbox.workers.worker import format_name
 from meshrl.services.sandbox.workers.worker_starter import KILL_TIMEOUT_S, WorkerStarter
 
-FIRST_CPU_CHECK_S = 0.05  # into a call its CPU time is first read: most have ended by then
-MIN_CPU_CHECK_S = 0.02  # the least between two looks at a call that is nearly over its deadline
+FIRST_CPU_CHECK_S = 0.05  # into a call when its CPU time is first read: most have ended by then
+MIN_CPU_CHECK_S = 0.02  # the minimum between two checks of a call that is nearly over its deadline
 ATTEMPTS = 2  # for a call whose process ended: another call may have killed the first
-MAX_WAITING_CALLS = 20_000  # calls; beyond them callers are refused
+MAX_WAITING_CALLS = 20_000  # calls; beyond them callers are rejected
 MAX_BATCH_S = 900.0  # longest time of a batch, queue included; callers have shorter deadlines
 
 
 class _WorkerExited(Exception):
-    """The process must be replaced; its calls are answered or back in the queue."""
+    """Error raised when a process must be replaced; its calls are answered or back in the queue."""
 
 
 class WorkerPool:
-    """Runs functions of one job in processes of its own, a few of them warm."""
+    """Pool that runs functions of one job in processes of its own, a few of them warm."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class WorkerPool:
         return len(self._workers)
 
     async def start(self) -> None:
-        """Starts the warm workers; ToolFailed if the job's modules do not import."""
+        """Start the warm workers; ToolFailed if the job's modules do not import."""
         starting = (self._starter.start_initial() for _ in range(self._limits.warm_workers))
         children = await asyncio.gather(*starting, return_exceptions=True)
         failures = [child for child in children if isinstance(child, BaseException)]
@@ -99,11 +99,11 @@ class WorkerPool:
     async def run(
         self, calls: Sequence[PoolCall], *, postpone_slow: bool = False
     ) -> list[CallResult]:
-        """What they came to, in order.
+        """Run calls and return their results, in order.
 
-        `early`: within two deadlines, so that a function that hangs is known soon. Once one of the
-        calls is over its deadline, or they have waited for as long, those that nobody has begun are
-        POSTPONED.
+        With `postpone_slow` this takes at most two deadlines, so that a hanging function is
+        detected soon. Once a call exceeds its deadline, or the calls have waited that long, those
+        that no worker has begun are POSTPONED.
         """
         if len(self._queue) + len(calls) > MAX_WAITING_CALLS:
             raise Overloaded(f"{len(self._queue)} calls of job {self._job} wait already")
@@ -130,10 +130,10 @@ class WorkerPool:
             async with self._clock.timeout(MAX_BATCH_S, f"{len(calls)} calls of job {self._job}"):
                 return await answers
         finally:
-            answers.cancel()  # where nobody waits any more
+            answers.cancel()  # where no caller waits any more
 
     def _postpone(self, batch: Sequence[WaitingCall]) -> None:
-        """Sends back those of a batch that nobody has begun."""
+        """Postpone the calls of a batch that no worker has begun."""
         asked = {id(call) for call in batch}
         unbegun = [call for call in self._queue if id(call) in asked]
         self._queue = deque(call for call in self._queue if id(call) not in asked)
@@ -165,13 +165,13 @@ class WorkerPool:
         self._workers.append(asyncio.create_task(self._run_worker(child), name=name))
 
     async def _run_worker(self, child: ChildProcess | None) -> None:
-        """Has one process serve slices for ever, and replaces it when it ends."""
+        """Serve slices with one process until cancelled, and replace it when it ends."""
         try:
             while True:
                 if child is None:
                     child = await self._starter.restart(self._fail_waiting)
                 served = 0
-                why = ""  # none: it has served its time
+                why = ""  # none: it has served its number of calls
                 try:
                     while served < self._limits.max_calls_per_worker:
                         calls = await self._take_slice()
@@ -212,7 +212,7 @@ class WorkerPool:
             await idle
         taken = [self._queue.popleft()]
         most = compute_slice_size(len(self._queue) + 1, self._durations.mean_s)
-        # A call that has ended a process runs alone: it takes no neighbour with it.
+        # A call that has ended a process runs alone, so that it ends no other call.
         while not taken[0].attempts and self._queue and len(taken) < most:
             if self._queue[0].attempts:
                 break
@@ -225,7 +225,7 @@ class WorkerPool:
             return
         try:
             await child.send(frame)
-        except (PeerLost, DeadlineExceeded) as error:  # while idle: not these calls' doing
+        except (PeerLost, DeadlineExceeded) as error:  # while idle: not caused by these calls
             self._requeue(calls)
             raise _WorkerExited(error.message) from None
         begun = self._clock.monotonic()
@@ -256,8 +256,10 @@ class WorkerPool:
             self._durations.add(self._clock.monotonic() - begun, len(calls))
 
     def _pack_slice(self, calls: list[WaitingCall]) -> tuple[list[WaitingCall], bytes]:
-        """Those that a frame can hold together, and the frame. Another whose arguments MessagePack
-        cannot hold, or no frame, is answered; what fits into the next one waits for it.
+        """Pack the calls that fit into one frame, and return them with the frame.
+
+        A call whose arguments MessagePack or a frame cannot hold is answered. The rest waits for
+        the next frame.
         """
         kept: list[WaitingCall] = []
         packed: list[tuple[int, str, bytes]] = []
@@ -280,8 +282,10 @@ class WorkerPool:
     async def _receive_result(
         self, child: ChildProcess, call_id: int, call: WaitingCall
     ) -> CallResult:
-        """What a call comes to. Meanwhile this process says that it waits for the function, so that
-        one that takes long is named, and not its sandbox.
+        """Receive the result of a call.
+
+        This process publishes that it waits for the function, so that a slow function is named, and
+        not its sandbox.
         """
         place = self._starter.source_locations.get(call.call.name, "")
         of = f"{self._job}, {place}" if place else self._job
@@ -313,7 +317,7 @@ class WorkerPool:
                 if left <= 0 and wait_s <= MIN_CPU_CHECK_S:
                     took = f"took more than {call.call.deadline_s:g} s"
                     raise DeadlineExceeded(f"{format_name(call.call.name)} {took}") from None
-                # The last look is short, and comes after the loop has read what lay in the socket.
+                # The last check is short, and comes after the loop has read the socket's content.
                 wait_s = max(MIN_CPU_CHECK_S, left)
                 continue
             if got != call_id:

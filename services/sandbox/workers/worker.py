@@ -1,11 +1,10 @@
-"""A process that runs a job's tools and reward: one call after the other, until it is killed.
+"""Worker process that runs a job's tools and reward, one call after the other, until killed.
 
 First frame in: [bundle_dir, {name: use}, {MCP server: command}, closed]; a use is "module:function"
-or "mcp:server/tool". Then slices: [[id, name, its arguments, packed], ...].
-Out: [LOADED, status, {name: where its code begins}, error], then for each call as soon as it has
-ended: [id, status, value, error]; a result that waited for the end of its slice would be lost with
-a neighbour that hangs. Only the standard library and msgpack, because a pool refills while callers
-wait.
+or "mcp:server/tool". Then slices: [[id, name, its arguments, packed], ...]. Out: [LOADED, status,
+{name: where its code begins}, error], then for each call as soon as it has ended: [id, status,
+value, error]. A result that waited for the end of its slice would be lost with a later call that
+hangs. Only the standard library and msgpack, because a pool refills while callers wait.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def load_functions(
 def make_mcp_tool(
     use: str, servers: dict[str, list[str]], directory: str, running: dict[str, Any]
 ) -> Callable[[Any], Any]:
-    """The function that calls `mcp:server/tool`."""
-    from meshrl.common.environment.mcp_client import McpServer  # hardly ever needed
+    """Return the function that calls `mcp:server/tool`."""
+    from meshrl.common.environment.mcp_client import McpServer  # rarely needed
 
     name, _, tool = use.removeprefix(MCP).partition("/")
     if name not in running:
@@ -78,7 +77,7 @@ def make_mcp_tool(
 def run_call(
     functions: dict[str, Callable[..., Any]], call: list[Any], directory: str = ""
 ) -> WireResult:
-    """Makes a call; what is wrong is told with the line of the code in `directory`."""
+    """Run a call; an error has the line of the code in `directory`."""
     call_id, name, packed = call
     try:
         arguments = msgpack.unpackb(packed)
@@ -96,9 +95,9 @@ def run_call(
             check_reward(value) if name.startswith(REWARD) else check_plain_value(value)
         )
     except MemoryError:
-        # What ate the memory may be an earlier call's leak.
+        # An earlier call may have leaked the memory.
         os._exit(OUT_OF_MEMORY)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are the job's mistakes too
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are errors of the job too
         return call_id, RAISED, None, describe_error(error, directory)
     if problem:
         place = locate_function(functions[name], directory)
@@ -116,7 +115,7 @@ def format_name(name: str) -> str:
 
 
 def check_reward(value: object) -> tuple[float | None, str]:
-    """(the reward, "") or (None, what is wrong with it)."""
+    """Return (the reward, "") or (None, the error)."""
     if not isinstance(value, Real):
         return None, f"{short_repr(value)}, a {type(value).__name__}; a reward is a finite number"
     try:
@@ -129,8 +128,11 @@ def check_reward(value: object) -> tuple[float | None, str]:
 
 
 def check_plain_value(value: object) -> tuple[object, str]:
-    """(the value, "") or (None, what is wrong). What crosses the wire is None, numbers, text,
-    bytes, lists, and dicts with text keys, all small and shallow."""
+    """Return (the value, "") or (None, the error).
+
+    Valid values are None, numbers, text, bytes, lists, and dicts with text keys, all small and
+    shallow.
+    """
     problem = find_unsupported_part(value, 0)
     if problem:
         return None, problem
@@ -160,7 +162,7 @@ def find_unsupported_part(value: object, depth: int) -> str:
 
 
 def short_repr(value: object) -> str:
-    """The value's repr, short; it is user code, so it may raise."""
+    """Return a short repr of the value; repr is user code, so it may raise."""
     try:
         text = repr(value)
     except Exception:
@@ -169,10 +171,10 @@ def short_repr(value: object) -> str:
 
 
 def describe_error(error: BaseException, directory: str) -> str:
-    """Type, text, and the line of the job's code that raised."""
+    """Return the type and text of an error, and the line of the job's code that raised it."""
     text = format_error(error)
     if isinstance(error, OSError | MemoryError | RuntimeError):
-        from meshrl.common.mesh.process.diagnosis import host_limits  # hardly ever needed
+        from meshrl.common.mesh.process.diagnosis import host_limits  # rarely needed
 
         if limit := host_limits.explain_hit_limit(error):
             text = f"{text}. {limit}"
@@ -180,7 +182,7 @@ def describe_error(error: BaseException, directory: str) -> str:
 
 
 def format_error(error: BaseException) -> str:
-    """Its type and text, which crosses the wire."""
+    """Return the type and text of an error, in a form that can be sent."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
@@ -201,7 +203,7 @@ def main() -> None:
         directory, *what, closed = msgpack.unpackb(setup)
         functions = load_functions(directory, *what)
         if closed:
-            # What is not closed starts sooner without them.
+            # Imported only here: a worker that is not closed starts sooner without them.
             from meshrl.services.sandbox.jail.confinement import (
                 landlock,
                 seccomp,

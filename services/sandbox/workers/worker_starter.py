@@ -1,4 +1,4 @@
-"""The processes of a pool: they are started, started again, and their ends are told in words."""
+"""Starts and restarts of a pool's processes, and descriptions of their ends."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from meshrl.services.sandbox.workers.calls import PoolFunctions, PoolLimits, unp
 from meshrl.services.sandbox.workers.worker import FORKED, LOAD_RESULT_ID, OK, OUT_OF_MEMORY
 
 IMPORT_TIMEOUT_S = 30.0  # for the import of the job's modules
-KILL_TIMEOUT_S = 2.0  # for a killed process to be gone
-START_TRIES = 3  # attempts to start a worker before those who wait are told
+KILL_TIMEOUT_S = 2.0  # for a killed process to exit
+START_TRIES = 3  # attempts to start a worker before its callers get an error
 RETRY_S = 0.2
 
-# One thread for numeric libraries: their pools cost more than they bring, and count as CPU time.
+# One thread for numeric libraries: their pools cost more than they gain, and count as CPU time.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class WorkerStarter:
-    """Starts the workers of one pool."""
+    """Starter of the workers of one pool."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class WorkerStarter:
     ) -> None:
         self._host, self._clock, self._log, self._limits = host, clock, log, limits
         self._functions, self._job = functions, functions.job
-        self.source_locations: dict[str, str] = {}  # where each function begins
+        self.source_locations: dict[str, str] = {}  # location of each function's code
 
     async def restart(self, on_failure: Callable[[MeshError], None]) -> ChildProcess:
-        """A process in place of another; `failed` is told now and then why there is none yet."""
+        """Start a replacement process; report failures to `on_failure` until one runs."""
         tries = 0
         while True:
             try:
@@ -64,8 +64,9 @@ class WorkerStarter:
             await self._clock.sleep(min(RETRY_S * tries, IMPORT_TIMEOUT_S))
 
     async def start_initial(self) -> ChildProcess:
-        """A process of a pool that starts. A signal or a busy machine may keep one from its import,
-        but hardly START_TRIES of them.
+        """Start a process of a new pool.
+
+        A signal or a busy machine may fail one import, but hardly START_TRIES of them.
         """
         tries = 1
         while True:
@@ -74,7 +75,7 @@ class WorkerStarter:
             except ToolFailed as error:
                 if error.__cause__ is None or tries == START_TRIES:  # none: the import raised
                     raise
-            except OSError as error:  # no process or descriptor is to be had on this host
+            except OSError as error:  # no process or descriptor available on this host
                 if tries == START_TRIES:
                     fix = host_limits.explain_hit_limit(error)
                     raise Refused(f"no process for job {self._job}: {error}", fix=fix) from error
@@ -119,7 +120,7 @@ class WorkerStarter:
         return child
 
     async def describe_exit(self, child: ChildProcess) -> str:
-        """How a worker ended whose channel is closed; empty while it still runs."""
+        """Describe how a worker with a closed channel ended; empty while it still runs."""
         code = await child.wait(KILL_TIMEOUT_S)
         if code is None:
             return ""

@@ -25,7 +25,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """The algorithm of that name; ConfigError if there is none."""
+    """Return the algorithm of this name; raise ConfigError if there is none."""
     if name not in ALGORITHMS:
         raise ConfigError(
             f"unknown algorithm {name!r}",
@@ -36,9 +36,9 @@ def get_algorithm(name: str) -> Algorithm:
 
 
 def list_scoring_passes(config: AlgorithmConfig) -> tuple[str, ...]:
-    """Extras that a step scores with its first weights, before any gradient of it.
+    """Return the extras that a step scores with its first weights, before any gradient.
 
-    With one update the proximal policy is the one that is trained, and costs nothing.
+    With one update the proximal policy is the trained policy, and needs no pass.
     """
     values = ("values",) if get_algorithm(config.name).has_critic else ()
     decoupled = config.correction != "none" and config.updates > 1
@@ -46,5 +46,5 @@ def list_scoring_passes(config: AlgorithmConfig) -> tuple[str, ...]:
 
 
 def has_refill(config: AlgorithmConfig) -> bool:
-    """Whether groups that are filtered are replaced by others."""
+    """Return True if filtered groups are replaced by others."""
     return config.refill_filtered or get_algorithm(config.name).always_refills

@@ -1,7 +1,7 @@
-"""CISPO (MiniMax 2025, arXiv 2506.13585): clips the ratio, and never the gradient of a token.
+"""CISPO (MiniMax 2025, arXiv 2506.13585): clips the ratio, but no token's gradient.
 
-It differs from PPO in what is clipped: the ratio is a constant weight of the log-probability, so
-that rare tokens that an update moves far keep their gradient. There is no bound below.
+Unlike in PPO, the clipped ratio is a constant weight of the log-probability. So rare tokens that an
+update moves far keep their gradient. There is no lower bound.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ CLIPS = ClipBounds(1.0, 0.28)
 
 
 def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: its negative log-probability, weighted by its advantage and
-    by the clipped ratio, which has no gradient.
+    """Return the loss of each trained token [t]: its weighted negative log-probability.
+
+    The weight is the advantage times the clipped ratio, which has no gradient.
     """
     clips = CLIPS.with_overrides(config)
     weight = compute_ratios(terms, config).detach().clamp(1 - clips.low, 1 + clips.high)

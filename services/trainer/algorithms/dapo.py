@@ -1,8 +1,8 @@
 """DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO with four changes.
 
-Ratios are clipped higher above than below, so that unlikely tokens can rise; the loss is averaged
-over tokens, so that long trajectories weigh by their length; groups whose rewards are all equal are
-replaced by others (dynamic sampling); and length is punished softly before it is cut off.
+The upper clip is wider than the lower one, so that unlikely tokens can rise. The loss is averaged
+over tokens, so that long trajectories weigh by their length. Groups whose rewards are all equal are
+replaced by others (dynamic sampling). Rewards fall softly before the length limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""On-policy distillation: towards a teacher, on what the student itself samples.
+"""On-policy distillation: trains on the student's own samples towards a teacher.
 
-The reverse KL divergence to the teacher (Gu et al. 2023, arXiv 2306.08543; on samples of the
-student, Agarwal et al. 2023, arXiv 2306.13649) by its policy gradient: a token's advantage is how
-much likelier the teacher finds it than the student does, without a look ahead. Rewards play no
-part. Ratios to the policy that sampled are clipped as GRPO's.
+The loss is the reverse KL divergence to the teacher (Gu et al. 2023, arXiv 2306.08543; on samples
+of the student, Agarwal et al. 2023, arXiv 2306.13649), by its policy gradient. A token's advantage
+is the teacher's log-probability less the student's, without later tokens. Rewards are not used.
+Ratios to the behaviour policy are clipped as in GRPO.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from meshrl.services.trainer.losses.terms import LossTerms
 
 
 def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: the clipped surrogate; the advantage is the teacher's
-    log-probability less ours. ConfigError without a teacher.
+    """Return the loss of each trained token [t]: the clipped surrogate.
+
+    The advantage is the teacher's log-probability less the student's. Raise ConfigError without a
+    teacher.
     """
     advantage = terms.get_extra("teacher") - terms.logprobs.detach()
     return compute_clipped_loss(

@@ -1,8 +1,7 @@
 """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): GRPO without its two biases.
 
-It differs from GRPO in what it does not divide by: advantages keep the scale of the rewards, so
-that hard and easy prompts weigh alike, and a token's loss is divided by a constant instead of its
-trajectory's length, so that long failures are not favoured.
+Advantages keep the scale of the rewards, so that hard and easy prompts weigh alike. A token's loss
+is divided by a constant instead of its trajectory's length, so that long failures are not favoured.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """GRPO: the advantage of a trajectory is its reward relative to those of its group.
 
-Advantages after Shao et al. 2024 (arXiv 2402.03300). It differs from the paper in its defaults: the
-loss is averaged over all tokens of a step and clipped higher above than below, after DAPO (arXiv
-2503.14476), bounded for bad tokens that the policy has moved towards, after dual-clip PPO (arXiv
-1912.09729), and has no KL term. The paper's own: `aggregation = "sequences"`, `clip_high = 0.2`,
-`dual_clip = 0`, `kl_coefficient = 0.04`.
+Advantages follow Shao et al. 2024 (arXiv 2402.03300). The defaults differ from the paper. The loss
+is averaged over all tokens of a step, and the upper clip is wider than the lower one, after DAPO
+(arXiv 2503.14476). Bad tokens that the policy has moved towards have a bounded loss, after
+dual-clip PPO (arXiv 1912.09729). There is no KL term. The paper's own settings: `aggregation =
+"sequences"`, `clip_high = 0.2`, `dual_clip = 0`, `kl_coefficient = 0.04`.
 """
 
 from __future__ import annotations

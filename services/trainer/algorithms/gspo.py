@@ -1,7 +1,7 @@
-"""GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio for a sequence, the unit that is rewarded.
+"""GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio per sequence, the rewarded unit.
 
-It differs from GRPO in the ratio, which is the geometric mean of its tokens' ratios, and so in how
-narrow the clips are. All tokens of a sequence share one loss; its mean over them is the paper's.
+Unlike in GRPO, the ratio is the geometric mean of the sequence's token ratios, and the clips are
+narrower. All tokens of a sequence share one loss; its mean over them is the paper's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ CLIPS = ClipBounds(3e-4, 4e-4)
 
 
 def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: the clipped surrogate of its sequence's ratio and mean
-    advantage.
+    """Return the loss of each trained token [t]: the clipped surrogate of its sequence.
+
+    The sequence's ratio and mean advantage take the place of the token's.
     """
     difference = terms.mean_by_sequence(terms.logprobs - select_old_logprobs(terms, config))
     ratio = compute_ratio(difference, difference.new_zeros(()))

@@ -1,7 +1,7 @@
 """PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, a value model beside the policy.
 
-It differs from the others in its baseline, which is learned: advantages of tokens are generalised
-ones from the critic's values, normalised over the step. The value loss is in `critic.py`.
+Unlike in the other algorithms, the baseline is learned. Token advantages are generalised ones (GAE)
+of the critic's values, normalised over the step. The value loss is in `critic.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from meshrl.services.trainer.losses.surrogate import PPO_CLIPS, make_surrogate_l
 
 
 def prepare_advantages(sequences: list[TrainingSequence], config: AlgorithmConfig) -> None:
-    """Sets generalised advantages from `extras["values"]`, and `extras["returns"]`, the values'
-    targets.
-    """
+    """Set generalised advantages from `extras["values"]`, and targets `extras["returns"]`."""
     found = []
     for sequence in sequences:
         own = find_loss_tokens(sequence)

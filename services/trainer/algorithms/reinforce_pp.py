@@ -1,8 +1,8 @@
-"""REINFORCE++ (Hu 2025, arXiv 2501.03262): PPO without a critic; the baseline is the step's batch.
+"""REINFORCE++ (Hu 2025, arXiv 2501.03262): PPO without a critic; the baseline is the batch.
 
-It differs from GRPO in what a trajectory is compared with: all of the step's tokens instead of its
-own group, so that a group needs no variance. With `kl_in = "reward"` each token pays for its own
-divergence, and answers for that of the tokens that follow.
+A trajectory is compared with all tokens of the step instead of its own group, so that a group needs
+no variance. With `kl_in = "reward"` each token pays for its own divergence and for that of the
+tokens that follow.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from meshrl.services.trainer.losses.surrogate import PPO_CLIPS, make_surrogate_l
 def use_rewards_as_advantages(
     rewards: NDArray[np.float64], config: AlgorithmConfig
 ) -> NDArray[np.float64]:
-    """The rewards, float64 [n], unchanged: `prepare` makes advantages of them."""
+    """Return the rewards, float64 [n], unchanged; `prepare_advantages` uses them."""
     return rewards
 
 
 def prepare_advantages(sequences: list[TrainingSequence], config: AlgorithmConfig) -> None:
-    """Sets each token's advantage: the discounted rewards after it, normalised over the step."""
+    """Set each token's advantage: the discounted later rewards, normalised over the step."""
     rewards = [compute_token_rewards(s, float(s.advantages), config) for s in sequences]
     set_normalized_advantages(
         sequences, [discount_rewards(own, config.discount) for own in rewards]

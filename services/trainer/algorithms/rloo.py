@@ -1,7 +1,7 @@
 """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): REINFORCE with the rest of the group as baseline.
 
-It differs from the paper off its policy only: where the paper has log-probabilities, which give the
-same gradient at a ratio of 1, stand ratios, clipped as PPO's.
+It differs from the paper off-policy only. The paper uses log-probabilities; this file uses ratios,
+clipped as PPO's, which have the same gradient at a ratio of 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshrl.services.trainer.losses.surrogate import PPO_CLIPS, make_surrogate_l
 def compute_advantages(
     rewards: NDArray[np.float64], config: AlgorithmConfig
 ) -> NDArray[np.float64] | None:
-    """reward - mean of the others, float64 [n]; 0 for a trajectory that has no others."""
+    """Return reward - mean of the others, float64 [n]; 0 for a trajectory without others."""
     others = len(rewards) - 1
     if has_equal_rewards(rewards, config):
         return None

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the cross-entropy of the tokens that are the model's own."""
+"""Supervised fine-tuning: cross-entropy of the tokens that the model is to write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshrl.services.trainer.losses.terms import LossTerms
 
 
 def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: its negative log-probability."""
+    """Return the loss of each trained token [t]: its negative log-probability."""
     return -terms.logprobs
 
 

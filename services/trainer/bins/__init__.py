@@ -1,1 +1,1 @@
-"""Sequences in bins, bins in rounds, and rounds among ranks. Open `packing.py` first."""
+"""Packing of sequences into bins and rounds, and their division. Open `packing.py` first."""

@@ -1,4 +1,4 @@
-"""How a round's bins are divided among ranks: alike on all, and in all steps of a lineage."""
+"""Division of a round's bins among ranks, equal on all ranks and in all steps of a lineage."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from meshrl.services.trainer.bins.packing import Bin
 
-RoundBins = Sequence[Bin]  # as many as the division says
+RoundBins = Sequence[Bin]  # as many as `bins_per_round`
 
 
 @dataclass(frozen=True)
 class EvenDivision:
-    """One bin for each rank. The experts of a mixture are split over `expert_parallel` of them."""
+    """One bin for each rank; an MoE model's experts are split over `expert_parallel` ranks."""
 
     ranks: int = 1
     expert_parallel: int = 1
@@ -24,12 +24,12 @@ class EvenDivision:
 
     @property
     def bins_per_score(self) -> int:
-        """Bins that are scored at once, one on each of the first ranks."""
+        """Number of bins scored at once, one on each of the first ranks."""
         return self.ranks
 
     @property
     def told(self) -> Any:
-        """What stands of it in records: who computes otherwise rounds otherwise."""
+        """Form of the division in records: another division rounds floats in another way."""
         if self.expert_parallel == 1:
             return self.ranks
         return {"ranks": self.ranks, "expert_parallel": self.expert_parallel}
@@ -40,14 +40,15 @@ class EvenDivision:
 
 @dataclass(frozen=True)
 class ZebraDivision:
-    """`micros` bins for each of the first ranks, which have attention; the others have experts, and
-    `hosted` of each mixture layer are on every attention rank.
+    """`micro_batches` bins for each attention rank; the ranks after these have experts.
+
+    Every attention rank also has `hosted_experts` of each MoE layer.
     """
 
     attention_ranks: int
     expert_ranks: int
     micro_batches: int
-    hosted_experts: tuple[int, ...]  # by mixture layer
+    hosted_experts: tuple[int, ...]  # by MoE layer
 
     @property
     def bins_per_round(self) -> int:

@@ -1,4 +1,4 @@
-"""Packs finished trajectories into bins: the typed arrays that a gradient is computed from."""
+"""Packing of finished trajectories into bins: the typed arrays of a gradient computation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshrl.common.base.errors import BadMessage
 from meshrl.common.base.lineages import SINGLE_LINEAGE, is_foreign
 from meshrl.kernels.packing import pack_rounds
 
-UNKNOWN = -1  # version of a token whose version nobody recorded, expert that nobody recorded
-EXTRA_PREFIX = "extra."  # what names of extras start with on a wire
+UNKNOWN = -1  # version of a token, or expert, that is not recorded
+EXTRA_PREFIX = "extra."  # prefix of extras' names on the wire
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -25,49 +25,49 @@ ExpertIds = NDArray[np.int16]
 
 @dataclass(slots=True)
 class TrainingSequence:
-    """A trajectory's tokens [n], n >= 2, as training needs them."""
+    """Tokens [n] of a trajectory, n >= 2, with the arrays that training needs."""
 
     tokens: Ints
-    logprobs: Floats  # behaviour: of the policy that sampled the token; 0 where not sampled
-    loss_mask: Bools  # the model's own tokens
+    logprobs: Floats  # of the behaviour policy that sampled the token; 0 where not sampled
+    loss_mask: Bools  # tokens that the model wrote
     versions: Ints  # weight version that computed the token
-    # [n], or one; of one trajectory float64: `prepare` may take it for the reward that it is.
+    # [n], or one value. Float64 for one trajectory: `prepare_advantages` may use it as the reward.
     advantages: NDArray[np.floating] = field(default_factory=lambda: np.zeros((), np.float32))
     weight: float = 1.0  # factor of each of its token losses
     extras: dict[str, Floats] = field(default_factory=dict)  # [n] each, such as "reference"
-    expert_ids: ExpertIds | None = (
-        None  # [n, layers, k], that the place before a token was routed to
-    )
+    # [n, layers, k], the routing of the position before each token
+    expert_ids: ExpertIds | None = None
     group_id: int = 0
     member_index: int = 0
     abandoned_above: int = SINGLE_LINEAGE  # see meshrl.common.base.lineages
-    is_truncated: bool = False  # cut off at the longest length
+    is_truncated: bool = False  # cut off at the maximum length
 
     @property
     def position_count(self) -> int:
-        """The places of a bin that it takes: its last token predicts nothing."""
+        """Number of bin positions that the sequence takes: its last token predicts nothing."""
         return len(self.tokens) - 1
 
     @property
     def loss_token_count(self) -> int:
-        """The number of tokens that carry loss."""
+        """Number of tokens that carry loss."""
         return int(self.loss_mask[1:].sum())
 
 
 @dataclass(slots=True)
 class Bin:
-    """Sequences end to end, every array [n]; what describes a token lies at the place before it.
+    """Sequences end to end, every array [n]; a token's data is at the position before the token.
 
-    So `tokens[i]` is read and `targets[i]`, the next token of its sequence, is predicted. Sequence
-    j holds the places from starts[j] to starts[j + 1]; what lies past starts[-1] is padding.
+    `tokens[i]` is the input and `targets[i]`, the next token of its sequence, is predicted.
+    Sequence j has the positions from starts[j] to starts[j + 1]; positions past starts[-1] are
+    padding.
     """
 
     tokens: Ints
     targets: Ints
     positions: Ints
     starts: Ints  # [sequences + 1]
-    mask: Bools  # the target is the model's own
-    fresh: Bools  # and was sampled, with all that lies before it, under the version being trained
+    mask: Bools  # the model wrote the target
+    fresh: Bools  # and sampled it, with its whole prefix, under the version being trained
     behaviour: Floats
     advantage: Floats
     weight: Floats
@@ -76,23 +76,23 @@ class Bin:
 
     @property
     def loss_token_count(self) -> int:
-        """The number of tokens that carry loss."""
+        """Number of tokens that carry loss."""
         return int(self.mask.sum())
 
     @property
     def lengths(self) -> Ints:
-        """The places of each sequence, int [s]."""
+        """Number of positions of each sequence, int [s]."""
         return np.diff(self.starts)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """The bin as named arrays, to be sent."""
+        """Return the bin as named arrays, to be sent."""
         arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _DTYPES}
         arrays |= {EXTRA_PREFIX + name: array for name, array in self.extras.items()}
         return arrays if self.experts is None else arrays | {"experts": self.experts}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Bin:
-        """The inverse of `to_arrays`; BadMessage unless every array is there, alike and typed."""
+        """Return the bin of named arrays; BadMessage unless all are present, and fit together."""
         extras = {name: array for name, array in arrays.items() if name.startswith(EXTRA_PREFIX)}
         known = {name: array for name, array in arrays.items() if name not in extras}
         experts = known.pop("experts", None)
@@ -134,11 +134,11 @@ _DTYPES: dict[str, Any] = {
 def make_bins(
     sequences: Many[TrainingSequence], max_tokens: int, version: int = UNKNOWN
 ) -> list[Bin]:
-    """Every sequence in one bin of at most `budget` places, packed alike wherever it is done.
+    """Pack every sequence into one bin of at most `max_tokens` positions, deterministically.
 
-    `version` is the one being trained: it decides which tokens are fresh. A sequence that is longer
-    than the budget gets a bin of its own. ValueError if a sequence has fewer than two tokens, of
-    which nothing can be learned.
+    A sequence longer than `max_tokens` gets a bin of its own. `version` is the one being trained:
+    it decides which tokens are fresh. Raise ValueError for a sequence of fewer than two tokens,
+    which has no target.
     """
     return [build_bin(members, version) for members in pack_sequences(sequences, max_tokens)]
 
@@ -146,7 +146,7 @@ def make_bins(
 def pack_sequences(
     sequences: Many[TrainingSequence], max_tokens: int
 ) -> list[list[TrainingSequence]]:
-    """The sequences of each bin; the order in which they are given does not matter."""
+    """Return the sequences of each bin; the order of the input does not matter."""
     _reject_empty(sequences)
     ordered = sorted(sequences, key=lambda s: (-s.position_count, s.group_id, s.member_index))
     rounds = pack_rounds([s.position_count for s in ordered], max_tokens)
@@ -154,7 +154,7 @@ def pack_sequences(
 
 
 def build_bin(sequences: Many[TrainingSequence], version: int = UNKNOWN) -> Bin:
-    """The bin that holds these sequences, in this order; it may hold none."""
+    """Return the bin of these sequences in this order; it may be empty."""
     _reject_empty(sequences)
     starts = np.cumsum([0] + [s.position_count for s in sequences], dtype=np.int32)
     names = sorted({name for s in sequences for name in s.extras})
@@ -175,10 +175,10 @@ def build_bin(sequences: Many[TrainingSequence], version: int = UNKNOWN) -> Bin:
 
 
 def find_fresh_tokens(sequence: TrainingSequence, version: int) -> Bools:
-    """The model's tokens that, with all that lies before them, were computed under `version`.
+    """Return the mask of sampled tokens that were computed, with their prefix, under `version`.
 
-    Tokens of unknown version (a prompt whose prefill nobody recorded) do not count against it. An
-    abandoned lineage's version of that number was of other weights.
+    Tokens of unknown version (a prompt whose prefill version is not recorded) do not count against
+    it. A version of that number from an abandoned lineage had other weights.
     """
     if version == UNKNOWN or is_foreign(version, sequence.abandoned_above):
         return np.zeros_like(sequence.loss_mask)

@@ -1,4 +1,4 @@
-"""Plans the rounds of a step, as many bins as are computed at once, while groups come in."""
+"""Planner of a step's rounds, each of `bins_per_round` bins, while groups arrive."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from meshrl.kernels.packing import Round, RoundPacker
 from meshrl.services.trainer.bins import packing
 from meshrl.services.trainer.bins.packing import Bin
 
-SampleId = tuple[int, int]  # group, and which of its trajectories
-RoundPlan = list[list[list[SampleId]]]  # rounds of a step: of each, the bins, and what is in them
+SampleId = tuple[int, int]  # group, and index of the trajectory in it
+RoundPlan = list[list[list[SampleId]]]  # of each round the bins, of each bin the samples
 
 
 class RoundPlanner:
-    """Takes sequences as they come and gives rounds; `plan` is what was given so far.
+    """Planner that packs sequences into rounds as they arrive; `plan` records the rounds so far.
 
-    `cost` says what lengths cost beside each other, so that bins of a round take equally long.
+    `cost` estimates sequences' costs by length, so that the bins of a round take equally long.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RoundPlanner:
 def rebuild_rounds(
     plan: RoundPlan, sequences: Mapping[SampleId, packing.TrainingSequence], version: int
 ) -> list[list[Bin]]:
-    """The same rounds again, from the same sequences."""
+    """Build the rounds of a plan again from the same sequences."""
     return [
         [
             packing.build_bin([sequences[group, member] for group, member in bin], version)

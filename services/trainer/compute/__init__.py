@@ -1,1 +1,1 @@
-"""The pieces of a core's arithmetic. Open `piece_runner.py` first."""
+"""Pieces of a core's arithmetic. Open `piece_runner.py` first."""

@@ -1,6 +1,7 @@
-"""Transfers a hybrid's gradient: to the core in pieces, over the hybrid's own bulk port and beside
-the control traffic; from there to the ranks of a gang, on its host as a file, elsewhere as the
-pieces of each rank's rows.
+"""Transfer of a hybrid's gradient to the core and its ranks.
+
+The hybrid serves the gradient in pieces on its own bulk port, beside the control traffic. Ranks on
+the core's host read it from a file. Ranks on other hosts fetch the pieces of their rows.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from meshrl.common.weights.bulk.port import BulkClient, serve_chunks
 from meshrl.common.weights.chunks.chunk_store import ChunkStore, make_write_error
 
 PIECE_BYTES = 64 << 20
-PIECE_TIMEOUT_S = 30.0  # deadline of moving one
-FILE_TIMEOUT_S = 600.0  # to write or read a whole gradient
+PIECE_TIMEOUT_S = 30.0  # to transfer one piece
+FILE_TIMEOUT_S = 600.0  # to write or read a full gradient
 
 
 def make_hybrid_name(instance: str) -> str:
@@ -31,15 +32,15 @@ def make_hybrid_name(instance: str) -> str:
 
 
 class GradientOutbox:
-    """Holds one gradient, which nobody needs any more once its round was answered: that of a
-    hybrid, or what the ranks of a core on other hosts take of it.
+    """Outbox of one gradient: that of a hybrid, or what a core's ranks on other hosts fetch.
 
-    Its files are not made durable: what is lost with its process is computed again.
+    The gradient is not needed after its round has been answered. Its files are not durable: a
+    gradient that is lost with its process is computed again.
     """
 
     def __init__(self, mesh: Mesh, name: str) -> None:
         directory = Path(mesh.settings.run_root) / "mesh" / "lent" / name
-        shutil.rmtree(directory, ignore_errors=True)  # left by an earlier process of it
+        shutil.rmtree(directory, ignore_errors=True)  # left by an earlier process of the same name
         self._run_blocking = mesh.host.run_blocking
         self._chunks = ChunkStore(directory, mesh.clock.wall)
         self._server = serve_chunks(mesh, self._chunks, accepts_uploads=False)
@@ -50,12 +51,12 @@ class GradientOutbox:
         return self._server.address
 
     async def put(self, gradient: Tensor) -> list[str]:
-        """Return the digests of a flat gradient's pieces, in place of the last; StorageFull."""
+        """Replace the last gradient by a flat one; return its pieces' digests, or StorageFull."""
         whole = await self._run_blocking(lambda: gradient.cpu().numpy(), deadline_s=FILE_TIMEOUT_S)
         return (await self.put_parts([whole]))[0]
 
     async def put_parts(self, parts: Sequence[NDArray[np.float32]]) -> list[list[str]]:
-        """Return the digests of each part's pieces, in place of the last; StorageFull."""
+        """Replace the last gradient by parts; return each part's piece digests, or StorageFull."""
         await self.clear()
         return [
             await self._run_blocking(self._write_pieces, part, deadline_s=FILE_TIMEOUT_S)
@@ -94,8 +95,10 @@ async def fetch_gradient(
     element_count: int,
     address: str = "",
 ) -> NDArray[np.float32]:
-    """The gradient of `size` numbers that the process `name` has put, at its own bulk port or at
-    another `address`; PeerLost, and BadMessage when it is not that long.
+    """Return the gradient of `element_count` numbers that the process `name` has put.
+
+    Its own bulk port serves the gradient, or another `address`. Raise PeerLost, or BadMessage if it
+    has another length.
     """
     entry = await registry.lookup(mesh.state, name)
     if entry is None or not entry.alive:
@@ -122,12 +125,12 @@ async def fetch_gradient(
 
 
 def map_gradient_file(path: str, element_count: int) -> NDArray[np.float32]:
-    """A gradient on a shelf, of which only what is looked at is read."""
+    """Map a gradient file, so that only the parts in use are read."""
     return np.memmap(path, np.float32, "r", shape=(element_count,))
 
 
 def write_gradient_file(content: memoryview, path: Path) -> None:
-    """Writes a file, not durably; StorageFull."""
+    """Write a file without making it durable; raise StorageFull without disk space."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

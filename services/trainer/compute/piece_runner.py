@@ -1,4 +1,4 @@
-"""Runs a core's arithmetic piece by piece: in time slices, at a pace, and not asleep."""
+"""Runner of a core's arithmetic piece by piece: in time slices, emulated, and not asleep."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class EmulationTimer:
-    """Work slowed down to the speed of an emulated accelerator; what took longer by over LATE of
-    its time is counted.
+    """Timer that pads work to the speed of an emulated accelerator, and counts late work.
 
-    So two cores can emulate several accelerators, as long as they compute faster than those. What
-    is padded is what the accelerator would be busy with: its time slice goes on being held.
+    Work is late if it takes longer than its emulated time by a share of over LATE. So two cores can
+    emulate several accelerators, as long as they compute faster. The padding counts as accelerator
+    time: the time slice is not released.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -43,7 +43,7 @@ class EmulationTimer:
         return {"paced": self._emulated_steps, "late": self._late_steps}
 
     async def run_padded(self, min_s: float, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` returns, no sooner than after so long."""
+        """Run `work` and return its result no sooner than after `min_s` seconds."""
         clock = self._clock
         began = clock.monotonic()
         found = await work()
@@ -59,14 +59,14 @@ P = ParamSpec("P")
 
 
 class PieceKind(NamedTuple):
-    slice_purpose: str = ""  # what its time slice is for; empty: it needs none
-    is_step_work: bool = False  # it belongs to a step, and waits while steps are held
-    # seconds on an emulated accelerator, from the arguments of the piece
+    slice_purpose: str = ""  # purpose of its time slice; empty: it needs none
+    is_step_work: bool = False  # it belongs to a step, and waits while steps are paused
+    # seconds on an emulated accelerator, from the piece's arguments
     predict_emulated_s: Callable[..., float] | None = None
 
 
 def count_longest_bin_tokens(round: Sequence[Bin]) -> int:
-    """Tokens of the longest bin: all ranks are equally fast."""
+    """Return the tokens of the longest bin, which sets the time of equally fast ranks."""
     return max(len(bin.tokens) for bin in round)
 
 
@@ -86,7 +86,7 @@ SAVE = PieceKind("save")
 
 
 class PieceRunner:
-    """What does not compute takes no time slice; a piece waits for the core to be awake."""
+    """Runner of pieces, which wait while it sleeps; only arithmetic takes a time slice."""
 
     def __init__(
         self,
@@ -96,19 +96,17 @@ class PieceRunner:
     ) -> None:
         self.time_slices = time_slices or SliceClient(mesh, "", "", 0)
         self.sleep_timer = SleepTimer(mesh.clock)
-        self.gradient_lock = (
-            asyncio.Lock()
-        )  # a gradient is added; of this, too, there is none asleep
+        self.gradient_lock = asyncio.Lock()  # a gradient is being added; not while asleep either
         self._emulation, self._emulation_timer = emulation, EmulationTimer(mesh.clock)
         self._piece_lock = asyncio.Lock()
-        self._compute_lock = asyncio.Lock()  # held by a piece whose caller has gone, too
+        self._compute_lock = asyncio.Lock()  # a piece holds it even after its caller has gone
         self._steps_allowed = asyncio.Event()
         self._steps_allowed.set()
-        self._loss: RankLost | None = None  # why there is no state to compute with
+        self._loss: RankLost | None = None  # reason that there is no state to compute with
 
     @classmethod
     def from_placement(cls, mesh: Mesh, data: JobData, placement: Placement) -> PieceRunner:
-        """Return the runner of a core in this seat."""
+        """Return the runner of a core with this placement."""
         turns = SliceClient(
             mesh,
             placement.keeper,
@@ -117,12 +115,12 @@ class PieceRunner:
             enabled=placement.turns,
         )
         text = data.config.training.pace
-        paced = text and parse_emulation_scale(text) is None  # else each rank has a pace of its own
+        paced = text and parse_emulation_scale(text) is None  # else each rank is emulated
         return cls(mesh, turns, parse_training_speed(text) if paced else None)
 
     @property
     def late_counts(self) -> dict[str, int]:
-        """See `EmulationTimer.late_counts`; empty without a pace."""
+        """See `EmulationTimer.late_counts`; empty without emulation."""
         return self._emulation_timer.late_counts if self._emulation is not None else {}
 
     async def run(self, kind: PieceKind, work: Callable[..., Awaitable[T]], *args: Any) -> T:
@@ -158,13 +156,13 @@ class PieceRunner:
 
     @asynccontextmanager
     async def rebuild_state(self) -> AsyncIterator[None]:
-        """Enter to make the state anew that pieces compute with."""
+        """Enter to rebuild the state that pieces compute with."""
         async with self._piece_lock:
             yield
             self._loss = None
 
     async def pause_steps(self) -> None:
-        """Return when no piece of a step runs; none begins until `let_go`."""
+        """Wait for the current piece of a step; no other begins until `resume_steps`."""
         self._steps_allowed.clear()
         async with self._piece_lock:
             return
@@ -174,7 +172,7 @@ class PieceRunner:
 
     @asynccontextmanager
     async def enter_sleep(self) -> AsyncIterator[None]:
-        """Enter between two pieces, to save them; none runs until `waking`, if that works."""
+        """Enter between two pieces to offload state; on success none runs until `exit_sleep`."""
         await self._piece_lock.acquire()
         try:
             await self.gradient_lock.acquire()
@@ -190,8 +188,10 @@ class PieceRunner:
 
     @asynccontextmanager
     async def exit_sleep(self) -> AsyncIterator[None]:
-        """Enter to take back what was saved; pieces go on after it. After Damaged they raise
-        RankLost, until the state is formed anew; after another error it sleeps on.
+        """Enter to restore offloaded state; pieces continue after it.
+
+        After CorruptData pieces raise RankLost, until the state is rebuilt. After another error the
+        core stays asleep.
         """
         try:
             yield
@@ -219,7 +219,7 @@ Method = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 
 
 def run_as_piece(kind: PieceKind) -> Callable[[Method[S, P, T]], Method[S, P, T]]:
-    """Have an object's `runner` run a method of it, as a piece of this kind."""
+    """Return a decorator that runs a method as a piece of this kind on the object's `runner`."""
 
     def decorate(method: Method[S, P, T]) -> Method[S, P, T]:
         async def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,1 +1,1 @@
-"""The core of a training gang: its life, its sleep and its recovery. Open `core.py` first."""
+"""Core of a training gang: its life cycle, sleep and recovery. Open `core.py` first."""

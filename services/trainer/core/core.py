@@ -1,4 +1,4 @@
-"""The core of a gang: leases groups, has their rounds computed, steps, stages, commits."""
+"""Core of a training gang: leases groups, computes rounds, steps, stages and commits versions."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ from meshrl.services.trainer.versions.checkpointing import CheckpointWriter
 from meshrl.services.trainer.versions.publishing import VersionPublisher
 from meshrl.services.trainer.versions.restoring import CheckpointRestorer
 
-MAX_RANK_LOSSES = 3  # losses in a row at one step that end the job: repeating mends nothing
+MAX_RANK_LOSSES = 3  # losses in a row at one step that end the job: repeating would not help
 
 
 class RankLossCounter:
-    """`in_a_row`: those since the last step that got done."""
+    """Counter of rank losses in a row; `consecutive` counts those since the last finished step."""
 
     def __init__(self, mesh: Mesh, job: str) -> None:
         self._mesh, self._job = mesh, job
         self.consecutive = 0
 
     async def record(self, error: RankLost) -> None:
-        """Tell of a loss, once; raise `error` when it is one too many, Fenced without a lease."""
+        """Record a loss once; raise `error` after too many, Fenced without a lease."""
         mesh = self._mesh
         self.consecutive += 1
         mesh.telemetry.log.warning("step cut off", error=str(error))
@@ -74,11 +74,11 @@ class RankLossCounter:
             raise error
 
 
-PHASE_POLL_S = 0.1  # between two looks whether the job trains: evaluations before it take minutes
+PHASE_POLL_S = 0.1  # between two checks whether the job trains: earlier evaluations take minutes
 
 
 class TrainerCore(Actor):
-    """Owns parameters and optimizer; hybrids lend it gradients."""
+    """Actor that owns parameters and optimizer; hybrids transfer gradients to it."""
 
     interface = Trainer
 
@@ -90,8 +90,8 @@ class TrainerCore(Actor):
         self.time_slices, self.sleep_timer = self.runner.time_slices, self.runner.sleep_timer
         self.bulk = BulkClient(mesh)
         self.is_ready = False
-        self.phase = "starting"  # phase of its work, for its published counters
-        self._phase_count = 0  # phases so far
+        self.phase = "starting"  # for its published counters
+        self._phase_count = 0  # entered so far
         self.position = TrainingPosition()
         training, (model, parameters) = data.config.training, describe_model(data)
         prior = estimate_from_flops(parameters, model.heads * model.head_dim, model.layers)
@@ -132,9 +132,11 @@ class TrainerCore(Actor):
         await self.step_traces.close()
 
     def enter_phase(self, phase: str, step: int) -> None:
-        """A step goes through waiting, computing, updating, staging, checkpointing, committing and
-        telling; a checkpoint's writing goes on beside the next ones. Before the first one there is
-        restoring and replaying.
+        """Enter a phase of a step, which traces and published counters show.
+
+        The phases are waiting, computing, updating, staging, checkpointing, committing and telling.
+        Writing a checkpoint overlaps with the next phases. Before the first step come restoring and
+        replaying.
         """
         self.phase = phase
         self.step_traces.enter_phase(phase)
@@ -193,20 +195,20 @@ class TrainerCore(Actor):
 
     @call(Trainer.join_broadcast)
     async def join_broadcast(self, request: BroadcastRequest) -> BroadcastPlan:
-        """Where hosts that lack the version committed last meet to have it by broadcast."""
+        """Return the broadcast plan for hosts that lack the last committed version."""
         await self.broadcasts.set_version(self.position.manifest)
         return await self.broadcasts.join_broadcast(request)
 
     @call(Trainer.restage_version)
     async def restage(self, manifest: str) -> RestageResult:
-        """Writes the current version again, as long as no update has changed the weights."""
+        """Write the current version again, unless an update has changed the weights."""
         position = self.position
         ready = self.intake.is_awake.is_set() and self.is_ready
         if not ready or manifest != position.manifest:
             return RestageResult(False, retry_later=True)
 
         async def mended() -> bool:
-            """From the last checkpoint, where other ranks have cut its chunks otherwise."""
+            """Repair it from the last checkpoint, for ranks that chunk it in another way."""
             about = self.mesh, self.bulk, self.data, self.compute, self.enter_phase
             name = self.checkpoints.last_name
             return bool(name) and await CheckpointRestorer(*about).repair_version(name, manifest)
@@ -216,21 +218,21 @@ class TrainerCore(Actor):
         self.mesh.telemetry.log.warning("restage", manifest=manifest, done=done)
         if done is None:
             return RestageResult(False, retry_later=True)
-        # An evaluation may hold the next version back for long, and it comes.
+        # An evaluation may delay the next version for long, but it comes.
         return RestageResult(
             done, retry_later=not done and position.updating_step > position.version
         )
 
     @call(Trainer.drain)
     def drain(self, request: str) -> None:
-        """A step that is cut off is repeated by the next core, from its own lease of the groups."""
+        """Accept a drain; the next core repeats an interrupted step from its own group lease."""
 
     @call(Trainer.set_tier)
     async def set_tier(self, desired: SetTier) -> TierUsage:
         return await self.tiers.set_tier(desired)
 
     def describe_state(self, tier: str = "") -> dict[str, Any]:
-        """Describe the weights as they are now, kept at `tier`, for a process to go on from."""
+        """Return the state of the weights at `tier`, for a process to resume from."""
         return self.position.describe() | {
             "job": self.data.id,
             "tier": str(tier),
@@ -240,7 +242,7 @@ class TrainerCore(Actor):
         }
 
     def resume_from(self, committed: CommittedVersion) -> None:
-        """The compute stands at a committed version, and the job with it."""
+        """Record that the compute is at a committed version."""
         self.position.resume_from(committed)
         self.checkpoints.last_name, self.checkpoints.last_step = (
             committed.checkpoint,
@@ -248,16 +250,16 @@ class TrainerCore(Actor):
         )
         self.gradients.announce_weights(self.position.manifest)
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- life cycle --------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Puts the learner where the job stands; makes version 0 if there is none."""
+        """Restore the learner at the job's committed version; create version 0 if there is none."""
         row = await self._read_job()
         await self.checkpoints.clear_unfinished(row.checkpoint)
         if row.version < 0:
             if row.phase == jobs.Phase.QUEUED:
                 await self._set_job_phase(jobs.Phase.WARM_START)
-            self.position.lineage = row.lineage  # above 0 where Redis has lost what there was
+            self.position.lineage = row.lineage  # above 0 if Redis has lost the job's versions
             with self.mesh.loading():
                 cached = await self.first_version.build()
             await self.committer.commit_first_version(cached)
@@ -274,7 +276,7 @@ class TrainerCore(Actor):
         if row.phase in (jobs.Phase.QUEUED, jobs.Phase.WARM_START):
             await self._set_job_phase(jobs.Phase.BASELINE)
         self.is_ready = True
-        await self.mesh.publish()  # its worker waits for this, and the next renewal is late
+        await self.mesh.publish()  # its worker waits for this, and the next renewal would be late
 
     async def _recover_state(self, row: jobs.JobRow) -> None:
         self.position.is_complete = False
@@ -296,7 +298,7 @@ class TrainerCore(Actor):
         await retry(mesh.clock, lambda: jobs.set_phase(*about))
 
     async def run_steps(self) -> None:
-        """Step until the budget is spent, while the job trains; RankLost when none gets done."""
+        """Run steps until the budget is spent, while the job trains; or RankLost."""
         row, losses = await self._read_job(), RankLossCounter(self.mesh, self.data.id)
         budget = self.data.config.budget.steps
         while self.position.version < budget:
@@ -306,7 +308,7 @@ class TrainerCore(Actor):
                 continue
             try:
                 if losses.consecutive:
-                    # The gang is formed anew, where the last committed step left the job.
+                    # The gang is formed again, at the last committed step of the job.
                     self.enter_phase("forming", self.position.version + 1)
                     self.position.is_complete = False
                     with self.mesh.loading():
@@ -332,7 +334,7 @@ class TrainerCore(Actor):
         refill = RefillPolicy(self.data.config)
         longest = self.data.config.algorithm.max_staleness
 
-        def stale(group: TrajectoryGroup) -> bool:  # whatever its row in Redis says
+        def stale(group: TrajectoryGroup) -> bool:  # the group's row in Redis may be wrong
             return compute_staleness(group, self.position.version) > longest
 
         groups = self.intake.stream_groups(step, stale, refill.try_replace)

@@ -1,7 +1,7 @@
-"""How a training core sleeps: between two pieces of arithmetic, the step under way as it is.
+"""Sleep of a training core: between two pieces of arithmetic, with the current step as it is.
 
-Who starts in its place after a death goes on from what it kept, if those are the weights of the
-version that is committed; a step that was under way begins again from its lease of groups.
+A core that replaces a dead one resumes from offloaded state of the committed version. An
+interrupted step begins again from its lease of groups.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from meshrl.services.trainer.core.position import build_committed_version
 if TYPE_CHECKING:
     from meshrl.services.trainer.core.core import TrainerCore
 
-POLL_S = 0.05  # how often it is seen whether a step has been committed
-COMMIT_TIMEOUT_S = (
-    300.0  # for a step that is computed: to stage, or for its evaluation, if that comes
-)
+POLL_S = 0.05  # between two checks whether a step has been committed
+COMMIT_TIMEOUT_S = 300.0  # for a computed step, to stage, or for its evaluation
 
 
 class CoreSleeper:
-    """Stops what the core does by itself, and lets it go on."""
+    """Sleeper that pauses and resumes the core's own activity."""
 
     def __init__(self, core: TrainerCore) -> None:
         self._core = core
@@ -38,7 +36,7 @@ class CoreSleeper:
 
     @property
     def is_removable(self) -> bool:
-        """Whether the newest checkpoint is of the current version."""
+        """True if the newest checkpoint is of the current version."""
         core, position = self._core, self._core.position
         return (
             core.is_ready
@@ -46,7 +44,7 @@ class CoreSleeper:
         )
 
     async def sleep(self, save: SaveTensors) -> None:
-        """Leases no groups and gives no rounds from now on; see `GangCompute.sleep`."""
+        """Pause leases of groups and rounds, and offload the state; see `GangCompute.sleep`."""
         core = self._core
         if not core.is_ready:
             raise Refused("it is starting", where=core.mesh.name, fix="wait until it is ready")
@@ -59,7 +57,7 @@ class CoreSleeper:
             raise
 
     async def wake(self, restore: RestoreTensors) -> None:
-        """Goes on where it stopped; Damaged: from the last committed step, by a checkpoint."""
+        """Resume where the core stopped; after CorruptData, from a checkpoint of the last step."""
         try:
             await self._core.compute.wake(restore)
         except CorruptData:
@@ -79,9 +77,11 @@ class CoreSleeper:
             core.intake.is_awake.set()
 
     async def prepare_removal(self) -> None:
-        """Stands still for good, with a committed checkpoint of the current version. A step whose
-        update is made is committed before; any other begins again elsewhere. Refused when that is
-        not committed in time, as in a pause, in which nobody evaluates.
+        """Stop for good with a committed checkpoint of the current version.
+
+        A step whose update is applied is committed before. Any other step begins again elsewhere.
+        Raise Refused if the commit takes too long, for instance in a pause, when no evaluation
+        runs.
         """
         core = self._core
         if not core.is_ready:
@@ -92,7 +92,7 @@ class CoreSleeper:
             if not self.is_removable:
                 await self._pause_at_committed_step()
                 await self._write_checkpoint()
-            await core.compute.move(Tier.ABSENT)  # other ranks may end from here on
+            await core.compute.move(Tier.ABSENT)  # other ranks may exit from here on
         except BaseException:
             core.runner.resume_steps()
             self._set_paused(stood_still)
@@ -112,11 +112,11 @@ class CoreSleeper:
                     where=core.mesh.name,
                     fix="ask again when the job goes on, or its evaluation is there",
                 )
-            core.runner.resume_steps()  # what it has computed is committed soon
+            core.runner.resume_steps()  # its computed step is committed soon
             await clock.sleep(POLL_S)
 
     async def cancel_removal(self) -> None:
-        with suppress(MeshError):  # a rank that is lost is found so by the next piece
+        with suppress(MeshError):  # the next piece detects a lost rank
             await self._core.compute.move(Tier.ACCELERATOR)
         self._core.runner.resume_steps()
         self._set_paused(False)
@@ -133,12 +133,14 @@ class CoreSleeper:
         position.checkpointed_version = step
 
     async def try_resume(self, row: jobs.JobRow) -> bool:
-        """Whether the core stands where the job does, from what was kept; that is removed."""
+        """Resume from offloaded state and remove it; return False unless it is the job's
+        version.
+        """
         core = self._core
         places = core.tiers.storage
         try:
             found = await places.find_stored()
-        except MeshError as error:  # its worker is away
+        except MeshError as error:  # its worker is unreachable
             core.mesh.telemetry.log.warning("what was kept is out of reach", error=str(error))
             return False
         if found is None:
@@ -147,8 +149,8 @@ class CoreSleeper:
         about: dict[str, Any] = head.about
         mine = (about["job"], about["lineage"], about["version"], about["ranks"])
         stands = (core.data.id, row.lineage, row.version, core.compute.division.told)
-        # Another start may have committed this step since, from other groups: the same weights,
-        # not the same number.
+        # Another process may have committed this step since, from other groups. Then the weights
+        # are equal, but not the version number.
         same = about["manifest"] == row.manifest != ""
         fits = mine == stands and same and about["checkpoint"] == row.checkpoint
         take = partial(places.restore, tier)

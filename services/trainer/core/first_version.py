@@ -1,4 +1,4 @@
-"""The first version of a run: the weights that it begins with, after its warm start."""
+"""First version of a run: its initial weights, after the warm start."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from meshrl.services.trainer.initialization.initial_weights import (
 
 T = TypeVar("T")
 
-SLICE_S = 0.2  # of a warm start, until others of the gang have their turns: as engines have
+SLICE_S = 0.2  # of a warm start; engines use the same length
 
 
 class FirstVersionBuilder:
-    """Makes version 0; `fraction` says how much of its warm start is done."""
+    """Builder of version 0; `warm_start_fraction` is the finished share of its warm start."""
 
     def __init__(self, mesh: Mesh, data: JobData, compute: GangCompute) -> None:
         self._mesh, self._data, self._compute = mesh, data, compute
@@ -35,12 +35,12 @@ class FirstVersionBuilder:
         self.warm_start_fraction = 0.0
 
     def add_adapters(self) -> None:
-        """Give a learner of one process its adapters; ranks make theirs with them."""
+        """Attach adapters to the learner of a single process; ranks attach theirs themselves."""
         if self._learner is not None:
             add_adapters(self._data, self._learner)
 
     async def build(self) -> bool:
-        """Compute with version 0 from now on; True when its warm start was in the cache."""
+        """Load version 0 into the compute; return True if its warm start was cached."""
         total = max(1, self._data.config.warm_start.steps)
 
         def progress(step: int, loss: float) -> None:
@@ -69,7 +69,7 @@ class FirstVersionBuilder:
         return cached
 
     async def run_in_slices(self, work: StepwiseWork[T]) -> T:
-        """Return what `pieces` returns: a time slice for as many as take `SLICE_S`."""
+        """Run `work` in time slices of `SLICE_S` each, and return its result."""
         clock, found = self._mesh.clock, list[T]()
 
         def compute() -> None:

@@ -1,4 +1,4 @@
-"""The position of a core: which version its weights are, and what has been computed since."""
+"""Position of a core: the version of its weights, and the progress since."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from meshrl.services.trainer.versions.publishing import NO_VERSION, VersionIdent
 
 @dataclass(frozen=True)
 class CommittedVersion:
-    """A committed version that a core goes on from, and the checkpoint that it covers."""
+    """Committed version that a core resumes from, and the checkpoint that covers it."""
 
     version: int
     lineage: int
     weights: VersionIdentity
-    origin_lineage: int  # the lineage that the version was made in, as its manifest says
+    origin_lineage: int  # in which the version was made, by its manifest
     checkpoint: str
     checkpoint_step: int
 
 
 @dataclass
 class TrainingPosition:
-    """The last committed version, and the state of the step under way."""
+    """Last committed version, and the state of the current step."""
 
-    version: int = 0  # steps that are committed
+    version: int = 0  # committed steps
     lineage: int = 0
     weights: VersionIdentity = NO_VERSION  # of this version
-    checkpointed_version: int = (
-        -1
-    )  # version of the committed checkpoint, as far as this process knows
-    origin_lineage: int = 0  # the lineage that the version was made in
+    # version of the committed checkpoint, as far as this process knows
+    checkpointed_version: int = -1
+    origin_lineage: int = 0  # in which the version was made
     is_complete: bool = False  # the weights are those of a step, and not being restored
-    updating_step: int = 0  # the last step that has changed the weights
-    computed_step: int = 0  # the last step whose updates were all made
-    staged_version: tuple[int, VersionIdentity] = (0, NO_VERSION)  # the last of these in the store
+    updating_step: int = 0  # last step that has changed the weights
+    computed_step: int = 0  # last step with all its updates
+    staged_version: tuple[int, VersionIdentity] = (0, NO_VERSION)  # last one in the store
 
     @property
     def manifest(self) -> str:
         return self.weights.manifest
 
     def resume_from(self, committed: CommittedVersion) -> None:
-        """The weights are those of a committed version; no later step has been computed."""
+        """Move to a committed version, without any later computed step."""
         self.version, self.lineage, self.weights = (
             committed.version,
             committed.lineage,
@@ -60,7 +59,7 @@ class TrainingPosition:
         self.checkpointed_version, self.is_complete = checkpointed_version, True
 
     def describe(self) -> dict[str, Any]:
-        """Describe the weights for who goes on from them; version -1 and no `manifest`: of none."""
+        """Describe the weights for a process that resumes; version -1, without `manifest`: none."""
         version, born, manifest = -1, self.lineage, ""
         if self.is_complete and self.updating_step <= self.version:
             version, born, manifest = self.version, self.origin_lineage, self.manifest
@@ -71,7 +70,7 @@ class TrainingPosition:
 
 
 def build_committed_version(row: jobs.JobRow, saved_state: dict[str, Any]) -> CommittedVersion:
-    """Return the job's committed version, for weights that were saved as `about` says."""
+    """Return the job's committed version, for weights saved with `saved_state`."""
     weights = VersionIdentity(row.manifest, row.image, row.masters)
     checkpoint = saved_state["checkpoint"], saved_state["checkpoint_step"]
     return CommittedVersion(row.version, row.lineage, weights, saved_state["born"], *checkpoint)

@@ -1,4 +1,4 @@
-"""Recovery: goes on at a checkpoint, and repeats the steps since from their records."""
+"""Recovery from a checkpoint: repeats later steps from their records."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ class Recovery:
         self._restorer = CheckpointRestorer(
             core.mesh, core.bulk, core.data, core.compute, core.enter_phase
         )
-        self._applied_config = core.data.config  # what `compute` was made with
+        self._applied_config = core.data.config  # configuration that `compute` was created with
 
     async def recover(self, row: jobs.JobRow) -> CommittedVersion:
-        """Replays what the job's checkpoint does not cover. When that does not give the committed
-        weights bit by bit, or the checkpoint is damaged and an older one takes its place, a new
-        lineage opens at the one that is used. ConfigError when none is whole.
+        """Restore the checkpoint and replay the steps that it does not cover.
+
+        A lineage opens at the restored checkpoint if the replay does not give the committed weights
+        bit by bit, or if an older checkpoint replaces a corrupt one. Raise ConfigError if none is
+        intact.
         """
         name, checkpoint = await self._restorer.restore_newest(row.checkpoint)
         if name != row.checkpoint:
@@ -44,8 +46,8 @@ class Recovery:
                 where=self._mesh.name,
                 fix="remove it, and resume the run from the one before",
             )
-        # Ranks that divide rounds otherwise than those that made a checkpoint go on from it in a
-        # lineage that is new. In one that began there, records say which ranks made the steps.
+        # Ranks with another division than those of a checkpoint resume in a new lineage. In a
+        # lineage that began there, records name the division of each step.
         alike = checkpoint.account.get("ranks", 1) == self._compute.division.told
         if (alike or row.lineage > checkpoint.lineage) and await self._replay_steps(
             checkpoint, row
@@ -60,7 +62,7 @@ class Recovery:
     async def _open_lineage(
         self, name: str, checkpoint: Checkpoint, row: jobs.JobRow
     ) -> CommittedVersion:
-        """Open a lineage at a checkpoint; at an older one, prompts since then come again."""
+        """Open a lineage at a checkpoint; an older one repeats the prompts since then."""
         operation = f"reopen-{row.lineage}-{checkpoint.step}-{self._mesh.incarnation}"
         account = checkpoint.account if name != row.checkpoint else None
         about = self._data.id, self._mesh.name, self._mesh.token, checkpoint.step
@@ -75,7 +77,7 @@ class Recovery:
         return CommittedVersion(step, lineage, weights, born, name, step)
 
     async def _replay_steps(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
-        """Whether the steps since the checkpoint gave the committed version's masters again."""
+        """Replay the steps since the checkpoint; return True if the committed masters result."""
         asked = partial(steps.read_step_records, self._mesh.state, self._data.id, checkpoint.step)
         records = await retry(self._mesh.clock, asked)
         expected = list(range(checkpoint.step + 1, row.version + 1))
@@ -91,12 +93,12 @@ class Recovery:
         )
         if staged.masters_identity != row.masters:
             return False
-        if staged.digest == row.manifest:  # else it was published in another type than it is now
+        if staged.digest == row.manifest:  # otherwise it was published in another dtype
             await stage_manifest(self._mesh, staged)
         return True
 
     async def _repeat_steps(self, records: list[steps.StepRecord]) -> bool:
-        """Does the steps again, each as it was done; False when one of them cannot be."""
+        """Repeat the recorded steps; return False if one cannot be repeated."""
         for record in records:
             if record.record.get("ranks") != self._compute.division.told:
                 return False

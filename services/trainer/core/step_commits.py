@@ -1,4 +1,4 @@
-"""Commits of a core: a version, the checkpoint that covers it, and the record of a step."""
+"""Commits of a core: a version, its checkpoint, and the record of a step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ POLL_S = 0.1
 
 
 async def wait_for_evaluation(mesh: Mesh, data: JobData, version: int) -> None:
-    """Waits for the evaluation that `version` asks for, if it does, at most `evaluation.hold_s`;
-    past it training goes on, and what is evaluated later is left out of the figures.
+    """Wait for the evaluation of `version`, if one is due, for at most `evaluation.hold_s`.
+
+    After the limit training continues, and late results are left out of the figures.
     """
     plan = plan_step_evaluation(data.config, version)
     if plan is None:
@@ -38,7 +39,7 @@ async def wait_for_evaluation(mesh: Mesh, data: JobData, version: int) -> None:
     until = mesh.job_clock.monotonic() + data.config.evaluation.hold_s
     waited_for = f"the evaluation of version {version}"
     while True:
-        held = mesh.job_clock.is_paused  # nobody is late in a pause: the wait begins anew after it
+        held = mesh.job_clock.is_paused  # the deadline restarts after a pause
         with nullcontext() if held else mesh.wait(waited_for, on=shard_name(data.id, 0)):
             while mesh.job_clock.is_paused == held:
                 if not await retry(
@@ -51,11 +52,11 @@ async def wait_for_evaluation(mesh: Mesh, data: JobData, version: int) -> None:
                 await mesh.clock.sleep(POLL_S)
 
 
-EVALUATION_PART = "evaluation"  # the part of a step that its commit waits for one
+EVALUATION_PART = "evaluation"  # part of a step in which the commit waits for an evaluation
 
 
 class StepCommitter:
-    """Those of one core, whose hybrids are told the manifest of each version."""
+    """Committer of one core's steps; it publishes each version's manifest to the hybrids."""
 
     def __init__(self, core: TrainerCore) -> None:
         self._core, self._mesh, self._data = core, core.mesh, core.data
@@ -77,7 +78,7 @@ class StepCommitter:
     async def commit_step(
         self, step: int, result: StepResult, metrics: dict[str, Any], part_timer: StepPartTimer
     ) -> None:
-        """Commit a step once its version is in the store, and its predecessor is evaluated."""
+        """Commit a step once its version is stored and the previous version is evaluated."""
         core, mesh, position = self._core, self._mesh, self._core.position
         checkpoints = core.checkpoints
         with part_timer.measure(EVALUATION_PART):
@@ -115,7 +116,7 @@ class StepCommitter:
         core.gradients.announce_weights(position.manifest)
         core.enter_phase("telling", step)
         with part_timer.measure("tell"):
-            try:  # a hint that there is a new version; an engine that misses it looks by itself
+            try:  # a hint that a version is new; engines that miss it poll
                 for entry in await registry.list_entries(mesh.state, "engine"):
                     if entry.alive:
                         await mesh.ref(entry.name).cast(Engine.notify_change, ChangeHint("version"))
@@ -123,7 +124,7 @@ class StepCommitter:
                 mesh.telemetry.log.warning("hint", error=str(error))
 
     async def _stage_version(self, step: int) -> VersionIdentity:
-        """Write the weights as they are now as a version that nobody sees yet."""
+        """Write the current weights as a version that is not visible yet."""
         position = self._core.position
         staged = await self._core.publisher.stage_version(position.lineage, step, position.manifest)
         return VersionIdentity(staged.digest, staged.published_identity, staged.masters_identity)

@@ -1,4 +1,4 @@
-"""Counters of a core: what its steps have done so far, and where their time went."""
+"""Counters of a core: its steps so far, and their durations."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from meshrl.services.trainer.steps.training_step import StepResult
 
 
 class StepCounters:
-    """Sums over the steps that this process has committed; seconds."""
+    """Sums over the steps that this process has committed; times in seconds."""
 
     def __init__(self, mesh: Mesh, runner: PieceRunner, intake: GroupIntake) -> None:
         self._clock, self._runner, self._intake = mesh.clock, runner, intake
         self.part_timer = StepPartTimer(lambda: mesh.clock.monotonic() - runner.sleep_timer.total_s)
         self.steps, self.tokens = 0, 0
         self.busy_s, self.wait_s = 0.0, 0.0
-        self.evaluation_wait_s = 0.0  # of busy_s: waited for evaluations
-        self._start_clocks: tuple[float, ...] = ()  # what the clocks said when the step began
+        self.evaluation_wait_s = 0.0  # part of busy_s: waits for evaluations
+        self._start_clocks: tuple[float, ...] = ()  # clock values at the step's begin
 
     def get_work(self, gradients: GradientCollector) -> MeasuredWork:
         return MeasuredWork(
@@ -38,7 +38,7 @@ class StepCounters:
         )
 
     def begin_step(self) -> None:
-        """A step begins; one that was cut off is forgotten."""
+        """Begin a step; discard the counts of an interrupted one."""
         self.part_timer.begin_step()
         self._start_clocks = self._read_clocks()
 
@@ -59,7 +59,7 @@ class StepCounters:
     def build_metrics(
         self, step: int, result: StepResult, busy_s: dict[str, float], instance: str
     ) -> dict[str, Any]:
-        """Return the metrics of a computed step; `busy_s` says who computed for how long."""
+        """Return the metrics of a computed step; `busy_s` has compute seconds by instance."""
         self.part_timer.add("update", result.update_s)
         self.part_timer.add("compute", busy_s.get(instance, 0.0))
         took, waited, asleep, turned, _ = self._measure_elapsed_s()

@@ -1,1 +1,1 @@
-"""The arithmetic of a core, on one process or several. Open `gang_compute.py` first."""
+"""Arithmetic of a core on one process or several. Open `gang_compute.py` first."""

@@ -1,6 +1,6 @@
-"""Runs a core's arithmetic on a gang of ranks: this process is rank 0, and the others follow it.
+"""Arithmetic of a core on a gang of ranks: this process is rank 0 and orders the others.
 
-What it orders of them runs on all ranks at once; see `RankGroup`.
+An order runs on all ranks at once; see `RankGroup`.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ from meshrl.services.trainer.rows.saved_rows import SavedRows
 
 T = TypeVar("T")
 
-POLL_S = 1.0  # between two looks whether a rank has ended
+POLL_S = 1.0  # between two checks whether a rank has exited
 
-_restore_numbers = itertools.count(1)  # of restorings
+_restore_numbers = itertools.count(1)
 
 
 class GangCompute:
-    """Gradients of rounds, kept until `apply` adds them up; a gang is to be formed first."""
+    """Gradients of rounds, retained until `apply_gradient`; `form_group` comes first."""
 
     def __init__(
         self,
@@ -90,7 +90,12 @@ class GangCompute:
         rendezvous_dir: Path | None = None,
         collective_timeout_s: float = COMPUTE_TIMEOUT_S,
     ) -> None:
-        """`meetings`: where ranks meet, else as the host says. `group_s`: their deadline."""
+        """Create the compute of a core.
+
+        Args:
+            rendezvous_dir: Directory of the ranks' rendezvous; None: the host's default.
+            collective_timeout_s: Deadline of the ranks' collectives.
+        """
         rendezvous_dir = rendezvous_dir or rendezvous_directory(mesh.settings)
         self.runner = runner or PieceRunner(mesh)
         self.division = rank.division
@@ -101,10 +106,10 @@ class GangCompute:
         self._group = RankGroup(
             *about, prepare=self._gradient_transfer.reset, on_loss=self._on_group_lost
         )
-        self._claimed_rounds: set[int] = set()  # rounds whose gradient is kept or on its way
+        self._claimed_rounds: set[int] = set()  # gradient retained or in transfer
         self._transfers: set[asyncio.Task[Any]] = set()
-        self._memory: LearnerMemory | None = None  # of this rank's rows while all sleep
-        self._saved_state: dict[str, Any] = {}  # what was said of them
+        self._memory: LearnerMemory | None = None  # of this rank's rows while all ranks sleep
+        self._saved_state: dict[str, Any] = {}  # description of the offloaded state
 
     @property
     def local_learner(self) -> Learner | None:
@@ -116,18 +121,18 @@ class GangCompute:
 
     @property
     def late_counts(self) -> Mapping[str, int]:
-        """`paced`, pieces at a pace so far, and `late`, those that ended late; or nothing."""
+        """Counts of emulated pieces: `paced` so far, and `late` ones; empty without emulation."""
         return self.runner.late_counts or self._rank.late_counts
 
     async def form_group(self) -> None:
-        """Meet all ranks, first or after RankLost; weights that differ are still to be given."""
+        """Form the group of all ranks, first or after RankLost; weights must then be loaded."""
         async with self.runner.rebuild_state():
-            await self._group.form()  # it waits for ranks, for minutes if need be
+            await self._group.form()  # it waits minutes for ranks if necessary
             self._claimed_rounds.clear()
 
     def _on_group_lost(self) -> None:
         self._memory = None
-        for task in self._transfers - {asyncio.current_task()}:  # one may be why
+        for task in self._transfers - {asyncio.current_task()}:  # it may be the cause
             task.cancel()
         self._transfers.clear()
 
@@ -135,7 +140,7 @@ class GangCompute:
 
     @run_as_piece(BEGIN)
     async def begin_step(self) -> None:
-        """A step begins, or begins again: gradients that are kept are forgotten."""
+        """Begin a step, first or again, without any retained gradient."""
         self._claimed_rounds.clear()
         await self._wait_for_transfers()
         orders = self._group.repeat_order(RankOrder(self._group.require_generation()))
@@ -144,8 +149,8 @@ class GangCompute:
 
     @run_as_piece(TRAIN)
     async def compute_round(self, index: int, bins: RoundBins) -> BinStats:
-        """Computes and keeps the gradient sum of a round's bins."""
-        if index in self._claimed_rounds:  # by a hybrid: all ranks must keep the same one first
+        """Compute and retain the gradient sum of a round's bins; return their statistics."""
+        if index in self._claimed_rounds:  # by a hybrid: all ranks need the same one
             await self._wait_for_transfers()
         self._claimed_rounds.add(index)
         like = next((bin for bin in bins if bin.loss_token_count), bins[0])
@@ -162,9 +167,10 @@ class GangCompute:
         return sum(counted, BinStats())
 
     async def add_gradient(self, index: int, gradient: NDArray[np.float32]) -> None:
-        """Keeps what a hybrid computed of a round, flat, in the order of the parameters; the array
-        belongs to it from then on. It is dropped if the ranks compute that round themselves: theirs
-        is the same, and all of them must keep the same one.
+        """Retain a hybrid's flat gradient of a round, in parameter order, and take the array over.
+
+        The gradient is dropped if the ranks compute that round themselves. Both are equal, but all
+        ranks must retain the same one.
         """
         async with self.runner.gradient_lock:
             if index in self._claimed_rounds:
@@ -185,11 +191,11 @@ class GangCompute:
 
             task = asyncio.create_task(self._group.run_guarded(send_to_all()))
             task.add_done_callback(consume_exception)
-            self._transfers.add(task)  # until `apply`; a hybrid does not wait for it
+            self._transfers.add(task)  # until `apply_gradient`; the hybrid does not wait for it
 
     @run_as_piece(CHANGE)
     async def update_settings(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        """Steps are computed with these from now on, until a gang is formed anew."""
+        """Replace the settings of steps until a gang is formed again."""
         order = UpdateSettings(
             self._group.require_generation(), asdict(algorithm), asdict(optimizer)
         )
@@ -205,7 +211,7 @@ class GangCompute:
 
     @run_as_piece(UPDATE)
     async def apply_gradient(self, rounds: int, denominator: float, lr_factor: float) -> float:
-        """One optimizer step from the kept rounds 0 .. rounds - 1; the norm before clipping."""
+        """Apply one optimizer step from rounds 0 .. `rounds` - 1; return the unclipped norm."""
         await self._wait_for_transfers()
         about = rounds, denominator, lr_factor
         orders = self._group.repeat_order(ApplyGradient(self._group.require_generation(), *about))
@@ -216,7 +222,7 @@ class GangCompute:
         return norm
 
     async def score(self, bins: Sequence[Bin], quantity: str) -> list[NDArray[np.float32]]:
-        """`logprobs` or `values` at each place of each bin, 0 where nothing is trained."""
+        """Return `logprobs` or `values` at each position of each bin, 0 where untrained."""
         found: list[NDArray[np.float32]] = []
         at_once = self.division.bins_per_score
         for start in range(0, len(bins), at_once):
@@ -234,7 +240,7 @@ class GangCompute:
         return [here, *(other.scores for other in others)][: len(bins)]
 
     async def _wait_for_transfers(self) -> None:
-        """Returns when the gradients of hybrids are where they belong."""
+        """Wait until all ranks have the hybrids' gradients."""
         sending = list(self._transfers)
         if sending:
             await asyncio.wait(sending, return_when=asyncio.FIRST_EXCEPTION)
@@ -248,14 +254,17 @@ class GangCompute:
         return self._rank.learner.get_meta_tensors(False)
 
     def create_staging(self, options: StagingOptions, description: str) -> GangStaging:
-        """How all of them are staged as they are when they are copied; RankLost without a gang."""
+        """Return a staging of all ranks' weights as they are when copied; RankLost without a
+        gang.
+        """
         stager = VersionStager(self._mesh, self._bulk, options, description)
         return GangStaging(self.runner, self._group, self._rank, stager, options, description)
 
     def create_saver(self, path: Path, include_masters: bool) -> LocalStateWriter | GangStateWriter:
-        """How all that a checkpoint keeps of it is written below `path`, as it is when it is
-        copied: what the next step depends on beside the weights, with `masters` these too.
-        RankLost without a gang.
+        """Return the writer of a checkpoint's state below `path`, as it is when copied.
+
+        The state is all that the next step depends on beside the weights, and with
+        `include_masters` the float32 weights. Raise RankLost without a gang.
         """
         if (learner := self.local_learner) is not None:
             return LocalStateWriter(learner, self.runner, self._run_blocking, path, include_masters)
@@ -265,7 +274,7 @@ class GangCompute:
 
     @run_as_piece(SYNC)
     async def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Goes on from these whole weights, all of them, and with an optimizer that is new."""
+        """Load full weights for all parameters, and reset the optimizer."""
         names = list(weights)
         orders = self._group.repeat_order(LoadWeightRows(self._group.require_generation(), names))
         await self._group.run_on_all(
@@ -279,9 +288,10 @@ class GangCompute:
 
     @run_as_piece(SYNC)
     async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
-        """Goes on from a checkpoint whose state lies below `path`, and where that has no weights
-        from the version of this manifest. Damaged or NotFound: the store does not hold that as it
-        was written, and it is to be restored again.
+        """Restore a checkpoint whose state is below `path`.
+
+        Weights that the state lacks come from the version of `manifest`. Raise CorruptData or
+        NotFound if the store does not hold that version intact; the caller must then restore again.
         """
         host = self._mesh.settings.host
         number = next(_restore_numbers)
@@ -297,14 +307,14 @@ class GangCompute:
         )
         raise_first([here, *(answer.fault for answer in there)])
 
-    # -- sleep: every rank keeps its own rows, all of them or none ------------------------------
+    # -- sleep: every rank offloads its own rows, all of them or none ------------------------------
 
     @property
     def size_bytes(self) -> int:
         return self._rank.size_bytes if self._memory is None else 0
 
     async def sleep(self, describe_state: Callable[[], dict[str, Any]], save: SaveTensors) -> None:
-        """Have all of it kept, with what `about` tells, and free its memory; or stay as before."""
+        """Offload all ranks' state with `describe_state()` and free its memory, or undo all."""
         async with self.runner.enter_sleep():
             told = describe_state() | {"counts": self._rank.learner.get_counts()}
             await self._wait_for_transfers()
@@ -320,8 +330,12 @@ class GangCompute:
             self._memory, self._saved_state = memory, told
 
     async def wake(self, restore: RestoreTensors) -> None:
-        """Takes its memory and what was kept again. Damaged when what was kept is, and RankLost for
-        all that waits, and comes, until it is formed anew; whatever else it raises, it sleeps on.
+        """Reallocate the memory and restore the offloaded state.
+
+        Raises:
+            CorruptData: The offloaded state is corrupt. All pieces, waiting or later, then raise
+                RankLost until the group is formed again.
+            Other errors: The core stays asleep.
         """
         async with self.runner.exit_sleep():
             memory, about = self._memory, self._saved_state
@@ -334,7 +348,7 @@ class GangCompute:
                 sleeps_on = Refused, StorageFull, StateUnavailable
                 gone = self._group.other_ranks and not isinstance(error, sleeps_on)
                 if not isinstance(error, MeshError if gone else CorruptData):
-                    await self._order_ranks("release", about)  # it sleeps on, all ranks of it
+                    await self._order_ranks("release", about)  # all ranks stay asleep
                     await self._run_blocking(memory.release)
                     raise
                 self._memory = None
@@ -350,15 +364,16 @@ class GangCompute:
         await self._run_blocking(memory.refresh_derived)
 
     async def move(self, tier: str) -> None:
-        """What others than this process have kept goes to a tier; once more changes nothing.
-        Absent: nobody has need of it any more; accelerator: of what was awake there is.
+        """Move the state that other ranks have offloaded to a tier; repeated calls change nothing.
+
+        Tier `absent` prepares the ranks' removal. Tier `accelerator` cancels that.
         """
         about = self._saved_state | {"tier": tier}
         if tier != Tier.ABSENT:
             await self._order_ranks("move", about)
             return
         order = self._build_order("move", about)
-        # Each has answered then, or has ended: it may, as soon as it has heard of it.
+        # Each rank has answered by then, or has exited: it may exit once it has received the order.
         ends = [
             run_first(
                 [other.call(Ranks.execute_sleep_order, order), self._wait_until_exited(other.name)]
@@ -377,7 +392,7 @@ class GangCompute:
 
     @run_as_piece(CHANGE)
     async def resume(self, saved_state: Mapping[str, Any], restore: RestoreTensors) -> bool:
-        """Go on from what a process has kept and told; False if that is of no use here."""
+        """Resume from another process's offloaded state; return False if it is unusable here."""
         told = dict(saved_state)
         try:
             memory = await self._run_blocking(self._rank.collect_memory, False)
@@ -392,14 +407,14 @@ class GangCompute:
         return True
 
     async def _order_ranks(self, action: str, state: dict[str, Any]) -> None:
-        """Orders it of all others; the first error of any."""
+        """Send a sleep order to all other ranks; raise the first error of any."""
         order = self._build_order(action, state)
         await gather_all(
             *(other.call(Ranks.execute_sleep_order, order) for other in self._group.other_ranks)
         )
 
     async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
-        """Return what `work` returns, on the thread of this rank's arithmetic."""
+        """Run `work` on the thread of this rank's arithmetic and return its result."""
         return await self._group.rank_thread.run(work, *args, deadline_s=STATE_TRANSFER_TIMEOUT_S)
 
     def _build_order(self, action: str, state: dict[str, Any]) -> SleepOrder:
@@ -407,7 +422,7 @@ class GangCompute:
 
 
 async def gather_all(*awaitables: Awaitable[Any]) -> None:
-    """Waits for all of them; raises the first error of any."""
+    """Wait for all awaitables; raise the first error of any."""
     found = await asyncio.gather(*awaitables, return_exceptions=True)
     for error in found:
         if isinstance(error, BaseException):

@@ -1,4 +1,4 @@
-"""Lends a hybrid's gradient to other ranks: here as a file, elsewhere their rows in bulk."""
+"""Transfer of a hybrid's gradient to other ranks: a file on this host, bulk pieces elsewhere."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from meshrl.services.trainer.compute.gradient_transfer import (
     write_gradient_file,
 )
 
-SliceGradient = Callable[[NDArray[np.float32], int], NDArray[np.float32]]  # the rows of a rank
+SliceGradient = Callable[[NDArray[np.float32], int], NDArray[np.float32]]  # a rank's rows
 
 
 class RankGradientTransfer:
-    """Rank 0's; `far` are the ranks on other hosts."""
+    """Transfer of rank 0's gradients to the other ranks, of which some are on other hosts."""
 
     def __init__(self, mesh: Mesh, job: str, ranks: int, directory: Path) -> None:
         self._mesh, self._job, self._ranks = mesh, job, ranks
-        self._directory = directory / "lent" / job  # files of float32 numbers, and nothing else
-        self._outbox: GradientOutbox | None = None  # opened for the first gang over hosts
-        self._outbox_lock = asyncio.Lock()  # the outbox holds those rows of one gradient
+        self._directory = directory / "lent" / job  # files of float32 numbers only
+        self._outbox: GradientOutbox | None = None  # created for the first gang over several hosts
+        self._outbox_lock = asyncio.Lock()  # the outbox has the rows of one gradient
         self._remote_ranks: Set[int] = frozenset()
 
     async def reset(self, remote_ranks: Set[int]) -> None:
-        """A gang forms anew: what an earlier one had lent is removed."""
+        """Remove an earlier group's gradients, and set the ranks on other hosts."""
         run = self._mesh.host.run_blocking
         await run(shutil.rmtree, self._directory, True, deadline_s=FILE_TIMEOUT_S)
         self._remote_ranks = remote_ranks
@@ -51,7 +51,7 @@ class RankGradientTransfer:
         gradient: NDArray[np.float32],
         slice_gradient: SliceGradient,
     ) -> AsyncIterator[list[AddGradient]]:
-        """The orders for ranks 1 and on, which hold within the block; StorageFull."""
+        """Yield the orders for ranks 1 and on, valid within the block; raise StorageFull."""
         outbox, far, run = self._outbox, sorted(self._remote_ranks), self._mesh.host.run_blocking
         near, orders = AddGradient(generation, round_index, 0), dict[int, AddGradient]()
         async with AsyncExitStack() as held:

@@ -1,8 +1,8 @@
-"""The group of a core's ranks, of which this process is the first: formed, ordered about, and lost.
+"""Group of a core's ranks: formation, orders and loss. This process is rank 0.
 
-An order runs on all ranks at once. When one of them is lost the group is aborted, whatever is
-awaited raises RankLost, and `form` makes a new group, of a new generation, when all ranks are
-there again; their models are then still to be given.
+An order runs on all ranks at once. If a rank is lost the group is aborted and every pending order
+raises RankLost. `form` then creates a group of a new generation once all ranks are ready. Their
+models must be loaded after that.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ from meshrl.services.trainer.ranks.network_interface import LOOPBACK
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.ranks.rank_thread import RankThread
 
-GROUP_COMPLETE_TIMEOUT_S = (
-    280.0  # until all ranks are there: below what a worker gives a role process to get ready
-)
-MAX_GENERATIONS = 1_000_000  # most in one incarnation of the core; the next one's are higher
-PERMANENT_ERRORS = ConfigError, RemoteFailure, NoRendezvousPort  # no second try mends it
+# until all ranks are ready: below a worker's limit for the start of a role process
+GROUP_COMPLETE_TIMEOUT_S = 280.0
+MAX_GENERATIONS = 1_000_000  # per incarnation of the core; later incarnations' are higher
+PERMANENT_ERRORS = ConfigError, RemoteFailure, NoRendezvousPort  # another attempt would not help
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -50,7 +49,7 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """Orders are pieces (`PieceRunner`): all ranks take them one by one, in one sequence."""
+    """Group of ranks; orders are pieces (`PieceRunner`), which all ranks take in one sequence."""
 
     def __init__(
         self,
@@ -62,8 +61,11 @@ class RankGroup:
         prepare: Callable[[Set[int]], Awaitable[None]],
         on_loss: Callable[[], None],
     ) -> None:
-        """`prepare` is told which ranks are on other hosts, `ended` that the group is none."""
-        # 0: in no group; a rank alone is in one of its own from the beginning.
+        """Create a group of no ranks yet.
+
+        `prepare` receives the ranks on other hosts; `on_loss` is called when the group is lost.
+        """
+        # 0: in no group. A single rank is in a group of its own from the beginning.
         self.generation = 0 if rank.ranks > 1 else 1
         self.rank_thread = RankThread(mesh, collective_timeout_s)
         self.other_ranks = [mesh.ref(rank_name(job, other)) for other in range(1, rank.ranks)]
@@ -71,10 +73,10 @@ class RankGroup:
         self._rendezvous_dir, self._collective_timeout_s = rendezvous_dir, collective_timeout_s
         self._prepare, self._on_loss = prepare, on_loss
         self._form_count = 0
-        self._loss: Exception | None = None  # why the group is none any more
+        self._loss: Exception | None = None  # reason that the group is lost
 
     async def form(self) -> None:
-        """Make a group of all ranks; RankLost if they do not come; what is FOR_GOOD at once."""
+        """Form a group of all ranks; RankLost at the deadline, permanent errors at once."""
         if not self.other_ranks:
             return
         clock = self._mesh.clock
@@ -124,7 +126,7 @@ class RankGroup:
             await self.run_on_all(FORM_TIMEOUT_S, Ranks.form_group, meetings, self._rank.join, *own)
 
     def _find_interface(self, ready_ranks: Sequence[StandbyAnswer]) -> tuple[str, str]:
-        """Return this host's interface and address for ranks on others; ConfigError without."""
+        """Return this host's interface and address for other hosts' ranks; ConfigError without."""
         settings = self._mesh.settings
         interface = network_interface.find_rank_interface(settings)
         address = find_address(interface)
@@ -139,7 +141,7 @@ class RankGroup:
         return interface, address
 
     async def _disband(self) -> None:
-        """Ends this rank's part in the group, and with it whatever the others wait for."""
+        """Leave the group, which also ends the waits of the other ranks."""
         self.generation = 0
         self._on_loss()
         await self.rank_thread.leave(self._rank.leave)
@@ -159,7 +161,9 @@ class RankGroup:
         work: Callable[..., T],
         *args: Any,
     ) -> tuple[T, list[R]]:
-        """What this rank and the others return. The first that fails ends it for all."""
+        """Run an order here and on the other ranks; return all results, or raise the first
+        error.
+        """
         began = self.generation
         here = asyncio.create_task(self.rank_thread.run(work, *args, deadline_s=deadline_s))
         there = [
@@ -178,7 +182,7 @@ class RankGroup:
             return here.result(), [task.result() for task in there]
         except asyncio.CancelledError:
             if self.generation == began and self.other_ranks:
-                self.generation = 0  # some rank may have done it, another not
+                self.generation = 0  # some ranks may have executed it, others not
             raise
         finally:
             for task in (here, *there):
@@ -193,16 +197,17 @@ class RankGroup:
             raise await self.handle_loss(error, began) from error
 
     async def handle_loss(self, error: Exception, generation: int | None = None) -> Exception:
-        """What to raise for an error of one rank: the group is of no use any more, but after one in
-        the job that all ranks have. `began`: the generation that the error is of, if it is known;
-        one of an earlier group leaves that of now as it is.
+        """Return the error to raise for a rank's failure, and disband the group.
+
+        A ConfigError of the job occurs on all ranks and leaves the group intact. `generation`: that
+        of the failed order, if known; an earlier group's error does not affect the current group.
         """
         if isinstance(error, ConfigError) or not self.other_ranks:
             return error
         another = self.generation or self._loss is None  # formed, or being formed
         if generation is not None and generation != self.generation and another:
             return self.build_loss_error(error)
-        if self.generation or self._loss is None:  # others come of the group's end
+        if self.generation or self._loss is None:  # later errors follow from the group's loss
             self._loss = error if _is_permanent(error) else self.build_loss_error(error)
             self._mesh.telemetry.log.warning("rank lost", error=str(error))
         await self._disband()
@@ -223,7 +228,7 @@ class RankGroup:
         return self.generation
 
     def check_generation(self, generation: int) -> None:
-        """RankLost unless the group is that of this generation still."""
+        """Raise RankLost unless the group still has this generation."""
         if self.require_generation() != generation:
             raise self.build_loss_error(RankLost("the group has been formed anew"))
 
@@ -234,7 +239,7 @@ class RankGroup:
 async def _call_until_done(
     other: ActorRef, method: Call[Q, R], request: Q, deadline_s: float | None = None
 ) -> R:
-    """What it answers once that does not go on any more; each call has the deadline."""
+    """Call until the answer is not `in_progress`; the deadline is that of each call."""
     while True:
         answer = await other.call(method, request, deadline_s=deadline_s)
         if not getattr(answer, "in_progress", False):
@@ -242,5 +247,5 @@ async def _call_until_done(
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether it is a mistake of a rank's own, which would come again; a lost rank is not."""
+    """Return True for a rank's own error, which would recur; a lost rank is none."""
     return isinstance(error, RemoteFailure) or not isinstance(error, MeshError)

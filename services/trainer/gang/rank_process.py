@@ -1,4 +1,4 @@
-"""How the ranks of a core of several run: the first one as the core, the others as it orders."""
+"""Ranks of a core of several processes: the core is the first, and orders the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshrl.services.trainer.zebra.zebra_learner import ZebraLearner
 
 
 def make_rank(data: JobData, placement: Placement, accelerator: str = "") -> Rank:
-    """Make a rank on this accelerator, in no group yet; ConfigError without its pace."""
+    """Return a rank on this accelerator, in no group; ConfigError for an undeclared one."""
     division = build_division(data, placement.ranks, placement.apart)
     pace = build_emulation(data, accelerator)
 
@@ -41,7 +41,7 @@ def make_rank(data: JobData, placement: Placement, accelerator: str = "") -> Ran
         return FsdpLearner(model, settings, place, config.lora, config.seed, parallel)
 
     bins, device = None, data.config.mesh.device
-    if pace is not None and isinstance(division, EvenDivision):  # else tasks keep it
+    if pace is not None and isinstance(division, EvenDivision):  # otherwise tasks are padded
         bins = EmulatedBins(pace, division.expert_parallel, SystemClock())
     return Rank(make, placement.rank, placement.ranks, device, division, pace, bins)
 
@@ -49,7 +49,7 @@ def make_rank(data: JobData, placement: Placement, accelerator: str = "") -> Ran
 def build_division(
     data: JobData, ranks: int, expert_split: ExpertSplit | None = None
 ) -> RoundDivision:
-    """Return how so many ranks compute rounds, of which the planner may set some `apart`."""
+    """Return the division of rounds over ranks, with the planner's `expert_split` if any."""
     if expert_split is not None:
         experts = ranks - expert_split.attention
         return ZebraDivision(
@@ -69,7 +69,7 @@ def build_division(
 async def run_rank(
     mesh: Mesh, data: JobData, placement: Placement, rank: Rank, profile: dict[str, Any]
 ) -> None:
-    """The life of a rank beside the first. `profile`: what it publishes of its accelerator."""
+    """Run a rank beside the first; it publishes `profile` of its accelerator."""
     actor = RankActor(mesh, data, placement, rank)
     await mesh.join(actor, stats=lambda: actor.collect_stats() | profile)
     await actor.wait_until_drained()

@@ -1,5 +1,6 @@
-"""How a core's state is saved and its weights are staged, some at a time: of a gang each rank's own
-rows, which come from another host as chunks of the store.
+"""Writers of a core's state and staging of its weights, some tensors at a time.
+
+In a gang each rank writes its own rows. Rows of other hosts arrive as chunks of the store.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from meshrl.services.trainer.ranks.rank_faults import WRITE_FAULTS, raise_first,
 from meshrl.services.trainer.ranks.row_tasks import write_rows
 from meshrl.services.trainer.rows.saved_rows import FIRST_FILE, MASTER_PREFIX, save_rows, sync_files
 
-_staging_numbers = itertools.count(1)  # of stagings
-RunBlocking = Callable[..., Awaitable[Any]]  # runs what blocks
+_staging_numbers = itertools.count(1)
+RunBlocking = Callable[..., Awaitable[Any]]  # runs blocking work
 
 
 class LocalStateWriter:
-    """Of one checkpoint of a core of one process: copies in memory, then a file of them."""
+    """Writer of one checkpoint's state for a core of one process: copies, then a file of them."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class LocalStateWriter:
 
     @property
     def meta_tensors(self) -> Mapping[str, Tensor]:
-        """All that is to be saved, of which only types and shapes are looked at."""
+        """Meta tensors of all that is saved: only their dtypes and shapes are read."""
         return {
             name: part.rows
             for name, part in self._learner.get_checkpoint_rows(self._include_masters).items()
@@ -65,7 +66,7 @@ class LocalStateWriter:
 
     @run_as_piece(SAVE)
     async def copy(self, names: Sequence[str], file_number: int) -> None:
-        """Takes some of it as it is now, as a piece; `number` differs from that of all others."""
+        """Copy some tensors as they are now, as a piece; `file_number` is unique per call."""
 
         def copied() -> dict[str, TensorRows]:
             own = self._learner.get_checkpoint_rows(self._include_masters)
@@ -79,8 +80,9 @@ class LocalStateWriter:
         self._copies |= await self._run(copied)
 
     async def finish(self) -> dict[str, str]:
-        """Returns when all that was copied is durable: digests of the bytes as they were written,
-        by files' names, where it knows them. StorageFull without room for it.
+        """Write the copies durably; return known digests of the written bytes by file name.
+
+        Raise StorageFull without enough disk space.
         """
         digest = await self._run(save_rows, self._path, FIRST_FILE, self._copies)
         await self._run(sync_files, self._path)
@@ -88,9 +90,9 @@ class LocalStateWriter:
 
 
 class GangStateWriter:
-    """See `LocalStateWriter`. Training waits until all rows are in files. RankLost once the group
-    that
-    has them now is none any more.
+    """Writer of a gang's state, see `LocalStateWriter`; training waits until all rows are in files.
+
+    It raises RankLost once the group of its creation is lost.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class GangStateWriter:
         path: Path,
         include_masters: bool,
     ) -> None:
-        """`path`: the directory of the state, in a scratch directory of the checkpoint."""
+        """Create a writer; `path` is the state's directory in the checkpoint's scratch
+        directory.
+        """
         self._mesh, self._group, self._rank = mesh, group, rank
         self.runner = runner
         self._path, self._include_masters = path, include_masters
@@ -151,8 +155,9 @@ class GangStateWriter:
 
 
 def check_rank_files(rank: int, names: Iterable[str]) -> None:
-    """Returns if these are files that a rank writes its own rows to; BadMessage names the first
-    that is not: a rank decides on no other file of the core's host.
+    """Check that a rank writes its own rows to these files; raise BadMessage for the first other.
+
+    A rank must not choose any other file of the core's host.
     """
     for name in names:
         if not re.fullmatch(rf"part-{rank:05d}-[0-9]{{5,}}\.safetensors", name):
@@ -160,8 +165,9 @@ def check_rank_files(rank: int, names: Iterable[str]) -> None:
 
 
 class GangStaging:
-    """One staging, from the first rows to the last; RankLost once the group that has them now is
-    none any more. `close` it whatever happens; what was not `end`ed is given up then.
+    """Staging of one version's rows; raises RankLost once the group of its creation is lost.
+
+    Always `close` it; a staging without `finish` is abandoned then.
     """
 
     def __init__(
@@ -180,7 +186,7 @@ class GangStaging:
 
     @run_as_piece(SYNC)
     async def copy(self, names: Sequence[str], part_index: int, part_count: int) -> None:
-        """Copy part number `part` of `parts` of some weights' rows, to be written meanwhile."""
+        """Copy part `part_index` of `part_count` of some weights' rows, to be written later."""
         how = self._options.dtype, self._options.max_chunk_bytes, self._options.write_chunks
         self._group.check_generation(self._generation)
         order = StageRows(
@@ -206,7 +212,7 @@ class GangStaging:
         await self._finish_on_all(is_final=False)
 
     async def finish(self) -> list[StagedRows]:
-        """What each process has staged, once all of it is in the store."""
+        """Return the rows that each process has staged, once all are in the store."""
         return await self._finish_on_all(is_final=True)
 
     async def _finish_on_all(self, is_final: bool) -> list[StagedRows]:
@@ -226,5 +232,5 @@ class GangStaging:
         ]
 
     async def close(self) -> None:
-        """Ranks give up what is not ended when the next staging begins."""
+        """Close this rank's staging; other ranks abandon theirs when the next staging begins."""
         await self._stager.close()

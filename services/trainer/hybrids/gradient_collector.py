@@ -1,4 +1,4 @@
-"""Gathers the gradient of a step, by the core and by hybrids that lease rounds."""
+"""Collector of a step's gradients from the core and from hybrids that lease rounds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from meshrl.services.trainer.hybrids.membership import HybridMembership
 from meshrl.services.trainer.hybrids.round_board import RoundBoard
 from meshrl.services.trainer.learner.stats import BinStats
 
-ROUND_TIMEOUT_FACTOR = (
-    5.0  # a leased round may take this many times as long as rounds take on average
-)
+ROUND_TIMEOUT_FACTOR = 5.0  # a lease may take this many times as long as an average round
 MIN_ROUND_TIMEOUT_S = 1.0
-MAX_LEASE_WAIT_S = 10.0  # longest wait of a hybrid's request while there is no round
+MAX_LEASE_WAIT_S = 10.0  # maximum wait of a hybrid's request while no round is available
 RATE_WEIGHT = 0.1  # a new bin's share in the mean rate of its class
-POLL_S = 5.0  # how long the core waits for rounds before it looks again
+POLL_S = 5.0  # between two checks of the core while it waits for rounds
 
 
 class UpdateRounds:
@@ -36,7 +34,7 @@ class UpdateRounds:
 
 
 class GradientCollector:
-    """Offers the rounds of one update at a time; `busy_s` says who spent how long on them."""
+    """Collector that leases the rounds of one update; `busy_s` has compute seconds by instance."""
 
     def __init__(
         self,
@@ -46,32 +44,31 @@ class GradientCollector:
         bin_deadline_s: float,
         costs: CostCalibration,
     ) -> None:
-        """`costs` learns from what the core computes."""
+        """Create a collector; the core's measurements calibrate `costs`."""
         self._mesh, self._compute, self._core_instance = mesh, compute, core_instance
         self._bulk = BulkClient(mesh)
         self._bin_deadline_s = bin_deadline_s
         self.costs = costs
-        self.busy_s: dict[str, float] = {}  # by helper
-        self.work_s = 0.0  # of each worker of all together, over all updates
-        self._bin_rates: dict[int, float] = {}  # mean tokens a second, by powers of two of a bin's
+        self.busy_s: dict[str, float] = {}  # by instance
+        self.work_s = 0.0  # per worker, over all updates
+        self._bin_rates: dict[int, float] = {}  # mean tokens/s, by powers of two of bin size
         self._update: UpdateRounds | None = None
-        self._round_available = asyncio.Event()  # there may be a round for a hybrid
-        self._progress = asyncio.Event()  # something to look at for the core
+        self._round_available = asyncio.Event()  # a round may be available for a hybrid
+        self._progress = asyncio.Event()  # a round or result for the core
         self._round_s = 0.0  # moving average of a round's time
-        self._update_count = (
-            0  # updates, repeated ones among them: a result counts in its own alone
-        )
+        # updates, also repeated ones: a result counts only in its own update
+        self._update_count = 0
         self.hybrids = HybridMembership()
-        self.is_asleep = False  # no round is given, and none is taken
-        # seconds for which the core has slept, and waited for its turns, so far
+        self.is_asleep = False  # no round is leased, and no result accepted
+        # seconds so far in which the core slept or waited for time slices
         self.measure_idle_s: Callable[[], float] = float
-        # when the core began a round, and how long that took, seconds
+        # monotonic start of a round that the core computed, and its duration; seconds
         self.on_round_computed: Callable[[float, float], None] = lambda began, took: None
-        self._current_manifest = ""  # manifest of the weights that the next step begins with
+        self._current_manifest = ""  # of the weights that the next step begins with
 
     @property
     def bin_tokens_per_s(self) -> dict[str, float]:
-        """Tokens a second that the core trains bins at, by the fewest tokens of their class."""
+        """Tokens per second of the core's bins, by the minimum tokens of their size class."""
         return {str(size): round(self._bin_rates[size], 1) for size in sorted(self._bin_rates)}
 
     # -- hybrids ---------------------------------------------------------------------------------
@@ -87,7 +84,7 @@ class GradientCollector:
             self._release_rounds(instance)
 
     async def lease_round(self, request: RoundRequest) -> RoundLease | None:
-        """Return a hybrid's next round or weights, None for neither in time; or Fenced."""
+        """Return a hybrid's next round or weights, None if neither comes in time, or Fenced."""
         clock = self._mesh.clock
         deadline = clock.monotonic() + min(request.wait_s, MAX_LEASE_WAIT_S)
         while (lease := self._try_lease_round(request)) is None and clock.monotonic() < deadline:
@@ -109,7 +106,7 @@ class GradientCollector:
             and not self.is_asleep
         )
         if may and work is not None:
-            # A hybrid computes one after the other what ranks do at once.
+            # A hybrid computes in sequence what ranks compute in parallel.
             patience_s = (
                 ROUND_TIMEOUT_FACTOR * self._compute.division.bins_per_round * self._round_s
             )
@@ -134,7 +131,7 @@ class GradientCollector:
             self._progress.set()
 
     async def accept_result(self, result: RoundResult) -> None:
-        """Count a hybrid's result, if it is the first in time; Fenced if it is one no more."""
+        """Count a hybrid's result if it is the first in time; Fenced if its join has ended."""
         self.hybrids.record_result(result.instance, result.generation, self._mesh.clock.monotonic())
         work = self._update
         if work is None or result.update_id != work.epoch:
@@ -149,7 +146,7 @@ class GradientCollector:
         try:
             about = make_hybrid_name(result.instance), result.chunks, self._compute.parameter_count
             gradient = await fetch_gradient(self._mesh, self._bulk, *about)
-            if self._update is not work:  # the core has computed it meanwhile
+            if self._update is not work:  # the core has computed it in the meantime
                 return
             await self._compute.add_gradient(result.index, gradient)
         except BaseException:
@@ -165,13 +162,13 @@ class GradientCollector:
     # -- the core --------------------------------------------------------------------------------
 
     def announce_weights(self, manifest: str) -> None:
-        """Have hybrids fetch the weights that the next step begins with."""
+        """Announce the weights that the next step begins with to hybrids."""
         self._current_manifest = manifest
         self.hybrids.require_weights(manifest)
         self._round_available.set()
 
     async def begin_update(self, manifest: str) -> None:
-        """An update's rounds are offered from now on, to be computed with `manifest`'s weights."""
+        """Begin an update, whose rounds need the weights of `manifest`."""
         self.hybrids.require_weights(manifest)
         await self._compute.begin_step()
         for silent in self.hybrids.remove_silent(self._mesh.clock.monotonic()):
@@ -192,14 +189,14 @@ class GradientCollector:
         self._progress.set()
 
     async def compute_rounds(self) -> BinStats:
-        """Computes what hybrids do not, until all rounds of the closed board are there."""
+        """Compute the rounds that hybrids do not, until the closed board is complete."""
         work = self._require_update()
         try:
             while not work.board.is_complete:
                 self._progress.clear()
                 index = work.board.take_round(self._mesh.clock.monotonic())
                 if index is None:
-                    # Until a round or a result comes, or a hybrid's lease runs out.
+                    # Until a round or a result comes, or a hybrid's lease expires.
                     expiry, now = work.board.next_expiry(), self._mesh.clock.monotonic()
                     left_s = POLL_S if expiry is None else min(POLL_S, max(0.01, expiry - now))
                     with suppress(DeadlineExceeded):
@@ -231,9 +228,8 @@ class GradientCollector:
                 size = 1 << (tokens.bit_length() - 1)
                 mean = self._bin_rates.get(size, tokens / took)
                 self._bin_rates[size] = mean + RATE_WEIGHT * (tokens / took - mean)
-        self.costs.add_measurement(
-            max(lengths, key=self.costs.get_cost().estimate_bin), took
-        )  # the others wait for it
+        # The other ranks wait for the slowest bin.
+        self.costs.add_measurement(max(lengths, key=self.costs.get_cost().estimate_bin), took)
         if update.board.complete_round(round_index):
             update.stats[round_index] = stats
             self._round_available.set()

@@ -1,8 +1,7 @@
-"""A hybrid, which is a helper: it computes gradients of rounds for a training gang's core, and owns
-no state.
+"""Hybrid: computes gradients of rounds for a training gang's core, and owns no state.
 
-It joins under a generation, gets weights before it asks for work, and never holds a step up: what
-it does not bring in time the core computes.
+It joins under a generation and fetches weights before it requests rounds. It never delays a step:
+the core computes the rounds that a hybrid does not return in time.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from meshrl.services.trainer.learner.stats import BinStats
 
 T = TypeVar("T")
 
-LEASE_WAIT_S = 5.0  # how long the core may hold the question for a round
+LEASE_WAIT_S = 5.0  # maximum time that the core may wait before it answers a round request
 RETRY_S = 0.3
 COMPUTE_TIMEOUT_S = 600.0
-RESULT_TIMEOUT_S = 30.0  # for an answer, beside the time to fetch the gradient
+RESULT_TIMEOUT_S = 30.0  # for an answer, in addition to the time to fetch the gradient
 
 
 class Hybrid(StatelessSleeper, Actor):
-    """Asks the core for rounds until it is drained."""
+    """Actor that leases rounds from the core until it is drained."""
 
     interface = RoleControl
 
@@ -73,15 +72,15 @@ class Hybrid(StatelessSleeper, Actor):
         self.rounds, self.bins = 0, 0
         self.busy_s = 0.0
         self._core = mesh.ref(f"trainer/{data.id}")
-        self._generation = 0  # generation of the join; 0: not joined
+        self._generation = 0  # of the join; 0: not joined
         self._receiver = WeightReceiver(mesh, self.bulk, wants_deltas=True)
-        self._manifest = ""  # names the weights that the learner has
+        self._manifest = ""  # of the weights that the learner has
         self._is_draining = False
         self._has_left = asyncio.Event()
         self._is_awake = asyncio.Event()
         self._is_awake.set()
-        self._learner_lock = asyncio.Lock()  # one piece of arithmetic at a time, none asleep
-        self._memory: LearnerMemory | None = None  # what was given back
+        self._learner_lock = asyncio.Lock()  # one piece of arithmetic at a time, none while asleep
+        self._memory: LearnerMemory | None = None  # released while asleep
         self.tiers = TierController(
             mesh,
             self,
@@ -110,7 +109,7 @@ class Hybrid(StatelessSleeper, Actor):
 
     @call(RoleControl.drain)
     async def drain(self, request: str) -> None:
-        """The round at hand is left to the core, which hears of it at once."""
+        """Leave the core at once; the core computes the current round itself."""
         self._is_draining = True
         self._is_awake.set()
         try:
@@ -127,18 +126,18 @@ class Hybrid(StatelessSleeper, Actor):
         return self.learner.size_bytes if self._memory is None else 0
 
     async def sleep(self, save: SaveTensors) -> None:
-        """It leaves: the core has its rounds computed by others, and the store has the weights."""
+        """Leave the core and release the learner's memory; the store has the weights."""
         self._is_awake.clear()
         try:
             await self._leave_core()
-            await self._learner_lock.acquire()  # until it wakes; the round at hand ends first
+            await self._learner_lock.acquire()  # until it wakes; the current round ends first
             try:
                 self._generation, self._manifest = 0, ""
                 memory = await self._run_blocking(LearnerMemory, self.learner)
                 try:
                     await self._run_blocking(memory.release)
                 except Exception:
-                    await self._run_blocking(memory.reallocate)  # of any content: weights come anew
+                    await self._run_blocking(memory.reallocate)  # weights are fetched again
                     raise
                 self._memory = memory
             except BaseException:
@@ -149,7 +148,7 @@ class Hybrid(StatelessSleeper, Actor):
             raise
 
     async def wake(self, restore: RestoreTensors) -> None:
-        """It joins again under a new generation, and gets the weights as any that joins does."""
+        """Reallocate the memory; `serve` then joins under a new generation and fetches weights."""
         assert self._memory is not None, "it sleeps"
         await reallocate_memory(self._memory, self._run_blocking, self.mesh.name)
         self._memory = None
@@ -164,13 +163,11 @@ class Hybrid(StatelessSleeper, Actor):
                 await self._core.call(
                     Trainer.leave_hybrid, LeaveRequest(self.placement.resident, generation)
                 )
-        except MeshError as error:  # a core that is away has forgotten it already
+        except MeshError as error:  # an unreachable core has forgotten the hybrid already
             self.mesh.telemetry.log.info("leaving", error=str(error))
 
     async def serve(self) -> None:
-        """Serves until drained; a core that is away is asked again, within a bound
-        (`RetryPolicy`).
-        """
+        """Compute rounds until drained; retry an unreachable core within `RetryPolicy`."""
         patience = RetryPolicy(self.mesh.job_clock)
         while not self._is_draining:
             await self._is_awake.wait()
@@ -179,14 +176,14 @@ class Hybrid(StatelessSleeper, Actor):
             try:
                 await self._run_round()
                 patience.record_success()
-            except Fenced as error:  # the core knows this join no more: from the beginning
+            except Fenced as error:  # the core does not know this join any more: join again
                 self.mesh.telemetry.log.info("joining again", error=str(error))
                 self._generation = 0
             except MeshError as error:
                 self.mesh.telemetry.log.info("asking again", error=str(error))
                 patience.record_failure(error)
                 await self.mesh.clock.sleep(RETRY_S)
-        await self._has_left.wait()  # or whoever drains it would get no answer
+        await self._has_left.wait()  # else the caller of `drain` would get no answer
 
     async def _run_round(self) -> None:
         if not self._generation:
@@ -204,15 +201,15 @@ class Hybrid(StatelessSleeper, Actor):
             await self._fetch_weights(lease.manifest)
 
     async def _fetch_weights(self, manifest: str) -> None:
-        """The weights that rounds will need, before a round is asked for."""
-        self._manifest = ""  # whatever happens meanwhile, the learner has no version
+        """Load the weights of the next rounds, before any round is requested."""
+        self._manifest = ""  # an interrupted load leaves no version in the learner
         try:
             weights = (await self._receiver.receive(manifest)).tensors
         except (CorruptData, NotFound) as error:
             self.mesh.telemetry.log.error("weights are damaged", error=str(error))
             await self._core.call(Trainer.restage_version, manifest)
             await self.mesh.clock.sleep(RETRY_S)
-            return  # it asks for a round again, and learns which weights it needs by then
+            return  # the next round request returns the weights needed by then
         load = self.learner.load_weights
         async with self._use_learner():
             await self.time_slices.run_in_slice("sync", lambda: self._run_blocking(load, weights))
@@ -220,7 +217,7 @@ class Hybrid(StatelessSleeper, Actor):
 
     @asynccontextmanager
     async def _use_learner(self) -> AsyncIterator[None]:
-        """A use of the learner; Fenced when it was to sleep before it came to that."""
+        """Lock the learner for one use; raise Fenced if the hybrid is to sleep."""
         if not self._is_awake.is_set():
             raise Fenced("it sleeps", where=self.mesh.name)
         async with self._learner_lock:

@@ -1,13 +1,13 @@
-"""The membership of hybrids: who helps the core of a training gang, and how far each is.
+"""Membership of hybrids: which hybrids compute for a core, and their stages.
 
-A hybrid is REQUESTED when it asks to join, FETCHING while it gets the weights that the core names,
-READY when it has them, and ACTIVE from its first lease on; weights of a new version make it
-FETCHING again. None of it stops a step: a hybrid without the step's weights is not given a round.
+A hybrid is REQUESTED when it asks to join, FETCHING while it fetches the weights that the core
+names, READY when it has them, and ACTIVE from its first lease on. Weights of a new version make it
+FETCHING again. No stage blocks a step: a hybrid without the step's weights gets no round.
 
-Each join has a generation. Leaving, being silent for long or joining again ends it, and whatever
-comes under it afterwards is refused: the hybrid rolls back and joins anew.
+Each join has a generation. Leaving, a long silence or another join ends it. Later requests of that
+generation are rejected: the hybrid rolls back and joins again.
 
-Pure: times are told, nothing is sent.
+The module is pure: callers pass times, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from enum import StrEnum
 
 from meshrl.common.base.errors import Fenced
 
-MAX_SILENCE_S = 60.0  # a hybrid asks every few seconds, but while it computes or fetches
+MAX_SILENCE_S = 60.0  # a hybrid sends requests every few seconds, unless it computes or fetches
 
 
 class HybridStage(StrEnum):
-    """How far a hybrid is on its way to computing rounds."""
+    """Stage of a hybrid on its way to computing rounds."""
 
     REQUESTED = "requested"
     FETCHING = "fetching"
@@ -31,16 +31,16 @@ class HybridStage(StrEnum):
 
 @dataclass(slots=True)
 class HybridMember:
-    """What the core knows of one hybrid."""
+    """State of one hybrid at the core."""
 
     generation: int
     stage: HybridStage
-    manifest: str  # digest of the weights that it has
+    manifest: str  # of its weights
     last_contact_s: float
 
 
 class HybridMembership:
-    """The hybrids of one incarnation of a core; those of the next one join again."""
+    """Hybrids of one incarnation of a core; those of the next incarnation join again."""
 
     def __init__(self, max_silence_s: float = MAX_SILENCE_S) -> None:
         self._max_silence_s = max_silence_s
@@ -48,7 +48,7 @@ class HybridMembership:
         self._last_generation = 0
 
     def join(self, instance: str, now_s: float) -> int:
-        """The generation of a new join, which ends an earlier one of the helper."""
+        """Return the generation of a new join, which ends an earlier one of the instance."""
         self._last_generation += 1
         self._members[instance] = HybridMember(
             self._last_generation, HybridStage.REQUESTED, "", now_s
@@ -56,7 +56,7 @@ class HybridMembership:
         return self._last_generation
 
     def require_weights(self, manifest: str) -> None:
-        """Take in that rounds will need these weights, so that who has others is not ready."""
+        """Require these weights for later rounds; members with others are FETCHING."""
         for member in self._members.values():
             if member.manifest != manifest:
                 member.stage = HybridStage.FETCHING
@@ -64,7 +64,10 @@ class HybridMembership:
     def can_lease_round(
         self, instance: str, generation: int, manifest: str, required_manifest: str, now_s: float
     ) -> bool:
-        """Whether a member with `manifest` may lease rounds that need `wanted`; or Fenced."""
+        """Return True if a member with `manifest` may lease rounds of `required_manifest`.
+
+        Raise Fenced if its join has ended.
+        """
         member = self._get_member(instance, generation)
         member.last_contact_s, member.manifest = now_s, manifest
         if not manifest or manifest != required_manifest:
@@ -77,15 +80,15 @@ class HybridMembership:
         return True
 
     def record_lease(self, instance: str) -> None:
-        """Takes in that a member was given a round, which makes it ACTIVE."""
+        """Record that a member leased a round, which makes it ACTIVE."""
         self._members[instance].stage = HybridStage.ACTIVE
 
     def record_result(self, instance: str, generation: int, now_s: float) -> None:
-        """Takes in that a member brings a result; Fenced if its join has ended."""
+        """Record that a member returned a result; raise Fenced if its join has ended."""
         self._get_member(instance, generation).last_contact_s = now_s
 
     def leave(self, instance: str, generation: int) -> bool:
-        """Ends a join; False if it has ended before."""
+        """End a join; return False if it had already ended."""
         member = self._members.get(instance)
         if member is None or member.generation != generation:
             return False
@@ -93,7 +96,7 @@ class HybridMembership:
         return True
 
     def remove_silent(self, now_s: float) -> list[str]:
-        """Gangs that have failed: not heard of for long. Their joins end."""
+        """Remove and return the instances that sent nothing for too long."""
         failed = [
             g for g, m in self._members.items() if now_s - m.last_contact_s > self._max_silence_s
         ]
@@ -102,7 +105,7 @@ class HybridMembership:
         return failed
 
     def get_stages(self) -> dict[str, str]:
-        """The stage of each hybrid, by helper."""
+        """Return the stage of each hybrid by instance."""
         return {helper: str(member.stage) for helper, member in self._members.items()}
 
     def _get_member(self, instance: str, generation: int) -> HybridMember:

@@ -1,63 +1,62 @@
-"""The board of a step's rounds, which says who computes which: the core and its hybrids take from
-the front, and the first result counts.
+"""Board that assigns the rounds of a step to the core and its hybrids.
 
-A round is one bin for each rank of the core. Pure: no clock of its own, no I/O. Whoever computes a
-round gets the same gradient, and sums are added in the order of rounds, so the update does not
-depend on who helped.
+Both take rounds from the front, and the first result of a round counts. A round is one bin for each
+rank of the core. The board is pure: it has no clock and no I/O. Every process computes the same
+gradient of a round, and gradients are added in the order of rounds. So the update does not depend
+on which hybrids took part.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Rounds that may be there or under way from the first missing one on: each result of theirs is as
-# large as the model, and kept until its turn.
+# Rounds that may be complete or in progress from the first missing one on. Each result is as
+# large as the model, and retained until it is added.
 MAX_ROUNDS_AHEAD = 16
 
 
 @dataclass(slots=True)
 class LeasedRound:
-    """A round that a hybrid computes."""
+    """Round leased to a hybrid."""
 
     instance: str
-    expires_s: float  # seconds; past it the core computes the round itself
+    expires_s: float  # seconds; then the core computes the round itself
 
 
 @dataclass
 class RoundBoard:
-    """The rounds of one update; more may come until it is closed."""
+    """Rounds of one update; more can be added until it is closed."""
 
     round_count: int = 0
     is_closed: bool = False
     completed_rounds: set[int] = field(default_factory=set)
-    _arriving_rounds: set[int] = field(
-        default_factory=set
-    )  # computed by a hybrid, and not yet kept
+    # computed by a hybrid, and not yet stored
+    _arriving_rounds: set[int] = field(default_factory=set)
     _leases: dict[int, LeasedRound] = field(default_factory=dict)
-    _core_rounds: set[int] = field(default_factory=set)  # by the core
-    _first_incomplete: int = 0  # round without a result
+    _core_rounds: set[int] = field(default_factory=set)  # taken by the core
+    _first_incomplete: int = 0  # index of the first round without a result
 
     @property
     def is_complete(self) -> bool:
-        """Whether every round has its result, and no more rounds will come."""
+        """True if the board is closed and every round has its result."""
         return self.is_closed and len(self.completed_rounds) == self.round_count
 
     def add_rounds(self, count: int) -> None:
-        """Adds so many rounds to the end."""
+        """Add rounds to the end."""
         self.round_count += count
 
     def lease_round(self, instance: str, expires_s: float) -> int | None:
-        """The first round that nobody has; None when there is none."""
+        """Lease the first free round to a hybrid; return None if there is none."""
         index = self._find_free_round()
         if index is not None:
             self._leases[index] = LeasedRound(instance, expires_s)
         return index
 
     def take_round(self, now_s: float) -> int | None:
-        """The next round for the core: one whose lease ran out, else the first that nobody has.
+        """Return the next round for the core: one with an expired lease, else the first free one.
 
-        What is late goes first, because results are added in the order of rounds: all that come
-        after it have to be kept meanwhile.
+        Late rounds go first, because results are added in the order of rounds: the results after a
+        late round have to be retained until then.
         """
         leases = self._leases.items()
         late = [i for i, lease in leases if lease.expires_s <= now_s and not self._is_taken(i)]
@@ -67,21 +66,21 @@ class RoundBoard:
         return index
 
     def release_rounds(self, instance: str) -> bool:
-        """The rounds that a hybrid had are free; whether there were any."""
+        """Free the rounds leased to a hybrid; return True if any was still without a result."""
         held = [i for i, lease in self._leases.items() if lease.instance == instance]
         for index in held:
             del self._leases[index]
         return any(not self._is_taken(index) for index in held)
 
     def next_expiry(self) -> float | None:
-        """When the first lease that is still awaited runs out."""
+        """Return the earliest expiry of a lease without a result."""
         waiting = [
             lease.expires_s for index, lease in self._leases.items() if not self._is_taken(index)
         ]
         return min(waiting, default=None)
 
     def claim_result(self, index: int) -> bool:
-        """Take in a hybrid's result, to be kept; False if another was first, or of no round."""
+        """Claim a hybrid's result; False if another came first or the round does not exist."""
         if (
             not 0 <= index < self.round_count
             or index in self.completed_rounds
@@ -92,12 +91,12 @@ class RoundBoard:
         return True
 
     def release_claim(self, index: int) -> None:
-        """It could not be kept: the round is anybody's."""
+        """Free a round whose claimed result could not be stored."""
         self._arriving_rounds.discard(index)
         self._leases.pop(index, None)
 
     def complete_round(self, index: int) -> bool:
-        """Counts a result; False when another one came first or there is no such round."""
+        """Count a result; return False if another came first or the round does not exist."""
         self._arriving_rounds.discard(index)
         if index in self.completed_rounds or not 0 <= index < self.round_count:
             return False

@@ -1,1 +1,1 @@
-"""The weights that a run begins with, given or warmed. Open `initial_weights.py` first."""
+"""Initial weights of a run, pretrained or warm-started. Open `initial_weights.py` first."""

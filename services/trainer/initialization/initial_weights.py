@@ -1,4 +1,4 @@
-"""Chooses the state in which training begins: the given weights, warmed or not."""
+"""Initial state of training: the given or random weights, after a warm start if there is one."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from meshrl.services.trainer.learner.learner import Learner
 from meshrl.services.trainer.models.forward import enable_activation_checkpointing
 
 T = TypeVar("T")
-StepwiseWork = Generator[None, None, T]  # of arithmetic, and what it returns in the end
+StepwiseWork = Generator[None, None, T]  # of arithmetic; it returns its result
 ReportCorruption = Callable[[dict[str, Any]], None]  # takes the fields of an event `damaged`
 
-COMPILE_TIMEOUT_S = 600.0  # some 10 s on a quiet core; processes of one host wait for each other
+COMPILE_TIMEOUT_S = 600.0  # about 10 s on an idle core; processes of one host wait for each other
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def compile_kernels() -> None:
-    """Compile what passes on a CPU call, if this host has not; it blocks."""
+    """Compile the kernels of a CPU training pass unless this host has them; it blocks."""
     for name in TRAINING_LIBRARIES:
         build_library(name)
 
 
 def create_learner(data: JobData) -> Learner:
-    """A learner on the job's model as it is given, or initialised from the job's seed."""
+    """Return a learner of the job's model, pretrained or initialised from the job's seed."""
     config = data.config
     model, beginning = build_meta_model(data)
     return Learner(
@@ -60,7 +60,7 @@ def create_learner(data: JobData) -> Learner:
 
 
 def build_meta_model(data: JobData) -> tuple[Decoder, ParameterSource]:
-    """Return `fresh_learner`'s model on the `meta` device, and the source of its rows."""
+    """Return the model of `create_learner` on the `meta` device, and the source of its rows."""
     config, shape = data.config, load_model_config(data)
     beginning: ParameterSource
     if config.model.path:
@@ -75,7 +75,7 @@ def build_meta_model(data: JobData) -> tuple[Decoder, ParameterSource]:
 
 
 def describe_model(data: JobData) -> tuple[ModelConfig, int]:
-    """The job's model as it is described, and how many parameters it has; none is made."""
+    """Return the job's model configuration and its parameter count, without creating weights."""
     config = load_model_config(data)
     with torch.device("meta"):
         return config, sum(parameter.numel() for parameter in Decoder(config).parameters())
@@ -84,7 +84,7 @@ def describe_model(data: JobData) -> tuple[ModelConfig, int]:
 def create_first_weights(
     data: JobData, progress: Callable[[int, float], None], report_corruption: ReportCorruption
 ) -> StepwiseWork[tuple[dict[str, Tensor] | None, bool]]:
-    """Do `start` with a learner of its own: its weights, None for a fresh learner's."""
+    """Return warm-started weights, None for a new learner's, and True if they were cached."""
     if not data.config.warm_start.demonstrations:
         return None, False
     learner = create_learner(data)
@@ -98,7 +98,7 @@ def initialize_learner(
     progress: Callable[[int, float], None],
     report_corruption: ReportCorruption,
 ) -> StepwiseWork[bool]:
-    """Make version 0 of a learner, piece by piece; True: its warm start was cached."""
+    """Make a learner's weights version 0, step by step; return True if they were cached."""
     cached = False
     if data.config.warm_start.demonstrations:
         cached = yield from run_warm_start(data, learner, progress, report_corruption)
@@ -107,7 +107,7 @@ def initialize_learner(
 
 
 def add_adapters(data: JobData, learner: Learner) -> None:
-    """Adapters in place of the model, if the job trains such, once its weights are warm."""
+    """Attach adapters to a warm learner if the job trains adapters."""
     if data.config.lora.rank:
         learner.add_adapters(data.config.lora, data.config.seed)
 
@@ -118,7 +118,7 @@ def run_warm_start(
     progress: Callable[[int, float], None],
     report_corruption: ReportCorruption,
 ) -> StepwiseWork[bool]:
-    """Warm the learner, or take that from the cache (True) if it is not damaged there."""
+    """Warm-start a learner; return True if the cache had intact weights."""
     config = data.config
     path = None
     if config.cache:
@@ -150,7 +150,7 @@ def run_warm_start(
         progress=progress,
     )
     if path is not None:
-        try:  # for jobs that begin the same; containers write to few places of a host
+        try:  # for jobs with the same start; containers write to few paths of a host
             warm_start.save_weights(path, learner.get_weights())
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -159,20 +159,20 @@ def run_warm_start(
 
 
 def build_cache_key(data: JobData) -> dict[str, Any]:
-    """The parts of a job that its warm start depends on."""
+    """Return the parts of a job that its warm start depends on."""
     document = data.config.to_document()
     key = {part: document[part] for part in ("seed", "warm_start")}
     key["model"] = document["model"]["config"]
     if not data.config.environment.chat and (
         begins := Tokenizer.load(data.tokenizer_file).encode_start("")
     ):
-        key["begins"] = begins  # what every demonstration begins with
+        key["begins"] = begins  # prefix of every demonstration
     key["limits"] = [data.config.rollout.max_tokens, data.config.training.bin_tokens]
     return key
 
 
 def read_sources(data: JobData) -> list[bytes]:
-    """Files that a warm start reads: the job's modules, held-out rows, tokenizer and model."""
+    """Return the files that a warm start reads: modules, held-out rows, tokenizer and model."""
     paths = [*sorted(data.modules_dir.rglob("*.py")), data.tokenizer_file]
     if data.config.dataset.held_out:
         paths.append(data.bundle / data.config.dataset.held_out)
@@ -190,7 +190,7 @@ def load_function(data: JobData, reference: str) -> Callable[..., Any]:
 
 
 def load_demonstrations(data: JobData) -> warm_start.Demonstrate:
-    """Return the job's function for its warm start, whose mistakes are ConfigErrors there."""
+    """Return the job's demonstration function, with its mistakes raised as ConfigError."""
     use, directory = data.config.warm_start.demonstrations, str(data.modules_dir)
     asked = load_function(data, use)
 
@@ -216,7 +216,7 @@ def load_demonstrations(data: JobData) -> warm_start.Demonstrate:
 
 
 def check_job(data: JobData) -> None:
-    """ConfigError for what only the trainer can tell of a job, before any work."""
+    """Raise ConfigError for mistakes of a job that only the trainer detects, before any work."""
     if not data.read_rows("train"):
         raise ConfigError("the job has no training prompts", fix="set dataset.train")
     json.dumps(build_cache_key(data))

@@ -1,4 +1,4 @@
-"""The warm start: supervised steps on a job's demonstrations, and the cache of their outcome."""
+"""Warm start: supervised steps on a job's demonstrations, and the cache of its result."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.services.trainer.bins.packing import TrainingSequence, make_bins
 from meshrl.services.trainer.learner.learner import Learner
 
-Segments = list[tuple[str, bool]]  # text, and whether the model writes it; the prompt comes first
+Segments = list[tuple[str, bool]]  # text, and True if the model writes it; the prompt comes first
 Demonstrate = Callable[[Random, float], Segments]  # a generator, progress from 0 to 1
 Progress = Callable[[int, float], None]  # steps done, loss per token
 
-FORMAT = 3  # part of the cache's key: raise it when the same job would learn something else
-DIGEST_KEY = "blake3"  # of the tensors, among the metadata of the cache's file
-MAX_REJECTED = 10_000  # demonstrations in a row that cannot be used, before giving up
+FORMAT = 3  # part of the cache's key: increase it when the same job would learn something else
+DIGEST_KEY = "blake3"  # of the tensors, in the cache file's metadata
+MAX_REJECTED = 10_000  # consecutive unusable demonstrations before an error
 
 
 @dataclass(frozen=True)
 class DemonstrationLimits:
-    """The demonstrations that may be learned from: of no prompt in `held_out`, and of at most
-    `max_tokens`. Those of a `chat` hold all that its format writes.
+    """Limits of usable demonstrations: no prompt of `held_out`, at most `max_tokens` tokens.
+
+    Those of a `chat` already contain all text of its format.
     """
 
     held_out: Collection[str]
@@ -54,11 +55,11 @@ def run_steps(
     bin_tokens: int,
     progress: Progress = lambda steps, loss: None,
 ) -> Iterator[None]:
-    """A warm start, step by step: nothing is computed between two of them. It trains the learner's
-    model in place; its own optimizer is left as it was.
+    """Run a warm start step by step; nothing is computed between two steps.
 
-    The outcome depends on the arguments alone. Demonstrations beyond the limits are left out and
-    others drawn. Those of no chat begin as the prompts of rollouts do.
+    It trains the learner's model in place and leaves the learner's own optimizer unchanged. The
+    result depends on the arguments alone. Demonstrations beyond the limits are skipped and others
+    drawn. Demonstrations without a chat begin as the prompts of rollouts do.
     """
     random = Random(seed).child("warm start")
     rates = OptimizerConfig(muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
@@ -74,11 +75,11 @@ def run_steps(
         teacher.apply_gradient(gradient, stats.tokens, compute_lr_factor(step, config))
         progress(step + 1, stats.loss_sum / stats.tokens)
         yield
-    learner.load_weights(learner.get_weights())  # so that its own passes and critic begin with them
+    learner.load_weights(learner.get_weights())  # its own passes and critic begin with them
 
 
 def compute_lr_factor(step: int, config: WarmStartConfig) -> float:
-    """Share of the learning rate at `step`: warm-up, then level, then linear to 0."""
+    """Return the share of the learning rate at `step`: warm-up, constant, then linear to 0."""
     falling = (config.steps - step) / max(config.decay * config.steps, 1.0)
     return min(1.0, (step + 1) / max(config.warmup_steps, 1), falling)
 
@@ -90,7 +91,7 @@ def draw_demonstration(
     progress: float,
     limits: DemonstrationLimits,
 ) -> TrainingSequence:
-    """The next one that may be learned from; ConfigError if none comes."""
+    """Draw the next usable demonstration; raise ConfigError if there is none."""
     for _ in range(MAX_REJECTED):
         segments = demonstrate(random, progress)
         if segments[0][0] in limits.held_out:
@@ -106,7 +107,7 @@ def draw_demonstration(
 
 
 def is_demonstration(value: object) -> bool:
-    """Whether a job's function has returned pieces of text, each with whose it is."""
+    """Return True if a job's function returned text segments, each with its author flag."""
     return (
         isinstance(value, list | tuple)
         and bool(value)
@@ -118,7 +119,7 @@ def is_demonstration(value: object) -> bool:
 def encode_segments(
     segments: Segments, tokenizer: Tokenizer, chat: bool = False
 ) -> TrainingSequence:
-    """Each segment by itself, as a rollout appends it: tokens never merge across a border."""
+    """Encode each segment by itself, as a rollout appends it: tokens never span two segments."""
     first, *others = [text for text, _ in segments]
     pieces = [tokenizer.encode(first) if chat else tokenizer.encode_start(first)]
     pieces += [tokenizer.encode(text) for text in others]
@@ -130,10 +131,10 @@ def encode_segments(
 
 
 def build_cache_path(directory: str, document: Mapping[str, Any], sources: Iterable[bytes]) -> Path:
-    """Where the weights of this warm start lie: named by all that they depend on.
+    """Return the cache path of a warm start, named by the digest of all that it depends on.
 
-    `document` holds the parts of the job that matter (model, warm start, seed, limits), `sources`
-    the content of the files that its demonstrations come from.
+    `document` has the relevant parts of the job (model, warm start, seed, limits). `sources` is the
+    content of the files that its demonstrations come from.
     """
     key = Hasher(json.dumps([FORMAT, torch.__version__, document], sort_keys=True).encode())
     for source in sources:
@@ -142,7 +143,7 @@ def build_cache_path(directory: str, document: Mapping[str, Any], sources: Itera
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Appears whole or not at all, with a digest of what is in it."""
+    """Write the weights atomically, with a digest of their content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
@@ -151,7 +152,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_weights(path: Path) -> dict[str, Tensor] | None:
-    """The weights, or None if there are none yet; Damaged when they are not what was kept."""
+    """Load cached weights; None if there are none, CorruptData if the digest differs."""
     if not path.is_file():
         return None
     try:
@@ -166,7 +167,7 @@ def load_weights(path: Path) -> dict[str, Tensor] | None:
 
 
 def _compute_digest(weights: Mapping[str, Tensor]) -> str:
-    """The digest of tensors with their names, types and shapes."""
+    """Return the digest of tensors with their names, dtypes and shapes."""
     hashed = Hasher()
     for name, tensor in sorted(weights.items()):
         hashed.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

@@ -1,1 +1,1 @@
-"""The arithmetic of training, from bins to steps. Open `learner.py` first."""
+"""Arithmetic of training, from bins to steps. Open `learner.py` first."""

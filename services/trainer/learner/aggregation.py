@@ -1,4 +1,4 @@
-"""Aggregation: how token losses add up to the loss of a step, by weights and counts.
+"""Aggregation of token losses into the loss of a step, by weights and counts.
 
 The gradient of a bin is that of the weighted sum; a step divides once by the sum of the counts.
 
@@ -23,7 +23,7 @@ def get_aggregation(config: JobConfig) -> str:
 
 
 def compute_token_weight(loss_tokens: int, config: JobConfig) -> float:
-    """Weight of the token losses of a sequence of which `trained` tokens carry loss."""
+    """Return the weight of the token losses of a sequence with `loss_tokens` tokens of loss."""
     kind = get_aggregation(config)
     if kind == "tokens":
         return 1.0
@@ -33,6 +33,6 @@ def compute_token_weight(loss_tokens: int, config: JobConfig) -> float:
 
 
 def compute_denominator(sequences: Iterable[TrainingSequence], config: JobConfig) -> float:
-    """What the summed gradient of these sequences is divided by."""
+    """Return the divisor of the summed gradient of these sequences."""
     by_tokens = get_aggregation(config) == "tokens"
     return float(sum(sequence.loss_token_count if by_tokens else 1 for sequence in sequences))

@@ -1,4 +1,4 @@
-"""Sums the gradients of rounds as they come."""
+"""Sum of the gradients of rounds in a fixed order."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from meshrl.common.base.errors import Refused
 
 
 class GradientSum:
-    """Added in the order of rounds, by who takes a gradient out: threads need no lock."""
+    """Gradient sum in the order of rounds; the thread that pops a gradient adds it, lock-free."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._added_rounds = 0
-        self._first_calls: dict[int, object] = {}  # which call brought a round first
-        self._pending: dict[int, Tensor] = {}  # gradients that wait for their turn
+        self._first_calls: dict[int, object] = {}  # the call that added a round first
+        self._pending: dict[int, Tensor] = {}  # gradients of rounds after a missing one
 
     def add(self, round_index: int, gradient: Tensor) -> None:
-        """A round's gradient; that of a round which is there already changes nothing."""
+        """Add a round's gradient; a second one of the same round changes nothing."""
         call = object()
         if self._first_calls.setdefault(round_index, call) is not call:
             return
@@ -27,12 +27,12 @@ class GradientSum:
             self._added_rounds += 1
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """All that is kept, as it lies in memory; nobody may bring any meanwhile."""
+        """Return views of all retained tensors; no gradient may be added at the same time."""
         waiting = {f"round.{index}": tensor for index, tensor in self._pending.items()}
         return waiting if self._sum is None else {"sum": self._sum, **waiting}
 
     def get_total(self, rounds: int) -> Tensor:
-        """The sum of rounds 0 .. rounds - 1; Refused if one of them is missing."""
+        """Return the sum of rounds 0 .. `rounds` - 1; Refused if one of them is missing."""
         if self._sum is None or self._added_rounds != rounds:
             raise Refused(f"{self._added_rounds} of {rounds} rounds are there", where="trainer")
         return self._sum

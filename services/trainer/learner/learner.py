@@ -1,8 +1,8 @@
-"""The learner: computes gradients of bins and steps of the optimizer, and nothing else.
+"""Learner that computes gradients of bins and applies optimizer steps.
 
-A gradient is that of the sum of weighted token losses; the division by what a step's sequences
-count happens once, in `apply`. So it does not matter who computes which bin, only in which order
-the sums are added.
+A gradient is that of the sum of weighted token losses. `apply_gradient` divides once by the
+denominator of the step. So the result does not depend on which process computes a bin, only on the
+order of the sums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshrl.services.trainer.rows.saved_rows import MASTER_PREFIX, SavedRows
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """How a learner trains: passes in `dtype`, on trajectories sampled at `temperature`."""
+    """Settings of a learner: passes in `dtype`, on trajectories sampled at `temperature`."""
 
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
@@ -45,7 +45,7 @@ class LearnerSettings:
 
 
 class Learner:
-    """A float32 model, its optimizer and an algorithm."""
+    """Float32 model with its optimizer and algorithm."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Learner:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
-        self.steps = 0  # steps that the optimizer has taken
+        self.steps = 0  # steps of the optimizer
         self._algorithm_config = algorithm_config
         hooks = get_algorithm(algorithm_config.name)
         self._has_critic, self._has_behaviour_policy = hooks.has_critic, hooks.has_behaviour_policy
@@ -69,7 +69,7 @@ class Learner:
         self._build_optimizer()
 
     def _build_optimizer(self) -> None:
-        """The optimizer, and where gradients go, of the parameters that learn."""
+        """Create the optimizer and the gradient buffers of the trainable parameters."""
         self._optimizer = Optimizer(self.model, self._optimizer_config, {critic.CRITIC_BIAS})
         self._parameters = list(lora.get_trainable_parameters(self.model).values())
         self.parameter_count = sum(parameter.numel() for parameter in self._parameters)
@@ -77,19 +77,19 @@ class Learner:
         self._working_copy = WorkingCopy(self.model, self._dtype) if narrow else None
 
     def add_adapters(self, config: LoraConfig, seed: int) -> None:
-        """Makes adapters learn from now on, and freezes the model's own weights."""
+        """Attach trainable adapters and freeze the model's own weights."""
         lora.initialize_adapters(self.model, config, seed)
         if self._has_critic:
             critic.get_critic(self.model).requires_grad_(True)
         self._build_optimizer()
 
     def update_settings(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        """Compute with these from now on; the algorithm's name, and what Muon trains, stay."""
+        """Replace the settings, except the algorithm's name and the choice of Muon's parameters."""
         self._algorithm_config, self._optimizer_config = algorithm, optimizer
         self._optimizer.update_settings(optimizer)
 
     def compute_gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
-        """Flat float32 gradient of the sum of weighted token losses, in the parameters' order."""
+        """Return the flat float32 gradient of the weighted token losses, and statistics."""
         gradient, out = self._allocate_gradient(), self._forward(bin)
         roots, slopes, stats = self._compute_losses(bin, out)
         if out.aux_loss is not None:
@@ -125,14 +125,14 @@ class Learner:
         return sum_gradients(self.compute_gradient(bin) for bin in bins)
 
     def compute_local_gradient(self, bins: Many[Bin]) -> tuple[Tensor, list[BinStats]]:
-        """Return the rows here of a round's flat gradient, and statistics of the bins here."""
+        """Return this rank's rows of a round's flat gradient, and statistics of its bins."""
         (bin,) = bins
         gradient, stats = self.compute_gradient(bin)
         return gradient, [stats]
 
-    @torch.no_grad()  # what inference mode makes, FSDP could not train with later
+    @torch.no_grad()  # FSDP could not train with tensors of inference mode later
     def score(self, bin: Bin, quantity: str = "logprobs") -> NDArray[np.float32]:
-        """`logprobs` of the trained targets [n], or a critic's `values`; 0 elsewhere."""
+        """Return `logprobs` of the trained targets [n], or a critic's `values`; 0 elsewhere."""
         found = np.zeros(len(bin.tokens), np.float32)
         if quantity == "values":
             scores = critic.compute_values(self._compute_model, bin)
@@ -142,10 +142,9 @@ class Learner:
         return found
 
     def apply_gradient(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
-        """One step from the summed gradient / `denominator`; returns its norm before clipping. It
-        uses the gradient up.
+        """Apply one step from the summed gradient / `denominator`; return its norm before clipping.
 
-        ConfigError, and no step, if the gradient is not finite.
+        The gradient tensor is overwritten. Raise ConfigError, without a step, if it is not finite.
         """
         gradient = gradient_sum.div_(denominator)
         norm = self._compute_norm(gradient)
@@ -165,7 +164,7 @@ class Learner:
         return norm
 
     def get_weights(self) -> dict[str, Tensor]:
-        """The model's parameters by name, no critic's; views, which the next step changes."""
+        """Return views of the model's parameters by name, without the critic's."""
         return critic.exclude_critic(
             (name, p.detach()) for name, p in self.model.named_parameters()
         )
@@ -173,14 +172,14 @@ class Learner:
     def get_rows(
         self, names: Iterable[str], part_index: int = 0, part_count: int = 1
     ) -> dict[str, TensorRows]:
-        """Part number `part` of `parts` of the rows of some weights that lie here; views."""
+        """Return views of part `part_index` of `part_count` of this rank's rows of some weights."""
         own = self.get_weights()
         return {
             name: self._make_rows(name, own[name]).split(part_index, part_count) for name in names
         }
 
     def get_checkpoint_rows(self, include_masters: bool) -> dict[str, TensorRows]:
-        """Return what a checkpoint keeps of the rows here: state, and float32 `masters`; views."""
+        """Return views of this rank's checkpoint rows: state, and float32 masters if requested."""
         found = {name: self._make_rows(name, tensor) for name, tensor in self.get_state().items()}
         if include_masters:
             found |= {
@@ -195,31 +194,31 @@ class Learner:
     def slice_own_gradient(
         self, full_gradient: NDArray[np.float32], rank: int
     ) -> NDArray[np.float32]:
-        """The part of a rank in a flat gradient over all that learns."""
+        """Return a rank's part of a flat gradient over all trainable parameters."""
         return full_gradient
 
     def get_meta_tensors(self, optimizer: bool) -> Mapping[str, Tensor]:
-        """Return the weights, or the state of the `optimizer`, for names, types and shapes."""
+        """Return the weights, or the `optimizer` state, for their names, dtypes and shapes."""
         return self.get_state() if optimizer else self.get_weights()
 
     @torch.no_grad()
     def scatter_weights(self, names: Many[str], full_weights: Mapping[str, Tensor] | None) -> None:
-        """Takes its rows of all weights, which rank 0 has `whole`; a critic begins with them."""
+        """Load this rank's rows of weights that rank 0 has in full; a critic starts from them."""
         assert full_weights is not None, "who has all rows is given all weights"
         self.load_weights(full_weights)
 
     def close(self) -> None:
-        """Its rank leaves the group: what waits for other ranks outside of it does so no more."""
+        """End waits for other ranks outside the group, when this rank leaves it."""
 
     def copy_weights(self) -> dict[str, Tensor]:
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.get_weights().items()}
 
     def copy_optimizer_state(self) -> dict[str, Tensor]:
-        """All that the next step depends on beside the weights; copies in the host's memory."""
+        """Return host copies of all state, beside the weights, that the next step depends on."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.get_state().items()}
 
     def get_state(self) -> dict[str, Tensor]:
-        """What `optimizer_state` copies; all but the counts in place."""
+        """Return the tensors that `copy_optimizer_state` copies; all but the counts are views."""
         valued = critic.select_critic(
             (name, p.detach()) for name, p in self.model.named_parameters()
         )
@@ -227,7 +226,7 @@ class Learner:
 
     @torch.no_grad()
     def restore(self, saved: SavedRows, fill_rows: Callable[[str, TensorRows], None]) -> None:
-        """Go on from `saved`, and from weights that `fill` puts into their rows; Damaged."""
+        """Restore the state from `saved` and the weights by `fill_rows`; CorruptData."""
         for name, part in self.get_rows(self.get_weights()).items():
             fill_rows(name, part)
         state = self.get_state()
@@ -238,7 +237,7 @@ class Learner:
         )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes over weights only; what follows from them, passes and a critic, begins anew."""
+        """Load weights only; a working copy and a critic are initialized from them."""
         with torch.no_grad():
             for name, parameter in critic.exclude_critic(self.model.named_parameters()).items():
                 load_tensor(weights, name, parameter)
@@ -246,10 +245,10 @@ class Learner:
             critic.copy_policy_weights(self.model)
         self.refresh()
 
-    # -- what it goes on from --------------------------------------------------------------------
+    # -- saved state -----------------------------------------------------------------------------
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """All tensors that the next step depends on, by name: no copies, of a rank its rows."""
+        """Return all tensors that the next step depends on, by name; views of this rank's rows."""
         named = {
             f"model.{name}": sharded_tensors.get_local_rows(p)
             for name, p in self.model.named_parameters()
@@ -258,22 +257,22 @@ class Learner:
         return named | {f"optimizer.{name}": tensor for name, tensor in moments.items()}
 
     def get_derived_tensors(self) -> dict[str, Tensor]:
-        """Tensors that `refresh` makes of the others."""
+        """Return the tensors that `refresh` computes from the others."""
         return (
             {} if self._working_copy is None else dict(self._working_copy.model.named_parameters())
         )
 
     def get_counts(self) -> dict[str, int]:
-        """The numbers that the next step depends on beside the tensors."""
+        """Return the integers that the next step depends on beside the tensors."""
         return {"steps": self.steps, "updates": self._optimizer.update_count}
 
     def resume_from_counts(self, counts: Mapping[str, int]) -> None:
-        """Its tensors have been given other values, and `counts` belongs to them."""
+        """Set the counts that belong to tensors loaded by the caller, and refresh."""
         self.steps, self._optimizer.update_count = counts["steps"], counts["updates"]
         self.refresh()
 
     def free_gradients(self) -> None:
-        """Lets go of the gradient that was computed last; the next one has memory of its own."""
+        """Free the last gradient; the next gradient gets memory of its own."""
         for parameter in self._parameters:
             parameter.grad = None
         if self._working_copy is not None:
@@ -297,7 +296,7 @@ class Learner:
         return self.model if self._working_copy is None else self._working_copy.model
 
     def refresh(self) -> None:
-        """Passes compute with the weights as they are now."""
+        """Update the working copy from the current weights."""
         if self._working_copy is not None:
             self._working_copy.refresh()
 
@@ -336,18 +335,18 @@ class Learner:
 
 
 def sum_gradients(results: Iterable[tuple[Tensor, BinStats]]) -> tuple[Tensor, BinStats]:
-    """The sum over bins, in the order given: float addition has one."""
+    """Return the sum over bins in the given order; float addition depends on it."""
     found = iter(results)
     total, stats = next(found)
     for gradient, more in found:
         total += gradient
         stats += more
-        del gradient  # before there is the next one
+        del gradient  # free it before the next one is computed
     return total, stats
 
 
 def compute_balance_weight(bin: Bin) -> float:
-    """Return a mixture's balance loss's weight, which is that of a token's loss."""
+    """Return the weight of an MoE balance loss: that of one token's loss."""
     weight = bin.weight[bin.mask]
     return float(weight.sum(dtype=np.float64) / max(1, len(weight)))
 

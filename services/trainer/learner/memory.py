@@ -1,4 +1,4 @@
-"""The memory of a learner that sleeps: which tensors it goes on from, which follow from these."""
+"""Memory of a sleeping learner: the tensors to offload, and those derived from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.services.trainer.learner.learner import Learner
 
 
 class LearnerMemory:
-    """All that a learner has, and gradients `beside`; `kept` is what cannot be got again."""
+    """Memory of a learner, and `extra_tensors`; `offloaded` has all that cannot be recomputed."""
 
     def __init__(self, learner: Learner, extra_tensors: Mapping[str, Tensor] | None = None) -> None:
         learner.free_gradients()
@@ -30,7 +30,7 @@ class LearnerMemory:
         self.offloaded.release()
 
     def reallocate(self) -> None:
-        """Allocate it again, of any content; MemoryError, and nothing is, without enough."""
+        """Allocate the memory again, without content; on MemoryError nothing is allocated."""
         self.offloaded.reallocate()
         try:
             self._derived.reallocate()
@@ -45,7 +45,7 @@ class LearnerMemory:
 async def reallocate_memory(
     memory: LearnerMemory, run: Callable[..., Awaitable[Any]], process: str
 ) -> None:
-    """Allocates it by way of `run`, which runs what blocks; Refused where there is not enough."""
+    """Allocate the memory by `run`, which runs blocking work; Refused without enough memory."""
     try:
         await run(memory.reallocate)
     except MemoryError as error:

@@ -1,8 +1,7 @@
-"""The objective: the loss of a bin's tokens and its slope, by an algorithm, weights, corrections
-and a KL term.
+"""Objective of a bin's tokens, by an algorithm, weights, corrections and a KL term.
 
-It needs no model: the slope to the log-probabilities is what a backward pass through the model
-starts from.
+It needs no model: its gradient with respect to the log-probabilities starts the model's backward
+pass.
 """
 
 from __future__ import annotations
@@ -23,23 +22,20 @@ from meshrl.services.trainer.losses.terms import LossTerms
 
 @dataclass(slots=True)
 class Objective:
-    """The objective of a bin's trained tokens, [t] each, without a gradient."""
+    """Objective of a bin's trained tokens, [t] each, detached."""
 
-    losses: Tensor  # weighted: their sum is the loss of the bin
+    losses: Tensor  # weighted; their sum is the loss of the bin
     logprob_gradient: Tensor  # gradient of that sum with respect to the log-probabilities
-    clipped_mask: (
-        Tensor  # bool: the algorithm gives the token no gradient, though it has an advantage
-    )
-    increased_mask: (
-        Tensor  # bool: than under the old policy; of its sequence where ratios are of those
-    )
+    clipped_mask: Tensor  # bool: the token has an advantage but no gradient
+    # bool: likelier than under the old policy; of the sequence where ratios are per sequence
+    increased_mask: Tensor
     corrected_mask: Tensor  # bool: its importance weight met a bound
 
 
 def compute_objective(terms: LossTerms, weight: Tensor, config: AlgorithmConfig) -> Objective:
-    """What the learner sums; `weight` [t] is that of the token's sequence.
+    """Return the learner's objective; `weight` [t] is that of each token's sequence.
 
-    Tokens without weight need no extras: a bin of them teaches nothing.
+    Tokens without weight need no extras: a bin of them has no gradient.
     """
     if not weight.any():
         nothing = torch.zeros_like(weight)

@@ -1,12 +1,12 @@
-"""The optimizer: Muon on matrices, AdamW on all else but a critic's bias, over one flat gradient.
+"""Optimizer: Muon on matrices, AdamW on all else but a critic's bias, over one flat gradient.
 
-Muon (Jordan 2024, kellerjordan.github.io/posts/muon) differs from `torch.optim.Muon` in two ways:
-the Newton-Schulz iteration runs in the parameter's own precision instead of bfloat16, and several
-matrices of one shape go through it together.
+Muon (Jordan 2024, kellerjordan.github.io/posts/muon) differs from `torch.optim.Muon` in two ways.
+The Newton-Schulz iteration runs in the parameter's own precision instead of bfloat16. Several
+matrices of one shape are batched.
 
-Of parameters that FSDP has cut by rows, each rank updates its own: the gradient is then that of its
-rows, parameter after parameter. AdamW is elementwise; Muon's matrices are made whole for the
-iteration, each rank's share of them.
+Each rank updates its own rows of parameters that FSDP shards. The gradient is then that of its
+rows, parameter after parameter. AdamW is elementwise. Muon gathers full matrices for the iteration,
+a share of them on each rank.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # quintic, steepest at zero
 BETAS = 0.9, 0.95
 EPSILON = 1e-8
-MIN_NEWTON_RATE = 0.2  # of a Newton step after the first five, so that their noise averages out
-MAX_BATCH_NUMBERS = 1 << 24  # numbers of a parameter or more that a step computes with beside them
-# Rows there are looked up, or decide alone.
+MIN_NEWTON_RATE = 0.2  # of a Newton step after the first five, so that noise averages out
+MAX_BATCH_NUMBERS = 1 << 24  # numbers updated at a time, which bounds working memory
+# Lookup tables, and rows that act independently.
 MUON_EXCLUDED = ("embedding", "unembedding", "router", "shared_gate")
 
 
 def compute_lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Share of the learning rate at `step` (from 0) of `steps`: warm-up, then linear decay."""
+    """Return the share of the learning rate at `step` (from 0): warm-up, then linear decay."""
     decay = config.final_lr + (1 - config.final_lr) * (1 - step / steps)
     return min(1.0, (step + 1) / max(config.warmup_steps, 1)) * decay
 
 
 class Optimizer:
-    """Updates the parameters of a model from the flat gradient of all of them, in their order."""
+    """Updater of a model's parameters from their flat gradient, in parameter order."""
 
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, parabolic_names: Collection[str] = ()
     ) -> None:
-        """`parabolic`: names of parameters, in each of which the loss is a parabola."""
+        """Create the optimizer; the loss is a parabola in each parameter of `parabolic_names`."""
         matrices: list[ParameterSpan] = []
         self._parabolic: list[ParameterSpan] = []
         rest: list[ParameterSpan] = []
@@ -77,7 +77,7 @@ class Optimizer:
         self._muons = [Muon(alike, *about) for alike in by_shape.values()]
 
     def update_settings(self, config: OptimizerConfig) -> None:
-        """Goes on with other rates; ConfigError if other parameters would be Muon's."""
+        """Replace the rates; raise ConfigError if that would change Muon's parameters."""
         if bool(self._muons) and not config.muon_lr:
             raise ConfigError("matrices are trained by Muon", where="optimizer.muon_lr")
         self._adamw.lr, self._adamw.weight_decay = config.adamw_lr, config.weight_decay
@@ -86,8 +86,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, gradient: Tensor, lr_factor: float, curvature: float = 1.0) -> None:
-        """One update; `curvature`: the second derivative of the loss in parabolic parameters, times
-        what the gradient was scaled by. They take Newton steps, which need no learning rate.
+        """Apply one update from a flat gradient.
+
+        `curvature`: the second derivative of the loss in parabolic parameters, times the scale of
+        the gradient. These parameters take Newton steps, which need no learning rate.
         """
         self._adamw.step(gradient, lr_factor)
         for muon in self._muons:
@@ -97,7 +99,7 @@ class Optimizer:
             part.values.sub_(gradient[part.gradient_slice].view(part.shape), alpha=rate)
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return views by parameter name, however parameters are grouped."""
+        """Return views of the state by parameter name, independent of the grouping."""
         state = self._adamw.get_state()
         for muon in self._muons:
             state |= muon.get_state()
@@ -109,7 +111,7 @@ class Optimizer:
 
     @property
     def update_count(self) -> int:
-        """How many AdamW has made, which its bias corrections go by."""
+        """Number of updates, which AdamW's bias corrections depend on."""
         return self._adamw.steps
 
     @update_count.setter
@@ -118,7 +120,7 @@ class Optimizer:
 
 
 class ParameterSpan:
-    """A parameter, or this rank's rows of it, and where its gradient lies in the flat one."""
+    """Parameter, or this rank's rows of it, with its slice of the flat gradient."""
 
     def __init__(self, name: str, parameter: nn.Parameter, offset: int) -> None:
         self.name = name
@@ -129,7 +131,7 @@ class ParameterSpan:
 
     @property
     def values(self) -> Tensor:
-        """What is updated; FSDP may put it elsewhere between two steps."""
+        """Values to update; FSDP may move them between two steps."""
         return get_local_rows(self.parameter.detach())
 
 
@@ -147,7 +149,7 @@ class SpanSlice:
 
 
 def split_into_batches(spans: Iterable[ParameterSpan]) -> Iterator[list[SpanSlice]]:
-    """All of the parts in their order, at most AT_ONCE numbers in each batch."""
+    """Yield the spans in order, with at most MAX_BATCH_NUMBERS numbers in each batch."""
     batch: list[SpanSlice] = []
     room = MAX_BATCH_NUMBERS
     for part in spans:
@@ -165,7 +167,7 @@ def split_into_batches(spans: Iterable[ParameterSpan]) -> Iterator[list[SpanSlic
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019) on parameters laid end to end."""
+    """AdamW (Loshchilov and Hutter 2019) on concatenated parameters."""
 
     def __init__(self, spans: list[ParameterSpan], lr: float, weight_decay: float) -> None:
         self._spans, self.lr, self.weight_decay = spans, lr, weight_decay
@@ -204,20 +206,19 @@ class AdamW:
 
 
 class Muon:
-    """Nesterov momentum, made orthogonal, on matrices of one shape (the last two dimensions)."""
+    """Muon: orthogonalized Nesterov momentum on matrices of one shape (the last two dimensions)."""
 
     def __init__(self, spans: list[ParameterSpan], lr: float, weight_decay: float) -> None:
         self._spans, self.lr, self.weight_decay = spans, lr, weight_decay
         first = spans[0].parameter
         self._height = first.shape[-2]
-        self._lr_scale = (
-            max(1.0, first.shape[-2] / first.shape[-1]) ** 0.5
-        )  # tall ones move further
+        # Tall matrices take larger steps.
+        self._lr_scale = max(1.0, first.shape[-2] / first.shape[-1]) ** 0.5
         self.momentum = torch.zeros(len(spans), *spans[0].shape, device=first.device)
-        # A stack of matrices is cut between matrices, which stay whole.
+        # A stack is sharded between matrices, which stay complete.
         self._group = get_shard_group(first) if first.dim() == 2 else None
         ranks = 1 if self._group is None else self._group.size()
-        # Of whole matrices each rank has its share, and all of them the same number of rows.
+        # Each rank has a share of full matrices, and all ranks the same number of rows.
         self._batch_matrices = max(1, MAX_BATCH_NUMBERS // max(1, first.numel() * ranks)) * ranks
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
@@ -242,7 +243,7 @@ class Muon:
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """About the nearest matrices [.., rows, columns] with singular values near one."""
+    """Return approximately orthogonal matrices [.., rows, columns]: singular values near one."""
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonalize(matrices.mT).mT
     x: Tensor = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)

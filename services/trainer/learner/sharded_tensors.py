@@ -1,7 +1,7 @@
-"""Parameters of which a rank holds some rows, as the optimizer sees them.
+"""Parameters with some rows on this rank, as the optimizer uses them.
 
-FSDP2 cuts a parameter into a DTensor, which is known here by its methods: to import the class and
-FSDP takes three seconds of CPU, which a core of one rank and a hybrid never need.
+FSDP2 shards a parameter into a DTensor, which this module recognizes by its methods. Importing the
+class and FSDP takes three seconds of CPU, which a core of one rank and a hybrid never need.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def get_local_rows(parameter: Tensor) -> Tensor:
-    """What of a parameter lies here; writing to it changes the parameter."""
+    """Return this rank's part of a parameter; writing to it changes the parameter."""
     rows: Tensor = parameter.to_local() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
     return rows
 
 
 def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that a parameter is cut over; None if it lies here whole."""
+    """Return the ranks that a parameter is sharded over; None if it is not sharded."""
     if not is_sharded(parameter):
         return None
     group: dist.ProcessGroup = parameter.device_mesh.get_group()  # type: ignore[attr-defined]
@@ -34,10 +34,10 @@ def is_sharded(parameter: Tensor) -> bool:
 def apply_to_full_matrices(
     matrices: Tensor, height: int, function: Callable[[Tensor], Tensor], group: dist.ProcessGroup
 ) -> Tensor:
-    """`function` of whole matrices, of which each rank gives its rows [count, rows, columns] and
-    gets them back.
+    """Apply `function` to full matrices, of which each rank has rows [count, rows, columns].
 
-    Each rank computes its share of the matrices: two exchanges, and no work done twice.
+    Each rank receives its rows of the results. A rank computes its share of the matrices: two
+    exchanges, without repeated work.
     """
     ranks, (count, own, width) = group.size(), matrices.shape
     each, share = -(-height // ranks), -(-count // ranks)

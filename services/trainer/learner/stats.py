@@ -22,10 +22,10 @@ class BinStats:
     tokens: int = 0
     loss_sum: float = 0.0  # weighted
     entropy_sum: float = 0.0
-    clipped: int = 0  # tokens that have an advantage and get no gradient for it
-    clipped_high: int = 0  # tokens among them that the policy has made likelier
+    clipped: int = 0  # tokens with an advantage that get no gradient for it
+    clipped_high: int = 0  # those of them that the policy has made likelier
     corrected: int = 0  # tokens whose importance weight met a bound
-    sampled: int = 0  # tokens that a policy sampled: what divergence and ratios are sums over
+    sampled: int = 0  # sampled tokens: KL and ratios are sums over these
     kl_sum: float = 0.0  # KL of behaviour from the trained policy, Schulman's k3 estimate
     ratio_max: float = 0.0  # probability under the trained policy / under behaviour
     ratio_min: float = math.inf
@@ -35,11 +35,11 @@ class BinStats:
     gap_sum: float = 0.0  # |log-probability here - at sampling| over fresh tokens
     gap_max: float = 0.0
     gap_kl_sum: float = 0.0  # KL of the engine's policy from the trainer's, k3, fresh tokens
-    reference_tokens: int = 0  # tokens that a reference has scored
+    reference_tokens: int = 0  # tokens scored by a reference
     reference_kl_sum: float = 0.0  # KL of the trained policy from the reference, k3
     teacher_tokens: int = 0
-    teacher_kl_sum: float = 0.0  # from the teacher, k1: what distillation brings down
-    value_tokens: int = 0  # tokens that a critic has valued
+    teacher_kl_sum: float = 0.0  # from the teacher, k1: the quantity that distillation minimizes
+    value_tokens: int = 0  # tokens valued by a critic
     value_loss_sum: float = 0.0
     value_error_sum: float = 0.0  # return - value
     value_error_square_sum: float = 0.0
@@ -60,8 +60,9 @@ class BinStats:
 def measure_bin(
     terms: LossTerms, objective: Objective, entropy: Tensor, fresh_mask: Tensor | None
 ) -> BinStats:
-    """The statistics of a bin's trained tokens, [t] each; `fresh` is bool, None: no policy sampled
-    them.
+    """Return the statistics of a bin's trained tokens, [t] each.
+
+    `fresh_mask` is bool; None: no policy sampled the tokens.
     """
     if not len(objective.losses):
         return BinStats()
@@ -88,7 +89,7 @@ def measure_bin(
 def _compare_with_sampling(
     logprobs: Tensor, behaviour_logprobs: Tensor, fresh_mask: Tensor
 ) -> dict[str, Tensor]:
-    """How the trained policy's log-probabilities [t] differ from those at sampling."""
+    """Return how log-probabilities [t] differ from those at sampling."""
     ratio, log_ratio = compute_ratio(logprobs, behaviour_logprobs), logprobs - behaviour_logprobs
     divergence, gaps = ratio - 1 - log_ratio, log_ratio.abs()[fresh_mask]
     return {
@@ -107,7 +108,7 @@ def _compare_with_sampling(
 
 @torch.no_grad()
 def measure_values(stats: BinStats, terms: LossTerms, losses: Tensor) -> None:
-    """Adds what is known of a critic's values [t]: those that the step began with."""
+    """Add a critic's values [t] of the step's start to the statistics."""
     if "returns" not in terms.extras:
         return
     returns = terms.extras["returns"]
@@ -125,7 +126,7 @@ def measure_values(stats: BinStats, terms: LossTerms, losses: Tensor) -> None:
 
 
 def _to_numbers(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The values of scalars on any device, in one transfer; counts stay whole."""
+    """Return the values of scalars in one device transfer; counts stay integers."""
     numbers = torch.stack([tensor.double() for tensor in tensors.values()]).tolist()
     whole = [not tensor.is_floating_point() for tensor in tensors.values()]
     named = zip(tensors, numbers, whole, strict=True)
@@ -135,14 +136,14 @@ def _to_numbers(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def build_update_metrics(
     bins: int, norm: float, stats: BinStats, denominator: float
 ) -> dict[str, Any]:
-    """What a step's metrics say of its gradient; sums become means over the trained tokens, that of
-    the losses the objective: the mean over what the step's sequences counted for.
+    """Return a step's gradient metrics: means over the trained tokens.
 
-    None: nothing of the kind was trained.
+    The loss is divided by `denominator`, which makes it the objective. A metric is None if nothing
+    of its kind was trained.
     """
     tokens, fresh = max(1, stats.tokens), stats.fresh_tokens
-    # Share of the tokens that would say as much, had the trained policy sampled them itself:
-    # (sum w)^2 / (n sum w^2) of the importance weights (Kong 1992).
+    # Effective sample size as a share of the sampled tokens: (sum w)^2 / (n sum w^2) of the
+    # importance weights w (Kong 1992).
     squares = stats.sampled * stats.ratio_square_sum
     metrics: dict[str, Any] = {
         "bins": bins,

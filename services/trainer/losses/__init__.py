@@ -1,1 +1,1 @@
-"""The terms of a loss, from which algorithms are put together. Open `terms.py` first."""
+"""Terms of a loss, from which algorithms are composed. Open `terms.py` first."""

@@ -1,13 +1,13 @@
-"""KL terms: the distance of the policy from a reference by Schulman's estimates
+"""KL terms: estimates of the policy's divergence from a reference, after Schulman
 (joschu.net/blog/kl-approx.html).
 
 Of one sampled token, with d = log-probability under the policy - under the reference: k1 = d, k2 =
-d^2 / 2, k3 = exp(-d) - 1 + d. In the reward all of them do what they say. In the loss only k2 has
-the gradient of the divergence in expectation; k3's is that of the forward divergence, and k1's is
-zero, so that k1 belongs in the reward (Tang and Munos 2025, arXiv 2506.09477).
+d^2 / 2, k3 = exp(-d) - 1 + d. In the reward all of them estimate the divergence. In the loss only
+k2 has the gradient of the divergence in expectation; k3's is that of the forward divergence, and
+k1's is zero, so that k1 belongs in the reward (Tang and Munos 2025, arXiv 2506.09477).
 
-Where the reference gives a token exp(20) times the policy's probability, k3 goes on as its tangent
-there: it stays finite, and its gradient keeps its sign, back to the reference.
+Beyond a reference probability of exp(20) times the policy's, k3 continues as its tangent there. So
+it stays finite, and its gradient still points back to the reference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_K3_SLOPE = math.exp(MAX_LOG_RATIO)  # k3's largest slope
 
 
 def estimate_kl(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
-    """[t], with a gradient to `logprobs`."""
+    """Return the estimates [t], with a gradient to `logprobs`."""
     difference = logprobs - reference
     if kind == "k1":
         return difference
@@ -39,7 +39,7 @@ def estimate_kl(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
 def estimate_kl_numpy(
     kind: str, logprobs: NDArray[np.floating], reference: NDArray[np.floating]
 ) -> NDArray[np.float64]:
-    """What `estimate` computes, for numpy arrays."""
+    """Return the estimates of `estimate_kl` for numpy arrays."""
     difference = np.asarray(logprobs, np.float64) - reference
     if kind == "k1":
         return difference

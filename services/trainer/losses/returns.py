@@ -1,7 +1,7 @@
-"""Returns and advantages of single tokens: rewards of tokens, discounted sums, GAE.
+"""Returns and advantages of single tokens: token rewards, discounted sums, GAE.
 
-A trajectory's steps are the tokens that the model wrote; what an environment wrote between them is
-skipped, as if its tokens took no time. Arrays [m] hold one number for each.
+The steps of a trajectory are the tokens that the model wrote. Tokens of the environment between
+them are skipped and take no time. Arrays [m] hold one number per step.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from meshrl.services.trainer.bins.packing import TrainingSequence
 from meshrl.services.trainer.losses.shaping import compute_divergences, is_kl_in_reward
 
 Floats = NDArray[np.float64]
-MIN_DEVIATION = 1e-8  # keeps a batch without variance from dividing by 0
+MIN_DEVIATION = 1e-8  # prevents a division by 0 for a batch without variance
 
 
 def find_loss_tokens(sequence: TrainingSequence) -> NDArray[np.intp]:
-    """[m] places in the sequence of the tokens that carry loss."""
+    """Return the positions [m] in the sequence of the tokens that carry loss."""
     return np.flatnonzero(sequence.loss_mask[1:]) + 1
 
 
 def compute_token_rewards(
     sequence: TrainingSequence, reward: float, config: AlgorithmConfig
 ) -> Floats:
-    """[m]: the reward at the last token, less what each token pays for its divergence."""
+    """Return rewards [m]: the reward at the last token, less each token's KL penalty."""
     rewards = np.zeros(sequence.loss_token_count)
     if is_kl_in_reward(config):
         rewards -= (
@@ -39,7 +39,7 @@ def compute_token_rewards(
 
 
 def discount_rewards(rewards: Floats, discount: float) -> Floats:
-    """[m]: reward of each token plus, discounted, of all that follow."""
+    """Return [m]: reward of each token plus, discounted, of all that follow."""
     found, following = np.empty_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
         following = rewards[t] + discount * following
@@ -48,13 +48,13 @@ def discount_rewards(rewards: Floats, discount: float) -> Floats:
 
 
 def compute_gae(rewards: Floats, values: Floats, discount: float, gae_lambda: float) -> Floats:
-    """Generalised advantages [m] (Schulman et al. 2016, arXiv 1506.02438); the end is worth 0."""
+    """Return generalised advantages [m] (Schulman et al. 2016, arXiv 1506.02438); end value 0."""
     ahead = np.append(values[1:], 0.0)
     return discount_rewards(rewards + discount * ahead - values, discount * gae_lambda)
 
 
 def set_normalized_advantages(sequences: Many[TrainingSequence], advantages: Many[Floats]) -> None:
-    """Gives the sequences these advantages, with mean 0 and deviation 1 over all their tokens."""
+    """Set the sequences' advantages, with mean 0 and deviation 1 over all their tokens."""
     if not sequences:
         return
     every = np.concatenate(advantages)

@@ -1,4 +1,4 @@
-"""Reward shaping: what is subtracted from a trajectory's or token's reward before advantages."""
+"""Reward shaping: penalties of a trajectory's or token's reward before advantages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from meshrl.services.trainer.losses.terms import EXTRA_SOURCES
 def compute_overlong_penalty(
     lengths: NDArray[np.integer], share: float, config: JobConfig
 ) -> NDArray[np.float64]:
-    """DAPO's soft punishment of length (arXiv 2503.14476, equation 13), from 0 to -penalty.
+    """Return DAPO's soft length penalty (arXiv 2503.14476, equation 13), from 0 to -penalty.
 
     It grows in the last `overlong_buffer` tokens before `rollout.max_tokens`, or in their `share`
-    where the job leaves that open; lengths are those of whole trajectories.
+    if the job leaves that open; lengths are those of full trajectories.
     """
     longest, buffer = config.rollout.max_tokens, config.algorithm.overlong_buffer
     if buffer < 0:
@@ -31,9 +31,9 @@ def compute_overlong_penalty(
 
 
 def compute_divergences(sequence: TrainingSequence, config: AlgorithmConfig) -> NDArray[np.float64]:
-    """[n] from the reference, of the policy that sampled, at the model's own tokens; 0 elsewhere.
+    """Return the behaviour policy's divergence [n] from the reference at sampled tokens, else 0.
 
-    ConfigError if nobody scored the trajectory under a reference.
+    Raise ConfigError if the trajectory has no reference log-probabilities.
     """
     reference = sequence.extras.get("reference")
     if reference is None:
@@ -48,10 +48,10 @@ def compute_divergences(sequence: TrainingSequence, config: AlgorithmConfig) -> 
 
 
 def is_kl_in_reward(config: AlgorithmConfig) -> bool:
-    """Whether it is the reward that pays for leaving the reference."""
+    """Return True if the KL penalty is part of the reward."""
     return config.kl_coefficient != 0 and config.kl_in == "reward"
 
 
 def is_kl_in_loss(config: AlgorithmConfig) -> bool:
-    """Whether it is the loss."""
+    """Return True if the KL penalty is part of the loss."""
     return config.kl_coefficient != 0 and config.kl_in == "loss"

@@ -1,4 +1,4 @@
-"""The clipped surrogate objective that most algorithms share (PPO, arXiv 1707.06347)."""
+"""Clipped surrogate objective that most algorithms share (PPO, arXiv 1707.06347)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from meshrl.services.trainer.losses.terms import LossTerms, compute_ratio
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """How far a ratio may leave 1, below and above; `dual` bounds it where A < 0, 0: nothing."""
+    """Bounds of a ratio's distance from 1, below and above.
+
+    `dual` bounds the ratio where A < 0; 0: no bound.
+    """
 
     low: float
     high: float
     dual: float = 0.0
 
     def with_overrides(self, config: AlgorithmConfig) -> ClipBounds:
-        """These, with what the job file says in their place."""
+        """Return the bounds with the job file's overrides."""
         return ClipBounds(
             config.clip_low if config.clip_low >= 0 else self.low,
             config.clip_high if config.clip_high >= 0 else self.high,
@@ -33,21 +36,24 @@ PPO_CLIPS = ClipBounds(0.2, 0.2)
 
 
 def select_old_logprobs(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """[t] of the policy that ratios are taken to.
+    """Return the log-probabilities [t] of the policy that ratios are relative to.
 
-    It is the one that sampled, unless a correction accounts for that: then the trust region lies
+    That is the behaviour policy, unless a correction accounts for it. Then the trust region is
     around the policy that the step began with.
     """
     return terms.behaviour_logprobs if config.correction == "none" else terms.proximal_logprobs
 
 
 def compute_ratios(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """[t] probability of each token, over that under `old_logprobs`."""
+    """Return the ratios [t] of each token's probability to that of `select_old_logprobs`."""
     return compute_ratio(terms.logprobs, select_old_logprobs(terms, config))
 
 
 def compute_clipped_loss(ratio: Tensor, advantage: Tensor, clips: ClipBounds) -> Tensor:
-    """max(-ratio A, -clip(ratio) A); for A < 0 at most -dual A (dual clip, arXiv 1912.09729)."""
+    """Return max(-ratio A, -clip(ratio) A).
+
+    For A < 0 the loss is at most -dual A (dual clip, arXiv 1912.09729).
+    """
     inside = ratio.clamp(1 - clips.low, 1 + clips.high)
     loss = -torch.minimum(ratio * advantage, inside * advantage)
     if not clips.dual:
@@ -57,7 +63,9 @@ def compute_clipped_loss(ratio: Tensor, advantage: Tensor, clips: ClipBounds) ->
 
 
 def make_surrogate_loss(clips: ClipBounds) -> Callable[[LossTerms, AlgorithmConfig], Tensor]:
-    """A loss of each trained token [t]: the clipped surrogate, with these bounds or the job's."""
+    """Return the clipped surrogate loss of each trained token [t], with these or the job's
+    bounds.
+    """
 
     def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
         return compute_clipped_loss(

@@ -1,4 +1,4 @@
-"""The inputs of a loss: the trained tokens of a bin, in arrays [t] of one order."""
+"""Inputs of a loss: the trained tokens of a bin, in arrays [t] of one order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from meshrl.common.base.errors import ConfigError
 
-MAX_LOG_RATIO = 20.0  # beyond it a ratio counts as this one: its exponential stays finite
+MAX_LOG_RATIO = 20.0  # larger log-ratios are clamped, so that the exponential stays finite
 
-# Where the log-probabilities of another model come from, by their name in a sequence's extras.
+# Sources of another model's log-probabilities, by their name in a sequence's extras.
 EXTRA_SOURCES = {
     "reference": "models.reference",
     "teacher": "models.teacher",
@@ -21,10 +21,11 @@ EXTRA_SOURCES = {
 
 @dataclass(slots=True)
 class LossTerms:
-    """Log-probabilities of the trained tokens under three policies, and what else is known.
+    """Log-probabilities of the trained tokens under three policies, with advantages and extras.
 
-    `behaviour` sampled the tokens, `proximal` is the policy that the step began with, `logprobs`
-    are those of the policy that is trained; only they carry a gradient. Sequences are whole.
+    `behaviour_logprobs` are those of the policy that sampled the tokens. `proximal_logprobs` are
+    those of the policy that the step began with. `logprobs` are those of the trained policy; only
+    these carry a gradient. All tokens of a sequence are present.
     """
 
     logprobs: Tensor
@@ -36,7 +37,7 @@ class LossTerms:
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     def get_extra(self, name: str) -> Tensor:
-        """An extra by name; ConfigError says which model of the job would give it."""
+        """Return an extra by name; the ConfigError names the model that the job lacks."""
         found = self.extras.get(name)
         if found is None:
             raise ConfigError(
@@ -47,16 +48,16 @@ class LossTerms:
         return found
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
-        """[t]: at each token the sum over all tokens of its sequence."""
+        """Return [t]: at each token the sum over all tokens of its sequence."""
         totals = values.new_zeros(self.sequence_count).index_add(0, self.sequence_ids, values)
         return totals.index_select(0, self.sequence_ids)
 
     def mean_by_sequence(self, values: Tensor) -> Tensor:
-        """[t]: at each token the mean over all tokens of its sequence."""
+        """Return [t]: at each token the mean over all tokens of its sequence."""
         return self.sum_by_sequence(values) / self.sum_by_sequence(torch.ones_like(values))
 
 
 def compute_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """exp(logprobs - old), finite."""
+    """Return exp(logprobs - old_logprobs), kept finite."""
     difference = logprobs - old_logprobs
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

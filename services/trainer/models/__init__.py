@@ -1,1 +1,1 @@
-"""The models of a trainer: passes, critic, adapters, copies. Open `forward.py` first."""
+"""Models of a trainer: passes, critic, adapters, copies. Open `forward.py` first."""

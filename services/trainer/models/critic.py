@@ -1,7 +1,7 @@
-"""The critic of PPO: a second decoder with a linear head that predicts the rewards still to come.
+"""Critic of PPO: a second decoder with a linear head that predicts the future reward.
 
-It is a part of the policy's module, under the name `critic`, so that one flat gradient, one
-optimizer and one checkpoint hold both; engines are never given it.
+It is part of the policy's module, under the name `critic`, so that one flat gradient, one optimizer
+and one checkpoint cover both. Engines never receive it.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from meshrl.services.trainer.models.forward import (
     has_activation_checkpointing,
 )
 
-CRITIC_PREFIX = "critic."  # what names of its parameters start with
+CRITIC_PREFIX = "critic."  # prefix of its parameters' names
 CRITIC_BIAS = CRITIC_PREFIX + "bias"
 
 
 class Critic(nn.Module):
-    """Values of places: what a trajectory will still earn after what has been read there.
+    """Value model of positions: the future reward of a trajectory after each position's token.
 
-    The bias takes up the mean of the returns by Newton steps. At AdamW's rate the head would reach
-    that mean first, by features that all places share, and its values would differ between places
-    by what says nothing of the returns.
+    The bias fits the mean of the returns by Newton steps. At AdamW's rate the head would first fit
+    that mean by features that all positions share. Its values would then differ between positions
+    for reasons unrelated to the returns.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_positions: int) -> None:
         super().__init__()
-        # Tied, it has no unembedding: it predicts no token.
+        # Tied embeddings avoid an unembedding: it predicts no token.
         self.trunk = Decoder(replace(config, tie_embeddings=True), dtype, max_positions)
         self.head = nn.Parameter(torch.zeros(config.hidden_size, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
-        """[n] float32, for `tokens` [n] at `positions` [n]."""
+        """Return the values, float32 [n], for `tokens` [n] at `positions` [n]."""
         hidden: Tensor = self.trunk(tokens, positions, attention)
         return (hidden @ self.head + self.bias).float()
 
 
 def attach_critic(policy: Decoder) -> None:
-    """Give the policy a critic that begins as it is, if it has none, checkpointed as it is."""
+    """Attach a critic with the policy's weights and checkpointing, unless it has one."""
     if hasattr(policy, "critic"):
         return
     like = policy.final_norm
@@ -66,7 +66,7 @@ def attach_critic(policy: Decoder) -> None:
 
 @torch.no_grad()
 def initialize_critic(policy: Decoder) -> None:
-    """Sets the values of a critic that was attached on a `meta` device; nothing without one."""
+    """Set the values of a critic that was attached on the `meta` device, if there is one."""
     if hasattr(policy, "critic"):
         found = get_critic(policy)
         found.head.zero_()
@@ -76,7 +76,7 @@ def initialize_critic(policy: Decoder) -> None:
 
 @torch.no_grad()
 def copy_policy_weights(policy: Decoder) -> None:
-    """The critic's trunk becomes the policy's: what it starts from before it learns anything."""
+    """Copy the policy's weights into the critic's trunk, as its initial state."""
     own = dict(policy.named_parameters())
     for name, parameter in get_critic(policy).trunk.named_parameters():
         parameter.copy_(own[name])
@@ -97,7 +97,7 @@ def select_critic(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def compute_values(policy: Decoder, bin: Bin) -> Tensor:
-    """[t] of the trained places of a bin, with a gradient to the critic."""
+    """Return the values [t] of a bin's trained positions, with a gradient to the critic."""
     critic = get_critic(policy)
     device = critic.head.device
 
@@ -112,9 +112,10 @@ def compute_values(policy: Decoder, bin: Bin) -> Tensor:
 def compute_value_losses(
     values: Tensor, terms: LossTerms, weight: Tensor, config: AlgorithmConfig
 ) -> Tensor:
-    """[t] half the squared error of values, from those that the step began with at most
-    `value_clip` away (Schulman et al.'s code of PPO; Huang et al. 2022, "The 37 Implementation
-    Details of PPO"). Tokens without weight need no extras.
+    """Return half the squared errors [t] of values, clipped around those that the step began with.
+
+    The clip is `value_clip` (Schulman et al.'s code of PPO; Huang et al. 2022, "The 37
+    Implementation Details of PPO"). Tokens without weight need no extras.
     """
     if not weight.any():
         return values * 0.0

@@ -1,4 +1,4 @@
-"""The forward pass over a bin: log-probabilities of its targets, and what goes with them."""
+"""Forward pass over a bin: log-probabilities of its targets, entropy and balance loss."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from meshrl.services.trainer.bins.packing import UNKNOWN, Bin
 
 @dataclass(slots=True)
 class ForwardOutputs:
-    """The outcome of a forward pass for the t trained places of a bin, on its device."""
+    """Outputs of a forward pass for the t trained positions of a bin, on its device."""
 
-    loss_positions: Tensor  # int64 [t], of the bin
-    sequence_ids: Tensor  # int64 [t], that each belongs to
+    loss_positions: Tensor  # int64 [t], positions in the bin
+    sequence_ids: Tensor  # int64 [t]
     hidden: Tensor  # [t, hidden_size], normalised
     logprobs: Tensor  # [t] float32, of the targets, with a gradient
-    entropy: Tensor  # [t] float32, of the distribution, without
-    aux_loss: Tensor | None  # balance loss of a mixture of experts, summed over the trained places
+    entropy: Tensor  # [t] float32, of the distribution, detached
+    aux_loss: Tensor | None  # balance loss of an MoE model, summed over the trained positions
 
 
 @dataclass(slots=True)
 class DeviceBin:
-    """The inputs of a pass over a bin's n places on a device; padded to few sizes on a GPU."""
+    """Inputs of a pass over a bin's n positions on a device; padded to few sizes on a GPU."""
 
     tokens: Tensor  # int32 [n]
     positions: Tensor  # int32 [n]
     attention: VarlenAttention
-    loss_mask: Tensor  # bool [n]: places that are trained
-    expert_ids: Tensor | None  # int16 [n, layers, k]: where they are sent, if that is known
-    loss_positions: Tensor  # int64 [t]: those that are trained
+    loss_mask: Tensor  # bool [n]: trained positions
+    expert_ids: Tensor | None  # int16 [n, layers, k]: recorded routing, if any
+    loss_positions: Tensor  # int64 [t]: the trained positions
     targets: Tensor  # int64 [t]
-    sequence_ids: Tensor  # int64 [t], that each belongs to
+    sequence_ids: Tensor  # int64 [t]
 
 
 def move_bin_to_device(bin: Bin, device: torch.device) -> DeviceBin:
@@ -72,7 +72,7 @@ def move_bin_to_device(bin: Bin, device: torch.device) -> DeviceBin:
 
 
 def run_forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> ForwardOutputs:
-    """One pass over the bin; log-probabilities are those of logits divided by `temperature`."""
+    """Run one pass over the bin; logits are divided by `temperature`."""
     given = move_bin_to_device(bin, model.final_norm.device)
     routing, experts = None, None
     if model.config.sparse_layers:
@@ -89,7 +89,7 @@ def compute_outputs(
     temperature: float,
     aux_loss: Tensor | None,
 ) -> ForwardOutputs:
-    """What follows from hidden states [n, hidden_size], normalised."""
+    """Return the outputs for normalised hidden states [n, hidden_size]."""
     hidden = hidden.index_select(0, device_bin.loss_positions)
     unembedding = model.embedding if model.config.tie_embeddings else model.unembedding
     logprobs, entropy = linear_logprob(
@@ -101,22 +101,22 @@ def compute_outputs(
 
 
 def fuse_pointwise(model: Decoder) -> None:
-    """What lies between the model's products is fused where that can be: float32 on a CPU."""
+    """Fuse pointwise operations between the model's products where supported: float32 on a CPU."""
     model.set_pointwise(FusedPointwise(TORCH_POINTWISE))
 
 
 def enable_activation_checkpointing(model: Decoder) -> None:
-    """Keeps of each layer only what goes in; the backward pass computes the rest again.
+    """Retain only the inputs of each layer; the backward pass recomputes the rest.
 
-    Memory of activations falls to a tenth or less, a step takes about a third longer, and gradients
-    are the same to the last bit. A layer is changed once, in place, and may then be sharded.
+    Activation memory falls to a tenth or less. A step takes about a third longer. Gradients are
+    equal to the last bit. A layer is changed once, in place, and may then be sharded.
     """
     for layer in model.layers:
         again = partial(
             checkpoint,
             layer.forward,
             use_reentrant=False,
-            preserve_rng_state=False,  # nothing is drawn at random
+            preserve_rng_state=False,  # no random numbers are drawn
         )
         layer.forward = again
 

@@ -1,4 +1,4 @@
-"""Low-rank training: the decoder's own weights are frozen, and adapters beside them learn."""
+"""Low-rank training: the decoder's own weights are frozen, and adapters beside them are trained."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshrl.common.model.network.lora import LoraAdapters, LoraFactors
 
 
 def initialize_adapters(model: Decoder, config: LoraConfig, seed: int) -> None:
-    """Freezes the decoder and gives it adapters, A normal and B zero: it computes what it did.
+    """Freeze the decoder and attach adapters, A normal and B zero, so that outputs do not change.
 
-    Parameters that train are from then on those with `requires_grad`. ConfigError when adapters do
+    The trainable parameters are then those with `requires_grad`. Raise ConfigError if adapters do
     not fit the model.
     """
     attach_adapters(model, config)
@@ -26,7 +26,7 @@ def initialize_adapters(model: Decoder, config: LoraConfig, seed: int) -> None:
 
 
 def attach_adapters(model: Decoder, config: LoraConfig) -> None:
-    """Does so without values, as on a `meta` device: `drawn` has them."""
+    """Attach adapters without values, as on a `meta` device; `draw_adapter_values` has them."""
     check_adapters(model.config, config.rank, config.targets)
     names = resolve_targets(model.config, config.targets)
     model.requires_grad_(False)
@@ -38,8 +38,10 @@ def attach_adapters(model: Decoder, config: LoraConfig) -> None:
 
 
 def draw_adapter_values(model: Decoder, seed: int) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Each parameter of the adapters, by name, with what it begins with, drawn on the CPU: A normal
-    with the model's own spread, std fan_in**-0.5, and B zero. None where there are no adapters.
+    """Yield each adapter parameter by name with its initial values, drawn on the CPU.
+
+    A is normal with the model's own spread, std fan_in**-0.5, and B is zero. Without adapters
+    nothing is yielded.
     """
     generator = torch.Generator()
     generator.manual_seed(seed)
@@ -53,5 +55,5 @@ def draw_adapter_values(model: Decoder, seed: int) -> Iterator[tuple[str, nn.Par
 
 
 def get_trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that learn, by name, in the model's order: all of them without adapters."""
+    """Return the trainable parameters by name in model order; without adapters, all of them."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -13,7 +13,7 @@ from meshrl.common.model.network.decoder import Decoder
 
 
 class WorkingCopy:
-    """A narrower copy of a model for passes; over bins, gradients are summed in float32."""
+    """Narrower copy of a model for passes; gradients are summed over bins in float32."""
 
     def __init__(self, masters: Decoder, dtype: torch.dtype) -> None:
         self.model = copy.deepcopy(masters).to(dtype)
@@ -27,11 +27,11 @@ class WorkingCopy:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Takes over the masters, as they are after a step."""
+        """Copy the masters after a step."""
         torch._foreach_copy_(self._parameters, self._masters)
 
     def set_gradient_sums(self, gradients: list[Tensor | None]) -> None:
-        """Add gradients to these float32 tensors, by parameter, from now on; None: to none."""
+        """Add later gradients to these float32 tensors, by parameter; None skips a parameter."""
         pairs = zip(self._parameters, gradients, strict=True)
         self._sums = {parameter: total for parameter, total in pairs if total is not None}
 
@@ -43,7 +43,9 @@ class WorkingCopy:
 
 
 def make_weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Call a method while its object lives: hooks hide from the collector what they hold."""
+    """Return a hook that references its method weakly: the collector cannot see hooks'
+    references.
+    """
     found = WeakMethod(method)
 
     def call(tensor: Tensor) -> None:

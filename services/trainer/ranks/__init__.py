@@ -1,1 +1,1 @@
-"""A rank beside the first, and the actor that takes the orders of rank 0. Open `rank.py` first."""
+"""Ranks beside the first, and the actor that executes rank 0's orders. Open `rank.py` first."""

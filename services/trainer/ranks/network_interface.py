@@ -1,5 +1,7 @@
-"""The network interface by which ranks of a gang reach each other: loopback on one host, over
-several the one that their hosts' settings say. What an operator has set in the environment wins.
+"""Network interface between the ranks of a gang.
+
+Ranks on one host use loopback. Ranks on several use the interface of their hosts' settings. A value
+that the operator has set in the environment takes precedence.
 """
 
 from __future__ import annotations
@@ -11,18 +13,18 @@ from meshrl.common.base.host.settings import MeshSettings, parse_advertised_host
 
 LOOPBACK = "lo"
 GLOO_VARIABLE, NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-_own_values: dict[str, str] = {}  # what this process has set, by variable
+_own_values: dict[str, str] = {}  # set by this process, by variable
 
 
 def find_rank_interface(settings: MeshSettings) -> str:
-    """Return the interface by which ranks on others reach this host; empty if unknown."""
+    """Return the interface for ranks on other hosts; empty if unknown."""
     chosen = _read_operator_value(GLOO_VARIABLE).partition(",")[0] or settings.interface
     return chosen or find_interface(parse_advertised_host(settings.bind).strip("[]"))
 
 
 def set_interface(interface: str) -> None:
-    """Process groups that are made from now on use it, unless an operator has chosen another."""
-    # To gloo it is a name, to NCCL a prefix of names unless it says otherwise.
+    """Set the interface of later process groups, unless an operator has chosen one."""
+    # Gloo takes a name, NCCL a prefix of names unless `=` precedes it.
     for variable, value in ((GLOO_VARIABLE, interface), (NCCL_VARIABLE, f"={interface}")):
         if not _read_operator_value(variable):
             os.environ[variable] = _own_values[variable] = value

@@ -1,7 +1,6 @@
-"""One rank of a training gang: its rows of the parameters, its kept gradients, its place in the
-process group.
+"""Rank of a training gang: its rows of the parameters, pending gradients, and process group.
 
-Everything here blocks and is called from a thread, by all ranks in the same order.
+All methods block. All ranks call them from a thread, in the same order.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from meshrl.services.trainer.learner.memory import LearnerMemory
 from meshrl.services.trainer.learner.stats import BinStats
 from meshrl.services.trainer.ranks import network_interface
 
-if TYPE_CHECKING:  # ranks that keep a pace import it anyway
+if TYPE_CHECKING:  # emulated ranks import it anyway
     from meshrl.services.trainer.zebra.emulated_bins import EmulatedBins
     from meshrl.services.trainer.zebra.zebra_emulation import ZebraEmulation
 
@@ -50,24 +49,26 @@ def join_group(
     interface: str = network_interface.LOOPBACK,
     listener: socket.socket | None = None,
 ) -> DeviceMesh:
-    """Meets the other ranks where none has met before, and reaches them by `interface`; rank 0
-    serves the store of a meeting over hosts at `door`. It leaves the group that it is in: one may
-    have been formed after all when its failure had been seen elsewhere.
+    """Join the process group of a rendezvous over `interface`, after leaving any earlier group.
 
-    From then on a collective that one of them does not join fails after the meeting's deadline.
-    RankLost when they do not meet, or when a process of another user of this host has joined, or
-    one on a host where no rank is: gloo asks nobody who it is.
+    Rank 0 serves the store of a rendezvous over several hosts at `listener`. An earlier group may
+    exist: it can form after another rank has already seen its failure. A collective that a rank
+    does not join fails after the rendezvous's deadline.
+
+    Raises:
+        RankLost: The ranks do not meet. Or a process of another user of this host, or of a host
+            without a rank, has joined: gloo does not authenticate peers.
     """
     leave_group()
     network_interface.set_interface(interface)
-    if device == "cuda":  # the one that its worker sees, whatever LOCAL_RANK a launcher has left
+    if device == "cuda":  # the device that the worker exposes; a launcher may have set LOCAL_RANK
         torch.cuda.set_device(0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
     within = timedelta(seconds=rendezvous.collective_timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     before = _list_endpoints(listener)
-    # The keys of a store begin with the number of groups that a process has begun to make. One that
-    # failed may have been begun by some ranks alone, which would wait for the others for ever.
+    # Store keys begin with the number of groups that a process has started to create. Only some
+    # ranks may have started a failed group, and would then wait for the others for ever.
     _world.group_count = 0
     try:
         store = open_rendezvous_store(rendezvous.rendezvous_url, ranks, within, listener)
@@ -86,7 +87,7 @@ def join_group(
 def reject_unauthenticated_peers(
     rendezvous: Rendezvous, rank: int, endpoints: Set[SocketAddress]
 ) -> None:
-    """RankLost when somebody is connected who is no rank, as far as the kernel can tell."""
+    """Raise RankLost if the kernel reports a connected process of another user."""
     if strangers := find_foreign_users(endpoints):
         raise RankLost(
             f"a process of user {min(strangers)} has connected to rank {rank}",
@@ -102,7 +103,7 @@ def reject_unauthenticated_peers(
 
 
 def _list_endpoints(listener: socket.socket | None) -> Set[SocketAddress]:
-    """Where this process listens but for the door of a meeting."""
+    """Return the addresses where this process listens, except the rendezvous's listener."""
     if listener is None:
         return find_listen_addresses()
     host, port = listener.getsockname()[:2]
@@ -110,20 +111,20 @@ def _list_endpoints(listener: socket.socket | None) -> Set[SocketAddress]:
 
 
 def leave_group() -> None:
-    """Ends this process's part in its group, also while a collective of it waits for the lost."""
+    """Leave the process group, even while a collective waits for a lost rank."""
     if dist.is_initialized():
         _abort_process_group()
 
 
 def is_collective_error(error: RuntimeError) -> bool:
-    """Whether a collective raised it, for another rank; gloo's errors name its source file."""
+    """Return True if a failed collective raised `error`; gloo's errors name its source file."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def make_filler_bin(like: Bin) -> Bin:
-    """What a rank computes in a round that has no bin for it: what the others compute, of nothing.
+    """Return a bin without loss for a rank that has no bin in a round.
 
-    So it takes part in their collectives; its statistics are not to be counted.
+    With it the rank takes part in the collectives. Its statistics are not counted.
     """
     return Bin(
         tokens=np.zeros(1, np.int32),
@@ -140,9 +141,9 @@ def make_filler_bin(like: Bin) -> Bin:
 
 
 class Rank:
-    """What the core orders a rank to do, in a group that is formed anew when a rank was lost."""
+    """Rank that executes the core's orders, in a group that is formed again after a loss."""
 
-    _emulation: ZebraEmulation | None = None  # what it is slowed down to
+    _emulation: ZebraEmulation | None = None  # pads tasks to a declared accelerator
 
     def __init__(
         self,
@@ -154,7 +155,11 @@ class Rank:
         emulation: ZebraEmulation | None = None,
         emulated_bins: EmulatedBins | None = None,
     ) -> None:
-        """`pace`: what it is slowed down to, by its learner's tasks, or by passes over `bins`."""
+        """Create a rank in no group.
+
+        `emulation` pads the learner's tasks to a declared accelerator's speed; `emulated_bins` pads
+        passes over whole bins.
+        """
         self._make_learner, self.rank, self.ranks, self._device = make_learner, rank, ranks, device
         self.division: RoundDivision = division or EvenDivision(ranks)
         self._emulation, self._emulated_bins = emulation, emulated_bins
@@ -163,14 +168,14 @@ class Rank:
 
     @classmethod
     def for_single_rank(cls, learner: Learner) -> Rank:
-        """Return the only rank of a core, which has all rows and meets no others."""
+        """Return the only rank of a core, which has all rows and joins no group."""
         rank = cls(lambda _: learner, 0, 1, learner.device.type)
         rank._learner = learner
         return rank
 
     @property
     def learner(self) -> Learner:
-        """Refused while the rank is in no group."""
+        """Learner of the rank; raises Refused while the rank is in no group."""
         if self._learner is None:
             raise Refused(f"rank {self.rank} is in no group", where="trainer")
         return self._learner
@@ -181,11 +186,11 @@ class Rank:
         interface: str = network_interface.LOOPBACK,
         listener: socket.socket | None = None,
     ) -> None:
-        """Joins the group and makes the model anew: its weights are still to be given."""
+        """Join the group and create the model; its weights must then be loaded."""
         before = _list_endpoints(listener)
         mesh = join_group(rendezvous, self.rank, self.ranks, self._device, interface, listener)
         self._learner = self._make_learner(mesh)
-        try:  # it may have made groups of its own
+        try:  # the learner may have created groups of its own
             reject_unauthenticated_peers(rendezvous, self.rank, find_listen_addresses() - before)
         except RankLost:
             self.leave()
@@ -202,7 +207,7 @@ class Rank:
         self._gradients = GradientSum()
 
     def compute_round(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
-        """The statistics of this rank's bins of a round, whose rows of the gradient it keeps."""
+        """Return the statistics of this rank's bins; retain its rows of the round's gradient."""
         with self._emulate(bins, with_backward=True):
             gradient, stats = self.learner.compute_local_gradient(bins)
         self._gradients.add(index, gradient)
@@ -211,7 +216,7 @@ class Rank:
     def make_gradient_adder(
         self, is_sliced: bool = False
     ) -> Callable[[int, NDArray[np.float32]], None]:
-        """Return what keeps a hybrid's gradient in this step: the whole, or with `cut` a part."""
+        """Return a function that adds a hybrid's gradient, full or `is_sliced`, to this step."""
         learner, gradients = self.learner, self._gradients
 
         def keep(index: int, numbers: NDArray[np.float32]) -> None:
@@ -240,15 +245,15 @@ class Rank:
 
     @property
     def late_counts(self) -> Mapping[str, int]:
-        """What it has done at a pace so far, and of that what ended late; empty without one."""
+        """Counts of emulated and late tasks; empty without emulation."""
         return self._emulation.late_counts if self._emulation is not None else {}
 
     @property
     def size_bytes(self) -> int:
-        """That its rows take; 0 while it is in no group."""
+        """Bytes of the rank's rows; 0 while it is in no group."""
         return 0 if self._learner is None else self._learner.size_bytes
 
     def collect_memory(self, include_gradients: bool) -> LearnerMemory:
-        """That of its rows, and with `gradients` of those of the rounds that are kept."""
+        """Return the memory of the rank's rows, and of pending gradients if `include_gradients`."""
         beside = self._gradients.get_tensors() if include_gradients else {}
         return LearnerMemory(self.learner, beside)

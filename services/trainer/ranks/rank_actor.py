@@ -1,4 +1,4 @@
-"""The actor of a rank beside the first: it does what the core orders."""
+"""Actor of a rank beside the first: it executes the core's orders."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.ranks.rank_thread import RankThread
 from meshrl.services.trainer.ranks.row_tasks import RowRestorer, RowSaver, RowStager
 
-RunBlocking = Callable[
-    ..., Awaitable[Any]
-]  # runs what blocks, on the thread of the rank's arithmetic
-# Of what all ranks have kept together.
+# Runs blocking work on the thread of the rank's arithmetic.
+RunBlocking = Callable[..., Awaitable[Any]]
+# Keys of the state that is equal on all ranks.
 SHARED_STATE_KEYS = ("job", "lineage", "version", "manifest", "ranks", "counts")
 
 
 class SleepingRows:
-    """The rows of one rank, which sleep step by step as rank 0 orders, so that all ranks go or
-    none; `tier` is where they are.
+    """Rows of one rank, which sleep in steps that rank 0 orders, so that all ranks sleep or none.
+
+    `tier` is where the rows are.
     """
 
     def __init__(self, rank: Rank, run: RunBlocking, places: OffloadStorage, process: str) -> None:
         self._rank, self._run, self.places, self._process = rank, run, places, process
         self.tier = Tier.ACCELERATOR
         self._memory: LearnerMemory | None = None
-        self._copy_tier = Tier.ACCELERATOR  # where a copy is kept; accelerator: nowhere
+        self._copy_tier = Tier.ACCELERATOR  # tier of an offloaded copy; accelerator: there is none
 
     @property
     def size_bytes(self) -> int:
@@ -67,7 +67,7 @@ class SleepingRows:
         return self._copy_tier != Tier.ACCELERATOR
 
     async def execute_order(self, order: SleepOrder) -> None:
-        """Does what is ordered; once more changes nothing."""
+        """Execute a sleep order; a repeated order changes nothing."""
         tier = Tier(order.tier)
         if order.action == "keep":
             self._memory = await self._run_blocking(
@@ -86,9 +86,9 @@ class SleepingRows:
             await self._restore(self._memory)
         elif order.action == "move" and tier == Tier.ABSENT:
             await self.places.drop_all()
-            self.tier = tier  # its worker may end it from here on
+            self.tier = tier  # its worker may stop the process from here on
         elif order.action == "move" and tier == Tier.ACCELERATOR:
-            self.tier = self._copy_tier  # it is needed all the same; what slept was given up
+            self.tier = self._copy_tier  # the removal was cancelled
         elif order.action == "move" and self._copy_tier not in (tier, Tier.ACCELERATOR):
             await self.places.move(self._copy_tier, tier)
             self._copy_tier = self.tier = tier
@@ -99,12 +99,12 @@ class SleepingRows:
             await self.places.drop_all()
 
     def reset(self) -> None:
-        """Its rows are made anew; what is kept stays, for `resume`."""
+        """Reset the tiers when the rows are created again; offloaded state stays for `resume`."""
         self.tier = self._copy_tier = Tier.ACCELERATOR
         self._memory = None
 
     def set_tier(self, tier: Tier) -> None:
-        """It is at this tier, and has nothing there."""
+        """Record a tier at which the rank has no state."""
         self.tier = self._copy_tier = tier
 
     async def _restore(self, memory: LearnerMemory) -> None:
@@ -139,12 +139,12 @@ class SleepingRows:
 
 
 TIER_TIMEOUT_S = 600.0  # for rank 0 to bring all ranks to a tier
-POLL_S = 0.05  # how often it is seen whether it has
-DISCARD_TIMEOUT_S = 10.0  # for rank 0 to say, after that, that what was kept may go
+POLL_S = 0.05  # between two checks of the tier
+DISCARD_TIMEOUT_S = 10.0  # for rank 0 to order, after that, that offloaded state may be discarded
 
 
 class RankActor(Actor):
-    """Obeys the newest core: an order of an earlier generation is refused."""
+    """Actor that obeys the newest core: orders of an earlier generation are rejected."""
 
     interface = Ranks
 
@@ -152,7 +152,7 @@ class RankActor(Actor):
         group_s = data.config.training.rank_deadline_s
         self._mesh, self._placement, self._rank = mesh, placement, rank
         self._generation = 0
-        # Where rank 0 is on this host, all that it names lies there.
+        # Names from rank 0 on this host refer to files there.
         self._rendezvous_dir = rendezvous_directory(mesh.settings)
         self._thread = RankThread(mesh, group_s)
         self._bulk = BulkClient(mesh)
@@ -160,7 +160,7 @@ class RankActor(Actor):
         self._row_saver, self._row_restorer = RowSaver(*about), RowRestorer(*about)
         self._row_stager = RowStager(*about)
         self._is_drained = asyncio.Event()
-        self._epoch = 0  # of the last wish
+        self._epoch = 0  # of the last desired state
         places = OffloadStorage(mesh, *mesh.settings.offload_targets)
         self._rows = SleepingRows(rank, self._thread.run, places, mesh.name)
 
@@ -177,14 +177,16 @@ class RankActor(Actor):
 
     @call(Ranks.drain)
     def drain(self, request: str) -> None:
-        """The core repeats the step on the gang that comes next."""
+        """Accept a drain; the core repeats the step on the next gang."""
         self._is_drained.set()
 
     @call(Ranks.set_tier)
     async def set_tier(self, desired: SetTier) -> TierUsage:
-        """Answers when its rows are at the tier, to which rank 0 brings those of all ranks; absent
-        once rank 0 has gathered them. A rank of no group has none: one that has begun anew while
-        its gang sleeps is asleep with it, until rank 0 forms the gang again.
+        """Return once this rank's rows are at the desired tier.
+
+        Rank 0 moves the rows of all ranks. Tier `absent` is reached once rank 0 has gathered them.
+        A rank in no group has no rows: one that restarted while its gang sleeps is asleep with it,
+        until rank 0 forms the gang again.
         """
         if desired.epoch < self._epoch:
             raise Fenced(
@@ -202,8 +204,8 @@ class RankActor(Actor):
                     break
                 await self._mesh.clock.sleep(POLL_S)
         if desired.tier == Tier.ACCELERATOR:
-            # Until rank 0 has had what it kept forgotten, when all ranks have theirs again; if that
-            # does not come, it is told as held.
+            # Wait until rank 0 has had the offloaded state discarded, once all ranks have restored
+            # theirs. If rank 0 does not, report that state as usage.
             until = self._mesh.clock.monotonic() + DISCARD_TIMEOUT_S
             while self._rows.has_copy and self._mesh.clock.monotonic() < until:
                 await self._mesh.clock.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""What hinders a rank and can be mended travels as an answer: an error loses the group."""
+"""Faults of a rank that can be repaired, sent as an answer: an error would lose the group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from meshrl.common.api.ranks import RankFault
 from meshrl.common.base.errors import CorruptData, MeshError, NotFound, StorageFull, from_wire
 
 OS_ERROR_CODE = "os_error"  # the code of an OSError
-READ_FAULTS = CorruptData, NotFound  # it is mended, or gone on from something older
-WRITE_FAULTS = StorageFull, OSError  # it is tried again with the next checkpoint
+READ_FAULTS = CorruptData, NotFound  # it is repaired, or older state is restored
+WRITE_FAULTS = StorageFull, OSError  # the next checkpoint tries again
 
 
 def describe_fault(error: MeshError | OSError) -> RankFault:
@@ -22,7 +22,7 @@ def describe_fault(error: MeshError | OSError) -> RankFault:
 def run_and_report(
     kinds: tuple[type[MeshError | OSError], ...], work: Callable[..., Any], *args: Any
 ) -> RankFault:
-    """Does `work`; what of these kinds has hindered it."""
+    """Run `work`; return the fault that an error of these kinds describes."""
     try:
         work(*args)
     except kinds as error:
@@ -31,7 +31,7 @@ def run_and_report(
 
 
 def raise_first(faults: Iterable[RankFault]) -> None:
-    """Raises the first that hindered somebody, as what it was."""
+    """Raise the first fault as its original error."""
     for trouble in faults:
         if trouble.code == OS_ERROR_CODE:
             raise OSError(trouble.message)

@@ -1,4 +1,4 @@
-"""Runs a rank's arithmetic on a thread, and waits for what a lost collective holds."""
+"""Thread of a rank's arithmetic, which can end the waits of a lost collective."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TIMEOUT_MARGIN_S = 30.0
 
 
 class RankThread(SerialExecutor):
-    """One with collectives of deadline `group_s`, past which the process ends itself."""
+    """Executor for work with collectives; past their deadline the process exits."""
 
     def __init__(self, mesh: Mesh, collective_timeout_s: float) -> None:
         super().__init__(mesh, collective_timeout_s + TIMEOUT_MARGIN_S)
         self._leave_task: asyncio.Task[None] | None = None
 
     async def run(self, work: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        """What `work` returns; RankLost when a collective of it fails."""
+        """Run `work` and return its result; RankLost if a collective of it fails."""
 
         @wraps(work)
         def told(*args: Any) -> T:
@@ -39,7 +39,7 @@ class RankThread(SerialExecutor):
         return await super().run(told, *args, deadline_s=deadline_s)
 
     async def leave(self, leave: Callable[[], None]) -> None:
-        """Runs `leave`, which ends the group, beside what runs; once for all who ask meanwhile."""
+        """Run `leave`, which ends the group, beside current work; concurrent calls share a run."""
         if self._leave_task is None or self._leave_task.done():
             running = self._mesh.host.run_blocking(leave, deadline_s=FORM_TIMEOUT_S)
             self._leave_task = asyncio.create_task(running, name="leave")

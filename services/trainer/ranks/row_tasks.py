@@ -1,4 +1,4 @@
-"""How a rank beside the first saves, restores and stages its own rows, as rank 0 orders."""
+"""Tasks by which a rank beside the first saves, restores and stages its own rows."""
 
 from __future__ import annotations
 
@@ -50,14 +50,13 @@ from meshrl.services.trainer.rows.saved_rows import (
 )
 
 T = TypeVar("T")
-ANSWER_TIMEOUT_S = (
-    60.0  # until who asked hears that it goes on; well below the deadlines of the calls
-)
+ANSWER_TIMEOUT_S = 60.0  # until an `in_progress` answer; well below the calls' deadlines
 
 
 class BackgroundTask(Generic[T]):
-    """Work that takes a rank longer than a call may last, and is asked for until it is done: one
-    piece at a time, whose result stays until another one, or `close`.
+    """Background task that outlasts a call, and is polled until it is done.
+
+    One piece of work runs at a time. Its result stays until the next one, or `close`.
     """
 
     def __init__(self, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
@@ -66,7 +65,7 @@ class BackgroundTask(Generic[T]):
         self._task: asyncio.Task[T] | None = None
 
     async def poll(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-        """Return what `work`, begun once for a `key`, does; None while it goes on; RankLost."""
+        """Return the result of `work`, started once per `key`; None while it runs, or RankLost."""
         if self._task is None or key != self._key:
             await self.close()
             self._key, self._task = key, asyncio.create_task(work(), name="errand")
@@ -84,13 +83,12 @@ class BackgroundTask(Generic[T]):
             await asyncio.gather(task, return_exceptions=True)
 
 
-RunBlocking = Callable[
-    ..., Awaitable[Any]
-]  # runs what blocks, on the thread of the rank's arithmetic
+# Runs blocking work on the thread of the rank's arithmetic.
+RunBlocking = Callable[..., Awaitable[Any]]
 
 
 class _RowTask(Generic[T]):
-    """The part of a rank other than 0 in what a gang does with its rows."""
+    """Part of a rank other than 0 in an operation of the gang on its rows."""
 
     def __init__(
         self, mesh: Mesh, bulk: BulkClient, data: JobData, rank: Rank, run: RunBlocking
@@ -104,18 +102,18 @@ class _RowTask(Generic[T]):
 
 
 class RowSaver(_RowTask[SavingResult]):
-    _started_path: Path | None = None  # what it writes for rank 0 on another host
+    _started_path: Path | None = None  # of the files for rank 0 on another host
 
     def _path(self, host: str, name: str) -> Path:
-        """Beside what rank 0 writes if that is on this host, else a directory of its own."""
+        """Return the path beside rank 0's files on the same host, else a directory of this rank."""
         own = name if host == self._mesh.settings.host else f"{name}.{self._rank.rank}"
         return self._data.local_run_dir / "checkpoints" / Path(own).name / STATE_FOLDER
 
     async def save(self, order: SaveRows) -> RankFault:
-        """Write rows of some tensors; the answer says what hinders it, lest the group be lost."""
+        """Write rows of some tensors; return a fault as the answer, to preserve the group."""
         path = self._path(order.rank0_host, order.checkpoint)
         if order.rank0_host != self._mesh.settings.host and path != self._started_path:
-            await self.clear_unfinished()  # rank 0 has given the one before up
+            await self.clear_unfinished()  # rank 0 has abandoned the previous one
             self._started_path = path
         about = self._rank, path, order.tensor_names, order.file_number, order.saves_masters
         trouble: RankFault = await self._run(
@@ -124,7 +122,7 @@ class RowSaver(_RowTask[SavingResult]):
         return trouble
 
     async def finish(self, order: FinishSaving) -> SavingResult:
-        """Files that rank 0 does not see are in the store from then on, and no more here."""
+        """Upload files that rank 0 cannot read to the store, and remove them here."""
         if order.rank0_host == self._mesh.settings.host:
             return SavingResult()
         key = order.generation, order.checkpoint
@@ -132,7 +130,7 @@ class RowSaver(_RowTask[SavingResult]):
         return SavingResult(in_progress=True) if found is None else found
 
     async def clear_unfinished(self) -> None:
-        """Give up what was begun for rank 0 on another host, also by an earlier process."""
+        """Remove unfinished files for rank 0 on another host, also those of an earlier process."""
         await self._background_task.close()
         self._started_path = None
         left = self._data.local_run_dir / "checkpoints"
@@ -159,8 +157,9 @@ class RowSaver(_RowTask[SavingResult]):
 
 class RowRestorer(_RowTask[RankFault]):
     async def restore(self, order: RestoreRows) -> RestoreResult:
-        """Has the rows of a checkpoint, which may take as long as their way does; what hinders that
-        and can be mended is the answer, or the group would be lost for it.
+        """Restore a checkpoint's rows, which may take as long as their transport does.
+
+        A fault that can be repaired is the answer, so that the group is not lost.
         """
         key = order.generation, order.restore_id
         trouble = await self._background_task.poll(key, partial(self._restore_rows, order))
@@ -175,7 +174,7 @@ class RowRestorer(_RowTask[RankFault]):
         )
         try:
             if below:
-                with suppress(RowsMissing):  # rows may have been cut otherwise
+                with suppress(RowsMissing):  # rows may have another layout
                     await self._restore_from_files(order, below)
                     return RankFault()
             await self._restore_from_files(order, [STATE_FOLDER])
@@ -204,7 +203,7 @@ class RowStager(_RowTask[StagingResult]):
     _stager: VersionStager | None = None
 
     async def stage(self, order: StageRows) -> None:
-        """Copies what is ordered; a new staging ends the one before."""
+        """Copy the ordered rows; another staging closes the one before."""
         if self._stager is None or order.staging_id != self._number:
             await self.close()
             how = StagingOptions(order.dtype, order.chunk_bytes, order.is_written)
@@ -217,7 +216,7 @@ class RowStager(_RowTask[StagingResult]):
         )
 
     async def finish(self, order: FinishStaging) -> StagingResult:
-        """Return what lies where, once all was staged, however long; RankLost if nothing was."""
+        """Return the staged rows once all are stored; RankLost if nothing was staged."""
         stager = self._stager
         if stager is None or order.staging_id != self._number:
             raise RankLost("nothing of this staging is here", where=self._mesh.name)
@@ -228,7 +227,7 @@ class RowStager(_RowTask[StagingResult]):
         if found is None:
             return StagingResult(in_progress=True)
         if not order.wait_complete:
-            await self._background_task.close()  # the next one waits anew
+            await self._background_task.close()  # the next call starts a new wait
         return found
 
     async def _finish_staging(self, stager: VersionStager, is_final: bool) -> StagingResult:
@@ -249,7 +248,7 @@ class RowStager(_RowTask[StagingResult]):
 def write_rows(
     rank: Rank, path: Path, names: Sequence[str], file_number: int, include_masters: bool
 ) -> None:
-    """Writes a rank's rows of some tensors to a file; what all ranks have alike is rank 0's."""
+    """Write a rank's rows of some tensors to a file; rank 0 writes the replicated tensors."""
     own = rank.learner.get_checkpoint_rows(include_masters)
     parts = {name: own[name] for name in names if own[name].shape or not rank.rank}
     parts = {name: part for name, part in parts.items() if part.rows.numel()}

@@ -1,1 +1,1 @@
-"""The files of a saved state, and the rows in them. Open `saved_rows.py` first."""
+"""Files of a saved state, and their rows. Open `saved_rows.py` first."""

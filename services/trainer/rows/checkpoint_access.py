@@ -1,4 +1,4 @@
-"""The files of a checkpoint, for a process of any host."""
+"""Access to a checkpoint's files from a process of any host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.common.records.checkpoints import check_files
 from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.store.weight_store_client import fetch_checkpoint
 
-CHECK_TIMEOUT_S = 3600.0  # to read all of them
+CHECK_TIMEOUT_S = 3600.0  # to read all files
 
 
 @asynccontextmanager
@@ -25,10 +25,14 @@ async def open_checkpoint_files(
     files: dict[str, str],
     below: Sequence[str],
 ) -> AsyncIterator[Path]:
-    """A directory of this host with a checkpoint's files, those that `below` names or that lie
-    below its folders, checked: the checkpoint's own, or where its home is another host's a copy for
-    as long. `files` has their digests; without any the checkpoint's own are not checked. Damaged or
-    NotFound when one is not what was written.
+    """Yield a directory of this host with a checkpoint's verified files.
+
+    On the run host it is the checkpoint's own directory. Elsewhere it is a copy, removed
+    afterwards. Raise CorruptData or NotFound if a file differs from what was written.
+
+    Args:
+        files: Digests by path; if empty, the checkpoint's own directory is not verified.
+        below: Files, or folders of files, to verify and copy.
     """
     run = mesh.host.run_blocking
     if data.is_on_run_host:
@@ -37,12 +41,12 @@ async def open_checkpoint_files(
             await run(check_files, directory, files, part, deadline_s=CHECK_TIMEOUT_S)
         yield directory
         return
-    # Each use has its own: they overlap, of several ranks of a host and within one.
+    # Each use has its own copy: uses of a host's ranks, and of one rank, overlap.
     uses = data.local_run_dir / "restored" / mesh.name.replace("/", "-")
     copy = uses / f"{mesh.incarnation}-{mesh.random.hex_token(4)}-{name}"
 
     def remove_left() -> None:
-        """Removes the copies of earlier processes of the name, which were killed."""
+        """Remove the copies of earlier processes of this name, which were killed."""
         for left in uses.glob("*"):
             if not left.name.startswith(mesh.incarnation):
                 shutil.rmtree(left, True)

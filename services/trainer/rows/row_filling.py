@@ -1,4 +1,4 @@
-"""Puts what was saved back into the rows that somebody trains, however it was cut."""
+"""Restores saved weights into the rows that a rank trains, for any layout of the saved rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.common.weights.layout.version_image import VersionImage
 from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.services.trainer.rows.saved_rows import MASTER_PREFIX, RowsMissing, SavedRows
 
-FillRows = Callable[[str, TensorRows], None]  # puts a weight's rows where the part says
+FillRows = Callable[[str, TensorRows], None]  # fills a part of a weight
 
 
 async def make_row_filler(
@@ -26,10 +26,13 @@ async def make_row_filler(
     saved: SavedRows,
     own_rows: Mapping[str, TensorRows],
 ) -> FillRows:
-    """What puts masters into the rows of some weights: those that were saved beside the state,
-    where another type is published, else those of the version. Damaged or NotFound when the store
-    does not hold it as it was written, once all chunks were asked for, and RowsMissing where
-    it holds fewer bits of a number than are trained.
+    """Return a function that fills weights' rows with masters.
+
+    Masters come from the saved state if another dtype is published, else from the version.
+
+    Raises:
+        CorruptData, NotFound: The store lacks intact chunks, after a request for all of them.
+        RowsMissing: The version has fewer bits per number than are trained.
     """
     wanted: dict[str, RowRange | None] = {
         name: RowRange(0, part.first_row, part.first_row + len(part.rows))
@@ -62,7 +65,7 @@ async def make_row_filler(
 
 @torch.no_grad()
 def fill_from_image(image: VersionImage, name: str, target_rows: TensorRows) -> None:
-    """Puts the rows of a tensor of an image into a part; Damaged without all of them."""
+    """Fill a part with its rows of a tensor of an image; CorruptData without all of them."""
     flat, width = target_rows.rows.view(-1), math.prod(target_rows.shape[1:])
     low, done = target_rows.first_row * width, 0
     for piece in image.tensor_ranges(name):

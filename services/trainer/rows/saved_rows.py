@@ -1,6 +1,8 @@
-"""Saves what a step depends on beside the version's files, and reads it by rows: safetensors files,
-as many as there are writers, each with whoever's rows. One number of ranks reads what another has
-written. `torch.distributed.checkpoint` reads them too: they say where their rows belong as it does.
+"""Saved state of a step beside the version's files, readable by rows.
+
+The state is one safetensors file per writer, each with that writer's rows. A gang of another size
+can read it. So can `torch.distributed.checkpoint`: the files describe the place of their rows as
+its own do.
 """
 
 from __future__ import annotations
@@ -22,25 +24,24 @@ from meshrl.common.model.files.safetensors_writer import DTYPES, SafetensorsWrit
 from meshrl.common.model.files.tensor_storages import alias_for_numpy
 from meshrl.common.weights.layout.chunk_builder import TensorRows
 
-MASTER_PREFIX = (
-    "master."  # what names of float32 masters begin with, where another type is published
-)
+MASTER_PREFIX = "master."  # prefix of float32 masters' names, where another dtype is published
 FIRST_FILE = "part-00000-00000.safetensors"
 _FILE_PATTERN = re.compile(r"part-([0-9]{5})-[0-9]{5,}\.safetensors")
-BLOCK_BYTES = 16 << 20  # that are in memory while rows are read
+BLOCK_BYTES = 16 << 20  # in memory while rows are read
 _OFFSETS, _SHARDS = "saved_offsets", "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's names
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RowsMissing(CorruptData):
-    """What was saved has not all rows that are to go on from it, whole as it may be."""
+    """Error raised when saved files, intact or not, lack rows that the caller needs."""
 
     code = "rows_missing"
 
 
 def save_rows(path: Path, name: str, rows: Mapping[str, TensorRows]) -> str:
-    """Writes rows below `path`, as the file of that name; durable once `sync_all` has returned. The
-    digest of what was written. StorageFull without room for it.
+    """Write rows to a file below `path` and return its digest; StorageFull without disk space.
+
+    The file is durable once `sync_files` has returned.
     """
     offsets = {n: {_OFFSETS: [p.first_row, 0, 0, 0, 0][: p.rows.dim()]} for n, p in rows.items()}
     try:
@@ -65,13 +66,13 @@ def save_rows(path: Path, name: str, rows: Mapping[str, TensorRows]) -> str:
 
 
 def sync_files(path: Path) -> None:
-    """What was written below `path` is durable."""
+    """Make all files below `path` durable."""
     for file in [*path.iterdir(), path]:
         fsync_path(file)
 
 
 def select_rank_files(paths: Iterable[str], rank: int, ranks: int) -> list[str]:
-    """Return the files of a state with a rank's rows; empty: other ranks cut them."""
+    """Return the state's files with a rank's rows; empty if another number of ranks wrote it."""
     writers: dict[int, list[str]] = {}
     for path in paths:
         if (found := _FILE_PATTERN.fullmatch(Path(path).name)) is not None:
@@ -84,7 +85,7 @@ def select_rank_files(paths: Iterable[str], rank: int, ranks: int) -> list[str]:
 @dataclass(frozen=True)
 class _SavedTensor:
     file: Path
-    offset_bytes: int  # of their bytes in it
+    offset_bytes: int  # of their bytes in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
     first_row: int
@@ -99,10 +100,10 @@ class _SavedTensor:
 
 
 class SavedRows:
-    """What any number of ranks wrote below a directory; each file's head is read once."""
+    """State that any number of ranks wrote below a directory; each header is read once."""
 
     def __init__(self, path: Path) -> None:
-        """Damaged when a file there has no head."""
+        """Read the headers; raise CorruptData if a file has none."""
         self._path = path
         self._rows: dict[str, list[_SavedTensor]] = {}
         for file in sorted(path.glob("*.safetensors")):
@@ -114,14 +115,14 @@ class SavedRows:
 
     @torch.no_grad()
     def fill(self, name: str, target_rows: TensorRows) -> None:
-        """Puts the part's rows of a tensor into it; RowsMissing without all of them."""
+        """Fill a part with its rows of a tensor; RowsMissing without all of them."""
         if not target_rows.rows.numel():
             return
         target = target_rows.rows if target_rows.rows.dim() else target_rows.rows.reshape(1)
         done = 0
         for rows in sorted(self._rows.get(name, ()), key=lambda rows: rows.first_row):
             if rows.first_row > target_rows.first_row + done:
-                break  # nobody has saved those before them
+                break  # the rows before them are missing
             low = max(rows.first_row, target_rows.first_row + done)
             high = min(rows.first_row + rows.row_count, target_rows.first_row + len(target))
             if low < high and rows.row_numel == target[0].numel():
@@ -159,7 +160,7 @@ def _read_header(file: Path) -> dict[str, _SavedTensor]:
 
 
 def _read_rows(rows: _SavedTensor, first: int, into: Tensor) -> None:
-    """Rows from number `first` of those of the file on."""
+    """Read the file's rows from index `first` on."""
     width, item = max(1, rows.row_numel), rows.dtype.itemsize
     most = max(1, BLOCK_BYTES // (width * item))
     with rows.file.open("rb", buffering=0) as file:

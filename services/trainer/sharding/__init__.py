@@ -1,1 +1,1 @@
-"""How a gang's model is cut into rows. Open `learners.py` first."""
+"""Sharding of a gang's model into rows. Open `learners.py` first."""

@@ -1,8 +1,8 @@
-"""Expert parallelism: the experts of a layer lie on several ranks, and tokens go to them and back.
+"""Expert parallelism: a layer's experts are on several ranks, and tokens travel to them and back.
 
-Where more ranks than that make a gang, the experts of one part are cut over those that have it, and
-are whole there while they compute. (Lepikhin et al. 2020, GShard, arXiv 2006.16668; beside FSDP as
-in Rajbhandari et al. 2022, DeepSpeed-MoE, arXiv 2201.05596.)
+If a gang has more ranks, the experts of one part are sharded over the ranks of that part, and
+gathered while they compute. (Lepikhin et al. 2020, GShard, arXiv 2006.16668; beside FSDP as in
+Rajbhandari et al. 2022, DeepSpeed-MoE, arXiv 2201.05596.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshrl.services.trainer.sharding.row_ownership import RowOwnership
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows [m, d] that go to other ranks, `sizes` to each, while `coming` come; and back."""
+    """Exchange of rows [m, d]: `sizes` go to each rank, `coming` arrive; backward, the reverse."""
 
     @staticmethod
     def forward(
@@ -57,7 +57,7 @@ def exchange_rows(
 
 
 class GatherRows(torch.autograd.Function):
-    """All rows of a matrix of which ranks have `each` at most; its gradient is summed over them."""
+    """Gather of a matrix's rows, at most `each` per rank; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(
@@ -79,13 +79,17 @@ class GatherRows(torch.autograd.Function):
 
 
 class ExpertParallel:
-    """The way of tokens to a layer's experts, of which each rank has as many, and back."""
+    """Transport of tokens to a layer's experts, equally many on each rank, and back."""
 
     def __init__(
         self, replica_group: dist.ProcessGroup, expert_group: dist.ProcessGroup, recompute: bool
     ) -> None:
-        """`alike`: the ranks that have the same experts; `others`: ranks with all experts between
-        them. `again`: what is whole of the former's is made whole again on the way back.
+        """Create the transport over two groups.
+
+        Args:
+            replica_group: Ranks with the same experts.
+            expert_group: Ranks with all experts between them.
+            recompute: Gather the replicas' matrices again in the backward pass.
         """
         self._replica_group, self._expert_group, self._recompute = (
             replica_group,
@@ -121,10 +125,13 @@ class ExpertParallel:
         received_counts: Tensor,
         experts: MixtureOfExperts,
     ) -> Tensor:
-        """What the experts of this part make of rows as they came, `came` [ranks, experts]."""
+        """Return the outputs of this part's experts for received rows.
+
+        `received_counts`: [ranks, experts].
+        """
         count = received_counts.shape[1]
         wide, narrow = (self._gather_matrices(own, count, rows.dtype) for own in (gate_up, down))
-        if not len(rows):  # the others await its part in what is summed on the way back
+        if not len(rows):  # other ranks wait for this rank's part of a sum in the backward pass
             return rows + 0.0 * (wide.flatten()[:1] * narrow.flatten()[:1]).sum()
         order = order_by_expert(received_counts)
         made = experts.compute_experts(
@@ -133,7 +140,7 @@ class ExpertParallel:
         return made.index_select(0, invert_permutation(order))
 
     def _gather_matrices(self, own: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """The matrices of all `count` experts of this part, in the type that passes compute in."""
+        """Return the matrices of all `count` experts of this part in the dtype of passes."""
         if self._replica_group.size() == 1:
             return own.to(dtype)
         each = -(-count // self._replica_group.size())
@@ -148,9 +155,9 @@ def split_experts(
     ownership: RowOwnership,
     deadline_s: float,
 ) -> set[nn.Parameter]:
-    """Leaves of the experts of a model on the `meta` device those rows that a rank has, and sends
-    tokens to the others; the parameters that are then not to be cut any further. `deadline_s`: of
-    the exchanges.
+    """Shard the experts of a model on the `meta` device in place, and route tokens to other ranks.
+
+    Return the parameters that must not be sharded further. `deadline_s`: of the exchanges.
     """
     rank = mesh.get_local_rank()
     experts = {name: p for name, p in model.named_parameters() if is_expert_matrix(name)}

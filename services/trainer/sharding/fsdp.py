@@ -1,6 +1,6 @@
-"""Sharding by FSDP2: which parts of a model are cut together, and when they are whole.
+"""Sharding by FSDP2: units of sharding, and when they are gathered.
 
-`torch.distributed.fsdp` takes a second of CPU time to import: only ranks of several do.
+`torch.distributed.fsdp` takes a second of CPU time to import: only gangs of several ranks do.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.common.model.files.tensor_storages import set_mmap_threshold
 
-MAX_UNSHARDED_BYTES = 2 << 30  # float32 parameters that a rank may hold whole beside its rows
-RETURN_BLOCK_BYTES = 8 << 20  # blocks of a larger model, of which most of its tensors are
+MAX_UNSHARDED_BYTES = 2 << 30  # float32 parameters that a rank may gather beside its rows
+RETURN_BLOCK_BYTES = 8 << 20  # mmap threshold for a larger model: most of its tensors exceed it
 
 
 def shard_model(
@@ -25,14 +25,15 @@ def shard_model(
     initialize: Callable[[], None],
     presharded: Set[nn.Parameter] = frozenset(),
 ) -> None:
-    """Cuts a model on the `meta` device in place: its layers one by one, a critic, then the rest;
-    gives it memory for its rows, and has `begin` fill them. Passes are in `dtype`. Parameters that
-    are `apart` are cut already.
+    """Shard a model on the `meta` device in place: each layer, a critic, then the rest.
 
-    Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins.
-    A model of at most MAX_UNSHARDED_BYTES stays whole on every rank from a step's first pass until
-    `reshard`; of a larger one only the layer that computes is whole, and what it took goes back to
-    the host.
+    Allocate the model's rows and have `initialize` fill them. Passes are in `dtype`. Parameters of
+    `presharded` are sharded already.
+
+    Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins. A
+    model of at most MAX_UNSHARDED_BYTES stays gathered on every rank from a step's first pass until
+    `reshard_model`. Of a larger model only the current layer is gathered, and its memory is then
+    returned to the host.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -51,7 +52,7 @@ def shard_model(
     fully_shard(model, reshard_after_forward=False, **about)
     model.to_empty(device=mesh.device_type)
     initialize()
-    # The root must be known as such before a part of it, such as a critic, runs alone.
+    # The root must be initialized before a part of it, such as a critic, runs alone.
     fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -61,7 +62,7 @@ def shard_model(
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Gives up what is whole: from then on parameters are rows, which may be read and changed."""
+    """Free the gathered parameters: they are then rows, which may be read and changed."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Learners of which each rank of a gang has rows; gradients are sums over all ranks' bins."""
+"""Learners with a rank's rows of the model; gradients are sums over all ranks' bins."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from meshrl.services.trainer.sharding.row_operations import (
 )
 from meshrl.services.trainer.sharding.row_ownership import EvenOwnership, RowOwnership
 
-NORM_CHUNK_NUMBERS = 1 << 20  # of a gradient that are squared at a time
+NORM_CHUNK_NUMBERS = 1 << 20  # numbers of a gradient that are squared at a time
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """A rank's place in its gang: the mesh, its rows' beginning, exchanges' deadline."""
+    """Context of a rank: its device mesh, the rows' initial values, the exchanges' deadline."""
 
     device_mesh: DeviceMesh
     initial_parameters: ParameterSource
@@ -46,7 +46,7 @@ class RankContext:
 
 
 class RowShardedLearner(Learner, ABC):
-    """A learner whose parameters are a rank's rows, when `_as_rows` has been called."""
+    """Learner whose parameters are a rank's rows after `_reshard`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RowShardedLearner(Learner, ABC):
         ownership: RowOwnership,
         shapes: Mapping[str, torch.Size],
     ) -> None:
-        """`shapes`: of the parameters of `model` when they are whole."""
+        """Create the learner; `shapes` are those of the full parameters."""
         super().__init__(model, settings.optimizer, settings.algorithm, settings.temperature)
         self._group, self._ownership, self._shapes = group, ownership, shapes
         self._trainable_shapes = {
@@ -69,7 +69,7 @@ class RowShardedLearner(Learner, ABC):
         }
 
     def _reshard(self) -> None:
-        """From now on its parameters are rows, which may be read and changed."""
+        """Make the parameters rows, which may be read and changed."""
 
     def apply_gradient(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
         self._reshard()
@@ -84,7 +84,7 @@ class RowShardedLearner(Learner, ABC):
         return super().get_state()
 
     def _make_rows(self, name: str, tensor: Tensor) -> TensorRows:
-        """This rank's rows of it; what is the same on all ranks is whole."""
+        """Return this rank's rows of a tensor; a tensor equal on all ranks is returned in full."""
         parameter = self._find_parameter(name)
         if parameter is None:
             return TensorRows(tuple(tensor.shape), 0, tensor)
@@ -93,7 +93,7 @@ class RowShardedLearner(Learner, ABC):
         return TensorRows(tuple(shape), own.start, get_local_rows(tensor))
 
     def _compute_norm(self, gradient: Tensor) -> float:
-        # Some at a time: in float64 all of it would be twice as large again.
+        # In blocks: a float64 copy of all would be twice as large as the gradient.
         sums = [part.double().square().sum() for part in torch.split(gradient, NORM_CHUNK_NUMBERS)]
         squares = torch.stack(sums).sum()
         dist.all_reduce(squares, group=self._group)
@@ -101,14 +101,14 @@ class RowShardedLearner(Learner, ABC):
 
     @abstractmethod
     def compute_local_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
-        """Summed over the bins of all ranks."""
+        """Return the gradient summed over all ranks' bins, and statistics of this rank's bins."""
 
     def slice_own_gradient(
         self, full_gradient: NDArray[np.float32], rank: int
     ) -> NDArray[np.float32]:
         return slice_gradient(full_gradient, self._trainable_shapes, self._ownership, rank)
 
-    # -- whole weights, of which rank 0 has some at a time ----------------------------------------
+    # -- full weights, of which rank 0 has some at a time ------------------------------------------
 
     def get_meta_tensors(self, optimizer: bool) -> Mapping[str, Tensor]:
         return self._meta_tensors[optimizer]
@@ -139,14 +139,14 @@ class RowShardedLearner(Learner, ABC):
         return found
 
     def _find_parameter(self, name: str) -> str | None:
-        """The parameter that a tensor of the state belongs to; None: it is the same on all."""
+        """Return the parameter that a state tensor belongs to; None if it is equal on all ranks."""
         parts = name.split(".")
         names = (".".join(parts[i:]) for i in range(len(parts)))
         return next((name for name in names if name in self._shapes), None)
 
 
 class FsdpLearner(RowShardedLearner):
-    """A learner whose model lies in rows over ranks; `adapters` learn in its place."""
+    """Learner whose model is sharded over ranks by FSDP; with `adapters` only these are trained."""
 
     def __init__(
         self,
@@ -157,7 +157,8 @@ class FsdpLearner(RowShardedLearner):
         seed: int = 0,
         expert_parallel: int = 1,
     ) -> None:
-        """`model` lies on the `meta` device: it takes its rows, and no others, from the beginning.
+        """Shard `model`, on the `meta` device, so that only this rank's rows are ever allocated.
+
         The experts of a layer are split over `expert_parallel` ranks.
         """
         mesh = context.device_mesh
@@ -180,7 +181,7 @@ class FsdpLearner(RowShardedLearner):
         reshard_model(self.model)
 
     def compute_local_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
-        """See `RowShardedLearner`; each rank has one bin."""
+        """Return the gradient and statistics as `RowShardedLearner` does; each rank has one bin."""
         (bin,) = bins
         _, stats = self.compute_gradient(bin)
         sizes = [get_local_rows(parameter.detach()).numel() for parameter in self._parameters]
@@ -191,12 +192,12 @@ class FsdpLearner(RowShardedLearner):
             elif is_sharded(parameter):
                 raise RuntimeError("a parameter got no gradient: ranks would not agree on its rows")
             else:
-                piece.zero_()  # no token came to any of these experts
-            parameter.grad = None  # one by one, so that there is little more than one gradient
+                piece.zero_()  # no token was routed to any of these experts
+            parameter.grad = None  # one by one, so that memory stays close to one gradient
         return gradient, [stats]
 
     def free_gradients(self) -> None:
-        """Also what of the model is whole: from then on there are rows alone."""
+        """Free gradients and gathered parameters: only rows remain."""
         super().free_gradients()
         reshard_model(self.model)
 

@@ -1,7 +1,7 @@
-"""The rows of a model that a rank has: what they begin with, and what becomes of whole tensors.
+"""Operations on a rank's rows of a model: initial values, scatter, gather, reduction.
 
-A rank's flat gradient is that of its rows, parameter after parameter; the whole one that a hybrid
-sends is cut the same way.
+A rank's flat gradient is that of its rows, parameter after parameter. A hybrid's full gradient is
+sliced in the same way.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def initialize_rows(
     initial_parameters: ParameterSource,
     seed: int,
 ) -> None:
-    """Gives a cut model, whose parameters have `shapes` when they are whole, the values of a rank's
-    rows: the decoder's from `beginning`, its adapters' from `seed`, its critic's are the decoder's.
+    """Fill a sharded model with the values of a rank's rows.
+
+    `shapes` are those of the full parameters. The decoder's values are from `initial_parameters`,
+    its adapters' from `seed`, and its critic's are the decoder's.
     """
     for name, parameter in critic.exclude_critic(model.named_parameters()).items():
         if not is_adapter_tensor(name):
@@ -55,7 +57,7 @@ def slice_gradient(
     ownership: RowOwnership,
     rank: int,
 ) -> NDArray[np.float32]:
-    """A rank's part of a flat array over all parameters of these shapes."""
+    """Return a rank's part of a flat array over all parameters of these shapes."""
     pieces, offset = [], 0
     for name, shape in shapes.items():
         own, width = ownership.get_rows(name, shape[0], rank), shape[1:].numel()
@@ -70,7 +72,7 @@ def scatter_rows(
     rows_by_rank: Sequence[slice],
     group: dist.ProcessGroup,
 ) -> None:
-    """Fill each rank's `own` rows from the whole tensor, which rank 0 has."""
+    """Fill each rank's `piece` from the full tensor, which rank 0 has."""
     each = max(rows.stop - rows.start for rows in rows_by_rank)
     padded = piece.new_zeros(each, *piece.shape[1:])
     parts = None
@@ -86,7 +88,7 @@ def scatter_rows(
 def gather_rows(
     own: Tensor, total: int, max_rows: int, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Tensor:
-    """[total, ..] in `dtype`: those of all ranks of a group, each of which has `each` at most."""
+    """Return the rows [total, ..] of a group's ranks in `dtype`, at most `max_rows` from each."""
     padded = own.new_zeros(max_rows, *own.shape[1:], dtype=dtype)
     padded[: len(own)] = own
     whole = padded.new_empty(max_rows * group.size(), *own.shape[1:])
@@ -97,7 +99,7 @@ def gather_rows(
 def reduce_scatter_rows(
     full_tensor: Tensor, max_rows: int, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Tensor:
-    """[each, ..] in `dtype`: this rank's rows of the sum over a group's tensors [rows, ..]."""
+    """Return this rank's rows [max_rows, ..] in `dtype` of the sum over a group's tensors."""
     padded = full_tensor.new_zeros(max_rows * group.size(), *full_tensor.shape[1:], dtype=dtype)
     padded[: len(full_tensor)] = full_tensor
     own = padded.new_empty(max_rows, *full_tensor.shape[1:])

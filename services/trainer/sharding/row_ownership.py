@@ -1,4 +1,4 @@
-"""Which rows of each parameter a rank of a gang has."""
+"""Ownership of parameter rows by the ranks of a gang."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from meshrl.common.model.network.moe import is_expert_matrix
 
 
 class RowOwnership(Protocol):
-    """All ranks know the same; every row of a parameter belongs to one of them."""
+    """Ownership of rows, equal on all ranks; every row of a parameter has one owner."""
 
     def get_rows(self, name: str, total: int, rank: int) -> slice:
-        """A rank's rows of the `total` ones of a parameter; they lie side by side."""
+        """Return a rank's contiguous rows of the `total` ones of a parameter."""
 
 
 def split_evenly(total: int, rank: int, ranks: int) -> slice:
-    """As many rows for each, the last ones fewer: as FSDP cuts."""
+    """Return equally many rows for each rank, fewer for the last ones, as FSDP shards."""
     each = -(-total // ranks)
     return slice(min(rank * each, total), min((rank + 1) * each, total))
 
 
 @dataclass(frozen=True)
 class EvenOwnership:
-    """The experts of a layer are split over `parallel` neighbouring ranks, which divides both their
-    number and that of all ranks; those of one part are cut over the ranks that have it. All other
-    parameters are cut alike.
+    """Even split of a layer's experts over `expert_parallel` neighbouring ranks.
+
+    `expert_parallel` divides the numbers of experts and of ranks. The experts of one part are split
+    over the ranks of that part. All other parameters are split over all ranks.
     """
 
     ranks: int

@@ -1,1 +1,1 @@
-"""A step of the core, from leased groups to the optimizer. Open `training_step.py` first."""
+"""Step of the core, from leased groups to the optimizer. Open `training_step.py` first."""

@@ -1,4 +1,4 @@
-"""Makes the batch of a step from leased groups: staleness, advantages, filters."""
+"""Batch of a step, made from leased groups: staleness, advantages, filters."""
 
 from __future__ import annotations
 
@@ -22,42 +22,35 @@ from meshrl.services.trainer.losses.shaping import (
     is_kl_in_reward,
 )
 
-MAX_REFILLS_PER_GROUP = (
-    10  # groups replaced in a step, per group that it takes, before it takes what there is
-)
-EXTRA_NAMES = ("reference", "teacher")  # arrays of a group that losses may ask for
-MAX_REWARD = 1e100  # above, float64 has no room for sums of squares
+MAX_REFILLS_PER_GROUP = 10  # groups replaced in a step, per group of its batch
+EXTRA_NAMES = ("reference", "teacher")  # arrays of a group that losses may use
+MAX_REWARD = 1e100  # above, sums of squares overflow float64
 MAX_ADVANTAGE = 1e15  # above, squares of gradients overflow float32, whose largest is 3e38
 
 
 @dataclass
 class StepBatch:
-    """What a step trains on, group by group, and what its metrics say of it."""
+    """Training data of a step by group, and the counters of its metrics."""
 
-    version: int  # version that is being trained
+    version: int  # version being trained
     config: JobConfig
     sequences: list[TrainingSequence] = field(default_factory=list)
     group_ids: list[int] = field(default_factory=list)
     filtered_ids: list[int] = field(default_factory=list)
-    refilled_count: int = 0  # groups that were filtered before, and replaced
+    refilled_count: int = 0  # groups that were filtered earlier, and replaced
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    reward_deviations: list[float] = field(
-        default_factory=list
-    )  # per group: deviation of its rewards
+    reward_deviations: list[float] = field(default_factory=list)  # per group
     # per group: trained version - lowest token version
     group_staleness: list[int] = field(default_factory=list)
-    token_staleness: Counter[int] = field(
-        default_factory=Counter
-    )  # trained tokens, by their own staleness
+    # trained tokens, by their own staleness
+    token_staleness: Counter[int] = field(default_factory=Counter)
     mixed_count: int = 0  # trajectories sampled by more than one version
-    truncated_count: int = 0  # trajectories that were cut off at the longest length
-    masked_count: int = (
-        0  # those among them that `mask_truncated` leaves out, of filtered groups too
-    )
+    truncated_count: int = 0  # trajectories cut off at the maximum length
+    masked_count: int = 0  # those of them that `mask_truncated` masks, also in filtered groups
 
     def add(self, group: TrajectoryGroup) -> list[TrainingSequence]:
-        """The sequences of a group that train, in its order; none if it is filtered."""
+        """Add a group; return its sequences that train, in order, or none if it is filtered."""
         members = build_sequences(group)
         self.group_ids.append(group.group)
         self.group_staleness.append(compute_staleness(group, self.version))
@@ -111,7 +104,7 @@ class StepBatch:
             "length_max": max(self.lengths, default=0),
             "staleness": float(np.mean(self.group_staleness)) if self.group_staleness else 0.0,
             "staleness_max": max(self.group_staleness, default=0),
-            # trained tokens by the versions that they lie behind: 0, 1, .. up to `max_staleness`
+            # trained tokens by staleness: 0, 1, .. up to `max_staleness`
             "staleness_tokens": [self.token_staleness[lag] for lag in range(longest + 1)],
             "mixed": self.mixed_count,
             "truncated": self.truncated_count,
@@ -122,13 +115,14 @@ class StepBatch:
 def compute_advantages(
     members: list[TrainingSequence], rewards: NDArray[np.float64], config: JobConfig
 ) -> NDArray[np.float64] | None:
-    """One for each member of a group, from rewards as they are shaped; None: it is filtered.
+    """Return one advantage for each member from shaped rewards; None if the group is filtered.
 
-    Length counts when a group is judged to have nothing to teach, but not in dynamic sampling,
-    which asks for some right and some wrong answers (DAPO, equation 11). Divergence never does:
-    that of two trajectories is never equal. What is masked still counts in the group's baseline.
+    The length penalty counts when a group is checked for a learning signal, but not in dynamic
+    sampling, which needs some right and some wrong answers (DAPO, equation 11). The KL penalty
+    never counts: that of two trajectories is never equal. Masked members still count in the group's
+    baseline.
     """
-    if all(is_masked(sequence, config) for sequence in members):  # or there are none
+    if all(is_masked(sequence, config) for sequence in members):  # also if there are none
         return None
     hooks, chosen = get_algorithm(config.algorithm.name), config.algorithm
     _reject_above(MAX_REWARD, "rewards", rewards, members, rewards)
@@ -140,9 +134,8 @@ def compute_advantages(
         paid = [chosen.kl_coefficient * compute_divergences(one, chosen).sum() for one in members]
         shaped = shaped - paid
     found = hooks.compute_advantages(shaped, replace(chosen, filter_zero_variance=False))
-    if found is not None and (
-        hooks.prepare_advantages is None or hooks.has_critic
-    ):  # else they are normalised
+    # Other advantages are normalised later.
+    if found is not None and (hooks.prepare_advantages is None or hooks.has_critic):
         _reject_above(MAX_ADVANTAGE, "advantages", found, members, rewards)
     return found
 
@@ -154,7 +147,7 @@ def _reject_above(
     members: list[TrainingSequence],
     rewards: NDArray[np.float64],
 ) -> None:
-    """Raise ConfigError, which names a group's rewards, for values too large to train on."""
+    """Raise ConfigError with the group's rewards if values are too large to train on."""
     if (np.abs(values) <= maximum).all():
         return
     raise ConfigError(
@@ -167,7 +160,7 @@ def _reject_above(
 
 
 def is_masked(sequence: TrainingSequence, config: JobConfig) -> bool:
-    """Whether the job leaves the trajectory out of the loss because it was cut off."""
+    """Return True if the job masks this trajectory because it was truncated."""
     return config.algorithm.mask_truncated and sequence.is_truncated
 
 
@@ -176,16 +169,16 @@ def has_no_signal(group: TrajectoryGroup, config: JobConfig) -> bool:
 
 
 class RefillPolicy:
-    """Dynamic sampling (DAPO): which groups of one step give their place to others."""
+    """Dynamic sampling (DAPO): policy of which groups of one step are replaced by others."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
         wanted = has_refill(config.algorithm)
         self._max_count = MAX_REFILLS_PER_GROUP * config.algorithm.groups_per_step if wanted else 0
-        self.replaced_count = 0  # groups that did
+        self.replaced_count = 0  # groups replaced so far
 
     def try_replace(self, group: TrajectoryGroup) -> bool:
-        """Whether the group has nothing to teach and may be replaced; counts it if so."""
+        """Return True, and count it, if the group has no learning signal and may be replaced."""
         if self.replaced_count >= self._max_count or not has_no_signal(group, self._config):
             return False
         self.replaced_count += 1
@@ -197,13 +190,13 @@ def select_scored_rewards(group: TrajectoryGroup) -> NDArray[np.float64]:
 
 
 def compute_staleness(group: TrajectoryGroup, version: int) -> int:
-    """Versions that the oldest token that would be trained lies behind `version`."""
+    """Return the number of versions that the oldest sampled token is behind `version`."""
     sampled = clamp_versions(group.sampled_versions, group.foreign_above)
     return version - int(sampled.min()) if len(sampled) else 0
 
 
 def build_sequences(group: TrajectoryGroup) -> list[TrainingSequence]:
-    """The scored members of a group, in its order; BadMessage if its arrays do not fit together."""
+    """Return the scored members of a group in order; BadMessage if its arrays are inconsistent."""
     group = validate_group(group)
     ends = np.cumsum(group.lengths)
     extras = {name: getattr(group, name) for name in EXTRA_NAMES if len(getattr(group, name))}
@@ -233,7 +226,7 @@ def build_sequences(group: TrajectoryGroup) -> list[TrainingSequence]:
 
 
 def validate_group(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group; BadMessage if its arrays do not fit together."""
+    """Return the group; raise BadMessage if its arrays are inconsistent."""
     lengths, tokens, unfit = group.lengths, group.tokens, ""
     members = f"{len(lengths)} members"
     if group.rewards.shape != lengths.shape:
@@ -253,7 +246,7 @@ def validate_group(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def _reshape_expert_ids(group: TrajectoryGroup) -> NDArray[np.int16] | None:
-    """[tokens, layers, k]; None: a dense model's group."""
+    """Return the expert ids [tokens, layers, k]; None for a dense model's group."""
     if not group.experts.size:
         return None
     shape = len(group.tokens), *group.expert_shape

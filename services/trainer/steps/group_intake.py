@@ -1,4 +1,4 @@
-"""Leases the groups of a step as they become ready, and fetches their bytes."""
+"""Intake of a step: leases groups as they become ready, and fetches their bytes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.store.weight_store_client import fetch_chunk
 from meshrl.services.trainer.steps.batch import validate_group
 
-POLL_S = 0.03  # how often ready groups are looked for,
-PAUSED_POLL_S = 0.5  # and while the job is paused
-FILTER_TIMEOUT_S = 60.0  # deadline of a look at one group's rewards
+POLL_S = 0.03  # between two checks for ready groups
+PAUSED_POLL_S = 0.5  # while the job is paused
+FILTER_TIMEOUT_S = 60.0  # to check one group's rewards
 
 
 class GroupIntake:
     def __init__(self, mesh: Mesh, bulk: BulkClient, job: str) -> None:
         self._mesh, self._bulk, self._job = mesh, bulk, job
-        self.waited_s = 0.0  # seconds of waiting for groups, over all steps, and not asleep
+        self.waited_s = 0.0  # seconds of waiting for groups while awake, over all steps
         self.is_awake = asyncio.Event()  # no group is leased while it is not set
         self.is_awake.set()
 
@@ -44,11 +44,11 @@ class GroupIntake:
         is_stale: Callable[[TrajectoryGroup], bool],
         try_replace: Callable[[TrajectoryGroup], bool] = lambda group: False,
     ) -> AsyncIterator[TrajectoryGroup]:
-        """Each group of the step once, as soon as it may train.
+        """Yield each group of the step once, as soon as it may train.
 
-        One whose bytes are gone, garbled or do not fit together, or whose tokens are staler than
-        its row says, goes back, and another takes its place; so does one that is `replaced`, which
-        ends.
+        A group is requeued and another takes its place if its bytes are missing or malformed, or
+        its tokens are staler than its row states. A group for which `try_replace` is true ends, and
+        another takes its place.
         """
         given, log = set[int](), self._mesh.telemetry.log
         while True:
@@ -79,13 +79,13 @@ class GroupIntake:
         return list(await asyncio.gather(*(self._fetch_group(row) for row in rows)))
 
     async def _lease_new_groups(self, step: int, yielded: set[int]) -> LeasedGroups:
-        """A lease that holds groups beyond `given`, or all of the step's."""
+        """Return a lease with groups beyond `yielded`, or with all of the step's."""
         await self._wait_until_awake()
         began, asleep = self._mesh.clock.monotonic(), 0.0
         answer = await self._try_lease(step, yielded)
         while answer.wait is not None and not answer.groups:
             on, held = answer.wait.on or shard_name(self._job, 0), self._mesh.job_clock.is_paused
-            # Waited for anew after a sleep or a pause; in a pause there is no wait.
+            # A new wait begins after a sleep or a pause; a pause counts as no wait.
             with nullcontext() if held else self._mesh.wait("ready groups", on):
                 while answer.wait is not None and not answer.groups:
                     await self._mesh.clock.sleep(PAUSED_POLL_S if held else POLL_S)
@@ -111,7 +111,7 @@ class GroupIntake:
     async def _return_group(
         self, transition: Callable[..., Awaitable[object]], row: GroupRow, *arguments: str
     ) -> None:
-        """Writes down what becomes of a group; the last of `about` names the operation."""
+        """Record a group's transition; the last argument names the operation."""
         mesh = self._mesh
         order = mesh.state, self._job, mesh.name, mesh.token, row.group, *arguments
         await retry(mesh.clock, lambda: transition(*order))

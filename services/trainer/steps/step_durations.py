@@ -1,4 +1,4 @@
-"""How long a step and its parts take."""
+"""Durations of a step and its parts."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-CHECKPOINT_PAUSE = "checkpoint_pause_s"  # among a step's metrics, where it wrote a checkpoint
+CHECKPOINT_PAUSE = "checkpoint_pause_s"  # metric of a step that wrote a checkpoint
 
 
 @dataclass(frozen=True)
 class StepDurations:
-    """A step's times, as its metrics name them; seconds."""
+    """Times of a step under the names of its metrics; seconds."""
 
     step: int
     wait_s: float
     train_s: float
     turn_wait_s: float
-    wall: float  # since 1970
+    wall: float  # seconds since 1970
     workers: dict[str, float]
 
 
 class StepPartTimer:
-    """Seconds by part: of the last step that has ended, and of all so far."""
+    """Timer of a step's parts: of the last finished step, and of all so far, seconds."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        """`now` stands while the core does not work."""
+        """Create a timer with a clock that stands still while the core does not work."""
         self._now = now_s
         self._step: dict[str, float] = {}
         self.last_step_s: dict[str, float] = {}
@@ -44,7 +44,7 @@ class StepPartTimer:
         self.total_s[part] = self.total_s.get(part, 0.0) + seconds
 
     def begin_step(self) -> None:
-        """A step begins; one that was cut off is forgotten."""
+        """Begin a step; discard the times of an interrupted one."""
         self._step = {}
 
     def end_step(self) -> None:
@@ -52,5 +52,5 @@ class StepPartTimer:
 
     @property
     def rounded_last_step_s(self) -> dict[str, float]:
-        """Those of the last step, for people."""
+        """Seconds of the last step's parts, rounded for display."""
         return {part: round(seconds, 4) for part, seconds in self.last_step_s.items()}

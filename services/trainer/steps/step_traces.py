@@ -1,6 +1,4 @@
-"""Where the steps of a core spend their time: its phases one after the other, what its intake does
-beside them, its rounds, and the checkpoints that are written meanwhile.
-"""
+"""Traces of a core's steps: phases, group intake, rounds, and checkpoint writes beside them."""
 
 from __future__ import annotations
 
@@ -9,14 +7,13 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.telemetry.stopwatch import NULL_STOPWATCH, NullStopwatch, Stopwatch
 from meshrl.common.records.line_files import TraceWriter
 
-WRITING_PHASE = (
-    "writing"  # of a checkpoint: a phase by name, which goes on beside those of the next step
-)
-MAX_TRACED_ROUNDS = 1024  # rounds of a step that are told one by one
+# of a checkpoint: a named phase that overlaps with those of the next step
+WRITING_PHASE = "writing"
+MAX_TRACED_ROUNDS = 1024  # rounds of a step that are traced one by one
 
 
 class StepTraceWriter:
-    """Those of the step under way; a step that is cut off is not told."""
+    """Writer of the current step's trace; an interrupted step is not written."""
 
     def __init__(self, mesh: Mesh, data: JobData) -> None:
         self._clock = mesh.clock
@@ -24,10 +21,10 @@ class StepTraceWriter:
         self._phases: Stopwatch | None = None
         self.intake: NullStopwatch = NULL_STOPWATCH
         self._step, self._began_s = 0, 0.0
-        self._rounds: list[float] = []  # when each began in the step, and its milliseconds
+        self._rounds: list[float] = []  # start of each in the step and its duration, both ms
 
     def begin_step(self, step: int) -> None:
-        """A step begins, by waiting for its groups."""
+        """Begin the trace of a step with its wait for groups."""
         if not self._traces.is_enabled:
             return
         self._step, self._began_s, self._rounds = step, self._clock.monotonic(), []
@@ -41,12 +38,12 @@ class StepTraceWriter:
             self._phases.enter(phase)
 
     def add_round(self, start_s: float, duration_s: float) -> None:
-        """The core has computed a round, which began then (monotonic); seconds."""
+        """Add a round that the core computed from `start_s` (monotonic), seconds."""
         if self._phases is not None and len(self._rounds) < 2 * MAX_TRACED_ROUNDS:
             self._rounds += (_to_ms(start_s - self._began_s), _to_ms(duration_s))
 
     def add_checkpoint(self, step: int, duration_s: float) -> None:
-        """A checkpoint has been written, from so many seconds ago until now."""
+        """Write the trace of a checkpoint that took `duration_s` until now."""
         at = round(self._clock.wall() - duration_s, 6)
         row = {"kind": "checkpoint", "at": at, "step": step, "parts": ["write", _to_ms(duration_s)]}
         self._traces.write(row)

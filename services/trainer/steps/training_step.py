@@ -1,4 +1,4 @@
-"""The arithmetic of one step, from groups to updates, and the record that replays it."""
+"""Arithmetic of one step, from groups to updates, and the record that replays it."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from meshrl.services.trainer.learner.optimizers import compute_lr_factor
 from meshrl.services.trainer.learner.stats import BinStats
 from meshrl.services.trainer.steps.batch import StepBatch
 
-EnterPhase = Callable[[str, int], None]  # a phase, of a step
+EnterPhase = Callable[[str, int], None]  # of a step
 
 
 @dataclass
 class StepResult:
     batch: StepBatch
     stats: BinStats = field(default_factory=BinStats)
-    denominator_sum: float = 0.0  # what the gradients of its updates were divided by, added up
-    gradient_norm: float = 0.0  # norm of the last update's gradient, before clipping
+    denominator_sum: float = 0.0  # sum of the divisors of its updates' gradients
+    gradient_norm: float = 0.0  # of the last update's gradient, before clipping
     bin_count: int = 0
     updates: list[RoundPlan] = field(default_factory=list)
-    update_s: float = 0.0  # that the optimizer took, but for what the core slept meanwhile
+    update_s: float = 0.0  # of the optimizer, without sleep in between
 
 
 class TrainingStep:
-    """Step `number` turns version number - 1 into version number; `manifest` names the former."""
+    """Step that turns version `number` - 1, of digest `manifest`, into version `number`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class TrainingStep:
         enter_phase: EnterPhase,
         intake: NullStopwatch = NULL_STOPWATCH,
     ) -> None:
-        """`intake` says how long groups are waited for, and how long they are packed."""
+        """Create a step; `intake` times the wait for groups and their packing."""
         self._mesh, self._config = mesh, config
         self._compute, self._gradients = compute, gradients
         self._number, self._manifest, self._enter_phase = number, manifest, enter_phase
@@ -69,14 +69,15 @@ class TrainingStep:
         self.result = StepResult(StepBatch(self._version, config))
 
     async def run(self, groups: AsyncIterator[TrajectoryGroup]) -> StepResult:
-        """Trains on groups in the order in which they come."""
+        """Train on groups in the order of their arrival."""
         config = self._config
         whole = (
             self._algorithm.prepare_advantages
             or list_scoring_passes(config.algorithm)
             or config.algorithm.updates > 1
         )
-        if not whole and not config.training.deterministic:  # bins before all groups are there
+        # Otherwise bins can be computed before all groups have arrived.
+        if not whole and not config.training.deterministic:
             await self._run_streaming(groups)
         else:
             arrived = [group async for group in groups]
@@ -91,7 +92,7 @@ class TrainingStep:
         return self.result
 
     async def replay(self, groups: list[TrajectoryGroup], updates: list[RoundPlan]) -> StepResult:
-        """Repeats what `updates` tells of the same groups."""
+        """Repeat the updates of a step's record on the same groups."""
         minibatches = await self._build_minibatches(groups)
         sequences = {
             (s.group_id, s.member_index): s for minibatch in minibatches for s in minibatch
@@ -113,7 +114,7 @@ class TrainingStep:
 
     @property
     def _fresh_version(self) -> int:
-        """The version by which tokens count as fresh: after a step's first update there is none."""
+        """Version by which tokens count as fresh; UNKNOWN after a step's first update."""
         return UNKNOWN if self.result.updates else self._version
 
     async def _run_streaming(self, groups: AsyncIterator[TrajectoryGroup]) -> None:
@@ -139,11 +140,11 @@ class TrainingStep:
     async def _build_minibatches(
         self, groups: list[TrajectoryGroup]
     ) -> list[list[TrainingSequence]]:
-        """The sequences of each update, after all groups have come."""
+        """Return the sequences of each update, after all groups have arrived."""
         groups = sorted(groups, key=lambda group: group.group)
         by_group = [await self._run_blocking(self.result.batch.add, group) for group in groups]
         every = [sequence for one in by_group for sequence in one]
-        # What is scored with the step's first weights, and the advantages that follow from it.
+        # Scores under the step's first weights, and the advantages that depend on them.
         for name in list_scoring_passes(self._config.algorithm):
             members = pack_sequences(every, self._config.training.bin_tokens)
             bins = [build_bin(one, self._version) for one in members]
@@ -159,8 +160,8 @@ class TrainingStep:
     async def _run_update(
         self, rounds: list[list[Bin]], plan: RoundPlan, sequences: list[TrainingSequence]
     ) -> None:
-        # What only the core has, weights between two updates of a step or a critic, is nothing that
-        # hybrids could take part in.
+        # Hybrids cannot take part if only the core has the weights: those between two updates of a
+        # step, or a critic.
         alone = bool(self.result.updates) or self._algorithm.has_critic
         await self._gradients.begin_update("" if alone else self._manifest)
         self._enter_phase("computing", self._number)
@@ -186,7 +187,7 @@ class TrainingStep:
         self.result.updates.append(plan)
 
     def _read_working_clock_s(self) -> float:
-        """A clock that stands while the core sleeps or waits for its turn."""
+        """Return a clock that stands still while the core sleeps or waits for time slices."""
         return self._mesh.clock.monotonic() - self._gradients.measure_idle_s()
 
     async def _run_blocking(self, work: Any, *args: Any) -> Any:
@@ -194,7 +195,7 @@ class TrainingStep:
 
 
 def split_groups(groups: list[list[TrainingSequence]], parts: int) -> list[list[TrainingSequence]]:
-    """Return the sequences in `parts` of whole groups, as equal as can be, or in fewer."""
+    """Return the sequences in up to `parts` parts of full groups, as equal as possible."""
     count = len(groups)
     n = min(parts, count)
     cut = [groups[i * count // n : (i + 1) * count // n] for i in range(n)]
@@ -202,7 +203,7 @@ def split_groups(groups: list[list[TrainingSequence]], parts: int) -> list[list[
 
 
 def _set_extra(name: str, sequences: list[TrainingSequence], scores: NDArray[np.float32]) -> None:
-    """Sets extra `name` of each sequence: a place's score goes to the token that follows it."""
+    """Set extra `name` of each sequence: a position's score belongs to the token that follows."""
     start = 0
     for sequence in sequences:
         values = np.zeros(len(sequence.tokens), np.float32)
@@ -212,11 +213,12 @@ def _set_extra(name: str, sequences: list[TrainingSequence], scores: NDArray[np.
 
 
 async def run_both(feed: Awaitable[None], compute: Awaitable[BinStats]) -> BinStats:
-    """Runs both at once; when one fails the other ends, and the error goes through unchanged."""
+    """Run both at once; if one fails, cancel the other and raise the error unchanged."""
     tasks = asyncio.ensure_future(feed), asyncio.ensure_future(compute)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in reversed(tasks):  # what feeding says of a computation that failed is no news
+        # The computation comes first: its failure can make the feed fail, too.
+        for task in reversed(tasks):
             if task.done():
                 task.result()
         return await tasks[1]

@@ -1,1 +1,1 @@
-"""What a core makes durable: versions and checkpoints. Open `publishing.py` first."""
+"""Durable output of a core: versions and checkpoints. Open `publishing.py` first."""

@@ -1,4 +1,4 @@
-"""Writes checkpoints, which `transformers` reads, while training goes on."""
+"""Writer of checkpoints, which `transformers` can read, while training continues."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ABANDONED_ACTION = "what was begun of the checkpoint is removed, and the next on
 
 
 class CheckpointWriter:
-    """One is written at a time; `name` and `step` are of the last that is durable."""
+    """Writer of one checkpoint at a time; `last_name` and `last_step`: of the last durable one."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class CheckpointWriter:
         self._mesh, self._data, self._compute, self._config = mesh, data, compute, config
         self._publisher, self._enter_phase = publisher, enter_phase
         self._bulk = BulkClient(mesh)
-        self._directory = data.local_run_dir / "checkpoints"  # where they are written first
+        self._directory = data.local_run_dir / "checkpoints"  # first location of new checkpoints
         self.last_name, self.last_step = "", -1
-        self.pause_s = 0.0  # seconds that training stood still for the last checkpoint
+        self.pause_s = 0.0  # seconds that the last checkpoint stopped training
         self._write_task: asyncio.Task[None] | None = None
-        # which step's was written, and how long ago that began, seconds
+        # step of a written checkpoint, and seconds since its start
         self.on_written: Callable[[int, float], None] = lambda step, took: None
 
     def is_due(self, step: int) -> bool:
@@ -84,7 +84,7 @@ class CheckpointWriter:
         )
 
     async def clear_unfinished(self, committed: str) -> None:
-        """Remove what an earlier start has begun and not ended, here and at the run's home."""
+        """Remove an earlier process's unfinished checkpoints, here and on the run host."""
         store, run = self._mesh.ref(STORE_NAME), self._mesh.host.run_blocking
         await retry(
             self._mesh.clock,
@@ -99,7 +99,7 @@ class CheckpointWriter:
     async def begin_checkpoint(
         self, lineage: int, step: int, weights: VersionIdentity, account: dict[str, Any]
     ) -> None:
-        """Copies what must be kept and goes on writing it; waits for the one before."""
+        """Copy the state and start writing it; wait for the previous checkpoint first."""
         began = self._mesh.clock.monotonic()
         await self.wait_until_written()
         request = Checkpoint(
@@ -113,7 +113,7 @@ class CheckpointWriter:
             masters=weights.masters_identity,
         )
         name = format_checkpoint_name(lineage, step, weights.manifest)
-        # Whoever else writes it, a trainer that was replaced and wakes, writes the same elsewhere.
+        # A replaced trainer that wakes writes the same checkpoint to another path.
         scratch = self._directory / f"{name}.{self._mesh.incarnation}"
         saving = self._compute.create_saver(
             scratch / STATE_FOLDER, self._publisher.has_narrow_dtypes
@@ -124,7 +124,7 @@ class CheckpointWriter:
         self.pause_s = self._mesh.clock.monotonic() - began
 
     async def wait_until_written(self, *, required: bool = False) -> None:
-        """Return when nothing is written; what fails comes next time, unless `required`."""
+        """Wait until nothing is being written; raise errors if `required`, else log them."""
         writing, self._write_task = self._write_task, None
         if writing is None:
             return
@@ -144,7 +144,7 @@ class CheckpointWriter:
         saving: LocalStateWriter | GangStateWriter,
         copied: asyncio.Event,
     ) -> None:
-        """`copied` is set once training may go on, also when this fails."""
+        """Write a checkpoint; set `copied` once training may continue, also on failure."""
         directory = self._data.run_dir / "checkpoints" / name
         run, began = self._mesh.host.run_blocking, self._mesh.clock.monotonic()
         try:
@@ -153,8 +153,8 @@ class CheckpointWriter:
                     await saving.copy(names, number)
             finally:
                 copied.set()
-            # What was copied in memory is written while training goes on. Of some files the digests
-            # of the bytes as they were written are known.
+            # In-memory copies are written while training continues. Writers know the digests of
+            # some files already.
             digests = await saving.finish()
             written = {f"{STATE_FOLDER}/{name}": digest for name, digest in digests.items()}
             self._enter_phase("writing", request.step)
@@ -181,8 +181,10 @@ class CheckpointWriter:
         self.on_written(request.step, self._mesh.clock.monotonic() - began)
 
     async def _write_stored(self, request: Checkpoint, scratch: Path, directory: Path) -> None:
-        """The version as the store holds it. What is damaged there is written again, once, if the
-        weights are that version still, as they are when nothing is trained before this is done.
+        """Write the version from the store.
+
+        If it is corrupt there, write it to the store again, once, if the current weights are that
+        version. They are when nothing is trained before this ends.
         """
         try:
             await self._write_version(request, scratch, directory)
@@ -193,7 +195,7 @@ class CheckpointWriter:
             await self._write_version(request, scratch, directory)
 
     async def _write_version(self, request: Checkpoint, scratch: Path, directory: Path) -> None:
-        """Write it as Hugging Face does, some tensors at a time; its manifest to the state."""
+        """Write the version in Hugging Face's format, some tensors at a time, and its manifest."""
         mesh, bulk, run = self._mesh, self._bulk, self._mesh.host.run_blocking
         manifest = await fetch_chunk(mesh, bulk, request.weights, "weights", job=request.job)
         await run(
@@ -224,7 +226,7 @@ class CheckpointWriter:
     async def _upload_files(
         self, name: str, scratch: Path, written: dict[str, str]
     ) -> dict[str, str]:
-        """Have the store make the directory of the files in `scratch`; Damaged."""
+        """Have the store create the checkpoint from the files in `scratch`; CorruptData."""
         mesh, files = self._mesh, {}
         paths = await mesh.host.run_blocking(list_files, scratch, deadline_s=SAVE_TIMEOUT_S)
         for path in paths:

@@ -1,4 +1,4 @@
-"""Publishes weight versions to the store."""
+"""Publisher of weight versions to the store."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # safetensors' name
 DTYPE_NAMES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 MASTER_DTYPE = "F32"
 MAX_MANIFESTS = 2  # manifests: a step's next version is staged before it is the current one
-HASH_TIMEOUT_S = 600.0  # for a chunk, on a host that does much else
-ANSWER_TIMEOUT_S = 240.0  # until who asked hears that it goes on; below the deadline of that call
+HASH_TIMEOUT_S = 600.0  # for a chunk, on a loaded host
+ANSWER_TIMEOUT_S = 240.0  # until an `in_progress` answer; below the call's deadline
 
 
 @dataclass(frozen=True)
 class VersionIdentity:
-    """A version: its manifest's digest, and what depends on neither ranks nor chunks."""
+    """Identity of a version: its manifest's digest, and digests independent of ranks and chunks."""
 
     manifest: str
     published_identity: str = ""
@@ -56,35 +56,35 @@ NO_VERSION = VersionIdentity("")
 
 
 class VersionPublisher:
-    """Writes versions to the store; where adapters learn, only these after version 0."""
+    """Writer of versions to the store; with adapters, versions after 0 hold these alone."""
 
     def __init__(self, mesh: Mesh, data: JobData, compute: GangCompute) -> None:
         self._mesh, self._data, self._compute = mesh, data, compute
         self._bulk = BulkClient(mesh)
         self._deltas = DeltaSender(mesh, self._bulk, data.id, data.config.training)
         self._dtype = SAFETENSORS_DTYPES[data.config.rollout.dtype]
-        self._dtypes: frozenset[str] = frozenset()  # of the current version, with its base
-        self._base_dtypes: tuple[str, frozenset[str]] = "", frozenset()  # of one, by its manifest
-        # Of the versions that were made last, or are gone on from: the store may lose them.
+        self._dtypes: frozenset[str] = frozenset()  # of the current version and its base
+        self._base_dtypes: tuple[str, frozenset[str]] = "", frozenset()  # of a base, by manifest
+        # Of the newest versions and of those resumed from: the store may lose them.
         self._recent_manifests: dict[str, Manifest] = {}
-        self._stage_lock = asyncio.Lock()  # a core's processes stage one version at a time
-        self._restage_tasks: dict[
-            str, asyncio.Task[bool]
-        ] = {}  # what is written again, by its manifest
+        self._stage_lock = asyncio.Lock()  # processes of a core stage one version at a time
+        self._restage_tasks: dict[str, asyncio.Task[bool]] = {}  # by manifest
 
     @property
     def has_narrow_dtypes(self) -> bool:
-        """Whether less is published than is trained, or was of a base, so that checkpoints must."""
+        """True if tensors are published in a narrower type than they are trained in, or the base's
+        were. Checkpoints must then hold the float32 masters.
+        """
         return bool({self._dtype, *self._dtypes} - {MASTER_DTYPE})
 
     @property
     def hybrid_rejection(self) -> str:
-        """Why nobody but the core can compute gradients; empty: others can with this version."""
+        """Reason that only the core can compute gradients; empty if hybrids can, too."""
         return explain_no_hybrids(self.published_dtypes, self._data.config.training.dtype)
 
     @property
     def published_dtypes(self) -> list[str]:
-        """The types that helpers would need: of this version, its base, and the next one."""
+        """Names of the dtypes that hybrids need: of this version, its base and the next version."""
         return sorted({DTYPE_NAMES.get(name, name) for name in (self._dtype, *self._dtypes)})
 
     def stats(self) -> dict[str, str]:
@@ -98,25 +98,26 @@ class VersionPublisher:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def load_version(self, manifest: str) -> None:
-        """Learns what the current version is stored as, which another start may have staged."""
+        """Read the dtypes of the current version, which an earlier process may have staged."""
         try:
             self._dtypes = await self._read_dtypes(manifest)
             self._remember(manifest, await self._fetch_manifest(manifest))
-        except (
-            NotFound,
-            CorruptData,
-        ) as error:  # the next one says, and who needs this gets no answer
+        except (NotFound, CorruptData) as error:
+            # The next version has them; until then, callers get no answer.
             self._mesh.telemetry.log.warning("types of the version", error=str(error))
 
     async def _read_dtypes(self, manifest: str, *, model: bool = False) -> frozenset[str]:
-        """Of all tensors of a version and its base; of those of its `model` alone."""
+        """Return the dtypes of all tensors of a version and its base, or of its `model` alone."""
         every = (await self._fetch_manifest(manifest, alone=False)).tensors
         return frozenset(one.dtype for one in every if not (model and is_adapter_tensor(one.name)))
 
     async def stage_version(
         self, lineage: int, version: int, previous_manifest: str
     ) -> StagedVersion:
-        """Make a version durable; `before`: digest of another one of the same base, or empty."""
+        """Make a version durable and register it with the store.
+
+        `previous_manifest`: digest of another version with the same base, or empty.
+        """
         staged = await self.write_version(lineage, version, previous_manifest)
         await stage_manifest(self._mesh, staged)
         await self._deltas.start(VersionRef(lineage, version, staged.digest))
@@ -125,9 +126,9 @@ class VersionPublisher:
     async def write_version(
         self, lineage: int, version: int, previous_manifest: str
     ) -> StagedVersion:
-        """The same, before the store is told to keep it."""
+        """Write a version's chunks, before its manifest is registered with the store."""
         lora = self._data.config.lora
-        base: VersionRef | None = None  # what adapters are added to
+        base: VersionRef | None = None  # the version that adapters are added to
         if previous_manifest and lora.rank:
             found = await self._fetch_manifest(previous_manifest)
             base = found.base or VersionRef(found.lineage, found.version, previous_manifest)
@@ -136,7 +137,7 @@ class VersionPublisher:
         scale = lora.scale if base else 0.0
         made = build_version(self._data.id, lineage, version, outline, laid, base, scale)
         types = frozenset(one.dtype for one in made.manifest.tensors)
-        if base is not None:  # the same for many versions
+        if base is not None:  # many versions share one base
             if self._base_dtypes[0] != base.digest:
                 self._base_dtypes = base.digest, await self._read_dtypes(base.digest, model=True)
             types |= self._base_dtypes[1]
@@ -151,14 +152,16 @@ class VersionPublisher:
             del self._recent_manifests[next(iter(self._recent_manifests))]
 
     def _select_tensors(self, adapters: bool) -> dict[str, Tensor]:
-        """What a version has of its own: all, or adapters alone."""
+        """Return the meta tensors that a version stores itself: all, or adapters alone."""
         every = self._compute.meta_tensors.items()
         return {name: tensor for name, tensor in every if is_adapter_tensor(name) or not adapters}
 
     async def _stage_rows(
         self, meta_tensors: Mapping[str, Tensor], version: int, *, write: bool = True
     ) -> list[StagedRows]:
-        """Where each process of the core has its rows of these; without `write`, would have."""
+        """Return each process's rows of these tensors and their chunks; `write` stores the
+        chunks.
+        """
         how = make_staging_options(self._compute.meta_tensors, self._dtype, write_chunks=write)
         async with self._stage_lock:
             staging = self._compute.create_staging(how, f"storing weights of version {version}")
@@ -175,16 +178,15 @@ class VersionPublisher:
         return await retry(self._mesh.clock, lambda: store.call(Weights.fetch_manifest, asked))
 
     async def restage_version(self, lineage: int, version: int, manifest: str) -> bool:
-        """Writes a version that the store has not whole any more, with the base of its adapters, in
-        the chunks that its manifest says; False when these are not its weights, or do not stay so
-        meanwhile.
+        """Write an incomplete version again, with the base of its adapters, in its manifest's
+        chunks.
+
+        Return False if the current weights are not this version, or change before the end.
         """
         try:
             lost = await self._fetch_manifest(manifest)
-        except (
-            NotFound,
-            CorruptData,
-        ):  # it was of a whole version, or of what nobody knows any more
+        except (NotFound, CorruptData):
+            # It was the manifest of a full version, or is unknown.
             nothing = Manifest(self._data.id, lineage, version, [])
             lost = self._recent_manifests.get(manifest, nothing)
         outline, every = self._select_tensors(lost.base is not None), self._select_tensors(False)
@@ -192,7 +194,8 @@ class VersionPublisher:
         for write in (False, True):
             laid = await self._stage_rows(every, version, write=write)
             again = build_version(*about, laid, lost.base, lost.scale)
-            same = bool(lost.image) and again.manifest.image == lost.image  # however they are cut
+            # Equal weights may have another chunk layout.
+            same = bool(lost.image) and again.manifest.image == lost.image
             if again.digest != manifest and not (same and not any(p.dim for p in lost.tensors)):
                 return False
         if again.digest != manifest:
@@ -201,14 +204,12 @@ class VersionPublisher:
                 return False
         try:
             await stage_manifest(self._mesh, again)
-        except Refused:  # others have cut its base otherwise, and the store lacks some of that
+        except Refused:  # its base had another chunk layout, and the store lacks some of it
             return False
         return True
 
     async def _rechunk(self, lost_manifest: Manifest, staged_rows: Iterable[StagedRows]) -> bool:
-        """Writes the chunks that a version has by its manifest, of those that were staged just now
-        and are cut otherwise. False where the weights have changed.
-        """
+        """Write a version's chunks from rows of another layout; False if the weights differ."""
         there = [piece for one in staged_rows for piece in one.pieces]
         about = self._mesh, self._bulk
         read = partial(fetch_chunk, *about, wait_reason="weights", job=self._data.id)
@@ -224,11 +225,11 @@ class VersionPublisher:
     async def join_restaging(
         self, lineage: int, version: int, manifest: str, fallback: Callable[[], Awaitable[bool]]
     ) -> bool | None:
-        """What `stage_again` returns, or where that cannot be done what `otherwise` does; None
-        while it goes on: ask again.
+        """Return the result of `restage_version`, or of `fallback` if it cannot; None while in
+        progress.
 
-        It goes on when who asked is gone, because a gang that is cut off within a piece is lost.
-        Who asks meanwhile joins it.
+        The task continues after its caller has gone, because a gang that is interrupted within a
+        piece is lost. Later callers for the same manifest share the task.
         """
         if (task := self._restage_tasks.get(manifest)) is None:
 
@@ -248,13 +249,16 @@ async def rechunk_tensors(
     staged_pieces: Iterable[Piece],
     read_chunk: Callable[[str], Awaitable[bytes]],
 ) -> AsyncIterator[tuple[str, memoryview]]:
-    """Each chunk of the pieces that are `wanted`, by its digest, with what it should hold; another
-    digest: the elements are others. Errors as of `read`.
+    """Yield each chunk of `target_pieces`: its digest, and the content computed for it.
 
-    `there`: pieces of the same tensors, of the same types, which are cut along the same dimension.
-    `read`: the bytes of a chunk in which some lie.
+    A content with another digest means that the elements differ. Errors are those of `read_chunk`.
+
+    Args:
+        target_pieces: Pieces of the chunks to build.
+        staged_pieces: Pieces of the same tensors and dtypes, split along the same dimension.
+        read_chunk: Returns the bytes of a chunk that holds staged pieces.
     """
-    cut, last = group_by_tensor(staged_pieces), ("", b"")  # neighbours mostly lie in the same chunk
+    cut, last = group_by_tensor(staged_pieces), ("", b"")  # neighbours mostly share a chunk
     for digest, pieces in group_by_chunk(target_pieces).items():
         found = np.empty(max(piece.offset + piece.size for piece in pieces), np.uint8)
         for piece in pieces:

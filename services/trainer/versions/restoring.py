@@ -1,4 +1,4 @@
-"""Puts the learner where a checkpoint left it: the newest that is whole."""
+"""Restoration of the learner from the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ class CheckpointRestorer:
     ) -> None:
         self._mesh, self._bulk, self._data = mesh, bulk, data
         self._compute, self._enter_phase = compute, enter_phase
-        self._directory = data.run_dir / "checkpoints"  # at the run's home
+        self._directory = data.run_dir / "checkpoints"  # on the run host
 
     async def restore_newest(self, newest_name: str) -> tuple[str, Checkpoint]:
-        """The checkpoint called `last`, or the newest before it that is whole, with the learner in
-        its state. What is damaged is set aside. ConfigError when none is whole.
+        """Restore the checkpoint `newest_name`, or the newest intact one before it.
+
+        Corrupt checkpoints are quarantined. Raise ConfigError if none is intact.
         """
         first: MeshError | None = None
         earlier = (
@@ -90,9 +91,8 @@ class CheckpointRestorer:
                     Weights.quarantine_checkpoint,
                     CheckpointQuarantine(self._data.id, name, op, told),
                 )
-                await self._append_event(
-                    told, op
-                )  # the store has, if there was something to set aside
+                # The store appends it itself if there was something to quarantine.
+                await self._append_event(told, op)
             else:
                 return name, checkpoint
         raise ConfigError(
@@ -105,9 +105,10 @@ class CheckpointRestorer:
         )
 
     async def restore(self, name: str, checkpoint: Checkpoint) -> None:
-        """Puts the learner where a checkpoint left it, whose version the store has from then on.
-        Damaged or NotFound, and the learner is to be restored otherwise, when a file that it goes
-        on from is not what was written.
+        """Restore the learner from a checkpoint, and its version in the store.
+
+        Raise CorruptData or NotFound if a file that the learner resumes from is corrupt or missing;
+        the learner must then be restored in another way.
         """
         self._enter_phase("restoring", checkpoint.step)
         about = name, checkpoint.files, checkpoint.weights
@@ -120,7 +121,7 @@ class CheckpointRestorer:
         await self._ensure_version(name, checkpoint)
 
     async def repair_version(self, name: str, manifest: str) -> bool:
-        """Whether the store has a version whole, once it has what this checkpoint has of it."""
+        """Rebuild an incomplete version from this checkpoint; return True if it is complete."""
         try:
             await self._ensure_version(
                 name,
@@ -141,7 +142,7 @@ class CheckpointRestorer:
             await self._rebuild_version(name, checkpoint, error)
 
     async def _check_version(self, manifest: str) -> None:
-        """Damaged or NotFound unless the store has a version whole, as engines need it."""
+        """Raise CorruptData or NotFound unless the store has a version's chunks and base."""
         found = await WeightReceiver(self._mesh, self._bulk).fetch_manifest(manifest)
         base = [found.base.digest] if found.base is not None else []
         for digest in dict.fromkeys([manifest, *base, *(one.chunk for one in found.tensors)]):
@@ -162,8 +163,9 @@ class CheckpointRestorer:
     async def _rebuild_version(
         self, name: str, checkpoint: Checkpoint, error: CorruptData | NotFound
     ) -> None:
-        """Writes the version of a checkpoint to the store again, from the model that lies in its
-        directory; `error` goes on when that is not the version any more.
+        """Write a checkpoint's version to the store again, from the model in its directory.
+
+        Raise `error` if that model is not the version any more.
         """
         mesh, run = self._mesh, self._mesh.host.run_blocking
         async with self._open_files(name, checkpoint, "") as directory:
@@ -191,7 +193,7 @@ class CheckpointRestorer:
         await self._append_event(self._log_corruption("weights", path, error, then))
 
     async def _run_read(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What reads the model of a checkpoint; Damaged where that is none of its job."""
+        """Run a function that reads a checkpoint's model; CorruptData if it is not the job's."""
         try:
             call = partial(read, *args, **kwargs)
             return await self._mesh.host.run_blocking(call, deadline_s=SAVE_TIMEOUT_S)
@@ -214,18 +216,18 @@ class CheckpointRestorer:
 
 
 def _get_error_path(error: MeshError | None, fallback: Path) -> Path:
-    """The file that an error names, which has come from another process with that one's address."""
+    """Return the path that an error names; other processes prefix it with their address."""
     named = error is not None and error.where.startswith("/")
     return Path(error.where) if error is not None and named else fallback
 
 
 class VersionRebuilder:
-    """The contents of a version's chunks, made again from a checkpoint's model. It blocks."""
+    """Contents of a version's chunks, rebuilt from a checkpoint's model. It blocks."""
 
     def __init__(
         self, data: JobData, config: ModelConfig, manifest: Manifest, directory: Path
     ) -> None:
-        """`directory`: of the version's checkpoint. ConfigError when it cannot be read."""
+        """Open the model of a version's checkpoint `directory`; ConfigError if it is unreadable."""
         self.chunks = group_by_chunk(manifest.tensors)
         like = {
             piece.name: torch.empty(piece.shape, dtype=DTYPES[piece.dtype], device="meta")
@@ -234,13 +236,13 @@ class VersionRebuilder:
         }
         self._adapters = load_adapter(directory / ADAPTER_FOLDER, config, like) if like else {}
         model = directory
-        if like:  # beside the merged model, unless it is what the job was given
+        if like:  # beside the merged model, unless the base is the job's initial model
             own = directory / BASE_FOLDER
             model = own if own.is_dir() else data.bundle / data.config.model.path
         self._parameters = PretrainedParameters(model, config)
 
     def build_chunk(self, digest: str) -> memoryview:
-        """What that chunk of the manifest should hold; another digest: it does not."""
+        """Return the content of a chunk of the manifest; it differs if its digest does."""
         pieces = self.chunks[digest]
         found = torch.empty(max(p.offset + p.size for p in pieces), dtype=torch.uint8)
         for piece in pieces:

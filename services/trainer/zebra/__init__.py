@@ -1,1 +1,1 @@
-"""A mixture trained on two kinds of accelerators. Open `zebra_learner.py` first."""
+"""Training of an MoE model on two kinds of accelerators. Open `zebra_learner.py` first."""

@@ -1,4 +1,4 @@
-"""The profile of a rank's accelerator, measured once and kept on the host."""
+"""Profile of a rank's accelerator, measured once and cached on the host."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from meshrl.services.trainer.zebra.decoder_pieces import (
     PiecePass,
 )
 
-REPEATS = 3  # of each size, of which the fastest counts
-MEASURED_EXPERTS = 8  # whose products are measured together
+REPEATS = 3  # of each size; the fastest counts
+MEASURED_EXPERTS = 8  # measured together
 MIN_SEQUENCE_TOKENS, MIN_EXPERT_ROWS = 128, 16  # tokens of a sequence, rows of an expert
-BUDGET_S = 20.0  # of a curve: what is longer then goes on as it did before
-USABLE_MEMORY_SHARE = 0.9  # of a memory; the rest is for buffers and what one task needs
+BUDGET_S = 20.0  # of a curve: larger sizes are then extrapolated
+USABLE_MEMORY_SHARE = 0.9  # of a memory; the rest is for buffers and a task's working set
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredProfile:
     kind: AcceleratorCosts
-    backward_factor: float  # times a forward, of layers whose activations are kept
+    backward_factor: float  # backward / forward seconds, of layers whose activations are retained
 
     def encode(self) -> dict[str, Any]:
         return {"kind": asdict(self.kind), "backward": self.backward_factor}
@@ -70,7 +70,7 @@ def measure_profile(
     clock: Clock,
     name: str = "",
 ) -> MeasuredProfile:
-    """What the accelerator `name` takes for bins of up to `longest` tokens; it blocks."""
+    """Measure the accelerator `name` for bins of up to `max_tokens` tokens; it blocks."""
     layer = _make_one_layer_config(config)
     with torch.device(device):
         model = Decoder(layer, dtype, max_tokens + 1)
@@ -84,7 +84,7 @@ def measure_profile(
         measure.measure_experts, _list_doubled_sizes(MIN_EXPERT_ROWS, max(MIN_EXPERT_ROWS, most))
     )
     head, _ = measure.measure_curve(measure.measure_head, lengths)
-    memory = float(psutil.virtual_memory().total)  # of a CPU that of its host
+    memory = float(psutil.virtual_memory().total)  # on a CPU the host's memory
     if device.type == "cuda":
         memory = float(torch.cuda.mem_get_info(device)[1])
     return MeasuredProfile(
@@ -94,7 +94,7 @@ def measure_profile(
 
 
 def _make_one_layer_config(config: ModelConfig) -> ModelConfig:
-    """A model of one layer, which is a mixture of no more experts than are measured."""
+    """Return a model of one MoE layer with no more experts than are measured."""
     first = config.sparse_layers[0]
     return replace(
         config,
@@ -107,7 +107,7 @@ def _make_one_layer_config(config: ModelConfig) -> ModelConfig:
 
 
 def _list_doubled_sizes(minimum: int, maximum: int) -> list[int]:
-    """From `least`, which may be more than `most`, to `most`."""
+    """Return sizes from `minimum`, each twice the last, to `maximum`; `minimum` may exceed it."""
     found = [min(minimum, maximum)]
     while found[-1] < maximum:
         found.append(min(2 * found[-1], maximum))
@@ -115,7 +115,7 @@ def _list_doubled_sizes(minimum: int, maximum: int) -> list[int]:
 
 
 class _PassTimer:
-    """Seconds of passes on one device."""
+    """Timer of forward and backward passes on one device, seconds."""
 
     def __init__(self, model: Decoder, device: torch.device, clock: Clock) -> None:
         self._model, self._device, self._clock = model, device, clock
@@ -124,7 +124,7 @@ class _PassTimer:
     def measure_curve(
         self, measure: Callable[[int], tuple[float, float]], sizes: Sequence[int]
     ) -> tuple[CostCurve, float]:
-        """Seconds forward of each size, and how many times as long the largest takes backward."""
+        """Return each size's forward seconds, and the backward/forward ratio of the largest."""
         until = self._clock.monotonic() + BUDGET_S
         found: list[float] = []
         times = 0.0
@@ -134,11 +134,11 @@ class _PassTimer:
             times = backward_s / forward_s
             if self._clock.monotonic() > until:
                 break
-        # Of two sizes whose times are as good as the same, the larger one may seem faster.
+        # Of two sizes with almost equal times, the larger one may seem faster.
         return CostCurve(tuple(sizes[: len(found)]), tuple(accumulate(found, max))), times
 
     def measure_attention(self, length: int) -> tuple[float, float]:
-        """Of a piece, on one sequence."""
+        """Measure a piece on one sequence; return forward and backward seconds."""
         given = self._make_device_bin(length)
         config = self._model.config
 
@@ -156,7 +156,7 @@ class _PassTimer:
         return self._time_fastest_pass(pass_)
 
     def measure_experts(self, rows: int) -> tuple[float, float]:
-        """Of one expert, on so many rows."""
+        """Measure one expert on `rows` rows; return forward and backward seconds."""
         experts = self._pieces.get_moe_layer(0).experts
         count = experts.config.experts
         x = self._draw_normal(rows * count, experts)
@@ -171,7 +171,7 @@ class _PassTimer:
         return forward_s / count, backward_s / count
 
     def measure_head(self, tokens: int) -> tuple[float, float]:
-        """Of the last piece: norm, head and log-probabilities."""
+        """Measure the last piece: norm, head and log-probabilities."""
         given, experts = self._make_device_bin(tokens), self._pieces.get_moe_layer(0).experts
         k = experts.config.experts_per_token
         residual, apart = self._draw_normal(tokens, experts), self._draw_normal(tokens * k, experts)
@@ -187,7 +187,7 @@ class _PassTimer:
         return self._time_fastest_pass(pass_)
 
     def _time_fastest_pass(self, pass_: Callable[[], Callable[[], object]]) -> tuple[float, float]:
-        """Seconds forward and backward, of a few passes after one that is not counted."""
+        """Return forward and backward seconds of the fastest pass, after one warm-up pass."""
         times = []
         for _ in range(1 + REPEATS):
             began_s = self._read_clock_s()
@@ -231,7 +231,7 @@ MEASURE_TIMEOUT_S = 300.0  # three curves, of which each takes up to its budget 
 
 
 async def load_or_measure_profile(mesh: Mesh, data: JobData) -> dict[str, Any]:
-    """Return what a rank publishes of its accelerator, for the planner; or nothing."""
+    """Return the profile that a rank publishes for the planner; empty if measuring failed."""
     accelerator = mesh.settings.accelerator
     name = match_kind(accelerator) or accelerator
     about = _build_profile_key(data, name)
@@ -251,7 +251,7 @@ async def load_or_measure_profile(mesh: Mesh, data: JobData) -> dict[str, Any]:
             name,
             deadline_s=MEASURE_TIMEOUT_S,
         )
-    except (RuntimeError, MeshError) as error:  # as where memory is too small
+    except (RuntimeError, MeshError) as error:  # for instance if memory is too small
         mesh.telemetry.log.warning("no profile of this accelerator", kind=name, error=str(error))
         return {}
     told = found.encode()
@@ -274,7 +274,7 @@ def _build_profile_key(data: JobData, name: str) -> dict[str, Any]:
 
 
 def _read_profile(path: Path) -> dict[str, Any] | None:
-    """What was measured before; None: nothing that can be read."""
+    """Return the cached profile; None if it is missing or unreadable."""
     try:
         told: dict[str, Any] = json.loads(path.read_text())
         parse_accelerator_costs(told["kind"], "a kept profile")

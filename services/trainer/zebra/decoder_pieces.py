@@ -1,9 +1,8 @@
-"""A decoder cut at its mixture layers: what attention ranks compute of it, piece by piece.
+"""Decoder split at its MoE layers into the pieces that attention ranks compute.
 
-A piece begins with what the experts of one mixture layer made, and ends with what goes to those of
-the next one. Autograd is cut there: the gradient of what went out comes back from the experts, that
-of the routing from the piece that follows, and one backward pass of the piece takes both, so that
-each weight is passed once.
+A piece begins with the expert outputs of one MoE layer and ends with the expert inputs of the next.
+Autograd is cut there. The experts return the gradient of their inputs, and the following piece that
+of the routing. One backward pass of the piece takes both, so that each weight is traversed once.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from meshrl.services.trainer.models.forward import DeviceBin
 
 
 class PieceOutputs(NamedTuple):
-    """What a piece ends with, of n tokens."""
+    """Outputs of a piece, for n tokens."""
 
     residual: Tensor  # [n, hidden_size]
-    routing_weights: Tensor  # [n, k], of what the chosen experts will make
-    expert_inputs: Tensor  # [n, hidden_size]: what goes to them
+    routing_weights: Tensor  # [n, k], weights of the chosen experts' outputs
+    expert_inputs: Tensor  # [n, hidden_size]
     balance_loss: Tensor  # scalar, see `meshrl.common.model.network.moe.RouterOutput`
 
 
 class PieceInputs(NamedTuple):
-    """What the next piece begins with: leaves of its graph."""
+    """Inputs of the next piece: leaves of its autograd graph."""
 
     residual: Tensor
     routing_weights: Tensor
-    expert_outputs: Tensor  # [n, k, hidden_size]: what the experts made
+    expert_outputs: Tensor  # [n, k, hidden_size]
 
 
 class DecoderPieces:
-    """Those of a model, one more than it has mixture layers; the last ends with hidden states."""
+    """Pieces of a model, one more than its MoE layers; the last returns hidden states."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
@@ -46,7 +45,7 @@ class DecoderPieces:
         self.dtype = model.final_norm.dtype  # of passes
 
     def run_first(self, device_bin: DeviceBin) -> tuple[PieceOutputs, Tensor]:
-        """Piece 0 of a bin, and the experts [n, k] that its tokens are sent to."""
+        """Run piece 0 of a bin; return its outputs and the experts [n, k] of its tokens."""
         return self._run_to_experts(
             0, device_bin, embedding(device_bin.tokens, self._model.embedding)
         )
@@ -54,11 +53,11 @@ class DecoderPieces:
     def run_next(
         self, number: int, device_bin: DeviceBin, inputs: PieceInputs
     ) -> tuple[PieceOutputs, Tensor]:
-        """A piece behind the first that is not the last one."""
+        """Run a piece that is neither the first nor the last."""
         return self._run_to_experts(number, device_bin, self._combine_experts(number, inputs))
 
     def run_last(self, device_bin: DeviceBin, inputs: PieceInputs) -> Tensor:
-        """[n, hidden_size], normalised: hidden states."""
+        """Run the last piece; return normalised hidden states [n, hidden_size]."""
         model = self._model
         hidden = self._combine_experts(len(self.moe_layers), inputs)
         hidden = self._run_dense_layers(
@@ -96,14 +95,14 @@ class DecoderPieces:
         return hidden
 
     def get_moe_layer(self, moe_layer: int) -> MoeDecoderLayer:
-        """The mixture layer of this number among such."""
+        """Return the layer at this index among the MoE layers."""
         found = self._model.layers[self.moe_layers[moe_layer]]
         assert isinstance(found, MoeDecoderLayer)
         return found
 
 
 class PiecePass:
-    """A piece's pass over one bin: forward now, backward later, or `again` from its inputs."""
+    """Pass of a piece over one bin: forward now, backward later, or recomputed from its inputs."""
 
     def __init__(
         self,
@@ -111,7 +110,9 @@ class PiecePass:
         inputs: PieceInputs | None,
         recompute: bool,
     ) -> None:
-        """`piece` returns what it ends with, which has gradients, and what has none."""
+        """Run the forward pass; `piece` returns differentiable outputs, and one without
+        gradient.
+        """
         self._piece, self._recompute = piece, recompute
         self._inputs = None if inputs is None else PieceInputs(*(t.detach() for t in inputs))
         with torch.set_grad_enabled(not recompute):
@@ -126,7 +127,7 @@ class PiecePass:
         return self._piece(self._inputs)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> PieceInputs | None:
-        """The gradients of what came in, given those of `ends`."""
+        """Return the gradients of the piece's inputs, given those of `outputs`."""
         ends = self._graph_outputs
         if ends is None:
             with torch.enable_grad():
@@ -145,7 +146,7 @@ class PiecePass:
 
 
 def take_gradient(tensor: Tensor) -> Tensor:
-    """Its gradient, which it gives up."""
+    """Return the gradient of a tensor and clear it."""
     gradient = tensor.grad
     tensor.grad = None
     return torch.zeros_like(tensor) if gradient is None else gradient

@@ -1,4 +1,4 @@
-"""Ranks all alike, whose whole bins are padded to the pace of declared accelerators."""
+"""Emulation of uniform ranks: passes over bins, padded to a declared accelerator's speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshrl.services.trainer.zebra.zebra_emulation import ZebraEmulation
 
 
 class EmulatedBins:
-    """Those of one rank, with experts over `degree` of them."""
+    """Emulation of one rank's bins, with experts over `expert_parallel` ranks."""
 
     def __init__(self, emulation: ZebraEmulation, expert_parallel: int, clock: Clock) -> None:
         self.emulation, self._expert_parallel = emulation, expert_parallel
@@ -20,7 +20,7 @@ class EmulatedBins:
 
     @contextmanager
     def emulate(self, bins: Sequence[Bin], with_backward: bool) -> Iterator[None]:
-        """Passes over bins, forward and with `back` backward, take no less than their pace."""
+        """Pad passes over bins, and backward passes if `with_backward`, to their emulated time."""
         began_s = self._sync.now()
         yield
         wanted_s = sum(

@@ -1,8 +1,8 @@
-"""The two lanes of a zebra gang, in which rows go to experts and back: each is a thread with a
-process group of its own, so that both directions move while the rank computes.
+"""Lanes of a zebra gang, which carry rows to experts and back.
 
-A lane takes its exchanges one by one, in an order that all ranks know. On a GPU it has a stream of
-its own, and whoever uses what has come waits for an event of it.
+Each lane is a thread with its own process group, so that both directions transfer while the rank
+computes. A lane runs its exchanges one by one, in an order that all ranks know. On a GPU it has its
+own stream, and consumers of received rows wait for an event of that stream.
 """
 
 from __future__ import annotations
@@ -21,41 +21,39 @@ from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import RankLost
 from meshrl.services.trainer.zebra.zebra_emulation import ZebraEmulation
 
-MIN_TRANSFER_S = 1e-6  # of a transfer that is paced
-WAKE_UP_S = 3e-4  # in which a thread that slept is awake again
+MIN_TRANSFER_S = 1e-6  # of an emulated transfer
+WAKE_UP_S = 3e-4  # time that a sleeping thread takes to wake up
 
 
 class ExchangeKey(NamedTuple):
     is_backward: bool
-    moe_layer: int  # number of the mixture layer
+    moe_layer: int  # index among the MoE layers
     micro_batch: int
 
 
 @dataclass
 class Exchange:
-    """What goes from this rank to others in one step of a lane, and what comes from them.
+    """Rows that this rank sends and receives in one step of a lane.
 
-    `counts` [experts that lie there], int64, go before rows where the other end cannot know how
-    many come; else `sizes` says how many rows come from whom, by the time that they do.
+    `sent_counts` (int64 [experts of the receiver]) precede the rows if the receiver cannot know
+    their number. Otherwise `get_receive_sizes` returns the rows per sender before they arrive.
     """
 
     key: ExchangeKey
     needs_input: bool  # until `ExchangeLane.send` or `ExchangeLane.mark_ready`
-    sends_counts: bool  # whether counts go first
-    source_ranks: Mapping[
-        int, int
-    ]  # ranks that give something to this one: the length of their counts
-    row_width: int  # of a row
+    sends_counts: bool  # whether counts precede rows
+    source_ranks: Mapping[int, int]  # ranks that send to this one: the length of their counts
+    row_width: int  # elements of a row
     dtype: torch.dtype
     get_receive_sizes: Callable[[], Mapping[int, int]] = dict
-    sent_rows: Mapping[int, Tensor] = field(default_factory=dict)  # that go, by rank
+    sent_rows: Mapping[int, Tensor] = field(default_factory=dict)  # by rank
     sent_counts: Mapping[int, Tensor] = field(default_factory=dict)
-    received_rows: dict[int, Tensor] = field(default_factory=dict)  # until they are taken
+    received_rows: dict[int, Tensor] = field(default_factory=dict)  # until the caller takes them
     received_counts: dict[int, Tensor] = field(default_factory=dict)
 
 
 class RoundSync:
-    """What both lanes and the arithmetic of a rank wait at: who fails ends it for all."""
+    """Condition that both lanes and the arithmetic wait at; one failure ends all waits."""
 
     def __init__(self, clock: Clock, deadline_s: float) -> None:
         self.condition = threading.Condition()
@@ -64,13 +62,13 @@ class RoundSync:
         self._failure: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Nobody waits any more in this round."""
+        """Record a failure and end all waits of this round."""
         with self.condition:
             self._failure = self._failure or error
             self.condition.notify_all()
 
     def wait(self, is_ready: Callable[[], bool], description: str) -> None:
-        """Until it is there, with the condition held; what another part has raised, or RankLost."""
+        """Wait with the condition held; raise the round's failure, or RankLost at the deadline."""
         found = self.condition.wait_for(lambda: bool(self._failure) or is_ready(), self._deadline_s)
         if self._failure is not None:
             raise self._failure
@@ -78,7 +76,7 @@ class RoundSync:
             raise RankLost(f"{description} took over {self._deadline_s:g} s")
 
     def sleep_until(self, until_s: float) -> None:
-        """Do nothing until then (monotonic); the very end is not slept through."""
+        """Sleep until a monotonic time; the last moments are a busy wait."""
         with self.condition:
             while not self._failure and (left_s := until_s - WAKE_UP_S - self.now()) > 0:
                 self.condition.wait(left_s)
@@ -87,7 +85,7 @@ class RoundSync:
 
 
 class ExchangeLane:
-    """One direction. With `pace`, what a rank gives takes what a transfer does at least."""
+    """One direction of the exchange. Emulated transfers are padded to the declared link's speed."""
 
     def __init__(
         self,
@@ -96,22 +94,23 @@ class ExchangeLane:
         device: torch.device,
         emulation: ZebraEmulation | None = None,
     ) -> None:
-        """All ranks of the group make it together, as NCCL wants for its first call."""
+        """Create the lane together with all ranks of the group: NCCL's first call is collective."""
         self._name, self._group, self._device = name, group, device
         self._emulation = emulation
-        self._stream: Any = None  # of its own on a GPU; elsewhere there are none
+        self._stream: Any = None  # one per lane on a GPU; none elsewhere
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._sync: RoundSync
-        self._ready_events: dict[ExchangeKey, Any] = {}  # events after which what is given is there
+        # events after which the rows to send are ready
+        self._ready_events: dict[ExchangeKey, Any] = {}
         self._done_events: dict[ExchangeKey, Any] = {}
         self._exchanges: dict[ExchangeKey, Exchange] = {}
-        self.transfers: list[tuple[float, float]] = []  # what this rank gave in the last round
+        self.transfers: list[tuple[float, float]] = []  # when this rank sent
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     @contextmanager
     def run_round(self, exchanges: Sequence[Exchange], sync: RoundSync) -> Iterator[None]:
-        """Runs these exchanges, in this order, within the block, whose end waits for them."""
+        """Run these exchanges in order within the block; leaving it waits for them."""
         self._sync, self.transfers = sync, []
         self._ready_events, self._done_events = {}, {}
         self._exchanges = {one.key: one for one in exchanges}
@@ -125,7 +124,7 @@ class ExchangeLane:
             with sync.condition:
                 sync.wait(lambda: len(self._done_events) == len(exchanges), self._name)
         except BaseException as error:
-            sync.fail(error)  # a thread that waits in the group ends with that
+            sync.fail(error)  # a thread that waits in the group ends with this
             raise
         thread.join()
         self._exchanges = {}
@@ -136,19 +135,19 @@ class ExchangeLane:
         rows: Mapping[int, Tensor],
         counts: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """What this rank has to give in an exchange, by rank."""
+        """Provide the rows that this rank sends in an exchange, by rank."""
         exchange = self._exchanges[key]
         exchange.sent_rows, exchange.sent_counts = rows, counts or {}
         self.mark_ready(key)
 
     def mark_ready(self, key: ExchangeKey) -> None:
-        """It is known from now on how much comes in an exchange."""
+        """Mark the sizes of an exchange's incoming rows as known."""
         with self._sync.condition:
             self._ready_events[key] = self._record_event()
             self._sync.condition.notify_all()
 
     def receive(self, key: ExchangeKey) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Wait for an exchange: the rows that came, by rank, now the caller's, and counts."""
+        """Wait for an exchange; return its rows by rank, which the caller then owns, and counts."""
         with self._sync.condition:
             self._sync.wait(lambda: key in self._done_events, f"{self._name} of {key}")
             event = self._done_events[key]
@@ -162,7 +161,7 @@ class ExchangeLane:
         return rows, exchange.received_counts
 
     def count_received(self, key: ExchangeKey) -> dict[int, int]:
-        """How many rows came in an exchange that was counted, by rank."""
+        """Return the number of rows received in an exchange with counts, by rank."""
         counts = self._exchanges[key].received_counts
         return {rank: int(some.sum()) for rank, some in counts.items()}
 
@@ -219,7 +218,7 @@ class ExchangeLane:
         shapes: Mapping[int, tuple[int, ...]],
         dtype: torch.dtype,
     ) -> dict[int, Tensor]:
-        """What comes of sending some tensors and receiving others, all of them at once."""
+        """Send tensors and receive others, all at once; return those received, by rank."""
         came = {
             rank: torch.empty(shape, dtype=dtype, device=self._device)
             for rank, shape in shapes.items()

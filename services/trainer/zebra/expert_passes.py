@@ -1,4 +1,4 @@
-"""What a rank computes with its experts, of one layer and micro-batch, for all tokens."""
+"""Passes of a rank's experts, of one layer and micro-batch, for all tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meshrl.common.model.network.moe import MixtureOfExperts, order_by_expert
 
 @dataclass
 class ExpertPass:
-    """A forward pass of the experts of a layer, whose backward is still to come."""
+    """Forward pass of a layer's experts, with its backward pass still to come."""
 
     experts: MixtureOfExperts
-    sizes: dict[int, int]  # rows of each attention rank
-    order: Tensor  # int64 [m]: rows as they came, those of an expert side by side
+    sizes: dict[int, int]  # rows from each attention rank
+    order: Tensor  # int64 [m]: rows in order of arrival, sorted by expert
     expert_ends: Tensor  # int64 [experts here]
-    rows: Tensor  # [m, hidden_size], in that order; a leaf of the graph
-    outputs: Tensor | None  # [m, hidden_size] with its graph; None: it is computed again
+    rows: Tensor  # [m, hidden_size], sorted by expert; a leaf of the graph
+    outputs: Tensor | None  # [m, hidden_size] with its graph; None: to be recomputed
 
 
 def run_forward(
@@ -30,7 +30,11 @@ def run_forward(
     keep_graph: bool,
     recompute: bool,
 ) -> tuple[dict[int, Tensor], ExpertPass]:
-    """Return what experts make of ranks' sorted rows; `keeps` its graph, or makes it `again`."""
+    """Run the experts on ranks' sorted rows; return outputs by rank, and the pass.
+
+    The pass keeps its graph if `keep_graph`, or is computed again in the backward pass if
+    `recompute`.
+    """
     sources = sorted(rows)
     came = torch.stack([counts[rank] for rank in sources])  # [attention ranks, experts here]
     order = order_by_expert(came)
@@ -52,7 +56,7 @@ def run_forward(
 
 
 def run_backward(expert_pass: ExpertPass, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The gradients of the rows of each attention rank, given those of what was made of them."""
+    """Return the gradients of each attention rank's rows, given those of the outputs."""
     sources = sorted(expert_pass.sizes)
     slope = torch.cat([gradients[rank] for rank in sources]).index_select(0, expert_pass.order)
     if not len(slope):
@@ -77,7 +81,7 @@ def _compute_experts(expert_pass: ExpertPass) -> Tensor:
 
 
 def _split_by_rank(expert_pass: ExpertPass, ordered: Tensor) -> dict[int, Tensor]:
-    """Rows in the order in which they came, by attention rank."""
+    """Return rows in the order of arrival, by attention rank."""
     back = torch.empty_like(ordered)
     back[expert_pass.order] = ordered
     sources = sorted(expert_pass.sizes)

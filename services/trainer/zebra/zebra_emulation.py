@@ -1,4 +1,4 @@
-"""A gang that trains a mixture, its tasks and transfers padded to declared accelerators."""
+"""Emulation of a gang that trains an MoE model: tasks and transfers padded to declared speeds."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ from meshrl.common.job.emulation import LATE_SHARE, parse_emulation_scale
 
 @dataclass
 class ZebraEmulation:
-    """A rank's pace: its accelerator's `kind`, and what `tokens` a real one stands for."""
+    """Emulated speed of a rank: its accelerator's costs, and emulated tokens per computed token."""
 
     profile: MixtureProfile
     costs: AcceleratorCosts
     token_scale: float = 1.0
     emulated_steps: int = field(default=0, init=False)  # tasks and transfers so far
-    late_steps: int = field(default=0, init=False)  # of them, that took longer than their pace
+    late_steps: int = field(default=0, init=False)  # those that took longer than emulated
 
     def predict_task_s(self, work: TaskKind, backward: bool, sizes: Sequence[float]) -> float:
-        """Seconds of a task: of attention on such sequences, or of experts that get such rows."""
+        """Return the seconds of a task: attention on such sequences, or experts with such rows."""
         curve = self.costs.attention if work is TaskKind.ATTENTION else self.costs.experts
         times = self.profile.backward if backward else 1.0
         return times * self._sum_curve_s(curve, sizes)
 
     def predict_head_s(self, tokens: float, with_backward: bool) -> float:
-        """Of the last piece, which goes back at once if it does."""
+        """Return the seconds of the last piece, with its backward pass if it runs at once."""
         return (1.0 + BACKWARD_FACTOR * with_backward) * self._sum_curve_s(
             self.costs.head, [tokens]
         )
 
     def predict_transfer_s(self, rows: int) -> float:
-        """Of a transfer in which a rank gives so many rows."""
+        """Return the seconds of a transfer in which a rank sends this many rows."""
         seconds = rows * self.token_scale * self.profile.row_bytes / self.profile.link_bytes_per_s
         return self.profile.link_latency_s + seconds
 
     def predict_bin_s(
         self, lengths: Sequence[float], expert_parallel: int, with_backward: bool = True
     ) -> float:
-        """Seconds of a bin, and `back`, on a rank like all others with experts over `degree`."""
+        """Return the seconds of a bin on a uniform rank; experts are over `expert_parallel`
+        ranks.
+        """
         profile, tokens = self.profile, sum(lengths)
         rows = tokens * profile.experts_per_token * expert_parallel / profile.experts
         layer = self._sum_curve_s(self.costs.attention, lengths)
@@ -59,7 +61,7 @@ class ZebraEmulation:
         )
 
     def record(self, target_s: float, took_s: float) -> None:
-        """Something that was to take so long has ended."""
+        """Record a finished task or transfer with its target time."""
         self.emulated_steps += 1
         self.late_steps += took_s > (1.0 + LATE_SHARE) * target_s
 
@@ -73,8 +75,9 @@ class ZebraEmulation:
 
 
 def build_emulation(data: JobData, accelerator: str) -> ZebraEmulation | None:
-    """The pace of a rank on an accelerator of this name, in real seconds; None where the job has
-    its ranks compute as fast as they can. ConfigError for an accelerator of no declared kind.
+    """Return the emulation of a rank on this accelerator, in real seconds; None if not emulated.
+
+    Raise ConfigError for an accelerator of no declared kind.
     """
     training = data.config.training
     pace = parse_emulation_scale(training.pace)

@@ -1,5 +1,7 @@
-"""The learner of a rank of a zebra gang (arXiv 2504.03871): attention, gates and embeddings are on
-the first ranks, cut over them by rows; the experts of each layer are on the others.
+"""Learner of a rank of a zebra gang (arXiv 2504.03871).
+
+Attention, gates and embeddings are on the first ranks, sharded over them by rows. The experts of
+each layer are on the other ranks.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ from meshrl.services.trainer.zebra.zebra_round import MicroBatch, ZebraRound
 
 
 class ShardedWorkingCopy:
-    """A copy of the rows of `masters` in the type of passes. Gradients are summed over bins in
-    float32, and over attention ranks when a round has ended.
+    """Copy of the masters' rows in the dtype of passes.
+
+    Gradients are summed over bins in float32, and over attention ranks at the end of a round.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class ShardedWorkingCopy:
         device: torch.device,
         attention_group: dist.ProcessGroup | None,
     ) -> None:
-        """`attention`: the group of the attention ranks; None on an expert rank."""
+        """Create the copy; `attention_group` has the attention ranks, None on an expert rank."""
         self._attention_group = attention_group
         self._masters = dict(masters.named_parameters())
         self._shapes = shapes
@@ -85,7 +88,7 @@ class ShardedWorkingCopy:
 
     @torch.no_grad()
     def update_from_masters(self) -> None:
-        """Takes over the masters if they have changed; all attention ranks do so together."""
+        """Update the copy if the masters have changed; all attention ranks call it together."""
         if not self.is_stale:
             return
         for name, parameter in self._parameters.items():
@@ -134,13 +137,13 @@ class ShardedWorkingCopy:
 
 
 def replace_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Gives a module another parameter of this name."""
+    """Replace the parameter of this name in its module."""
     place, _, kind = name.rpartition(".")
     setattr(model.get_submodule(place), kind, parameter)
 
 
 class ZebraLearner(RowShardedLearner):
-    """A rank's part of it. All ranks do the same in one sequence."""
+    """Learner of one rank's part; all ranks do the same in one sequence."""
 
     def __init__(
         self,
@@ -151,9 +154,10 @@ class ZebraLearner(RowShardedLearner):
         recompute: bool = False,
         emulation: ZebraEmulation | None = None,
     ) -> None:
-        """`model` lies on the `meta` device: it takes its rows, and no others, from the beginning.
-        `again`: what a task computes is computed again on the way back, so that less is kept.
-        `pace`: what it is slowed down to.
+        """Allocate this rank's rows of `model`, which is on the `meta` device, and no others.
+
+        `recompute`: compute a task's activations again in the backward pass, to save memory.
+        `emulation`: pads tasks to a declared accelerator's speed.
         """
         mesh, dtype, deadline_s = context.device_mesh, settings.dtype, context.deadline_s
         config, rank = model.config, mesh.get_local_rank()
@@ -192,8 +196,9 @@ class ZebraLearner(RowShardedLearner):
         return self._group.rank() < self._division.attention_ranks
 
     def compute_local_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
-        """This rank's rows of the flat gradient, summed over all bins of a round; the statistics of
-        its own ones, of which an attention rank has `micros`, and an expert rank none.
+        """Return this rank's rows of a round's flat gradient, and statistics of its own bins.
+
+        An attention rank has `micro_batches` bins, an expert rank none.
         """
         self._sharded_copy.update_from_masters()
         self._sharded_copy.reset_gradients()
@@ -212,7 +217,7 @@ class ZebraLearner(RowShardedLearner):
         return self._sharded_copy.collect_gradient(), [stats[micro] for micro in range(len(bins))]
 
     def score(self, bin: Bin, quantity: str = "logprobs") -> NDArray[np.float32]:
-        """`logprobs` of an attention rank's bin's targets [n]; expert ranks take part with any."""
+        """Return `logprobs` of an attention rank's targets [n]; expert ranks pass any bin."""
         self._sharded_copy.update_from_masters()
         given = [self._make_micro_batch(bin)] if self.has_attention else []
         found = np.zeros(len(bin.tokens), np.float32)
@@ -226,7 +231,7 @@ class ZebraLearner(RowShardedLearner):
         return found
 
     def refresh(self) -> None:
-        """The next pass computes with the weights as they are now."""
+        """Mark the copy as stale: the next pass computes with the current weights."""
         self._sharded_copy.is_stale = True
 
     def scatter_weights(
@@ -259,7 +264,7 @@ class ZebraLearner(RowShardedLearner):
 def check_zebra_config(
     config: ModelConfig, algorithm_config: AlgorithmConfig, division: ZebraDivision
 ) -> None:
-    """ConfigError for what such a gang cannot train."""
+    """Raise ConfigError for settings that a zebra gang cannot train."""
     where, mixture, hosted = "training.zebra", config.sparse_layers, division.hosted_experts
     if not mixture:
         raise ConfigError("a zebra gang trains a mixture of experts", where=where)
@@ -284,7 +289,7 @@ def check_zebra_config(
 def keep_own_rows(
     model: Decoder, rank: int, ownership: ZebraOwnership, attention_mesh: DeviceMesh | None
 ) -> None:
-    """Leave a rank's rows of a model on `meta`; Muon knows those that are cut over `among`."""
+    """Reduce a model on `meta` to a rank's rows, as DTensors over an `attention_mesh`."""
     for name, parameter in list(model.named_parameters()):
         own = parameter.detach()[ownership.get_rows(name, len(parameter), rank)]
         if attention_mesh is not None and not is_expert_matrix(name):

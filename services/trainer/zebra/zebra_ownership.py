@@ -1,4 +1,4 @@
-"""What each rank of a zebra gang has: attention ranks come first, then expert ranks."""
+"""Row ownership in a zebra gang: attention ranks come first, then expert ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from meshrl.services.trainer.sharding.row_ownership import split_evenly
 
 @dataclass(frozen=True)
 class ZebraOwnership:
-    """See `RowOwnership`. `hosted[i]`: experts of the i-th mixture layer that each attention rank
-    has,
-    its first ones; the expert ranks share the rest. All other parameters are cut over the attention
+    """Ownership of a zebra gang's rows, see `RowOwnership`.
+
+    Each attention rank has `hosted_experts[i]` experts of the i-th MoE layer, from the first
+    experts on; the expert ranks share the rest. All other parameters are split over the attention
     ranks.
     """
 
     attention_ranks: int
     expert_ranks: int
-    moe_layers: tuple[int, ...]  # their numbers among all layers
+    moe_layers: tuple[int, ...]  # their indices among all layers
     experts_per_layer: int
     hosted_experts: tuple[int, ...]
 
@@ -30,7 +31,7 @@ class ZebraOwnership:
         return slice(total, total)
 
     def get_experts(self, moe_layer: int, rank: int) -> slice:
-        """The experts that a rank has of the mixture layer of this number."""
+        """Return the experts of the MoE layer at this index that a rank has."""
         hosted = self.hosted_experts[moe_layer]
         if rank < self.attention_ranks:
             return slice(rank * hosted, (rank + 1) * hosted)
@@ -40,7 +41,7 @@ class ZebraOwnership:
         return slice(first + begin, first + end)
 
     def list_owners(self, moe_layer: int) -> list[int]:
-        """The ranks that have experts of a layer, in the order of these."""
+        """Return the ranks that have experts of a layer, in the order of the experts."""
         ranks = range(self.attention_ranks + self.expert_ranks)
         own = ((rank, self.get_experts(moe_layer, rank)) for rank in ranks)
         return [rank for rank, rows in own if rows.stop > rows.start]

@@ -1,7 +1,7 @@
-"""One rank's part in a round of a zebra gang: its tasks in their order, and what goes between them.
+"""Round of a zebra gang on one rank: its tasks in order, and the exchanges between them.
 
-Every attention rank has `micros` bins. What its tokens are sent to is sorted by expert, so that the
-rows of each rank that has experts lie side by side.
+Every attention rank has `micro_batches` bins. Rows are sorted by expert before dispatch, so that
+the rows of each expert rank are contiguous.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from meshrl.services.trainer.zebra.expert_passes import ExpertPass
 from meshrl.services.trainer.zebra.zebra_emulation import ZebraEmulation
 from meshrl.services.trainer.zebra.zebra_ownership import ZebraOwnership
 
-# Of micro-batch, ..; the gradients of what came.
+# Micro-batch, its bin and the last piece's inputs; returns the gradients of these inputs.
 RunHead = Callable[[int, DeviceBin, PieceInputs], PieceInputs | None]
 
 
 @dataclass(frozen=True)
 class SortedRouting:
-    """How the rows of a micro-batch that go to the experts of a layer are ordered."""
+    """Order of a micro-batch's rows for the experts of one layer."""
 
-    order: Tensor  # int64 [n * k]: choices, by expert
+    order: Tensor  # int64 [n * k]: choices, sorted by expert
     inverse: Tensor  # int64 [n * k]: its inverse
-    expert_counts: dict[int, Tensor]  # int64 [experts there], by rank
+    expert_counts: dict[int, Tensor]  # int64 [experts of the rank], by rank
     row_counts: dict[int, int]  # rows, by rank
 
 
 @dataclass
 class ComputedSpan:
-    """When a task was computed, on the monotonic clock."""
+    """Time span in which a task was computed, on the monotonic clock."""
 
     task: ScheduledTask
     start_s: float
@@ -64,18 +64,18 @@ class ComputedSpan:
 
 @dataclass
 class MicroBatch:
-    """What a rank remembers of one micro-batch between its tasks."""
+    """State of one micro-batch between its tasks."""
 
     device_bin: DeviceBin
     lengths: Sequence[int]  # of its sequences
     balance_weight: Tensor  # scalar: weight of a layer's balance loss
     piece_passes: dict[int, PiecePass] = field(default_factory=dict)  # by piece
-    routings: dict[int, SortedRouting] = field(default_factory=dict)  # by mixture layer
-    gradient: PieceInputs | None = None  # the gradients that the next piece has given
+    routings: dict[int, SortedRouting] = field(default_factory=dict)  # by MoE layer
+    gradient: PieceInputs | None = None  # from the next piece
 
 
 class ZebraRound:
-    """It blocks: lanes are threads, and whoever needs something waits for it."""
+    """Executor of a rank's tasks in a round; it blocks, and the lanes are threads."""
 
     def __init__(
         self,
@@ -87,8 +87,12 @@ class ZebraRound:
         recompute: bool,
         emulation: ZebraEmulation | None = None,
     ) -> None:
-        """`lanes`: dispatch and combine. `deadline_s`: for what another rank has to give. `again`:
-        what a task computed is computed again on the way back.
+        """Create an executor of rounds.
+
+        Args:
+            lanes: Dispatch and combine.
+            deadline_s: Maximum wait for another rank's rows, seconds.
+            recompute: Compute a task's activations again in the backward pass.
         """
         self._ownership, self._rank, self._pieces = ownership, rank, pieces
         self._dispatch, self._combine = lanes
@@ -99,10 +103,9 @@ class ZebraRound:
         self._has_attention = rank < ownership.attention_ranks
         self._moe_layer_count = len(ownership.moe_layers)
         self._micro_batches: list[MicroBatch] = []
-        self._expert_passes: dict[
-            tuple[int, int], ExpertPass
-        ] = {}  # by mixture layer and micro-batch
-        # Rows that stay here, and counts.
+        # by MoE layer and micro-batch
+        self._expert_passes: dict[tuple[int, int], ExpertPass] = {}
+        # Rows, and counts, that stay on this rank.
         self._own_rows: dict[ExchangeKey, tuple[Tensor, Tensor | None]] = {}
         self._own_outputs: dict[ExchangeKey, Tensor] = {}
         self._keep_graphs = True
@@ -115,7 +118,7 @@ class ZebraRound:
         head: RunHead,
         forward_only: bool,
     ) -> None:
-        """All tasks of this rank. `given`: its micro-batches, of an expert rank none."""
+        """Run all tasks of this rank; an expert rank has no `own_micro_batches`."""
         self._micro_batches, self._keep_graphs = list(own_micro_batches), not forward_only
         self._expert_passes, self._own_rows, self._own_outputs = {}, {}, {}
         self.spans = []
@@ -154,17 +157,19 @@ class ZebraRound:
         self._micro_batches = []
 
     def fail(self, error: BaseException) -> None:
-        """Ends a round that another thread computes."""
+        """Fail a round that another thread computes."""
         self._sync.fail(error)
 
     @property
     def transfers(self) -> list[tuple[float, float]]:
-        """When this rank gave something in the last round, on the monotonic clock."""
+        """Spans in which this rank sent rows in the last round, on the monotonic clock."""
         return self._dispatch.transfers + self._combine.transfers
 
     @contextmanager
     def _time_task(self, task: ScheduledTask, sizes: Sequence[float]) -> Iterator[None]:
-        """A task of sequences of these lengths, or of so many rows of each expert."""
+        """Time a task of sequences of these lengths, or of this many rows per expert, and pad
+        it.
+        """
         began_s, pace = self._sync.now(), self._emulation
         yield
         if pace is not None:
@@ -211,7 +216,7 @@ class ZebraRound:
 
     def _run_attention_backward(self, task: ScheduledTask) -> None:
         passed, number, j = self._micro_batches[task.micro_batch], task.layer, task.micro_batch
-        if number == self._moe_layer_count:  # its forward pass went back at once
+        if number == self._moe_layer_count:  # its backward pass ran with the forward pass
             self._send_back(number - 1, j)
             return
         slope = passed.gradient
@@ -266,13 +271,13 @@ class ZebraRound:
                 self._combine.mark_ready(key)
 
     def _sort_routing(self, moe_layer: int, expert_ids: Tensor) -> SortedRouting:
-        """How choices [n, k] lie by expert."""
+        """Return the order by expert of choices [n, k]."""
         flat = expert_ids.flatten()
         order = flat.argsort(stable=True)
         owners = self._ownership
         every = torch.bincount(flat, minlength=owners.experts_per_layer)
         own = {rank: owners.get_experts(moe_layer, rank) for rank in owners.list_owners(moe_layer)}
-        known = every.tolist()  # once: a GPU is waited for
+        known = every.tolist()  # once: it synchronizes with the GPU
         counts = {rank: every[experts] for rank, experts in own.items()}
         sizes = {rank: sum(known[experts]) for rank, experts in own.items()}
         return SortedRouting(order, invert_permutation(order), counts, sizes)
@@ -280,7 +285,7 @@ class ZebraRound:
     def _receive_combined(
         self, backward: bool, moe_layer: int, micro_batch_index: int, routing: SortedRouting
     ) -> Tensor:
-        """[n * k, width]: what came back from all ranks, in the order of the choices."""
+        """Return [n * k, width]: the rows that all ranks returned, in the order of the choices."""
         key = ExchangeKey(backward, moe_layer, micro_batch_index)
         came = self._combine.receive(key)[0] if set(routing.row_counts) - {self._rank} else {}
         if self._rank in routing.row_counts:
@@ -297,7 +302,7 @@ class ZebraRound:
             (task.layer, task.micro_batch),
         )
         rows, counts = self._receive_rows(key)
-        sizes: list[float] = []  # rows that each expert here gets
+        sizes: list[float] = []  # rows of each expert here
         if self._emulation is not None and counts:
             sizes = torch.stack(list(counts.values())).sum(0).tolist()
         elif self._emulation is not None:
@@ -322,7 +327,7 @@ class ZebraRound:
             self._combine.send(key, found)
 
     def _receive_rows(self, key: ExchangeKey) -> tuple[dict[int, Tensor], Mapping[int, Tensor]]:
-        """The rows of each attention rank, and how many of them are each expert's."""
+        """Return the rows of each attention rank, and the number of them for each expert."""
         rows: dict[int, Tensor] = {}
         counts: dict[int, Tensor] = {}
         if self._list_other_attention_ranks():
@@ -347,7 +352,7 @@ class ZebraRound:
         return own.stop > own.start and bool(self._list_other_attention_ranks())
 
     def _make_dispatch(self, key: ExchangeKey) -> Exchange | None:
-        """What goes out to experts, as far as this rank has part in it."""
+        """Return the dispatch exchange, or None if this rank takes no part."""
         mixture = key.moe_layer
         here = self._get_own_experts(mixture)
         length = here.stop - here.start

@@ -1,3 +1,3 @@
-"""What stays in the store and what goes: the policy is `policy.py`, to open first, and
-`sweeper.py` acts by it.
+"""Retention of versions and chunks in the store: the policy is `policy.py`, to open first, and
+`sweeper.py` applies it.
 """

@@ -1,5 +1,6 @@
-"""The store's records for each job, in files beside the chunks: Redis may lose all it has, and what
-a job would go on from must outlive that.
+"""Store's records of each job, in files beside the chunks.
+
+They outlive a loss of Redis, because they list what a job would resume from.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from meshrl.services.weights.retention.pins import VersionPin
 from meshrl.services.weights.retention.policy import VersionNumber
 
 JOBS_FOLDER = "jobs"  # in the store's directory
-IO_TIMEOUT_S = 30.0  # deadline of one file operation
+IO_TIMEOUT_S = 30.0  # of one file operation
 
 
 NO_COMMIT = VersionNumber(-1, -1)
@@ -30,25 +31,24 @@ NO_COMMIT = VersionNumber(-1, -1)
 class JobRecord:
     job: str
     run_dir: str = ""  # empty before the first checkpoint
-    versions: dict[str, VersionNumber] = field(
-        default_factory=dict
-    )  # by manifest, of all that are kept
-    # The newest commit that the store has seen, which outlives a Redis that goes back.
+    versions: dict[str, VersionNumber] = field(default_factory=dict)  # by manifest
+    # The newest commit that the store has seen; it outlives a rollback of Redis.
     newest: VersionNumber = NO_COMMIT
     newest_manifest: str = ""
-    # Those of them that deltas are made from for hosts behind the others, at the last sweep.
+    # Versions that deltas for hosts with older versions are based on, at the last sweep.
     anchors: frozenset[str] = frozenset()
-    # False: what was on record is damaged, and Redis has not told of the job yet.
+    # False: the record was corrupt, and Redis has not supplied the job yet.
     is_known: bool = True
 
     def record_commit(self, number: VersionNumber, manifest: str) -> None:
-        """A job's row in Redis says so; an older one than before says nothing."""
+        """Record a commit from the job's row in Redis; an older one is ignored."""
         if number > self.newest and manifest:
             self.newest, self.newest_manifest = number, manifest
 
     def find_conflict(self, number: VersionNumber, manifest: str) -> str:
-        """The other manifest that is on record for a version that has been committed; empty when
-        there is none. What was only staged may be staged anew: its trainer has started again.
+        """Return the other manifest on record for a committed version, empty if there is none.
+
+        A version that was only staged may be staged again, after its trainer restarted.
         """
         if number == self.newest:
             return "" if manifest == self.newest_manifest else self.newest_manifest
@@ -67,7 +67,7 @@ class CorruptRecord:
 
 
 class JobRecords:
-    """One file for each job, written whole."""
+    """Records of jobs, one atomically written file each."""
 
     def __init__(self, host: Host, directory: Path) -> None:
         self._host, self._directory = host, directory
@@ -81,8 +81,10 @@ class JobRecords:
         return self._records.setdefault(job, JobRecord(job))
 
     async def load(self) -> list[CorruptRecord]:
-        """Reads what an earlier start wrote. What is damaged is set aside and returned: that job
-        is not `known` until it is made known again, also by another start.
+        """Read the records of earlier starts; quarantine and return corrupt ones.
+
+        The job of a corrupt record has `is_known` False until Redis supplies it, also after another
+        start.
         """
         found, lost = await self._host.run_blocking(self._read_files, deadline_s=IO_TIMEOUT_S)
         self._records = {record.job: record for record in found}
@@ -93,7 +95,7 @@ class JobRecords:
     async def merge_from_redis(
         self, job: str, run_dir: str, versions: dict[str, VersionNumber]
     ) -> None:
-        """Adds what Redis tells of a job: a record may be damaged, gone or older than it was."""
+        """Add what Redis has of a job: a record may be corrupt, lost or outdated."""
         record = self.get_or_create(job)
         told = versions | record.versions
         if (record.run_dir, record.versions, record.is_known) != (run_dir, told, True):
@@ -101,7 +103,7 @@ class JobRecords:
             await self.save(job)
 
     async def add_pinned(self, job: str, run_dir: str, pins: Mapping[str, VersionPin]) -> None:
-        """Adds versions of a run that were pinned when they had been struck off already."""
+        """Add pinned versions of a run that were already removed from the record."""
         versions = self.get_or_create(job).versions
         fresh = {m: pin for m, pin in pins.items() if m not in versions and pin.run == run_dir}
         if fresh:
@@ -110,7 +112,7 @@ class JobRecords:
 
     @property
     def has_unknown_jobs(self) -> bool:
-        """Whether there is a job of which nobody can tell what it needs."""
+        """True if the needs of some job are unknown."""
         return any(not record.is_known for record in self._records.values())
 
     async def save(self, job: str) -> None:
@@ -136,9 +138,9 @@ class JobRecords:
     def _read_files(self) -> tuple[list[JobRecord], list[CorruptRecord]]:
         self._directory.mkdir(parents=True, exist_ok=True)
         fsync_path(self._directory.parent)
-        for half in self._directory.glob(".*"):  # a store before was killed as it wrote it
+        for half in self._directory.glob(".*"):  # left by a store that was killed while writing
             half.unlink(missing_ok=True)
-        for unknown in self._directory.glob("*.unknown"):  # a start was cut off
+        for unknown in self._directory.glob("*.unknown"):  # left by an interrupted start
             if not unknown.with_suffix(".json").exists():
                 unknown.rename(unknown.with_suffix(".json"))
         found: list[JobRecord] = []
@@ -147,8 +149,9 @@ class JobRecords:
             try:
                 found.append(read_record(path))
             except CorruptData as error:
-                # What says that nobody knows the job's versions is durable before the damaged
-                # record goes: StorageFull leaves that where it is, for the next start.
+                # The record that marks the job as unknown is durable before the corrupt one is
+                # moved:
+                # StorageFull leaves the corrupt one in its place, for the next start.
                 job, unknown = unquote(path.stem), path.with_suffix(".unknown")
                 self._write(unknown, _encode_record(JobRecord(job, is_known=False)))
                 aside = corruption.quarantine(path, self._directory.parent)
@@ -180,7 +183,7 @@ def _encode_record(record: JobRecord) -> bytes:
 
 
 def read_record(path: Path) -> JobRecord:
-    """The record in a file; NotFound, Damaged."""
+    """Read the record in a file. NotFound, CorruptData."""
     found = read_sealed(path)
     try:
         versions = {digest: VersionNumber(*number) for digest, number in found["versions"].items()}

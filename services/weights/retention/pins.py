@@ -1,12 +1,13 @@
-"""Pins: versions that a person keeps, whatever the run needs. Each is a file beside the chunks,
-which any process of the host writes and removes, also while no mesh runs.
+"""Pins of versions that a user retains, independently of the run.
+
+Each is a file beside the chunks. Any process of the host can write and remove it, also while no
+mesh runs.
 
     <store>/pins/<job>/<manifest>.json    {"run", "lineage", "version", "note", "at"}
 
-Nobody is asked for a pin to hold: it is there before the chunks are looked at, and those count as
-written then, so a collection that began earlier leaves them (`ChunkStore.delete_unchanged`), and
-every later
-one sees the pin.
+A pin needs no coordination. It is written before its chunks are checked and marked as written, so a
+collection that started earlier skips them (`ChunkStore.delete_unchanged`), and every later one
+reads the pin.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ PINS_FOLDER = "pins"  # in the store's directory
 
 @dataclass(frozen=True)
 class VersionPin:
-    """Why a version stays."""
+    """Pin of a version."""
 
-    run: str  # the run's directory, which tells it from a later run of that name
+    run: str  # the run's directory, to distinguish it from a later run of that name
     lineage: int
     version: int
     note: str = ""
-    at: float = 0.0  # seconds of the epoch
+    at: float = 0.0  # seconds since the epoch
 
 
 def read_all_pins(store: Path) -> dict[str, dict[str, VersionPin]]:
-    """Those of all jobs, by the job's name and by manifest."""
+    """Return the pins of all jobs by job and manifest."""
     return {
         unquote(path.name): read_pins(store, unquote(path.name))
         for path in (store / PINS_FOLDER).glob("*")
@@ -48,7 +49,7 @@ def read_all_pins(store: Path) -> dict[str, dict[str, VersionPin]]:
 
 
 def read_pins(store: Path, job: str) -> dict[str, VersionPin]:
-    """Those of a job, by manifest. A file that is damaged pins by its name."""
+    """Return the pins of a job by manifest; a corrupt file still pins the manifest in its name."""
     found: dict[str, VersionPin] = {}
     for path in _pin_directory(store, job).glob("*.json"):
         if len(path.stem) == DIGEST_DIGITS:
@@ -60,8 +61,12 @@ def read_pins(store: Path, job: str) -> dict[str, VersionPin]:
 
 
 def pin_version(chunks: ChunkStore, job: str, manifest_digest: str, new_pin: VersionPin) -> None:
-    """Keeps a version until it is unpinned. NotFound when the store has it no longer as a whole;
-    then nothing is pinned. StorageFull, Damaged.
+    """Pin a version until it is unpinned.
+
+    Raises:
+        NotFound: The store no longer has all of it; then nothing is pinned.
+        StorageFull: The disk is full.
+        CorruptData: A manifest is corrupt.
     """
     path = _pin_directory(chunks.directory, job) / f"{manifest_digest}.json"
     before = path.is_file()
@@ -76,7 +81,7 @@ def pin_version(chunks: ChunkStore, job: str, manifest_digest: str, new_pin: Ver
 
 
 def mark_version_written(chunks: ChunkStore, manifest_digest: str) -> Manifest:
-    """The version's manifest, once its chunks count as written just now; NotFound, Damaged."""
+    """Mark the version's chunks as written now and return its manifest. NotFound, CorruptData."""
     found = read_complete_manifest(chunks.read, manifest_digest)
     base = [] if found.base is None else [found.base.digest]
     missing = [
@@ -95,12 +100,12 @@ def mark_version_written(chunks: ChunkStore, manifest_digest: str) -> Manifest:
 
 
 def list_chunks(manifest: Manifest) -> list[str]:
-    """The chunks that a manifest names, each once."""
+    """Return the distinct chunks of a manifest."""
     return sorted({tensor.chunk for tensor in manifest.tensors})
 
 
 def compute_chunk_sizes(manifests: Iterable[Manifest]) -> dict[str, int]:
-    """The bytes of each chunk that these name, by its digest: up to the end of the last piece."""
+    """Return the size of each chunk by digest: up to the end of its last piece."""
     found: dict[str, int] = {}
     for manifest in manifests:
         for piece in manifest.tensors:
@@ -109,14 +114,16 @@ def compute_chunk_sizes(manifests: Iterable[Manifest]) -> dict[str, int]:
 
 
 def unpin_version(store: Path, job: str, manifest_digest: str) -> bool:
-    """Whether it was pinned; it goes with the next collection, unless something else keeps it."""
+    """Remove a pin, and return True if there was one; the next collection may delete the
+    version.
+    """
     path = _pin_directory(store, job) / f"{manifest_digest}.json"
     try:
         path.unlink()
     except FileNotFoundError:
         return False
     fsync_path(path.parent)
-    with suppress(OSError):  # others are pinned
+    with suppress(OSError):  # other versions are pinned
         path.parent.rmdir()
     return True
 

@@ -1,6 +1,8 @@
-"""The retention policy: what must stay. That is the newest few checkpoints up to the committed one
-and those still being written, versions that a step or a checkpoint is about to name, those that
-somebody comes back to, and those that the job asks for (`[weights]`).
+"""Retention policy: versions and checkpoints that must stay.
+
+These are the newest checkpoints up to the committed one and those being written, versions that a
+step or checkpoint is about to name, permanent versions, and those that the job requests
+(`[weights]`).
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from meshrl.common.state.jobs import JobRow
 
 @dataclass(frozen=True, order=True)
 class VersionNumber:
-    """Which version of its job a manifest is."""
+    """Lineage and number of a version in its job."""
 
     lineage: int
     version: int
 
 
 def find_expired(names: Sequence[str], committed: str, keep_count: int) -> list[str]:
-    """Names (sorted, oldest first) that no recovery can need.
+    """Return the names that no recovery can need, from names sorted oldest first.
 
-    The committed checkpoint and the `keep_count` - 1 before it stay, and so does everything after
-    it: a step that is being committed has written its checkpoint already. Without a committed one
-    nothing goes.
+    The committed checkpoint and the `keep_count` - 1 before it stay. So does everything after it: a
+    step that is being committed has written its checkpoint already. Without a committed checkpoint
+    nothing expires.
     """
     if committed not in names:
         return []
@@ -35,24 +37,26 @@ def find_expired(names: Sequence[str], committed: str, keep_count: int) -> list[
 
 
 def find_permanent(row: JobRow) -> set[str]:
-    """Manifests of a job's versions that stay whatever checkpoints say: the current one, the best
-    one, and the first one while it is the reference."""
+    """Return manifests that stay regardless of checkpoints.
+
+    They are the current version, the best one, and the first one while it is the reference.
+    """
     reference = row.document.get("models", {}).get("reference", {})
     initial = row.initial_manifest if reference.get("path") == INITIAL else ""
     return {row.manifest, row.best_manifest, initial} - {""}
 
 
 def read_checkpoint_schedule(row: JobRow) -> tuple[int, int]:
-    """Which steps of a job are due a checkpoint: each so manieth, and the last one's number."""
+    """Return a job's checkpoint interval in steps, and the number of its last step."""
     return row.document["training"]["checkpoint_every"], row.document["budget"]["steps"]
 
 
 def find_awaited(row: JobRow, versions: Mapping[str, VersionNumber]) -> set[str]:
-    """The manifests among `versions` that something is about to name.
+    """Return the manifests among `versions` that a commit or checkpoint is about to name.
 
     A step that is being committed names a version above the current one. A checkpoint names the
-    version that it was begun with, however long it is written; the next one is begun when it is
-    done or given up, and before its own step commits, so no other than the newest is being written.
+    version it was started with, however long writing takes. The next one starts when it is done or
+    abandoned, and before its own step commits. Therefore only the newest due one is being written.
     """
     current = VersionNumber(row.lineage, row.version)
     written = VersionNumber(
@@ -66,11 +70,11 @@ def find_awaited(row: JobRow, versions: Mapping[str, VersionNumber]) -> set[str]
 def find_ancestors(
     versions: Mapping[str, VersionNumber], current: VersionNumber
 ) -> dict[int, list[str]]:
-    """The manifests, by the number of their version, of those that led to the current one; several
-    where a version was staged twice.
+    """Return the manifests that led to the current one by version number.
 
-    A lineage goes on from a version of one before it, and makes the later ones anew: of a number
-    the latest lineage counts, and what is above the current version leads to it no more.
+    A number has several manifests if a version was staged twice. A lineage continues from a version
+    of an earlier one and makes the later ones again. So the latest lineage of a number counts, and
+    versions above the current one are excluded.
     """
     found: dict[int, tuple[int, list[str]]] = {}
     for manifest, number in versions.items():
@@ -89,8 +93,8 @@ def find_requested(
     current: VersionNumber,
     weights_settings: Mapping[str, Any],
 ) -> dict[str, str]:
-    """The manifests among `versions` that a job asks for by its table `[weights]`, each with the
-    key that does.
+    """Return the manifests among `versions` that a job's table `[weights]` keeps, with the key of
+    each.
     """
     led = find_ancestors(versions, current)
     every, newest = (

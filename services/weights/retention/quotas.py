@@ -1,7 +1,7 @@
-"""Quotas: how many bytes the versions of a job may have in the store (`weights.quota_gb`).
+"""Quotas of bytes that the versions of a job may have in the store (`weights.quota_gb`).
 
-A version that would exceed it is refused when it is staged: its trainer waits, as it does for room
-on a disk, and no step is lost. Before it comes to that, an event and `meshrl status` tell of it.
+A version that would exceed the quota is rejected when it is staged. Its trainer waits, as for disk
+space, and no step is lost. An event and `meshrl status` warn before that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from meshrl.services.weights.retention.pins import compute_chunk_sizes
 GIB = 1 << 30
 QUOTA_EVENT = "weights_quota"
 REJECTED_EVENT = "weights_refused"
-RETRY_SWEEP_S = (
-    1.0  # between sweeps for a version that is refused; twice as long after each further one
-)
+RETRY_SWEEP_S = 1.0  # between sweeps for a rejected version, doubled after each one
 MAX_RETRY_SWEEP_S = 60.0
 QUOTA_FIX = (
     "`meshrl weights list RUN` says what stays and why: unpin versions, or raise weights.quota_gb"
@@ -32,16 +30,16 @@ QUOTA_FIX = (
 
 @dataclass
 class _QuotaRejection:
-    """A job's version that has no room. Its trainer asks again every moment."""
+    """Rejected version of a job; its trainer retries continuously."""
 
     version: int
-    next_sweep_at: float  # not before, by the monotonic clock
+    next_sweep_at: float  # on the monotonic clock
     retry_s: float = RETRY_SWEEP_S
-    reason: str = ""  # as it was told
+    reason: str = ""  # as reported
 
 
 class VersionQuotas:
-    """Those of all jobs; `manifest` reads one, `sweep` lets go of what is not needed any more."""
+    """Quotas of all jobs."""
 
     def __init__(
         self,
@@ -54,7 +52,7 @@ class VersionQuotas:
         self._read_manifest, self._sweep = read_manifest, sweep
         self._nearly_full: dict[
             str, str
-        ] = {}  # what is told of jobs whose next version has no room
+        ] = {}  # warnings of jobs whose next version exceeds the quota
         self._rejections: dict[str, _QuotaRejection] = {}  # by job
         self.rejection_count = 0
 
@@ -69,7 +67,7 @@ class VersionQuotas:
         }
 
     async def check_quota(self, row: jobs.JobRow, offered: Manifest) -> None:
-        """QuotaExceeded when the job's versions with this one would have too many bytes."""
+        """Raise QuotaExceeded if the job's versions with the offered one would exceed its quota."""
         quota, record = read_quota_bytes(row), self._records.get_or_create(row.id)
         if quota and await self._compute_bytes(record.versions, offered) > quota:
             await self._sweep_if_due(row.id, offered.version)
@@ -82,7 +80,7 @@ class VersionQuotas:
             f"{format_bytes(held)}, and its quota is {format_bytes(quota)}"
         )
         refusal = self._get_rejection(row.id, offered.version)
-        if not refusal.reason:  # once for each version that is refused
+        if not refusal.reason:  # once for each rejected version
             told = {"job": row.id, "version": offered.version, "why": why, "fix": QUOTA_FIX}
             about = told | {"held": held, "quota": quota}
             await events.append(self._mesh.state, REJECTED_EVENT, about)
@@ -90,8 +88,9 @@ class VersionQuotas:
         raise QuotaExceeded(why, where="weights.quota_gb", fix=QUOTA_FIX)
 
     async def _sweep_if_due(self, job: str, version: int) -> None:
-        """Sweeps at once, and then ever more rarely: who is refused asks again at once, and the
-        store sweeps by itself every few seconds.
+        """Sweep at once, then with growing intervals.
+
+        A rejected trainer retries at once, and the store sweeps every few seconds anyway.
         """
         now, refusal = self._mesh.clock.monotonic(), self._get_rejection(job, version)
         if now >= refusal.next_sweep_at:
@@ -100,9 +99,7 @@ class VersionQuotas:
             await self._sweep()
 
     def _get_rejection(self, job: str, version: int) -> _QuotaRejection:
-        """That of the version. A sweep may have let go of it since, and another have taken its
-        place.
-        """
+        """Return the version's rejection; a sweep may have removed or replaced it."""
         found = self._rejections.get(job)
         if found is None or found.version != version:
             found = self._rejections[job] = _QuotaRejection(version, self._mesh.clock.monotonic())
@@ -113,7 +110,7 @@ class VersionQuotas:
         waiting = {row.id: row.version for row in rows if not row.is_terminal}
         for job, refusal in list(self._rejections.items()):
             if job not in waiting or waiting[job] > refusal.version:
-                del self._rejections[job]  # its job is over, or has gone on
+                del self._rejections[job]  # its job has ended or continued
         for row in rows:
             quota = 0 if row.is_terminal else read_quota_bytes(row)
             if not quota or not row.manifest:
@@ -133,10 +130,10 @@ class VersionQuotas:
         self._nearly_full = near
 
     async def _compute_bytes(self, digests: Iterable[str], offered: Manifest | None = None) -> int:
-        """Bytes of versions, and of one that is offered; a chunk that several have counts once."""
+        """Return the bytes of versions and an offered one; shared chunks count once."""
         found = [offered] if offered else []
         for digest in list(digests):
-            with suppress(MeshError):  # it takes no room, or the sweep has complained of it
+            with suppress(MeshError):  # it takes no space, or the sweep has reported it
                 found.append(await self._read_manifest(digest))
         return sum(compute_chunk_sizes(found).values())
 

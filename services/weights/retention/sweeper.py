@@ -1,5 +1,6 @@
-"""Sweeps the store: deletes what it knows to be dead after a grace, and what nobody ever named once
-no writer can be about to.
+"""Sweeper of the store: deletes dead chunks after a grace period, and old orphans.
+
+An orphan was never named by a manifest or group, and is too old for a writer to be about to name.
 """
 
 from __future__ import annotations
@@ -44,37 +45,43 @@ from meshrl.services.weights.retention.quotas import VersionQuotas
 T = TypeVar("T")
 SWEEP_INTERVAL_S = 5.0
 DELETION_GRACE_S = (
-    60.0  # between its successor's commit and a version's end: engines may be fetching it
+    60.0  # after its successor's commit until a version is deleted: engines may be fetching it
 )
-# Bytes come before what names them: the chunks of a version before its manifest, a group before its
-# row. In between their writer waits for the store or for Redis, an hour each time (`patiently`).
+# Bytes are written before what names them: a version's chunks before its manifest, a group before
+# its row. In between the writer may wait for the store or Redis, an hour each time (`retry`).
 ORPHAN_MIN_AGE_S = 4 * 3600.0
-ORPHAN_SCAN_INTERVAL_S = 60.0  # between looks at all files
-REMOVAL_TIMEOUT_S = 3600.0  # deadline for directories of checkpoints, of any size
-EXPIRED_PREFIX = "expired-"  # begins the name of a directory that is being removed
+ORPHAN_SCAN_INTERVAL_S = 60.0  # between scans of all files
+REMOVAL_TIMEOUT_S = 3600.0  # to remove directories of checkpoints of any size
+EXPIRED_PREFIX = "expired-"  # prefix of a directory being removed
 
 
 class PendingEvents:
-    """Events in the order in which the damage was found. Nobody finds it a second time."""
+    """Corruption events in order of discovery, retained until published."""
 
     def __init__(self, mesh: Mesh, events: deque[CorruptionEvent]) -> None:
-        """`events`: to which those who find damage add, too."""
+        """Create the collection.
+
+        Args:
+            events: Shared with other code that finds corruption.
+        """
         self._mesh, self._events = mesh, events
         self._publish_lock = asyncio.Lock()
 
     def add(self, event_fields: dict[str, Any], op: str = "") -> None:
-        """Has it told with the next `tell_all`, which a sweep does every few seconds. From any
-        thread: whoever moves a file adds it in the same breath, and no caller's end comes between.
+        """Add an event for the next `publish_all`, which each sweep calls; callable from any
+        thread.
+
+        Code that moves a corrupt file calls it at once, so that a cancelled caller loses no event.
         """
         self._events.append((event_fields, op or uuid.uuid4().hex))
 
     async def publish(self, event_fields: dict[str, Any]) -> None:
-        """Tells it now, or with a later `tell_all`."""
+        """Publish an event now, or with a later `publish_all`."""
         self.add(event_fields)
         await self.publish_all()
 
     async def publish_all(self) -> None:
-        """Tells what it can; while Redis takes none, the rest waits."""
+        """Publish pending events; the rest waits while Redis accepts none."""
         async with self._publish_lock:
             while self._events:
                 try:
@@ -89,7 +96,7 @@ class PendingEvents:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How often a store is swept, and how soon what it needs no more goes."""
+    """Interval of sweeps, and grace period before deletion."""
 
     interval_s: float = SWEEP_INTERVAL_S
     grace_s: float = DELETION_GRACE_S
@@ -99,11 +106,11 @@ class SweepSettings:
 class _Needed:
     manifests: set[str] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
-    leftovers: list[Path] = field(default_factory=list)  # files of checkpoints that are not needed
+    leftovers: list[Path] = field(default_factory=list)  # files of expired checkpoints
 
 
 class ChunkSweeper:
-    """`manifest` reads one; of those that are gone none stays in `manifests`."""
+    """Sweeper of one store; it removes deleted manifests from `manifest_cache`."""
 
     def __init__(
         self,
@@ -125,15 +132,13 @@ class ChunkSweeper:
         )
         self._deltas = deltas
         self._referenced: set[str] = set()  # by a version or a group, at the last sweep
-        # Found so when, and last written when, by space.
+        # When a chunk was found dead, and its write time, by space.
         self._dead_chunks: dict[str, dict[str, tuple[float, int]]] = {WEIGHTS: {}, GROUPS: {}}
-        self._known_jobs: set[str] = set()  # jobs of which Redis has told
-        self._unreadable_since: dict[str, float] = {}  # what was complained of, and when
+        self._known_jobs: set[str] = set()  # jobs that Redis has listed
+        self._unreadable_since: dict[str, float] = {}  # names of unreadable files, since when
         self._next_orphan_scan_at = 0.0
         self._removal_task: asyncio.Task[None] | None = None
-        self._sweep_lock = (
-            asyncio.Lock()
-        )  # one at a time: what a quota is held to asks for one, too
+        self._sweep_lock = asyncio.Lock()  # one sweep at a time: quota checks request sweeps too
         self.sweep_count = 0  # since the start
         self.quotas = VersionQuotas(mesh, records, read_manifest, self.sweep)
 
@@ -161,7 +166,7 @@ class ChunkSweeper:
         for row in rows:
             if row.id in self._known_jobs:
                 continue
-            # What Redis tells of the versions that somebody is about to name, once in this start.
+            # Versions in Redis that a commit or checkpoint is about to name, once per start.
             since = max(0, find_newest_due_version(row.version, *read_checkpoint_schedule(row)) - 1)
             told = await steps.read_step_rows(self._mesh.state, row.id, since)
             versions = {
@@ -178,13 +183,13 @@ class ChunkSweeper:
         }
         need = await self._find_needed(rows, held, deleted)
         need.manifests |= {manifest for pins in pinned_by_job.values() for manifest in pins}
-        # What hosts tell of may have been collected since: only what is on record can be kept.
+        # Hosts may report anchors that were deleted since: only versions on record can be kept.
         on_record = {manifest for versions in held.values() for manifest in versions}
         need.manifests |= (anchored := self._deltas.list_anchors()) & on_record
-        for digest in list(need.manifests):  # the versions that adapters are added to
+        for digest in list(need.manifests):  # the bases of adapters
             with suppress(
                 NotFound, CorruptData, BadMessage, Refused
-            ):  # `_contents` complains of it
+            ):  # `_list_contents` reports the error
                 if (base := (await self._read_manifest(digest)).base) is not None:
                     need.manifests.add(base.digest)
         live = need.groups | await self._list_contents(need.manifests, are_needed=True)
@@ -193,7 +198,7 @@ class ChunkSweeper:
         named = self._referenced | await self._list_contents(passed)
         self._referenced = live
         self._start_removal(need.leftovers)
-        if self._records.has_unknown_jobs:  # whatever is there may be what that job goes on from
+        if self._records.has_unknown_jobs:  # any chunk may belong to what that job resumes from
             return rows
         await self._delete_dead(named - live, live)
         for job, versions in held.items():
@@ -205,7 +210,7 @@ class ChunkSweeper:
             await deletion.confirm_store_deletion(self._mesh.state, job)
         return rows
 
-    # -- what is needed --------------------------------------------------------------------------
+    # -- needed versions and groups --------------------------------------------------------------
 
     async def _find_needed(
         self,
@@ -224,18 +229,20 @@ class ChunkSweeper:
             need.manifests |= find_permanent(row) | find_awaited(row, versions)
             need.manifests |= find_requested(versions, current, asked).keys()
             directory = Path(row.run_dir) / "checkpoints"
-            # Before any expires: one that is damaged takes nobody's place.
+            # Before any expires: a corrupt checkpoint does not count towards those to keep.
             weights = await self._read_checkpoint_manifests(
                 directory, await self._run_blocking(_list_checkpoint_names, directory)
             )
             names = await self._run_blocking(_remove_expired, row)
-            if row.checkpoint and row.checkpoint not in names:  # is its disk not there?
+            if row.checkpoint and row.checkpoint not in names:  # is its disk missing?
                 need.manifests |= versions.keys()
             need.manifests |= {weights[name] for name in names if name in weights}
             need.leftovers += await self._run_blocking(_list_paths, directory, f"{EXPIRED_PREFIX}*")
-        known = {row.id for row in rows} | deleted  # nothing is needed of those
+        known = {row.id for row in rows} | deleted  # nothing is needed of deleted jobs
         for record in self._records:
-            if record.job not in known:  # to Redis, which has lost it: a resume will come for it
+            if (
+                record.job not in known
+            ):  # by Redis, which has lost the job: a resume needs its versions
                 need.manifests |= versions_by_job.get(record.job, {}).keys()
                 if record.run_dir:
                     directory = Path(record.run_dir) / "checkpoints"
@@ -248,7 +255,9 @@ class ChunkSweeper:
     async def _read_checkpoint_manifests(
         self, directory: Path, names: Iterable[str]
     ) -> dict[str, str]:
-        """The manifests of weights that checkpoints name; what is damaged is set aside."""
+        """Return the weight manifests that checkpoints name; corrupt checkpoints are
+        quarantined.
+        """
         found: dict[str, str] = {}
         for name in names:
             path = directory / f"{name}.json"
@@ -261,7 +270,9 @@ class ChunkSweeper:
         return found
 
     async def _quarantine_checkpoint(self, path: Path, error: CorruptData) -> None:
-        """A damaged checkpoint gives its place to the one before; nobody deletes it."""
+        """Quarantine a corrupt checkpoint: it is not deleted, and the previous one takes its
+        place.
+        """
 
         def put_aside() -> None:
             if (aside := quarantine_checkpoint(path)) is None:
@@ -277,7 +288,7 @@ class ChunkSweeper:
         await self._pending_events.publish_all()
 
     async def _list_contents(self, manifests: Iterable[str], are_needed: bool = False) -> set[str]:
-        """These manifests with their chunks. One that is lost is nothing that others wait for."""
+        """Return these manifests with their chunks; unreadable manifests do not stop a sweep."""
         found = set()
         for digest in manifests:
             found.add(digest)
@@ -307,17 +318,21 @@ class ChunkSweeper:
         self._mesh.telemetry.log.error("cannot be kept", what=name, error=str(error))
         return True
 
-    # -- what goes -------------------------------------------------------------------------------
+    # -- deletion --------------------------------------------------------------------------------
 
     async def _delete_dead(self, unreferenced: set[str], live: set[str]) -> None:
-        """`unreferenced` are named no more; what is written again in grace becomes an orphan."""
+        """Delete dead chunks and orphans.
+
+        Args:
+            unreferenced: No longer named; a chunk written again within the grace becomes an orphan.
+        """
         now = self._mesh.clock.monotonic()
-        # While a version that cannot be read may be written again, nobody has named its chunks.
+        # While an unreadable manifest may be written again, its chunks are named by none.
         unread = any(now - since < ORPHAN_MIN_AGE_S for since in self._unreadable_since.values())
         orphans = now >= self._next_orphan_scan_at and not unread
         if orphans:
             self._next_orphan_scan_at = now + ORPHAN_SCAN_INTERVAL_S
-            published = self._chunks.open_space(PUBLISHED)  # it is published again on request
+            published = self._chunks.open_space(PUBLISHED)  # files are published again on request
             old = await self._run_blocking(
                 published.find_older_than, ORPHAN_MIN_AGE_S, self._mesh.clock.wall()
             )
@@ -356,8 +371,10 @@ class ChunkSweeper:
     async def _update_record(
         self, job: str, versions: dict[str, VersionNumber], needed: set[str], anchors: set[str]
     ) -> None:
-        """Strikes off the versions that are needed no longer; what was staged meanwhile stays. Who
-        lists the others reads there which are anchors.
+        """Remove versions that are no longer needed from a record, and record its anchors.
+
+        Versions staged since the sweep began stay. Commands that list versions read the anchors
+        there.
         """
         passed, record = versions.keys() - needed, self._records.get_or_create(job)
         for digest in passed:
@@ -367,9 +384,7 @@ class ChunkSweeper:
             await self._records.save(job)
 
     def _start_removal(self, directories: list[Path]) -> None:
-        """Removes files in the background, one sweep's after the other's; what fails is tried
-        again.
-        """
+        """Remove directories in the background, one batch at a time; failures are retried."""
 
         async def removed() -> None:
             for directory in directories:
@@ -398,9 +413,7 @@ def _list_paths(directory: Path, pattern: str) -> list[Path]:
 
 
 def _remove_expired(row: jobs.JobRow) -> list[str]:
-    """Names of the checkpoints to keep; those that are not needed are out of everybody's way, to be
-    removed.
-    """
+    """Rename expired checkpoints for removal, and return the names of the others."""
     directory = Path(row.run_dir) / "checkpoints"
     names = _list_checkpoint_names(directory)
     for name in find_expired(
@@ -410,7 +423,7 @@ def _remove_expired(row: jobs.JobRow) -> list[str]:
         if not aside.exists():
             with suppress(FileNotFoundError):
                 (directory / name).rename(aside)
-            # Last: whoever is cut off before finds it expired again.
+            # Last: after an interruption the checkpoint is found expired again.
             (directory / f"{name}.json").unlink(missing_ok=True)
             names.remove(name)
     return names

@@ -1,5 +1,6 @@
-"""`python -m meshrl.services.weights.versions COMMAND RUN ...`: prints what it did or found as
-JSON, for `meshrl weights` to show; of an error its code and text, and exits 1.
+"""`python -m meshrl.services.weights.versions COMMAND RUN ...`: print the result as JSON.
+
+`meshrl weights` displays it. An error is printed with code and text, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ def run_list(arguments: argparse.Namespace) -> Answer:
         "run": str(arguments.run),
         "job": run.job,
         "versions": [asdict(one) for one in run.versions],
-        "bytes": sum(
-            compute_chunk_sizes(manifests).values()
-        ),  # a chunk that several have counts once
+        "bytes": sum(compute_chunk_sizes(manifests).values()),  # shared chunks count once
         "quota_bytes": int(table.get("quota_gb", 0.0) * GIB),
     }
 
@@ -83,7 +82,7 @@ def run_diff(arguments: argparse.Namespace) -> Answer:
 def run_export(arguments: argparse.Namespace) -> Answer:
     run = RunVersions.read(arguments.run)
     one = run.resolve(arguments.version)
-    check_export_target(arguments.out)  # what loads the model takes seconds
+    check_export_target(arguments.out)  # check early: loading the model takes seconds
     from meshrl.services.weights.versions.export_targets import export_to
 
     return {
@@ -94,8 +93,9 @@ def run_export(arguments: argparse.Namespace) -> Answer:
 
 
 def run_copy(arguments: argparse.Namespace) -> Answer:
-    """Copies versions one after the other. Of each a line is printed as soon as it is there, or as
-    it has failed, which keeps no other from its copy.
+    """Copy versions one after the other, and print a line for each copy or failure.
+
+    A failure does not stop the other copies.
     """
     from meshrl.services.weights.versions.export_targets import copy_version
 

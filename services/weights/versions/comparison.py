@@ -1,4 +1,4 @@
-"""Compares two versions tensor by tensor: which share of the elements differs, and by how much."""
+"""Comparison of two versions by tensor: the fraction of changed elements, and their changes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from torch import Tensor
 
 from meshrl.common.model.files.safetensors_writer import DTYPE_NAMES
 
-BLOCK_ELEMENTS = 1 << 22  # elements that are compared together
+BLOCK_ELEMENTS = 1 << 22  # compared at a time
 _INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a tensor differs. Changed are elements with other bits; where the types differ, those
-    with another value.
+    """Difference of one tensor.
+
+    Changed elements have other bits, or other values if the dtypes differ.
     """
 
     name: str
     shape: list[int]
     elements: int
     changed: int
-    largest: float  # of the absolute changes; nan, where an element is none
-    mean: float  # absolute change, over all elements
-    note: str = ""  # only in one of them, other shapes, other types
+    largest: float  # absolute change; nan if an element is nan
+    mean: float  # absolute change over all elements
+    note: str = ""  # missing in one version, other shapes or other types
 
 
 def compare_versions(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Any]:
-    """`tensors`: those that both have or one has, most changed first; and in `elements`, `changed`,
-    `share` and `largest` those of all that both have in one shape.
+    """Compare two versions by tensor.
+
+    `tensors` lists the tensors of either version, most changed first. `elements`, `changed`,
+    `share` and `largest` cover the tensors that both have in one shape.
     """
     found = [
         _compare_tensors(name, before.get(name), after.get(name))
@@ -68,9 +71,7 @@ def _compare_tensors(name: str, before: Tensor | None, after: Tensor | None) -> 
 
 
 def _compute_differences(before: Tensor, after: Tensor) -> tuple[int, float, float]:
-    """(changed elements, largest and summed absolute change), a part at a time: the copies that
-    comparing takes are small.
-    """
+    """Return changed elements, largest and summed absolute change, using small temporary copies."""
     changed, largest, total = 0, 0.0, 0.0
     for begin in range(0, len(after), BLOCK_ELEMENTS):
         one, other = before[begin : begin + BLOCK_ELEMENTS], after[begin : begin + BLOCK_ELEMENTS]

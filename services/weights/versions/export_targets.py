@@ -1,4 +1,4 @@
-"""Writes a version as a Hugging Face directory, also at a URL."""
+"""Export of a version as a Hugging Face directory to a path or URL."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ from meshrl.services.weights.atomic_directories import EXPORT_MARKER, scratch_di
 from meshrl.services.weights.versions.run_versions import RunVersions, StoredVersion, VersionSummary
 
 COPIES_KEY = "weights.copies"
-NAME_DIGITS = 8  # of a manifest, in the name of a directory
-SCRATCH_PREFIX = ".to-url"  # below a run's `exports`: what is on its way to a URL
+NAME_DIGITS = 8  # of a manifest's digest, in the name of a directory
+SCRATCH_PREFIX = ".to-url"  # below a run's `exports`: files on their way to a URL
 UNFINISHED_MARKER = (
-    "meshrl.begun.json"  # at a URL: of which version the files there are, until all are
+    "meshrl.begun.json"  # at a URL: the version of the files there, until all are uploaded
 )
-# Without these nobody opens what lies there: they go first, and come last.
+# No loader opens a model without these files: they are removed first and uploaded last.
 CONFIG_FILES = ("config.json", "adapter_config.json")
 
 
 def export_to(
     run: RunVersions, version: VersionSummary, target: str, setting: str = "--out"
 ) -> int:
-    """Writes a version to a directory, where it is whole or not there, or to a URL, where the
-    marker `meshrl.json` comes last; the bytes of its files. `setting`: what named the place.
+    """Write a version to a directory or URL, and return the bytes of its files.
 
-    Refused when something else lies there, ConfigError for a URL of no known kind. What an export
-    to a URL that was cut off has left is gone on with.
+    A directory is complete or absent. At a URL the marker `meshrl.json` is written last, and an
+    interrupted export is continued.
+
+    Args:
+        setting: Setting that named the target.
+    Raises:
+        Refused: The target has other files.
+        ConfigError: The kind of URL is unknown.
     """
     asked = StoredVersion(version.version, version.manifest)
     if not is_url(target):
@@ -43,8 +48,8 @@ def export_to(
         return sum(_read_file_sizes(Path(target)).values())
     there = RemoteDirectory(target, setting, "the place of the copy", writer_id=version.manifest)
     exports = run.run_dir / "exports"
-    for left in exports.glob(f"{SCRATCH_PREFIX}-*"):  # by exports to URLs that were killed
-        with suppress(Refused, OSError), scratch_directory(left):  # unless it goes on
+    for left in exports.glob(f"{SCRATCH_PREFIX}-*"):  # left by killed exports to URLs
+        with suppress(Refused, OSError), scratch_directory(left):  # unless it is in progress
             pass
     if _read_document(there, EXPORT_MARKER).get("manifest") == version.manifest:
         there.remove(UNFINISHED_MARKER)
@@ -62,7 +67,7 @@ def export_to(
 
 
 def _check_target(remote: RemoteDirectory, *, is_owned: bool) -> dict[str, int]:
-    """The sizes of the files there. Refused when they are no export's, unless the place is MeshRL's
+    """Return the sizes of the target's files. Refused: no export wrote them, and it is not
     `is_owned`.
     """
     have = remote.list_file_sizes()
@@ -75,8 +80,8 @@ def _check_target(remote: RemoteDirectory, *, is_owned: bool) -> dict[str, int]:
 
 
 def _prepare_target(remote: RemoteDirectory, manifest: str, *, is_owned: bool) -> dict[str, int]:
-    """The sizes of the files of that version which an export has left there that was cut off; all
-    else goes.
+    """Remove all files except those of an interrupted export of this version; return their
+    sizes.
     """
     have = _check_target(remote, is_owned=is_owned)
     if (
@@ -84,7 +89,9 @@ def _prepare_target(remote: RemoteDirectory, manifest: str, *, is_owned: bool) -
         and _read_document(remote, UNFINISHED_MARKER).get("manifest") == manifest
     ):
         return {name: size for name, size in have.items() if name != UNFINISHED_MARKER}
-    remote.write_file(UNFINISHED_MARKER, b"{}")  # what is there goes, which a cut is to know
+    remote.write_file(
+        UNFINISHED_MARKER, b"{}"
+    )  # an interruption from here on must not continue the old files
     for name in sorted(
         have, key=lambda name: (name != EXPORT_MARKER, not _is_config_file(name), name)
     ):
@@ -95,8 +102,10 @@ def _prepare_target(remote: RemoteDirectory, manifest: str, *, is_owned: bool) -
 
 
 def copy_version(run: RunVersions, version: VersionSummary, base_url: str) -> dict[str, Any]:
-    """Copies a version to a directory of its own below `base_url`, unless it is there; what is told
-    of it, empty if it was.
+    """Copy a version to its own directory below `base_url`, unless it is there.
+
+    Returns:
+        Fields of the event; empty if the copy existed.
     """
     digits = version.manifest[:NAME_DIGITS]
     name = f"{quote(run.job, safe='')}/{version.lineage}-{version.version}-{digits}"
@@ -117,9 +126,7 @@ def _read_document(remote: RemoteDirectory, name: str) -> dict[str, object]:
 
 
 def _upload_files(directory: Path, remote: RemoteDirectory, existing_sizes: dict[str, int]) -> None:
-    """Copies the files that are not there yet, those that a model is opened by after the others,
-    and the marker last.
-    """
+    """Upload missing files, the configuration after the weights, and the marker last."""
     sizes = _read_file_sizes(directory)
     del sizes[EXPORT_MARKER]
     for name in existing_sizes.keys() - sizes.keys():

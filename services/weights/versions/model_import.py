@@ -1,5 +1,7 @@
-"""Makes a run of a Hugging Face directory: its weights become version 0 in a store of the run's
-own, to be listed, compared, pinned, evaluated, and begun from (`RUN/model`).
+"""Import of a Hugging Face directory as a run with a store of its own.
+
+Its weights become version 0, to be listed, compared, pinned, evaluated, and trained from
+(`RUN/model`).
 """
 
 from __future__ import annotations
@@ -44,20 +46,24 @@ from meshrl.services.weights.retention.job_records import JobRecord, record_path
 from meshrl.services.weights.retention.policy import VersionNumber
 from meshrl.services.weights.versions.run_versions import StoredVersion as Committed
 
-BLOCK_BYTES = 64 << 20  # of a parameter that are read at a time
+BLOCK_BYTES = 64 << 20  # of a parameter read at a time
 SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
-METADATA_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # what is not trained, of a directory
+METADATA_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # files that are not trained
 MODEL_FOLDER, TOKENIZER_FOLDER = "model", "tokenizer"  # folders of a bundle
 
 
 def import_model(directory: Path, run: Path, name: str, dtype: str) -> dict[str, Any]:
-    """Makes the run, whole or not at all; what is told of its version. NotFound or ConfigError for
-    what is no model that loads, Refused where something lies already, StorageFull.
+    """Make the run completely or not at all, and return the fields of its version.
+
+    Raises:
+        NotFound, ConfigError: The directory has no model that loads.
+        Refused: The target exists.
+        StorageFull: The disk is full.
     """
     check_import(directory, run)
     kind = SAFETENSORS_TYPES[dtype]
     config = load_config(directory)
-    # Of this name, so that the next import removes what one has left that was killed.
+    # A fixed name: the next import removes the leftovers of a killed one.
     with scratch_directory(run.parent / f".{run.name}.importing") as made:
         version = _stage_version(ChunkStore(made / "store"), name, directory, config, kind)
         document = _write_job(made, run, directory, name, dtype, config)
@@ -82,7 +88,7 @@ def import_model(directory: Path, run: Path, name: str, dtype: str) -> dict[str,
 def _stage_version(
     chunks: ChunkStore, job: str, directory: Path, config: ModelConfig, dtype: str
 ) -> StagedVersion:
-    """Version 0 in the store, some rows at a time: nobody holds the model whole."""
+    """Stage version 0 a few rows at a time, so that the model is never in memory completely."""
     stored = PretrainedParameters(directory, config)
     with torch.device("meta"):
         model = Decoder(config, DTYPES[dtype])
@@ -112,7 +118,7 @@ def _write_chunks(chunks: ChunkStore, chunks_to_write: Iterable[StagedChunk]) ->
 def _write_job(
     scratch: Path, run: Path, directory: Path, name: str, dtype: str, config: ModelConfig
 ) -> dict[str, Any]:
-    """Writes the bundle, of what is not trained, and `job.json`; the job's document."""
+    """Write the bundle of files that are not trained, and `job.json`; return the job's document."""
     staging = scratch / "bundle" / "packing"
     for pattern in METADATA_PATTERNS:
         for file in sorted(directory.glob(pattern)):
@@ -126,7 +132,7 @@ def _write_job(
     section = TrainedModelConfig(path=MODEL_FOLDER, tokenizer=f"{TOKENIZER_FOLDER}/tokenizer.json")
     document = JobConfig(name=name, model=section).to_document()
     document["rollout"]["dtype"] = dtype
-    document["budget"]["steps"] = 0  # it trains nothing
+    document["budget"]["steps"] = 0  # no training
     place = str(run.absolute() / "bundle" / digest)
     about = {"dir": place, "digest": digest, "files": listed, "parameters": config.num_parameters}
     document |= {"bundle": about}

@@ -1,4 +1,4 @@
-"""Which versions the store has of a run, what keeps each, and which one a person means."""
+"""Stored versions of a run, the reasons that keep each, and references to them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ from meshrl.services.weights.retention.job_records import (
 from meshrl.services.weights.retention.pins import VersionPin, compute_chunk_sizes, read_pins
 from meshrl.services.weights.retention.policy import VersionNumber, find_requested
 
-CheckpointManifest = tuple[Path, dict[str, Any]]  # the path of its manifest, and what that holds
+CheckpointManifest = tuple[Path, dict[str, Any]]  # the manifest's path and content
 COMMIT_EVENTS = ("initial", "step", "lineage", "restored")  # events that name the current version
-MIN_DIGEST_DIGITS = 6  # of a manifest's digest, by which one may be named
+MIN_DIGEST_DIGITS = 6  # of a manifest's digest in a reference
 
 
 @dataclass(frozen=True)
 class StoredVersion:
     step: int
-    manifest_digest: str  # digest
+    manifest_digest: str
 
 
 def list_versions(run: Path) -> list[StoredVersion]:
-    """The versions of the lineage that a run ended in, or is in, ascending; most are no longer
-    stored.
-    """
+    """Return the versions of a run's last lineage in ascending order; most are no longer stored."""
     found: dict[int, str] = {}
     for event in iterate_rows(run / "events.jsonl"):
         fields = event["fields"]
@@ -47,7 +45,7 @@ def list_versions(run: Path) -> list[StoredVersion]:
             step = int(fields["version"])
             found = {n: digest for n, digest in found.items() if n < step}
             found[step] = fields["manifest"]
-    if not found:  # nothing was recorded
+    if not found:  # no commit was recorded
         found = {held["step"]: held["weights"] for _, held in read_checkpoints(run)}
     return [StoredVersion(step, digest) for step, digest in sorted(found.items())]
 
@@ -65,15 +63,15 @@ class VersionSummary:
     lineage: int
     version: int
     manifest: str
-    why: list[str]  # what keeps it; none: it goes soon
+    why: list[str]  # what keeps it; empty: it is deleted soon
     bytes: int  # of its chunks
-    alone: int  # of those that no other version has: what its end makes room for
-    dtype: str  # that most of its bytes have
+    alone: int  # of chunks that no other version has: freed by its deletion
+    dtype: str  # of most of its bytes
     tensors: int
-    whole: bool  # whether all of its chunks are there
-    at: float  # when it was written last, seconds of the epoch
+    whole: bool  # True if all of its chunks are stored
+    at: float  # last write, seconds since the epoch
     current: bool = False
-    base: str = ""  # manifest of the version that its adapters are added to
+    base: str = ""  # manifest of its adapters' base version
     note: str = ""  # of its pin
 
     @property
@@ -90,8 +88,8 @@ class RunVersions:
     versions: list[VersionSummary] = field(default_factory=list)
     committed_manifests: dict[int, str] = field(
         default_factory=dict
-    )  # manifests of the chain, by number
-    best_manifest: str = ""  # manifest
+    )  # of the lineage's chain, by version
+    best_manifest: str = ""
     pins: dict[str, VersionPin] = field(default_factory=dict)
 
     @classmethod
@@ -108,9 +106,12 @@ class RunVersions:
         return found
 
     def resolve(self, reference: str) -> VersionSummary:
-        """The version that a person calls so: a number, LINEAGE/NUMBER, `last`, `best`, or the
-        first digits of its manifest. ConfigError for what is no name of one, NotFound for one that
-        is not there; both say which there are.
+        """Return the version of a reference: a number, LINEAGE/NUMBER, `last`, `best` or manifest
+        digits.
+
+        Raises:
+            ConfigError: The reference is invalid or ambiguous.
+            NotFound: The run does not have that version. Both errors list the available ones.
         """
         found = self._find_matches(reference.strip())
         if not found:
@@ -152,7 +153,7 @@ class RunVersions:
         )
 
     def list_permanent(self) -> list[VersionSummary]:
-        """Those that stay for good, and the last one."""
+        """Return the permanent versions and the last one."""
         lasting = {"current", "best", "pinned", "weights.keep_every"}
         return [one for one in self.versions if lasting & set(one.why)]
 
@@ -165,7 +166,9 @@ class RunVersions:
 
 
 def read_job(run: Path) -> tuple[str, dict[str, Any]]:
-    """The name and document of a run's job; NotFound without a run, Damaged."""
+    """Return the name and document of a run's job. NotFound: no run. CorruptData: a corrupt
+    file.
+    """
     path = run / "job.json"
     try:
         held = documents.decode(path.read_bytes(), str(path))
@@ -180,7 +183,7 @@ def read_job(run: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _read_record(run: RunVersions) -> JobRecord:
-    """What the store has on record of the run; nothing, where that is damaged, or another's."""
+    """Return the store's record of the run; an empty one if it is corrupt or another run's."""
     try:
         record = read_record(record_path(run.chunks.directory, run.job))
     except (CorruptData, NotFound):
@@ -199,8 +202,8 @@ def _list_versions(run: RunVersions, record: JobRecord) -> list[VersionSummary]:
         *run.committed_manifests.values(),
         run.best_manifest,
     } - {""}:
-        path = run.chunks.chunk_path(digest)  # Refused for a run of an earlier version
-        with suppress(MeshError):  # it has gone, or is damaged: it is no version to speak of
+        path = run.chunks.chunk_path(digest)  # Refused for a run of an earlier format
+        with suppress(MeshError):  # it was deleted or is corrupt: leave it out
             manifests[digest] = decode_manifest(run.chunks.read(digest), str(path))
     numbers = {d: VersionNumber(one.lineage, one.version) for d, one in manifests.items()}
     last = (
@@ -220,8 +223,8 @@ def _list_versions(run: RunVersions, record: JobRecord) -> list[VersionSummary]:
             "staged": numbers[digest] > current,
             "best": digest == run.best_manifest,
             "pinned": digest in run.pins,
-            "base": digest in bases,  # adapters among the versions are added to it
-            "anchor": digest in record.anchors,  # hosts behind the others get deltas from it
+            "base": digest in bases,  # some adapters have it as base
+            "anchor": digest in record.anchors,  # hosts with older versions get deltas from it
             "checkpoint": digest in named,
             "reference": reference == INITIAL and manifests[digest].version == 0,
             f"weights.{asked.get(digest)}": digest in asked and digest != last,

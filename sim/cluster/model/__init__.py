@@ -1,1 +1,1 @@
-"""Modelled engines, shards, trainings and the cluster that has them. Open `cluster.py` first."""
+"""Models of engines, shards, trainings and their cluster. Open `cluster.py` first."""

@@ -1,8 +1,8 @@
-"""A modelled cluster that the planner decides for: workers, gangs and jobs, in discrete events.
+"""Modelled cluster under the planner's decisions: workers, gangs and jobs, as discrete events.
 
-What is modelled are machines: how long a step of an engine takes, a step of training, a switch.
-What is decided is decided by the code that runs a mesh: `services/planner/decision.py`, the queues
-and the balancer of `services/rollout/routing`. The same cluster has the same run, to the byte.
+The machines are modelled: the time of an engine's step, of a training step, of a switch. The
+decisions are those of the product's code: `services/planner/decision.py`, and the queues and the
+balancer of `services/rollout/routing`. The same cluster has the same run, to the byte.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from meshrl.sim.cluster.model.event_queue import EventQueue
 from meshrl.sim.cluster.model.job import JobSpec, SimJob
 from meshrl.sim.cluster.model.pool import SimPool
 
-POLL_S = 0.5  # between two looks of the planner, as of a mesh
+POLL_S = 0.5  # interval of planner passes, as in a mesh
 BALANCE_INTERVAL_S = 1.0  # and of the router's balancer
 
 
 @dataclass(frozen=True)
 class SimHosts(ConfigTable):
-    """`[[hosts]]`: hosts that are alike."""
+    """`[[hosts]]`: equal hosts."""
 
     count: NonNegativeInteger = 1
     accelerators: PositiveInteger = 8
-    kind: JobName = "CPU"  # of their accelerators, as common/hardware/accelerators.toml has them
+    kind: JobName = "CPU"  # of their accelerators, as in common/hardware/accelerators.toml
 
 
 @dataclass(frozen=True)
 class Switches(ConfigTable):
-    """`[switches]`: seconds from a decision until a resident does what was wished."""
+    """`[switches]`: seconds from a decision until an instance reaches its desired state."""
 
     rollout_s: NonNegativeNumber = 1.0
     training_s: NonNegativeNumber = 1.0
@@ -59,16 +59,16 @@ class Switches(ConfigTable):
 
 @dataclass(frozen=True)
 class SimFailure(ConfigTable):
-    """`[[failures]]`: a host that is away for a while, with all that it did."""
+    """`[[failures]]`: a temporary loss of a host with all its instances."""
 
     host: NonNegativeInteger = 0  # in the order of `[[hosts]]`, from 0
     at_s: NonNegativeNumber = 0.0
-    back_s: NonNegativeNumber = 0.0  # so much later it is there again; 0: never
+    back_s: NonNegativeNumber = 0.0  # seconds until it returns; 0: never
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """A move of the planner's, or its verdict on one."""
+    """Move of the planner, or its verdict on one."""
 
     at_s: float
     job: str
@@ -76,8 +76,8 @@ class MoveRecord:
 
 
 class SimCluster:
-    """Hosts, and jobs that run on them from the beginning. Nobody takes turns: a job that has no
-    worker of its own for each of its roles waits.
+    """Hosts, and jobs that run on them from the start. There is no time slicing: a job without a
+    worker for each of its roles waits.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SimCluster:
         self._kinds = {
             worker.id: parse_accelerator_kind(worker.accelerator) for worker in self._pool.workers
         }
-        self._job_of_instance: dict[str, str] = {}  # who does something -> for which job
+        self._job_of_instance: dict[str, str] = {}  # job of each instance
         for one in failures:
             self.event_queue.schedule_at(
                 one.at_s, partial(self._fail_host, f"host{one.host}", one.back_s)
@@ -118,7 +118,7 @@ class SimCluster:
         )
 
     def get_block_reason(self, job: str) -> str:
-        """Why a job waits; empty: it does not."""
+        """Return the block reason of a job; empty: it is not blocked."""
         return self._pool.block_reasons.get(job, "")
 
     def _run_planner(self) -> None:
@@ -136,7 +136,7 @@ class SimCluster:
         self.event_queue.schedule_after(POLL_S, self._run_planner)
 
     def _colocate(self, job: SimJob) -> None:
-        """Engines on all accelerators, and a core on the same ones."""
+        """Place engines on all accelerators, and a core on the same ones."""
         degree, name, count = job.spec.requirements.smallest_engine, job.spec.name, 0
         for host in self._pool.hosts:
             there = [worker for worker in self._pool.workers if worker.host == host]
@@ -189,7 +189,7 @@ class SimCluster:
             self.event_queue.schedule_after(back_s, partial(self._restore_host, host))
 
     def _restore_host(self, host: str) -> None:
-        """It is there again; what is still wished there begins anew."""
+        """Restore a host; instances desired there start again."""
         for gang, resident in self._pool.restore_host(host):
             self._start_instance(gang, resident)
 

@@ -1,8 +1,8 @@
-"""An engine as a rate curve: all sequences that it decodes get a token a step, and a step takes
-what its cost says of so many sequences with so much context; a prefill holds up everybody's steps.
+"""Engine as a rate curve: every decoding sequence gets a token per step. A step takes the predicted
+time for its sequences and contexts, and a prefill delays all of them.
 
-Progress is a count of steps that all share, so that who joins and who leaves costs the logarithm of
-how many there are, whatever they do in between.
+Progress is a shared count of steps. So adding or removing a request costs the logarithm of the
+number of requests.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from heapq import heapify, heappop, heappush
 from meshrl.sim.cluster.model.event_queue import EventQueue
 from meshrl.sim.cluster.model.speeds import SimSpeed
 
-RATE_REFRESH_TOKENS = (
-    512.0  # tokens of progress after which the rate is looked at again, as contexts grow
-)
+RATE_REFRESH_TOKENS = 512.0  # tokens of progress between updates of the rate, as contexts grow
 TOKEN_EPSILON = 1e-6  # tokens that count as none
 
 
 @dataclass(eq=False, slots=True)
 class SimRequest:
-    """A turn to generate: `left` tokens behind `context`, of which the engine has `cached`."""
+    """Turn to generate: `remaining_tokens` after `context_tokens`, of which the engine has
+    `cached_tokens`.
+    """
 
     remaining_tokens: float
     context_tokens: float
@@ -34,7 +34,7 @@ class SimRequest:
 
 
 class SimEngine:
-    """A gang that generates for one job. Who waits is served in the order in which he came."""
+    """Gang that generates for one job. Waiting requests are served in order of arrival."""
 
     def __init__(
         self,
@@ -51,23 +51,23 @@ class SimEngine:
             0,
         )
         self.kind = ""  # of its accelerators
-        self.generated_tokens = 0.0  # generated so far,
-        self.busy_s = 0.0  # in so many seconds,
-        self.prefilled_tokens = 0.0  # and prefilled
+        self.generated_tokens = 0.0  # total of generated tokens,
+        self.busy_s = 0.0  # seconds of generation,
+        self.prefilled_tokens = 0.0  # and total of prefilled tokens
         self._event_queue, self.speed, self._capacity_tokens = (
             event_queue,
             speed,
             speed.get_capacity_tokens(),
         )
         self._progress_steps = 0.0  # steps so far
-        self._updated_s = self._started_s = event_queue.now_s  # as of then
-        self._blocked_until_s = 0.0  # until then nothing is decoded: a prefill, a pull of weights
-        self._steps_per_s = 0.0  # steps a second
-        self._running: list[tuple[float, int, SimRequest]] = []  # by the step at which each ends
-        self._context_offset = 0.0  # tokens of context of those, less the steps so far of each
+        self._updated_s = self._started_s = event_queue.now_s  # time of that count
+        self._blocked_until_s = 0.0  # no decoding until then: a prefill, a pull of weights
+        self._steps_per_s = 0.0  # steps per second
+        self._running: list[tuple[float, int, SimRequest]] = []  # by the step of each end
+        self._context_offset = 0.0  # their context tokens, less the steps so far of each
         self._waiting: deque[SimRequest] = deque()
         self._sequence_number = 0
-        self._event_number = 0  # the event that counts: others are out of date
+        self._event_number = 0  # number of the valid event: others are obsolete
 
     @property
     def running(self) -> int:
@@ -78,7 +78,7 @@ class SimEngine:
         return len(self._waiting)
 
     def submit(self, request: SimRequest) -> None:
-        """Takes a request; its `ended` is called when its turn is over."""
+        """Submit a request; its `on_end` is called at the end of its turn."""
         self._advance()
         self._waiting.append(request)
         self._start_waiting()
@@ -90,7 +90,7 @@ class SimEngine:
         self._schedule_next()
 
     def release(self, request: SimRequest) -> None:
-        """Lets go of a request; what was made of it is in it."""
+        """Release a request, with its generated tokens."""
         self._advance()
         if request in self._waiting:
             self._waiting.remove(request)
@@ -102,7 +102,7 @@ class SimEngine:
         self._schedule_next()
 
     def release_all(self) -> list[SimRequest]:
-        """Lets go of all, those that run first."""
+        """Release all requests, running ones first."""
         self._advance()
         running = [request for _, _, request in sorted(self._running)]
         for request in running:
@@ -122,7 +122,7 @@ class SimEngine:
         self._advance()
         return round(self._progress_steps)
 
-    # -- its progress ------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         now_s = self._event_queue.now_s
@@ -163,7 +163,7 @@ class SimEngine:
             )
 
     def _update_request(self, request: SimRequest) -> None:
-        """Takes what was made of a request into it."""
+        """Update a request with its generated tokens."""
         made = min(request.remaining_tokens, self._progress_steps - request.start_step)
         self._context_offset -= request.context_tokens - request.start_step
         request.made_tokens += made
@@ -171,7 +171,7 @@ class SimEngine:
         request.context_tokens += made
 
     def _schedule_next(self) -> None:
-        """When the next request ends, or the rate is to be looked at again."""
+        """Schedule the next end of a request or update of the rate."""
         self._event_number += 1
         if not self._running:
             return

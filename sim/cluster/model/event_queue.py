@@ -1,4 +1,4 @@
-"""What happens when: events in the order of their time, and of those at one time, as they came."""
+"""Queue of events in the order of their time, then of their insertion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Action = Callable[[], None]
 
 
 class EventQueue:
-    """A simulation's clock, and what is due."""
+    """Clock of a simulation, with its pending events."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -17,7 +17,7 @@ class EventQueue:
         self._count = 0
 
     def schedule_at(self, when_s: float, action: Action) -> None:
-        """Lets something happen, at once if it is late."""
+        """Schedule an action, immediately if its time has passed."""
         heappush(self._pending, (max(when_s, self.now_s), self._count, action))
         self._count += 1
 

@@ -1,4 +1,4 @@
-"""A job of a simulated cluster: its shard, its training, and what it says of itself."""
+"""Job of a simulated cluster: its shards, its training, and its measurements."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from meshrl.sim.cluster.model.speeds import SimSpeed
 from meshrl.sim.cluster.model.training import SimTraining, TrainingSpeed
 from meshrl.sim.cluster.model.workload import SimWorkload
 
-MAX_TRAJECTORY_TOKENS = 1 << 20  # tokens of a trajectory, where nothing is said
-MAX_ENGINES_PER_SHARD = 64  # of a shard at most
+MAX_TRAJECTORY_TOKENS = 1 << 20  # default limit of tokens of a trajectory
+MAX_ENGINES_PER_SHARD = 64  # maximum of a shard
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What a job asks for, what it does, and how fast that goes."""
+    """Requirements, workload and speeds of a job."""
 
     workload: SimWorkload
     training_speed: TrainingSpeed
@@ -46,19 +46,17 @@ class JobSpec:
     emulated_training: str = ""
     shape: ModelShape | None = None
     max_trajectory_tokens: int = MAX_TRAJECTORY_TOKENS  # tokens of a trajectory
-    has_length_buckets: bool = False  # C-MLFQ: engines are for lengths by their degrees
-    pull_s: float = 0.0  # that an engine stands for other weights
+    has_length_buckets: bool = False  # C-MLFQ: degrees of engines serve ranges of lengths
+    pull_s: float = 0.0  # pause of an engine for new weights
     # seconds until an engine of a degree, on accelerators of a kind, has those of a step
     get_arrival_s: Callable[[str, int], float] = lambda kind, degree: 0.0
-    initial_tensor_parallel_sizes: tuple[
-        int, ...
-    ] = ()  # degrees of those that are placed at the beginning
-    # All accelerators roll out, then all train, with so long in between; None: others do.
+    initial_tensor_parallel_sizes: tuple[int, ...] = ()  # degrees of initial engines
+    # Colocated: all accelerators roll out, then all train, with this pause; None: not colocated.
     switch_s: float | None = None
 
 
 class SimJob:
-    """One job while it runs."""
+    """Job in progress."""
 
     def __init__(self, event_queue: EventQueue, spec: JobSpec) -> None:
         self.spec = spec
@@ -73,17 +71,17 @@ class SimJob:
             self._on_commit,
             spec.switch_s,
         )
-        self.training_started_s: float | None = None  # when its training began
+        self.training_started_s: float | None = None  # start of its training
         self.worker_shares: list[
             tuple[float, int, int]
-        ] = []  # since when: workers of engines, and others
+        ] = []  # (since, workers of engines, other workers)
         self._event_queue = event_queue
         self._core, self._is_fill_scheduled = "", False
         self._engine_workers: dict[str, int] = {}  # workers of each engine,
-        self._training_workers: dict[str, int] = {}  # and of each resident that trains
-        self._shard_of_engine: dict[str, SimShard] = {}  # each engine
+        self._training_workers: dict[str, int] = {}  # and of each training instance
+        self._shard_of_engine: dict[str, SimShard] = {}  # by engine
 
-    # -- residents ---------------------------------------------------------------------------------
+    # -- instances ---------------------------------------------------------------------------------
 
     def add_instance(self, instance: Instance, kind: str) -> None:
         if instance.role == Role.ROLLOUT:
@@ -103,7 +101,7 @@ class SimJob:
             replicas = self.spec.training_speed.count_replicas(len(instance.ranks), instance.core)
             self.training.add_replicas(instance.id, replicas)
         self._record_shares()
-        if not self._is_fill_scheduled:  # all that come at this time are there by then
+        if not self._is_fill_scheduled:  # after all events of this time
             self._is_fill_scheduled = True
             self._event_queue.schedule_after(0.0, self._fill_when_ready)
 
@@ -112,7 +110,7 @@ class SimJob:
         self.open_groups()
 
     def fail_instance(self, instance_id: str) -> None:
-        """A resident has ended with its host; a core's step is begun anew when there is one."""
+        """Fail an instance with its host; a core's step starts again with the next core."""
         if instance_id == self._core:
             self.training.restart_step()
         self.remove_instance(instance_id)
@@ -134,7 +132,7 @@ class SimJob:
         return sum(shard.sampled_tokens for shard in self.shards)
 
     def _choose_shard(self) -> SimShard:
-        """The shard of an engine that comes: a new one when all have as many as they may."""
+        """Choose the shard of a new engine: a new shard when all are full."""
         smallest = min(self.shards, key=lambda one: len(one.engines), default=None)
         if smallest is None or len(smallest.engines) >= MAX_ENGINES_PER_SHARD:
             spec = self.spec
@@ -152,12 +150,10 @@ class SimJob:
         rolls, trains = sum(self._engine_workers.values()), sum(self._training_workers.values())
         self.worker_shares.append((self._event_queue.now_s, rolls, trains))
 
-    # -- its course --------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------
 
     def open_groups(self) -> None:
-        """Opens groups as far as there is room, and the gate lets them through, as many at each
-        shard.
-        """
+        """Open groups within capacity and the gate, evenly over shards."""
         each = -(-self.training.capacity // max(1, len(self.shards)))
         for shard in self.shards:
             self._fill_shard(shard, each)
@@ -209,7 +205,7 @@ class SimJob:
         if self.spec.pull_s:
             engine.block(self.spec.pull_s)
 
-    # -- what it says ------------------------------------------------------------------------------
+    # -- measurements ------------------------------------------------------------------------------
 
     @property
     def planned_job(self) -> PlannedJob:

@@ -1,4 +1,4 @@
-"""The pool as the planner's decisions change it: what a look decides, the next one finds."""
+"""Pool state under the planner's decisions: the next snapshot contains the effects of each pass."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class SimPool:
     def apply_decisions(
         self, decisions: Iterable[Decision], now_s: float
     ) -> list[tuple[str, Instance]]:
-        """Does what was decided at this time; residents, each with its gang, that are to do
-        something else than before.
+        """Apply the decisions at this time; return the instances, each with its gang, with a new
+        desired state.
         """
         begin: dict[str, tuple[str, Instance]] = {}
         for decision in decisions:
@@ -102,8 +102,8 @@ class SimPool:
         return list(begin.values())
 
     def place_engine(self, job: str, tensor_parallel_size: int) -> tuple[str, Instance]:
-        """A gang of so many workers of one host that nobody has, and an engine on it; ConfigError
-        when no host has them.
+        """Form a gang of free workers of one host, with an engine; raise ConfigError if no host has
+        enough.
         """
         taken = {worker for gang in self.gangs.values() for worker in gang.workers}
         for host in self.hosts:
@@ -121,13 +121,13 @@ class SimPool:
         )
 
     def fail_host(self, host: str) -> list[str]:
-        """A host is away; the residents that it takes along."""
+        """Fail a host; return its instances."""
         self.offline_hosts.add(host)
         self.hosts[host] = replace(self.hosts[host], alive=False)
         return [resident.id for _, resident in self._find_instances(host)]
 
     def restore_host(self, host: str) -> list[tuple[str, Instance]]:
-        """A host is there again; residents, each with its gang, that begin there anew."""
+        """Restore a host; return the instances, each with its gang, that start there again."""
         self.offline_hosts.discard(host)
         self.hosts[host] = replace(self.hosts[host], alive=True)
         return self._find_instances(host)
@@ -142,7 +142,7 @@ class SimPool:
         ]
 
     def mark_reconciled(self, gang_id: str, desired: Instance) -> bool:
-        """A resident does what was wished; False where something else is wished by now."""
+        """Mark an instance as reconciled; return False if its desired state has changed."""
         gang = self.gangs.get(gang_id)
         there = {r.id: r for r in gang.residents} if gang is not None else {}
         now = there.get(desired.id)

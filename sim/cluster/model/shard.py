@@ -1,5 +1,7 @@
-"""A shard of a job: sends each turn to an engine by the router's own decisions
-(`services/rollout/routing`), and counts where the time of its trajectories goes.
+"""Shard of a job: it assigns each turn to an engine by the router's own policies.
+
+The policies are those of `services/rollout/routing`. The shard also measures the time of its
+trajectories by state.
 """
 
 from __future__ import annotations
@@ -21,40 +23,42 @@ from meshrl.sim.cluster.model.engine import SimEngine, SimRequest
 from meshrl.sim.cluster.model.event_queue import EventQueue
 from meshrl.sim.cluster.model.workload import TrajectoryScript
 
-LOOKAHEAD_REQUESTS = 64  # as of the router
+LOOKAHEAD_REQUESTS = 64  # as in the router
 
 
 @dataclass(eq=False, slots=True)
 class SimTrajectory:
-    """One that is under way."""
+    """Trajectory in progress."""
 
     group: int
     prompt: int  # the row of the data set
-    min_version: int  # weights that are older may not serve it
+    min_version: int  # older weights must not serve it
     script: TrajectoryScript
     turn_index: int = 0
     remaining_tokens: float = 0.0  # tokens of the turn
     context_tokens: float = 0.0
     sampled_tokens: float = 0.0
     oldest_version: int = -1  # version of its first token
-    cache_engine: str = ""  # the engine that holds its cache
-    assigned_engine: str = ""  # the engine where it has a seat
+    cache_engine: str = ""  # the engine with its cache
+    assigned_engine: str = ""  # the engine with its slot
     request: SimRequest | None = None
     bucket: int = 0
-    tool_returns: list[tuple[ToolReturn, int]] = field(default_factory=list)  # and sampled by then
+    tool_returns: list[tuple[ToolReturn, int]] = field(
+        default_factory=list
+    )  # with the tokens sampled before each
     queue_order: tuple[int, ...] = field(default=(), repr=False)
 
 
 @dataclass(slots=True)
 class ShardEngine:
-    """An engine as the shard loads it."""
+    """Engine with its load from this shard."""
 
     engine: SimEngine
     bucket: int = 0
     running_trajectories: dict[SimTrajectory, None] = field(
         default_factory=dict
-    )  # turns under way, oldest first
-    assigned_count: int = 0  # trajectories with a seat there
+    )  # turns in progress, oldest first
+    assigned_count: int = 0  # trajectories with a slot there
     _load: EngineLoad = field(init=False, repr=False, default=EngineLoad("", 1, 0, -1))
 
     @property
@@ -70,7 +74,7 @@ class ShardEngine:
 
 
 class SimShard:
-    """The engines of a shard and the trajectories that stay with them."""
+    """Engines of a shard, and their trajectories."""
 
     def __init__(
         self,
@@ -80,8 +84,9 @@ class SimShard:
         max_tokens: int,
         has_length_buckets: bool,
     ) -> None:
-        """`over` is told of each trajectory that has ended. With `buckets` engines form those of
-        their degrees, for trajectories of up to `longest` tokens.
+        """Create a shard. `on_end` is called with each finished trajectory. With
+        `has_length_buckets` engines form buckets by degree, for trajectories of up to
+        `max_tokens` tokens.
         """
         whole = [LengthBucket(max_tokens, slots)]
         self._scheduler = BucketScheduler(
@@ -104,7 +109,7 @@ class SimShard:
         self.dispatch()
 
     def remove_engine(self, name: str) -> None:
-        """An engine is gone; its trajectories go on elsewhere, from what they have."""
+        """Remove an engine; its trajectories continue elsewhere with their tokens so far."""
         place = self.engines.pop(name)
         place.engine.release_all()
         self._update_buckets()
@@ -126,7 +131,7 @@ class SimShard:
 
     @property
     def free_capacity(self) -> int:
-        """Trajectories that would find an engine at once."""
+        """Number of trajectories that an engine could accept at once."""
         seats = sum(place.engine.slots - place.assigned_count for place in self.engines.values())
         idle = sum(
             max(0, p.engine.slots - len(p.running_trajectories)) for p in self.engines.values()
@@ -242,7 +247,7 @@ class SimShard:
         )
 
     def _choose_bucket(self, trajectory: SimTrajectory) -> int:
-        """Its bucket, or the nearest, rather longer, one that has an engine now."""
+        """Return its bucket, or the nearest one with an engine, preferably longer."""
         if len(self._scheduler.buckets) == 1:
             return 0
         there = {
@@ -259,7 +264,7 @@ class SimShard:
         return queue_policy.decide_bucket(estimate, bucket, self._scheduler.buckets)
 
     def _on_tool_return(self, trajectory: SimTrajectory, returned: ToolReturn) -> None:
-        """A tool has answered: the trajectory may belong to another bucket now."""
+        """Update the bucket of a trajectory after a tool return."""
         trajectory.tool_returns.append((returned, round(trajectory.sampled_tokens)))
         if len(self._scheduler.buckets) == 1:
             return
@@ -278,7 +283,7 @@ class SimShard:
         trajectory.assigned_engine = ""
 
     def _interrupt_turn(self, trajectory: SimTrajectory) -> None:
-        """Takes over what an engine has made of a turn."""
+        """Interrupt a turn, and record the tokens generated so far."""
         request, trajectory.request = trajectory.request, None
         assert request is not None
         self._add_tokens(trajectory, request)
@@ -290,7 +295,7 @@ class SimShard:
         self.sampled_tokens += request.made_tokens
 
     def _on_turn_end(self, trajectory: SimTrajectory) -> None:
-        """A turn is over: its tool begins."""
+        """End a turn, and start its tool."""
         request, trajectory.request = trajectory.request, None
         assert request is not None
         del self.engines[trajectory.assigned_engine].running_trajectories[trajectory]

@@ -1,4 +1,4 @@
-"""How fast gangs generate: by the planner's cost model, or by the pace that a job declares."""
+"""Speeds of generating gangs: by the planner's cost model, or by a job's emulated speed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ MIN_STEP_S = 1e-9  # of a decode step
 
 
 class SimSpeed(Protocol):
-    """How fast one gang is."""
+    """Speed of one gang."""
 
     def predict_step_s(self, batch_size: float, context_tokens: float) -> float:
-        """Seconds of a decode step of `batch` sequences with so many tokens of context each."""
+        """Predict the seconds of a decode step of `batch_size` sequences with `context_tokens`
+        tokens of context each.
+        """
         ...
 
     def predict_prefill_s(self, tokens: float, prefix_tokens: float = 0.0) -> float:
-        """Seconds of the forward pass of so many tokens behind `before` others."""
+        """Predict the seconds of a forward pass of `tokens` tokens after `prefix_tokens` others."""
         ...
 
     def get_capacity_tokens(self) -> float:
-        """Tokens whose keys and values fit."""
+        """Return the KV capacity in tokens."""
         ...
 
     @property
     def plateau_batch(self) -> int:
-        """Sequences from which more bring hardly more tokens a second; 0: not known."""
+        """Number of sequences from which more hardly increase tokens per second; 0: not known."""
         ...
 
     def make_curve(self, steps: int) -> DecodeCurve:
-        """What its engine has measured of itself in so many decode steps."""
+        """Make the curve that its engine measures in `steps` decode steps."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedSpeed:
-    """Of engines that imitate a pace."""
+    """Emulated speed of engines."""
 
     emulated_speed: EmulatedEngineSpeed
     kind: str
@@ -78,7 +80,7 @@ class EmulatedSpeed:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeed:
-    """Of engines by a curve."""
+    """Speed of engines by a measured curve."""
 
     measured_curve: DecodeCurve
 
@@ -86,17 +88,17 @@ class MeasuredSpeed:
         return max(self.measured_curve.predict_step_s(batch_size, context_tokens), MIN_STEP_S)
 
     def predict_prefill_s(self, tokens: float, prefix_tokens: float = 0.0) -> float:
-        """Whatever is before; nothing where no rate is known."""
+        """Predict the seconds of a prefill, independent of the prefix; 0 without a known rate."""
         rate = self.measured_curve.prefill_tokens_per_s
         return tokens / rate if rate else 0.0
 
     def get_capacity_tokens(self) -> float:
-        """Nobody measured how many tokens are too many."""
+        """Return infinity, as the KV capacity is not measured."""
         return math.inf
 
     @property
     def plateau_batch(self) -> int:
-        """Where all sequences together take as long as the rest of a step."""
+        """Batch size at which all sequences take as long as the rest of a step."""
         curve = self.measured_curve
         return max(1, round(curve.base_s / curve.sequence_s)) if curve.sequence_s else 0
 
@@ -106,7 +108,7 @@ class MeasuredSpeed:
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """Of a model on accelerators (`services/planner/costs/rollout_costs.py`)."""
+    """Speed of a model on accelerators (`services/planner/costs/rollout_costs.py`)."""
 
     gang: EngineGang
 
@@ -121,7 +123,7 @@ class ModelSpeed:
 
     @property
     def plateau_batch(self) -> int:
-        """Where a step's arithmetic takes longer than the reading of its weights."""
+        """Batch size at which a step's arithmetic takes longer than reading its weights."""
         return max(1, round(self.gang.predict_decode_step_s(1, 0) / self.gang.token_compute_s))
 
     def make_curve(self, steps: int) -> DecodeCurve:

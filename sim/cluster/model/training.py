@@ -1,9 +1,9 @@
-"""A job's training: the staleness gate, the groups of a step, and the steps, which take what the
-planner's cost model says (`services/planner/costs/training_costs.py`), or the pace that a job
-declares.
+"""Training of a job: the staleness gate, the groups of a step, and the time of steps. The time is
+that of the planner's cost model (`services/planner/costs/training_costs.py`), or of the job's
+emulated speed.
 
-The gate and the choice of groups are those of `common/state/redis/scripts/groups` (`admit`,
-`lease_groups`) and `steps/commit_step`, as a mesh runs them in Redis.
+The gate and the choice of groups follow `common/state/redis/scripts/groups` (`admit`,
+`lease_groups`) and `steps/commit_step`, which a mesh runs in Redis.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ from meshrl.services.planner.costs.training_costs import (
 )
 from meshrl.sim.cluster.model.event_queue import EventQueue
 
-MICRO_BATCH_COUNT = 64  # micro-batches over which the filling of a pipeline is spread
+MICRO_BATCH_COUNT = 64  # micro-batches that share the filling of a pipeline
 
 
 class TrainingSpeed(Protocol):
-    """How fast a job trains."""
+    """Training speed of a job."""
 
     def count_replicas(self, workers: int, is_core: bool) -> int:
-        """Copies of the model that so many workers of a resident compute with."""
+        """Return the number of model replicas on an instance's workers."""
         ...
 
     def predict_update_s(self) -> float:
-        """Seconds of a step that nobody shares."""
+        """Predict the seconds of a step's undivided part."""
         ...
 
     def predict_gradient_s(self, trajectory_tokens: Sequence[float]) -> Sequence[float]:
-        """Seconds of the gradients of a group's trajectories, of so many tokens each: of every
-        piece that one replica computes.
+        """Predict the seconds of the gradients of a group's trajectories, given their tokens. Each
+        result is a piece that one replica computes.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ModelTraining:
-    """A core of `layout`; a helper computes with a copy of the model on its own workers."""
+    """Training speed of a core with `layout`; a hybrid has a replica of the model on its own
+    workers.
+    """
 
     shape: ModelShape
     accelerator: Accelerator
@@ -59,11 +61,13 @@ class ModelTraining:
         return self.layout.data_parallel if is_core else 1
 
     def predict_update_s(self) -> float:
-        """Exchange of gradients and update: what a step without tokens takes."""
+        """Predict the seconds of a step without tokens: exchange of gradients, and update."""
         return self._empty_s
 
     def predict_gradient_s(self, trajectory_tokens: Sequence[float]) -> Sequence[float]:
-        """A trajectory each, as one of many in its pipeline, with its part of the filling."""
+        """Predict the seconds of each trajectory as one of many in its pipeline, with its part of
+        the filling.
+        """
         every = [
             TrainingWork(MICRO_BATCH_COUNT, MICRO_BATCH_COUNT * one, MICRO_BATCH_COUNT * one * one)
             for one in trajectory_tokens
@@ -95,7 +99,7 @@ class ModelTraining:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedTraining:
-    """Of trainers that imitate a pace: a worker computes whole bins, one after the other."""
+    """Emulated training speed: a worker computes whole bins, one after the other."""
 
     emulated_speed: EmulatedTrainingSpeed
     bin_tokens: int
@@ -114,7 +118,7 @@ class EmulatedTraining:
 
 
 def pack_bin_tokens(tokens: Sequence[float], bin_tokens: int) -> list[float]:
-    """Tokens of each bin, as trainers pack them."""
+    """Pack tokens into bins as trainers do; return the tokens of each bin."""
     places = sorted(map(round, tokens), reverse=True)
     return [float(sum(places[i] for i in bin)) for (bin,) in pack_rounds(places, bin_tokens)]
 
@@ -125,15 +129,15 @@ class SimGroup:
 
     number: int
     prompt_index: int
-    opened_version: int  # at which it was opened
-    missing_members: int  # members under way
-    passed_over: int = 0  # steps that were made of younger groups
+    opened_version: int  # at its opening
+    missing_members: int  # members in progress
+    passed_over: int = 0  # number of steps made of younger groups
     oldest_version: int = 1 << 30  # version of its oldest token
-    member_tokens: list[float] = field(default_factory=list)  # of each member that has ended
+    member_tokens: list[float] = field(default_factory=list)  # of each finished member
 
 
 class SimTraining:
-    """The core of a job and its helpers."""
+    """Core of a job with its hybrids."""
 
     def __init__(
         self,
@@ -146,13 +150,13 @@ class SimTraining:
         on_commit: Callable[[], None],
         switch_s: float | None = None,
     ) -> None:
-        """`committed` is told of each step. With `switch_s` a step begins so long after all of its
-        groups are there, as of accelerators that generated them; without, each is computed as it
-        comes.
+        """Create a training. `on_commit` is called at each step. With `switch_s` a step begins this
+        long after all of its groups are ready, as on colocated accelerators; without it, each
+        group is computed as it arrives.
         """
         self.version = 0
-        self.step_ends_s: list[float] = []  # when each step was committed
-        self.requeued_trajectories = 0  # trajectories that came back too old
+        self.step_ends_s: list[float] = []  # time of each commit
+        self.requeued_trajectories = 0  # stale trajectories
         self._event_queue, self._training_speed, self._on_commit = (
             event_queue,
             training_speed,
@@ -164,18 +168,16 @@ class SimTraining:
         self._admitted_groups = self._next_group = self._next_prompt = 0
         self._requeued_prompts: deque[tuple[int, int]] = (
             deque()
-        )  # prompts given back, how often passed over
+        )  # requeued prompts, with the number of passes
         self._open_groups: dict[int, SimGroup] = {}
         self._ready_groups: dict[int, SimGroup] = {}
-        self._since_s = event_queue.now_s  # when it began to train, or to wait
-        self._free_s: dict[
-            tuple[str, int], float
-        ] = {}  # when each replica has computed what it was given,
-        self._computed_s = 0.0  # and all of them,
-        self._leased_groups: list[SimGroup] = []  # of the groups of the step so far;
-        self._is_step_complete = False  # these are all
-        self._step = 0  # that is being made, begun ones counted
-        self._waited_s = 0.0  # for them
+        self._since_s = event_queue.now_s  # start of its training, or of its wait
+        self._free_s: dict[tuple[str, int], float] = {}  # end of each replica's work,
+        self._computed_s = 0.0  # and of all work,
+        self._leased_groups: list[SimGroup] = []  # on the groups of the step so far;
+        self._is_step_complete = False  # no more groups
+        self._step = 0  # current step, including restarted ones
+        self._waited_s = 0.0  # wait for them
         self._work = MeasuredWork()
 
     @property
@@ -184,12 +186,12 @@ class SimTraining:
 
     @property
     def capacity(self) -> int:
-        """Groups that the gate lets through now."""
+        """Number of groups that the gate admits now."""
         steps = min(self._max_staleness + self.version + 1, self._steps)
         return max(0, steps * self._groups_per_step - self._admitted_groups)
 
     def admit_groups(self, max_groups: int) -> list[SimGroup]:
-        """Opens up to so many groups, as many as the gate lets through."""
+        """Admit up to `max_groups` groups, as far as the gate allows."""
         found = []
         for _ in range(min(max_groups, self.capacity)):
             if self._requeued_prompts:
@@ -205,7 +207,9 @@ class SimTraining:
         return found
 
     def end_trajectory(self, number: int, oldest_version: int, tokens: float) -> bool:
-        """A trajectory has ended, of so many tokens with its prompt; whether its group is whole."""
+        """End a trajectory of `tokens` tokens with its prompt; return True if its group is
+        complete.
+        """
         group = self._open_groups[number]
         group.missing_members -= 1
         group.oldest_version = min(group.oldest_version, oldest_version)
@@ -217,18 +221,18 @@ class SimTraining:
         return True
 
     def add_replicas(self, instance_id: str, replicas: int) -> None:
-        """So many replicas of the model compute gradients from now on."""
+        """Add replicas of the model, which compute gradients from now on."""
         for number in range(replicas):
             self._free_s[instance_id, number] = self._event_queue.now_s
         self.lease_groups()
 
     def remove_replicas(self, instance_id: str) -> None:
-        """Its replicas compute no more. What they have begun they end."""
+        """Remove its replicas; they finish the pieces in progress."""
         for key in [key for key in self._free_s if key[0] == instance_id]:
             del self._free_s[key]
 
     def restart_step(self) -> None:
-        """The core has ended in the middle of a step, whose groups are there for the next one."""
+        """Restart the step of a lost core; its groups are ready for the next one."""
         self._ready_groups.update((group.number, group) for group in self._leased_groups)
         self._leased_groups, self._is_step_complete, self._computed_s = (
             [],
@@ -238,8 +242,8 @@ class SimTraining:
         self._step += 1
 
     def lease_groups(self) -> None:
-        """Takes groups of the step that are there, and hands their pieces to who is free first:
-        gradients are computed while further groups are waited for.
+        """Lease ready groups of the step, and give their pieces to the first free replicas.
+        Gradients are computed while further groups are awaited.
         """
         if self.is_finished or self._is_step_complete or not self._free_s:
             return
@@ -271,8 +275,8 @@ class SimTraining:
         return self._work
 
     def _choose_groups(self) -> list[SimGroup]:
-        """Ready groups that the step takes now, oldest first; what is too old gives its prompt
-        back. A place is kept for each open group that may be passed over no more.
+        """Choose ready groups for the step, oldest first; requeue the prompts of stale ones.
+        Reserve a place for each open group that must not be passed over again.
         """
         late = sum(group.passed_over >= self._max_staleness for group in self._open_groups.values())
         places = self._groups_per_step - len(self._leased_groups)
@@ -293,7 +297,7 @@ class SimTraining:
 
     def _commit(self, step: int) -> None:
         if step != self._step:
-            return  # its core has ended meanwhile
+            return  # its core has been lost
         self._step += 1
         now_s = self._event_queue.now_s
         newest = max(group.number for group in self._leased_groups)

@@ -1,6 +1,5 @@
-"""What a job's trajectories are: turns of a length, each followed by a tool that takes its time and
-answers something. A trajectory is drawn from its group and its number in it alone, so that what a
-policy does changes nothing of it.
+"""Workload of a job's trajectories: turns of some length, each followed by a tool with a duration
+and an answer. Draws depend only on the group and the member, so policies do not change them.
 """
 
 from __future__ import annotations
@@ -20,42 +19,44 @@ from meshrl.sim.drift import LinearDrift
 
 @dataclass(frozen=True, slots=True)
 class SimTurn:
-    """What a model generates, and what comes of it."""
+    """Generated turn with its tool call."""
 
     tokens: float
     tool_s: float = 0.0
     answer_tokens: float = 0.0  # tokens that the tool appends
-    tool_return: ToolReturn | None = None  # what the tool's answer stands for; None: no tool
+    tool_return: ToolReturn | None = None  # classified answer of the tool; None: no tool
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryScript:
-    """A trajectory as it will have been, which no policy sees."""
+    """Script of a trajectory, unknown to all policies."""
 
     prompt_tokens: float  # tokens
     turns: Sequence[SimTurn]
 
 
 class SimWorkload(Protocol):
-    """Draws trajectories."""
+    """Source of trajectories."""
 
     def draw_script(self, group: int, member: int, progress: float) -> TrajectoryScript:
-        """That of a member of a group that is opened when so much of the run is over, 0 to 1."""
+        """Draw the script of a member of a group that is opened at `progress` of the run, 0 to
+        1.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormalWorkload:
-    """So many turns of lengths whose logarithm is normal, each with the same tool."""
+    """Workload with a fixed number of turns of log-normal lengths, each with the same tool."""
 
     seed: int
     turns: int
     median_tokens: LinearDrift  # tokens of a turn
-    log_sigma: LinearDrift  # deviation of their logarithm
+    log_sigma: LinearDrift  # standard deviation of their logarithm
     tool_s: LinearDrift
     prompt_tokens: float = 2.0
     answer_tokens: float = 1.0
-    max_tokens: float = math.inf  # tokens of a trajectory; it is cut there
+    max_tokens: float = math.inf  # tokens of a trajectory, which is cut there
 
     def draw_script(self, group: int, member: int, progress: float) -> TrajectoryScript:
         random = Random(self.seed).child(f"{group}/{member}")
@@ -74,20 +75,20 @@ class LogNormalWorkload:
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What a tool may answer, and what follows from it."""
+    """Possible answer of a tool, and its consequences."""
 
     tool_return: ToolReturn
-    weight: float  # beside those of the other answers
-    tool_s: float  # that the tool takes
-    answer_tokens: float  # that it appends
-    end_probability: float  # probability that the turn behind it is the last one
-    length_scale: float  # of the lengths of all turns behind it
+    weight: float  # relative to the other answers
+    tool_s: float  # duration of the tool
+    answer_tokens: float  # appended tokens
+    end_probability: float  # probability that the next turn is the last one
+    length_scale: float  # factor of the lengths of all later turns
 
 
 @dataclass(frozen=True)
 class ToolChainWorkload:
-    """Turns until a tool's answer is followed by the last one: what remains of a trajectory depends
-    on what its tools answer, which is known to nobody before.
+    """Workload of turns until a tool's answer leads to the last one. The remaining length depends
+    on future tool answers.
     """
 
     seed: int
@@ -96,7 +97,7 @@ class ToolChainWorkload:
     answers: Sequence[ToolAnswer]
     max_turns: int  # turns
     prompt_tokens: float
-    max_tokens: float = math.inf  # tokens of a trajectory; it is cut there
+    max_tokens: float = math.inf  # tokens of a trajectory, which is cut there
 
     @cached_property
     def _weights(self) -> Sequence[float]:
@@ -124,7 +125,7 @@ class ToolChainWorkload:
 
 @dataclass(frozen=True, slots=True)
 class TraceWorkload:
-    """Trajectories that were: one after the other, and from the first one again."""
+    """Recorded trajectories in their order, repeated cyclically."""
 
     scripts: Sequence[TrajectoryScript]
     group_size: int  # of a group

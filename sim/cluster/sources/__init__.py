@@ -1,1 +1,1 @@
-"""Scenarios of simulated clusters: of a file, and of a run that was. Open `scenario.py` first."""
+"""Scenarios of simulated clusters: of a file, and of a recorded run. Open `scenario.py` first."""

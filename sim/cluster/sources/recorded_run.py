@@ -1,9 +1,9 @@
-"""A scenario of a run that was: its lengths and tools, how fast its engines and its trainer were,
-what its moves took, and how long its steps were, from the files of its directory alone.
+"""Scenario of a recorded run, from the files of its directory alone. It has the run's lengths and
+tools, speeds of engines and trainer, move durations, and step times.
 
-A trajectory's turns are what its states say: decoding is divided between its turns by the time that
-each decoded, and what is no decoding stays as long as it was. How fast engines decode is a line
-through all trajectories, by how many were at an engine beside each.
+A trajectory's turns follow from its states. Its tokens are divided among its turns by decoding
+time, and other states keep their duration. The decoding speed is a line through all trajectories,
+by the number of concurrent ones at an engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshrl.view.history.worker_timeline import RoleSpan, build_spans
 from meshrl.view.recording.run_record import read_events, read_job
 from meshrl.view.trace.trace_writer import read_notes
 
-MIN_TRAJECTORIES = 16  # trajectories from which something is said
+MIN_TRAJECTORIES = 16  # minimum number of trajectories
 READY_STATUS = "ready"
 TRACE_FILE = "trajectories.jsonl"  # beside the scenario
 
@@ -37,21 +37,21 @@ TraceRow = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """What a run tells."""
+    """Scenario and trace extracted from a run."""
 
-    scenario: dict[str, Any]  # of the scenario
+    scenario: dict[str, Any]  # keys of the scenario
     trajectories: list[TraceRow]  # trajectories, as the lines of a trace
-    step_s: float  # of the run itself, in the mean
+    step_s: float  # mean of the run itself
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Reads a run's directory. NotFound says what is missing."""
+    """Read a run's directory; raise NotFound with the missing file."""
     if not (run_dir / "job.json").is_file():
         raise NotFound(f"{run_dir} is no directory of a run", fix="Name one, as in runs/calculator")
     job, document = read_job(run_dir)
     events = read_events(run_dir)
     found = read_notes(run_dir)
-    rows = [  # trajectories that were trained on, and ended by themselves
+    rows = [  # trained trajectories that were not cut
         row
         for of in found.shards.values()
         for row in of
@@ -115,7 +115,7 @@ def read_run(run_dir: Path) -> RecordedRun:
 
 
 def _compute_sampled_share(run_dir: Path, rows: Sequence[TraceRow]) -> float:
-    """Of the tokens behind prompts, those that the model sampled."""
+    """Compute the sampled share of the tokens after prompts."""
     trained = json_lines.read_lines(run_dir / "metrics.jsonl").rows
     sampled = sum(sum(row.get("staleness_tokens", ())) for row in trained)
     tokens = sum(row.get("tokens_trained", 0) for row in trained)
@@ -125,7 +125,7 @@ def _compute_sampled_share(run_dir: Path, rows: Sequence[TraceRow]) -> float:
 
 
 def _list_states(row: TraceRow) -> list[tuple[str, float, float]]:
-    """Each state with when it began and how long it lasted, seconds."""
+    """List the states with their start and duration in seconds."""
     parts = row["parts"]
     names, took_s = parts[::2], [ms / 1000 for ms in parts[1::2]]
     begins = accumulate(took_s[:-1], initial=row["at"])
@@ -133,8 +133,8 @@ def _list_states(row: TraceRow) -> list[tuple[str, float, float]]:
 
 
 def _build_trace_line(row: TraceRow, sampled_share: float) -> TraceRow:
-    turns: list[list[float]] = []  # decoding, and what follows, seconds
-    before_s = 0.0  # the first one, which is as if it followed it
+    turns: list[list[float]] = []  # seconds of decoding, and of the following states
+    before_s = 0.0  # before the first turn; counted after it
     for name, _, took_s in _list_states(row):
         if name == "decode":
             turns.append([took_s, 0.0])
@@ -173,8 +173,8 @@ def _find_engine_spans(events: Sequence[Event]) -> list[RoleSpan]:
 def _fit_decode_line(
     rows: Sequence[TraceRow], engines: Sequence[RoleSpan], sampled_share: float, traced_share: float
 ) -> tuple[float, float]:
-    """Seconds of a decode step, and for each sequence in it: the line through the trajectories by
-    how many were at an engine. `share` of them are in the traces.
+    """Fit the seconds of a decode step, and of each sequence in it. The line goes through the
+    trajectories, by the number at an engine; `traced_share` of them are in the traces.
     """
     edges: list[tuple[float, int]] = []
     for row in rows:
@@ -212,7 +212,9 @@ def _fit_decode_line(
 
 
 def _compute_training_speed(steps: Sequence[TraceRow], tokens: float) -> tuple[float, float]:
-    """Tokens a second of one that computes gradients, and the seconds of what nobody shares."""
+    """Compute the gradient rate of one worker in tokens per second, and the seconds of the
+    undivided part.
+    """
     computed_ms = sum(sum(row.get("rounds", ())[1::2]) for row in steps)
     beside = ("updating", "staging", "checkpointing", "committing", "telling")
     update_ms = []
@@ -223,7 +225,9 @@ def _compute_training_speed(steps: Sequence[TraceRow], tokens: float) -> tuple[f
 
 
 def _compute_switch_times(events: Sequence[Event]) -> dict[str, float]:
-    """What engines and helpers took to begin. A core takes its warm start, too, and never moves."""
+    """Compute the start times of engines and hybrids. Cores are excluded, as they include a warm
+    start and never move.
+    """
     begun: dict[str, tuple[str, int]] = {}
     took_s: dict[str, list[float]] = {Role.ROLLOUT: [], Role.TRAINING: []}
     for event in events:

@@ -1,4 +1,4 @@
-"""A scenario: hosts, jobs and arms, as a TOML file describes them.
+"""Scenario: hosts, jobs and arms, as a TOML file describes them.
 
 An arm is the scenario with some of its keys changed; arms are compared with the first one.
 """
@@ -36,10 +36,10 @@ from meshrl.sim.cluster.model.cluster import SimFailure, SimHosts, Switches
 
 @dataclass(frozen=True)
 class ModelTable(ConfigTable):
-    """`[jobs.model]`: the shape of what is trained; `parameters` 0: the job has a pace."""
+    """`[jobs.model]`: the shape of the trained model; `parameters` 0: the job is emulated."""
 
     parameters: NonNegativeNumber = 0.0
-    active: NonNegativeNumber = 0.0  # parameters that a token is computed with; 0: all
+    active: NonNegativeNumber = 0.0  # parameters used per token; 0: all
     layers: NonNegativeInteger = 0
     hidden: NonNegativeInteger = 0
     heads: NonNegativeInteger = 0
@@ -51,21 +51,21 @@ class ModelTable(ConfigTable):
 
 @dataclass(frozen=True)
 class MeasuredTable(ConfigTable):
-    """`[jobs.measured]`: how fast its engines and its trainer were; `base_s` 0: nothing is."""
+    """`[jobs.measured]`: measured speeds of its engines and its trainer; `base_s` 0: none."""
 
-    kind: JobName = "CPU"  # of the accelerators that it was measured on,
-    degree: PositiveInteger = 1  # and so many of an engine
+    kind: JobName = "CPU"  # of the measured accelerators,
+    degree: PositiveInteger = 1  # and of the engine
     base_s: NonNegativeNumber = 0.0  # of a decode step,
     sequence_s: NonNegativeNumber = 0.0  # for each sequence in it,
     context_s: NonNegativeNumber = 0.0  # and for each token of their contexts
-    prefill_tokens_per_s: NonNegativeNumber = 0.0  # 0: prefill is in what follows turns
-    train_tokens_per_s: NonNegativeNumber = 0.0  # of one that computes gradients
-    update_s: NonNegativeNumber = 0.0  # of a step, whoever computes
+    prefill_tokens_per_s: NonNegativeNumber = 0.0  # 0: prefill is part of the time after turns
+    train_tokens_per_s: NonNegativeNumber = 0.0  # of one worker that computes gradients
+    update_s: NonNegativeNumber = 0.0  # of a step, independent of the number of workers
 
 
 @dataclass(frozen=True)
 class AnswerTable(ConfigTable):
-    """`[[jobs.workload.answers]]`: what a tool may answer, and what follows."""
+    """`[[jobs.workload.answers]]`: a possible answer of a tool, and its consequences."""
 
     tool: JobName = "tool"
     size: Literal["small", "medium", "large"] = "small"
@@ -73,13 +73,13 @@ class AnswerTable(ConfigTable):
     weight: PositiveNumber = 1.0
     seconds: NonNegativeNumber = 0.0
     tokens: NonNegativeNumber = 0.0
-    ends: Fraction = 0.5  # probability that the turn behind it is the last one
-    scale: PositiveNumber = 1.0  # of the lengths of all turns behind it
+    ends: Fraction = 0.5  # probability that the next turn is the last one
+    scale: PositiveNumber = 1.0  # factor of the lengths of all later turns
 
 
 @dataclass(frozen=True)
 class DriftTable(ConfigTable):
-    """A quantity that grows along the run."""
+    """Quantity that changes along the run."""
 
     first: NonNegativeNumber = 0.0
     last: NonNegativeNumber = 0.0
@@ -87,23 +87,23 @@ class DriftTable(ConfigTable):
 
 @dataclass(frozen=True)
 class WorkloadTable(ConfigTable):
-    """`[jobs.workload]`: what trajectories are. With `answers` turns follow until one of them ends
-    the trajectory; without, there are `turns`, each with a tool of `tool_s`.
+    """`[jobs.workload]`: the trajectories. With `answers`, turns follow until an answer ends the
+    trajectory; without, there are `turns`, each with a tool of `tool_s`.
     """
 
-    trace: FilePath = ""  # JSON lines of trajectories, in place of all that is drawn
+    trace: FilePath = ""  # JSON lines of trajectories, instead of drawn ones
     prompt: NonNegativeNumber = 512.0
     median: DriftTable = field(default_factory=lambda: DriftTable(512.0, 512.0))  # tokens of a turn
     sigma: DriftTable = field(default_factory=lambda: DriftTable(0.8, 0.8))
-    turns: PositiveInteger = 1  # with answers: at most
+    turns: PositiveInteger = 1  # with answers: maximum
     tool_s: DriftTable = field(default_factory=DriftTable)
-    longest: NonNegativeInteger = 0  # tokens of a trajectory; 0: as many as are drawn
+    longest: NonNegativeInteger = 0  # tokens of a trajectory; 0: unlimited
     answers: list[AnswerTable] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class JobTable(ConfigTable):
-    """`[[jobs]]`: a job that runs from the beginning."""
+    """`[[jobs]]`: a job that runs from the start."""
 
     name: JobName = "job"
     steps: PositiveInteger = 48
@@ -112,22 +112,22 @@ class JobTable(ConfigTable):
     max_staleness: NonNegativeInteger = 2
     slots: PositiveInteger = 256  # of an engine
     bin_tokens: NonNegativeInteger = 0
-    colocated: bool = False  # all accelerators roll out, then all train: nobody decides
-    plan: Literal["", "uniform", "mixed"] = ""  # the planner's layout instead of the next keys'
+    colocated: bool = False  # all accelerators roll out, then all train, without a planner
+    plan: Literal["", "uniform", "mixed"] = ""  # the planner's layout instead of the next keys
     ranks: PositiveInteger = 1  # of the core
     tensor: PositiveInteger = 1  # of the core: degree of tensor parallelism,
     pipeline: PositiveInteger = 1  # and stages
     degrees: list[PositiveInteger] = field(default_factory=lambda: [1])  # that engines may have
-    pull_s: NonNegativeNumber = 0.0  # that an engine stands for other weights
+    pull_s: NonNegativeNumber = 0.0  # pause of an engine for new weights
     weights_s: NonNegativeNumber = 0.0  # from a step until engines have its weights,
-    links: bool = False  # and besides what the model's bytes take over the network of hosts
-    pace: str = ""  # of engines, in place of a model
+    links: bool = False  # plus the transfer of the model's bytes over the network of hosts
+    pace: str = ""  # emulated engine speed, instead of a model
     training_pace: str = ""
-    measured: MeasuredTable = field(default_factory=MeasuredTable)  # in place of both
+    measured: MeasuredTable = field(default_factory=MeasuredTable)  # instead of both
     share: PositiveNumber = 1.0
     priority: Integer = 0
     helped: bool = True
-    buckets: bool = True  # C-MLFQ, where engines have several degrees
+    buckets: bool = True  # C-MLFQ, if engines have several degrees
     model: ModelTable = field(default_factory=ModelTable)
     workload: WorkloadTable = field(default_factory=WorkloadTable)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
@@ -139,23 +139,23 @@ class ArmTable(ConfigTable):
 
     name: NonEmptyText = "as it is"
     set: list[str] = field(default_factory=list)
-    # KEY=[VALUE, VALUE]: of all combinations, the fastest is the arm.
+    # KEY=[VALUE, VALUE]: the fastest of all combinations is the arm.
     best: list[str] = field(default_factory=list)
-    # Parts of the run of each of which it is the fastest of those, as of one who knows what comes
-    # and changes in no time; 0: of the whole run.
+    # Number of parts of the run; each uses its fastest combination, as an oracle
+    # with immediate changes would; 0: one combination for the whole run.
     stretches: NonNegativeInteger = 0
-    paper: NonNegativeNumber = 0.0  # how much faster than the first arm the sources say; 0: nothing
-    ratio: str = ""  # the name under which the last arm's tokens a second over this one's are told
+    paper: NonNegativeNumber = 0.0  # published speed-up over the first arm; 0: none
+    ratio: str = ""  # name of the ratio of the last arm's tokens per second to this one's
 
 
 @dataclass(frozen=True)
 class Scenario(ConfigTable):
-    """A whole file, checked."""
+    """Complete file, validated."""
 
     title: str = ""
-    sources: list[str] = field(default_factory=list)  # what is taken from where
+    sources: list[str] = field(default_factory=list)  # sources of its values
     seed: NonNegativeInteger = 0
-    seeds: PositiveInteger = 1  # so many, from that one on: ratios are the medians of all
+    seeds: PositiveInteger = 1  # number of seeds from that one on: ratios are medians
     until_s: PositiveNumber = 86400.0
     hosts: list[SimHosts] = field(default_factory=lambda: [SimHosts()])
     pool: PoolSettings = field(default_factory=PoolSettings)
@@ -170,15 +170,15 @@ SCENARIO_SCHEMA = Schema(Scenario, "docs/simulator.md lists all keys of a scenar
 
 @dataclass(frozen=True)
 class Arm:
-    """What is run, and compared."""
+    """Arm to run and compare."""
 
     table: ArmTable
-    scenarios: Mapping[str, Scenario]  # by what is set in each; the fastest counts
+    scenarios: Mapping[str, Scenario]  # by their settings; the fastest counts
 
 
 def read_arms(path: Path, changes: list[str]) -> dict[str, Arm]:
-    """The arms of a file, in order, each with `KEY=VALUE` changes; ConfigError says what is wrong
-    where.
+    """Read the arms of a file, in order, each with `KEY=VALUE` changes; the ConfigError names the
+    invalid key.
     """
     document, places = reader.read_toml(path, "the scenario")
 
@@ -210,7 +210,7 @@ def read_arms(path: Path, changes: list[str]) -> dict[str, Arm]:
 
 
 def expand_choices(text: str) -> list[str]:
-    """The `KEY=VALUE` of each value of a `KEY=[VALUE, VALUE]`."""
+    """Expand `KEY=[VALUE, VALUE]` into a `KEY=VALUE` for each value."""
     key, _, values = text.partition("=")
     try:
         found = tomllib.loads(f"values = {values.strip()}")["values"]
@@ -222,9 +222,9 @@ def expand_choices(text: str) -> list[str]:
 
 
 def apply_change(document: dict[str, Any], change: str) -> None:
-    """Changes a key of a document. One of a list is named by its `name` or `kind`, as the hosts of
-    `hosts.H100.count=16`; without a name it is all of them. `workers.H100=16` is so many
-    accelerators of a kind in all, with hosts of their own where there were none.
+    """Apply a change to a document. An element of a list is selected by its `name` or `kind`, as in
+    `hosts.H100.count=16`; without it all are. `workers.H100=16` sets the total number of
+    accelerators of a kind, with new hosts if there were none.
     """
     key, equals, text = change.partition("=")
     parts = key.strip().split(".")
@@ -241,7 +241,7 @@ def apply_change(document: dict[str, Any], change: str) -> None:
 
 
 def _set_worker_count(document: dict[str, Any], kind: str, count: Any, change: str) -> None:
-    """Sets how many accelerators of a kind there are: whole hosts, as many as each has there."""
+    """Set the number of accelerators of a kind in whole hosts of their present size."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ConfigError(
             f"{change!r} names no number of accelerators", fix="As in workers.H100=16"

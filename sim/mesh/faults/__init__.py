@@ -1,3 +1,1 @@
-"""Faults of a virtual mesh, and the checks of what is left after them. Open `fault_schedule.py`
-first.
-"""
+"""Faults of a virtual mesh, and checks of the final state. Open `fault_schedule.py` first."""

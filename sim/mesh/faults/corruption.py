@@ -1,4 +1,6 @@
-"""Damage to durable files at rest: which, how, and whether anybody has read it since."""
+"""Corruption of durable files at rest: the file, the method, and whether the file was read
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from meshrl.common.base.files.corruption import QUARANTINE_DIRECTORY
 from meshrl.common.base.files.disk_sync import fsync_path
 from meshrl.common.base.random import Random
 
-UNREAD_ATIME_NS = 1  # access time of a damaged file until somebody reads it
+UNREAD_ATIME_NS = 1  # access time of a corrupt file before its first read
 # Kinds of durable files (`meshrl.common.base.files.corruption.RECOVERY_BY_KIND`) of a virtual mesh,
-# by where they lie. Its recorder, launcher and Redis are not the product's own: what those write is
-# spared.
+# by path. Its recorder, launcher and Redis are not the product's own, so their files are not
+# corrupted.
 FILE_PATTERNS: dict[str, str] = {
     "checkpoint": "checkpoints/*.json",
     "state": "checkpoints/*/state/*",
@@ -24,7 +26,7 @@ FILE_PATTERNS: dict[str, str] = {
     "versions": "store/jobs/*.json",
     "ledger": "**/*.ledger",
 }
-APPENDED_KINDS = ("ledger",)  # what is missing at their end may never have been written
+APPENDED_KINDS = ("ledger",)  # missing data at their end may never have been written
 HEADER_BYTES = 8
 
 
@@ -33,16 +35,16 @@ class FileCorruption:
     kind: str
     path: str  # relative to the root
     method: str
-    link: Path  # to the damaged file, wherever its name is now
+    link: Path  # to the corrupt file, after any rename
 
     @property
     def was_read(self) -> bool:
-        """Whether anybody has read the file since."""
+        """True if the file was read since its corruption."""
         return self.method != "delete" and self.link.stat().st_atime_ns != UNREAD_ATIME_NS
 
     def is_replaced(self, root: Path) -> bool:
-        """Whether what was written is there again, and this one is in quarantine; of a chunk, which
-        is named by its digest, that it is there is enough.
+        """Return True if the original content exists again, and the corrupt file is in quarantine.
+        For a chunk, named by its digest, valid content is enough.
         """
         inode, place = self.link.stat().st_ino, root / self.path
         if not place.is_file() or place.stat().st_ino == inode:
@@ -55,21 +57,21 @@ class FileCorruption:
 
 
 def is_named_in(path: str, text: str) -> bool:
-    """Whether a message names the file, or the checkpoint that it is of."""
+    """Return True if a message names the file or its checkpoint."""
     parts = Path(path).parts
     of = parts[1].removesuffix(".json") if parts[0] == "checkpoints" else parts[-1]
     return parts[-1] in text or of in text
 
 
 class FileCorruptor:
-    """Damages files below `root`; what is damaged has a link in `links`."""
+    """Corruptor of files below `root`; corrupt files are linked in `links`."""
 
     def __init__(self, root: Path, links: Path, random: Random) -> None:
         self._root, self._links, self._random = root, links, random
         self.corruptions: list[FileCorruption] = []
 
     def corrupt_file(self) -> FileCorruption | None:
-        """One file of a kind drawn first; None: there is none yet."""
+        """Corrupt one file of a randomly drawn kind; return None if there is no file yet."""
         random = self._random
         there = {
             kind: found
@@ -95,9 +97,7 @@ class FileCorruptor:
         return damage
 
     def _find_files(self, patterns: str) -> list[Path]:
-        """Those that hold something and are as they were written, without scratch files, in one
-        order.
-        """
+        """Find the non-empty, intact files except temporary ones, in a fixed order."""
         known = {damage.link.stat().st_ino for damage in self.corruptions}
         each = (path for pattern in patterns.split() for path in self._root.glob(pattern))
         found = (path for path in each if not path.name.startswith("."))
@@ -124,10 +124,12 @@ def flip_bit(path: Path, offset: int, bit: int) -> None:
 
 
 def write_misdirected(source: Path, target: Path, offset: int) -> None:
-    """What was written last to `source` lies over `target` from `offset` on, as far as it goes."""
+    """Overwrite `target` from `offset` on with the last written data of `source`, as a misdirected
+    write does.
+    """
     content, there = read_without_atime(source), read_without_atime(target)
     part = content[-(len(there) - offset) :] or b"\0"
-    if there[offset : offset + len(part)] == part:  # the same bytes would be no damage
+    if there[offset : offset + len(part)] == part:  # identical bytes would be no corruption
         part = bytes(byte ^ 0xFF for byte in part)
     _overwrite(target, offset, part)
 
@@ -139,6 +141,6 @@ def _overwrite(path: Path, offset: int, content: bytes) -> None:
 
 
 def read_without_atime(path: Path) -> bytes:
-    """A file's bytes; its access time stays."""
+    """Read a file without a change of its access time."""
     with open(os.open(path, os.O_RDONLY | os.O_NOATIME | os.O_CLOEXEC), "rb") as file:
         return file.read()

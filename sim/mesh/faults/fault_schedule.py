@@ -1,5 +1,7 @@
-"""The faults of a run, drawn from its seed: what is killed, stopped, lost, late, away, full, cut
-off, damaged or set wrong, when, and for how long.
+"""Faults of a run, drawn from its seed, with their times and durations.
+
+The kinds are kills, stops, losses, delays, outages, full disks, partitions, corruption and clock
+changes.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from meshrl.sim.virtual_process import VirtualProcess
 
 MAX_STOP_S = 20.0
 MAX_CLOCK_JUMP_S = 3600.0  # of a host's wall clock
-MAX_DISK_DELAY_S = 4.0  # mean of what a piece of work waits
-MAX_PARTIAL_WRITE_BYTES = 4096  # bytes: a full disk refuses what is longer, after a part of it
-# What a disk lies about before the power goes: which syncs it does not make.
+MAX_DISK_DELAY_S = 4.0  # mean delay of a disk operation
+MAX_PARTIAL_WRITE_BYTES = 4096  # a full disk rejects longer writes after a part of them
+# Syncs that a lying disk skips before a power cut.
 SKIPPED_SYNCS = {
     "all files": lambda path: True,
     "store": lambda path: path.startswith("store"),
@@ -30,7 +32,7 @@ SKIPPED_SYNCS = {
 
 @dataclass(frozen=True)
 class FaultTiming:
-    """Mean seconds between two faults of a kind, and from its begin to its end."""
+    """Mean seconds between two faults of a kind, and mean duration of a fault."""
 
     mean_interval_s: float
     min_duration_s: float
@@ -54,7 +56,9 @@ FAULT_KINDS = tuple(FAULT_TIMINGS)
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
-    """The kinds in a list with commas, or of `all` or `none`. ValueError: an unknown one."""
+    """Parse a list of kinds with commas, or `all` or `none`; raise ValueError for an unknown
+    one.
+    """
     named = {"all": FAULT_KINDS, "none": ()}.get(text)
     if named is not None:
         return named
@@ -66,12 +70,12 @@ def parse_kinds(text: str) -> tuple[str, ...]:
 
 
 class FaultSchedule:
-    """Faults of the given kinds until `settle`, after which all is well again."""
+    """Schedule of faults of the given kinds until `settle`, after which all faults are cleared."""
 
     def __init__(
         self, mesh: VirtualMesh, random: Random, kinds: tuple[str, ...], interval_scale: float = 1.0
     ) -> None:
-        """`pace`: times as long between two faults as PACES says."""
+        """Create a schedule. `interval_scale`: factor of the times between two faults."""
         self._mesh, self._random, self._interval_scale = mesh, random, interval_scale
         self._clock = mesh.clock
         self.corruptor = FileCorruptor(
@@ -124,7 +128,9 @@ class FaultSchedule:
             await faults[kind](random, random.uniform(pace.min_duration_s, pace.max_duration_s))
 
     def _choose_victim(self, random: Random) -> VirtualProcess | None:
-        """Any process but the root, of a kind drawn first: there are many workers and one store."""
+        """Choose a process other than the root. The kind is drawn first, as there are many workers
+        and one store.
+        """
         there = [p for p in self._mesh.machine.live_processes if p.parent is not None]
         if not there:
             return None
@@ -204,11 +210,11 @@ class FaultSchedule:
             self._mesh.redis.clock.offset_s += by_s
 
     async def _cut_power(self, random: Random, duration_s: float) -> None:
-        """The power goes; what was synced is there, all that Redis has answered too."""
+        """Cut the power; synced data and all answered Redis commands survive."""
         await self._mesh.cut_power(random, self._mesh.redis.server.copy_state())
 
     async def _skip_syncs(self, random: Random, duration_s: float) -> None:
-        """The power goes after a while in which some syncs were none."""
+        """Cut the power after a period in which some syncs were skipped."""
         world = self._mesh
         what = random.choice(sorted(SKIPPED_SYNCS))
         world.record.log_event(f"the disk lies about {what} for {duration_s:.3f}")
@@ -217,9 +223,11 @@ class FaultSchedule:
         await world.cut_power(random, world.redis.server.copy_state())
 
     async def _roll_back_redis(self, random: Random, duration_s: float) -> None:
-        """Redis comes back as it was a while ago, alone or with all processes, or it cannot load
-        what it has. (With all files as they were then nobody could tell; nor where the power has
-        gone just now, with what told of the last seconds.)
+        """Roll back Redis to an older copy, alone or with all processes, or make its file
+        unloadable.
+
+        A rollback of all files as well would be undetectable. So would a rollback just after a
+        power cut, which lost the records of the last seconds.
         """
         world, held = self._mesh, self._mesh.redis.server.copy_state()
         what = random.choice(["older", "alone", "unloadable"])

@@ -1,4 +1,4 @@
-"""What must hold after every run, checked on the facts alone."""
+"""Invariants of every run, checked on its final state alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GROUP_END_EVENTS = {"requeued", "dropped", "filtered"}  # events that end one g
 
 @dataclass(frozen=True)
 class InvariantLimits:
-    """What the job was given."""
+    """Limits of the job."""
 
     steps: int
     max_staleness: int
@@ -30,7 +30,7 @@ class InvariantLimits:
 
 
 def check_invariants(final_state: FinalState, limits: InvariantLimits) -> list[str]:
-    """A line for each violation."""
+    """Check all invariants; return a line for each violation."""
     every: dict[str, Callable[[FinalState, InvariantLimits], Violations]] = {
         "exactly_once": check_exactly_once,
         "history": check_history,
@@ -47,7 +47,7 @@ def check_invariants(final_state: FinalState, limits: InvariantLimits) -> list[s
 
 
 def compute_fates(final_state: FinalState) -> tuple[set[int], dict[int, list[str]]]:
-    """Groups that were opened, and how each of them ended, in the lineage that stands."""
+    """Compute the opened groups, and the end of each, in the current lineage."""
     opened: set[int] = set()
     ends: dict[int, list[str]] = {}
 
@@ -65,11 +65,13 @@ def compute_fates(final_state: FinalState) -> tuple[set[int], dict[int, list[str
         elif kind == "step":
             for row in told["groups"]:
                 end(row["group"], f"step {told['step']}")
-        elif kind == "restored":  # by a resume, after Redis had lost all it had
+        elif kind == "restored":  # by a resume, after Redis had lost its state
             opened, ends = set(), {}
         elif kind == "lineage":
             for group, hows in ends.items():
-                gone = told.get("lost_through", 0)  # an older checkpoint tells not of its groups
+                gone = told.get(
+                    "lost_through", 0
+                )  # an older checkpoint does not contain its groups
                 lost = any(
                     _is_later_step(how, told["version"]) and not _is_later_step(how, gone)
                     for how in hows
@@ -80,8 +82,9 @@ def compute_fates(final_state: FinalState) -> tuple[set[int], dict[int, list[str
 
 
 def check_history(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """Whatever Redis has lost since: a version of a lineage has one manifest, and a group's number
-    is used once.
+    """Check that a version of a lineage has one manifest, and a group number is used once.
+
+    Redis may have lost state in between.
     """
     manifests: dict[tuple[int, int], set[str]] = {}
     opened: Counter[int] = Counter()
@@ -99,7 +102,7 @@ def check_history(final_state: FinalState, limits: InvariantLimits) -> Violation
 
 
 def check_corruption_reported(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """Damage that somebody has read is told."""
+    """Check that corruption is reported once the file was read."""
     told = [str(fields) for kind, fields in final_state.history if kind == CORRUPTION_EVENT]
     told += [final_state.start_error, str(final_state.job_row.get("error"))]
     for damage in final_state.corruptions:
@@ -108,13 +111,13 @@ def check_corruption_reported(final_state: FinalState, limits: InvariantLimits) 
         ):
             continue  # as after a power cut
         if damage.path in final_state.replaced_files:
-            continue  # it was set aside when it was written again
+            continue  # quarantined when it was written again
         if damage.was_read and not any(is_named_in(damage.path, text) for text in told):
             yield f"{damage.path} ({damage.method}) was read, and nobody said so"
 
 
 def _has_record_after_gap(segment: bytes) -> bool:
-    """Whether a whole record lies behind something that is none."""
+    """Return True if a complete record follows invalid data."""
     gap = not segment.startswith(_LEDGER_HEADER)
     offset = 0 if gap else len(_LEDGER_HEADER)
     while offset + _LEDGER_FRAME.size <= len(segment):
@@ -134,7 +137,7 @@ def _is_later_step(fate: str, version: int) -> bool:
 
 
 def check_exactly_once(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """Every group that was opened has one fate, or is in flight."""
+    """Check that every opened group has exactly one end, or is in flight."""
     opened, ends = compute_fates(final_state)
     for group, hows in sorted(ends.items()):
         if len(hows) > 1:
@@ -148,7 +151,7 @@ def check_exactly_once(final_state: FinalState, limits: InvariantLimits) -> Viol
 
 
 def check_steps_contiguous(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """The steps of the lineage that stands follow each other up to the current version."""
+    """Check that the steps of the current lineage are contiguous up to the current version."""
     steps: list[int] = []
     for kind, told in final_state.events:
         if kind == "step":
@@ -166,7 +169,7 @@ def check_steps_contiguous(final_state: FinalState, limits: InvariantLimits) -> 
 
 
 def check_staleness(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """No stored token that a step trained on is older than it may be."""
+    """Check that no trained token is staler than the limit."""
     for kind, told in final_state.events:
         if kind != "step":
             continue
@@ -186,7 +189,7 @@ def check_staleness(final_state: FinalState, limits: InvariantLimits) -> Violati
 
 
 def check_group_indexes(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """Rows and indexes agree, and none holds the gate for ever."""
+    """Check that rows and indexes agree, and that no group blocks the gate forever."""
     counted = Counter(group for groups in final_state.groups_by_state.values() for group in groups)
     for group in sorted(counted.keys() | final_state.group_rows.keys()):
         if counted[group] != 1 or group not in final_state.group_rows:
@@ -201,7 +204,7 @@ def check_group_indexes(final_state: FinalState, limits: InvariantLimits) -> Vio
 
 
 def check_store(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """Each chunk is what its name says, and checkpoints are few."""
+    """Check that each chunk matches its digest, and that checkpoints are limited."""
     damaged = {Path(damage.path).name for damage in final_state.corruptions}
     for name, content in final_state.chunks.items():
         if not name.startswith(".") and name not in damaged and compute_digest(content) != name:
@@ -215,7 +218,7 @@ def check_store(final_state: FinalState, limits: InvariantLimits) -> Violations:
 
 
 def check_ledgers(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """Segments hold whole records up to at most one torn one."""
+    """Check that segments contain complete records, and at most one torn one at the end."""
     damaged = {damage.path for damage in final_state.corruptions}
     for name, content in final_state.ledgers.items():
         if name in damaged or QUARANTINE_DIRECTORY in Path(name).parts:
@@ -240,7 +243,7 @@ def check_ledgers(final_state: FinalState, limits: InvariantLimits) -> Violation
 
 
 def check_nothing_left(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """The mesh that has ended holds nothing, and no process fell to a defect."""
+    """Check that the stopped mesh holds no resources, and that no process exited by a defect."""
     for lease in final_state.leases:
         yield f"{lease} is still held"
     yield from final_state.leftovers
@@ -248,8 +251,8 @@ def check_nothing_left(final_state: FinalState, limits: InvariantLimits) -> Viol
 
 
 def check_final_phase(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """The job has finished, in time after the last fault; or it has failed, or was not started
-    again, by a message that names a damaged file.
+    """Check the end of the job. It has finished in time after the last fault, or it has failed or
+    was not restarted with a message that names a corrupt file.
     """
     spoiled = final_state.lost_files | {damage.path for damage in final_state.corruptions}
     error = final_state.start_error or str(final_state.job_row.get("error"))

@@ -1,5 +1,5 @@
-"""A witness of a run: it reads Redis, the store and the ledgers raw, and keeps what would be gone
-by the end. It shares nothing with the services.
+"""Observer of a run: it reads Redis, the store and the ledgers directly, and records state that is
+gone by the end. It shares no code with the services.
 """
 
 from __future__ import annotations
@@ -24,43 +24,39 @@ EventFields = tuple[str, dict[str, Any]]  # kind and fields of an event
 
 @dataclass(frozen=True)
 class ObservedGroup:
-    """A group as it lay in the store when a step that trains on it was about to be committed."""
+    """Group in the store at the commit of a step that trains on it."""
 
-    oldest_version: int  # lowest version of a token that was trained; -1: none was
+    oldest_version: int  # lowest version of a trained token; -1: none
     abandoned_above: int  # see meshrl.common.base.lineages
 
 
 @dataclass
 class FinalState:
-    """What there is of one job at the end, as it lies there."""
+    """Raw state of one job at the end."""
 
     name: str = ""
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # of Redis' stream
-    history: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # and those it has lost
+    history: list[tuple[str, dict[str, Any]]] = field(
+        default_factory=list
+    )  # and those that Redis has lost
     job_row: dict[str, str] = field(default_factory=dict)
     group_rows: dict[int, dict[str, str]] = field(default_factory=dict)  # groups, by number
     groups_by_state: dict[str, list[int]] = field(default_factory=dict)
-    leases: list[str] = field(default_factory=list)  # names that are still held
+    leases: list[str] = field(default_factory=list)  # names of leases still held
     trained_groups: dict[tuple[int, int, int], ObservedGroup] = field(default_factory=dict)
     unreadable_groups: set[tuple[int, int, int]] = field(
         default_factory=set
-    )  # as in `trained`: unreadable
+    )  # as in `trained_groups`: unreadable
     chunks: dict[str, bytes] = field(default_factory=dict)
     ledgers: dict[str, bytes] = field(default_factory=dict)
     checkpoints: list[str] = field(default_factory=list)
-    leftovers: list[str] = field(
-        default_factory=list
-    )  # what was still there after the mesh had ended
-    errors: list[str] = field(default_factory=list)  # that ended a process, and should not have
-    corruptions: list[FileCorruption] = field(default_factory=list)  # what was done to files
-    lost_files: set[str] = field(
-        default_factory=set
-    )  # files that power cuts took, or a part of them
-    replaced_files: set[str] = field(
-        default_factory=set
-    )  # of those: in quarantine, and there again
-    start_error: str = ""  # why the mesh was not started again
-    finished_late_s: float = 0.0  # beyond the bound; 0: in time
+    leftovers: list[str] = field(default_factory=list)  # left after the end of the mesh
+    errors: list[str] = field(default_factory=list)  # unexpected errors that ended a process
+    corruptions: list[FileCorruption] = field(default_factory=list)  # of files
+    lost_files: set[str] = field(default_factory=set)  # files lost or cut by power cuts
+    replaced_files: set[str] = field(default_factory=set)  # of those: in quarantine, and restored
+    start_error: str = ""  # why the mesh was not restarted
+    finished_late_s: float = 0.0  # beyond the limit; 0: in time
 
 
 class StateObserver:
@@ -69,8 +65,8 @@ class StateObserver:
         self._trained_groups: dict[tuple[int, int, int], ObservedGroup] = {}
         self._unreadable_groups: set[tuple[int, int, int]] = set()
         self._events: list[tuple[str, str, dict[str, Any]]] = []  # of the stream, with ids
-        self._history: list[tuple[str, dict[str, Any]]] = []  # what Redis has lost since, too
-        self._known_events: set[tuple[str, str]] = set()  # events that are in it, by id and content
+        self._history: list[tuple[str, dict[str, Any]]] = []  # with events that Redis has lost
+        self._known_events: set[tuple[str, str]] = set()  # their ids and contents
         redis.command_listeners.append(self._on_command)
         redis.reset_listeners.append(self._read_events)
         redis.restart_listeners.append(self._drop_lost_events)
@@ -85,7 +81,7 @@ class StateObserver:
         return dict(zip(found[::2], found[1::2], strict=True))
 
     def _on_command(self, words: tuple[Any, ...]) -> None:
-        """Looks at what a step that is about to be committed was trained on."""
+        """Record the groups of a step that is about to be committed."""
         if get_script_name(words) != "commit_step" or words[3] != self._job:
             return
         self._read_events()
@@ -100,8 +96,8 @@ class StateObserver:
                     self._unreadable_groups.add(key)
 
     def _read_events(self) -> None:
-        """Takes in what the stream has got since the last look. What comes back with an older copy
-        of Redis is no news.
+        """Read the new events of the stream. Events that return with an older copy of Redis are not
+        new.
         """
         since = f"({self._events[-1][0]}" if self._events else "-"
         for id_, fields in self._run_command("XRANGE", EVENTS, since, "+"):
@@ -113,7 +109,7 @@ class StateObserver:
                 self._history.append((fields["kind"], told))
 
     def _drop_lost_events(self) -> None:
-        """The stream is as it was some time ago."""
+        """Drop events that a rolled-back stream no longer has."""
         newest = self._run_command("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)
         last = newest[0][0] if newest else ""
         ids = [id_ for id_, _, _ in self._events]
@@ -123,7 +119,7 @@ class StateObserver:
         return [(kind, row) for kind, row in events if row.get("job") in (None, "", self._name)]
 
     def _read_group(self, row: dict[str, str]) -> ObservedGroup | None:
-        """None: the group's file is gone or damaged."""
+        """Read a group of the store; return None if its file is missing or corrupt."""
         digest = row["digest"]
         path = ChunkStore(self._root / "store").open_space(GROUPS).chunk_path(digest)
         content = read_without_atime(path) if path.is_file() else b""

@@ -1,1 +1,1 @@
-"""The jobs of a virtual mesh: their files, tasks and arithmetic. Open `job_setup.py` first."""
+"""Jobs of a virtual mesh: their files, tasks and arithmetic. Open `job_setup.py` first."""

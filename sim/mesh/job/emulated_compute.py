@@ -1,5 +1,5 @@
-"""What paced processes of a virtual mesh compute with: an engine that makes a token a step, and
-arithmetic that takes no time of its own.
+"""Computation of emulated processes of a virtual mesh: an engine that produces a token per step,
+and arithmetic without its own duration.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshrl.sim.engines.simulated_engine import STANDARD_NORMAL, SimulatedEngine
 from meshrl.sim.mesh.job.emulated_workload import ENGINE_SLOTS, MAX_TOKENS, EmulatedWorkload
 from meshrl.sim.mesh.job.vector_arithmetic import VectorArithmetic, VectorLearner, VectorSoleRank
 
-INSTANT_S = 0.001  # what arithmetic takes without its pace
+INSTANT_S = 0.001  # duration of arithmetic without emulation
 
 
 class _StepClock:
-    """A clock that is read in steps."""
+    """Clock that advances in steps."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,11 +34,11 @@ class _StepClock:
 
 
 class SteppedEngine(SimulatedEngine):
-    """Every request that runs gets a token a step, whatever time that takes; what is submitted
-    begins with the next step, which so shows its prefill.
+    """Engine that gives every running request a token per step, whatever the step's duration.
 
-    The length of a turn is drawn from its trajectory and where the turn begins, so that one that
-    goes on at another engine ends where it would have ended here.
+    A submitted request begins with the next step, whose duration so contains its prefill. The
+    length of a turn is drawn from its trajectory and the start of the turn, so a turn that
+    continues at another engine has the same end.
     """
 
     def __init__(self, workload: EmulatedWorkload) -> None:
@@ -48,7 +48,7 @@ class SteppedEngine(SimulatedEngine):
 
     @property
     def next_step_delay_s(self) -> float:
-        return 0.0  # whoever paces it says when
+        return 0.0  # the emulation determines the time
 
     def step(self) -> bool:
         self._is_stepping = True
@@ -75,19 +75,19 @@ class SteppedEngine(SimulatedEngine):
 
 
 class InstantLearner(VectorLearner):
-    """What it takes is its pace's."""
+    """Learner whose duration is emulated."""
 
     gradient_s = update_s = INSTANT_S
 
 
 class InstantSoleRank(VectorSoleRank):
-    """What it takes is its pace's."""
+    """Sole rank whose duration is emulated."""
 
     gradient_s = update_s = INSTANT_S
 
 
 class InstantArithmetic(VectorArithmetic):
-    """What training processes of a workload compute with."""
+    """Arithmetic of a workload's training processes."""
 
     def make_learner(self, data: JobData) -> Learner:
         return InstantLearner(data.config.seed)

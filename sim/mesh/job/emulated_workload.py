@@ -1,5 +1,5 @@
-"""A paced workload of a virtual mesh: how long its trajectories are, what they wait for, how fast
-its accelerators are, and how that drifts along the run.
+"""Emulated workload of a virtual mesh: lengths of trajectories, waits, speeds of accelerators, and
+their drift along the run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from meshrl.common.job.config import (
 from meshrl.sim.drift import LinearDrift
 from meshrl.sim.mesh.job.vector_arithmetic import MODEL_CONFIG
 
-MAX_TOKENS = 256  # tokens of a trajectory; a longer one is cut there
-ENGINE_SLOTS = 64  # of an engine: its pace, not its slots, says how many are worth it
-EXTRA_STEPS = 4  # steps beyond the last one that groups may be opened of
-ENVIRONMENT_THREADS = 256  # environments that wait at a time
+MAX_TOKENS = 256  # tokens of a trajectory, which is cut there
+ENGINE_SLOTS = 64  # of an engine: its emulated speed limits the useful number, not its slots
+EXTRA_STEPS = 4  # steps beyond the last one whose groups may be opened
+ENVIRONMENT_THREADS = 256  # environments that wait concurrently
 
 
 def constant_drift(value: float) -> LinearDrift:
@@ -37,8 +37,8 @@ def constant_drift(value: float) -> LinearDrift:
 
 @dataclass(frozen=True)
 class EmulatedWorkload:
-    """A job of its own; `decode` and `training` are paces as `rollout.pace` and `training.pace`
-    take them.
+    """Workload of one job; `engine_speed` and `training_speed` have the format of
+    `rollout.pace` and `training.pace`.
     """
 
     workers: int = 4
@@ -51,16 +51,16 @@ class EmulatedWorkload:
     )  # tokens of a turn
     log_sigma: LinearDrift = field(
         default_factory=lambda: LinearDrift(0.6, 0.6)
-    )  # deviation of their logarithm
+    )  # standard deviation of their logarithm
     tool_s: LinearDrift = field(default_factory=lambda: LinearDrift(0.0, 0.0))  # after every turn
     equal_reward_share: LinearDrift = field(
         default_factory=lambda: LinearDrift(0.0, 0.0)
     )  # share of groups without variance, which are not trained
     engine_speed: str = "200/8/4000"
     training_speed: str = "300/500"
-    bin_tokens: int = 96  # a longer trajectory has a bin of its own
-    allows_moves: bool = True  # whether the planner moves gangs
-    hybrid_count: int = 0  # gangs that help the core in the first split
+    bin_tokens: int = 96  # a longer trajectory has its own bin
+    allows_moves: bool = True  # True if the planner moves gangs
+    hybrid_count: int = 0  # hybrid gangs in the first split
     planner_options: tuple[tuple[str, Any], ...] = ()  # further keys of `[planner]`
 
     def with_static_split(self, hybrid_count: int) -> EmulatedWorkload:
@@ -77,15 +77,15 @@ class EmulatedWorkload:
 
     @property
     def static_splits(self) -> range:
-        """Helpers of every static split: an engine is needed, and the core."""
+        """Numbers of hybrids of all static splits, which leave an engine and the core."""
         return range(self.workers - 1)
 
     def compute_progress(self, version: float) -> float:
-        """How much of the run is over at a version of the weights."""
+        """Compute the progress of the run at a version of the weights, 0 to 1."""
         return max(0, version) / max(1, self.steps - 1)
 
     def format_overrides(self) -> list[str]:
-        """Its keys of `[planner]`, as of `--set`."""
+        """Format its keys of `[planner]` as arguments of `--set`."""
         keys = {"moves": str(self.allows_moves).lower(), "training": 1 + self.hybrid_count}
         return [
             f"planner.{key}={value}" for key, value in (keys | dict(self.planner_options)).items()
@@ -132,8 +132,8 @@ class EmulatedWorkload:
         )
 
     def build_rows(self) -> list[dict[str, Any]]:
-        """Of its dataset, in the order in which they are sampled: tools slow down along them, and
-        more and more groups have rewards that are all alike.
+        """Build the rows of its dataset in the order of sampling. Tools slow down along them, and
+        the share of groups with equal rewards grows.
         """
         count = (self.steps + EXTRA_STEPS) * self.groups_per_step
         share = [self.compute_progress(n // self.groups_per_step) for n in range(count)]
@@ -152,6 +152,6 @@ class EmulatedWorkload:
         ]
 
     def write_rows(self, bundle: Path) -> None:
-        """Its rows, where its job finds them."""
+        """Write its rows into the bundle of its job."""
         lines = "\n".join(json.dumps(row) for row in self.build_rows())
         (bundle / "train.jsonl").write_text(lines)

@@ -1,4 +1,4 @@
-"""The job of a virtual mesh: short trajectories, small groups, frequent checkpoints."""
+"""Job of a virtual mesh: short trajectories, small groups, frequent checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
 
 
 def list_run_dirs(root: Path, jobs: int) -> dict[str, Path]:
-    """The jobs of a mesh by name, each with its run directory: a mesh of one is its run's."""
+    """List the jobs of a mesh by name with their run directories; a single job uses the root."""
     if jobs == 1:
         return {JOB_NAME: root}
     names = [JOB_NAME, *(f"{JOB_NAME}-{number}" for number in range(2, jobs + 1))]
@@ -69,7 +69,7 @@ def build_config(
 def write_job(
     config: JobConfig, root: Path, workload: EmulatedWorkload | None = None
 ) -> dict[str, Any]:
-    """The job as it is submitted, with its bundle below `root`, its run's directory."""
+    """Write the job as it is submitted, with its bundle, below `root`, its run directory."""
     bundle = root / "bundle"
     (bundle / "modules").mkdir(parents=True)
     build_character_tokenizer(CHARACTERS, str(bundle / "tokenizer.json"))

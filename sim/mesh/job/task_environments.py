@@ -1,4 +1,4 @@
-"""The job's environment: a question, a remark after the first turn, a score by what was said."""
+"""Environment of the job: a question, a remark after the first turn, and a score of the answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class QuestionEnvironment:
 
 
 class ToolTurnsEnvironment:
-    """A row of a workload: so many turns, each followed by a tool that takes its time."""
+    """Environment of a workload's row: a number of turns, each followed by a tool with a
+    duration.
+    """
 
     def open(self, row: dict[str, Any]) -> str:
         self._remaining_turns, self._tool_s = int(row["turns"]), float(row["tool_s"])
@@ -52,17 +54,17 @@ class ToolTurnsEnvironment:
         return None
 
 
-_pending_wait_s = 0.0  # of virtual time, since `owed_s` was asked last
+_pending_wait_s = 0.0  # of virtual time, since the last call of `take_pending_wait_s`
 
 
 def add_wait(seconds: float) -> None:
-    """The operation that is under way takes so long; no thread waits for it."""
+    """Add a duration to the current operation, without blocking a thread."""
     global _pending_wait_s
     _pending_wait_s += seconds
 
 
 def take_pending_wait_s() -> float:
-    """What operations have said that they take, since the last question."""
+    """Return and reset the duration added by operations since the last call."""
     global _pending_wait_s
     owed, _pending_wait_s = _pending_wait_s, 0.0
     return owed

@@ -1,7 +1,7 @@
-"""Arithmetic of one vector: a learner and ranks that take their time, and give the same bits
-whoever computes.
+"""Arithmetic of one vector: a learner and ranks with durations, and bit-identical results for any
+assignment of bins.
 
-What decides, keeps, sends and recovers around them is the trainer's own.
+All control around them, decisions, storage, messages and recovery, is the trainer's own code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GRADIENT_S = 3.0  # of one bin
 UPDATE_S = 1.0
 TRANSFER_S = 0.2  # to load or save weights
 LEARNING_RATE = 0.01
-MOMENTUM_PREFIX = "momentum."  # what names of the state begin with
+MOMENTUM_PREFIX = "momentum."  # prefix of momentum names in the state
 
 MODEL_CONFIG = {
     "model_type": "qwen3",
@@ -58,7 +58,9 @@ MODEL_CONFIG = {
 
 @cache
 def get_shapes() -> dict[str, torch.Size]:
-    """Those of MODEL's parameters, so that checkpoints are what they are of a real one."""
+    """Return the shapes of MODEL's parameters, so that checkpoints look like those of a real
+    model.
+    """
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(MODEL_CONFIG))
     return {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -78,13 +80,13 @@ def flatten(weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def get_rank_rows(shape: torch.Size, rank: int, ranks: int) -> slice:
-    """Those of a tensor that a rank has."""
+    """Return the rows of a tensor that a rank owns."""
     each = -(-shape[0] // ranks)
     return slice(min(rank * each, shape[0]), min((rank + 1) * each, shape[0]))
 
 
 def slice_rank(flat: Tensor, rank: int, ranks: int) -> Tensor:
-    """A rank's rows of a flat vector, tensor after tensor."""
+    """Return a rank's rows of a flat vector, tensor after tensor."""
     parts = split_tensors(flat).items()
     return torch.cat(
         [part[get_rank_rows(get_shapes()[n], rank, ranks)].reshape(-1) for n, part in parts]
@@ -92,7 +94,7 @@ def slice_rank(flat: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def split_rank_tensors(own: Tensor, rank: int, ranks: int) -> dict[str, Tensor]:
-    """A rank's rows, by tensor: views."""
+    """Return views of a rank's rows by tensor."""
     found, start = dict[str, Tensor](), 0
     for name, shape in get_shapes().items():
         rows = get_rank_rows(shape, rank, ranks)
@@ -103,7 +105,7 @@ def split_rank_tensors(own: Tensor, rank: int, ranks: int) -> dict[str, Tensor]:
 
 
 def join_ranks(owns: Sequence[Tensor]) -> Tensor:
-    """The flat vector of all ranks' rows."""
+    """Join the rows of all ranks to the flat vector."""
     by_rank = [split_rank_tensors(own, rank, len(owns)) for rank, own in enumerate(owns)]
     return torch.cat(
         [torch.cat([part[name] for part in by_rank]).reshape(-1) for name in get_shapes()]
@@ -116,7 +118,7 @@ def make_initial_weights(seed: int) -> Tensor:
 
 
 def compute_gradient(weights: Tensor, bin: Bin) -> tuple[Tensor, BinStats]:
-    """Depends on every trained token of the bin, and on the weights."""
+    """Compute a gradient that depends on every trained token of the bin, and on the weights."""
     kept = bin.mask
     told = bin.targets[kept].astype(np.float64) * bin.advantage[kept] * bin.weight[kept]
     slope = float(told.sum()) + 1e-3 * float(bin.targets[kept].sum())
@@ -136,7 +138,7 @@ def apply_step(weights: Tensor, momentum: Tensor, gradient: Tensor, lr_factor: f
 
 
 class _VectorState:
-    """A vector and its momentum, as far as a learner and a rank have them alike."""
+    """Vector with its momentum: the common state of a learner and a rank."""
 
     _flat_weights: Tensor
     _momentum: Tensor
@@ -155,21 +157,21 @@ class _VectorState:
         self.steps = counts["steps"]
 
     def refresh(self) -> None:
-        """Passes compute with the vector itself."""
+        """Do nothing, as passes use the vector itself."""
 
     def free_gradients(self) -> None:
-        """They are nobody's once they are given."""
+        """Free the gradients, which are not used again."""
 
     def update_settings(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        """What changes a step of the vector is `lr_factor` alone."""
+        """Update the settings; only `lr_factor` affects a step of the vector."""
 
 
 class VectorLearner(_VectorState, Learner):
-    """Behind a Learner's methods a vector and its momentum."""
+    """Learner of a vector and its momentum."""
 
     gradient_s, update_s = GRADIENT_S, UPDATE_S
 
-    def __init__(self, seed: int) -> None:  # a Learner's own makes a model
+    def __init__(self, seed: int) -> None:  # Learner's own constructor makes a model
         self.steps = 0
         self._flat_weights = make_initial_weights(seed)
         self._momentum = torch.zeros_like(self._flat_weights)
@@ -220,7 +222,7 @@ class VectorLearner(_VectorState, Learner):
 
 
 class VectorProcessGroup:
-    """A process group: what one rank brings all of them get, once all have come."""
+    """Process group: each rank receives the values of all ranks, once all have arrived."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -230,7 +232,7 @@ class VectorProcessGroup:
         self._wakeup = asyncio.Event()
 
     def leave(self) -> None:
-        """One has gone: nobody's wait for it ends otherwise."""
+        """Leave the group: break it, and wake all waiting ranks."""
         self.is_broken = True
         self._wake_waiters()
 
@@ -241,7 +243,9 @@ class VectorProcessGroup:
     async def exchange(
         self, machine: VirtualMachine, rank: int, value: Any, deadline_s: float
     ) -> list[Any]:
-        """What each rank brought, in their order; RankLost when one has gone or is late."""
+        """Exchange values; return those of all ranks in rank order. Raise RankLost if a rank has
+        left or is late.
+        """
         number = self._exchange_counts[rank] = self._exchange_counts.get(rank, -1) + 1
         brought = self._values.setdefault(number, {})
         brought[rank] = value
@@ -259,8 +263,8 @@ class VectorProcessGroup:
 
 
 class VectorRank(_VectorState, Rank):
-    """Holds its share of the vector; the rest of it is the other ranks'. What blocks in a product's
-    rank is awaited here, by the virtual host.
+    """Rank that owns its shard of the vector. Calls that block in the product's rank are awaited
+    here, on the virtual host.
     """
 
     def __init__(self, data: JobData, rank: int, ranks: int) -> None:
@@ -284,7 +288,7 @@ class VectorRank(_VectorState, Rank):
 
     @property
     def learner(self) -> Any:
-        """What a gang asks of it beside the orders: its size, and room for the whole state."""
+        """Learner interface for the gang: the size and the memory of the whole state."""
         self._require_group()
         return self
 
@@ -374,7 +378,9 @@ class VectorRank(_VectorState, Rank):
     async def compute_round(  # type: ignore[override]
         self, index: int, bins: Sequence[Bin]
     ) -> list[BinStats]:
-        """The sum of all ranks' gradients, of which it keeps its part; its own bin's statistics."""
+        """Compute a round: keep this rank's shard of the summed gradients; return its own bin's
+        statistics.
+        """
         gradients, whole = self._gradients, await self._gather_flat(self._flat_weights)
         gradient, stats = compute_gradient(whole, bins[0])
         summed = sum(await self._all_gather(gradient))
@@ -415,7 +421,7 @@ class VectorRank(_VectorState, Rank):
 
 
 class VectorSoleRank(Rank):
-    """The only rank of a core, which has the whole vector."""
+    """Sole rank of a core, which owns the whole vector."""
 
     gradient_s, update_s = GRADIENT_S, UPDATE_S
 
@@ -429,10 +435,10 @@ class VectorSoleRank(Rank):
 
 
 class VectorArithmetic(LearnerFactory):
-    """What virtual training processes compute with."""
+    """Arithmetic of virtual training processes."""
 
     def prepare(self) -> None:
-        """Nothing is compiled."""
+        """Do nothing, as nothing is compiled."""
 
     def make_learner(self, data: JobData) -> Learner:
         return VectorLearner(data.config.seed)

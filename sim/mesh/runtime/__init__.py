@@ -1,3 +1,3 @@
-"""A virtual mesh from its start to its end, without anything that fails. Open `virtual_mesh.py`
+"""Runtime of a virtual mesh from its start to its end, without faults. Open `virtual_mesh.py`
 first.
 """

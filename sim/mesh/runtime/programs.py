@@ -1,6 +1,4 @@
-"""What virtual processes run: each program opens a mesh in memory, then lives as the product's
-process does.
-"""
+"""Programs of virtual processes: each opens a mesh in memory, then runs the product's service."""
 
 from __future__ import annotations
 
@@ -43,16 +41,16 @@ from meshrl.sim.virtual_machine import VirtualHost, VirtualMachine
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from meshrl.sim.virtual_process import VirtualProcess, VirtualProgram
 
-HOST_ID = "one"  # the id of the one host
-MEAN_START_S = 1.2  # mean of what a process needs for its imports
+HOST_ID = "one"  # the id of the only host
+MEAN_START_S = 1.2  # mean duration of a process's imports
 TOKENS_PER_S = 8.0
 MEDIAN_TOKENS = 12.0
-FLUSH_INTERVAL_S = 0.4  # between two turns of a simulated engine that is busy
+FLUSH_INTERVAL_S = 0.4  # between two iterations of a busy simulated engine
 IDLE_INTERVAL_S = 2.0
 
 
 class ProcessContext:
-    """What processes find: a machine, a network, a Redis, and a directory."""
+    """Context of all processes: a machine, a network, a Redis, and a directory."""
 
     def __init__(
         self,
@@ -62,14 +60,16 @@ class ProcessContext:
         root: Path,
         workload: EmulatedWorkload | None = None,
     ) -> None:
-        """`workload`: paces that its engines and trainers keep to; None: they have none."""
+        """Create a context. `workload`: emulated speeds of its engines and trainers; None: no
+        emulation.
+        """
         self.machine, self.network, self.redis, self.root = machine, network, redis, root
         self.workload = workload
         self.meshes: dict[str, Mesh] = {}  # the newest of each name
         self.open_state: Callable[[VirtualProcess], StateClient] = partial(open_state, redis)
 
     def open_mesh(self, process: VirtualProcess, name: str, kind: str) -> Mesh:
-        """A membership for the process, as `Mesh.open` makes it for a real one."""
+        """Open a mesh for the process, as `Mesh.open` does for a real one."""
         machine, host = self.machine, VirtualHost(process)
         transport = MemoryTransport(self.network, f"mem://{process.label}", role=kind)
         mesh = Mesh(
@@ -102,7 +102,7 @@ class ProcessContext:
         return mesh
 
     def build_programs(self) -> dict[str, VirtualProgram]:
-        """By the module that a command line names; each begins with its imports."""
+        """Build the programs by their modules; each begins with the duration of its imports."""
         programs = {
             "meshrl.services.planner": self._run_planner,
             "meshrl.services.weights": self._run_weights,
@@ -186,8 +186,8 @@ class ProcessContext:
     async def _serve_concurrently(
         self, process: VirtualProcess, job_environments: environments.Environments
     ) -> None:
-        """What each operation takes, it says
-        (`meshrl.sim.mesh.job.task_environments.take_pending_wait_s`); the others go on.
+        """Serve operations concurrently, each with its own duration
+        (`meshrl.sim.mesh.job.task_environments.take_pending_wait_s`).
         """
         answers: set[asyncio.Task[None]] = set()
 
@@ -206,7 +206,7 @@ class ProcessContext:
 
 
 class _WakeupEvent(threading.Event):
-    """Wakes a driver that is a task."""
+    """Event that wakes a driver task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,9 @@ class _WakeupEvent(threading.Event):
 
 
 class TaskDriver:
-    """Runs an engine service's turns in a task, no more often than tokens are worth it."""
+    """Driver that runs an engine service's iterations in a task, no more often than tokens
+    arrive.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -1,5 +1,5 @@
-"""Stands between a Redis that has started and the mesh, as the launcher does with a real one
-(`meshrl.launch.redis.mesh_redis`): what it holds is compared with what is known of it.
+"""Gate between a started Redis and the mesh, as the launcher's for a real one
+(`meshrl.launch.redis.mesh_redis`). It compares the state of Redis with the recorded watermark.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from meshrl.sim.mesh.runtime.virtual_redis import VirtualRedis
 
 
 class VirtualRedisGate:
-    """`state` is the owner's connection, which is let in always. There is no file of Redis to
-    compare: only what it holds is.
+    """Gate of a virtual Redis. `state` is the owner's connection, which is always admitted. There
+    is no Redis file to compare, only its state.
     """
 
     def __init__(
         self, redis: VirtualRedis, state: StateClient, root: Path, runs: Mapping[str, Path]
     ) -> None:
-        """`runs`: the jobs of the mesh with their run directories."""
+        """Create a gate. `runs`: the jobs of the mesh with their run directories."""
         self._redis, self._state, self._root, self._runs = redis, state, root, runs
         self._watermark_file = MeshPaths(root).redis_note
         self._records: dict[str, RunRecordReader] = {}
@@ -37,8 +37,8 @@ class VirtualRedisGate:
         self.watermark = StateWatermark()
 
     async def admit_mesh(self) -> None:
-        """Lets the mesh in, to a state that is no older than what is known of it: an older one is
-        replaced by an empty one.
+        """Admit the mesh to the state. Replace a state older than the watermark with an empty one
+        first.
         """
         self._watermark_file.parent.mkdir(parents=True, exist_ok=True)
 
@@ -54,16 +54,16 @@ class VirtualRedisGate:
         await self._admit(why)
 
     async def start_empty(self, rollback_reason: str) -> None:
-        """Begins without what there is."""
+        """Start with an empty state."""
         self._redis.restart()
         await self._admit(rollback_reason)
 
     async def save_restored(self) -> None:
-        """The jobs are back, and what lineages they have is durable."""
+        """Save the watermark after the jobs and their lineages are restored."""
         await self._save_watermark()
 
     async def watch_rollbacks(self) -> AsyncIterator[str]:
-        """Each time that it is not what it was: why."""
+        """Yield the reason of each detected rollback."""
         while True:
             await self._redis.clock.sleep(CHECK_INTERVAL_S)
             try:

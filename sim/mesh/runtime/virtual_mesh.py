@@ -1,4 +1,4 @@
-"""A virtual mesh from its start to its end: the services, its jobs, and what may go wrong."""
+"""Virtual mesh from its start to its end: the services, its jobs, and its faults."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from meshrl.view.recording.run_record import EVENTS_FILE, parse_event
 
 
 class VirtualLauncher(SupervisorHooks):
-    """Its process is never killed: with it the mesh would end, as the product's does."""
+    """Launcher whose process is never killed, as the mesh would end with it."""
 
     def __init__(
         self, process: VirtualProcess, state: StateClient, services: list[service_plan.ServiceSpec]
@@ -84,7 +84,7 @@ class VirtualLauncher(SupervisorHooks):
         return asyncio.create_task(self._lease_watch.run(), name="watch leases")
 
     async def kill_services(self) -> None:
-        """At once: Redis has gone back, and what has acted on it starts anew."""
+        """Kill all services at once: they have acted on a rolled-back Redis, and start again."""
         self._is_stopping = True
         for child in self._supervisor.children.values():
             child.kill()
@@ -125,7 +125,7 @@ class VirtualLauncher(SupervisorHooks):
         self.failure_reason = f"{spec.name} does not stay up ({why})"
 
 
-RESTART_DELAY_S = 3.0  # from a power cut until the mesh is started again
+RESTART_DELAY_S = 3.0  # from a power cut to the restart of the mesh
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class VirtualMeshSize:
     ranks: int = 1
     steps: int = 20
     jobs: int = 1
-    workload: EmulatedWorkload | None = None  # in place of the job that faults are tried on
+    workload: EmulatedWorkload | None = None  # instead of the default job of fault tests
 
 
 class VirtualRecorder:
-    """Writes the event stream to `events.jsonl`, as `meshrl run` does, from where an earlier one
-    has stopped.
+    """Recorder of the event stream in `events.jsonl`, as of `meshrl run`, from the end of an
+    earlier one.
     """
 
     def __init__(self, state: StateClient, clock: Clock, run_dir: Path, job: str) -> None:
@@ -184,15 +184,15 @@ class VirtualMesh:
         self.machine.programs = self.process_context.build_programs() | {
             "launcher": self._run_launcher
         }
-        self.lost_files: set[str] = set()  # files that power cuts took, or a part of them
+        self.lost_files: set[str] = set()  # files lost or cut by power cuts
         self.run_dirs = list_run_dirs(root, size.jobs)
         self.documents: dict[str, dict[str, Any]] = {}
-        self.start_error = ""  # why a `meshrl resume` gave up
+        self.start_error = ""  # why a `meshrl resume` failed
         self._stop_requested = asyncio.Event()
         self._root_process: VirtualProcess | None = None
         self._state: StateClient | None = None
 
-    # -- its life --------------------------------------------------------------------------------
+    # -- life cycle ------------------------------------------------------------------------------
 
     async def start(self) -> None:
         process = self.machine.spawn("launcher", [], "launcher", None, dies_with_parent=False)
@@ -237,19 +237,19 @@ class VirtualMesh:
             task.cancel()
 
     async def _prepare(self, gate: VirtualRedisGate, state: StateClient, is_restart: bool) -> None:
-        """What a mesh does before its services start."""
+        """Prepare the mesh before its services start."""
         await gate.admit_mesh()
         await write_settings(state, PoolSettings())
         if not is_restart:
             return
-        for entry in await registry.list_entries(state):  # whose processes are no more
+        for entry in await registry.list_entries(state):  # their processes have ended
             if entry.alive:
                 await registry.evict(state, entry.name, entry.incarnation)
         await clear_last_exits(state)
         await self._restore_jobs(gate, state)
 
     async def _restore_jobs(self, gate: VirtualRedisGate, state: StateClient) -> None:
-        """A job goes on at a checkpoint when Redis does not have it."""
+        """Restore each job that Redis does not have from a checkpoint."""
         await write_settings(state, PoolSettings())
         there = {row.id for row in await jobs.read_jobs(state)}
         for job, run_dir in self.run_dirs.items():
@@ -262,7 +262,7 @@ class VirtualMesh:
     async def _guard_redis(
         self, gate: VirtualRedisGate, launcher: VirtualLauncher, state: StateClient
     ) -> None:
-        """What a launcher does when Redis is not what it was."""
+        """Recover from each rollback of Redis, as a launcher does."""
         async for why in gate.watch_rollbacks():
             self.record.log_event(f"redis went back: {why}")
             await launcher.kill_services()
@@ -271,7 +271,7 @@ class VirtualMesh:
                 await launcher.restart_services()
 
     async def _run_command(self, operation: Callable[[], Awaitable[None]]) -> bool:
-        """Does what a command line does; False when that has given up, and says why."""
+        """Run a command-line operation; return False if it fails, with the reason on record."""
         try:
             await retry(self.clock, operation)
         except MeshError as error:
@@ -281,12 +281,12 @@ class VirtualMesh:
             self.machine.failures.append(f"meshrl resume: {self.start_error}")
         return not self.start_error
 
-    # -- the power goes --------------------------------------------------------------------------
+    # -- power cuts ------------------------------------------------------------------------------
 
     async def cut_power(self, random: Random, saved_state: Any) -> None:
-        """Every process ends at once, and the mesh is started again on what the disk has. Redis
-        comes back with `held`, a copy of its server. Nothing happens while the mesh is off: what
-        tells that Redis has lost something must not be lost before it is looked at.
+        """Cut the power: kill every process, and restart the mesh on the surviving files. Redis
+        restarts with `saved_state`. Nothing else happens while the mesh is off, so that evidence
+        of lost Redis state is not lost before its check.
         """
         if not self.is_on:
             return
@@ -296,8 +296,8 @@ class VirtualMesh:
         await self._restart(saved_state)
 
     async def lose_redis(self, saved_state: Any) -> None:
-        """Every process ends, and the mesh is started again on its files as they are, and a Redis
-        with `held`: an older copy, or None, where it cannot load its file.
+        """Kill every process, and restart the mesh on unchanged files. Redis restarts with
+        `saved_state`: an older copy, or None if it cannot load its file.
         """
         self.record.log_event("redis has lost something")
         self._kill_all()
@@ -318,7 +318,7 @@ class VirtualMesh:
         return not self._root_process.has_exited
 
     def start_if_off(self) -> None:
-        """Starts the mesh again if it was cut off."""
+        """Start the mesh again if it is off."""
         if not self.is_on and not self.start_error:
             self.record.log_event("the power comes")
             argv = ["resume"]
@@ -338,7 +338,7 @@ class VirtualMesh:
 
     @property
     def is_over(self) -> bool:
-        """Whether all jobs have ended, or will not go on."""
+        """True if all jobs have ended, or cannot continue."""
         phases = map(self.read_phase, self.run_dirs)
         return bool(self.start_error) or all(phase in ("finished", "failed") for phase in phases)
 
@@ -350,5 +350,5 @@ class VirtualMesh:
         return str(self.redis.sync_client.execute_command("HGET", f"{{{job}}}:job", "phase"))
 
     def get_side_directory(self, name: str) -> Path:
-        """A directory of the simulation's own, which is no part of the run's."""
+        """Return a directory of the simulation's own, outside of the run."""
         return self.root.with_name(f"{self.root.name}.{name}")

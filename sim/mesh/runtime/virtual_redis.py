@@ -1,7 +1,8 @@
-"""A Redis for the virtual mesh that is away, slow, or loses replies, and each process's clients.
+"""Redis of the virtual mesh that may be unreachable, slow, or lose replies, with the clients of
+each process.
 
-A client repeats what was not answered, as redis-py does: for about two seconds, whether or not the
-command was run.
+A client repeats unanswered commands as redis-py does: for about two seconds, whether or not the
+command was executed.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from meshrl.sim.redis.server import SimulatedRedisServer
 from meshrl.sim.virtual_machine import MachineClock
 from meshrl.sim.virtual_process import VirtualProcess
 
-MEAN_LATENCY_S = 0.0004  # mean from a command to its execution, when all is well
-DELAYED_SHARE = 0.2  # share of commands that are not executed at once even then
+MEAN_LATENCY_S = 0.0004  # mean from a command to its execution, without faults
+DELAYED_SHARE = 0.2  # share of commands with a delay, without faults
 BACKOFF_S, MAX_BACKOFF_S = 0.02, 0.5
 
 
 class VirtualRedis:
-    """The server, and what is wrong with it now."""
+    """Simulated Redis server with its current faults."""
 
     def __init__(self, clock: MachineClock, random: Random) -> None:
-        """`clock` is its own: it may jump apart from those of its clients."""
+        """Create a server. `clock` is its own: it may differ from those of its clients."""
         self.clock, self.random = clock, random
         self.server = SimulatedRedisServer(clock)
         self.client, self.sync_client = (
@@ -44,15 +45,19 @@ class VirtualRedis:
         )
         self.is_unreachable = False
         self.mean_latency_s = MEAN_LATENCY_S
-        self.is_owner_only = False  # it has started again, and only its owner is let in
-        self.reply_loss = 0.0  # share of replies that do not come
-        self.command_listeners: list[Callable[[tuple[Any, ...]], None]] = []  # told of each command
-        self.reset_listeners: list[Callable[[], None]] = []  # told when it will lose what it has
-        self.restart_listeners: list[Callable[[], None]] = []  # told when it is back without it
+        self.is_owner_only = False  # it has restarted, and admits only its owner
+        self.reply_loss = 0.0  # share of lost replies
+        self.command_listeners: list[
+            Callable[[tuple[Any, ...]], None]
+        ] = []  # called with each command
+        self.reset_listeners: list[Callable[[], None]] = []  # called before it loses its state
+        self.restart_listeners: list[
+            Callable[[], None]
+        ] = []  # called after a restart without its state
 
     def restart(self, saved_state: Any = None) -> None:
-        """Starts again with what a `server.copy` held; None: with nothing. Who owns it lets the
-        mesh in.
+        """Restart with a state saved by `copy_state`; None: empty. The owner then admits the
+        mesh.
         """
         for tell in self.reset_listeners:
             tell()
@@ -68,7 +73,7 @@ class VirtualRedis:
         self.is_unreachable, self.mean_latency_s, self.reply_loss = False, MEAN_LATENCY_S, 0.0
 
     async def execute(self, words: tuple[Any, ...], is_owner: bool) -> Any:
-        """One try of a command."""
+        """Try a command once."""
         if self.mean_latency_s > MEAN_LATENCY_S or self.random.random() < DELAYED_SHARE:
             await self.clock.sleep(self.random.expovariate(1 / self.mean_latency_s))
         if self.is_unreachable or (self.is_owner_only and not is_owner):
@@ -90,7 +95,7 @@ class VirtualRedis:
 
 
 class _VirtualRedisClient:
-    """For the loop of one process; `owner`: it is let in before the mesh is."""
+    """Client for the loop of one process; `owner`: admitted before the mesh."""
 
     def __init__(self, server: VirtualRedis, process: VirtualProcess, is_owner: bool) -> None:
         self._server, self._process, self._is_owner = server, process, is_owner
@@ -110,7 +115,7 @@ class _VirtualRedisClient:
 
 
 class _VirtualSyncRedisClient:
-    """For the threads of one process."""
+    """Client for the threads of one process."""
 
     def __init__(self, server: VirtualRedis) -> None:
         self._server = server
@@ -136,7 +141,7 @@ def open_state(
 
 
 def get_script_name(words: tuple[Any, ...]) -> str:
-    """The name of the script that a command runs, or the command's own."""
+    """Return the name of the script that a command runs, or the command's own."""
     if words[0] == "EVALSHA":
         return _load_script_names().get(words[1], "?")
     if words[0] == "EVAL":

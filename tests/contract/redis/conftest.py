@@ -20,7 +20,7 @@ REAL = [
 
 
 def outcome(client: Any, words: tuple[Any, ...]) -> Any:
-    """The reply, or the class and code of the error: servers differ in how they put the rest."""
+    """Return the reply, or the class and code of the error: servers word the rest differently."""
     try:
         return client.execute_command(*words)
     except redis.ResponseError as error:

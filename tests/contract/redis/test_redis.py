@@ -74,7 +74,7 @@ STEPS: list[tuple[Any, ...]] = [
     ("EVAL", "return redis.call('HGET', 'h', 'f')", 0),
     ("EVAL", "return redis.call('HSET', 'h', 'f', '2') + 0", 0),
     ("EVAL", "return redis.pcall('HSET', 'h', 'f', '2').err", 0),
-    # One that has written, if only by taking away, goes on to its end.
+    # A script that has written, deletions included, runs to its end.
     ("EVAL", "redis.call('DEL', 'none'); return redis.call('HSET', 'h', 'g', '2')", 0),
     ("DEL", "text"),
     ("PING",),
@@ -86,7 +86,7 @@ def words(name: str, *parts: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[
 
 
 def many(name: str, *parts: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
-    """The command on a key, with one to three of what it may repeat."""
+    """Draw the command on a key, with one to three repetitions of its repeatable part."""
     repeated = st.lists(st.tuples(*parts), min_size=1, max_size=3)
     return st.builds(lambda key, more: (name, key, *sum(more, ())), KEYS, repeated)
 
@@ -279,7 +279,9 @@ def cases(listed: str) -> list[str]:
 
 
 def told(answer: Any) -> Any:
-    """Of JSON what it says, as fields have no order; of an error that there is one."""
+    """Normalise an answer: JSON is decoded, as its fields have no order, and all errors are
+    equal.
+    """
     if isinstance(answer, tuple):
         return "an error"
     return json.loads(answer) if isinstance(answer, str) else answer
@@ -361,7 +363,7 @@ def test_a_broken_document_is_refused_or_read_alike(
 @settings(max_examples=100)
 @given(number=numbers)
 def test_numbers_reach_commands_as_the_same_number(pair: Pair, number: float) -> None:
-    """Servers differ in how they write what has a fraction, not in what it is."""
+    """Check the values of numbers in commands: servers differ in how they write fractions."""
     passed = "redis.call('SET', 'n', tonumber(ARGV[1])); return redis.call('GET', 'n')"
     for arguments in ((repr(number),), (repr(int(number)),)):
         expected = outcome(pair.real, ("EVAL", passed, 0, *arguments))

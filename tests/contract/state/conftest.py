@@ -1,7 +1,7 @@
-"""Backends that the contract binds: in-process under a clock of ours, and two real servers.
+"""Backends under the contract: in-process under a test clock, and two real servers.
 
-On one of these each script runs as a user of Redis that has the keys of this script, as the table
-of rights tells them, and no others: a script that touches one that is not there is refused.
+On one server, each script runs as a Redis user with exactly the keys of the script's row in the
+table of permissions. Redis rejects a script that touches any other key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.contract.state.state_bench import Bench, HandClock, Server
 SCRIPT_OF = {load_script(name)[1]: name for name in SCRIPT_PERMISSIONS}
 # What scripts let go of is other scripts' too; a server that has none yet is sent their texts.
 BESIDE = "%RW~{*} %W~{*}:op:*"
-# Which rows are read and which door is written depends on who asks.
+# The rows read and the credentials written depend on the caller.
 DOOR = "%W~{mesh}:door:*"
 OWN = {"row": "%R~*", "rows": "%R~*", "enter": DOOR, "renew": DOOR, "withdraw": DOOR}
 BACKENDS = [
@@ -69,7 +69,7 @@ class SyncByScript(ByScript):
 
 
 def restricted(url: str) -> StateClient:
-    """The state of a server, whose users are made."""
+    """Return the state client of a server with restricted users."""
     with redis.Redis.from_url(url) as owner:
         if not {name.encode() for name in SCRIPT_PERMISSIONS} <= set(owner.acl_users()):
             _make_users(owner)
@@ -109,7 +109,7 @@ def state(bench: Bench) -> StateClient:
 
 @pytest.fixture
 async def simulated() -> AsyncIterator[Bench]:
-    """For what only virtual time can show: minutes that pass at once."""
+    """Return a bench under virtual time, where minutes pass at once."""
     clock = HandClock()
     found = Bench(open_simulated_state(clock), clock)
     yield found

@@ -1,4 +1,4 @@
-"""What the contract tests act with: servers that can be killed, time, a job's shard and trainer."""
+"""Bench of the contract tests: servers that can be killed, time, a job's shard and trainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVALUATOR = "evaluator"
 
 @dataclass
 class HandClock:
-    """Time that passes when a test says so."""
+    """Clock that a test advances."""
 
     now: float = 1_750_000_000.0
 
@@ -73,7 +73,7 @@ class Server:
 
 @contextmanager
 def running_server(binary: str) -> Iterator[Server]:
-    # A short path: the socket lies in it, and the kernel takes no long ones.
+    # A short path: it contains the socket, and the kernel accepts no long ones.
     directory = Path(tempfile.mkdtemp(prefix="state-"))
     server = Server(directory, binary)
     try:
@@ -106,14 +106,18 @@ class Bench:
             self.clock.now += ms / 1000
 
     async def seat(self, name: str, ttl_ms: int = 600_000) -> int:
-        """The token of a new process that takes a name; whoever had it has ended."""
+        """Register a new process under a name and return its token. A previous owner of the name is
+        evicted.
+        """
         if before := await lookup(self.state, name):
             await evict(self.state, name, before.incarnation)
         entry = RegistryEntry(name, name.split("/")[0], incarnation=uuid.uuid4().hex)
         return await register(self.state, entry, ttl_ms)
 
     async def training_job(self, **algorithm: int) -> Seats:
-        """A job in its training phase, at version 0, with a shard and a trainer."""
+        """Submit a job and take it to its training phase at version 0, with a shard and a
+        trainer.
+        """
         seats = Seats(self.state, await self.seat(SHARD), await self.seat(TRAINER))
         await jobs.submit(self.state, JOB, document(**algorithm), "/runs/job", uuid.uuid4().hex)
         await steps.commit_initial(
@@ -125,7 +129,7 @@ class Bench:
 
 @dataclass
 class Seats:
-    """What a shard and a trainer do, under the tokens they hold."""
+    """Actions of a shard and a trainer under their fencing tokens."""
 
     state: StateClient
     shard: int
@@ -135,7 +139,7 @@ class Seats:
         return await groups.admit_groups(self.state, JOB, SHARD, self.shard, want, uuid.uuid4().hex)
 
     async def finish(self, group: groups.AdmittedGroup, scored: int = 2, age: int = 0) -> None:
-        """The group is ready; its oldest token is `age` versions older than its admission."""
+        """Mark the group ready; its oldest token is `age` versions older than its admission."""
         version = group.version - age
         op_id = uuid.uuid4().hex
         await groups.mark_group_ready(
@@ -148,7 +152,7 @@ class Seats:
         )
 
     async def lease(self, step: int) -> groups.LeasedGroups | groups.LeaseWait:
-        """All that the step takes, or what it waits for."""
+        """Lease all groups of the step, or return what the step waits for."""
         leased = await groups.lease_groups(self.state, JOB, TRAINER, self.trainer, step)
         return leased.wait or leased
 
@@ -208,7 +212,7 @@ class Seats:
         return await steps.open_lineage(*whose, version, names, "op", saved)
 
     async def step(self, step: int) -> list[int]:
-        """A whole step: leases and commits."""
+        """Run a complete step: lease and commit."""
         taken = await self.leased(step)
         await self.commit(step, taken)
         return taken

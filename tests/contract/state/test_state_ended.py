@@ -1,4 +1,4 @@
-"""Ends of processes: told once, kept by name, and charged to their jobs."""
+"""Exits of processes: reported once, kept by name, and charged to their jobs."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ async def test_nothing_fails_while_a_process_waits_for_room_on_a_disk(simulated:
 
 
 async def hold(bench: Bench, held: str) -> None:
-    """What the planner writes when it pauses a job, or lets it go on."""
+    """Write the block reason with which the planner pauses a job, or clear it."""
     await bench.state.run_command("HSET", f"{job_prefix(JOB)}:job", "held", held)
     if not held:
         await bench.state.run_command("HINCRBY", f"{job_prefix(JOB)}:job", "resumed", 1)

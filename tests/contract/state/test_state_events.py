@@ -24,7 +24,7 @@ TRIM_EVERY = 10  # steps
 
 
 async def happen(state: StateClient, n: int = MANY) -> list[str]:
-    """The ids of `n` events."""
+    """Append `n` events and return their ids."""
     since = await events.read_last_id(state)
     for i in range(n):
         await state.run_command(
@@ -34,7 +34,9 @@ async def happen(state: StateClient, n: int = MANY) -> list[str]:
 
 
 async def trimmed(bench: Bench, **more: int) -> int:
-    """How many are freed, the last few milliseconds' too."""
+    """Trim the stream and return how many events were freed, those of the last few milliseconds
+    included.
+    """
     await bench.pass_ms(5)
     return await readers.trim_events(bench.state, 0, retention_ms=1, **more)
 
@@ -167,7 +169,9 @@ async def test_a_recorder_whose_file_is_gone_is_told_and_goes_on_from_what_rows_
 
 @pytest.mark.rotating(3)
 async def test_a_job_that_is_resumed_on_its_mesh_misses_nothing_of_its_own(bench: Bench) -> None:
-    """While it had ended, the mesh did other things, which are gone."""
+    """Check that a resumed job misses none of its own events. While it was over, the mesh had other
+    events, which are trimmed.
+    """
     seats, state = await bench.training_job(), bench.state
     start = await readers.join(state, RECORDER, "0", "")
     recorded = await events.read_all(state, start)
@@ -279,14 +283,16 @@ async def test_an_operation_is_let_go_of_once_its_caller_has_the_answer(simulate
         await admitted(seats, operation)
     await simulated.pass_ms(60_000)
     assert await known(simulated, "one", "two", "three") == ["one", "two", "three"]
-    await simulated.pass_ms(LET_GO_MS)  # whether the answer of the last has come nobody was told
+    await simulated.pass_ms(LET_GO_MS)  # no process confirmed the last answer
     assert await known(simulated, "one", "two", "three") == ["three"]
 
 
 async def test_an_operation_is_known_for_longer_than_anybody_tries_it_again(
     simulated: Bench,
 ) -> None:
-    """Its reply was lost, and Redis away for as long as a caller has patience."""
+    """Check that an operation is remembered while retries may come. Its reply was lost, and Redis
+    is unreachable for a caller's whole retry limit.
+    """
     patience_s = inspect.signature(retry).parameters["limit_s"].default
     seats = await simulated.training_job()
     first = await admitted(seats, "one", 2)
@@ -307,14 +313,14 @@ async def test_what_real_servers_let_go_of_is_the_same(bench: Bench) -> None:
 
 
 async def step(seats: Seats, number: int) -> None:
-    """One whole step, covered by a checkpoint as in a run."""
+    """Run one complete step, covered by a checkpoint as in a run."""
     await seats.fill()
     covered = (number - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
     await seats.commit(number, await seats.leased(number), covered=covered)
 
 
 async def recorded(bench: Bench, number: int, keep_ms: int) -> None:
-    """The recorder has written all down, and the launcher trims."""
+    """Record that the recorder has written all, and trim as the launcher does."""
     at = await events.read_last_id(bench.state)
     await readers.record_cursor(bench.state, RECORDER, at, "/runs/job", step=number)
     await readers.trim_events(bench.state, 0, retention_ms=keep_ms)
@@ -344,7 +350,7 @@ async def test_keys_and_bytes_of_a_real_server_stay_flat(
     await state.run_command("FLUSHALL")
     await state.run_command(
         "CONFIG", "SET", "appendfsync", "no"
-    )  # what it holds is asked, not how safe
+    )  # the test needs its contents, not their durability
     bench = Bench(state, None)
     seats = await bench.training_job(steps=1_000_000)
     keys, memory, entries = [], [], []

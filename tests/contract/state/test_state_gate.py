@@ -130,7 +130,7 @@ class Gate(RuleBasedStateMachine):
 
     @rule()
     def refill(self) -> None:
-        """A group of the step has nothing to teach, and gives its place to another."""
+        """Replace a group of the step that has no learning signal."""
         self.do(self.refill_one())
 
     async def refill_one(self) -> None:
@@ -175,7 +175,7 @@ class Gate(RuleBasedStateMachine):
 
     @rule(slow=st.integers(0, 2), scored=st.integers(1, SIZE))
     def train(self, slow: int, scored: int) -> None:
-        """A usual step, in which all but the `slow` oldest groups finish."""
+        """Run a usual step, in which all but the `slow` oldest groups finish."""
         self.do(self.open_some())
         while self.do(self.finish_one(slow, scored, keep=slow)):
             pass
@@ -183,7 +183,7 @@ class Gate(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 3), ready=st.integers(0, 3), back=st.integers(1, 3))
     def train_in_vain(self, steps: int, ready: int, back: int) -> None:
-        """Steps that are abandoned, with groups of their versions ready and open."""
+        """Run steps that are abandoned, with groups of their versions ready and open."""
         for _ in range(steps):
             self.train(slow=0, scored=SIZE)
         self.do(self.open_some())
@@ -244,7 +244,7 @@ class Gate(RuleBasedStateMachine):
             self.runner.close()
 
     async def drain(self) -> None:
-        """The gate reopens: from anywhere, a shard and a trainer that go on reach the end."""
+        """Drain the job: from any state, a shard and a trainer that continue reach the end."""
         for _ in range(200):
             if (await self.row()).phase != "training":
                 break

@@ -385,11 +385,11 @@ async def test_a_group_that_teaches_nothing_gives_its_place_to_another(bench: Be
     for group, scored in zip(admitted, (2, 3), strict=True):
         await seats.finish(group, scored=scored)
     assert await seats.leased(1) == [0, 1]
-    for _ in range(2):  # once, however often it is told
+    for _ in range(2):  # once, however often it is reported
         await groups.filter_group(bench.state, JOB, TRAINER, seats.trainer, 0, "op")
     assert isinstance(await seats.lease(1), LeaseWait)
     (another,) = await seats.admit()
-    assert (another.group, another.prompt) == (2, 2)  # its prompt is not asked again
+    assert (another.group, another.prompt) == (2, 2)  # its prompt is not requested again
     await seats.finish(another, scored=3)
     assert await seats.leased(1) == [1, 2]
     await seats.commit(1, [1, 2])

@@ -56,7 +56,7 @@ async def test_a_question_is_answered_once_whoever_asks_again(state: StateClient
 
 
 async def test_what_was_asked_is_told_in_that_order(bench: Bench) -> None:
-    ids = [f"q{7 * i % 30}" for i in range(30)]  # a hash tells them in an order of its own
+    ids = [f"q{7 * i % 30}" for i in range(30)]  # a hash lists them in an order of its own
     for id in ids:
         with pytest.raises(DeadlineExceeded):
             await host_requests.submit_host_request(
@@ -118,7 +118,7 @@ async def change(bench: Bench, op: str, **budget_or_staleness: int) -> bool:
 
 
 async def finished(bench: Bench, steps: int) -> tuple[Seats, int]:
-    """A job that has done its two steps, and was evaluated after them."""
+    """Return a job that has done its two steps and was evaluated after them."""
     seats = await bench.training_job()
     token = await bench.seat(EVALUATOR)
     await change(bench, "two steps", steps=steps)
@@ -177,13 +177,13 @@ async def test_only_a_job_that_is_there_changes(bench: Bench) -> None:
 
 
 async def keys_of(state: StateClient, job: str) -> list[str]:
-    """All keys of a job but answers to operations, which end by themselves."""
+    """Return all keys of a job except answers to operations, which expire by themselves."""
     found = await state.run_command("KEYS", f"{{{job}}}:*")
     return sorted(key for key in found if ":op:" not in key)
 
 
 async def ended_job(bench: Bench, steps: int = 3) -> None:
-    """A job that has done some steps, has groups in every state, and is stopped."""
+    """Stop a job that has done some steps and has groups in every state."""
     seats = await bench.training_job()
     await groups.claim_shard(bench.state, JOB, SHARD, seats.shard)
     for number in range(1, steps + 1):

@@ -65,7 +65,7 @@ async def worker(bench: Bench, id: str = "w0", host: str = "here") -> WorkerRow:
 
 
 async def gang_of(bench: Bench, size: int = 1) -> tuple[int, list[WorkerRow]]:
-    """A leader, and the workers of g0, which has an engine of the job on all of them."""
+    """Return a leader and the workers of g0, whose engine of the job spans all of them."""
     members = [await worker(bench, f"w{n}") for n in range(size)]
     led = await lead(bench)
     ids = tuple(member.id for member in members)
@@ -470,7 +470,7 @@ async def test_a_job_is_refused_whose_isolation_no_host_has_that_takes_sandboxes
         await registry.evict(state, f"node/{host}", host)
         await registry.register(state, agent, 600_000)
 
-    await check_job_is_feasible(state, job)  # nobody has come yet
+    await check_job_is_feasible(state, job)  # no host has joined yet
     await says("head", ["shards"], [])
     await check_job_is_feasible(state, job)  # it waits for a host that takes sandboxes
     await says("s1", ["sandboxes"], ["trying"])

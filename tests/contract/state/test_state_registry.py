@@ -93,7 +93,9 @@ async def test_an_expired_lease_is_lost_and_its_name_is_free(bench: Bench) -> No
 
 
 async def test_a_server_whose_clock_is_set_back_keeps_no_dead_names(simulated: Bench) -> None:
-    """Their leases would last until its clock is where it was; the living renew theirs."""
+    """Check that dead names lapse when a server's clock is set back. Their leases would last until
+    the clock is back; live processes renew theirs.
+    """
     state, clock = simulated.state, simulated.clock
     assert isinstance(clock, HandClock)
     dead, living = RegistryEntry("trainer/j", "trainer"), RegistryEntry("engine/g0", "engine")
@@ -277,7 +279,7 @@ async def test_an_event_that_is_told_under_a_lease_needs_it_and_is_told_once(ben
 
 @pytest.fixture
 async def asked(state: StateClient) -> SyncRedisClient:
-    """What threads ask with, of a mesh with one host."""
+    """Return the client that threads use, of a mesh with one host."""
     await credentials.admit_host(state, HOST)
     return state._sync_client
 
@@ -392,7 +394,7 @@ async def test_all_keys_are_listed_with_the_names_of_their_processes(
 async def test_a_mesh_of_one_host_lets_in_no_other_host(
     state: StateClient, asked: SyncRedisClient
 ) -> None:
-    await credentials.admit_if_first(state, OTHER)  # somebody is let in already
+    await credentials.admit_if_first(state, OTHER)  # a host is admitted already
     assert await credentials.list_admitted_hosts(state) == [HOST]
     await credentials.admit_host(state, OTHER)
     await credentials.register_key(state, Credential("worker", OTHER, KEY, "worker/w0"))

@@ -46,9 +46,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @asynccontextmanager
 async def losing_replies(server: Server) -> AsyncIterator[str]:
-    """A way to the server on which every second reply to a script is lost with its connection.
+    """Return the address of a relay to the server that loses every second reply to a script, with
+    its connection.
 
-    What a SIGKILL between the reply and its receipt looks like to the client, every time.
+    To the client, each loss is a SIGKILL between the reply and its receipt.
     """
     scripts = 0
 
@@ -246,7 +247,9 @@ async def test_an_empty_redis_is_older_than_anything(bench: Bench) -> None:
 
 
 async def test_who_acted_before_the_rollback_cannot_commit_after_it(bench: Bench) -> None:
-    """The state goes back to before the trainer registered, whose token would be issued again."""
+    """Check that a token from before a rollback cannot commit. The state goes back to before the
+    trainer registered, whose token would be issued again.
+    """
     seats = await trained(bench, 1)
     known = await rollback.read_watermark(bench.state, StateWatermark())
     await bench.state.run_command("SET", rollback.TOKEN_KEY, seats.trainer - 1)

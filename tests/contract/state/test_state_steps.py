@@ -169,7 +169,7 @@ async def test_a_checkpoint_beside_the_steps_covers_the_current_version(bench: B
             await steps.record_checkpoint(bench.state, JOB, TRAINER, seats.trainer, *about)
     with pytest.raises(Fenced):
         await steps.record_checkpoint(bench.state, JOB, TRAINER, seats.trainer - 1, 0, 1, "other")
-    for _ in range(2):  # it may be asked again
+    for _ in range(2):  # the request may be repeated
         await steps.record_checkpoint(bench.state, JOB, TRAINER, seats.trainer, 0, 1, "beside")
     row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.checkpoint) == (1, "beside")

@@ -1,1 +1,1 @@
-"""What every transport does, the simulated network among them."""
+"""Contract of every transport, the simulated network included."""

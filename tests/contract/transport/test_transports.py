@@ -35,7 +35,7 @@ HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(192)  # a command of 200 bytes, of 
 
 
 class End:
-    """A transport, and all that it has told its mesh."""
+    """Transport, and all that it has reported to its mesh."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -153,7 +153,7 @@ async def test_a_connection_that_was_forgotten_is_made_anew(made: Made) -> None:
 
 
 def served(keys_role: str = "engine") -> tuple[ZmqTransport, list[bytes]]:
-    """A process that echoes, and what it was told of."""
+    """Start a process that echoes, and return it with the messages it received."""
     transport, heard = ZmqTransport(keys=keys_of(keys_role)), []
 
     def deliver(peer: bytes, frames: list[Frame], role: str) -> None:
@@ -165,7 +165,7 @@ def served(keys_role: str = "engine") -> tuple[ZmqTransport, list[bytes]]:
 
 
 class Friend:
-    """One of the mesh, who goes on asking."""
+    """Peer of the mesh that sends requests repeatedly."""
 
     def __init__(self, address: str) -> None:
         self._address, self._answers = address, 0
@@ -256,7 +256,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def standing_still() -> Iterator[str]:
-    """The address of a process whose loop does not turn."""
+    """Return the address of a process whose event loop is blocked."""
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield process.stdout.readline().decode().strip()
@@ -264,7 +264,9 @@ def standing_still() -> Iterator[str]:
 
 
 async def test_a_handshake_is_answered_while_the_loop_stands_still(standing_still: str) -> None:
-    """As it does when a model loads: or whoever connects meanwhile gives up, one after another."""
+    """Check that a blocked loop, as during a model's load, does not delay handshakes. Otherwise
+    clients would give up one after another.
+    """
     client = ZmqTransport(keys=keys_of("rollout"))
     client.start(lambda *_: None, lambda *_: None, lambda *_: None)
     client.send(standing_still, (b"h", b"x"))

@@ -21,7 +21,7 @@ FIGURES = pytest.StashKey[dict[str, Any]]()
 
 @pytest.fixture(scope="session")
 def figures(pytestconfig: pytest.Config) -> dict[str, Any]:
-    """What was measured: printed at the end, as one line of JSON."""
+    """Return the measured figures, which are printed at the end as one line of JSON."""
     return pytestconfig.stash.setdefault(FIGURES, {})
 
 
@@ -34,9 +34,10 @@ def pytest_terminal_summary(
 
 @pytest.fixture(scope="session")
 def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """The variables of an engine that has all images. $BASE names what they are made from, where a
-    registry is reached; else that is a Debian of our own. MESHRL_TEST_IMAGES=keep takes those that
-    were built before.
+    """Provide an engine with all images; yield its environment variables.
+
+    If $BASE is set (a registry is reachable), it names the base image. Otherwise a Debian image is
+    built. MESHRL_TEST_IMAGES=keep reuses existing images.
     """
     ours = Engine(project.state_folder())
     found = project.engine_here()
@@ -49,12 +50,12 @@ def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
         figures["image_mb"] = {name: Project(found).image_mb(name) for name in IMAGES}
         yield found
     finally:
-        ours.stop()  # only what `start` has started
+        ours.stop()  # only the engine that `start` has started
 
 
 @pytest.fixture(scope="session")
 def running(engine: dict[str, str], figures: dict[str, Any]) -> Iterator[Project]:
-    """The project, whose demo is in training."""
+    """Provide the project while its demo job trains."""
     mesh = Project(engine, demo=project.short(STEPS))
     mesh.down()
     try:

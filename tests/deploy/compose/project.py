@@ -1,4 +1,4 @@
-"""A project of compose/compose.yaml: brought up, asked, restarted piece by piece, taken down."""
+"""Project of compose/compose.yaml: started, queried, restarted piece by piece, removed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAUSE_S = 2.0
 
 @dataclass
 class Project:
-    """The services of compose.yaml without Grafana, of whose packages Debian has none."""
+    """Services of compose.yaml without Grafana, for which Debian has no packages."""
 
     environment: dict[str, str]  # of the engine
     name: str = "meshrl-test"
@@ -42,8 +42,8 @@ class Project:
             self.settings["MESHRL_DEMO"] = self.demo
 
     def up(self, *services: str) -> Callable[[], float]:
-        """Starts these (or all that there can be here), and what they depend on; answers how many
-        seconds ago it began.
+        """Start these services (or all that can run here) and their dependencies; return the
+        seconds it took.
         """
         began = time.monotonic()
         chosen = services or ("prometheus", "demo")
@@ -51,7 +51,7 @@ class Project:
         return lambda: round(time.monotonic() - began, 1)
 
     def compose(self, *arguments: str, most_s: float = UP_S, files: tuple[str, ...] = ()) -> str:
-        """What `docker compose` says; AssertionError with the end of it when it fails."""
+        """Return the output of `docker compose`; AssertionError with the end of it if it fails."""
         named = [word for file in ("compose.yaml", *files) for word in ("-f", str(FOLDER / file))]
         return self._said(["docker", "compose", "-p", self.name, *named, *arguments], most_s)
 
@@ -70,11 +70,13 @@ class Project:
         return found
 
     def image_mb(self, name: str) -> int:
-        """Of all its layers, as the engine counts them."""
+        """Return the size of all layers of an image, as the engine counts them."""
         return round(int(self.docker("image", "inspect", "-f", "{{.Size}}", name)) / 1e6)
 
     def ended(self, service: str) -> bool:
-        """Whether its container has ended well; AssertionError when it ended otherwise."""
+        """Return True if the service's container exited with 0; AssertionError at another
+        status.
+        """
         state = self.inspected(self.containers(service)[0])["State"]
         assert state["Status"] != "exited" or state["ExitCode"] == 0, self.words()
         return bool(state["Status"] == "exited")
@@ -83,37 +85,41 @@ class Project:
         return bool(self.inspected(container)["State"]["Health"]["Status"] == "healthy")
 
     def inside(self, service: str, *command: str, number: int = 0) -> str:
-        """What a command says in a container of the service."""
+        """Return the output of a command in a container of the service."""
         return self.docker("exec", self.containers(service)[number], *command)
 
     def refused(self, service: str, *command: str) -> str:
-        """What a command says that must fail in a container of the service."""
+        """Return the output of a command that must fail in a container of the service."""
         container = self.containers(service)[0]
         done = self._run(["docker", "exec", container, *command], ASK_S)
         assert done.returncode, f"{command} did not fail: {done.stdout}"
         return done.stdout + done.stderr
 
     def outside(self, *command: str, **settings: str) -> str:
-        """What a command of this machine says where it reaches what the project publishes."""
+        """Return the output of a command of this machine that connects to the project's published
+        ports.
+        """
         enter = shlex.split(self.environment.get("MESHRL_ENGINE_ENTER", ""))
         return self._said([*enter, *command], ASK_S, settings)
 
     def job(self, name: str) -> dict[str, Any]:
-        """The head's word on a job; {} where it has none, or does not answer just now."""
+        """Return the head's status of a job; {} if there is none or the head does not answer."""
         command = ["docker", "exec", self.containers("head")[0], "meshrl", "status", "--json"]
         asked = self._run(command, ASK_S)
         jobs = [] if asked.returncode else json.loads(asked.stdout)["jobs"]
         return next((job for job in jobs if job["id"] == name), {})
 
     def finished(self, name: str) -> bool:
-        """Whether a job has; AssertionError when it has failed."""
+        """Return True if a job has finished; AssertionError if it has failed."""
         job = self.job(name)
         assert job.get("phase") not in ("failed", "stopped"), f"{job}\n{self.words()}"
         return job.get("phase") == "finished"
 
     def restart_each(self) -> list[str]:
-        """Restarts each container while a job trains, one after the other, a worker's by a kill,
-        which gives no notice. A job that ends meanwhile is followed by another; returns all.
+        """Restart each container in turn while a job trains; return all jobs.
+
+        Workers are killed without notice. If a job finishes before all restarts, another is
+        submitted.
         """
         killed = self.containers("workers")[0]
         jobs = [DEMO]
@@ -135,11 +141,13 @@ class Project:
         self.until("it trains", lambda: self.trains(jobs[-1]))
 
     def trains(self, name: str) -> bool:
-        """Whether a job has made a step."""
+        """Return True if a job has made a step."""
         return bool(self.job(name).get("steps_done", 0))
 
     def account(self, name: str) -> dict[str, Any]:
-        """What `meshrl audit` says of a job, which also fails when anything is wrong."""
+        """Return the output of `meshrl audit` for a job; the command fails if it finds a
+        problem.
+        """
         found: dict[str, Any] = json.loads(
             self.inside("head", "meshrl", "audit", f"{RUNS}/{name}", "--json")
         )
@@ -155,7 +163,7 @@ class Project:
         return time.monotonic() - began
 
     def words(self) -> str:
-        """How the containers stand, and the last lines of each."""
+        """Return the state of the containers and the last lines of each log."""
         return self.compose("ps", "--all") + self.compose("logs", "--tail", "15")
 
     def down(self) -> None:
@@ -197,7 +205,7 @@ def short(steps: int) -> str:
 
 
 def engine_here() -> dict[str, str] | None:
-    """The variables of an engine that answers already; None when none does."""
+    """Return the variables of a running engine; None if there is none."""
     try:
         done = subprocess.run(["docker", "info"], capture_output=True, timeout=scaled(ASK_S))
     except FileNotFoundError:
@@ -207,5 +215,5 @@ def engine_here() -> dict[str, str] | None:
 
 
 def state_folder() -> Path:
-    """Where an engine of ours keeps its images from run to run."""
+    """Return the directory in which our engine retains images between runs."""
     return Path(os.environ.get("MESHRL_ENGINE_STATE", CODE / ".venvs/engine"))

@@ -1,4 +1,4 @@
-"""What compose.yaml promises of every container, read from the file: no engine is needed."""
+"""Tests of compose.yaml's guarantees for every container, read from the file without an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.deploy.compose.project import FOLDER
 
 
 class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not typed
-    """Takes the tags by which an overlay replaces what it is laid over."""
+    """YAML loader that accepts the tags by which an overlay replaces values of its base."""
 
 
 def _replaces(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> list[Any]:
@@ -25,13 +25,13 @@ Loader.add_constructor("!override", _replaces)
 
 
 def read(name: str) -> dict[str, Any]:
-    """A file of compose/, merged keys resolved."""
+    """Return a file of compose/ with merged keys resolved."""
     found: dict[str, Any] = yaml.load((FOLDER / name).read_text(), Loader)
     return found
 
 
 SERVICES: dict[str, dict[str, Any]] = read("compose.yaml")["services"]
-ENDS = {"secrets", "demo"}  # and are not asked how they are
+ENDS = {"secrets", "demo"}  # they exit, and have no health check
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -42,7 +42,7 @@ def test_a_service_has_no_more_rights_than_it_needs(name: str) -> None:
     assert any(place.startswith("/tmp:") for place in service["tmpfs"])
     assert service["mem_limit"] and service["restart"]
     assert "privileged" not in service and "cap_add" not in service
-    own = "meshrl:cpu" in service["image"]  # whose image says which user it is
+    own = "meshrl:cpu" in service["image"]  # whose image sets its user
     assert own or service["user"].split(":")[0] not in ("0", "root")
     if name not in ENDS:
         grace_s = int(service["stop_grace_period"].removesuffix("s"))

@@ -77,7 +77,7 @@ def test_a_person_with_a_token_hands_in_a_job_from_outside(
 def test_a_run_loses_nothing_when_every_container_is_restarted(
     running: Project, figures: dict[str, Any]
 ) -> None:
-    """One of them by a kill, which gives no notice."""
+    """Kill one container without notice and restart the others in order."""
     began = time.monotonic()
     jobs = running.restart_each()
     for name in jobs:

@@ -1,4 +1,6 @@
-"""A container engine for machines that have only Debian's archive: no image registry, no service.
+"""Container engine for machines with only Debian's archive: no image registry, no service.
+
+Usage:
 
     python -m tests.deploy.engine start DIR     an engine, its state in DIR; prints its variables
     python -m tests.deploy.engine base DIR      the image that the tests' images begin from

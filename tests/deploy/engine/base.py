@@ -14,8 +14,10 @@ TAR = ("tar", "--numeric-owner", "--exclude=./var/cache/apt/archives/*.deb", "-c
 
 
 def make(environment: dict[str, str]) -> str:
-    """The image's name; made by debootstrap in about a minute where the engine that `environment`
-    names has none.
+    """Build the base image with debootstrap if the engine of `environment` has none; return its
+    name.
+
+    The build takes about a minute.
     """
     docker = ("env", *(f"{name}={value}" for name, value in environment.items()), "docker")
     try:

@@ -22,7 +22,7 @@ SHORT_S = 30.0
 
 
 class Engine:
-    """An engine whose state is in one directory; `start` and `stop` may be repeated."""
+    """Engine whose state is in one directory; `start` and `stop` may be repeated."""
 
     def __init__(self, state: Path) -> None:
         self.state = state.resolve()
@@ -31,7 +31,7 @@ class Engine:
         self.socket = self.state / "docker.sock"
 
     def variables(self) -> dict[str, str]:
-        """What programs that use the engine need in their environment."""
+        """Environment variables of programs that use the engine."""
         return {
             "DOCKER_HOST": f"unix://{self.socket}",
             "DOCKER_CONFIG": str(self.state / "config"),
@@ -39,17 +39,17 @@ class Engine:
         }
 
     def docker(self, *arguments: str, timeout: float = packages.INSTALL_S) -> str:
-        """The output of a command of docker."""
+        """Return the output of a docker command."""
         given = [f"{name}={value}" for name, value in self.variables().items()]
         return run("env", *given, "docker", *arguments, timeout=timeout)
 
     def start(self) -> None:
-        """Returns when the engine answers; EngineError says what it lacks."""
+        """Start the engine and wait until it answers; EngineError names missing parts."""
         if self._answers():
             return
         if os.geteuid() != 0:
             raise EngineError("an engine started by hand needs root, or a service that runs")
-        self.stop()  # what an engine that was killed has left
+        self.stop()  # remains of a killed engine
         self.state.mkdir(parents=True, exist_ok=True)
         packages.install()
         packages.add_plugins(self.state / "config", self.state)
@@ -77,7 +77,7 @@ class Engine:
             shares.write_text(str(SHARES))
 
     def stop(self) -> None:
-        """Ends what `start` has started, containers first; images and volumes stay."""
+        """Stop everything that `start` has started, containers first; images and volumes stay."""
         for name in ("dockerd", "slirp"):
             self._end(name)
         if Path(f"/run/netns/{self.name}").exists():
@@ -138,9 +138,7 @@ class Engine:
 
 
 def _born(pid: int) -> str:
-    """When the process began, which tells it from a later one of the same number; "" if it has
-    ended.
-    """
+    """Return the start time of a process, which distinguishes reused pids; "" if it has exited."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

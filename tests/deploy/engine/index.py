@@ -1,7 +1,7 @@
-"""pip inside of a build, configured as it is on this machine.
+"""Access to this machine's package index for pip inside a build.
 
-What this machine's pip takes from directories, which no build can see, is served to the engine's
-network for as long as a build goes on.
+Directories that this machine's pip uses are invisible in a build. They are served to the engine's
+network for the duration of the build.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def settings() -> dict[str, str]:
 
 @contextlib.contextmanager
 def served(environment: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Files for a build's secrets, by name: `pip` (its configuration) and `ca` (authorities, where
-    pip is told of some). `environment` is that of the engine's programs.
+    """Provide the files of a build's secrets by name: `pip` (its configuration) and `ca`
+    (authorities).
+
+    `ca` exists if pip is configured with some. `environment` is that of the engine's programs.
     """
     told = settings()
     asked = ("docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}")
@@ -69,7 +71,7 @@ def served(environment: dict[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _reached(place: str, served_from: Path, gateway: str) -> str:
-    """The place's address in a build."""
+    """Return the place's address in a build."""
     parsed = urlparse(place)
     if parsed.scheme not in ("", "file"):
         return place

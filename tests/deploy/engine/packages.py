@@ -1,4 +1,4 @@
-"""What the engine is made of, from Debian's archive: a daemon, and plugins of a later release.
+"""Packages of the engine from Debian's archive: a daemon, and plugins of a later release.
 
 Debian 12 has no compose v2 and no buildx; those of the next release are unpacked beside the
 engine's state, and nothing of that release is installed.
@@ -23,11 +23,11 @@ INSTALL_S = 900.0
 
 
 class EngineError(Exception):
-    """What failed, and what its program said."""
+    """Failed step, with the output of its program."""
 
 
 def run(*command: str, timeout: float = INSTALL_S) -> str:
-    """The program's output; EngineError with the end of it when the program fails."""
+    """Return the program's output; EngineError with the end of it if the program fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(timeout))
     except FileNotFoundError as error:
@@ -41,7 +41,7 @@ def run(*command: str, timeout: float = INSTALL_S) -> str:
 
 
 def install() -> None:
-    """Installs what of the daemon's programs is missing."""
+    """Install the missing programs of the daemon."""
     if all(map(shutil.which, PROGRAMS)):
         return
     lock = ("-o", f"DPkg::Lock::Timeout={LOCK_S}")

@@ -1,4 +1,6 @@
-"""What is said in compose/kubernetes: by the schemas, by checks that no schema can make, and run.
+"""Tests of compose/kubernetes: by schemas, by checks that no schema can make, and by running it.
+
+Usage:
 
 python -m tests.deploy.kubernetes.schemas     validates every object; prints JSON
 python -m tests.deploy.kubernetes             that, and trains on a mesh of pods; prints JSON

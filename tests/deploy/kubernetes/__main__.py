@@ -1,4 +1,4 @@
-"""Validates the objects, and runs what they say: prints JSON, and ends with 1 if any is bad."""
+"""Validation and trial of the objects: prints JSON, and exits with 1 if any is invalid."""
 
 from __future__ import annotations
 

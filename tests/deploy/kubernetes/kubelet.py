@@ -1,8 +1,7 @@
-"""A node for pods made of Docker's containers: each gets what its manifest says and nothing else,
-as the kubelet would have it.
+"""Node for pods made of Docker containers, which applies manifests as the kubelet does.
 
-What Docker has no word for is not done: a user namespace for one pod, where nodes are (affinity,
-spreading), requests of processors.
+Not supported, because Docker has no equivalent: user namespaces of single pods, placement of nodes
+(affinity, spreading), CPU requests.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ except OSError as error:
 
 
 class PodFailed(RuntimeError):
-    """A pod did what its cluster would call an error; with what it said last."""
+    """Error for a pod in a state that its cluster reports as an error, with its last output."""
 
 
 def run(*command: str, timeout: float = COMMAND_S) -> str:
-    """Its output; RuntimeError with what it said when it fails."""
+    """Return the output of a command; RuntimeError with it if the command fails."""
     found = subprocess.run(command, capture_output=True, text=True, timeout=scaled(timeout))
     if found.returncode:
         raise RuntimeError(f"{shlex.join(command)}: {found.stderr or found.stdout}")
@@ -84,7 +83,7 @@ class Node:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Node]:
-        """The network, until the end; so are all pods."""
+        """Provide the network; remove it and all pods at the end."""
         run("docker", "network", "create", "--subnet", SUBNET, self.name)
         try:
             yield self
@@ -94,8 +93,9 @@ class Node:
             run("docker", "network", "rm", self.name)
 
     def pod(self, name: str, template: Object, claims: dict[str, Path] | None = None) -> Pod:
-        """A pod with an address of its own; nothing of it runs. `claims`: the directories that are
-        the volumes of its claims, which outlive it.
+        """Create a pod with an address of its own, without starting its containers.
+
+        `claims` are the directories of the volumes of its claims, which outlive the pod.
         """
         self._started += 1
         address = f"{SUBNET.rpartition('.')[0]}.{FIRST_HOST + self._started}"
@@ -124,8 +124,9 @@ class Node:
         self._run(pod, pod.main)
 
     def await_ready(self, pod: Pod) -> float:
-        """Asks the probes as often as they say; seconds until it is ready. PodFailed when the
-        kubelet would have ended it.
+        """Poll the probes at their periods until the pod is ready; return the seconds.
+
+        PodFailed if the kubelet would have ended the pod.
         """
         began = time.monotonic()
         self._await(pod, "startupProbe")
@@ -134,20 +135,22 @@ class Node:
         return time.monotonic() - began
 
     def probed(self, pod: Pod, probe: str) -> str:
-        """What a probe's page says; RuntimeError when it is not well."""
+        """Return a probe's page; RuntimeError if it reports a problem."""
         asked = pod.main[probe]
         ports = {one["name"]: one["containerPort"] for one in pod.main["ports"]}
         where = f"http://{pod.address}:{ports[asked['httpGet']['port']]}{asked['httpGet']['path']}"
         return self.fetched(where, asked["timeoutSeconds"])
 
     def fetched(self, where: str, timeout: float = 5.0) -> str:
-        """A page, asked for from the node's own network."""
+        """Return a page, requested from the node's own network."""
         enter = shlex.split(os.environ.get("MESHRL_ENGINE_ENTER", ""))
         return run(*enter, sys.executable, "-c", PROBE, where, str(timeout))
 
     def end(self, pod: Pod) -> tuple[int, float]:
-        """SIGTERM, and SIGKILL when its grace is over: the exit code of the main container, and how
-        many seconds it took. The pod is gone then, with its volumes, but claims.
+        """Send SIGTERM, and SIGKILL after the grace period; return the main container's exit code
+        and seconds.
+
+        Afterwards the pod is removed with its volumes, except those of claims.
         """
         name = pod.container(pod.main["name"])
         grace = pod.template["spec"].get("terminationGracePeriodSeconds", 30)
@@ -159,22 +162,22 @@ class Node:
         return code, took
 
     def code(self, pod: Pod) -> int:
-        """The main container's exit code."""
+        """Return the main container's exit code."""
         name = pod.container(pod.main["name"])
         return int(run("docker", "inspect", "--format", "{{.State.ExitCode}}", name))
 
     def runs(self, pod: Pod) -> bool:
-        """Whether the main container does."""
+        """Return True if the main container is running."""
         name = pod.container(pod.main["name"])
         return run("docker", "inspect", "--format", "{{.State.Running}}", name).strip() == "true"
 
     def restarts(self, pod: Pod) -> int:
-        """How often the main container ended and was started again."""
+        """Return the number of restarts of the main container."""
         name = pod.container(pod.main["name"])
         return int(run("docker", "inspect", "--format", "{{.RestartCount}}", name))
 
     def log(self, pod: Pod, container: Object | None = None, lines: int = 40) -> str:
-        """What a container said last."""
+        """Return the last lines of a container's log."""
         name = pod.container((container or pod.main)["name"])
         found = subprocess.run(
             ["docker", "logs", "--tail", str(lines), name],
@@ -185,11 +188,11 @@ class Node:
         return found.stdout + found.stderr
 
     def execute(self, pod: Pod, *words: str) -> str:
-        """A command in the main container, as by `kubectl exec`."""
+        """Run a command in the main container, as `kubectl exec` does."""
         return run("docker", "exec", pod.container(pod.main["name"]), *words)
 
     def removed(self, pod: Pod) -> None:
-        """Ends a pod at once, and takes away what it leaves; its logs stay beside its directory."""
+        """Kill a pod and remove its containers; its logs stay beside its directory."""
         all_of = [*pod.template["spec"].get("initContainers", ()), pod.main]
         for container in all_of:
             name = pod.container(container["name"])
@@ -201,7 +204,7 @@ class Node:
         self._pods.remove(pod)
 
     def _volume(self, volume: Object, directory: Path, group: str) -> list[str]:
-        """What `docker run --mount` is told, without the target."""
+        """Return the arguments of `docker run --mount`, without the target."""
         path = directory / volume["name"]
         if "secret" in volume:
             [secret] = [
@@ -261,7 +264,7 @@ class Node:
         if own.get("procMount") == "Unmasked":
             words.append("--security-opt=systempaths=unconfined")
         for one in container.get("env", ()):
-            value = one.get("value", pod.address)  # the only field that any asks for
+            value = one.get("value", pod.address)  # the only field that the manifests use
             words += ["--env", f"{one['name']}={value}"]
         for mount in container["volumeMounts"]:
             parts = [*pod.mounts[mount["name"]], f"target={mount['mountPath']}"]
@@ -270,7 +273,7 @@ class Node:
         run(*words, self.image, *expanded(container, {"POD_IP": pod.address}))
 
     def _names(self, pod: Pod) -> list[str]:
-        """Those of the services that lead to this pod."""
+        """Return the names of the services that lead to this pod."""
         labels = pod.template["metadata"]["labels"]
         return [
             service["metadata"]["name"]

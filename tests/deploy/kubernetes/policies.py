@@ -1,5 +1,7 @@
-"""What the network policies of a namespace let pass, by the rules that Kubernetes documents: a pod
-that a policy of a direction selects has that direction closed, but for what any such policy allows.
+"""Evaluation of a namespace's network policies by the documented rules of Kubernetes.
+
+A direction of a pod is closed as soon as a policy of that direction selects the pod, except for the
+connections that any such policy allows.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class End:
 
 
 def passes(policies: list[Object], source: End, target: End, port: int, protocol: str) -> bool:
-    """Whether `source` may connect to `target`."""
+    """Return True if `source` may connect to `target`."""
     return _open(policies, source, target, "egress", port, protocol) and _open(
         policies, target, source, "ingress", port, protocol
     )

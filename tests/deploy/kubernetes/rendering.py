@@ -21,7 +21,9 @@ Object = dict[str, Any]
 
 
 def copied(to: Path) -> Path:
-    """The directory of all overlays, with files in place of what `meshrl secrets` writes."""
+    """Copy all overlays, with stub files in place of the output of `meshrl secrets`; return the
+    copy.
+    """
     shutil.copytree(SOURCE, to, ignore=shutil.ignore_patterns("files"))
     files = to / "secrets/files"
     files.mkdir()
@@ -31,7 +33,7 @@ def copied(to: Path) -> Path:
 
 
 def rendered(directory: Path) -> list[Object]:
-    """The objects of a directory with a kustomization."""
+    """Return the objects of a directory with a kustomization."""
     command = ("kubectl", "kustomize", str(directory))
     found = subprocess.run(command, capture_output=True, text=True, timeout=scaled(RENDER_S))
     if found.returncode:
@@ -40,27 +42,28 @@ def rendered(directory: Path) -> list[Object]:
 
 
 def everything(directory: Path) -> dict[str, list[Object]]:
-    """The objects of each overlay, and of the Job that hands in a job."""
+    """Return the objects of each overlay, and of the Job that submits a job."""
     places = {name: directory / "overlays" / name for name in OVERLAYS}
     places["submit"] = directory / "submit"
     return {name: rendered(place) for name, place in places.items()}
 
 
 def templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
-    """The name of each workload, and the pod that it makes."""
+    """Yield the name and the pod template of each workload."""
     for found in objects:
         if found["kind"] in ("StatefulSet", "Deployment", "Job"):
             yield found["metadata"]["name"], found["spec"]["template"]
 
 
 def of_kind(objects: list[Object], kind: str) -> list[Object]:
-    """Those of one kind."""
+    """Return the objects of one kind."""
     return [found for found in objects if found["kind"] == kind]
 
 
 def expanded(container: Object, given: dict[str, str] | None = None) -> list[str]:
-    """The arguments of a container, with its variables as the kubelet fills them in; `given` has
-    those that come from the pod, as its address.
+    """Return a container's arguments with variables expanded as the kubelet does.
+
+    `given` has the values that come from the pod, such as its address.
     """
     values = {one["name"]: one["value"] for one in container.get("env", ()) if "value" in one}
     values |= given or {"POD_IP": "10.0.0.9"}

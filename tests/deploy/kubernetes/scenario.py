@@ -1,5 +1,7 @@
-"""One mesh of pods trains the job of compose/kubernetes/submit while its pods go and come: workers,
-a sandbox and the head are each ended as the kubelet ends them, and made anew at other addresses.
+"""Scenario in which a mesh of pods trains compose/kubernetes/submit while pods are replaced.
+
+Workers, a sandbox and the head are each stopped as the kubelet stops them, and created again at
+other addresses.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ LOOK_S = 1.0
 
 @dataclass
 class Found:
-    """What became of it: the job's steps, `lost` and `trained_twice` of its account, seconds until
-    all pods were ready, and of each pod that was told to go.
+    """Result: the job's steps, `lost` and `trained_twice` of its account, and times in seconds.
+
+    The times are until all pods were ready, and of the exit of each stopped pod.
     """
 
     ready_s: float
@@ -36,11 +39,11 @@ class Found:
     trained_twice: int
     ends: dict[str, list[float]]  # by pod: exit code, seconds
     restarts: int  # of containers that ended by themselves
-    hosts: int  # that the mesh knows at the end
+    hosts: int  # registered hosts at the end
 
     @property
     def good(self) -> bool:
-        """Whether nothing was lost, and everyone ended in order."""
+        """True if no trajectory was lost and every pod exited in order."""
         codes = [int(code) for code, _ in self.ends.values()]
         return self.phase == "finished" and not (self.lost or self.trained_twice or any(codes))
 
@@ -55,24 +58,24 @@ class Mesh:
     restarts: int = 0
 
     def create(self, workload: str) -> Pod:
-        """A new pod of a workload, which is started."""
+        """Create and start a new pod of a workload."""
         claims = {"state": self.disk} if workload == HEAD else None
         pod = self.node.pod(workload, self.pods[workload], claims)
         self.node.start(pod)
         return pod
 
     def end(self, pod: Pod) -> list[float]:
-        """The exit code of a pod that is told to go, and how many seconds it took."""
+        """Stop a pod; return its exit code and the seconds until it exited."""
         self.restarts += self.node.restarts(pod)
         code, took = self.node.end(pod)
         return [code, round(took, 1)]
 
     def step(self, head: Pod) -> int:
-        """How many steps the job has done, as its head's metrics say; 0 before it began."""
+        """Return the job's steps by its head's metrics; 0 before the job starts."""
         try:
             page = self.node.fetched(f"http://{head.address}:9400/metrics")
         except RuntimeError:
-            return 0  # it starts, or goes
+            return 0  # the head starts or stops
         for line in page.splitlines():
             if line.startswith("meshrl_job_steps{") and f'job="{JOB}"' in line:
                 return int(float(line.rpartition(" ")[2]))
@@ -89,7 +92,7 @@ class Mesh:
 
 
 def secrets_of(objects: Path, command: str) -> None:
-    """What `meshrl secrets` writes takes the place of the files of a test."""
+    """Replace the stub files of a test by the output of `meshrl secrets`."""
     files = objects / "secrets/files"
     for name in SECRETS:
         (files / name).unlink()
@@ -153,7 +156,7 @@ def played(node: Node, disk: Path, steps: int) -> Found:
 
 
 def tried(scratch: Path, image: str, command: str, steps: int) -> Found:
-    """The overlay `cpu` and the Job, of so many steps, with secrets of their own."""
+    """Run the overlay `cpu` and the Job with `steps` steps and fresh secrets."""
     directory = rendering.copied(scratch / "kubernetes")
     secrets_of(directory, command)
     objects = rendering.everything(directory)
@@ -164,5 +167,5 @@ def tried(scratch: Path, image: str, command: str, steps: int) -> Found:
 
 
 def told(found: Found) -> str:
-    """One line of JSON."""
+    """Return the result as one line of JSON."""
     return json.dumps(asdict(found) | {"good": found.good})

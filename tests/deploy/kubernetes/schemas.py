@@ -13,11 +13,11 @@ from tests.deploy.kubernetes import rendering
 from tests.deploy.kubernetes.rendering import Object
 from tests.load import scaled
 
-# From the first that gives pods user namespaces by itself to the newest: what the project supports,
-# and what clouds do for a year longer.
+# The range starts with the first version with user namespaces of pods by default and ends with
+# the newest: the versions that the project supports, and clouds support for a year longer.
 VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
 VALIDATE_S = 120.0
-# What has `kubernetes-validate`: `make test-kubernetes` makes it.
+# Interpreter with `kubernetes-validate`, which `make test-kubernetes` creates.
 PYTHON = Path(__file__).parents[3] / ".venvs/kubernetes/bin/python"
 
 

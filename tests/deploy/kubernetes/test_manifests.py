@@ -1,4 +1,6 @@
-"""What no schema can say of the objects: that they fit the product, and who reaches whom."""
+"""Checks that no schema can make: objects fit the product, and policies allow the right
+connections.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def selects(selector: Object, labels: dict[str, str]) -> bool:
 
 
 def hosts(objects: list[Object]) -> list[tuple[str, Object, Object]]:
-    """Workloads whose pods are hosts of the mesh: name, pod, container."""
+    """Return the workloads whose pods are hosts of the mesh: name, pod, container."""
     found = [(name, pod, containers(pod)) for name, pod in templates(objects)]
     return [(name, pod, all_of[0]) for name, pod, all_of in found if len(all_of) == 1]
 
@@ -61,7 +63,7 @@ def test_all_that_a_mesh_takes_is_there(overlay: list[Object]) -> None:
 
 @pytest.mark.rotating(3)
 def test_commands_are_those_of_this_version(overlay: list[Object]) -> None:
-    """Each container's arguments, as the kubelet gives them, are read by the product's parser."""
+    """Parse each container's arguments, expanded as the kubelet does, with the product's parser."""
     commands = cast(TyperGroup, typer.main.get_command(app)).commands
     for _, pod in templates(overlay):
         for container in containers(pod):
@@ -194,7 +196,7 @@ def test_workloads_select_their_own_pods_alone(overlay: list[Object]) -> None:
 
 
 def test_no_two_hosts_share_a_volume(overlay: list[Object]) -> None:
-    """Each has a directory of its own that goes with the pod; the head's one outlives it."""
+    """Check that each pod has its own directory; only the head's outlives its pod."""
     for name, pod, container in hosts(overlay):
         volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
         for volume in volumes.values():
@@ -202,7 +204,9 @@ def test_no_two_hosts_share_a_volume(overlay: list[Object]) -> None:
         at = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         root = options(expanded(container))["root"]
         place = at["/var/lib/meshrl"]
-        assert root.startswith("/var/lib/meshrl/")  # the directory of a volume may be everybody's
+        assert root.startswith(
+            "/var/lib/meshrl/"
+        )  # the directory of a volume may be world-writable
         assert (place in volumes) == (name != "meshrl-head")
     [head] = of_kind(overlay, "StatefulSet")
     assert head["spec"]["replicas"] == 1
@@ -244,7 +248,9 @@ def test_no_pod_can_ask_the_clusters_api(overlay: list[Object]) -> None:
 def test_settings_of_a_head_stay_closed_when_its_volume_is_mounted_again(
     overlay: list[Object],
 ) -> None:
-    """`Always` gives the group every file of the volume, and what others can read is refused."""
+    """Check for `OnRootMismatch`: `Always` opens every file to the group, and readable settings are
+    rejected.
+    """
     [head] = of_kind(overlay, "StatefulSet")
     context = head["spec"]["template"]["spec"]["securityContext"]
     assert context["fsGroupChangePolicy"] == "OnRootMismatch"
@@ -297,7 +303,7 @@ PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
 
 
 def ends(objects: list[Object]) -> list[End]:
-    """A pod of each workload, and who else may be around."""
+    """Return a pod of each workload and other possible peers."""
     own = [End(name, pod["metadata"]["labels"], SPACE) for name, pod in templates(objects)]
     return [
         *own,
@@ -319,7 +325,7 @@ def role(end: End) -> str:
 
 
 def needed(source: End, target: End, port: int, protocol: str, office: bool) -> bool:
-    """What a mesh needs, in words of its own."""
+    """Return True if the mesh needs the connection; written independently of the policies."""
     who, whom = role(source), role(target)
     if whom == "dns":
         return who in ("head", "host", "client") and port == NAMES
@@ -358,7 +364,7 @@ def test_replicas_of_a_workload_reach_each_other(overlay: list[Object]) -> None:
 
 
 def test_a_pod_that_nobody_knows_is_shut_in(overlay: list[Object]) -> None:
-    """Whatever is put into the namespace reaches nothing until a policy says so."""
+    """Check that a new pod in the namespace reaches nothing until a policy allows it."""
     policies = of_kind(overlay, "NetworkPolicy")
     stranger = End("stranger", {"app": "debug"}, SPACE)
     for end in ends(overlay):

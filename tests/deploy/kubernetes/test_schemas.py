@@ -20,7 +20,7 @@ def test_no_object_is_invalid_in_any_version(objects: dict[str, list[Object]]) -
 
 
 def test_what_no_version_has_is_found(objects: dict[str, list[Object]]) -> None:
-    """A field that is misspelled, or of another type, or missing, would be dropped or refused."""
+    """Check that misspelled fields, wrong types and missing fields are invalid."""
     [sound] = rendering.of_kind(objects["cpu"], "StatefulSet")
     misspelled, mistyped, missing = (copy.deepcopy(sound) for _ in range(3))
     misspelled["spec"]["template"]["spec"]["terminationGracePeriod"] = 60

@@ -1,8 +1,8 @@
-"""Validates objects against the schemas of Kubernetes: run by an interpreter that has the package
-`kubernetes-validate`, which may be another one than that of the tests.
+"""Validator of objects against the schemas of Kubernetes.
 
-Reads {"versions": [...], "objects": [[where, object], ...]} and prints {"objects", "validated",
-"invalid", "errors"}.
+It runs in an interpreter that has the package `kubernetes-validate`, possibly not that of the
+tests. It reads {"versions": [...], "objects": [[where, object], ...]} and prints {"objects",
+"validated", "invalid", "errors"}.
 """
 
 import json
@@ -15,7 +15,7 @@ utils.schema_contents = cache(utils.schema_contents)  # it would parse 2 MB for 
 
 
 def main() -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     asked = json.load(sys.stdin)
     errors, validated = [], 0
     unique = {

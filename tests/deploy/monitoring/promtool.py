@@ -12,7 +12,7 @@ PROMTOOL_S = 60.0  # it takes a tenth of a second on a machine that does nothing
 
 
 def promtool(*words: str | Path, cwd: Path = PROMETHEUS) -> str:
-    """What promtool prints; AssertionError with all of it when it finds a mistake."""
+    """Return promtool's output; AssertionError with all of it if promtool finds a mistake."""
     command = ["promtool", *map(str, words)]
     done = subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=scaled(PROMTOOL_S)

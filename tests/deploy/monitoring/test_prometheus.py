@@ -1,4 +1,4 @@
-"""What Prometheus and Grafana are given: targets, rules, alerts and boards."""
+"""Tests of the configuration of Prometheus and Grafana: targets, rules, alerts and boards."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CONFIGURATIONS = ("prometheus.yaml", "kubernetes.yaml")
 
 
 def _scrape(name: str) -> dict[str, Any]:
-    """The job of a configuration that scrapes the mesh."""
+    """Return the job of a configuration that scrapes the mesh."""
     job: dict[str, Any]
     (job,) = [j for j in read(PROMETHEUS / name)["scrape_configs"] if j["job_name"] == "meshrl"]
     return job
 
 
 def _found(tmp_path: Path, job: dict[str, Any], groups: list[dict[str, Any]]) -> list[Any]:
-    """The labels of the targets that Prometheus makes of what a discovery has found."""
+    """Return the labels of the targets that Prometheus makes from a discovery's results."""
     (tmp_path / "found.json").write_text(json.dumps(groups))
     kept = {key: value for key, value in job.items() if not key.endswith("_sd_configs")}
     kept.pop("static_configs", None)

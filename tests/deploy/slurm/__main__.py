@@ -1,9 +1,9 @@
-"""`make test-slurm`: a job on a mesh whose head and workers are jobs of Slurm that come and go.
+"""Trial of `make test-slurm`: a job on a mesh whose head and workers are Slurm jobs.
 
-The head and an array of workers are submitted as a user would. While the job trains one worker is
-requeued without a notice and one reaches its time limit; then the head reaches its own and goes on
-at another node, and is requeued without a notice. Prints one line
-of JSON; exits with 1 when the job or its account is not right.
+The head and an array of workers are submitted as by a user. While the job trains, one worker is
+requeued without notice and one reaches its time limit. Then the head reaches its own limit,
+continues at another node, and is requeued without notice. Prints one line of JSON; exits with 1 if
+the job or its account is not right.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.load import scaled
 SCRIPTS = CODE / "compose" / "slurm"
 ROOT = f"{cluster.HOME}/mesh"
 RUN = "mesh/runs/calculator"
-NODES = 5  # the head's, three for workers, and one where the head goes when its node is taken away
+NODES = 5  # the head's, three for workers, and one for the head after its node is taken
 WORKERS = 3
-STEPS = 40  # the job must outlast what happens to it: some 20 on two cores that do nothing else
+STEPS = 40  # the job must outlast all faults: some 20 on two idle cores
 # Few and short trajectories, no evaluation: minutes on two cores.
 SHORT = (
     *("rollout.slots=16", f"budget.steps={STEPS}", "algorithm.groups_per_step=4"),
@@ -45,7 +45,7 @@ LOG_CHARS = 8000  # of each log, where the trial has failed
 
 @dataclass
 class Trial:
-    """What the jobs of Slurm did while the mesh trained."""
+    """Trial of a mesh in Slurm jobs while it trains."""
 
     cluster: Cluster
     head: str = ""
@@ -53,7 +53,7 @@ class Trial:
     took_s: dict[str, float] = field(default_factory=dict)
 
     async def begin(self) -> None:
-        """The secrets, the head and the workers."""
+        """Create the secrets and start the head and the workers."""
         user = self.cluster.user
         await user("meshrl", "secrets", f"{cluster.HOME}/meshrl-secrets", "--head", "head")
         self.head = await self._submitted("head.sbatch", "--time=4:00:00")
@@ -62,15 +62,16 @@ class Trial:
         await self.until("the head runs", self._listening, START_S)
 
     async def train(self) -> None:
-        """A job, from the login node."""
+        """Submit a job from the login node."""
         job = str(CODE / "examples" / "calculator.toml")
         sets = [word for change in SHORT for word in ("--set", change)]
         await self.cluster.user(str(SCRIPTS / "at-head.sh"), "submit", job, *sets)
         await self.step(1)
 
     async def workers_come_back(self) -> None:
-        """One worker's job is put back into the queue without a notice, and the time limit of
-        another is near: it drains, leaves and asks to be requeued.
+        """Requeue one worker's job without notice, and shorten the time limit of another.
+
+        The second worker drains, leaves and requests to be requeued.
         """
         known = self._admitted()
         requeued, limited = (f"{self.workers}_{task}" for task in (1, 2))
@@ -85,7 +86,7 @@ class Trial:
         await self._goes_on()
 
     async def time_out_head(self) -> None:
-        """The head's time limit is near, and its node is wanted by others."""
+        """Shorten the head's time limit while other jobs request its node."""
         node = (await self._row(self.head))["BatchHost"]
         await self.cluster.admin(
             *("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=wanted")
@@ -96,13 +97,13 @@ class Trial:
         await self._goes_on()
 
     async def requeue_head(self) -> None:
-        """The head's job is ended and put back into the queue, without a notice."""
+        """Requeue the head's job without notice."""
         await self.cluster.user("scontrol", "requeue", self.head)
         await self.restarted(self.head)
         await self._goes_on()
 
     async def end(self) -> dict[str, Any]:
-        """The account of the job, once it is over."""
+        """Return the account of the job, once it has finished."""
         await self.until("the job is over", self._over, STEP_S)
         said = await self.cluster.user("meshrl", "audit", "--json", f"{cluster.HOME}/{RUN}")
         account: dict[str, Any] = json.loads(said)
@@ -116,7 +117,7 @@ class Trial:
         await self.until("no job is left", self._none, MOVE_S)
 
     async def restarted(self, job: str) -> None:
-        """A job that was requeued runs again: at once, and not after the usual two minutes."""
+        """Wait until a requeued job runs again, without the usual two minutes of delay."""
         began = time.monotonic()
         first = int((await self._row(job))["Restarts"])
 
@@ -154,11 +155,11 @@ class Trial:
         print(f"{time.monotonic() - began:6.1f} s until {what}", file=sys.stderr, flush=True)
 
     def said(self, pattern: str) -> int:
-        """How many times the logs of the jobs say so."""
+        """Return the number of matches of `pattern` in the logs of the jobs."""
         return sum(len(re.findall(pattern, path.read_text())) for path in self.logs())
 
     def logs(self) -> list[Path]:
-        """Those of Slurm's jobs."""
+        """Return the logs of Slurm's jobs."""
         return sorted(self.cluster.home(".").glob("meshrl-*.log"))
 
     async def _submitted(self, script: str, *words: str) -> str:
@@ -167,7 +168,7 @@ class Trial:
         return (await self.cluster.user("env", settings, "MESHRL_LOOK_S=5", *submit)).strip()
 
     async def _limit(self, job: str) -> None:
-        """A time limit three minutes from now: its signal comes at once."""
+        """Set a time limit three minutes from now, so that its signal comes immediately."""
         days, _, clock = (await self._row(job))["RunTime"].rpartition("-")
         hours, minutes, _ = map(int, clock.split(":"))
         limit = f"{(int(days or 0) * 24 + hours) * 60 + minutes + 3}"
@@ -181,16 +182,16 @@ class Trial:
         return bool(ran) and "error" not in ran
 
     async def _goes_on(self) -> None:
-        """One more step than now; the job must not be over."""
+        """Wait for one more step; fail if the job has finished."""
         await self.step(self._steps() + 1)
 
     def _admitted(self) -> int:
-        """How many hosts the gateway has let in."""
+        """Return the number of hosts that the gateway has admitted."""
         log = self.cluster.home(f"meshrl-head-{self.head}.log").read_text()
         return log.count('"a host has joined"')
 
     async def _over(self) -> bool:
-        """A head that stops writes a summary, too."""
+        """Return True if the job has finished; a head that stops writes a summary, too."""
         path = self.cluster.home(f"{RUN}/summary.json")
         return path.is_file() and json.loads(path.read_text())["phase"] in ("finished", "failed")
 
@@ -203,7 +204,7 @@ class Trial:
 
 
 async def tried() -> dict[str, Any]:
-    """Each part of it, and what came of the job."""
+    """Run each part; return the job's result."""
     began = time.monotonic()
     async with Cluster(NODES) as made:
         trial = Trial(made)
@@ -234,7 +235,7 @@ async def tried() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Exits with 77 where this machine lacks what it takes."""
+    """Run the trial; exit with 77 if this machine lacks a prerequisite."""
     if absent := cluster.lacking() or namespaces_lack():
         print(f"this machine lacks {absent}: apt-get install slurmctld slurmd munge iproute2")
         sys.exit(77)

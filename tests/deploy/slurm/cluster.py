@@ -24,10 +24,10 @@ from tests.load import scaled
 
 USER, UID = "researcher", 20001
 HOME = f"/home/{USER}"
-SETTINGS = "/home/.cluster"  # what the daemons are configured by, on every host
+SETTINGS = "/home/.cluster"  # configuration files of the daemons, on every host
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "munged", "runuser")
 READY_S = 120.0
-CPUS = 4  # that a node says it has: its jobs wait for processors, and not for each other
+CPUS = 4  # declared per node: jobs wait for processors, not for each other
 MEMORY_MIB = 16384
 CONFIGURATION = """\
 ClusterName=test
@@ -60,7 +60,7 @@ PartitionName=all Nodes=h[1-{nodes}] Default=YES MaxTime=INFINITE State=UP
 
 
 def lacking() -> str:
-    """The programs of Slurm that this machine has not; empty when it has all."""
+    """Return the missing programs of Slurm; empty if there are none."""
     return ", ".join(name for name in PROGRAMS if shutil.which(name) is None)
 
 
@@ -95,22 +95,22 @@ class Cluster:
         await self._stack.aclose()
 
     async def admin(self, *words: str) -> str:
-        """What a command of the cluster's administrator printed."""
+        """Return the output of a command of the cluster's administrator."""
         return (await self.login.run(*words)).out
 
     async def user(self, *words: str, check: bool = True) -> str:
-        """What a command of the user printed, at the login node, in the home directory."""
+        """Return the output of the user's command, run at the login node in the home directory."""
         here = self.login.environment["PATH"]
         words = ("env", f"HOME={HOME}", f"PATH={here}", "sh", "-c", 'cd; exec "$@"', "sh", *words)
         ran = await self.login.run("runuser", "-u", USER, "--", *words, check=check)
         return ran.out
 
     def home(self, path: str) -> Path:
-        """Where this machine finds a file of the user's home directory."""
+        """Return the path on this machine of a file in the user's home directory."""
         return self.login.path(f"{HOME}/{path}")
 
     async def jobs(self, job: str) -> dict[str, dict[str, str]]:
-        """What `scontrol` shows of a job or of each task of an array, by its number."""
+        """Return the output of `scontrol` for a job, or for each task of an array by its number."""
         found = {}
         for line in (await self.admin("scontrol", "show", "job", "--oneliner", job)).splitlines():
             row = dict(word.partition("=")[::2] for word in line.split() if "=" in word)

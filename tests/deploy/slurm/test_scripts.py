@@ -1,4 +1,4 @@
-"""The scripts for Slurm say what a shell and `meshrl` understand; `make test-slurm` runs them."""
+"""Checks that a shell and `meshrl` accept the scripts for Slurm; `make test-slurm` runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPTS = sorted((Path(__file__).parents[3] / "compose" / "slurm").iterdir())
 
 
 def options_of(command: str) -> set[str]:
-    """Those that a command of `meshrl` takes."""
+    """Return the options of a `meshrl` command."""
     group = typer.main.get_command(app)
     return {name for one in group.commands[command].params for name in one.opts}  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Jobs that fail, by their rewards, files or processes, fail by name; the others go on."""
+"""Jobs that fail with a named error, by rewards, files or processes, while the others continue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Changes = dict[str, dict[str, Any]]
 async def submitted(
     mesh: Launcher, name: str, changes: Changes, modules: dict[str, str] | None = None
 ) -> None:
-    """Hands over the job of digits with other values, and other code in its modules."""
+    """Submit the job of digits with other values, and other code in its modules."""
     config, base = job_reader.load_config(JOB, [])
     run_dir = mesh.mesh_paths.root / name
     _, packed = bundle.pack_bundle(config, base, run_dir)
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Changes, dict[str, str], list[str]]] = {
 
 
 def of_jobs(mesh: Launcher) -> set[str]:
-    """The processes that run for one job alone."""
+    """Return the processes that run for one job alone."""
     return {
         name for name in mesh.process_names.values() if name.startswith(("rollout/", "sandbox/"))
     }
@@ -135,7 +135,7 @@ async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launch
 
 
 def sleeping() -> list[int]:
-    """The processes that the reward `digits:broken` has left behind."""
+    """Return the processes that the reward `digits:broken` has left behind."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if process.info["cmdline"] == ["sleep", str(digits.STAYS_S)]:

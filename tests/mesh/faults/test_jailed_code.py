@@ -1,4 +1,4 @@
-"""A job whose trajectories have sessions of Python, on a mesh whose sandboxes are killed."""
+"""Job whose trajectories have sessions of Python, on a mesh whose sandboxes are killed."""
 
 from __future__ import annotations
 

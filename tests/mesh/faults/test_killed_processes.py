@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def written(directory: Path) -> dict[int, Trajectory]:
-    """Trajectories of a ledger, as a new shard would take them up."""
+    """Return the trajectories of a ledger, as a new shard would restore them."""
     restored = RestoredGroups()
     for record in ledger.iter_records(directory):
         restored.apply_record(record, lambda group, member: 0)
@@ -100,7 +100,9 @@ def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
     for _ in range(3):
 
         def loading() -> int:
-            """A trainer's process as the machine shows it: the mesh would tell a second later."""
+            """Return a trainer's process id from the machine: the mesh would report it a second
+            later.
+            """
             fresh = set(find_leftovers(mesh.directory / "mesh/settings.json")) - killed
             return next(
                 (pid for pid in fresh if b"meshrl.services.trainer" in command_line(pid)), 0

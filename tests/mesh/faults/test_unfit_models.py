@@ -1,4 +1,4 @@
-"""A job whose model no trainer can make ends with a text that says why."""
+"""Job whose model no trainer can make, which ends with an error that states why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 async def test_a_job_whose_model_cannot_be_made_fails_with_the_reason() -> None:
-    with tempfile.TemporaryDirectory(prefix="u") as made:  # short: a unix socket lies in it
+    with tempfile.TemporaryDirectory(prefix="u") as made:  # short: it contains a unix socket
         elastic = ElasticMesh(Path(made))
         await elastic.open()
         try:

@@ -23,12 +23,12 @@ from tests.mesh.hosts.joining import END_S, JoinedHost, admit
 
 
 class HiddenHost(JoinedHost):
-    """One whose processes see an empty directory where the head's root is."""
+    """Host whose processes see an empty directory in place of the head's root."""
 
     left_out = (
         REDIS_ENV,
         FORK_SERVER_ENV,
-    )  # a nursery of the head's would fork what sees its files
+    )  # children of the head's fork server would see its files
 
     def __init__(self, place: MeshPaths, mesh: Launcher, workers: int, prefix: str = "h1w") -> None:
         super().__init__(place)
@@ -51,7 +51,7 @@ class HiddenHost(JoinedHost):
 
     @property
     def command(self) -> list[str]:
-        """What `meshrl join` runs, where the head's files are not."""
+        """Return the command that runs `meshrl join` without access to the head's files."""
         self._redis.mkdir(exist_ok=True)
         steps = [
             ["mount", "--bind", str(self._head.redis_directory.resolve()), str(self._redis)],
@@ -62,7 +62,7 @@ class HiddenHost(JoinedHost):
         return ["unshare", "--mount", "sh", "-c", script]
 
     def lose(self) -> None:
-        """All that runs there is gone at once."""
+        """Kill all processes there at once."""
         assert self.program is not None
         self.program.kill()  # first, for it starts others again
         self.program.wait(scaled(END_S))

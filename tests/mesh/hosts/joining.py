@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class JoinedHost:
-    """A second directory, whose root process is a program of its own."""
+    """Second directory, whose root process is a program of its own."""
 
     left_out: tuple[str, ...] = (REDIS_ENV,)  # of the environment
 
@@ -48,7 +48,7 @@ class JoinedHost:
 
     @property
     def command(self) -> list[str]:
-        """What `meshrl join` runs."""
+        """Return the command that `meshrl join` runs."""
         return [*HOSTING, "--root", str(self.place.root)]
 
     def start(self) -> None:
@@ -63,7 +63,7 @@ class JoinedHost:
             )
 
     def end(self) -> int:
-        """Ends it in order; its exit status."""
+        """End the host in order and return its exit status."""
         assert self.program is not None
         self.program.send_signal(signal.SIGTERM)
         return self.program.wait(scaled(END_S))
@@ -81,7 +81,7 @@ def admit(mesh: Launcher, host: str) -> None:
 
 
 def beside(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
-    """A host that shares the mesh's secret and reaches its Redis, with one worker."""
+    """Start a host with one worker that shares the mesh's secret and reaches its Redis."""
     place = MeshPaths(root)
     place.directory.mkdir(parents=True, mode=0o700)
     settings = replace(mesh.settings, host=f"{root.name}-1", run_root=str(root))
@@ -94,7 +94,7 @@ def beside(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
 async def until(
     what: str, look: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
 ) -> T:
-    """What `look` returns, once it returns something."""
+    """Wait until `look` returns a true value, and return the value."""
     within_s = scaled(within_s)
     end = time.monotonic() + within_s
     while time.monotonic() < end:
@@ -105,7 +105,7 @@ async def until(
 
 
 async def submitted(mesh: Launcher, job: str, *words: str) -> None:
-    """Hands over the job of digits."""
+    """Submit the job of digits."""
     config, base = job_reader.load_config(JOB, [f"name={job}", *words])
     run_dir = mesh.mesh_paths.root / job
     _, document = bundle.pack_bundle(config, base, run_dir)

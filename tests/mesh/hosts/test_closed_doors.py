@@ -1,5 +1,7 @@
-"""A mesh whose processes each have a key and whose roles are users of Redis: a job runs on it, none
-of its processes asks Redis what its role may not, and no secret shows anywhere.
+"""Credentials of a mesh whose processes each have a key and whose roles are users of Redis.
+
+A job runs on it, none of its processes sends Redis a command outside its role, and no secret is
+exposed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ KEPT = ("settings.json", owner.OWNER_FILE, certificates.KEY_FILE, certificates.C
 
 
 def secrets_of(place: MeshPaths) -> list[str]:
-    """All secrets and passwords, and a part of each private key."""
+    """Return all secrets and passwords, and a part of each private key."""
     head = MeshSettings.from_file(place.settings).secret
     master = owner.read_owner(place.directory).secret
     found = [head, master, *(derive_redis_password(head, role) for role in acl.ROLES)]
@@ -45,7 +47,7 @@ def secrets_of(place: MeshPaths) -> list[str]:
 
 
 def shown(place: MeshPaths) -> Iterator[tuple[str, bytes]]:
-    """What others may come to see: where, and what."""
+    """Yield each text that other users may read, with its location."""
     for pid in leftover_processes.find_leftovers(place.settings.resolve()):
         process = psutil.Process(pid)
         yield f"the command line of {pid}", " ".join(process.cmdline()).encode()
@@ -84,7 +86,7 @@ async def test_a_job_runs_by_roles_that_are_denied_nothing_and_show_no_secret(
 
 
 async def owned(mesh: Launcher) -> list[str]:
-    """What Redis has refused since its start: each user, and what it asked."""
+    """Return the commands that Redis has rejected since its start, each with its user."""
     master = owner.read_owner(mesh.mesh_paths.directory).secret
     scheme, _, bare = mesh.settings.redis_url.partition("://")
     user = (

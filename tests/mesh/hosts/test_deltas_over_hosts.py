@@ -1,5 +1,5 @@
-"""An engine on one host follows a trainer on another by what changed alone, with the store on a
-third; and it serves what was trained.
+"""Deltas between hosts: an engine on one host follows a trainer on another, with the store on a
+third. It serves what was trained.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ async def test_a_gang_over_two_hosts_loses_nothing_with_a_rank_or_with_the_host_
         end = await until("the end of the job", ended)
         assert end.phase == "stopped" and end.lineage == 0
 
-        async def accounted() -> bool:  # a step that was being committed may be told after the end
+        async def accounted() -> bool:  # a step in commit may be reported after the end
             told = await events.read_all(mesh.state)
             steps = [e.fields["version"] for e in told if e.kind == "step"]
             return steps == list(range(1, (await row()).steps_done + 1))

@@ -1,5 +1,6 @@
-"""Hosts come to a mesh that listens and go again, by the commands that people use: every process
-has a key of its own, and Redis is reached by TLS.
+"""Hosts that join and leave a listening mesh, by the commands that people use.
+
+Every process has a key of its own, and Redis is reached by TLS.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Commands:
         return ran.stdout
 
     def stays(self, root: Path, *words: str, given: str = "") -> subprocess.Popen[str]:
-        """A host in the foreground, once all of it runs."""
+        """Start a host in the foreground, and return once all of it runs."""
         with (self.directory / f"{root.name}.out").open("w") as out:
             staying = subprocess.Popen(
                 [sys.executable, "-m", "meshrl", *words, "--root", str(root), "--foreground"],

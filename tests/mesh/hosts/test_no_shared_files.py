@@ -75,7 +75,7 @@ async def test_everything_of_a_job_runs_where_no_file_of_the_head_is_seen(
 
 
 async def its_trainer_dies(mesh: Launcher) -> None:
-    """After a commit: the next one goes on from a checkpoint that it fetches."""
+    """Kill the trainer after a commit: the next one resumes from a checkpoint that it fetches."""
 
     async def committed() -> bool:
         return (await jobs.read_job(mesh.state, "digits")).version >= 1

@@ -1,5 +1,5 @@
-"""A second host gives its worker to the mesh, a job computes on it, it is drained, vanishes, comes
-back, and leaves in order.
+"""Second host of a mesh: it joins, computes a job, drains, vanishes, returns and leaves in
+order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ HEAD = (MeshShape(workers=1),)
 
 @asynccontextmanager
 async def hearing(mesh: Launcher) -> AsyncIterator[list[Event]]:
-    """The events of the mesh from now on: its stream keeps none for long that nobody reads."""
+    """Collect the events of the mesh from now on: its stream retains none for long without a
+    reader.
+    """
     heard: list[Event] = []
 
     async def listen() -> None:
@@ -55,7 +57,7 @@ async def hearing(mesh: Launcher) -> AsyncIterator[list[Event]]:
 
 
 async def said(mesh: Launcher, *words: str) -> Any:
-    """What a command prints as JSON."""
+    """Return the JSON output of a command."""
     line = [*words, "--json", "--mesh", str(mesh.mesh_paths.root)]
     found = await asyncio.to_thread(CliRunner().invoke, app, line)
     assert found.exit_code == 0, (line, found.output, found.exception)
@@ -154,8 +156,9 @@ async def vanishes_and_comes_back(mesh: Launcher, host: JoinedHost, heard: list[
 
 @asynccontextmanager
 async def following(mesh: Launcher, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`meshrl logs -f`, which waits for a host for as long as these tests do, and hears Ctrl-C also
-    where tests run in the background of a shell.
+    """Start `meshrl logs -f` with a wait for hosts that lasts as long as these tests.
+
+    The process handles Ctrl-C also where tests run in the background of a shell.
     """
     line = ["logs", "-f", name, "--mesh", str(mesh.mesh_paths.root)]
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"

@@ -19,7 +19,7 @@ def share_of_digits(row: Row, turns: Turns) -> float:
 
 
 def broken(row: Row, turns: Turns) -> float:
-    """Leaves processes behind that nothing but their ancestors tells from others."""
+    """Start processes that outlive the call, identified only by their ancestors."""
     if not STARTED:
         stays = f"exec sleep {STAYS_S} > /dev/null 2>&1"
         STARTED.append(subprocess.Popen(["setsid", "sh", "-c", stays]))
@@ -43,7 +43,7 @@ def unreliable(row: Row, turns: Turns) -> Any:
 
 
 class Notebook:
-    """Says what it has in two cells of its session; each answer is appended as a zero."""
+    """Environment that runs two cells in its session; each answer is appended as a zero."""
 
     def open(self, row: Row) -> str:
         self.calls = 0
@@ -68,7 +68,9 @@ def notebook() -> Notebook:
 
 
 def kept(row: Row, turns: Turns) -> float:
-    """The share of digits, if its session said what it must, or was lost by type."""
+    """Return the share of digits; raise ValueError if the session lost its state without a
+    crash.
+    """
     said = [turn["value"] for turn in turns if turn["role"] == "tool"]
     expected = [{"status": "ok", "output": "7\n"}, {"status": "ok", "output": "42\n"}]
     lost = any(value["status"] == "crashed" for value in said)

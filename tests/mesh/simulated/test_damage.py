@@ -1,4 +1,6 @@
-"""What breaks under a mesh (checkpoints, ledgers, disks, notes, engines) costs no trajectory."""
+"""Corruption under a mesh (checkpoints, ledgers, disks, notes, engines), which costs no
+trajectory.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ from meshrl.sim.virtual_process import VirtualProcess
 from tests.mesh.simulated.worlds import accounted, until_over, until_version, world_story
 
 STEPS = 9
-BROKEN_AT = 8  # checkpoints are written every third step, and two are kept
+BROKEN_AT = 8  # checkpoints are written every third step, and two are retained
 
 
 def flip(path: Path) -> None:
-    """One bit, in the middle."""
+    """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -43,7 +45,7 @@ def state_of(checkpoint: Path) -> Path:
 
 
 def chunks_of(checkpoint: Path) -> list[Path]:
-    """The manifest of its weights in the store, and their chunks."""
+    """Return the files of the manifest of a checkpoint's weights and of their chunks."""
     store = ChunkStore(checkpoint.parents[1] / "store")
     manifest = read_manifest(checkpoint)["weights"]
     described = unpack(Manifest, store.read(manifest)).tensors
@@ -51,8 +53,8 @@ def chunks_of(checkpoint: Path) -> list[Path]:
 
 
 async def broken(world: VirtualMesh, break_it: Callable[[Path], None]) -> list[Event]:
-    """The events of a run whose trainer dies after `break_it` was done to the manifest of its last
-    checkpoint; of those of kinds that tell of damage.
+    """Run a job to its end and return its events. Its trainer is killed after `break_it` was
+    applied to the manifest of its last checkpoint.
     """
     row = await until_version(world, BROKEN_AT)
     break_it(world.root / f"checkpoints/{row.checkpoint}.json")
@@ -116,7 +118,9 @@ async def test_weights_that_an_engine_cannot_load_are_written_again_by_the_train
     path = ChunkStore(world.root / "store").chunk_path(row.manifest)
     flip(path)
     for process in world.machine.live_processes:
-        if process.name == "weights" or process.kind == "engine":  # who has read it already
+        if (
+            process.name == "weights" or process.kind == "engine"
+        ):  # processes that have read the file already
             process.kill()
     while not path.exists() or compute_file_digest(path) != path.name:
         await world.clock.sleep(0.1)
@@ -214,7 +218,10 @@ async def test_workers_are_adopted_by_what_the_registry_says(
 async def test_a_worker_that_registers_too_late_makes_room(
     world: VirtualMesh, tmp_path: Path
 ) -> None:
-    """Its agent took no note of it, and the next one could not find it."""
+    """Check that a worker that registers too late is replaced.
+
+    Its agent has no note of it, and the next agent could not find it.
+    """
 
     def workers() -> list[VirtualProcess]:
         return [p for p in world.machine.live_processes if p.name == "worker/w0"]

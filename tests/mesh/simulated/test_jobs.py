@@ -32,7 +32,7 @@ CLOSING_S = 60.0  # for the processes of jobs that have ended
 
 
 def hang(world: VirtualMesh) -> None:
-    """Environments of one job take what they are told, and answer nothing."""
+    """Make the environments of one job accept messages without an answer."""
     answering = world.machine.programs["meshrl.services.environment"]
 
     async def environment(process: VirtualProcess, argv: list[str]) -> None:
@@ -129,7 +129,7 @@ MANY_STEPS, LATE = 40, 8
 
 
 async def published(world: VirtualMesh) -> Measurements:
-    """What the leader would see now."""
+    """Return the measurements that the leader would read now."""
     kinds = {
         w.gang: parse_accelerator_kind(w.accelerator) for w in await pool.read_workers(world.state)
     }
@@ -152,7 +152,7 @@ async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(
     assert set(by_kind) == {"rollout", "trainer"}
     assert MANY_STEPS // 2 <= whole.steps <= row.version
     a_step = row.document["algorithm"]["groups_per_step"]
-    assert whole.groups >= (whole.steps - LATE) * a_step  # a shard may have told earlier
+    assert whole.groups >= (whole.steps - LATE) * a_step  # a shard may have reported earlier
     assert whole.trajectories >= whole.groups and whole.sampled > whole.trajectories
     assert min(whole.busy_s, whole.wait_s, whole.work_s, whole.tokens) > 0
     assert whole.work_s < whole.busy_s and 0 < whole.held_s < whole.busy_s
@@ -164,12 +164,12 @@ async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(
     await until_over(world)
 
 
-# Who finds the gate open takes what it lets through: in fewer steps, one takes all.
+# A shard takes all that an open gate admits: in fewer steps, one shard takes all.
 SHARED_STEPS = 12
 
 
 def run(root: Path, shards: int) -> tuple[dict[str, int], set[str], list[int]]:
-    """The account, shards of trained groups, prompts of the groups that were opened."""
+    """Return the account, the shards of trained groups, and the prompts of opened groups."""
 
     async def job(world: VirtualMesh) -> tuple[dict[str, int], list[Event]]:
         await until_over(world)

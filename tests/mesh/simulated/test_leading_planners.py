@@ -1,4 +1,4 @@
-"""Planners that look, decide and write: one leads, and whoever follows goes on where it was."""
+"""Planners that read, decide and write: one leads, and its successor continues from its state."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ Story = Callable[["Pool"], Any]
 
 
 class Worker(Interface):
-    """What a worker hears of a planner."""
+    """Interface of a worker for the planner."""
 
     notify_change = Cast(ChangeHint)
 
 
 class Obedient(Actor):
-    """A worker whose residents are ready as soon as it reads of them; it counts its hints."""
+    """Worker whose instances are ready as soon as it reads of them; it counts its hints."""
 
     interface = Worker
 
@@ -168,7 +168,7 @@ async def test_whoever_leads_next_goes_on_with_what_was_remembered(mesh: Pool) -
     first.stop()
     await mesh.clock.sleep(2 * LEASE_MS / 1000 + 30.0)
     assert following.stats().leader
-    assert len(await mesh.roles()) == 2  # w2 is still put aside, as a person asked
+    assert len(await mesh.roles()) == 2  # w2 is still cordoned, as a user requested
     first.process.resume()
     await mesh.clock.sleep(10.0)
     assert first.process.has_exited and following.stats().leader

@@ -1,4 +1,4 @@
-"""What a planner makes of a mesh that is too small for its job, and of stage times."""
+"""Planner decisions on a mesh that is too small for its job, and on stage times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Story = Callable[["PlannedMesh"], Any]
 
 
 class PlannedMesh:
-    """A planner and a job; workers do what they are told at once."""
+    """Planner and job whose workers reach their desired state at once."""
 
     def __init__(self, world: BareWorld) -> None:
         self.world, self.clock = world, world.clock
@@ -80,7 +80,7 @@ class PlannedMesh:
         return process
 
     async def member(self, kind: str, stats: Callable[[], dict[str, Any]]) -> Bare:
-        """A process that the planner reads counters of."""
+        """Start a process whose counters the planner reads."""
         process = self.world.process(f"{kind}/0", kind)
         await process.join(Actor(), lambda: {"job": JOB_NAME, **stats()})
         return process
@@ -93,7 +93,7 @@ class PlannedMesh:
         return row
 
     async def roles(self) -> list[str]:
-        """What each worker is to do, by its number."""
+        """Return the role of each worker, by its number."""
         found = dict.fromkeys((w.id for w in await pool.read_workers(self.world.state)), "idle")
         for gang in await pool.read_gangs(self.world.state):
             for resident in gang.residents:
@@ -103,7 +103,7 @@ class PlannedMesh:
 
 
 def done(resident: Instance, rank: int, token: int) -> InstanceReport:
-    """What a worker says that does what was wished."""
+    """Return the report of a worker that has reached its desired state."""
     doing = InstancePhase.GONE if resident.tier == Tier.ABSENT else InstancePhase.READY
     return InstanceReport(rank, resident.generation, resident.epoch, token, doing, resident.tier)
 
@@ -201,8 +201,8 @@ async def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(mesh: Planned
 @pytest.mark.rotating(2)
 @story_on(tell, "tmp_path")
 async def test_stage_times_are_looked_at_once_in_an_interval(mesh: PlannedMesh) -> None:
-    """The trainer needs a second for a step, its engines are nearly idle: rollout has a gang too
-    many, as soon as there is a window that tells.
+    """Check the interval between two reads of stage times. The trainer needs a second for a step,
+    and its engines are nearly idle: rollout has a gang too many, as soon as a window shows so.
     """
     interval_s = 120.0
     config = JobConfig(planner=PlannerConfig(interval_s=interval_s, warmup_steps=-1))

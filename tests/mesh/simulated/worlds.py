@@ -1,4 +1,4 @@
-"""Virtual meshes for tests: a whole one that a story is told on, and bare processes."""
+"""Virtual meshes for tests: a complete one that a story runs on, and bare processes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def on_world(
     seed: int = 1,
     limit_s: float = 14_400.0,
 ) -> T:
-    """What a story makes of a mesh with a job, which has started when it begins; the mesh is ended
-    after it.
-    """
+    """Run a story on a mesh with a started job, end the mesh, and return the story's result."""
     loop = VirtualLoop()
     loop.limit_s = limit_s
     record = EventRecord(lambda: loop.now_s, root)
@@ -57,21 +55,21 @@ def on_world(
 
 
 async def until_over(world: VirtualMesh) -> None:
-    """Returns when the job has ended."""
+    """Wait until the job has ended."""
     while world.phase not in ("finished", "failed"):
         await world.clock.sleep(1.0)
     assert world.phase == "finished"
 
 
 async def until_version(world: VirtualMesh, version: int) -> jobs.JobRow:
-    """Returns the job's row when it has come so far."""
+    """Wait until the job has this version, and return its row."""
     while (row := await jobs.read_job(world.state, JOB_NAME)).version < version:
         await world.clock.sleep(0.5)
     return row
 
 
 async def accounted(state: StateClient) -> tuple[dict[str, int], list[Event]]:
-    """The account of the job, of which nothing is lost or trained twice, and its events."""
+    """Return the job's account and events. Assert that nothing is lost or trained twice."""
     told = [e for e in await events.read_all(state) if e.fields.get("job") == JOB_NAME]
     counted = compute_account(
         told, (await groups.count_in_flight(state, JOB_NAME)).samples, JOB_NAME
@@ -81,7 +79,7 @@ async def accounted(state: StateClient) -> tuple[dict[str, int], list[Event]]:
 
 
 class Bare:
-    """A process that does what a test says."""
+    """Process whose actions a test defines."""
 
     def __init__(self, around: ProcessContext, name: str, kind: str) -> None:
         self.process = around.machine.spawn("bare", [], name, None, dies_with_parent=False)
@@ -108,7 +106,7 @@ class Bare:
         self.process.stop()
 
     def check(self) -> None:
-        """Raises what one of its tasks raised."""
+        """Raise the error that one of its tasks raised."""
         for task in self.tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
@@ -142,7 +140,7 @@ async def _bare(process: VirtualProcess, argv: list[str]) -> None:
 
 
 def on_bare_world(root: Path, story: Callable[[BareWorld], Coroutine[Any, Any, T]]) -> T:
-    """What a story makes of such a world."""
+    """Run a story on such a world and return its result."""
     loop = VirtualLoop()
     loop.limit_s = 7200.0
     record = EventRecord(lambda: loop.now_s, root)

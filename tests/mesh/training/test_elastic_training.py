@@ -42,7 +42,7 @@ async def elastic() -> AsyncIterator[ElasticMesh]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def expected(elastic: ElasticMesh) -> Mapping[str, Tensor]:
-    """What one process makes of the job."""
+    """Return the result of the job on one process."""
     training = Training(elastic, "alone")
     await training.start()
     await training.train(STEPS)
@@ -87,7 +87,7 @@ async def come_and_go(training: Training) -> None:
 
 
 async def sleep_and_wake(training: Training, hybrids: Sequence[str], tiers: Sequence[str]) -> None:
-    """All of its processes go from tier to tier together."""
+    """Move all of the job's processes from tier to tier together."""
     elastic, job = training.elastic, training.job
     names = [f"trainer/{job}", *(f"rank/{job}/{n}" for n in range(1, training.ranks))]
     names += [f"hybrid/{gang}" for gang in hybrids]
@@ -101,7 +101,7 @@ async def sleep_and_wake(training: Training, hybrids: Sequence[str], tiers: Sequ
 
 
 async def settled(elastic: ElasticMesh, name: str, wish: SetTier) -> TierUsage:
-    """Asks again, as workers do: a rank may be asked to sleep before it was told where."""
+    """Repeat the request, as workers do: a rank may refuse a sleep order that comes too early."""
     while True:
         with suppress(Refused):
             return await elastic.worker.ref(name).call(RoleControl.set_tier, wish)
@@ -131,7 +131,7 @@ async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(
 
     elastic.kill(rank)
     await training.release(3)
-    training.host = "there"  # a gang goes on over two hosts too
+    training.host = "there"  # a gang over two hosts resumes too
     await training.start_rank(1)
     await training.caught_up()
     killed = await elastic.events("rank_lost")

@@ -19,7 +19,7 @@ STEPS, EVERY, STALENESS = 8, 4, 1
 
 
 def trainer_stopped_at(mesh: Run, version: int, lineage: str) -> int:
-    """The trainer's pid, once the version is there and before the next checkpoint is."""
+    """Return the trainer's pid, once the version is there and before the next checkpoint is."""
 
     def there() -> bool:
         return mesh.version >= version and mesh.redis.hget("{digits}:job", "lineage") == lineage

@@ -30,7 +30,7 @@ QUICK = {"rollout__max_tokens": 24, "algorithm__group_size": 4, "algorithm__grou
 
 
 def rows(path: Path, count: int = 16, first: int = 0) -> Path:
-    """Sums of two digits with their answers."""
+    """Return sums of two digits with their answers."""
     sums = ((i, (7 * i) % 10) for i in range(first, first + count))
     lines = [
         json.dumps({"prompt": f"?{a % 10}+{b}=", "response": f"{a % 10 + b}$", "n": a})
@@ -41,7 +41,7 @@ def rows(path: Path, count: int = 16, first: int = 0) -> Path:
 
 
 def teacher(directory: Path, seed: int = 7) -> Path:
-    """A model of the job's shape and tokenizer that has other weights."""
+    """Make a model of the job's shape and tokenizer that has other weights."""
     job = tomllib.loads(JOB.read_text())
     config = ModelConfig.from_hf(job["model"]["config"])
     model = Decoder(config)
@@ -62,8 +62,8 @@ def metrics(run: Run) -> list[dict[str, Any]]:
 def test_a_job_is_held_to_its_first_weights_and_keeps_its_best_ones(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Trains with a KL term, evaluates on a set of its own, and exports the best version. Its head
-    has eight ids that the tokenizer lacks.
+    """Check a job with a KL term, an evaluation set of its own, and an export of its best version.
+    Its head has eight ids that the tokenizer lacks.
     """
     dataset = {"name": "more", "path": str(rows(tmp_path / "more.jsonl", 4, 100))}
     settings = ", ".join(f"{k} = {json.dumps(v)}" for k, v in dataset.items())
@@ -155,7 +155,7 @@ def test_a_job_whose_teacher_has_weights_that_are_no_numbers_fails_by_their_tens
     other = teacher(tmp_path / "teacher")
     weights = other / "model.safetensors"
     tensors = load_file(weights)
-    tensors["model.norm.weight"][0] = torch.nan  # which no header tells before the start,
+    tensors["model.norm.weight"][0] = torch.nan  # no header shows this before the start,
     large = torch.zeros(MAX_READ_BYTES // 2, dtype=torch.bfloat16)  # in files that are large
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = large
     save_file(tensors, weights)

@@ -1,4 +1,4 @@
-"""Runs that go on where they were, replayed steps, and adapters that are trained."""
+"""Runs that resume, replayed steps, and adapters that are trained."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
     os.kill(second, signal.SIGKILL)  # it is not to finish while the run ends
     mesh.end()
     shutil.rmtree(mesh.directory / "mesh/redis")
-    for path in mesh.directory.glob("store/??/*"):  # nothing is kept for being young
+    for path in mesh.directory.glob("store/??/*"):  # no file is retained because it is recent
         os.utime(path, (0, 0))
 
     mesh.resume()
@@ -78,14 +78,14 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
 
 
 def under_way(mesh: Run, steps: int) -> set[int]:
-    """Groups that were opened and not trained on, once there were so many steps."""
+    """Return the groups that were opened and not trained on, once there were so many steps."""
     trained = [row["group"] for event in mesh.events("step") for row in event["groups"]]
     opened = {group for event in mesh.events("opened") for group in event["groups"]}
     return opened - set(trained) if len(mesh.events("step")) >= steps else set()
 
 
 def crash(mesh: Run) -> None:
-    """Kills everything at once: the record that is left accounts for each trajectory."""
+    """Kill everything at once: the record that is left accounts for each trajectory."""
     mesh.program.send_signal(signal.SIGKILL)
     mesh.program.wait(scaled(10.0))
     assert not (mesh.directory / "in_flight.json").exists()
@@ -96,7 +96,7 @@ def crash(mesh: Run) -> None:
 
 
 def end_mesh(settings: Path) -> None:
-    """Ends what waits for an agent that will not come: workers give it a minute."""
+    """End processes that wait for an agent that will not come: workers give it a minute."""
     asyncio.run(leftover_processes.kill_leftovers(settings, scaled(5.0)))
     assert leftover_processes.find_leftovers(settings) == []
 
@@ -114,7 +114,7 @@ def endpoint_of(run: Run, name: str) -> str:
 
 
 def kept(run: Run) -> list[Manifest]:
-    """Of the versions that the store still has, in the order of steps."""
+    """Return the manifests of the versions that the store still has, in the order of steps."""
     chunks = ChunkStore(run.directory / "store")
     digests = [fields["manifest"] for fields in run.events("initial") + run.events("step")]
     return [read_complete_manifest(chunks.read, digest) for digest in digests if chunks.has(digest)]

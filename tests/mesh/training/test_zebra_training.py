@@ -1,4 +1,4 @@
-"""A gang whose ranks have attention or experts trains on, whichever of them is lost."""
+"""Training of a gang whose ranks have attention or experts, with any of them lost."""
 
 from __future__ import annotations
 
@@ -101,8 +101,9 @@ async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_sa
 async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwise(
     elastic: ElasticMesh,
 ) -> None:
-    """A rank's worker ends it as soon as it says that it may go: nobody waits for its answer. Both
-    keep the pace of the accelerators that the ranks stand for.
+    """Check that a core covered by a checkpoint resumes on ranks of another division. A rank's
+    worker kills it as soon as it is removable, without a wait for its answer. Both emulate the
+    speed of the ranks' declared accelerators.
     """
     training = Training(elastic, "changing", RANKS)
     training.accelerators = ["cpu:0 L40S", "cpu:1 L40S", "cpu:2 T4"]
@@ -131,7 +132,7 @@ async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwis
 
 
 async def paced(elastic: ElasticMesh, names: Sequence[str], least: int) -> None:
-    """Waits until each of them says that it has done so much at a pace."""
+    """Wait until each process reports so much emulated work."""
 
     async def all_have() -> bool:
         return all([(await elastic.stats(name)).get("paced", 0) >= least for name in names])

@@ -12,7 +12,7 @@ from tests.nursery import TestNursery
 
 @pytest.fixture(scope="session", autouse=True)
 def forks() -> Iterator[None]:
-    """One nursery for all of them, where the run has none."""
+    """Start one fork server for all tests, where the run has none."""
     nursery = TestNursery()
     nursery.start()
     yield

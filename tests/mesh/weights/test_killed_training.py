@@ -1,4 +1,4 @@
-"""Training whose processes or whose host are lost goes on from what the store has."""
+"""Training that resumes from the store after the loss of its processes or their host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def trained() -> AsyncIterator[TrainedWeather]:
 
 
 async def killed_and_started(trained: TrainedWeather, name: str, share: float) -> None:
-    """One of its processes is killed with so large a share of a version staged."""
+    """Kill one of the job's processes with so large a share of a version staged."""
     before = trained.newest
     await trained.released_until(share)
     await trained.kill(name)
@@ -61,7 +61,7 @@ async def test_the_core_of_a_gang_that_is_killed_as_a_rank_stages(trained: Train
 
 
 async def lose_host(trained: TrainedWeather) -> None:
-    """The store ends, and all that its host had."""
+    """Kill the store and delete all of its host's files."""
     await trained.store.kill()
     for directory in ("store", "run", "mesh"):
         shutil.rmtree(trained.scene.root(0) / directory, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Weights on their way: damaged, slow, killed, gone, without room, between trainers."""
+"""Weight transfers under faults: corrupt, slow, killed, lost, without disk space, between
+trainers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ INTO_A_CHUNK = 300_000  # bytes
 
 
 def flip(files: set[Path]) -> Path:
-    """Changes a bit in the middle of the largest of these files; the file."""
+    """Flip a bit in the middle of the largest of these files, and return the file."""
     path = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -35,7 +37,7 @@ def flip(files: set[Path]) -> Path:
 
 
 def chunks(directory: Path) -> set[Path]:
-    """The files of a chunk store."""
+    """Return the files of a chunk store."""
     return set(directory.glob("??/*"))
 
 
@@ -74,9 +76,9 @@ async def test_a_bit_that_is_flipped_in_the_store(made: Weather) -> None:
     assert path.read_bytes() != spoiled
 
 
-SIZE = 8 << 20  # chunks of 1 MiB, whose deltas lie in one blob
+SIZE = 8 << 20  # chunks of 1 MiB, whose deltas are in one blob
 SHARE = 0.05  # of the elements that change from a version to the next
-MOST = SHARE * 2.5 * SIZE  # bytes of a delta, with whatever is said around it
+MOST = SHARE * 2.5 * SIZE  # bytes of a delta with its messages
 
 
 class Versions:
@@ -86,7 +88,7 @@ class Versions:
         self.made, self.count = made, 0
 
     async def begin(self) -> None:
-        """The receiver has the first."""
+        """Publish the first version to the receiver."""
         made = self.made
         made.store, made.road = await made.on_a_road("weights", 0, "meshrl.services.weights")
         self.publisher = await made.scene.publisher()
@@ -100,7 +102,7 @@ class Versions:
         return receiver
 
     async def staged(self, publisher: Member) -> str:
-        """The next version, of which deltas are being made."""
+        """Stage the next version, of which deltas are being made."""
         await publisher.ask("change", share=SHARE, seed=self.count)
         told: dict[str, Any] = await publisher.ask("stage", version=self.count, deltas=True)
         self.identity = await publisher.ask("identity")
@@ -108,14 +110,14 @@ class Versions:
         return str(told["digest"])
 
     async def carried(self, receiver: Member, digest: str) -> int:
-        """Bytes that came for a version, once the receiver has it whole."""
+        """Return the bytes that arrived for a version, once the receiver has all of it."""
         before = self.made.road.carried
         await receiver.ask("receive", digest=digest)
         assert await receiver.ask("identity") == self.identity
         return self.made.road.carried - before
 
     async def in_the_middle(self, digest: str) -> Any:
-        """The order to receive a version, once half of its delta has come."""
+        """Return the order to receive a version, once half of its delta has arrived."""
         road = self.made.road
         road.stands_at = road.carried + int(SHARE * SIZE)
         order = self.made.scene.tell(self.receiver, "receive", digest=digest)
@@ -175,7 +177,7 @@ UNLIMITED = resource.RLIM_INFINITY
 
 
 def full(member: Member, size: int) -> None:
-    """As if the disk had room for so many bytes in each file that the process writes."""
+    """Limit each file that the process writes to so many bytes, as a full disk would."""
     resource.prlimit(member.pid, resource.RLIMIT_FSIZE, (size, UNLIMITED))
 
 
@@ -211,7 +213,7 @@ KEPT = 3  # checkpoints, by `training.keep_checkpoints`
 
 
 def digests(store: ChunkStore) -> set[str]:
-    """Those of all chunks there; others may be on their way."""
+    """Return the digests of all chunks there; others may be under way."""
     names = {path.name for path in store.directory.glob("??/*")}
     return {name for name in names if not name.startswith(".")}
 
@@ -243,14 +245,14 @@ class Swept:
         return digests(self._store)
 
     async def staged(self) -> str:
-        """The digest of the version."""
+        """Return the digest of the version."""
         digest = await self._made.stage()
         self._chunks = self._there() - self._before
         assert digest in self._chunks
         return digest
 
     async def followed(self) -> None:
-        """Returns once it is gone."""
+        """Publish enough versions for this one to be collected, and wait until it is deleted."""
         for _ in range(KEPT):
             await self._made.publish()
         await until(lambda: not any(map(self._store.has, self._chunks)), "it is gone")
@@ -299,7 +301,7 @@ async def test_a_store_whose_host_is_lost(made: Weather) -> None:
     await made.store.kill()
     await made.publisher.kill()
     shutil.rmtree(made.scene.root(0) / "store")
-    late = await made.new_engine()  # its host has all chunks, and nobody who says which
+    late = await made.new_engine()  # its host has all chunks, and no process lists them
     assert await made.serves(made.engine) == 1
     await made.again()
     assert (await made.serves(made.engine), await made.serves(late)) == (1, -1)
@@ -390,7 +392,7 @@ async def test_a_host_that_stalls_as_it_serves_is_left_for_another(made: Weather
     agent = await made.scene.agent(1)
     await made.publish()
     await made.arrives(made.engine)
-    agent.signal(signal.SIGSTOP)  # its kernel takes connections, and nobody answers
+    agent.signal(signal.SIGSTOP)  # its kernel accepts connections, and the process does not answer
     try:
         engine = await made.new_engine(host=3)
         await made.arrives(engine)
@@ -431,7 +433,7 @@ async def test_a_receiver_at_a_hundredth_of_the_others_pace_holds_nobody_up(made
 
 
 async def until_served(made: Weather, engine: Member) -> None:
-    """Returns once the engine has the newest version, whatever it says meanwhile."""
+    """Wait until the engine has the newest version, whatever it answers before."""
     async with asyncio.timeout(scaled(WITHIN_S)):
         while (await engine.ask("serves"))["version"] < len(made.seeds) - 1:
             await asyncio.sleep(LOOK_S)

@@ -1,6 +1,7 @@
-"""A job whose versions processes of the product train, stage and commit, in the weather: a core, or
-a core of two ranks. What is beyond the road to the store is on host 2. Its groups are made from a
-seed, and each step has some.
+"""A job under network faults whose versions are trained, staged and committed by real processes.
+
+Its training is a core, or a core of two ranks. Host 2 is across the road to the store. Its groups
+are made from a seed, and each step has some.
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ class TrainedWeather(Weather):
     def __init__(self, scene: Scene, opened: AsyncExitStack) -> None:
         super().__init__(scene, opened)
         self._meshes: list[Mesh] = []  # this process's
-        self._trained: dict[int, Said] = {}  # what is said with a version
+        self._trained: dict[int, Said] = {}  # tokens that are sampled with a version
         self._training: dict[str, Member] = {}
         self._admitted: list[groups.AdmittedGroup] = []
         self._base = self._released = 0
 
     async def begin_training(self, ranks: int = 1, url: str = "", **settings: Any) -> None:
-        """Version 0 is committed, and an engine has it. A core alone is beyond the road; of a core
-        of two ranks the first is beside the store, and the other one beyond. `url`: of the durable
-        copy that the mesh keeps.
+        """Commit version 0 and wait until an engine has it. A core alone is beyond the road; of a
+        core of two ranks the first is beside the store, and the other one beyond. `url`: of the
+        mesh's durable copy.
         """
         self.ranks = ranks
         if url:
@@ -84,8 +85,8 @@ class TrainedWeather(Weather):
         await jobs.set_phase(self.scene.state, JOB, jobs.Phase.TRAINING, self._token, OWNER)
 
     async def go_on(self, url: str) -> None:
-        """The job of a mesh that is gone, by its durable copy; an engine has the version that it
-        goes on from.
+        """Resume the job of a lost mesh from its durable copy; an engine has the version that it
+        resumes from.
         """
         self.scene.settings(0)
         durable_restore.fetch_runs(url, self.place)
@@ -98,7 +99,7 @@ class TrainedWeather(Weather):
 
     @property
     def place(self) -> MeshPaths:
-        """That of the store's host."""
+        """Return the paths of the store's host."""
         return MeshPaths(self.scene.root(0))
 
     async def _open(self) -> None:
@@ -141,7 +142,7 @@ class TrainedWeather(Weather):
     # -- processes -------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """Starts the core or the rank."""
+        """Start the core or the rank."""
         seat = Placement("g0", "g0", JOB, 1, core=True, rank=int(name == RANK), ranks=self.ranks)
         host = BEYOND if self.ranks == 1 or name == RANK else 0
         self._training[name] = self.scene.start(
@@ -156,9 +157,9 @@ class TrainedWeather(Weather):
     # -- steps -----------------------------------------------------------------------------------
 
     async def released_until(self, share: float) -> None:
-        """The next step has groups, and its version is being staged: so large a share of it has
-        gone over the road. 1: the store has every chunk and the manifest, and the core has not
-        heard of it.
+        """Release the next step's groups, and wait until this share of its version is carried.
+
+        At a share of 1, the store has every chunk and the manifest, and the core has no answer yet.
         """
         if share < WHOLE_SHARE:
             self.stand(share)
@@ -172,7 +173,7 @@ class TrainedWeather(Weather):
         await until(lambda: self.newest in self._on_record(), staged, self.within_s)
 
     def _on_record(self) -> set[int]:
-        """Versions that the store keeps."""
+        """Return the versions that the store retains."""
         path = self.scene.root(0) / "store" / JOBS_FOLDER / f"{JOB}.json"
         return {number.version for number in read_record(path).versions.values()}
 
@@ -186,7 +187,7 @@ class TrainedWeather(Weather):
         return self._base + self._released
 
     async def release(self) -> None:
-        """The groups of the next step are ready."""
+        """Mark the groups of the next step ready."""
         state = self.scene.state
         if not self._admitted:
             whole = STEPS * GROUPS
@@ -203,7 +204,7 @@ class TrainedWeather(Weather):
             await groups.mark_group_ready(state, JOB, OWNER, self._token, ready, uuid.uuid4().hex)
 
     async def came(self, holds: Callable[[jobs.JobRow], bool]) -> jobs.JobRow:
-        """The job's row, once something holds of it."""
+        """Return the job's row, once `holds` is true of it."""
         end = time.monotonic() + scaled(self.within_s)
         while not holds(row := await self.row()):
             assert time.monotonic() < end, f"{row.phase}, version {row.version}\n{self._said}"
@@ -212,11 +213,11 @@ class TrainedWeather(Weather):
 
     @property
     def _said(self) -> str:
-        """What the core and the rank have said."""
+        """Return the output of the core and the rank."""
         return "\n".join(member.said for member in self._training.values())
 
     async def row(self) -> jobs.JobRow:
-        """That of the job."""
+        """Return the row of the job."""
         row = await jobs.read_job(self.scene.state, JOB)
         assert row is not None
         return row
@@ -226,10 +227,12 @@ class TrainedWeather(Weather):
             await super().arrives(engine, version)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self._said}") from None
-        await self.expected(await self.serves(engine))  # while the store can be asked for it
+        await self.expected(await self.serves(engine))  # while the store still has it
 
     async def expected(self, version: int) -> Said:
-        """By weights whose identity is the one that the core has committed."""
+        """Return the expected answer, from weights with the identity that the core has
+        committed.
+        """
         if version not in self._trained:
             row = await self.row()
             assert row.version == version, "one step at a time"

@@ -1,5 +1,6 @@
-"""A job whose versions go from one host to engines on others, over roads on which things happen,
-and what the engines may say meanwhile.
+"""A job whose versions go from one host to engines on others, under network faults.
+
+It checks every answer that the engines may give.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.unit.common.weights.bulk.road import Road
 MODEL = "little"  # nine chunks and more
 WHOLE = sum(tensor.nbytes for tensor in models.drawn(MODEL, 0).values())
 FAR = "127.0.0.2"  # where a road to a process begins
-SAID = 6  # tokens, which tell one version from another
+SAID = 6  # tokens, which identify a version
 WITHIN_S = 60.0  # for what takes a second on a quiet machine
 LOOK_S = 0.01
 ENDLESS = 1 << 40
@@ -39,12 +40,12 @@ Said = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
 @functools.cache
 def of_seed(seed: int) -> Said:
-    """What the model with this seed's weights says."""
+    """Return the model's answer with this seed's weights."""
     return said_with(models.drawn(MODEL, seed))
 
 
 def said_with(weights: Mapping[str, Tensor]) -> Said:
-    """What the model says with these weights, by an engine of its own."""
+    """Return the model's answer with these weights, from an engine of its own."""
     engine = build_engine(models.MODELS[MODEL], 1, 64)
     engine.wake(weights, 0)
     prompt = np.array(PROMPT, np.int32)
@@ -63,8 +64,8 @@ def said_with(weights: Mapping[str, Tensor]) -> Said:
 
 
 class Weather:
-    """A store on host 0 with a publisher beside it, an engine on host 1 and a shard that reads it.
-    Version n has the weights of seed n, unless another seed is said.
+    """Store on host 0 with a publisher beside it, an engine on host 1 and a shard that reads it.
+    Version n has the weights of seed n, unless another seed is given.
     """
 
     within_s = WITHIN_S
@@ -76,10 +77,10 @@ class Weather:
         self._engines = 0
 
     async def leave(self) -> None:
-        """What this process has in the mesh ends."""
+        """Leave the mesh; a no-op unless a subclass has joined it."""
 
     async def begin(self, far: bool = False, store: str = "meshrl.services.weights") -> None:
-        """Version 0 is committed, and the engine has it. `far`: the publisher is on host 2;
+        """Commit version 0 and wait until the engine has it. `far`: the publisher is on host 2;
         `store`: the module that the store runs.
         """
         self.store, self.road = await self.on_a_road("weights", 0, store)
@@ -92,13 +93,15 @@ class Weather:
         await self.arrives(self.engine)
 
     async def on_a_road(self, name: str, host: int, module: str) -> tuple[Member, Road]:
-        """A process that others reach by roads alone; that of its bulk port."""
+        """Start a process that others reach by roads alone, and return it with the road to its bulk
+        port.
+        """
         self.scene.settings(host, advertise=FAR)
         member = self.scene.start(name, host, module)
         return member, await self._roads_to(name, host)
 
     async def agent_on_a_road(self, host: int) -> tuple[Member, Road]:
-        """Who serves on what a host has received, whom others reach by roads alone."""
+        """Start an agent that serves its host's chunks, reached by roads alone."""
         self.scene.settings(host, advertise=FAR)
         agent = await self.scene.agent(host)
         return agent, await self._roads_to(agent.name, host)
@@ -112,7 +115,7 @@ class Weather:
         return bulk
 
     async def again(self) -> None:
-        """A store in the place of one that is gone; no road leads to it."""
+        """Start a store in place of a lost one; no road leads to it."""
         gone = await registry.lookup(self.scene.state, "weights")
         assert gone is not None
         await self.frees("weights")
@@ -120,7 +123,7 @@ class Weather:
         await self.scene.registered("weights", gone=gone.incarnation)
 
     async def frees(self, name: str) -> None:
-        """The name of a process that has ended is free, as its supervisor sees to."""
+        """Evict the name of an exited process, as its supervisor does."""
         entry = await registry.lookup(self.scene.state, name)
         assert entry is not None
         await registry.evict(self.scene.state, name, entry.incarnation)
@@ -135,7 +138,7 @@ class Weather:
     # -- versions --------------------------------------------------------------------------------
 
     async def stage(self, seed: int = -1, publisher: Member | None = None) -> str:
-        """The digest of the next version."""
+        """Stage the next version and return its digest."""
         publisher = publisher or self.publisher
         version = len(self.seeds)
         await publisher.ask("model", name=MODEL, seed=version if seed < 0 else seed)
@@ -143,14 +146,14 @@ class Weather:
         return str(staged["digest"])
 
     async def commit(self, digest: str, seed: int = -1, publisher: Member | None = None) -> int:
-        """Makes it the job's; its number."""
+        """Commit the version as the job's, and return its number."""
         version = len(self.seeds)
         await (publisher or self.publisher).ask("commit", digest=digest)
         self.seeds.append(version if seed < 0 else seed)
         return version
 
     async def publish(self) -> int:
-        """Stages and commits the next version; its number."""
+        """Stage and commit the next version, and return its number."""
         return await self.commit(await self.stage())
 
     @property
@@ -159,13 +162,13 @@ class Weather:
         return len(self.seeds) - 1
 
     async def expected(self, version: int) -> Said:
-        """What an engine says that has this version."""
+        """Return the answer expected of an engine that has this version."""
         return of_seed(self.seeds[version])
 
     # -- what engines say ------------------------------------------------------------------------
 
     async def serves(self, engine: Member) -> int:
-        """The version that an engine answers with, which is whole; -1: it has none."""
+        """Return the complete version that an engine answers with; -1 if it has none."""
         if (await engine.ask("serves"))["version"] < 0:
             return -1
         await self.shard.ask("attach", engine=engine.name)
@@ -179,8 +182,8 @@ class Weather:
         return int(versions[-1])
 
     async def arrives(self, engine: Member, version: int = -1) -> None:
-        """Returns once an engine answers with a version, the newest where none is named; whatever
-        it says before is of a whole one.
+        """Wait until an engine answers with a version, by default the newest. Each earlier answer
+        is of a complete version.
         """
         wanted = self.newest if version < 0 else version
         end = time.monotonic() + scaled(self.within_s)
@@ -190,7 +193,7 @@ class Weather:
             await asyncio.sleep(LOOK_S)
 
     async def waits(self, member: Member, on: str) -> None:
-        """Returns once a process tells the mesh that it waits for somebody or something."""
+        """Wait until a process reports to the mesh that it waits for this."""
         async with asyncio.timeout(scaled(WITHIN_S)):
             while not any(wait["on"] == on for wait in await self._waits(member)):
                 await asyncio.sleep(LOOK_S)
@@ -202,24 +205,22 @@ class Weather:
     # -- roads -----------------------------------------------------------------------------------
 
     def stand(self, share: float, road: Road | None = None) -> None:
-        """A road, that to the store, carries no more once it has carried so large a share of a
-        version.
-        """
+        """Stop a road, by default the one to the store, after so large a share of a version."""
         road = road or self.road
         road.stands_at = road.carried + int(share * WHOLE)
 
     async def stands(self, road: Road | None = None) -> None:
-        """Returns once nothing moves on it."""
+        """Wait until the road has carried all that it may."""
         some = road or self.road
         await until(lambda: some.carried >= some.stands_at, "the road stands", self.within_s)
 
     def goes_on(self) -> None:
-        """The road carries all again."""
+        """Let the road carry all again."""
         self.road.stands_at = ENDLESS
 
 
 async def until(holds: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
-    """Returns once something holds."""
+    """Wait until a condition holds."""
     within_s = scaled(within_s)
     end = time.monotonic() + within_s
     while not holds():
@@ -236,7 +237,7 @@ W = TypeVar("W", bound=Weather)
 
 @asynccontextmanager
 async def weather(kind: type[W]) -> AsyncIterator[W]:
-    """Processes and roads that end with the block."""
+    """Yield processes and roads that end with the block."""
     async with AsyncExitStack() as roads, Scene() as scene:
         made = kind(scene, roads)
         try:

@@ -1,6 +1,6 @@
-"""A job that runs as it is told: what its processes publish, for whatever split it is given.
+"""Model of a job: the measurements that its processes publish, for any given split.
 
-Its rollout goes by a fixed point that is found step by step, its stages by a plain maximum.
+Its rollout follows a fixed point that is found step by step, its stages a plain maximum.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Plant:
     flight: float = 192.0  # trajectories under way while rollout binds
     work_s: float = 2.0  # gradients of a step, by one worker
     fixed_s: float = 0.1  # of a step
-    drag: float = 1.0  # times as long as it would, when a helper is there
+    drag: float = 1.0  # times as long as it would, when a hybrid is there
     total: MeasuredWork = field(default_factory=MeasuredWork)
 
     def batch(self, engines: int) -> float:
-        """Trajectories at each engine, of those under way, when rollout binds."""
+        """Return the trajectories under way at each engine when rollout is the bottleneck."""
         batch = 1.0
         for _ in range(200):
             at_engine_s = self.tokens * (self.base_s + batch * self.sequence_s)
@@ -57,14 +57,14 @@ class Plant:
         return rollout_s * drag, train_s * drag
 
     def step_s(self, engines: int, trainers: int) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return max(self.stages(engines, trainers))
 
     def steps(self, count: int, engines: int, trainers: int) -> float:
-        """Makes so many steps; the seconds that they take."""
+        """Make so many steps and return the seconds that they take."""
         rollout_s, train_s = self.stages(engines, trainers)
         step_s, batch = max(rollout_s, train_s), self.batch(engines)
-        if rollout_s < step_s:  # engines are as busy as the trainer asks for
+        if rollout_s < step_s:  # engines are as busy as the trainer requires
             drag = self.drag if trainers > 1 else 1.0
             share = TRAJECTORIES * self.tokens * drag / step_s / engines
             batch = share * self.base_s / (1 - share * self.sequence_s)
@@ -87,13 +87,13 @@ class Plant:
 
     @property
     def measured(self) -> Measurements:
-        """What its processes have published by now."""
+        """Return what the job's processes have published so far."""
         curve = DecodeCurve("cpu", 1, self.base_s, self.sequence_s, steps=1000)
         return Measurements({"everybody": self.total}, (curve,))
 
 
 def run(looks: Looks, plant: Plant, steps: int, job: str = "job", *, ready: bool = True) -> None:
-    """A look after each of so many steps of the plant, with the split that is there."""
+    """Take a snapshot after each of `steps` steps of the plant, with the current split."""
     for _ in range(steps):
         took_s = stepped(looks, plant, job)
         looks.change(now_ms=looks.snapshot.now_ms + round(1000 * max(took_s, 1.0)))
@@ -101,7 +101,7 @@ def run(looks: Looks, plant: Plant, steps: int, job: str = "job", *, ready: bool
 
 
 def stepped(looks: Looks, plant: Plant, job: str) -> float:
-    """Makes a step of the plant; the seconds that it takes."""
+    """Make a step of the plant and return the seconds that it takes."""
     took_s = plant.steps(1, *split(looks, job))
     before: PlannedJob = next(j for j in looks.snapshot.jobs if j.id == job)
     looks.job(job, measured=plant.measured, steps_done=before.steps_done + 1)
@@ -121,7 +121,7 @@ SHORT = (200.0,) * TRAJECTORIES
 
 @dataclass
 class Tall:
-    """One job, whose trajectories are never stale. Times in seconds."""
+    """One job, whose trajectories are never stale. Times are in seconds."""
 
     sampled: Sequence[float] = LONG  # tokens of each trajectory of a step
     base_s: float = 0.01  # a decode step of one worker,
@@ -133,7 +133,7 @@ class Tall:
     steps: int = 0
 
     def curve(self, degree: int) -> DecodeCurve:
-        """Of a gang of so many workers."""
+        """Return the decode curve of a gang of `degree` workers."""
         if degree == 1:
             return DecodeCurve("cpu", 1, self.base_s, self.sequence_s, steps=100 + 300 * self.steps)
         base_s = self.drag * self.base_s * (1 / degree + self.waits)
@@ -141,12 +141,12 @@ class Tall:
         return DecodeCurve("cpu", degree, base_s, each_s, steps=100 + 300 * self.steps)
 
     def rollout_s(self, degrees: Sequence[int]) -> float:
-        """Seconds of a step."""
+        """Return the rollout seconds of a step."""
         return max(self.ends(degrees))
 
     def ends(self, degrees: Sequence[int]) -> list[float]:
-        """When each trajectory of a step ends: the longest first, each to the gang that has it done
-        soonest.
+        """Return when each trajectory of a step ends. The longest is assigned first, each to the
+        gang that finishes it soonest.
         """
         dealt: dict[int, list[float]] = {n: [] for n in range(len(degrees))}
         for tokens in sorted(self.sampled, reverse=True):
@@ -155,7 +155,9 @@ class Tall:
         return [s for n, has in dealt.items() for s in self._ends(degrees[n], has)]
 
     def _ends(self, degree: int, has: Sequence[float]) -> list[float]:
-        """When each ends of a gang that decodes what it has, `SLOTS` at a time, rising."""
+        """Return, in rising order, when each trajectory of a gang ends that decodes `SLOTS` at a
+        time.
+        """
         curve, at_s, done = self.curve(degree), 0.0, 0.0
         ordered, found = sorted(has), []
         for index, tokens in enumerate(ordered):
@@ -170,7 +172,7 @@ class Tall:
         return self.rollout_s(degrees), 0.1 + self.work_s / (1 + helpers)
 
     def made(self, degrees: Sequence[int], helpers: int) -> float:
-        """Makes a step; its seconds."""
+        """Make a step and return its seconds."""
         rollout_s, train_s = self.stages(degrees, helpers)
         step_s, n = rollout_s + train_s, len(self.sampled)
         flight_s = sum(self.ends(degrees))
@@ -190,27 +192,27 @@ class Tall:
         return step_s
 
     def measured(self, degrees: Sequence[int]) -> Measurements:
-        """What its processes have published by now."""
+        """Return what the job's processes have published so far."""
         curves = tuple(self.curve(degree) for degree in degrees)
         levels = tuple(float(one) for one in np.quantile(self.sampled, QUANTILES))
         return Measurements({"everybody": self.total}, curves, LengthQuantiles(512, levels, 50.0))
 
 
 def degrees_of(looks: Looks, job: str = "job") -> list[int]:
-    """Of the job's engines, falling."""
+    """Return the degrees of the job's engines in falling order."""
     there = [r for _, r in looks.residents(job) if r.role == Role.ROLLOUT]
     return sorted((len(r.ranks) for r in there), reverse=True)
 
 
 def helpers_of(looks: Looks, job: str = "job") -> int:
-    """Workers that train beside the job's core."""
+    """Return the workers that train beside the job's core."""
     return sum(r.role == Role.TRAINING and not r.core for _, r in looks.residents(job))
 
 
 def run_tall(
     looks: Looks, plant: Tall, steps: int, job: str = "job", *, ready: bool = True
 ) -> None:
-    """A look after each of so many steps of the plant, with the gangs that are there."""
+    """Take a snapshot after each of `steps` steps of the plant, with the current gangs."""
     for _ in range(steps):
         degrees = degrees_of(looks, job)
         took_s = plant.made(degrees, helpers_of(looks, job)) if degrees else 1.0

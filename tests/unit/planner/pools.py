@@ -1,4 +1,4 @@
-"""Pools as a planner sees them, whose workers do what they are told at once."""
+"""Pool snapshots for the planner, whose workers reach their desired state at once."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ LOOK_MS = 500
 def pool(
     hosts: Sequence[int], *jobs: PlannedJob, networks: Sequence[str] = (), **other: Any
 ) -> PoolSnapshot:
-    """A mesh that has been up for long: so many workers on each host, `host0` first. `networks` of
-    the hosts: all are in the head's, if it says nothing.
+    """Return a mesh that has been up for long, with so many workers on each host, `host0` first.
+    `networks` of the hosts: all are in the head's network by default.
     """
     workers: list[WorkerRow] = []
     for host, count in enumerate(hosts):
@@ -56,7 +56,9 @@ def pool(
 
 
 def job(id: str = "job", **other: Any) -> PlannedJob:
-    """One that trains; what differs is said of it or of its need."""
+    """Return a job in training. Keyword arguments override fields of the job or of its
+    requirements.
+    """
     needs = {key: other.pop(key) for key in list(other) if key in JobRequirements.__slots__}
     about: dict[str, Any] = {"phase": Phase.TRAINING, "steps_done": 10, "groups_per_step": 16}
     about |= {"group_size": 8, "slots": 64, "steps": 1000}
@@ -64,7 +66,7 @@ def job(id: str = "job", **other: Any) -> PlannedJob:
 
 
 def settled(gang: Gang) -> Gang:
-    """Its residents do what is wished."""
+    """Return the gang with all instances at their desired state."""
     return replace(gang, residents=tuple(does(r, InstancePhase.READY) for r in gang.residents))
 
 
@@ -79,7 +81,7 @@ def does(resident: Instance, doing: InstancePhase) -> Instance:
 def applied(
     snapshot: PoolSnapshot, decisions: Iterable[Decision], ready: bool = True
 ) -> PoolSnapshot:
-    """What the next look finds; each decision must apply as Redis would have it."""
+    """Return the next snapshot. Each decision must apply as it would in Redis."""
     gangs = {gang.id: gang for gang in snapshot.gangs}
     jobs = {job.id: job for job in snapshot.jobs}
     hosts = {host.name: host for host in snapshot.hosts}
@@ -153,14 +155,14 @@ def _placed(gangs: dict[str, Gang], gang: str, resident: Instance) -> None:
 
 
 class Looks:
-    """A leader's looks at a pool, one after the other."""
+    """Sequence of a leader's snapshots of a pool."""
 
     def __init__(self, snapshot: PoolSnapshot, memory: PlannerMemory | None = None) -> None:
         self.snapshot, self.memory = snapshot, memory or PlannerMemory()
         self.decisions: list[Decision] = []  # of the last look
 
     def look(self, ready: bool = True) -> list[Decision]:
-        """Decides once, and has that done; `ready` is whether residents get there at once."""
+        """Decide once and apply the decisions; `ready` is whether instances get there at once."""
         self.decisions, self.memory = decide(
             self.snapshot, PlannerMemory.decode(self.memory.encode())
         )
@@ -169,7 +171,7 @@ class Looks:
         return self.decisions
 
     def settle(self, within: int = 12) -> list[Decision]:
-        """Looks until there is nothing to decide; all that was decided."""
+        """Decide until nothing is left to decide, and return all decisions."""
         found: list[Decision] = []
         for _ in range(within):
             if not self.look():
@@ -186,7 +188,7 @@ class Looks:
         self.change(workers=tuple(found))
 
     def drain(self, host: str) -> None:
-        """Nothing new is to be placed on a host."""
+        """Drain a host: nothing new is to be placed on it."""
         hosts = self.snapshot.hosts
         found = [replace(h, draining="maintenance") if h.name == host else h for h in hosts]
         self.change(hosts=tuple(found))
@@ -197,7 +199,7 @@ class Looks:
         self.change(jobs=tuple(found))
 
     def residents(self, job: str = "job") -> list[tuple[str, Instance]]:
-        """(first worker, resident) of a job, by worker."""
+        """Return (first worker, instance) pairs of a job, by worker."""
         found = [
             (gang.workers[resident.ranks[0]], resident)
             for gang in self.snapshot.gangs
@@ -207,8 +209,8 @@ class Looks:
         return sorted(found, key=lambda one: (len(one[0]), one[0], one[1].id))
 
     def roles(self, job: str = "job") -> dict[str, str]:
-        """What each worker does for a job: core, training, rollout, scoring; with its tier if it
-        sleeps.
+        """Return each worker's role for a job (core, training, rollout, scoring), with its tier if
+        it sleeps.
         """
         found: dict[str, str] = {}
         for gang in self.snapshot.gangs:
@@ -222,12 +224,12 @@ class Looks:
         return dict(sorted(found.items(), key=lambda one: (len(one[0]), one[0])))
 
     def workers_of(self, job: str) -> int:
-        """Workers that a job is awake on."""
+        """Return the workers that a job is awake on."""
         return len(awake(self.snapshot, job))
 
 
 def begun(hosts: Sequence[int], *jobs: PlannedJob, **other: Any) -> Looks:
-    """Looks at a pool that has settled."""
+    """Return the snapshots of a pool that has settled."""
     looks = Looks(pool(hosts, *jobs, **other))
     looks.settle()
     return looks
@@ -244,10 +246,12 @@ def awake(snapshot: PoolSnapshot, job: str) -> set[str]:
 
 
 def check(snapshot: PoolSnapshot) -> None:
-    """What holds at every look: a worker is in one gang, and its accelerator is one resident's, or
-    of an engine and a core of one job that take turns; a job has one core and its gang one host,
-    or one network if the pool says so, with the ranks of a host next to each other. An engine is on
-    one host; of several workers it takes no turns.
+    """Assert the invariants of every snapshot.
+
+    A worker is in one gang. Its accelerator has one instance, or an engine and a core of one job
+    that are time sliced. A job has one core, and its gang has one host, or one network if the pool
+    says so, with the ranks of a host next to each other. An engine is on one host; an engine of
+    several workers is not time sliced.
     """
     members = [worker for gang in snapshot.gangs for worker in gang.workers]
     assert len(members) == len(set(members))

@@ -27,13 +27,13 @@ SHORT_MS = round(1000 * PoolSettings().short_s) + 1
 
 
 def degrees(looks: Looks, id: str = "job") -> list[int]:
-    """Of the job's engines, falling."""
+    """Return the degrees of the job's engines in falling order."""
     there = [r for _, r in looks.residents(id) if r.role == Role.ROLLOUT]
     return sorted((len(r.ranks) for r in there), reverse=True)
 
 
 def wished(looks: Looks, wanted: Sequence[int], helpers: int | None = None) -> bool:
-    """One look at which somebody wishes for these engines, which settle; whether they are there."""
+    """Request these engines in one snapshot, let them settle, and return whether they are there."""
     snapshot = looks.snapshot
     draft = PoolDraft(snapshot, compute_presence(snapshot, PlannerMemory()).usable_workers)
     done = reshape_engines(draft, snapshot.jobs[0], wanted, hybrids=helpers)
@@ -135,12 +135,12 @@ def test_a_job_whose_file_allows_other_degrees_gets_engines_of_those() -> None:
     assert degrees(looks) == [2, 2]
 
 
-# -- as somebody wishes ----------------------------------------------------------------------------
+# -- as a user requests ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def eight() -> Looks:
-    """A core and eight engines of one worker on a host of nine."""
+    """Return a core and eight engines of one worker on a host of nine."""
     looks = begun([9], job(degrees=(1, 2, 4, 8), helped=False))
     return looks
 
@@ -249,7 +249,7 @@ def test_a_worker_alone_is_no_engine_of_two() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_wish_is_met_where_a_host_has_the_workers(seed: int) -> None:
-    """On one host every split of its workers into powers of two can be had."""
+    """Check that on one host every split of its workers into powers of two is reachable."""
     drawn = random.Random(seed)
     size = drawn.randint(2, 12)
     looks = begun([size + 1], job(degrees=(1, 2, 4, 8), helped=False))

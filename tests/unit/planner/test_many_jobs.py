@@ -85,7 +85,7 @@ def test_a_core_that_still_starts_makes_room_unless_it_alone_has_what_was_traine
 
 
 def sleepers_do(looks: Looks, doing: InstancePhase) -> None:
-    """What those that are to be on disk say of themselves."""
+    """Set the phase that instances report whose desired tier is disk."""
     gangs = [
         replace(
             gang,
@@ -166,7 +166,9 @@ def test_engine_and_core_do_not_share_an_accelerator_that_has_not_the_bytes() ->
 
 
 def test_two_cores_do_not_sleep_on_a_disk_that_has_room_for_one() -> None:
-    """Each sleeps on the worker where the next one wakes: the second finds the disk full."""
+    """Check that of two cores that would sleep on the same worker, the second finds the disk
+    full.
+    """
     looks = Looks(pool([1], job("a", bytes=100)))
     budget = replace(looks.snapshot.workers[0].budget, disk=400)
     looks.worker("w0", budget=budget)
@@ -237,7 +239,7 @@ def test_a_constant_snapshot_settles_and_every_job_that_runs_has_its_floor(
 @given(pools)
 @settings(max_examples=40, deadline=None)
 def test_every_job_that_fits_alone_runs_in_the_end(drawn: tuple[Any, ...]) -> None:
-    """Whoever runs first ends first, until nobody is left."""
+    """Check that jobs run and end in turn until none is left."""
     looks = looks_at(drawn)
     fits = {planned.id for planned in looks.snapshot.jobs if possible(looks, planned)}
     ran: set[str] = set()
@@ -344,7 +346,7 @@ DECISIONS = [
 
 
 def explained(look: dict[str, Any]) -> str:
-    """What the command prints about a look."""
+    """Return what the command prints about a snapshot."""
     return subprocess.run(
         [sys.executable, "-m", "meshrl.services.planner.explain"],
         input=json.dumps(look),

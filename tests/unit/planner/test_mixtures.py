@@ -1,6 +1,4 @@
-"""The planner sets the ranks of a mixture's core apart where that is predicted to pay, measures
-what came of it, and goes back where something else trains more.
-"""
+"""Expert splits of a MoE core: chosen where predicted to pay, measured, and undone otherwise."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ TWO_KINDS = ["cuda:0 NVIDIA A40"] * 2 + ["cuda:0 Tesla V100-SXM2-32GB"] * 5
 
 
 def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> Looks:
-    """A mesh with these accelerators, whose job has a core of four ranks."""
+    """Return a mesh with these accelerators, whose job has a core of four ranks."""
     needs: dict[str, Any] = {"ranks": 4, "divides": True, "shape": SHAPE, "bin_tokens": 16 * K}
     planned = job(**(needs | {"model": "D1", "checkpointed": True} | about))
     looks = Looks(pool([len(kinds)], planned, settings=QUIET, up_ms=up_ms))
@@ -62,7 +60,7 @@ def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> Looks:
 
 
 def at_rest(kinds: list[str] = TWO_KINDS, **about: Any) -> Looks:
-    """A mesh with these accelerators after all that is decided at first."""
+    """Return a mesh with these accelerators after all initial decisions."""
     looks = mixed(kinds, **about)
     looks.settle()
     return looks
@@ -74,7 +72,7 @@ def core(looks: Looks) -> Instance:
 
 
 def kinds_of(looks: Looks) -> list[str]:
-    """Of the core's ranks."""
+    """Return the accelerator kinds of the core's ranks."""
     [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
     known = {worker.id: worker.accelerator for worker in looks.snapshot.workers}
     [ranks] = [r.ranks for r in gang.residents if r.core]
@@ -82,14 +80,14 @@ def kinds_of(looks: Looks) -> list[str]:
 
 
 def trained(looks: Looks, tokens_per_s: float, steps: float, start: str = "") -> None:
-    """The core says that it has trained so much in each of so many seconds, of a step each."""
+    """Report this training rate of the core in each of so many seconds, with one step each."""
     work = MeasuredWork(steps=steps, busy_s=steps, tokens=tokens_per_s * steps)
     about = looks.snapshot.jobs[0].measured
     looks.job("job", measured=replace(about, work={f"trainer/job{start or core(looks).id}": work}))
 
 
 def watched(looks: Looks, tokens_per_s: float) -> list[Decision]:
-    """A window of steps, and what was decided in it."""
+    """Run a window of steps and return the decisions made in it."""
     found: list[Decision] = []
     for steps in (2, 4, 6, 8):
         trained(looks, tokens_per_s, steps)
@@ -98,7 +96,7 @@ def watched(looks: Looks, tokens_per_s: float) -> list[Decision]:
 
 
 def left(looks: Looks) -> None:
-    """What was wished away is a checkpoint now."""
+    """Report each instance that is to be absent as covered by a checkpoint."""
     gangs = []
     for gang in looks.snapshot.gangs:
         some = tuple(
@@ -281,7 +279,9 @@ def test_it_is_remembered_whole() -> None:
 
 
 def test_longer_sequences_have_more_ranks_with_attention() -> None:
-    """By what is declared: attention grows faster than experts do."""
+    """Check that longer sequences get more attention ranks: declared attention cost grows faster
+    than that of experts.
+    """
 
     def of(tokens: float) -> PlannedJob:
         lengths = LengthQuantiles(100, tuple([tokens] * 16))
@@ -327,7 +327,9 @@ def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
 
 
 def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
-    """The verdict that none fits is marked, so that a second one would show."""
+    """Check that divisions are priced again only on changed input. The verdict that none fits is
+    marked, so that a second one would show.
+    """
     looks = mixed(TWO_KINDS, shape=replace(SHAPE, parameters=1e12, active=2e11))
     lengths = LengthQuantiles(100, (2.0 * K,) * len(QUANTILES), 1.0 * K)
     looks.job("job", measured=Measurements(lengths=lengths))

@@ -21,7 +21,7 @@ SLOW_TRAINER: dict[str, Any] = {"work_s": 4.0, "base_s": 0.005, "sequence_s": 0.
 
 
 def moved(looks: Looks, plant: Plant) -> PlaceInstance:
-    """The move that a slow trainer is helped by; it is not there yet."""
+    """Return the move that helps a slow trainer, before it is carried out."""
     for _ in range(12):
         run(looks, plant, 1, ready=False)
         places = [d for d in looks.decisions if isinstance(d, PlaceInstance)]
@@ -33,7 +33,7 @@ def moved(looks: Looks, plant: Plant) -> PlaceInstance:
 
 
 def slow(workers: int = 4) -> tuple[Looks, Plant]:
-    """A job whose trainer is slow, settled where the default has put it."""
+    """Return a settled job whose trainer is slow, at its default split."""
     looks = begun([workers], job(steps_done=0))
     return looks, Plant(**SLOW_TRAINER)
 
@@ -145,7 +145,7 @@ def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
 
 
 def paused(*hosts: int, **about: Any) -> Looks:
-    """A job whose core was told a moment ago to sleep, for one that needs all there is."""
+    """Return a job whose core has just been ordered to sleep, for a job that needs all workers."""
     looks = begun(hosts, job("a", **about))
     urgent = job(
         "b", phase=Phase.QUEUED, priority=5, least=sum(hosts), submitted_ms=9, checkpointed=True
@@ -156,7 +156,7 @@ def paused(*hosts: int, **about: Any) -> Looks:
 
 
 def failed(looks: Looks, tier: Tier) -> None:
-    """Who was to sleep at that tier could not."""
+    """Report that the instances that were to sleep at that tier have failed to."""
     gangs = [
         replace(
             gang,

@@ -1,4 +1,4 @@
-"""One job and the workers of its mesh: the first split, repairs, losses, turns."""
+"""One job and the workers of its mesh: the first split, repairs, losses, time slices."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_a_core_that_no_checkpoint_gets_leaves_when_a_move_would_be_undone() -> 
 
 
 def ask(looks: Looks, **about: Any) -> list[str]:
-    """What comes of a request, at the looks until all is at rest; reasons of refusals."""
+    """Apply a request until the pool is at rest, and return the reasons of rejections."""
     looks.change(requests=(PoolRequest("op", about.pop("kind", "move"), **about),))
     return [d.reason for d in looks.settle() if isinstance(d, RejectRequest)]
 

@@ -1,6 +1,4 @@
-"""A job whose training is foretold gets its first plan before its first step, and is judged by what
-is measured then.
-"""
+"""First plan of a job with predicted training, and the verdicts after its first measured steps."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def mesh(**about: Any) -> Looks:
 
 
 def gathered(plant: Plant, steps: float) -> Measurements:
-    """What has been published when the groups of so many steps have come, and no step was made."""
+    """Return the measurements when groups of so many steps have arrived and no step was made."""
     each = TRAJECTORIES * steps
     token_s = plant.base_s + 20 * plant.sequence_s
     plant.total = MeasuredWork(
@@ -78,7 +76,7 @@ def judgements(decisions: list[Decision]) -> list[dict[str, object]]:
 
 
 def judged(looks: Looks, plant: Plant, steps: int) -> list[dict[str, Any]]:
-    """The verdicts of so many steps."""
+    """Return the verdicts of so many steps."""
     found = []
     for _ in range(steps):
         run(looks, plant, 1)

@@ -43,7 +43,7 @@ def mesh(workers: int = 8, allowed: tuple[int, ...] = (1, 2, 4), **config: objec
 
 
 def told(looks: Looks, plant: Tall, steps: int) -> list[dict[str, Any]]:
-    """The verdicts of so many steps."""
+    """Return the verdicts of so many steps."""
     found = []
     for _ in range(steps):
         run_tall(looks, plant, 1)
@@ -62,7 +62,7 @@ def test_a_long_tail_leads_to_a_mixture_that_pays_and_stays() -> None:
     [verdict] = told(looks, plant, 60)
     assert len(set(degrees_of(looks))) > 1, "some of several workers, some of one"
     assert verdict["paid"] and verdict["policy"] == "lengths"
-    # What is foretold knows that nobody knows which are long; the plant has each where it belongs.
+    # The prediction does not use which are long; the plant has each where it belongs.
     assert verdict["predicted_s"] == pytest.approx(verdict["observed_s"], rel=0.12)
     assert verdict["from"] == "rollout of 1,1,1,1,1,1,1"
     assert takes_s(looks, plant) < 0.5 * plant.rollout_s(ONES)
@@ -174,7 +174,7 @@ WIDE = PoolSettings(gangs="network")
 
 
 def core_on(looks: Looks) -> list[str]:
-    """Hosts of the ranks of the core, in their order."""
+    """Return the hosts of the core's ranks, in their order."""
     host = {worker.id: worker.host for worker in looks.snapshot.workers}
     gangs = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
     return [host[worker] for gang in gangs for worker in gang.workers]
@@ -206,7 +206,9 @@ def test_hosts_of_different_networks_do_not_form_a_gang() -> None:
 
 
 def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
-    """Where it has a checkpoint; the host that it leaves has nothing of it any more."""
+    """Check that a core resumes at its checkpoint when its other host drains or is lost. The host
+    that it leaves has nothing of it any more.
+    """
     for lost in (False, True):
         wanted = job(ranks=4, checkpointed=True)
         looks = Looks(pool([3, 1, 3], wanted, settings=WIDE))
@@ -238,7 +240,7 @@ def test_a_gang_that_may_span_hosts_no_more_ends_when_a_checkpoint_has_it() -> N
 
 
 def of_kinds(hosts: Sequence[int], kinds: Sequence[str], **wanted: Any) -> Looks:
-    """A settled pool whose hosts have accelerators of these kinds."""
+    """Return a settled pool whose hosts have accelerators of these kinds."""
     snapshot = pool(hosts, job(**wanted), settings=WIDE)
     named = {f"host{number}": f"cuda:0 {kind}" for number, kind in enumerate(kinds)}
     workers = tuple(replace(w, accelerator=named[w.host]) for w in snapshot.workers)

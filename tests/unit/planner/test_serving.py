@@ -148,13 +148,13 @@ def test_shards_are_left_to_a_host_that_is_gone_while_no_other_takes_them() -> N
 
 
 def offers(looks: Looks, host: str, **offer: Any) -> None:
-    """What a host says that it takes."""
+    """Set the services that a host accepts."""
     hosts = looks.snapshot.hosts
     looks.change(hosts=tuple(replace(h, **offer) if h.name == host else h for h in hosts))
 
 
 def where(looks: Looks) -> dict[str, str]:
-    """The host of each service."""
+    """Return the host of each service."""
     return {name: host.name for host in looks.snapshot.hosts for name in host.services}
 
 

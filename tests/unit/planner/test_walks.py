@@ -1,4 +1,4 @@
-"""Whatever jobs and workers come and go, decisions apply: no gang ends that somebody is on."""
+"""Random walks of jobs and workers: decisions apply, and no gang in use is dissolved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ KINDS = ["comes", "comes", "ends", "dies", "back", "idle", "later", "saved", "sa
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(100, 124))
 def test_decisions_apply_whatever_comes_and_goes(seed: int) -> None:
-    """Walks that are drawn from a seed; `Looks` applies each decision as Redis would have it."""
+    """Check walks that are drawn from a seed; `Looks` applies each decision as Redis would have
+    it.
+    """
     drawn = random.Random(seed)
     hosts = [drawn.randint(2, 5) for _ in range(drawn.randint(1, 2))]
     about = PoolSettings(gangs="network" if seed % 3 == 0 else "host")
@@ -49,8 +51,8 @@ def test_decisions_apply_whatever_comes_and_goes(seed: int) -> None:
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(200, 240))
 def test_decisions_apply_where_engines_are_gangs(seed: int) -> None:
-    """The same with jobs of many degrees; what runs has an engine in the end, if it could have one
-    with the mesh to itself.
+    """Check random walks of jobs with many degrees. Each running job gets an engine in the end, if
+    it could have one with the mesh to itself.
     """
     drawn = random.Random(seed)
     hosts = [drawn.randint(2, 6) for _ in range(drawn.randint(1, 3))]
@@ -64,7 +66,7 @@ def test_decisions_apply_where_engines_are_gangs(seed: int) -> None:
 
 
 def of_allowed_degrees(looks: Looks) -> None:
-    """All engines have degrees that their jobs allow."""
+    """Assert that all engines have degrees that their jobs allow."""
     for planned in looks.snapshot.jobs:
         engines = [r for _, r in looks.residents(planned.id) if r.role == Role.ROLLOUT]
         assert {len(engine.ranks) for engine in engines} <= set(planned.need.degrees)
@@ -100,7 +102,7 @@ def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None
 def step(
     looks: Looks, drawn: random.Random, number: int, degrees: Sequence[tuple[int, ...]]
 ) -> None:
-    """One thing happens to jobs, to a worker, or to the clock."""
+    """Apply one random event to jobs, to a worker, or to the clock."""
     snapshot, kind = looks.snapshot, drawn.choice(KINDS)
     worker = drawn.choice(snapshot.workers).id
     ids = [planned.id for planned in snapshot.jobs]
@@ -166,7 +168,9 @@ def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_befor
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_gang_of_a_core_is_broken_up_once_a_checkpoint_has_it(checkpointed: bool) -> None:
-    """Its second worker has an engine that makes way; the first one's core needs a new gang."""
+    """Check that a core's gang dissolves once a checkpoint covers it. Its second worker has an
+    engine that makes way; the core of the first one needs a new gang.
+    """
     core, engine = resident("g0.0", "d", Role.TRAINING, 0), resident("g0.1", "d", Role.ROLLOUT, 1)
     there = gangs(Gang("g0", ("w0", "w1"), 1, (core, engine), placed=2))
     jobs = (
@@ -221,8 +225,8 @@ bounds = st.builds(
 
 
 def filled(claims: list[ShareBounds], workers: int) -> list[Fraction]:
-    """Max-min by its definition: all rise by their weights; who is full stops, and nobody has less
-    than its least.
+    """Compute the max-min allocation by its definition: shares rise by weight, full claims stop,
+    and each claim gets its minimum.
     """
     fixed: dict[int, Fraction] = {}
     while True:

@@ -1,4 +1,4 @@
-"""Programs whose processes are the ranks of a gang, and a test's way to run one."""
+"""Programs whose processes are the ranks of a gang, and a function that runs one in a test."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ def save_state(path: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def load_state(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Fills whole tensors in place from what any number of ranks wrote."""
+    """Fill whole tensors in place from the files of any number of ranks."""
     saved = SavedRows(path)
     for name, part in as_complete_rows(state).items():
         saved.fill(name, part)
 
 
 def handed_over(one: Learner, other: Learner, directory: Path) -> None:
-    """The other goes on where the one is."""
+    """Transfer the state of one learner to the other, by way of `directory`."""
     save_rows(directory, FIRST_FILE, one.get_checkpoint_rows(include_masters=True))
     saved = SavedRows(directory)
 

@@ -1,4 +1,4 @@
-"""A weight store that is gone when the test ends."""
+"""Fixture of a weight store that closes when the test ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     serving, asking = mesh(STORE_NAME, "there"), mesh("trainer", "here")
     door = InProcessAuthenticator()
     bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", authenticator=door)
-    # Who asks for what takes a moment is told to ask again.
+    # Slow requests get the answer to retry.
     keeping = WeightStore(serving, chunks, SharedTasks(serving, answer_s=0.0))
     await serving.join(keeping, bulk_address=bulk.address)
     await asking.join(None)

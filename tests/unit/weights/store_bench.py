@@ -36,7 +36,7 @@ EVERY, STEPS = 4, 9
 
 
 class FilesClock(VirtualClock):
-    """Virtual time that begins now, as what is written to a disk says."""
+    """Virtual time that starts at the current time, as the times of written files do."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__(loop)
@@ -57,7 +57,7 @@ class StoreBench:
         self.host = SimulatedHost(clock, random.child("host"))
 
     async def open(self) -> None:
-        """Starts a mesh on an empty Redis."""
+        """Start a mesh on an empty Redis."""
         self.chunks.directory.mkdir(exist_ok=True)
         self.redis = SimulatedRedisServer(self.clock)
         self.state = open_state_on(self.redis, StateClient, self.clock)
@@ -90,12 +90,12 @@ class StoreBench:
             await mesh.leave()
 
     async def lose_redis(self) -> None:
-        """The mesh ends, and starts again beside the files that it had."""
+        """Stop the mesh and start it again beside its files."""
         await self.close()
         await self.open()
 
     def age(self, seconds: float) -> None:
-        """As if all that is stored had been written so much earlier."""
+        """Set the write times of all stored files so much earlier."""
         directory = self.chunks.directory
         for path in [*directory.glob("??/*"), *directory.glob(f"{GROUPS}/??/*")]:
             then = path.stat().st_mtime - seconds
@@ -129,7 +129,7 @@ class StoreBench:
     # -- versions ---------------------------------------------------------------------------------
 
     async def stage(self, version: int, lineage: int = 0, job: str = JOB) -> str:
-        """Weights that tell job, lineage and version; the manifest."""
+        """Stage weights that identify job, lineage and version, and return the manifest."""
         weights = {job: torch.full((8,), lineage * 1000.0 + version)}
         return await staged_whole(self.trainer, self.bulk, job, lineage, version, weights)
 
@@ -151,7 +151,7 @@ class StoreBench:
     async def commit(
         self, step: int, manifest: str, checkpoint: str, lineage: int = 0, job: str = JOB
     ) -> None:
-        """A step that had no groups to train."""
+        """Commit a step that had no groups to train."""
         token = self.trainer.token
         await steps.commit_step(
             self.state,
@@ -168,7 +168,7 @@ class StoreBench:
         return manifest
 
     async def stored(self, manifest: str) -> bool:
-        """Whether the store holds all of a version."""
+        """Return whether the store holds all of a version."""
         try:
             await WeightReceiver(self.trainer, self.bulk).receive(manifest)
         except NotFound:
@@ -178,7 +178,7 @@ class StoreBench:
     # -- groups -----------------------------------------------------------------------------------
 
     async def group(self) -> str:
-        """The bytes of a group that is finished but not on record yet."""
+        """Store the bytes of a group that is finished but not on record yet."""
         content = self.random.hex_token(64).encode()
         return await put_chunk(self.shard, BulkClient(self.shard), content, "it", space=GROUPS)
 
@@ -191,12 +191,12 @@ class StoreBench:
         )
 
     async def end_groups(self, step: int) -> None:
-        """A step takes what is ready, and its checkpoint covers it."""
+        """Commit a step that takes the ready groups, with a checkpoint that covers it."""
         manifest = await self.stage(step)
         await self.end_groups_with(step, manifest, await self.save(step, manifest))
 
     async def end_groups_with(self, step: int, manifest: str, checkpoint: str) -> None:
-        """The same of a version that is staged, with its checkpoint."""
+        """Commit a step on the ready groups with a staged version and its checkpoint."""
         token = self.trainer.token
         leased = await groups.lease_groups(self.state, JOB, TRAINER, token, step)
         await steps.commit_step(

@@ -56,10 +56,10 @@ class ProcessesOnHosts:
 
     @asynccontextmanager
     async def served(self, *address: str) -> AsyncIterator[None]:
-        """The store serves, to other hosts by `way`, and a trainer has joined.
+        """Start the store, which serves other hosts by `way`, and a trainer that has joined.
 
         Args:
-            address: what the store says that its host is, if that is to be another than its own.
+            address: the host address that the store publishes, if not its own.
         """
         serving = self.process(STORE_NAME, "head")
         door = InProcessAuthenticator()

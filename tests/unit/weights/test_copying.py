@@ -1,5 +1,5 @@
-"""The durable copy of a mesh's jobs: what a commit has named is there, and another mesh goes on
-from it.
+"""Durable copy of a mesh's jobs: it has all that a commit names, and another mesh resumes from
+it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def url_of(root: Path, kind: str = "file") -> str:
 
 
 class Silent(SimulatedHost):
-    """Whatever blocks takes longer here than anybody waits without a word."""
+    """Host whose blocking calls take longer than the stall warning."""
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
         await self._clock.sleep(2 * STALL_WARNING_S)
@@ -65,7 +65,7 @@ class Silent(SimulatedHost):
 
 
 class Behind(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A listing of checkpoints tells what the one before should have told."""
+    """File system whose listing of checkpoints is one call out of date."""
 
     protocol = "behind"
     cachable = False
@@ -83,7 +83,7 @@ class Behind(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 
 class Copied:
-    """A mesh with a job of a few checkpoints, whose store keeps a copy."""
+    """Mesh with a job of a few checkpoints, whose store writes a copy."""
 
     def __init__(self, store: StoreBench, root: Path) -> None:
         self.store, self.root = store, root
@@ -105,7 +105,7 @@ class Copied:
         await asyncio.gather(self.task, return_exceptions=True)
 
     async def checkpoint(self, step: int) -> str:
-        """A step with a checkpoint, whose files tell the step."""
+        """Commit a step with a checkpoint whose files identify the step."""
         manifest = await self.store.stage(step)
         name = f"step-000-{step:06d}-{manifest[:8]}"
         directory = self.store.run_dir / "checkpoints" / name
@@ -241,7 +241,9 @@ async def test_a_copy_that_cannot_be_written_is_told_once_and_made_up_for(
 
 
 def test_nothing_is_written_from_the_moment_that_another_mesh_has_it(tmp_path: Path) -> None:
-    """Also by one that has been asked to copy something before, and is slow."""
+    """Check that no file is written once another mesh has the copy, not even by a slow copy that
+    was requested before.
+    """
     ours, theirs = (DurableCopy(url_of(tmp_path), owner) for owner in ("us", "them"))
     assert ours.claim() and not ours.claim()
     ours.write_document("jobs/j/standing.json", {"phase": "training"})
@@ -261,7 +263,7 @@ def test_nothing_is_written_from_the_moment_that_another_mesh_has_it(tmp_path: P
 async def test_a_copy_where_nothing_is_new_is_not_asked(bench: Copied, tmp_path: Path) -> None:
     await bench.checkpoint(0)
     await bench.look()
-    # nobody notices that it cannot be reached until there is something to copy
+    # the store detects the unreachable copy only once there is something to copy
     (tmp_path / "copy").rename(tmp_path / "away")
     (tmp_path / "copy").write_text("in the way")
     await bench.store.clock.sleep(20 * POLL_S)
@@ -420,7 +422,7 @@ def test_a_job_whose_checkpoints_cannot_be_listed_does_not_begin_anew(tmp_path: 
     copied(tmp_path, story)
     checkpoints = tmp_path / f"copy/jobs/{JOB}/checkpoints"
     checkpoints.rename(tmp_path / "away")
-    checkpoints.symlink_to(checkpoints)  # whoever looks there gets an error
+    checkpoints.symlink_to(checkpoints)  # reads there raise an error
     with pytest.raises(MeshError, match="the durable copy cannot be reached"):
         durable_restore.fetch_runs(url_of(tmp_path), MeshPaths(tmp_path / "mesh-b"))
 

@@ -1,4 +1,4 @@
-"""What the store does with files at a run's home outlives whoever has asked for it."""
+"""File operations of the store on a run host, which outlive the process that requested them."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ async def test_a_copy_may_take_as_long_as_its_bytes_move(store: StoreBench) -> N
     assert done == [4]
     assert (
         asked >= 3 * STALL_TIMEOUT_S / ANSWER_TIMEOUT_S - 1
-    )  # and whoever asks is answered all along
+    )  # and requests are answered all along
     disk.pauses = (1.0, 2 * STALL_TIMEOUT_S)
     with pytest.raises(MeshError, match="no byte of it has moved for 600 s, after 1"):
         while await errands.join("it", lambda _: 1, "it") is None:

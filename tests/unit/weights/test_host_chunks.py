@@ -1,5 +1,5 @@
-"""A chunk of weights crosses the network once for all processes of a host, and what a host has kept
-of them is never in anybody's way.
+"""Chunk cache of a host: each chunk crosses the network once for all of its processes. Cached
+chunks never hinder other use of the disk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Hosts(ProcessesOnHosts):
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
     made = Hosts(tmp_path, open_simulated_state(SystemClock()))
-    # It says that it is where the way begins: proofs are good for no other place.
+    # It publishes the address of the transport: proofs are valid for no other address.
     async with made.served("127.0.0.2"):
         trainer = made.trainer
         bulk_client = BulkClient(trainer)
@@ -82,7 +82,7 @@ async def test_processes_of_a_host_fetch_a_version_once_for_all(hosts: Hosts) ->
     for name in hosts.files():
         hosts.store.chunk_path(name).unlink()
     _, later = await hosts.receiver("engine/g3", "second")
-    assert right(await later.receive(hosts.digest))  # nobody is asked again
+    assert right(await later.receive(hosts.digest))  # no source is asked again
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "emptied"])
@@ -121,7 +121,7 @@ async def test_what_cannot_be_kept_is_passed_by(hosts: Hosts, why: str) -> None:
             assert right(await receiver.receive(hosts.digest))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    vain = 2 * SIZE if why == "full" else 0  # what comes at once before the disk says so
+    vain = 2 * SIZE if why == "full" else 0  # bytes that arrive before the disk reports an error
     assert 2 * SIZE < hosts.way.carried < 2 * SIZE * 1.2 + vain
     assert hosts.files() == []
     assert told(mesh)["not_kept"] == (0 if why == "none" else 8)

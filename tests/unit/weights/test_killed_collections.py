@@ -1,5 +1,6 @@
-"""A store that is killed while it collects, at any write: what is needed is whole at once, and in
-the end exactly that is there.
+"""A store killed at any write of a collection.
+
+All that is needed is complete at once, and in the end exactly that is there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def dies_at(count: int) -> None:
-    """This process is killed before its `count`th write from now on."""
+    """Kill this process before its `count`th write from now on."""
     left = count
 
     def hears(event: str, args: Sequence[Any]) -> None:
@@ -56,14 +57,14 @@ def dies_at(count: int) -> None:
 
 @dataclass
 class Needed:
-    """What must be there, whatever happens."""
+    """Files that must be there, whatever happens."""
 
     versions: list[str]
     checkpoint: str
 
 
 async def filled(store: StoreBench) -> Needed:
-    """A store with something to collect of each kind, and something to keep."""
+    """Fill a store with files of each kind to collect and with files to retain."""
     await store.submit(keep_checkpoints=1)
     document = store.document | {"weights": {"keep": 2, "keep_every": 3}}
     await jobs.change_document(store.state, JOB, document, {}, "change")
@@ -86,7 +87,7 @@ async def filled(store: StoreBench) -> Needed:
 
 
 async def saved(store: StoreBench, step: int, manifest: str) -> str:
-    """A checkpoint with its directory."""
+    """Save a checkpoint with its directory."""
     name = await store.save(step, manifest)
     state = store.run_dir / "checkpoints" / name / STATE_FOLDER
     state.mkdir(parents=True)
@@ -95,7 +96,7 @@ async def saved(store: StoreBench, step: int, manifest: str) -> str:
 
 
 async def check(store: StoreBench, needed: Needed) -> None:
-    """What the run goes on from is whole."""
+    """Assert that the data that the run resumes from are complete."""
     for manifest in needed.versions:
         assert await store.stored(manifest), manifest
     path = find_committed(store.run_dir)
@@ -107,7 +108,7 @@ async def check(store: StoreBench, needed: Needed) -> None:
 
 
 async def settled(store: StoreBench) -> set[str]:
-    """The files that are left when all has been collected, also what nobody has named."""
+    """Return the files that are left after a complete collection, orphans included."""
     await store.clock.sleep(COLLECTED_S)
     store.age(ORPHAN_MIN_AGE_S)
     await store.clock.sleep(ORPHAN_SCAN_INTERVAL_S + COLLECTED_S)
@@ -117,7 +118,7 @@ async def settled(store: StoreBench) -> set[str]:
 
 
 async def die(store: StoreBench, at: int) -> None:
-    """Collects in this process, which ends by that."""
+    """Collect in this process, which ends by that."""
     try:
         dies_at(at)
         await store.clock.sleep(COLLECTED_S)
@@ -128,7 +129,7 @@ async def die(store: StoreBench, at: int) -> None:
 
 
 def ended(child: int) -> bool:
-    """Whether the process was killed; it has collected all otherwise."""
+    """Return whether the process was killed; otherwise it has collected all."""
     _, status = os.waitpid(child, 0)
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     assert killed or status == 0, status
@@ -136,8 +137,8 @@ def ended(child: int) -> bool:
 
 
 def run_killed(root: Path, at: int) -> tuple[bool, set[str], set[str]]:
-    """Whether the store was killed before its `at`th write, the files that were left in the end,
-    and those that must be.
+    """Run a collection that may be killed before its `at`th write. Return whether it was, the files
+    left in the end, and the files that must be.
     """
     root.mkdir()
     outcome: list[Any] = []
@@ -161,7 +162,7 @@ def run_killed(root: Path, at: int) -> tuple[bool, set[str], set[str]]:
 
 
 def must(store: StoreBench, needed: Needed) -> set[str]:
-    """The files of what is needed, and none else."""
+    """Return exactly the files that are needed."""
     manifests = {digest: decode_manifest(store.chunks.read(digest)) for digest in needed.versions}
     digests = set(manifests)
     digests |= {tensor.chunk for one in manifests.values() for tensor in one.tensors}

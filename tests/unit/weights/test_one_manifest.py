@@ -1,4 +1,4 @@
-"""A committed version of a lineage has one manifest, whatever Redis says later."""
+"""Unique manifest of a committed version of a lineage, whatever Redis reports later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def stage(store: Store, request: Manifest) -> str:
 
 
 async def committed(state: StateClient, manifest: str) -> None:
-    """Redis has a job whose version 0 is this."""
+    """Record in Redis a job whose version 0 is this."""
     token = await Bench(state, None).seat(TRAINER)
     await jobs.submit(state, JOB, document(), "/runs/job", uuid.uuid4().hex)
     await steps.commit_initial(

@@ -42,7 +42,7 @@ LONG_S = DELETION_GRACE_S + 4 * SWEEP_INTERVAL_S
 
 
 async def begun(store: StoreBench, **weights: float) -> str:
-    """A run with a checkpoint at version 1; its name."""
+    """Start a run with a checkpoint at version 1, and return its name."""
     await store.submit()
     if weights:
         await asked(store, **weights)
@@ -53,7 +53,7 @@ async def begun(store: StoreBench, **weights: float) -> str:
 
 
 async def asked(store: StoreBench, **weights: float) -> None:
-    """The job asks for another `[weights]` from now on."""
+    """Change the `[weights]` section of the job."""
     document = store.document | {"weights": store.document["weights"] | weights}
     await jobs.change_document(store.state, JOB, document, {}, f"change {weights}")
 
@@ -234,7 +234,7 @@ async def test_a_version_of_a_job_that_is_over_is_refused(store: StoreBench) -> 
 
 
 def offered(store: StoreBench, version: int) -> Manifest:
-    """Weights that no step made, beside the versions of the bench."""
+    """Stage weights that no step made, beside the versions of the bench."""
     chunk = store.chunks.write(bytes(32))
     return Manifest(JOB, 0, version, [TensorPiece("other", "F32", [8], chunk, 0, 32, 0, 0, 8)])
 

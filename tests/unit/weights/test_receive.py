@@ -1,6 +1,4 @@
-"""A version is opened on a host: hashed once for all of its processes, and refused when it is not
-what was written.
-"""
+"""Versions opened on a host: hashed once for all of its processes, rejected if corrupt."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ async def test_a_file_that_was_written_to_is_hashed_again(hosts: Hosts) -> None:
         file.write(bytes([first ^ 1]))
     with pytest.raises(CorruptData, match="not what its name says"):
         await receiver.receive(hosts.digest)
-    assert not hosts.store.has(damaged)  # the store has set it aside
+    assert not hosts.store.has(damaged)  # the store has quarantined it
     with pytest.raises(NotFound):
         await receiver.receive(hosts.digest)
     assert await hosts.stage(TENSORS) == hosts.digest
@@ -108,7 +106,9 @@ async def test_a_file_that_was_written_to_is_hashed_again(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("host", ["head", "second"])
 async def test_a_version_collected_meanwhile_leaves_nothing_behind(hosts: Hosts, host: str) -> None:
-    """And whoever has it open keeps it."""
+    """Check that a version collected during its fetch leaves no files. A process that has it open
+    keeps it.
+    """
     _, receiver = await hosts.receiver("engine/g0", "head")
     there = await receiver.receive(hosts.digest)
     for digest in there.chunk_sizes:
@@ -203,7 +203,7 @@ async def test_a_version_is_read_without_being_in_memory_at_once(hosts: Hosts) -
 
 
 def resident(directory: Path) -> int:
-    """Bytes of files below it that are in this process's memory."""
+    """Return the bytes of files below a path that are in this process's memory."""
     found, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
@@ -256,7 +256,7 @@ def test_lines_that_nobody_wrote_are_nothing_known(tmp_path: Path, harm: bytes) 
     assert VerifiedFiles(tmp_path / RECORD_FILE, lambda: 1000.0).is_verified("digest", path.stat())
 
 
-MOST = 1000  # bytes: stands for the limit of a chunk, and for that of the bulk port
+MOST = 1000  # bytes: in place of the limits of a chunk and of the bulk port
 LARGE = {
     "layers.0.qkv": torch.arange(2500, dtype=torch.float32).reshape(50, 50),
     "layers.1.qkv": torch.arange(999, dtype=torch.bfloat16).reshape(3, 333).T,

@@ -1,4 +1,4 @@
-"""What a running weight store deletes, and what it keeps for whoever comes back to it."""
+"""Deletion and retention of a running weight store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.common.base.files.harms import HARMS, Harm, delete, flip, older_
 from tests.unit.weights.store_bench import EVERY, JOB, STEPS, StoreBench, on_store
 
 SOON_S = 15.0  # two sweeps and something
-LONG_S = 80.0  # longer than every grace but that of what nobody has named
+LONG_S = 80.0  # longer than every grace period but that of orphans
 HOUR_S = 3600.0
 
 
@@ -225,7 +225,7 @@ async def test_nothing_of_a_job_goes_while_its_run_directory_is_away(
 
 
 class SlowDisk(SimulatedHost):
-    """Directories take longer to remove than anybody waits."""
+    """Disk on which directories take longer to remove than any caller waits."""
 
     async def run_blocking(self, fn: Any, *args: Any, deadline_s: float) -> Any:
         if fn is shutil.rmtree:
@@ -291,7 +291,7 @@ async def test_a_file_that_cannot_be_read_does_not_end_the_sweeps(store: StoreBe
 
 
 async def told(store: StoreBench) -> list[dict[str, Any]]:
-    """What events tell of damage."""
+    """Return the fields of the corruption events."""
     found = await events.read_all(store.state)
     return [event.fields for event in found if event.kind == "damaged"]
 
@@ -389,7 +389,7 @@ async def test_a_damaged_record_stays_until_there_is_room_to_say_so(store: Store
 
 
 async def parts(store: StoreBench, manifest: str) -> list[str]:
-    """A version's manifest, and its chunks."""
+    """Return the digests of a version's manifest and of its chunks."""
     held = await store.trainer.ref(STORE_NAME).call(
         Weights.fetch_manifest, ManifestRequest(manifest)
     )

@@ -1,1 +1,1 @@
-"""How a process ended, and what a person can do about it. Open `failure.py` first."""
+"""Causes of a process's exit, and advice to the user. Open `failure.py` first."""

@@ -1,7 +1,7 @@
-"""What ended a process, as whoever started it finds it: a file beside its log.
+"""Failure report of an exited process for its parent: a file beside its log.
 
-The entry of every process that a Host starts writes it (`child.py`, `fork_setup.py`, `Host.exit`),
-so that it tells of a failed import too, and while Redis is away.
+The entry point of every process that a Host starts writes the file (`child.py`, `fork_setup.py`,
+`Host.exit`). So it also covers a failed import, and works while Redis is unavailable.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from meshrl.common.mesh.process.diagnosis import host_limits
 
 FAILURE_ENV = "MESHRL_FAILURE"  # path of the file
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
-TAIL_BYTES = 1 << 18  # of a log: enough for any number of lines one would read
-MAX_TEXT_CHARS = 10_000  # of an error, which may be of a job's author
+TAIL_BYTES = 1 << 18  # bytes of a log: enough for any readable number of lines
+MAX_TEXT_CHARS = 10_000  # of an error, which may come from a job's code
 SITE_PACKAGES = "site-packages"
 ROOT = Path(__file__).parents[4]  # of our own packages
 
-# What starting a process again does about its error: nothing; perhaps nothing, so that the tries
-# are counted; it is the cure once the other process or the lease that the error tells of is back,
-# which is waited for while the job makes progress, and for some minutes without; or, always, once
-# an outage is over that is shown to people: a full disk, or Redis away.
+# Effect of a restart on the error of a process. `never`: it fails again. `counted`: it may fail
+# again, so restarts are counted. `patient`: it helps once the other process or the lease of the
+# error is back; the supervisor waits while the job makes progress, and some minutes without.
+# `always`: it helps once a reported outage is over: a full disk, or Redis unavailable.
 RestartClass = Literal["never", "counted", "patient", "always"]
 FATAL_ERRORS = (ConfigError, ToolFailed)
 EXTERNAL_ERRORS = (Fenced, RankLost)
@@ -47,18 +47,18 @@ OUTAGE_ERRORS = (StorageFull, StateUnavailable)
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that ended a process. `where` is a file and line where the error names nothing."""
+    """Error that ended a process. `where` is a file and line if the error names no place."""
 
     type: str
     text: str
     where: str = ""
     fix: str = ""
     restart: RestartClass = "counted"
-    job: str = ""  # that it was at work for, if it serves more than one
+    job: str = ""  # job that it worked for, if it serves several
 
     @classmethod
     def from_error(cls, error: BaseException, job: str = "") -> Failure:
-        """The failure that an exception is."""
+        """Convert an exception to a failure."""
         name = type(error).__name__
         if isinstance(error, MeshError):
             where = error.where or locate_error(error)
@@ -68,7 +68,7 @@ class Failure:
             return cls(name, str(error.code), job=job)
         try:
             text = str(error)
-        except Exception:  # the exception is of a job's author
+        except Exception:  # the exception's class comes from a job's code
             text = ""
         if len(text) > MAX_TEXT_CHARS:
             text = f"{text[:MAX_TEXT_CHARS]}... ({len(text) - MAX_TEXT_CHARS} more characters)"
@@ -83,11 +83,11 @@ class Failure:
 
     @property
     def is_fatal(self) -> bool:
-        """Whether the process would only fail again."""
+        """True if a restarted process can only fail again."""
         return self.restart == "never"
 
     def to_event_fields(self) -> dict[str, str]:
-        """What an event tells of it."""
+        """Return the fields of an event that reports this failure."""
         return {"type": self.type, "text": self.text, "where": self.where, "fix": self.fix}
 
     def __str__(self) -> str:
@@ -97,13 +97,13 @@ class Failure:
 
 
 def format_failure(fields: dict[str, Any]) -> str:
-    """The text of `Failure.to_event_fields`; empty for none."""
+    """Format the fields of `Failure.to_event_fields`; empty for no failure."""
     kind, text, where, fix = (str(fields.get(n, "")) for n in ("type", "text", "where", "fix"))
     return str(Failure(kind, text, where, fix)) if kind else ""
 
 
 def classify_restart(error: BaseException) -> RestartClass:
-    """Whether it helps to start a process again that this error has ended."""
+    """Classify whether a restart of the process helps against this error."""
     if isinstance(error, FATAL_ERRORS):
         return "never"
     if isinstance(error, MeshError):
@@ -115,9 +115,7 @@ def classify_restart(error: BaseException) -> RestartClass:
 
 
 def locate_error(error: BaseException) -> str:
-    """`file:line` of the last code of ours, or of a job's, that an exception came through; of
-    anybody's if there is none.
-    """
+    """Return `file:line` of the last frame in our code or a job's; of any code if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     others = ("<", sys.base_prefix)
     own = [
@@ -132,14 +130,14 @@ def locate_error(error: BaseException) -> str:
 
 
 def failure_path(log: Path) -> Path:
-    """Where a process with this log leaves what ended it."""
+    """Return the path where a process with this log writes its failure."""
     return log.with_suffix(".failure.json")
 
 
 def write_failure(error: BaseException, job: str = "") -> None:
-    """Writes down what ends this process, if whoever started it has said where."""
+    """Write the failure that ends this process, if its parent has named a file."""
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
-        return  # an exit status, which is told anyway
+        return  # the parent reads the exit status anyway
     path = os.environ.get(FAILURE_ENV)
     if path:
         content = {"pid": os.getpid(), "parent": os.getppid()} | asdict(
@@ -147,14 +145,15 @@ def write_failure(error: BaseException, job: str = "") -> None:
         )
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             with contextlib.suppress(OSError):
-                os.close(0)  # nothing is read from it any more, and the file takes a descriptor
-        with contextlib.suppress(OSError):  # a full disk: then the exit status is all there is
+                os.close(0)  # stdin is no longer read, and the file needs a descriptor
+        with contextlib.suppress(OSError):  # a full disk: only the exit status remains
             Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 def read_failure(log: Path | None, pid: int) -> Failure | None:
-    """What the process of this number, or the one that it guarded, has left beside its log when it
-    ended.
+    """Read the failure of the process with this pid, or of the process that it guarded.
+
+    Returns None if it has left none beside its log.
     """
     if log is None:
         return None
@@ -162,12 +161,12 @@ def read_failure(log: Path | None, pid: int) -> Failure | None:
         content = json.loads(failure_path(log).read_bytes())
         left_by = content.pop("pid"), content.pop("parent", 0)
         return Failure(**content) if pid in left_by else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or a torn one
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing or truncated
         return None
 
 
 def read_tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a file, without reading all of it."""
+    """Return the last lines of a file without reading all of it."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - TAIL_BYTES))
@@ -175,7 +174,7 @@ def read_tail(path: Path, lines: int) -> list[str]:
 
 
 def read_log_end(log: Path | None, lines: int = 3) -> str:
-    """The last lines of a log in one; empty where it has none."""
+    """Return the last lines of a log joined into one; empty without a log."""
     if log is None or not log.is_file():
         return ""
     return " / ".join(line.strip() for line in read_tail(log, lines) if line.strip())

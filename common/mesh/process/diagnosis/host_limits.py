@@ -1,7 +1,8 @@
-"""Limits of the host that an error tells of: which one was hit, its value, and how to raise it.
+"""Limits of the host behind an error: which limit was reached, its value, and how to raise it.
 
-An error itself says "Too many open files" or "can't start new thread". Asked in the process that
-has it, whose limits these are; only the standard library, because sandboxes ask too.
+An error itself says "Too many open files" or "can't start new thread". Call these functions in the
+process that has the error, because limits belong to a process. The module uses only the standard
+library, because sandboxes import it too.
 """
 
 from __future__ import annotations
@@ -27,28 +28,32 @@ THREAD_ERROR_TEXTS = (
     "cannot create thread",
     "resource temporarily unavailable",
 )
-GPU_WORDS = ("cuda", "hip", "gpu")  # their memory is no limit of the host
-FORK_FUNCTIONS = {"_execute_child", "_answer"}  # of subprocess, and of our nursery: they fork
+GPU_WORDS = ("cuda", "hip", "gpu")  # GPU memory is no limit of the host
+FORK_FUNCTIONS = {
+    "_execute_child",
+    "_answer",
+}  # forking functions of subprocess and our fork server
 UNLIMITED = resource.RLIM_INFINITY
-# Files of a control group, of its second version and its first: the limit of memory, its use, and
-# in its statistics the cache that is dropped first.
+# Files of a control group, version 2 and version 1: memory limit, memory use, and the entry of its
+# statistics for the cache that is dropped first.
 MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-NO_LIMIT_BYTES = 1 << 60  # bytes: the first version has a number this large where there is none
+NO_LIMIT_BYTES = 1 << 60  # version 1 has a number this large without a limit
 
 
 class FreeSpace(NamedTuple):
-    """Bytes that are left of this host's memory, within our control groups, and of a disk."""
+    """Free bytes of this host's memory, within our control groups, and of a disk."""
 
     memory_bytes: int
     disk_bytes: int
 
 
 def measure_free_space(directory: Path) -> FreeSpace:
-    """What is left now; the disk is the one below `directory`, or below the nearest directory above
-    it that there is.
+    """Measure free memory and free disk space now.
+
+    The disk is the one of `directory`, or of its nearest existing parent directory.
     """
     there = next(place for place in (directory, *directory.absolute().parents) if place.is_dir())
     found = os.statvfs(there)
@@ -64,15 +69,17 @@ def measure_free_space(directory: Path) -> FreeSpace:
 
 
 def read_group_free_bytes(place: Path) -> int | None:
-    """Bytes of memory that a control group may still take; None: it has no limit of its own."""
+    """Return the bytes of memory that a control group may still use; None if it has no limit."""
     for _, most, use, cache in _read_memory_limits(place):
-        dropped = read_counter(place / "memory.stat", cache) or 0  # before anything else is
+        dropped = read_counter(place / "memory.stat", cache) or 0  # the kernel drops it first
         return max(0, most - int(_read(place / use) or 0) + dropped)
     return None
 
 
 def _read_memory_limits(place: Path) -> Iterator[tuple[str, int, str, str]]:
-    """A control group's limit, if it has one: its file, its bytes, and what `MEMORY` has of it."""
+    """Yield the limit of a control group, if it has one: file name, bytes, and its entries of
+    MEMORY_FILES.
+    """
     for limit, use, cache in MEMORY_FILES:
         most = _read(place / limit)
         if most.isdigit() and int(most) < NO_LIMIT_BYTES:
@@ -80,14 +87,16 @@ def _read_memory_limits(place: Path) -> Iterator[tuple[str, int, str, str]]:
 
 
 def read_memory_limit() -> int | None:
-    """The most bytes of memory that our control groups let us have; None: as many as there are."""
+    """Return the lowest memory limit of our control groups in bytes; None without a limit."""
     groups = list_control_groups("memory")
     return min((most for g in groups for _, most, _, _ in _read_memory_limits(g)), default=None)
 
 
 def count_usable_cores() -> int:
-    """Cores that this process may use: those it may run on, or the share of them that its control
-    groups have, rounded up.
+    """Return the number of cores that this process may use.
+
+    This is the size of its CPU affinity, or the share of its control groups if that is smaller,
+    rounded up.
     """
     shares = [
         share
@@ -98,7 +107,7 @@ def count_usable_cores() -> int:
 
 
 def read_group_cores(place: Path) -> float | None:
-    """How many cores' time a control group may use; None: it has no limit of its own."""
+    """Return the cores that a control group may use; None if it has no limit."""
     quota, _, period = _read(place / "cpu.max").partition(" ")
     if not quota:
         quota, period = _read(place / "cpu.cfs_quota_us"), _read(place / "cpu.cfs_period_us")
@@ -106,7 +115,7 @@ def read_group_cores(place: Path) -> float | None:
 
 
 def explain_hit_limit(error: BaseException) -> str:
-    """What limit of the host an error tells of, in a sentence or two; empty for none."""
+    """Explain in a sentence or two which host limit caused an error; empty if none did."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error).lower() if isinstance(error, RuntimeError | OSError) else ""
     if any(word in text for word in GPU_WORDS):
@@ -125,7 +134,7 @@ def explain_hit_limit(error: BaseException) -> str:
         or any(word in text for word in MEMORY_ERROR_TEXTS)
     ):
         return explain_memory_limit()
-    # EAGAIN may be of a fork, or of a socket: the calls that it came through say so.
+    # EAGAIN may come from a fork or a socket: the functions of the traceback show which.
     calls = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     if (number == errno.EAGAIN and calls & FORK_FUNCTIONS) or any(
         word in text for word in THREAD_ERROR_TEXTS
@@ -135,7 +144,7 @@ def explain_hit_limit(error: BaseException) -> str:
 
 
 def explain_descriptor_limit() -> str:
-    """That of open files."""
+    """Explain the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"The limit of open files of a process (RLIMIT_NOFILE) is {soft}: raise it with "
@@ -145,7 +154,7 @@ def explain_descriptor_limit() -> str:
 
 
 def explain_memory_limit() -> str:
-    """That of address space if there is one and it is near; else the control group's, or the host's
+    """Explain the memory limit: address space if that limit is near, else control group or host
     memory.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -169,8 +178,10 @@ def explain_memory_limit() -> str:
 
 
 def explain_process_limit() -> str:
-    """That of processes and threads: the one that is nearest of the user's, the control group's and
-    the host's; a thread also takes address space for its stack.
+    """Explain the limit of processes and threads that is nearest: the user's, the control group's
+    or the host's.
+
+    A thread also needs address space for its stack.
     """
     found: list[tuple[float, str]] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -207,8 +218,8 @@ def explain_process_limit() -> str:
 
 
 def explain_oom_kill(before: int) -> str:
-    """Why the kernel has killed a process for memory since it had killed `before`, as `oom_kills`
-    counted; empty if it has not.
+    """Explain an out-of-memory kill since `count_oom_kills` returned `before`; empty if there was
+    none.
     """
     if count_oom_kills() <= before:
         return ""
@@ -219,8 +230,9 @@ def explain_oom_kill(before: int) -> str:
 
 
 def count_oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory, in our control group or, where it
-    does not say, on this host.
+    """Count the processes that the kernel has killed for lack of memory.
+
+    The count is that of our control group, or of the host where the group reports none.
     """
     counts = [
         count
@@ -232,7 +244,7 @@ def count_oom_kills() -> int:
 
 
 def _explain_group_memory() -> str:
-    """The limit of memory of the nearest control group that has one."""
+    """Explain the memory limit of the nearest control group that has one; empty without a limit."""
     for place in list_control_groups("memory"):
         for limit, most, use, _ in _read_memory_limits(place):
             if most < _read_kib_as_bytes("/proc/meminfo", "MemTotal"):
@@ -245,7 +257,7 @@ def _explain_group_memory() -> str:
 
 
 def list_control_groups(controller: str) -> list[Path]:
-    """Our control group for a controller and those above it, the nearest first."""
+    """Return our control group for a controller and its parents, the nearest first."""
     found: list[Path] = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -266,7 +278,7 @@ def _count_threads(user: int) -> int:
         try:
             if os.stat(f"/proc/{number}").st_uid == user:
                 count += len(_list_directory(f"/proc/{number}/task"))
-        except OSError:  # it has ended
+        except OSError:  # it has exited
             continue
     return count
 
@@ -274,12 +286,14 @@ def _count_threads(user: int) -> int:
 def _list_directory(directory: str) -> list[str]:
     try:
         return os.listdir(directory)
-    except OSError:  # no descriptor is left for it, or it has ended
+    except OSError:  # no descriptor is left, or the process has exited
         return []
 
 
 def read_counter(path: Path, name: str) -> int | None:
-    """What a file of names and numbers, one pair a line, says of a name; None: nothing."""
+    """Return the value of a name in a file of name-number pairs, one pair per line; None if
+    absent.
+    """
     for line in _read(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -288,7 +302,7 @@ def read_counter(path: Path, name: str) -> int | None:
 
 
 def _read_kib_as_bytes(path: str, name: str) -> int:
-    """Bytes of a line that is in KiB."""
+    """Return the value in bytes of a line that is in KiB."""
     for line in _read(path).splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
@@ -296,7 +310,7 @@ def _read_kib_as_bytes(path: str, name: str) -> int:
 
 
 def _read(path: Path | str) -> str:
-    """The content of a file of the kernel; empty where it has none, or no descriptor is left."""
+    """Return the content of a kernel file; empty if it is missing or no descriptor is left."""
     try:
         return Path(path).read_text().strip()
     except OSError:
@@ -304,7 +318,7 @@ def _read(path: Path | str) -> str:
 
 
 def _suggest_limit(soft: int, hard: int) -> str:
-    """Twice as much as there is, as far as one may without being root."""
+    """Return twice the soft limit, at most the hard limit."""
     return str(2 * soft if hard == UNLIMITED else max(soft, min(2 * soft, hard)))
 
 

@@ -1,13 +1,17 @@
-"""The first code of every process that a Host executes: it ties the process to its parent, then
-closes its files to other users, then runs the program in its place.
+"""First code of every process that a Host executes.
+
+It ties the process to its parent, closes its files to other users, then runs the program in its
+place.
 
 `python -m meshrl.common.mesh.process.entry.child parent=PID death=FD nice=N rlimit=AS:BYTES --
-module:NAME ARGS...` runs a Python module in this same interpreter, which costs no second one; `--
-exec:PROGRAM ARGS...` replaces it, and needs no more of Python than this file. The parent forks
-without running Python code in the child (a `preexec_fn` would, next to ZeroMQ's and our own
-threads). A program dies with the spawning thread of its parent, a module also when the parent's
-death pipe closes. `guard=FD` comes first, in place of `parent`: FD is the death pipe (`guard.py`).
-Only the standard library, and little of it: it is in the start-up time of every process.
+module:NAME ARGS...` runs a Python module in this same interpreter, which saves a second one. `--
+exec:PROGRAM ARGS...` replaces the interpreter, and needs only this file. The parent forks without
+running Python code in the child (a `preexec_fn` would, next to ZeroMQ's and our own threads). A
+program dies with the spawning thread of its parent, a module also when the parent's death pipe
+closes. `guard=FD` comes first, in place of `parent`: FD is the death pipe (`guard.py`).
+
+The module imports little, and only from the standard library: its imports delay the start of every
+process.
 """
 
 from __future__ import annotations
@@ -15,26 +19,22 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # `typing` and `signal` would take longer to import than all the rest
+TYPE_CHECKING = False  # importing `typing` and `signal` would take longer than all other imports
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
 CHANNEL_FD = "MESHRL_CHANNEL_FD"
-MAX_FRAME_BYTES = 64 << 20  # bytes; a longer length prefix means that the stream is garbage
+MAX_FRAME_BYTES = 64 << 20  # a longer length prefix means a corrupt stream
 PR_SET_PDEATHSIG = 1
 SIGKILL = 9
-PRIVATE_UMASK = (
-    0o077  # umask of every process of a mesh: what it writes is for its user's eyes only
-)
-RESERVE_BYTES = 64 << 20  # of address space: for the modules that tell of an error
-ORPHANED_EXIT_STATUS = (
-    71  # exit status of a child whose parent was gone before it could be tied to it
-)
+PRIVATE_UMASK = 0o077  # umask of every process of a mesh: only its user may read its files
+RESERVE_BYTES = 64 << 20  # of address space, for the modules that report an error
+ORPHANED_EXIT_STATUS = 71  # exit status of a child whose parent exited before the tie
 
 
 def tie_to_parent(parent: int) -> None:
-    """Has the kernel kill this process when the parent's spawning thread ends, or now if it has
+    """Make the kernel kill this process when the parent's spawning thread ends; now if it has
     ended.
     """
     import ctypes
@@ -47,12 +47,12 @@ def tie_to_parent(parent: int) -> None:
 
 
 def die_with_pipe(death_fd: int) -> int:
-    """Has the kernel kill this process, even one that is stopped, at the end of the pipe whose
-    write end only its owner has; now if it has ended. It does so while the descriptor that is
-    returned is open; `death_fd` is closed.
+    """Make the kernel kill this process, even a stopped one, when the owner's end of the pipe
+    closes.
 
-    The signal of a descriptor belongs to its open file, which every process that inherited it
-    shares: so the pipe is opened anew.
+    Only the owner has the write end. If it is closed already, the process exits now. The tie lasts
+    while the returned descriptor is open; `death_fd` is closed. The signal of a descriptor belongs
+    to its open file, which all processes that inherited it share. So this opens the pipe again.
     """
     import fcntl
     import select
@@ -70,11 +70,13 @@ def die_with_pipe(death_fd: int) -> int:
 
 
 def start_guard(owner: int) -> None:
-    """Puts a guard between the parent and this process, which goes on in a fork; see `guard`."""
+    """Insert a guard between the parent and this process, which continues in a fork; see
+    `guard`.
+    """
     own = os.path.realpath(__file__)
     for _ in range(5):
         own = os.path.dirname(own)
-    sys.path.append(own)  # where no module of ours can be imported, as for a program
+    sys.path.append(own)  # for programs, which start without a path to our modules
     from meshrl.common.mesh.process.entry import guard
 
     sys.path.remove(own)
@@ -85,8 +87,8 @@ def start_guard(owner: int) -> None:
 
 
 def set_rlimit(spec: str) -> None:
-    """Sets one resource limit of this process, soft and hard, from NAME:VALUE, at most the hard
-    limit it has.
+    """Set one resource limit of this process, soft and hard, from NAME:VALUE, up to its hard
+    limit.
     """
     import resource
 
@@ -98,8 +100,10 @@ def set_rlimit(spec: str) -> None:
 
 
 def reserve_headroom() -> Callable[[], None]:
-    """What gives a process that hits a limit of the host the room to write that down: a descriptor,
-    and, where its address space is limited, some of that.
+    """Reserve a descriptor and address space; return a function that releases them.
+
+    A process that reaches a limit of the host needs both to write its failure. Address space is
+    reserved only where it is limited.
     """
     import mmap
     import resource
@@ -111,7 +115,7 @@ def reserve_headroom() -> Callable[[], None]:
         if space is not None:
             space.close()
         try:
-            os.close(0)  # nothing is read from it any more
+            os.close(0)  # stdin is no longer read
         except OSError:
             return
 
@@ -119,7 +123,7 @@ def reserve_headroom() -> Callable[[], None]:
 
 
 class ChildChannel:
-    """The child's end of the socket pair to its parent: blocking, length-prefixed frames."""
+    """Child's end of the socket pair to its parent: blocking, length-prefixed frames."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
@@ -127,17 +131,19 @@ class ChildChannel:
 
     @classmethod
     def from_env(cls) -> ChildChannel:
-        """The channel that `Host.spawn` opened with `pipe`; KeyError if it opened none."""
+        """Return the channel that `Host.spawn` opened with `has_channel`; raise KeyError if it
+        opened none.
+        """
         import socket
 
         return cls(socket.socket(fileno=int(os.environ.pop(CHANNEL_FD))))
 
     def send(self, frame: bytes) -> None:
-        """Sends one frame; blocks until the parent has room for it."""
+        """Send one frame; block until the parent has buffer space."""
         self._stream.sendall(len(frame).to_bytes(4, "little") + frame)
 
     def recv(self) -> bytes | None:
-        """The next frame; None when the parent has closed its end."""
+        """Receive the next frame; None if the parent has closed its end."""
         while True:
             frame = take_frame(self._buffer)
             if frame is not None:
@@ -148,7 +154,7 @@ class ChildChannel:
             self._buffer += more
 
     def move_above(self, lowest_fd: int) -> None:
-        """Moves the descriptor to a number that code does not hit that writes to small numbers by
+        """Move the descriptor above `lowest_fd`, away from code that writes to small numbers by
         mistake.
         """
         import fcntl
@@ -160,7 +166,7 @@ class ChildChannel:
 
 
 def take_frame(buffer: bytearray) -> bytes | None:
-    """Cuts the first whole frame off `buffer`; ValueError when its length cannot be true."""
+    """Remove the first complete frame from `buffer`; raise ValueError for an impossible length."""
     if len(buffer) < 4:
         return None
     length = int.from_bytes(buffer[:4], "little")
@@ -183,8 +189,8 @@ OPTIONS: dict[str, Callable[[str], object]] = {
 
 
 def main(argv: list[str]) -> None:
-    """Applies the options before `--`, then becomes the program behind it. SystemExit: an unknown
-    option.
+    """Apply the options before `--`, then run the program after it. Raises SystemExit for an
+    unknown option.
     """
     os.umask(PRIVATE_UMASK)
     split = argv.index("--")

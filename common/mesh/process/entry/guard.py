@@ -1,12 +1,13 @@
-"""The parent of a process that runs an author's code: ends all that it starts, bounds its output.
+"""Parent of a process that runs a job's own code: it ends all descendants and bounds their output.
 
-The guard stands between the owner and that process, as an init process in a container. As a
-subreaper it becomes the parent of everything below whose own parent ends, so nothing leaves it:
-neither a session of its own, nor a double fork, nor a cleared environment. When the process ends,
-or the owner does, the guard kills what is left below it, and ends in the same way as the process.
+The guard runs between the owner and that process, like an init process in a container. As a
+subreaper it becomes the parent of every descendant whose own parent exits. So no descendant
+escapes: neither by a session of its own, nor a double fork, nor a cleared environment. When the
+process or the owner exits, the guard kills the remaining descendants, and exits in the same way as
+the process.
 
-What is printed below comes through a pipe, and goes to the log as far as `log_bounds` allows. Only
-the standard library: a guard is forked for each process, or executed with it.
+The output of descendants comes through a pipe, and reaches the log as far as `log_bounds` allows.
+The module uses only the standard library: a guard is forked for each process, or executed with it.
 """
 
 from __future__ import annotations
@@ -28,27 +29,30 @@ from meshrl.common.mesh.process.output.log_bounds import LogBudget, rotate_if_lo
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 GUARD_PROCESS_NAME = b"meshrl-guard"
-PIPE_BYTES = 1 << 20  # between two reads of a busy host, and what is dropped at once
+PIPE_BYTES = 1 << 20  # output between two reads on a busy host, and the unit of drops
 READ_BYTES = 1 << 16
-TAIL_BYTES = 1 << 13  # of what is dropped, that is kept
+TAIL_BYTES = 1 << 13  # kept from the end of dropped output
 READ_DELAY_S = (
-    0.001  # before a read: of a program that prints line by line, many lines are read at once
+    0.001  # before a read: many lines of a program that prints line by line are read at once
 )
-DROP_S = 0.005  # between two drops: the pipe fills meanwhile, and who prints for ever waits
-NOTICE_S = 1.0  # without output, until a drop is noted
-LENGTH_CHECK_BYTES = 1 << 20  # bytes written between two looks at the log's length
-GUARD_FAILED_EXIT_STATUS = 74  # exit status of a guard that failed itself
+DROP_S = 0.005  # seconds between two drops: the pipe fills, and an endless writer blocks
+NOTICE_S = 1.0  # seconds without output until a drop is logged
+LENGTH_CHECK_BYTES = 1 << 20  # written between two checks of the log's length
+GUARD_FAILED_EXIT_STATUS = 74  # exit status of a guard with an internal error
 
 
 def fork_guarded(owner: int, output: int, set_title: Callable[[], None] = lambda: None) -> int:
-    """Fork. Return, in the child, the descriptor to which it shall print.
+    """Fork. Return, in the child, the descriptor for its output.
 
-    The parent is the guard and never returns. `owner` is the reading end of a pipe that closes when
-    the owner ends; `output` is where the guard writes what the child prints; `show` names the
-    guard's process.
+    The parent becomes the guard and never returns.
+
+    Args:
+        owner: reading end of a pipe that closes when the owner exits.
+        output: descriptor to which the guard writes the child's output.
+        set_title: sets the title of the guard's process.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # the user's share of pipes is used up
+    with contextlib.suppress(OSError):  # the user's limit of pipe memory is reached
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -64,7 +68,7 @@ def fork_guarded(owner: int, output: int, set_title: Callable[[], None] = lambda
         libc.prctl(PR_SET_NAME, GUARD_PROCESS_NAME, 0, 0, 0)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in (owner, output, reading):
-                with contextlib.suppress(OSError):  # that of the listing itself
+                with contextlib.suppress(OSError):  # the descriptor of the listing
                     os.close(int(name))
         set_title()
         ProcessGuard(child, owner, _OutputPipe(reading, output)).run()
@@ -75,19 +79,19 @@ def fork_guarded(owner: int, output: int, set_title: Callable[[], None] = lambda
 
 
 class _OutputPipe:
-    """What is printed below, on its way to the log."""
+    """Pipe from the output of descendants to the log."""
 
     def __init__(self, reading: int, log: int) -> None:
         self.reading, self._log = reading, log
         self._budget, self._since_length_check = LogBudget(), 0
-        self._tail = b""  # of what was dropped
+        self._tail = b""  # end of the dropped output
 
     @property
     def has_pending_notice(self) -> bool:
         return self._budget.dropped_bytes > 0
 
     def transfer(self) -> bool:
-        """Move a part of what lies in the pipe, or drop it; False at its end."""
+        """Transfer a part of the pipe's content, or drop it; return False at its end."""
         allowed = self._budget.allow(READ_BYTES)
         if not allowed:
             time.sleep(DROP_S)
@@ -100,7 +104,7 @@ class _OutputPipe:
         return bool(part)
 
     def write_notice(self) -> None:
-        """Write down how much was dropped, and the end of it, perhaps a program's last words."""
+        """Write how much was dropped, and its last bytes, which may be a program's last message."""
         self._budget.dropped_bytes -= len(self._tail)
         self._write(self._budget.take_notice())
         self._write(self._tail)
@@ -115,7 +119,7 @@ class _OutputPipe:
     def _write(self, part: bytes) -> None:
         if not part:
             return
-        with contextlib.suppress(OSError):  # a full disk: it is lost
+        with contextlib.suppress(OSError):  # a full disk: the output is lost
             os.write(self._log, part)
             self._since_length_check += len(part)
             if self._since_length_check >= LENGTH_CHECK_BYTES:
@@ -123,7 +127,7 @@ class _OutputPipe:
                 rotate_if_long(self._log)
 
     def drain(self) -> None:
-        """Move what is left, once nobody prints any more."""
+        """Transfer the remaining output after the last writer has exited."""
         os.set_blocking(self.reading, False)
         with contextlib.suppress(BlockingIOError):
             while self.transfer():
@@ -132,12 +136,12 @@ class _OutputPipe:
 
 
 class ProcessGuard:
-    """The loop of a guard's process."""
+    """Event loop of a guard's process."""
 
     def __init__(self, child: int, owner: int, output: _OutputPipe) -> None:
         self._child, self._owner, self._output = child, owner, output
-        self._status: int | None = None  # of the child, as waitpid has it
-        self._is_stop_requested = False  # the owner wants the end
+        self._status: int | None = None  # of the child, from waitpid
+        self._is_stop_requested = False  # the owner has requested the end
         self._wakeup_fd, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(wake, False)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -148,7 +152,7 @@ class ProcessGuard:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def run(self) -> NoReturn:
-        """Watches the child, its output and the owner, until the first or the last has ended."""
+        """Watch the child, its output and the owner, until the child or the owner has exited."""
         poller = select.poll()
         poller.register(self._wakeup_fd, select.POLLIN)
         poller.register(self._owner, 0)  # only its end
@@ -188,7 +192,7 @@ class ProcessGuard:
             self._status = status
 
     def _kill_all(self) -> None:
-        """Kill what is below, until nothing is left but what belongs to another user."""
+        """Kill descendants until only those of other users remain."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 killed = False
@@ -203,12 +207,12 @@ class ProcessGuard:
 
 
 def _list_children() -> Iterator[int]:
-    """Processes whose parent this one is."""
+    """Yield the pids of this process's children."""
     own = os.getpid()
     try:
         with open(f"/proc/self/task/{own}/children", "rb") as file:
             yield from map(int, file.read().split())
-    except OSError:  # a kernel without it
+    except OSError:  # a kernel without this file
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 if int(file.read().rpartition(b")")[2].split()[1]) == own:
@@ -216,7 +220,7 @@ def _list_children() -> Iterator[int]:
 
 
 def _exit_like(status: int | None) -> NoReturn:
-    """End with the status of the child, or by the signal that ended it."""
+    """Exit with the status of the child, or by the signal that ended it."""
     if status is None:
         os._exit(GUARD_FAILED_EXIT_STATUS)
     if os.WIFEXITED(status):

@@ -1,1 +1,1 @@
-"""Processes as forks of one that has imported what they need. Open `fork_server.py` first."""
+"""Forks of a process that has imported the needed modules. Open `fork_server.py` first."""

@@ -1,8 +1,9 @@
-"""Asks this host's nursery for a process: a fork of one that has imported what the process needs.
+"""Client of this host's fork server, which forks a process that has imported the needed modules.
 
-One connection a process. The owner sends an order with the process's descriptors, the nursery forks
-and answers its pid, the owner says go. An owner that has given up by then closes the connection,
-and the child ends before it has begun. At the end of the child its exit status comes back.
+Each process has one connection. The owner sends a request with the process's descriptors, the fork
+server forks and returns the pid, and the owner sends go. If the owner closes the connection before
+that, the child exits before it runs the program. When the child exits, the fork server sends its
+exit status.
 """
 
 from __future__ import annotations
@@ -17,24 +18,28 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-FORK_SERVER_ENV = "MESHRL_NURSERY"  # path of the nursery's socket; `off`: every process is spawned
+FORK_SERVER_ENV = "MESHRL_NURSERY"  # path of the fork server's socket; `off`: spawn every process
 FORK_SERVER_OFF = "off"
-ANSWER_TIMEOUT_S = 2.0  # for a fork; an owner's loop stands still meanwhile
+ANSWER_TIMEOUT_S = 2.0  # seconds for a fork, which blocks the owner's event loop
 MAX_REQUEST_BYTES = (
-    120_000  # bytes of an order, which is one message: below what a socket's buffer takes
+    120_000  # of a request, which is one message: below the size of a socket's buffer
 )
-MAX_DESCRIPTORS = 6  # most in an order
+MAX_DESCRIPTORS = 6  # per request
 START_MESSAGE = b"go"
 
 
 class ForkUnavailable(Exception):
-    """The nursery is not there, not able, or not willing; the process is to be spawned."""
+    """Error raised when the fork server is missing, unable or rejects a request; spawn the process
+    instead.
+    """
 
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """What a forked process shall be. Its descriptors travel beside it, in the order of `passed`:
-    `cwd`, `stdout`, `stderr`, and perhaps `death` and `channel`.
+    """Description of a process to fork.
+
+    Its descriptors travel beside it, in the order of `passed`: `cwd`, `stdout`, `stderr`, and
+    optionally `death` and `channel`.
     """
 
     module: str
@@ -47,11 +52,11 @@ class ForkRequest:
 
     @classmethod
     def decode(cls, message: bytes) -> ForkRequest:
-        """The order in a message; ValueError or TypeError if there is none."""
+        """Decode a request; raise ValueError or TypeError if the message is none."""
         return cls(**json.loads(message))
 
     def encode(self) -> bytes:
-        """The message; NoBirth when it is too long for one."""
+        """Encode the request; raise ForkUnavailable if it is too long for one message."""
         message = json.dumps(asdict(self)).encode()
         if len(message) > MAX_REQUEST_BYTES:
             raise ForkUnavailable(
@@ -61,8 +66,10 @@ class ForkRequest:
 
 
 def select_fork_server(environment: Mapping[str, str]) -> Path | None:
-    """The nursery that a process of this environment may come from; None: it is spawned, as it also
-    is below a debugger, which sees what it has started itself only.
+    """Select the fork server for a process with this environment; None to spawn the process.
+
+    A process under a debugger is spawned, because a debugger follows only processes that it
+    started.
     """
     named = environment.get(FORK_SERVER_ENV, "")
     debugged = sys.gettrace() is not None or "pydevd" in sys.modules
@@ -70,14 +77,15 @@ def select_fork_server(environment: Mapping[str, str]) -> Path | None:
 
 
 def shorten_socket_path(path: Path, directory: int) -> str:
-    """A name of the socket `path` that fits into an address, whatever the length of the path;
-    `directory` is an open descriptor of its directory.
+    """Return a short name of the socket `path` that fits into a socket address.
+
+    `directory` is an open descriptor of the socket's directory.
     """
     return f"/proc/self/fd/{directory}/{path.name}"
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end runs as this one's user."""
+    """Return True if the peer process runs as this process's user."""
     size = struct.calcsize("3i")
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     _, uid, _ = struct.unpack("3i", peer)
@@ -85,7 +93,7 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 def connect(connection: socket.socket, fork_server: Path) -> None:
-    """Connects to a nursery; OSError when it is not there, or another user's."""
+    """Connect to a fork server; raise OSError if it is missing or belongs to another user."""
     directory = os.open(fork_server.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         connection.connect(shorten_socket_path(fork_server, directory))
@@ -96,7 +104,9 @@ def connect(connection: socket.socket, fork_server: Path) -> None:
 
 
 def is_answering(fork_server: Path) -> bool:
-    """Whether a nursery refuses what is no order, as it does while it serves; within ANSWER_S."""
+    """Return True if a fork server rejects an invalid request within ANSWER_TIMEOUT_S, so it is
+    serving.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(ANSWER_TIMEOUT_S)
         try:
@@ -108,10 +118,12 @@ def is_answering(fork_server: Path) -> bool:
 
 
 class ForkedProcess:
-    """The owner's end of a forked process's connection."""
+    """Owner's end of a forked process's connection."""
 
     def __init__(self, connection: socket.socket, pid: int, guard_pid: int = 0) -> None:
-        """`guard`: the pid of the process's guard, whose end is told as its end."""
+        """Create the owner's end. `guard_pid` is the pid of the process's guard, whose exit counts
+        as the process's.
+        """
         self.pid, self.guard_pid = pid, guard_pid
         self._connection: socket.socket | None = connection
         self._status: int | None = None
@@ -120,7 +132,9 @@ class ForkedProcess:
     def request(
         cls, fork_server: Path, request: ForkRequest, descriptors: Mapping[str, int]
     ) -> ForkedProcess:
-        """A process that waits for `go`; NoBirth says why there is none."""
+        """Request a process that waits for `go`; raise ForkUnavailable with the reason if there is
+        none.
+        """
         message = request.encode()
         with contextlib.ExitStack() as on_failure:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -139,13 +153,15 @@ class ForkedProcess:
         return cls(connection, answer["pid"], answer.get("guard", 0))
 
     def start(self) -> None:
-        """Lets the process begin; nothing happens if it has ended."""
+        """Let the process run its program; do nothing if it has exited."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.send(START_MESSAGE)
 
     def poll(self) -> int | None:
-        """The exit status (negative: a signal), once the nursery has told it."""
+        """Return the exit status (negative: a signal) once the fork server has sent it, else
+        None.
+        """
         if self._status is None and self._connection is not None:
             try:
                 told = self._connection.recv(MAX_REQUEST_BYTES)
@@ -160,15 +176,17 @@ class ForkedProcess:
 
     @property
     def is_status_lost(self) -> bool:
-        """Whether the nursery has ended before the process, so that nothing will be told."""
+        """True if the fork server exited before the process, so that no status will arrive."""
         return self._connection is None and self._status is None
 
     def fileno(self) -> int:
-        """What becomes readable when the nursery tells the status, or ends; -1 after that."""
+        """Return a descriptor that is readable once the status or the server's exit arrives; -1
+        after that.
+        """
         return -1 if self._connection is None else self._connection.fileno()
 
     def close(self) -> None:
-        """Closes the connection; a process that was not let go ends."""
+        """Close the connection; a process that has not started its program exits."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -1,11 +1,11 @@
-"""The nursery of a host: a process that has imported what others need, and forks them on request.
+"""Fork server of a host: it imports the modules that processes need, and forks on request.
 
+Start it by
     python -m meshrl.common.mesh.process.forking.fork_server SOCKET MODULE...
 
 It has one thread and no ZeroMQ context, event loop, process group or CUDA context, so that a fork
-is whole; it checks that before it listens. Children belong to whoever asked for them
-(`fork_client.py`), and live on when the nursery ends. `fork_setup.py` says what a child shares with
-it.
+is complete. It checks that before it listens. Children belong to their requester
+(`fork_client.py`), and survive the fork server. `fork_setup.py` lists what a child shares with it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from meshrl.common.mesh.process.forking.fork_client import (
 )
 
 BACKLOG = 128
-# What an interpreter and its libraries read of their environment only when they are loaded: where
-# a process wants another value than the nursery had, it is spawned.
+# Variables that an interpreter and its libraries read only when they are loaded. A process that
+# needs another value than the fork server's is spawned.
 LOAD_TIME_PREFIXES = (
     "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_",
     "PYTHON", "PYTORCH_", "TORCH_",
@@ -46,7 +46,7 @@ RESETTABLE_VARIABLES = {fork_setup.THREADS_ENV, "PYTHONPATH", *fork_setup.MALLOP
 
 
 class ForkContext(NamedTuple):
-    """What a fork has to go by, in the child."""
+    """Request, descriptors and owner's connection of a fork, in the child."""
 
     request: ForkRequest
     descriptors: Mapping[str, int]
@@ -54,7 +54,7 @@ class ForkContext(NamedTuple):
 
 
 class ForkServer:
-    """Serves orders at `listener` until the process is ended."""
+    """Fork server that serves requests at `listener` until the process is ended."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -69,7 +69,7 @@ class ForkServer:
         self._selector.register(self._wakeup_fd, selectors.EVENT_READ)
 
     def serve(self) -> ForkContext:
-        """Returns in a forked child only."""
+        """Serve requests. Returns in a forked child only."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
@@ -78,8 +78,8 @@ class ForkServer:
                 elif isinstance(key.fileobj, socket.socket):
                     self._selector.unregister(key.fileobj)
                     if (forked := self._answer(key.fileobj)) is not None:
-                        # A selector is part of a cycle: the collection that finds it, and the
-                        # sockets that it knows, would close numbers that are others' by then.
+                        # A selector is part of a reference cycle. Its collection would close the
+                        # descriptors of its sockets, whose numbers may be reused by then.
                         self._selector.close()
                         for end in (self._listener, *self._connections.values()):
                             end.close()
@@ -88,7 +88,9 @@ class ForkServer:
                     self._report_exits()
 
     def _answer(self, connection: socket.socket) -> ForkContext | None:
-        """Forks what is ordered, or says why not; a Newborn in the child."""
+        """Fork as requested, or answer with the reason for a rejection; return a ForkContext in the
+        child.
+        """
         descriptors: list[int] = []
         try:
             message, descriptors, _, _ = socket.recv_fds(
@@ -103,7 +105,7 @@ class ForkServer:
             connection.close()
             return None
         if pid == 0:
-            os.setsid()  # before its owner hears of it: who ends the nursery ends its group
+            os.setsid()  # a kill of the fork server's group must not reach the child
             passed = dict(zip(order.passed, descriptors, strict=True))
             about: dict[str, object] = {}
             if order.guarded:
@@ -130,13 +132,14 @@ class ForkServer:
             raise ValueError(f"another environment than the nursery's: {differ}")
 
     def _report_exits(self) -> None:
-        """Tells owners how their children ended, whose sessions' leftovers are killed before their
-        numbers are free.
+        """Report exit statuses to the owners.
+
+        The remaining processes of a child's session are killed before its pid can be reused.
         """
         os.read(self._wakeup_fd, 1 << 16)
-        with contextlib.suppress(ChildProcessError):  # there are no more
+        with contextlib.suppress(ChildProcessError):  # no more children
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                with contextlib.suppress(ProcessLookupError):  # it ended before it had a session
+                with contextlib.suppress(ProcessLookupError):  # it exited before it had a session
                     os.killpg(ended.si_pid, signal.SIGKILL)
                 _, status = os.waitpid(ended.si_pid, 0)
                 owner = self._connections.pop(ended.si_pid)
@@ -145,8 +148,8 @@ class ForkServer:
 
 
 def insert_guard(request: ForkRequest, descriptors: Mapping[str, int]) -> dict[str, int]:
-    """Puts a guard in front of this process; its standard streams from now on."""
-    signal.set_wakeup_fd(-1)  # the guard, which keeps the pid, has signals of its own
+    """Put a guard in front of this process; return its standard streams from now on."""
+    signal.set_wakeup_fd(-1)  # the guard, which keeps the pid, handles signals itself
     title = [request.executable, "-m", guard.__name__, request.module]
     writing = guard.fork_guarded(
         descriptors["death"],
@@ -157,19 +160,19 @@ def insert_guard(request: ForkRequest, descriptors: Mapping[str, int]) -> dict[s
 
 
 def send_answer(connection: socket.socket, answer: Mapping[str, object]) -> None:
-    """Sends an answer to an owner, unless it has ended."""
+    """Send an answer to an owner, unless it has exited."""
     with contextlib.suppress(OSError):
         connection.send(json.dumps(answer).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def close_descriptors(descriptors: list[int]) -> None:
-    """Closes what came with an order."""
+    """Close the descriptors of a request."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def select_load_time_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a running process cannot take over."""
+    """Select the variables that take effect only when a process starts."""
     return {
         name: value
         for name, value in environment.items()
@@ -178,7 +181,7 @@ def select_load_time_variables(environment: Mapping[str, str]) -> dict[str, str]
 
 
 def require_forkable() -> None:
-    """RuntimeError when an import has started a thread, or has begun to use a GPU."""
+    """Raise RuntimeError if an import has started a thread or has begun to use a GPU."""
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise RuntimeError(f"{len(threads)} threads: a fork would have the locks of one only")
@@ -194,8 +197,9 @@ def require_forkable() -> None:
 
 
 def open_listener(path: Path) -> socket.socket:
-    """A socket at `path`, for this user only, in place of what an earlier nursery left. It is there
-    once it listens: nobody who finds it is refused.
+    """Open a socket at `path` for this user only, replacing that of an earlier fork server.
+
+    The path appears once the socket listens, so that no client's connection is refused.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -214,21 +218,21 @@ def open_listener(path: Path) -> socket.socket:
 
 
 def main(path: Path, modules: list[str]) -> None:
-    """Imports the modules, then serves at `path` until it is ended."""
+    """Import the modules, then serve at `path` until the process is ended."""
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [place for place in sys.path[1:] if place not in own]
     gc.disable()
     for module in modules:
         importlib.import_module(module)
     require_forkable()
-    # What imports would have removed at the end of this process is its own, and no child's: a
-    # temporary directory is still there for the others. (PyTorch's operators take 30 ms of CPU.)
+    # Exit finalizers of imports belong to this process, not to its children: other processes still
+    # use a temporary directory. (PyTorch's operators take 30 ms of CPU.)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     gc.collect()
-    gc.freeze()  # what is imported stays, and no collection of a child touches its pages
+    gc.freeze()  # imports stay, and no collection in a child touches their pages
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # a child takes one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # each child takes one
     forked = ForkServer(open_listener(path)).serve()
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     os._exit(fork_setup.run_forked(*forked, paths))

@@ -1,8 +1,7 @@
-"""What a forked process sets anew before it becomes a program, so that it is what a fresh
-interpreter would be: it shares with its nursery imported modules and nothing else.
+"""Set-up of a forked process before it runs its program, as in a fresh interpreter.
 
-Not set anew, because only `exec` reads it: hash randomisation, the number of threads of NumPy's
-BLAS (one), resource limits, the control group.
+It shares only imported modules with its fork server. Settings that only `exec` reads stay: hash
+randomisation, the number of threads of NumPy's BLAS (one), resource limits, the control group.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from meshrl.common.mesh.process.entry.child import (
 from meshrl.common.mesh.process.forking.fork_client import START_MESSAGE, ForkRequest
 from meshrl.common.mesh.process.output.streams import install_lossy_output
 
-MALLOPT_PARAMETERS = {  # glibc reads these when a program starts; afterwards they are set by number
+MALLOPT_PARAMETERS = {  # glibc reads these when a program starts; later they are set by number
     "MALLOC_TRIM_THRESHOLD_": -1,
     "MALLOC_MMAP_THRESHOLD_": -3,
     "MALLOC_ARENA_MAX": -8,
@@ -50,9 +49,9 @@ def run_forked(
     connection: socket.socket,
     paths: list[str],
 ) -> int:
-    """Runs the order's module in this process, which has just been forked; its exit status."""
+    """Run the request's module in this process, a fresh fork, and return its exit status."""
     reset_descriptors(descriptors, connection)
-    # Every signal does what it does in a fresh interpreter, and none is blocked.
+    # Every signal has the handler of a fresh interpreter, and none is blocked.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -71,15 +70,15 @@ def run_forked(
 
 
 def wait_for_start(connection: socket.socket) -> bool:
-    """Waits for the owner's word; False when it has ended, or has given the process up."""
+    """Wait for the owner's go; return False if the owner has exited or closed the connection."""
     try:
         return connection.recv(len(START_MESSAGE)) == START_MESSAGE
-    except ConnectionResetError:  # it ended before it had read that there is a process
+    except ConnectionResetError:  # it exited before it read the pid
         return False
 
 
 def reset_descriptors(descriptors: Mapping[str, int], connection: socket.socket) -> None:
-    """Ties the process to its owner, and closes everything that was not passed to it."""
+    """Tie the process to its owner, and close all descriptors that were not passed to it."""
     os.fchdir(descriptors["cwd"])
     kept = {0, 1, 2, connection.fileno(), descriptors.get("channel", 0)}
     if "death" in descriptors:
@@ -88,7 +87,7 @@ def reset_descriptors(descriptors: Mapping[str, int], connection: socket.socket)
     os.dup2(descriptors["stdout"], 1)
     os.dup2(descriptors["stderr"], 2)
     for number in {int(name) for name in os.listdir("/proc/self/fd")} - kept:
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing
             os.close(number)
     for number in kept - {0, 1, 2}:
         os.set_inheritable(number, False)
@@ -97,8 +96,8 @@ def reset_descriptors(descriptors: Mapping[str, int], connection: socket.socket)
 def reset_environment(
     request: ForkRequest, environment: Mapping[str, str], paths: list[str]
 ) -> None:
-    """Environment, module path, niceness, file mode, and what `ps` shows."""
-    os.environ.clear()  # unset in C too, where others would point into what `show` overwrites
+    """Set the environment, module path, niceness, file mode, and the title that `ps` shows."""
+    os.environ.clear()  # also in C, whose pointers lead into memory that the title overwrites
     os.environ.update(environment)
     inherited = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
     sys.path[:] = [os.getcwd(), *inherited, *paths]
@@ -108,8 +107,9 @@ def reset_environment(
 
 
 def set_process_title(argv: list[str], environment: Mapping[str, str]) -> None:
-    """Writes command line and environment where the kernel reads them for /proc, as far as there is
-    room; ours first, because a mesh finds its processes by them.
+    """Write command line and environment where the kernel reads them for /proc, as far as they fit.
+
+    MESHRL variables come first, because a mesh finds its processes by them.
     """
     stat = Path("/proc/self/stat").read_text()
     fields = [int(field) for field in stat[stat.rindex(")") + 4 :].split()]
@@ -119,7 +119,7 @@ def set_process_title(argv: list[str], environment: Mapping[str, str]) -> None:
 
 
 def overwrite_words(fields: list[int], index: int, words: Iterable[str]) -> None:
-    """Puts words, each ended by a zero, into the memory between two addresses."""
+    """Write words, each ended by a zero byte, into the memory between two addresses."""
     start, end = fields[index], fields[index + 1]
     content = b""
     for word in words:
@@ -131,7 +131,7 @@ def overwrite_words(fields: list[int], index: int, words: Iterable[str]) -> None
 
 
 def reset_libraries(environment: Mapping[str, str]) -> None:
-    """What libraries read of the environment when they were loaded; random numbers."""
+    """Apply the variables that libraries read when they were loaded; seed random numbers."""
     libc = ctypes.CDLL(None)
     for name, parameter in MALLOPT_PARAMETERS.items():
         if name in environment and hasattr(libc, "mallopt"):
@@ -151,7 +151,7 @@ def reset_libraries(environment: Mapping[str, str]) -> None:
 
 
 def run_module(module: str, arguments: list[str]) -> int:
-    """Runs a module as a program to its very end, as the interpreter does; its exit status."""
+    """Run a module as a program, including exit functions, and return its exit status."""
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)
     gc.enable()
@@ -167,7 +167,7 @@ def run_module(module: str, arguments: list[str]) -> int:
         failure.write_failure(error)
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

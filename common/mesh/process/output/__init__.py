@@ -1,1 +1,1 @@
-"""Bounds of what a process prints. Open `streams.py` first."""
+"""Bounds of a process's output. Open `streams.py` first."""

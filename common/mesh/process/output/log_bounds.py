@@ -11,23 +11,19 @@ import re
 import stat
 import time
 
-RATE_BYTES_PER_S = (
-    1 << 20
-)  # bytes a second that a process may write to its log; what is beyond is dropped
-BURST_BYTES = 4 << 20  # bytes that it may write at once
-MAX_LOG_BYTES = (
-    16 << 20
-)  # length of a log at which it starts again; the part before it is kept once
-PREVIOUS_SUFFIX = ".1"  # behind the name of a log: the part before it
+RATE_BYTES_PER_S = 1 << 20  # bytes per second that a process may write to its log; more is dropped
+BURST_BYTES = 4 << 20  # maximum burst
+MAX_LOG_BYTES = 16 << 20  # length at which a log is rotated; one previous part is kept
+PREVIOUS_SUFFIX = ".1"  # suffix of a log's previous part
 COPY_BYTES = 1 << 20
 NOTICE = re.compile(rb"\[meshrl: this log goes on from \S+; (\d+) bytes before that were deleted\]")
 
 
 class LogBudget:
-    """A token bucket of bytes that also counts what was dropped.
+    """Token bucket of bytes that also counts dropped bytes.
 
-    After a drop nothing is let through until a second's worth of bytes is there, so that a process
-    that prints for ever gives one notice a second.
+    After a drop nothing passes until a second's worth of bytes is available, so that endless output
+    gives one notice per second.
     """
 
     def __init__(self) -> None:
@@ -35,7 +31,7 @@ class LogBudget:
         self.dropped_bytes = 0  # bytes since the last notice
 
     def allow(self, size_bytes: int) -> int:
-        """Return `most` if so many bytes may be written now, else 0."""
+        """Return `size_bytes` if that many bytes may be written now, else 0."""
         now = time.monotonic()
         self._budget_bytes = min(
             BURST_BYTES, self._budget_bytes + (now - self._refilled_at) * RATE_BYTES_PER_S
@@ -52,7 +48,9 @@ class LogBudget:
         self._budget_bytes -= size
 
     def take_notice(self) -> bytes:
-        """Return the line that reports what was dropped, and count anew; empty if nothing was."""
+        """Return the line that reports dropped output, and reset its count; empty if none was
+        dropped.
+        """
         dropped, self.dropped_bytes = self.dropped_bytes, 0
         if not dropped:
             return b""
@@ -61,17 +59,17 @@ class LogBudget:
 
 
 def rotate_if_long(fd: int, max_bytes: int = MAX_LOG_BYTES) -> bool:
-    """Start a log again that is longer than `most` bytes; True if it was.
+    """Rotate a log that is longer than `max_bytes`; return True if it was.
 
-    Its content goes to `NAME.1`, in place of an older part. `fd` writes to it by appending, as all
-    others that have it open do, so they write on at its new end.
+    Its content goes to `NAME.1`, in place of an older part. All writers have the log open for
+    appending, as `fd` is, so they continue at its new end.
     """
     about = os.fstat(fd)
     if not stat.S_ISREG(about.st_mode) or about.st_size <= max_bytes:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process is at it
+    except OSError:  # another process rotates it
         return False
     try:
         if os.fstat(fd).st_size <= max_bytes:
@@ -88,26 +86,26 @@ def rotate_if_long(fd: int, max_bytes: int = MAX_LOG_BYTES) -> bool:
 
 
 def rotate_file_if_long(path: str | os.PathLike[str]) -> None:
-    """Start a log again that is too long, whatever processes write to it, if there is one."""
+    """Rotate a log that is too long, whichever processes write to it, if it exists."""
     try:
         if os.stat(path).st_size <= MAX_LOG_BYTES:
             return
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError:  # it has gone, or no descriptor is to be had: at the next look
+    except OSError:  # missing, or no descriptor is left: retry at the next check
         return
     try:
         rotate_if_long(log)
-    except OSError:  # a full disk, which it was cut short on anyway
+    except OSError:  # a full disk; the log is truncated anyway
         return
     finally:
         os.close(log)
 
 
 def _save_previous(path: str, about: os.stat_result) -> int:
-    """Copy a log to where its part before is kept; return how many bytes are there no more."""
+    """Copy a log to the path of its previous part; return the number of bytes that were deleted."""
     try:
         source = os.open(path, os.O_RDONLY)
-    except OSError:  # it was deleted, and is only truncated
+    except OSError:  # it was deleted, so it is only truncated
         return about.st_size
     try:
         if not os.path.samestat(os.fstat(source), about):
@@ -122,7 +120,7 @@ def _save_previous(path: str, about: os.stat_result) -> int:
             while at < size and (sent := os.sendfile(target, source, at, COPY_BYTES)):
                 at += sent
             return deleted
-        except OSError:  # no room: what is saved so far stays
+        except OSError:  # no space: keep the part that is saved
             return deleted + about.st_size - os.fstat(target).st_size
         finally:
             os.close(target)

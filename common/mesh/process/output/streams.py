@@ -1,5 +1,5 @@
-"""Standard output and error of a process whose log may lie on a full disk: what there is no room
-for is lost, and nobody fails for it.
+"""Standard output and error for a log on a full disk: output without space is dropped without an
+error.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class _LossyStream(io.FileIO):
-    """A descriptor that takes everything, and forgets what a full disk does not; of a log also what
-    is more than `log_bounds` allows.
+    """Stream to a descriptor that drops what a full disk rejects.
+
+    For a log file it also drops what `log_bounds` does not allow.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "wb", closefd=False)
-        # Behind a pipe a guard holds the limit, for all that write to it.
+        # Behind a pipe the guard enforces the limit for all writers.
         self._budget = LogBudget() if stat.S_ISREG(os.fstat(number).st_mode) else None
 
     def write(self, content: Any) -> int:
@@ -48,8 +49,8 @@ class _LossyStream(io.FileIO):
 
 
 def install_lossy_output() -> None:
-    """Makes this process's own standard output and error such streams, unless somebody has put
-    others in their place.
+    """Replace this process's own standard output and error by lossy streams; keep redirected
+    ones.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

@@ -1,1 +1,3 @@
-"""Keeping children running: supervisors, their budgets, leases. Open `supervisor.py` first."""
+"""Supervision of child processes: supervisors, their budgets, leases. Open `supervisor.py`
+first.
+"""

@@ -1,4 +1,6 @@
-"""Processes that ended unasked: told as events, counted by name, and charged to their jobs."""
+"""Unexpected exits of processes: published as events, counted by name, and charged to their
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX, job_prefix
 
 EXITS_KEY = f"{MESH_PREFIX}:ended"
-REPORT_TIMEOUT_S = 2.0  # a report must not hold up a restart
-RETRY_LIMIT_S = 60.0  # while Redis is away it is tried again for so long
+REPORT_TIMEOUT_S = 2.0  # seconds; a report must not delay a restart
+RETRY_LIMIT_S = 60.0  # seconds of retries while Redis is unavailable
 RETRY_S = 1.0
 NO_FAILURE = Failure("", "")
-CRASH = "crash"  # what `restart` is of an end without an error: a signal, or no word
+CRASH = "crash"  # restart class of an exit without an error: a signal, or no report
 CRASH_SIGNALS = {
     signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
     signal.SIGTRAP,
@@ -31,45 +33,45 @@ CRASH_SIGNALS = {
 
 @dataclass(frozen=True)
 class LastExit:
-    """The last end of a process of this name."""
+    """Last exit of a process with this name."""
 
     name: str
     job: str
     code: int
     why: str
     at_ms: int
-    times: int  # that processes of this name have ended unasked
-    final: bool  # it was not started again
+    times: int  # unexpected exits of processes with this name
+    final: bool  # it was not restarted
     error: dict[str, str] = field(default_factory=dict)  # type, text, where, fix; empty: none
     log: str = ""
 
     @property
     def told(self) -> str:
-        """The error, or else how it ended."""
+        """Error of the process, or else the reason of its exit."""
         return format_failure(self.error) or self.why
 
 
 @dataclass(frozen=True)
 class ExitReport:
-    """What a parent tells of a child that has ended."""
+    """Report of a parent about a child that has exited."""
 
     name: str
     code: int
     why: str
     failure: Failure | None = None
-    job: str = ""  # that the process works for alone
-    final: bool = False  # it is not started again
-    spent: bool = False  # its restarts are spent: its job fails, if it may be the job's fault
+    job: str = ""  # the only job that the process works for
+    final: bool = False  # it is not restarted
+    spent: bool = False  # its budget is exhausted: its job fails, if it may be the cause
     log: str = ""
-    event: bool = True  # False: the event was told before, and this is what became of it
-    charged: bool = True  # False: it never fails its job, which has another bound for it
-    ran_s: float = 0.0  # how long it ran: what had come up can succeed
-    count: int = 1  # processes of this name that have ended so since the last report
+    event: bool = True  # False: the event is published, and this report is its outcome
+    charged: bool = True  # False: it never fails its job, which bounds its exits otherwise
+    ran_s: float = 0.0  # run time: a process that was ready can succeed
+    count: int = 1  # such exits of this name since the last report
     operation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 async def report_exit(state: StateClient, report: ExitReport) -> bool:
-    """Records an end, once for a report; whether its job failed by it."""
+    """Record an exit once per report; return True if its job failed by it."""
     failure = report.failure or NO_FAILURE
     restart = failure.restart if report.failure is not None else CRASH
     job = report.job or failure.job
@@ -81,14 +83,16 @@ async def report_exit(state: StateClient, report: ExitReport) -> bool:
         "told": f"{report.name} ended by {report.failure or format_exit(report.code, report.why)}",
         "advice": compose_advice(report, restart),
     }
-    # The end of what a job's author has written fails no job: who tells of it may read none.
+    # The exit of a job's own code fails no job: its reporter may not read jobs.
     script = "process_ended" if report.charged or restart != CRASH else "end_seen"
     answer = await state.run_script(script, [job_prefix(job) if job else MESH_PREFIX], args)
     return bool(answer["failed"])
 
 
 def compose_advice(report: ExitReport, restart: str) -> str:
-    """What a job's error says after the cause: what to do, and what the log has of it."""
+    """Compose the part of a job's error after the cause: a remedy, and the last lines of the
+    log.
+    """
     text = ""
     if restart == CRASH:
         text = f". {advise_on_status(report.code)}"
@@ -102,7 +106,7 @@ def compose_advice(report: ExitReport, restart: str) -> str:
 
 
 def format_exit(code: int, why: str) -> str:
-    """How a process ended, with the name of its signal: `signal 11 (SIGSEGV)`."""
+    """Format the reason of an exit, with the name of its signal: `signal 11 (SIGSEGV)`."""
     if code >= 0 or why != f"signal {-code}":
         return why
     try:
@@ -112,7 +116,7 @@ def format_exit(code: int, why: str) -> str:
 
 
 def advise_on_status(code: int) -> str:
-    """Where to look when nothing but the exit status `code` is known."""
+    """Return advice for an exit of which only the status `code` is known."""
     if -code in CRASH_SIGNALS:
         return (
             "Native code has crashed (a kernel, a driver, a library): its log has what it said "
@@ -126,7 +130,7 @@ def advise_on_status(code: int) -> str:
 
 
 async def read_last_exits(state: StateClient) -> list[LastExit]:
-    """The last end of every process that has ended unasked, the latest first."""
+    """Return the last unexpected exit of every process, the latest first."""
     row = (await state.run_mesh_script("row", key=EXITS_KEY))["row"] or {}
     known = LastExit.__dataclass_fields__
     rows = map(json.loads, row.values())
@@ -135,19 +139,23 @@ async def read_last_exits(state: StateClient) -> list[LastExit]:
 
 
 async def clear_last_exits(state: StateClient) -> None:
-    """A mesh that starts again knows nothing of how its processes ended before."""
+    """Delete the exits of an earlier run of the mesh."""
     await state.run_command("DEL", EXITS_KEY)
 
 
 class ExitReportSender:
-    """Tells of ends at once, or from the background for a while where Redis does not answer."""
+    """Sender of exit reports: at once, or in the background for a while if Redis does not
+    answer.
+    """
 
     def __init__(self, state: StateClient, clock: Clock) -> None:
         self._state, self._clock = state, clock
         self._background: set[asyncio.Task[None]] = set()
 
     async def report(self, report: ExitReport) -> bool:
-        """Whether the job is known to have failed by it; it takes EVENT_S at most."""
+        """Report an exit within REPORT_TIMEOUT_S; return True if the job is known to have failed by
+        it.
+        """
         try:
             return await self._report_once(report)
         except (StateUnavailable, DeadlineExceeded):
@@ -155,7 +163,7 @@ class ExitReportSender:
             return False
 
     def report_in_background(self, report: ExitReport) -> None:
-        """Tells of an end from the background, as of that of Redis itself."""
+        """Report an exit in the background, such as that of Redis itself."""
         task = asyncio.get_running_loop().create_task(
             self._report_until_accepted(report), name="late report"
         )
@@ -175,11 +183,11 @@ class ExitReportSender:
                 return
 
     def stop(self) -> None:
-        """Drops what could not be told."""
+        """Drop reports that could not be sent."""
         for task in self._background:
             task.cancel()
 
 
 def to_document(end: LastExit) -> dict[str, Any]:
-    """An end as JSON has it."""
+    """Convert an exit to a JSON document."""
     return asdict(end) | {"told": end.told}

@@ -1,7 +1,8 @@
-"""Compares child processes with their leases: frees the names of the dead, finds the stopped.
+"""Comparison of child processes with their leases: it frees the names of exited, and finds stopped
+ones.
 
-A process under SIGSTOP runs, for the kernel, and renews nothing. It is told from a process whose
-Redis was away by watching: only an expiry that was seen through 2 s of good answers counts.
+A process under SIGSTOP runs, for the kernel, and renews nothing. A process that could not reach
+Redis looks the same at first. So an expiry counts only after 2 s of good answers.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from meshrl.common.state import registry
 from meshrl.common.state.redis.client import StateClient
 
 INTERVAL_S = 0.7
-EXPIRED_FOR_S = 2.0  # seconds of seen expiry before a process counts as stopped
-GRACE_S = 10.0  # after an outage of Redis, in which all register again
-REDIS_TIMEOUT_S = 2.0  # for one look; an outage is anything slower
+EXPIRED_FOR_S = 2.0  # observed expiry before a process counts as stopped
+GRACE_S = 10.0  # seconds after an outage of Redis, while all processes register again
+REDIS_TIMEOUT_S = 2.0  # per lookup; slower answers count as an outage
 
 
 class LeaseWatch:
-    """`host` is this machine's id in the registry, `children` those to watch."""
+    """Watch of the leases of `children`; `host` is this machine's id in the registry."""
 
     def __init__(
         self,
@@ -33,19 +34,20 @@ class LeaseWatch:
         self._state, self._clock, self._host = state, clock, host
         self._children = children
         self._expired_since: dict[tuple[str, int], float] = {}
-        self._to_evict: dict[str, int] = {}  # name -> pid of an ended process, not yet evicted
+        self._to_evict: dict[str, int] = {}  # name -> pid of an exited process, not yet evicted
         self._no_verdict_before = 0.0
         self._last_answer_at = clock.monotonic()
 
     async def run(self) -> None:
-        """Looks every `INTERVAL_S` until it is cancelled."""
+        """Check leases every `INTERVAL_S` until cancelled."""
         while True:
             await self._clock.sleep(INTERVAL_S)
             await self.check_leases()
 
     async def check_leases(self) -> None:
-        """Compares all children with their leases once. It gives no verdict while Redis does not
-        answer, nor for a while after.
+        """Compare all children with their leases once.
+
+        It gives no verdict while Redis does not answer, nor for a while after.
         """
         try:
             async with self._clock.timeout(REDIS_TIMEOUT_S, "a look at the leases"):
@@ -63,13 +65,13 @@ class LeaseWatch:
         self._expired_since = {key: before.get(key, now) for key in keys}
 
     def has_expired(self, child: ChildProcess) -> bool:
-        """Whether the child's lease has been seen expired for `EXPIRED_S`."""
+        """Return True if the child's lease has been expired for `EXPIRED_FOR_S` seconds."""
         since = self._expired_since.get((child.name, child.pid))
         now = self._clock.monotonic()
         return since is not None and now - since >= EXPIRED_FOR_S and now >= self._no_verdict_before
 
     async def evict(self, child: ChildProcess) -> None:
-        """Frees the registry name of a child that has ended; later, if Redis is away now."""
+        """Free the registry name of a child that has exited; later, if Redis is unavailable now."""
         self._to_evict[child.name] = child.pid
         try:
             async with self._clock.timeout(REDIS_TIMEOUT_S, "the eviction of a dead process"):
@@ -85,7 +87,7 @@ class LeaseWatch:
             del self._to_evict[name]
 
     async def _find_expired(self) -> list[ChildProcess]:
-        """The children whose leases have ended."""
+        """Return the children whose leases have ended."""
         children = {child.name: child for child in self._children()}
         known = await registry.lookup_all(self._state, list(children)) if children else {}
         gone = {(entry.name, entry.host, entry.pid) for entry in known.values() if not entry.alive}

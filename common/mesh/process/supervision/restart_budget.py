@@ -1,17 +1,18 @@
-"""How often a child is started again: counted by time, and by what ends it again and again."""
+"""Budget of a child's restarts: counted within a time window, and by repeated cause."""
 
 from __future__ import annotations
 
 from collections import deque
 
-FIRST_DELAY_S = 0.05  # before the first restart; it doubles with each that the budget remembers
+FIRST_DELAY_S = 0.05  # seconds before the first restart; doubles with each restart in the window
 LONGEST_DELAY_S = 5.0
 
 
 class RestartBudget:
-    """Counts restarts against a budget of `most` in `within_s`, and as many in a row by the same
-    error after runs that were all shorter than that: a child that takes seconds to fail would never
-    be too often in any span of time.
+    """Counter of restarts against a budget of `max_restarts` in `window_s` seconds.
+
+    The same number also limits restarts in a row by one error after runs shorter than the window. A
+    child that takes seconds to fail would otherwise never exceed the budget.
     """
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
@@ -21,14 +22,14 @@ class RestartBudget:
         self.total_restarts = 0
 
     def record_exit(self, cause: str, ran_s: float, now: float) -> float:
-        """Notes an end; returns since when (seconds) this cause has ended it in a row."""
+        """Record an exit; return the time in seconds since which this cause has repeated."""
         if cause != self._cause or ran_s > self._window_s:
             self._cause, self._same_cause_count, self._same_cause_since = cause, 0, now
         self._same_cause_count += 1
         return now - self._same_cause_since
 
     def next_delay(self, now: float) -> float | None:
-        """Seconds to wait before a restart at `now`; None when the budget is spent."""
+        """Return the seconds to wait before a restart at `now`; None if the budget is exhausted."""
         while self._times and self._times[0] <= now - self._window_s:
             self._times.popleft()
         if len(self._times) >= self._max_restarts or self._same_cause_count > self._max_restarts:
@@ -40,12 +41,12 @@ class RestartBudget:
 
     @property
     def exhaustion_reason(self) -> str:
-        """What spent the budget, said to a person."""
+        """Explain what exhausted the budget."""
         if len(self._times) >= self._max_restarts:
             return f"ended more than {self._max_restarts} times in {self._window_s:g} s"
         return f"ended {self._same_cause_count} times in a row so"
 
     def reset(self) -> None:
-        """Begins a fresh budget; since when it ends so is kept."""
+        """Reset the budget; the start of the repeated cause stays."""
         self._times.clear()
         self._same_cause_count = 0

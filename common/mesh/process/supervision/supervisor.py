@@ -1,4 +1,4 @@
-"""A supervisor in the manner of Erlang: it restarts processes within a budget, then escalates.
+"""Supervisor in the manner of Erlang: it restarts processes within a budget, then escalates.
 
 Source of the strategies and of the restart intensity: Erlang/OTP, `supervisor` behaviour.
 """
@@ -25,23 +25,25 @@ from meshrl.common.mesh.process.supervision.restart_budget import (
     RestartBudget,
 )
 
-LEASE_CHECK_S = 0.5  # how often a running child's lease is looked at
-START_FAILED_STATUS = 1  # what a run that could not even begin ended with
+LEASE_CHECK_S = 0.5  # seconds between two checks of a running child's lease
+START_FAILED_STATUS = 1  # exit status of a run that could not start
 
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to run. `name` is also the child's name in the registry."""
+    """Command of a child and its restart policy. `name` is also the child's name in the
+    registry.
+    """
 
     name: str
     argv: list[str]
     env: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
     restart: Literal["always", "on_failure", "never"] = "always"
-    # Restarts, seconds: more in that time is given up, and so are more in a row by one error after
-    # runs that were all shorter.
+    # Restarts, seconds: the supervisor gives up after more restarts within that time. It also gives
+    # up after more exits in a row by one error, each after a shorter run.
     budget: tuple[int, float] = (5, 60.0)
-    is_critical: bool = False  # its loss for good escalates
+    is_critical: bool = False  # its permanent loss escalates
     stage: int = 0  # started from the lowest, stopped from the highest
     own_session: bool = False
     die_with_parent: bool = True
@@ -50,54 +52,60 @@ class ChildSpec:
 
 @dataclass(frozen=True)
 class ChildExit:
-    """How a run of a child ended: `why` in a few words, `failure` in its own."""
+    """Exit of one run of a child: `why` in a few words, `failure` as the child's own report."""
 
     code: int
     why: str  # "signal 9", "exit status 1", "stopped"
     failure: Failure | None = None
-    restart_count: int = 0  # how often it had been started again until then
-    final: bool = False  # it is not started again: it would only fail again
-    is_requested: bool = False  # its supervisor ended it
-    run_time_s: float = 0.0  # from its start to its end
-    repeating_for_s: float = 0.0  # since it first ended so, and by nothing else
+    restart_count: int = 0  # restarts before this exit
+    final: bool = False  # not restarted: it can only fail again
+    is_requested: bool = False  # its supervisor stopped it
+    run_time_s: float = 0.0  # from start to exit
+    repeating_for_s: float = 0.0  # since its first exit by this cause, without another cause
 
     @property
     def cause(self) -> str:
-        """What tells this end from those by other causes; no numbers that each end has anew."""
+        """Cause that distinguishes this exit from those by other causes, without numbers that
+        vary.
+        """
         return f"{self.failure.type} {self.failure.where}" if self.failure is not None else self.why
 
     @property
     def description(self) -> str:
-        """The error if there is one, else how it ended."""
+        """Error of the run if there is one, else the reason of its exit."""
         return str(self.failure) if self.failure is not None else self.why
 
 
 class SupervisorHooks:
-    """Callbacks for the owner of a supervisor; override what is needed. An error in one is printed
-    and passed over: a child is restarted though Redis is away.
+    """Callbacks for the owner of a supervisor; override those that are needed.
+
+    An error in a callback is printed and ignored: a child restarts even while Redis is unavailable.
     """
 
     async def on_start(self, child: ChildProcess) -> None:
-        """A child has been started, for the first time or again."""
+        """Handle the start or restart of a child."""
 
     async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
-        """A child has ended and is not restarted yet: the moment to free its registry name."""
+        """Handle the exit of a child before its restart: the moment to release its registry
+        name.
+        """
 
     def has_lease_expired(self, child: ChildProcess) -> bool:
-        """Whether the child runs although its lease has been gone for long: it is then killed."""
+        """Return True if the child still runs long after its lease expired: it is then killed."""
         return False
 
     async def should_reset_budget(self, spec: ChildSpec, child_exit: ChildExit) -> bool:
-        """Whether a child whose budget is spent starts anew with a fresh one, because what ended it
-        has been taken from it.
+        """Return True if a child with an exhausted budget restarts with a fresh one.
+
+        That is so when the cause of its exit has been removed.
         """
         return False
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
-        """A child is not restarted any more."""
+        """Handle a child that is not restarted again."""
 
     async def on_critical_loss(self, name: str) -> None:
-        """A critical child is lost for good; its supervisor's owner decides what falls with it."""
+        """Handle the permanent loss of a critical child."""
 
 
 async def _run_hook(hook: Coroutine[None, None, None]) -> None:
@@ -112,7 +120,7 @@ class _SupervisedChild:
     spec: ChildSpec
     restarts: RestartBudget
     child: ChildProcess | None = None
-    started_at: float = 0.0  # when it was started
+    started_at: float = 0.0  # monotonic seconds
     start_error: str = ""  # why there is no child: its last start failed
     is_stopping: bool = False
     watcher: asyncio.Task[None] | None = None
@@ -126,9 +134,10 @@ async def _cancel_watcher(running: _SupervisedChild) -> None:
 
 
 class Supervisor:
-    """Children may be given at the start or added later; all methods run on the main thread's loop.
+    """Supervisor of children that are passed at the start or added later.
 
-    With `one_for_all` the end of one restarts all, and is charged to the one that ended.
+    All methods run on the main thread's loop. With `one_for_all` the exit of one child restarts
+    all, and only that child's budget is charged.
     """
 
     def __init__(
@@ -149,7 +158,7 @@ class Supervisor:
 
     @property
     def children(self) -> dict[str, ChildProcess]:
-        """The children that run now, by name."""
+        """Running children by name."""
         return {
             name: running.child
             for name, running in self._children.items()
@@ -157,18 +166,20 @@ class Supervisor:
         }
 
     def count_restarts(self, name: str) -> int:
-        """How often a child has been restarted; KeyError for a name that is not supervised."""
+        """Return how often a child has been restarted; KeyError for a name that is not
+        supervised.
+        """
         return self._children[name].restarts.total_restarts
 
     async def start(self) -> None:
-        """Starts the children that were given, in the order of their stages."""
+        """Start the initial children in the order of their stages."""
         for spec in self._specs:
             await self.add(spec)
 
     async def add(self, spec: ChildSpec, *, adopted: ChildProcess | None = None) -> ChildProcess:
-        """Starts and watches a child, or watches one that an earlier incarnation started.
+        """Start and watch a child, or watch one that an earlier incarnation started.
 
-        A first start that fails is the caller's to handle, and the child is not supervised.
+        If its first start fails, the error reaches the caller and the child is not supervised.
         """
         if spec.name in self._children:
             raise Refused(f"{spec.name} is supervised already", fix="remove it first")
@@ -182,7 +193,7 @@ class Supervisor:
         return child
 
     async def remove(self, name: str, grace_s: float) -> None:
-        """Ends the child (SIGTERM, after `grace_s` SIGKILL) and forgets it."""
+        """Stop the child (SIGTERM, after `grace_s` SIGKILL) and remove it."""
         running = self._children.get(name)
         if running is None:
             raise NotFound(f"no child {name!r}; there are {sorted(self._children)}")
@@ -190,7 +201,7 @@ class Supervisor:
         self._children.pop(name, None)
 
     async def stop(self, grace_s: float) -> None:
-        """Ends all children, stage by stage from the highest, each stage within `grace_s`."""
+        """Stop all children, stage by stage from the highest, each stage within `grace_s`."""
         for running in self._children.values():
             running.is_stopping = True
         for stage in sorted({r.spec.stage for r in self._children.values()}, reverse=True):
@@ -199,7 +210,7 @@ class Supervisor:
         self._children.clear()
 
     def release(self) -> None:
-        """Stops watching and leaves the children running, for the next incarnation to adopt."""
+        """Stop watching and leave the children running, for the next incarnation to adopt."""
         for running in self._children.values():
             if running.watcher is not None:
                 running.watcher.cancel()
@@ -219,7 +230,9 @@ class Supervisor:
         )
 
     async def _restart(self, running: _SupervisedChild) -> None:
-        """A start that fails is a run that failed: the child's watcher tries again or gives up."""
+        """Restart a child. A failed start counts as a failed run, which the child's watcher
+        handles.
+        """
         try:
             running.child = self._spawn(running.spec)
         except Exception as error:
@@ -281,8 +294,9 @@ class Supervisor:
         )
 
     async def _restart_or_give_up(self, running: _SupervisedChild, end: ChildExit) -> bool:
-        """Restarts what has ended, or gives it up: at once what would only fail again. Whether its
-        watcher goes on.
+        """Restart an exited child, or give up at once if it can only fail again.
+
+        Returns True if its watcher continues.
         """
         spec, why = running.spec, end.description
         wanted = spec.restart == "always" or (spec.restart == "on_failure" and end.code != 0)
@@ -315,9 +329,9 @@ class Supervisor:
         return True
 
     async def _restart_siblings(self, ended: _SupervisedChild) -> None:
-        """Each other child's own watcher sees the end, and restarts it without a charge."""
+        """Restart the other children; their watchers observe the exits without charging budgets."""
         if self._group_restart.locked():
-            return  # a sibling's end is why this one ended
+            return  # a sibling's exit ended this child
         async with self._group_restart:
             others = [r for r in self._children.values() if r is not ended and not r.is_stopping]
             await asyncio.gather(*(self._replace(other) for other in others))
@@ -327,7 +341,7 @@ class Supervisor:
         if running.child is not None:
             child, running.child = running.child, None
             await self._terminate(child, FIRST_DELAY_S * 20, "a sibling ended")
-        # The task runs at our next suspension, when the start has succeeded or failed: a hook that
-        # is cancelled leaves no child unwatched.
+        # The task runs at the next suspension, after the start has succeeded or failed. So a
+        # cancelled hook leaves no child unwatched.
         running.watcher = asyncio.create_task(self._watch(running))
         await self._restart(running)

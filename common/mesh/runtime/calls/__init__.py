@@ -1,1 +1,3 @@
-"""Calls and streams between actors: both halves, and what they share. Open `caller.py` first."""
+"""Calls and streams between actors: client and server halves, and shared parts. Open `caller.py`
+first.
+"""

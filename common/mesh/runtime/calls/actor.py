@@ -1,4 +1,4 @@
-"""Actors: the object of a process that answers the methods of one interface."""
+"""Actors: objects of a process that answer the methods of one interface."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ A = TypeVar("A", bound="Actor")
 
 
 class Actor:
-    """The owner of some state. All its methods run on one loop: one at a time between two awaits.
+    """Owner of some state. All its methods run on one loop, one at a time between two awaits.
 
-    A method that is a plain `def` runs as soon as its message is read, without a task: the fast
-    path, for what takes less than a millisecond.
+    A method that is a plain `def` runs as soon as its message is read, without a task. This fast
+    path is for methods under a millisecond.
     """
 
     interface: ClassVar[type[Interface]] = Interface
 
     async def start(self) -> None:
-        """Runs before the actor can be found."""
+        """Start the actor, before other processes can find it."""
 
     async def stop(self) -> None:
-        """Runs when nothing can reach the actor any more."""
+        """Stop the actor, after no call can reach it."""
 
 
 def call(
     method: Call[Q, R],
 ) -> Callable[[Callable[[A, Q], R | Awaitable[R]]], Callable[[A, Q], Any]]:
-    """Marks the method that answers `method`."""
+    """Mark the method that answers `method`."""
     return _make_marker(method)
 
 
 def stream(
     method: Stream[Q, R],
 ) -> Callable[[Callable[[A, Q], AsyncIterator[R]]], Callable[[A, Q], AsyncIterator[R]]]:
-    """Marks the async generator that answers `method`; it is closed when the consumer closes, or is
-    lost.
+    """Mark the async generator that answers `method`.
+
+    It is closed when the consumer closes the stream or is lost.
     """
     return _make_marker(method)
 
@@ -50,7 +51,7 @@ def stream(
 def cast(
     method: Cast[Q],
 ) -> Callable[[Callable[[A, Q], Awaitable[None] | None]], Callable[[A, Q], Any]]:
-    """Marks the method that takes `method`."""
+    """Mark the method that receives `method`."""
     return _make_marker(method)
 
 
@@ -64,7 +65,7 @@ def _make_marker(method: Method[Any]) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, slots=True)
 class BoundMethod:
-    """One method of one actor, ready to be called by the mesh."""
+    """Method of one actor, ready to be called by the mesh."""
 
     method: Method[Any]
     run: Callable[[Any], Any]
@@ -72,7 +73,9 @@ class BoundMethod:
 
 
 def bind(actor: Actor) -> dict[str, BoundMethod]:
-    """Wire name -> method; ConfigError if the actor does not answer exactly its interface."""
+    """Return methods by wire name; raise ConfigError unless the actor answers exactly its
+    interface.
+    """
     bound: dict[str, BoundMethod] = {}
     for name in dir(type(actor)):
         method = getattr(getattr(type(actor), name), "answers", None)

@@ -1,4 +1,4 @@
-"""Batches the small requests of one turn of the event loop into one message."""
+"""Batching of small requests of one event loop iteration into one message."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ R = TypeVar("R")
 
 
 class Batcher(Generic[Q, R]):
-    """Collects requests and sends them together; while `in_flight` batches are out, later ones wait
-    and grow. A future that is cancelled before its
-    request is sent keeps it from being sent.
+    """Batcher that collects requests and sends them together.
 
-    `send` takes a batch and returns one answer for each, in order; an answer that is an exception
-    is raised to its caller.
+    While `max_in_flight` batches are in progress, later ones wait and grow. Cancelling a future
+    before its request is sent prevents the send.
+
+    `send` takes a batch and returns one answer for each request, in order; an answer that is an
+    exception is raised to its caller.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Batcher(Generic[Q, R]):
         self._tasks: dict[asyncio.Task[None], list[tuple[Q, asyncio.Future[R]]]] = {}
 
     def submit(self, request: Q, *, unbatched: bool = False) -> asyncio.Future[R]:
-        """Queues a request; the future resolves with its answer. `alone`: in a batch of its own."""
+        """Queue a request; the future resolves with its answer. `unbatched`: in a separate
+        batch.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
         if unbatched:
@@ -64,7 +67,7 @@ class Batcher(Generic[Q, R]):
 
     def _on_batch_done(self, task: asyncio.Task[None]) -> None:
         for _, future in self._tasks.pop(task):
-            future.cancel()  # where it was cut off before it had answered
+            future.cancel()  # if the task was cancelled before it answered
         self._send_batches()
 
     async def _run(self, batch: list[tuple[Q, asyncio.Future[R]]]) -> None:
@@ -81,9 +84,7 @@ class Batcher(Generic[Q, R]):
                 future.set_result(answer)
 
     async def close(self) -> None:
-        """Cancels the requests that wait, so that nothing is sent from now on, and the batches that
-        are out.
-        """
+        """Cancel waiting requests, so that nothing more is sent, and the batches in progress."""
         while self._queue:
             _, future = self._queue.popleft()
             future.cancel()

@@ -1,5 +1,5 @@
-"""The client half of a mesh's calls: outstanding calls and streams, with their credits, deadlines
-and cancellation.
+"""Client half of a mesh's calls: calls and streams in progress, credits, deadlines and
+cancellation.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from meshrl.common.mesh.wire.frames import (
 
 R = TypeVar("R")
 _ANSWER_KINDS = (REPLY, ERROR)
-# calls outstanding towards one peer: a quarter of the high-water mark, so that no reply is parked
-# for long
+# Calls in progress per peer: a quarter of the high-water mark, so that no reply is parked for
+# long.
 CREDITS_PER_PEER = 256
-# a producer asks after its consumer every 5 s: without a sign for so long there is none
+# Seconds without a frame until a producer counts as lost: it probes its consumer every 5 s.
 STREAM_SILENCE_S = 30.0
-# The registry names a process for the 6 s of a lease after its key or host was revoked, or its port
-# was taken by another; after that the keys are wrong.
+# The registry lists a process for the 6 s of a lease after its key or host was revoked, or another
+# process took its port; after that the keys are wrong.
 WRONG_KEYS_AFTER_S = 10.0
 MAX_REMEMBERED_REJECTIONS = 1024
 
 
 class Caller:
-    """Sends calls and opens streams for one process, and matches answers with them."""
+    """Sender of one process's calls and streams, which matches answers with them."""
 
     def __init__(
         self,
@@ -71,7 +71,9 @@ class Caller:
         sweep: DeadlineTimer,
         redis_silent_at: Callable[[], float] = lambda: -math.inf,
     ) -> None:
-        """`silent_at`: when Redis, which knows the keys, last did not answer."""
+        """Create a caller. `redis_silent_at` returns when Redis, which stores the keys, last did
+        not answer.
+        """
         self._clock, self._redis_silent_at = clock, redis_silent_at
         self._transport, self._incarnation = transport, incarnation
         self._tracer, self._telemetry, self._deadline_timer = tracer, telemetry, sweep
@@ -79,7 +81,7 @@ class Caller:
         self._calls: dict[int, PendingCall] = {}
         self._streams: dict[int, IncomingStream[Any]] = {}
         self._last_id = 0
-        self._rejected_since: dict[str, float] = {}  # by incarnation, until it answers
+        self._rejected_since: dict[str, float] = {}  # by incarnation, until an answer
         sweep.add_callback(self._expire)
 
     # ------------------------------------------------------------ calls
@@ -93,8 +95,9 @@ class Caller:
         now: float,
         deadline: float,
     ) -> PendingCall:
-        """Sends the call, or queues it until a credit is free. The call's future gives the reply's
-        frames.
+        """Send the call, or queue it until a credit is free.
+
+        The call's future returns the reply's frames.
         """
         link = self._peers.get(route.address)
         if link is None:
@@ -143,7 +146,7 @@ class Caller:
         )
 
     def _remove_call(self, call_id: int) -> PendingCall | None:
-        """Removes a row from the table and passes its credit on."""
+        """Remove a row from the table and pass its credit on."""
         row = self._calls.pop(call_id, None)
         if row is None:
             return None
@@ -158,14 +161,14 @@ class Caller:
         return row
 
     def cancel(self, row: PendingCall) -> None:
-        """Tells the callee that the caller no longer waits, so that it need not go on."""
+        """Notify the callee that the caller no longer waits, so that it can stop."""
         if self._remove_call(row.call_id) is not None and row.is_sent:
             self._send_control(CANCEL, row.peer.address, row.call_id, row.route)
 
     def cast(
         self, route: Route, method: Method[Any], body: Frame, buffers: Sequence[Frame]
     ) -> None:
-        """Sends a message that is not answered; nobody learns whether it arrived."""
+        """Send a message without an answer; its arrival remains unknown."""
         self._last_id = call_id = self._last_id + 1
         link = self._peers.get(route.address)
         if link is not None:
@@ -195,8 +198,10 @@ class Caller:
         body: Frame,
         buffers: Sequence[Frame],
     ) -> IncomingStream[R]:
-        """Opens a stream and returns its reading end at once. BadMessage: the request is too large.
-        Overloaded: too much is parked for that process.
+        """Open a stream and return its reading end at once.
+
+        Raises BadMessage if the request is too large, and Overloaded if too much is parked for that
+        process.
         """
         self._last_id = call_id = self._last_id + 1
         now = self._clock.monotonic()
@@ -211,16 +216,16 @@ class Caller:
         return incoming
 
     def grant_credits(self, incoming: IncomingStream[Any], taken: int) -> None:
-        """Tells the producer that `taken` items were read."""
+        """Report to the producer that `taken` items were read."""
         self._send_control(CREDIT, incoming.route.address, incoming.call_id, incoming.route, taken)
 
     def cancel_stream(self, incoming: IncomingStream[Any]) -> None:
-        """Cancels the producer of a stream that is still open."""
+        """Cancel the producer of a stream that is still open."""
         if self._streams.pop(incoming.call_id, None) is not None:
             self._send_control(CANCEL, incoming.route.address, incoming.call_id, incoming.route)
 
     def begin_wait(self, incoming: IncomingStream[Any]) -> float:
-        """Notes that the reader waits from now on, and returns the time at which it gives up."""
+        """Record that the reader waits from now on, and return the time of its deadline."""
         incoming.wait_started_at = self._clock.monotonic()
         deadline = incoming.wait_started_at + incoming.method.idle_s
         self._deadline_timer.schedule(min(deadline, incoming.wait_started_at + STREAM_SILENCE_S))
@@ -229,7 +234,7 @@ class Caller:
     # ------------------------------------------------------------ what arrives
 
     def receive(self, header: tuple[Any, ...], frames: list[Frame]) -> None:
-        """Takes in a frame of an answer. Late and repeated ones are counted and dropped."""
+        """Receive a frame of an answer. Late and repeated frames are counted and dropped."""
         kind, call_id = header[1], header[2]
         if header[6] != self._incarnation:
             self._telemetry.count("frames_for_another_incarnation")
@@ -240,7 +245,7 @@ class Caller:
         if incoming is not None:
             self._receive_stream_frame(incoming, kind, header[7], frames)
             return
-        if kind == CREDIT:  # a producer probes a stream that we have closed
+        if kind == CREDIT:  # a producer probes a closed stream
             self._telemetry.count("probes_of_closed_streams")
             return
         row = self._remove_call(call_id) if kind in _ANSWER_KINDS else None
@@ -268,7 +273,7 @@ class Caller:
             self._streams.pop(incoming.call_id, None)
             incoming.may_have_run = place == 0
             incoming.fail(decode_reported_error(frames, incoming.route.actor))
-        elif kind == CREDIT:  # the producer asks whether anybody is still there
+        elif kind == CREDIT:  # the producer probes its consumer
             if incoming.is_item_lost(place):
                 self._break_stream(incoming, "an item was lost on its way")
             else:
@@ -279,13 +284,14 @@ class Caller:
             self._streams.pop(incoming.call_id, None)
 
     def _break_stream(self, incoming: IncomingStream[Any], why: str) -> None:
-        """Ends a stream that will bring no more; its reader may open another."""
+        """End a stream that brings no more items; its reader may open another."""
         self.cancel_stream(incoming)
         incoming.fail(PeerLost(f"{incoming.method.label}: {why}", where=incoming.route.actor))
 
     def fail_peer(self, address: str, was_reached: bool, was_rejected: bool = False) -> None:
-        """Fails all calls and streams that wait for the process at `address`. `refused`: because
-        the two could not prove to each other that they are of one mesh.
+        """Fail all calls and streams that wait for the process at `address`.
+
+        `was_rejected`: the two could not authenticate each other as members of one mesh.
         """
         why = self._make_key_error if was_rejected else make_peer_lost
         self._peers.pop(address, None)
@@ -351,7 +357,7 @@ class Caller:
     # ------------------------------------------------------------ for the watchdog
 
     def iterate_waits(self) -> Iterator[tuple[str, str, float]]:
-        """(actor, method, since) of every call and stream that is waited for; `since` is monotonic
+        """Yield (actor, method, since) of every awaited call and stream; `since` is monotonic
         seconds.
         """
         for row in self._calls.values():
@@ -361,7 +367,7 @@ class Caller:
                 yield incoming.route.actor, incoming.method.label, incoming.wait_started_at
 
     def list_awaited_routes(self, since: float) -> list[Route]:
-        """Whose answers have been waited for since then or longer."""
+        """Return the routes whose answers have been awaited since that time or longer."""
         rows = [row.route for row in self._calls.values() if row.started_at <= since]
         streams = [
             s.route
@@ -371,7 +377,7 @@ class Caller:
         return list(dict.fromkeys(rows + streams))
 
     def close_idle(self, before: float) -> None:
-        """Closes connections that nothing waits on and nothing used since `before`."""
+        """Close connections without waits that were last used before `before`."""
         busy = {s.route.address for s in self._streams.values()}
         for link in list(self._peers.values()):
             waiting = link.in_flight or link.queue or link.address in busy
@@ -380,7 +386,7 @@ class Caller:
                 self._transport.disconnect(link.address)
 
     def stop(self) -> None:
-        """Fails all calls and streams under way, and tells those who work on them."""
+        """Fail all calls and streams in progress, and notify their callees."""
         for row in list(self._calls.values()):
             self.cancel(row)
             row.fail(make_peer_lost(row.route, row.method))

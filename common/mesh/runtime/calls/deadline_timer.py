@@ -1,5 +1,5 @@
-"""One timer for all deadlines of a process: it is set to the soonest one, and looks at every row
-when it fires.
+"""Single timer for all deadlines of a process: set to the soonest, it checks every row when it
+fires.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Callable
 
 NEVER = float("inf")
-RESOLUTION_S = 0.01  # deadlines closer together than this share one sweep
+RESOLUTION_S = 0.01  # closer deadlines share one check
 
 
 class DeadlineTimer:
-    """The timer; `now` is the clock that deadlines are measured by, in seconds."""
+    """Timer of deadlines; `now` is their clock, in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -22,15 +22,17 @@ class DeadlineTimer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Binds the timer to the running loop."""
+        """Bind the timer to the running loop."""
         self._loop = asyncio.get_running_loop()
 
     def add_callback(self, expire: Callable[[float], float]) -> None:
-        """`expire(now)` ends what is due and returns the soonest deadline that remains."""
+        """Add `expire(now)`, which ends rows that are due and returns the soonest remaining
+        deadline.
+        """
         self._callbacks.append(expire)
 
     def schedule(self, deadline: float) -> None:
-        """Makes sure that a sweep runs at `deadline`."""
+        """Schedule a check at `deadline`."""
         if deadline >= self._due_at:
             return
         assert self._loop is not None
@@ -48,6 +50,6 @@ class DeadlineTimer:
             self.schedule(soonest)
 
     def stop(self) -> None:
-        """Cancels the timer."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()

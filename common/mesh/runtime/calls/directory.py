@@ -1,4 +1,4 @@
-"""The directory of actors: their addresses, looked up in the registry and cached until proved
+"""Directory of actors: their addresses, looked up in the registry and cached until they prove
 wrong.
 """
 
@@ -24,14 +24,12 @@ from meshrl.common.state.redis.client import StateClient
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5
-DEAD_AFTER_LOOKUPS = (
-    2  # looks at which a process must have no lease: after an outage of Redis leases come back
-)
+DEAD_AFTER_LOOKUPS = 2  # lookups without a lease: leases return after an outage of Redis
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where an actor was found."""
+    """Address and incarnation of an actor."""
 
     actor: str
     address: str
@@ -39,7 +37,7 @@ class Route:
 
 
 class ActorDirectory:
-    """The routes that this process knows, filled from the registry."""
+    """Routes that this process has cached from the registry."""
 
     def __init__(
         self,
@@ -48,39 +46,41 @@ class ActorDirectory:
         waits: WaitTable,
         verify: Callable[[registry.RegistryEntry], Awaitable[None]] | None = None,
     ) -> None:
-        """`check` looks whether an entry is true; it raises HandshakeFailed when it is not."""
+        """Create a directory. `verify` raises HandshakeFailed for an entry whose key is wrong."""
         self._state, self._clock, self._waits = state, clock, waits
         self._verify = verify
         self._is_stale = False
-        self.redis_silent_at = -math.inf  # when Redis last did not tell where somebody is
+        self.redis_silent_at = -math.inf  # monotonic time of the last unanswered lookup
         self._routes: dict[str, Route] = {}
         self._lookups: dict[str, asyncio.Task[registry.RegistryEntry | None]] = {}
         self._missing_counts: dict[Route, int] = {}
 
     def find_cached(self, name: str) -> Route | None:
-        """The remembered route of an actor; None: it has to be looked up."""
+        """Return the cached route of an actor; None if it must be looked up."""
         if self._is_stale:
             self._is_stale = False
             self._routes.clear()
         return self._routes.get(name)
 
     def invalidate(self) -> None:
-        """Keys may have been revoked: all are looked up again. From any thread."""
+        """Invalidate all routes, because keys may have been revoked. Runs on any thread."""
         self._is_stale = True
 
     def forget(self, route: Route) -> None:
-        """Drops a route that proved wrong, unless a newer one has replaced it."""
+        """Drop a route that proved wrong, unless a newer one has replaced it."""
         if self._routes.get(route.actor) is route:
             del self._routes[route.actor]
 
     def forget_address(self, address: str) -> None:
-        """Drops all routes to a process."""
+        """Drop all routes to a process."""
         for route in [r for r in self._routes.values() if r.address == address]:
             del self._routes[route.actor]
 
     async def find(self, name: str, deadline: float) -> Route:
-        """Where `name` is now; PeerLost when no process holds that name until the deadline, or none
-        whose key is right; WrongKeys as soon as that is certain.
+        """Find the current route of `name`.
+
+        Raises PeerLost if no process with a right key holds the name until the deadline, and
+        WrongKeys as soon as that is certain.
         """
         pause = FIRST_RETRY_S
         why: MeshError | None = None
@@ -108,7 +108,7 @@ class ActorDirectory:
                 pause = min(2 * pause, LONGEST_RETRY_S)
 
     async def _look_up(self, name: str, deadline: float) -> registry.RegistryEntry | None:
-        """One look into the registry, shared by all who ask at the same time."""
+        """Query the registry once; concurrent callers share the query."""
         task = self._lookups.get(name)
         if task is None:
             task = asyncio.create_task(registry.lookup(self._state, name), name=f"look up {name}")
@@ -119,8 +119,10 @@ class ActorDirectory:
             return await asyncio.shield(task)
 
     async def find_dead(self, routes: Iterable[Route]) -> list[Route]:
-        """The routes of `routes` whose process has lost its name: it may be stopped, its connection
-        open. Nobody is declared dead while Redis is away, nor at the first look after it came back.
+        """Return routes whose process has lost its name: it may be stopped, its connection open.
+
+        No process counts as dead while Redis is unavailable, nor at the first lookup after an
+        outage.
         """
         doubted = self._missing_counts
         self._missing_counts = {}
@@ -137,7 +139,7 @@ class ActorDirectory:
         return found
 
     def stop(self) -> None:
-        """Cancels look-ups that are under way."""
+        """Cancel lookups in progress."""
         for task in self._lookups.values():
             task.cancel()
 

@@ -1,4 +1,4 @@
-"""Calls and streams that wait for answers, and what they fail with."""
+"""Calls and streams that wait for answers, and the errors that end them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ R = TypeVar("R")
 
 @dataclass(slots=True, eq=False)
 class PeerCalls:
-    """The calls under way towards one address, and those that wait for a credit."""
+    """Calls in progress to one address, and those that wait for a credit."""
 
     address: str
-    last_used_at: float  # when last
+    last_used_at: float  # monotonic seconds
     in_flight: int = 0
     queue: deque[PendingCall] = field(default_factory=deque)
 
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """One call that has no answer yet: a row of the table."""
+    """Call without an answer yet: a row of the table."""
 
     call_id: int
     route: Route
@@ -48,17 +48,16 @@ class PendingCall:
     is_answered: bool = False  # True for an error that the peer itself reported
 
     def fail(self, error: MeshError) -> None:
-        """Gives the caller an error, unless it has its answer already."""
+        """Set the caller's error, unless the call has an answer."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 class IncomingStream(AsyncIterator[R], Generic[R]):
-    """The consumer's end of a stream. Closing it, or dropping it, cancels the producer across the
-    wire.
+    """Consumer's end of a stream. Closing or dropping it cancels the producer on the other process.
 
-    It holds at most `credits` items. Items are put back into order, so that it works over a network
-    that reorders.
+    It holds at most `credits` items. It restores the order of items, because a network may reorder
+    them.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class IncomingStream(AsyncIterator[R], Generic[R]):
     ) -> None:
         self.call_id, self.route, self.method = call_id, route, method
         self.wait_started_at = self.last_frame_at = (
-            now  # when the wait began, and when a frame last came
+            now  # start of the wait, and arrival of the last frame
         )
-        self.deadline = NEVER  # finite while somebody waits
+        self.deadline = NEVER  # finite while a reader waits
         self._caller = caller
         self._loop = asyncio.get_running_loop()
         self.may_have_run = True  # False once it is known that the method did not run
@@ -88,11 +87,11 @@ class IncomingStream(AsyncIterator[R], Generic[R]):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for the next item."""
+        """True if a reader waits for the next item."""
         return self._wake is not None
 
     def is_item_lost(self, sent: int) -> bool:
-        """Whether one of the `sent` items is lost: a frame may be slow, but not by two probes."""
+        """Return True if one of the `sent` items is lost: missing at two probes in a row."""
         place = self.taken_count
         while place in self._items:
             place += 1
@@ -101,12 +100,13 @@ class IncomingStream(AsyncIterator[R], Generic[R]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every item up to the stream's end has arrived."""
+        """True if every item up to the stream's end has arrived."""
         return self._length >= 0 and self.taken_count + len(self._items) >= self._length
 
     def add_item(self, position: int, frames: list[Frame]) -> None:
-        """Takes item number `place`; repetitions are dropped. An item beyond the credits ends the
-        stream with BadMessage.
+        """Add item number `position`; drop repetitions.
+
+        An item beyond the credits ends the stream with BadMessage.
         """
         if position < self.taken_count or position in self._items:
             return  # a repetition
@@ -121,12 +121,12 @@ class IncomingStream(AsyncIterator[R], Generic[R]):
             self._notify()
 
     def set_length(self, length: int) -> None:
-        """The producer has ended after `length` items."""
+        """Set the number of items after which the producer ended the stream."""
         self._length = length
         self._notify()
 
     def fail(self, error: MeshError) -> None:
-        """Makes the reader raise `error` once it has read what arrived before."""
+        """Make the reader raise `error` after the items that have arrived."""
         self._error = error
         self._notify()
 
@@ -162,7 +162,7 @@ class IncomingStream(AsyncIterator[R], Generic[R]):
         return decode(self.method.reply, frames[1], frames[2:])
 
     def close(self) -> None:
-        """Drops what was not read and cancels the producer."""
+        """Drop unread items and cancel the producer."""
         if not self._closed:
             self._closed = True
             self._items.clear()
@@ -176,8 +176,9 @@ class IncomingStream(AsyncIterator[R], Generic[R]):
 
 
 def decode_reported_error(frames: list[Frame], actor: str) -> MeshError:
-    """What the peer raised. Whatever is wrong with its answer, it ends the call: no
-    deadline watches over it any more.
+    """Decode the error that the peer raised.
+
+    An invalid answer is an error too: it must end the call, which no deadline watches any more.
     """
     try:
         return from_wire(*unpack_error(frames[1]), where=actor)
@@ -189,5 +190,5 @@ def decode_reported_error(frames: list[Frame], actor: str) -> MeshError:
 
 
 def make_peer_lost(route: Route, method: Method[Any]) -> PeerLost:
-    """What a call fails with whose callee has ended."""
+    """Make the error of a call whose callee's process has exited."""
     return PeerLost(f"{method.label}: the process of {route.actor} has gone", where=route.actor)

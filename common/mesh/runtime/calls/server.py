@@ -1,4 +1,4 @@
-"""The server half of a mesh's calls: requests run on the actor and are answered, and streams flow
+"""Server half of a mesh's calls: it runs requests on the actor, answers them, and sends streams
 under credits.
 """
 
@@ -46,34 +46,34 @@ from meshrl.common.mesh.wire.frames import (
 
 _REQUEST_KINDS = (CALL, CAST)
 NO_ROLES: frozenset[str] = frozenset()
-# calls and streams under way at once; more are refused, so that memory stays bounded
+# Running calls and streams; more are rejected, so that memory stays bounded.
 MAX_RUNNING = 10_000
-# Of them, of one requester: 16 times the calls that an honest one has under way (`CREDITS`), and
-# streams beside them. Nobody keeps everybody else out.
+# Of these, per requester: 16 times the calls of a correct one (`CREDITS`), plus streams. So no
+# requester blocks the others.
 MAX_RUNNING_PER_PEER = 4_096
 MAX_EARLY_REQUESTS = 1_000  # requests that may wait while an actor starts
-STOP_TIMEOUT_S = 2.0  # for what runs when a process leaves
-PROBE_INTERVAL_S = 5.0  # how often a stream asks whether its consumer is still there
+STOP_TIMEOUT_S = 2.0  # seconds for running calls when a process leaves
+PROBE_INTERVAL_S = 5.0  # seconds between two probes of a stream's consumer
 MAX_UNANSWERED_PROBES = 12
-# per sender, for refusing repetitions: 16 times what its credits allow under way
+# Per sender, to reject repetitions: 16 times the calls that its credits allow.
 REMEMBERED_IDS = 4096
 REMEMBERED_SENDERS = 1024
 NEVER_YET = float("-inf")
-REJECTION_LOG_INTERVAL_S = 30.0  # between two lines of the log on refusals, however many there are
+REJECTION_LOG_INTERVAL_S = 30.0  # seconds between two log lines about rejections
 
 
 @dataclass(slots=True, eq=False)
 class _RunningCall(CallScope):
-    """A call or stream that has a task."""
+    """Call or stream that has a task."""
 
     key: tuple[Peer, int]
     owner: str | Peer
     sender: str
     label: str
-    due_at: float  # when the sweep looks at it
+    due_at: float  # when the deadline timer checks it
     task: asyncio.Task[None] | None = None
-    error: MeshError | None = None  # what to report when the runtime itself ends it
-    sent_count: int = 0  # this and what follows: streams only
+    error: MeshError | None = None  # error to report when the runtime ends it
+    sent_count: int = 0  # this and the following: streams only
     granted_count: int = 0
     unanswered_probes: int = 0
     wake: asyncio.Future[None] | None = None
@@ -85,7 +85,7 @@ class _RunningCall(CallScope):
 
 
 class RequestServer:
-    """Runs the requests of one process's actor and answers them."""
+    """Server of the requests to one process's actor."""
 
     def __init__(
         self,
@@ -107,39 +107,40 @@ class RequestServer:
         self._telemetry, self._deadline_timer = telemetry, sweep
         self._methods: dict[str, BoundMethod] = {}
         self._is_open = False
-        # what came while the actor starts
+        # requests that arrived while the actor starts
         self._early_requests: list[tuple[Peer, tuple[Any, ...], list[Frame], str]] = []
         self._running: dict[tuple[Peer, int], _RunningCall] = {}
-        self._calls_per_owner: dict[str | Peer, int] = {}  # how many of them each requester has
+        self._calls_per_owner: dict[str | Peer, int] = {}  # running calls by requester
         self._seen_ids: dict[str, _SeenIds] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         sweep.add_callback(self._expire)
 
     @property
     def running_count(self) -> int:
-        """The number of requests that are being run."""
+        """Number of running requests."""
         return len(self._running)
 
     def start(self) -> None:
-        """Binds the server to the running loop."""
+        """Bind the server to the running loop."""
         self._loop = asyncio.get_running_loop()
 
     def set_methods(self, methods: dict[str, BoundMethod]) -> None:
-        """Lets requests for these methods wait from now on, of those who may call them."""
+        """Accept requests for these methods from permitted roles; they wait until `open`."""
         self._methods = methods
         for name, entry in methods.items():
             self._allowed_roles[name] = (self._callers or {}).get(entry.method.label, NO_ROLES)
 
     def open(self) -> None:
-        """Runs requests from now on; those that came early go first."""
+        """Run requests from now on, beginning with those that have waited."""
         self._is_open = True
         early, self._early_requests = self._early_requests, []
         for peer, header, frames, role in early:
             self.receive(peer, header, frames, role)
 
     def receive(self, peer: Peer, header: tuple[Any, ...], frames: list[Frame], role: str) -> None:
-        """Takes in a frame of a requester of this role: its method runs, or it is answered with the
-        reason why not; whoever may not call it hears that alone, whatever else is wrong.
+        """Receive a frame of a requester with this role; run its method, or answer with the error.
+
+        A requester without permission receives only that error, whatever else is wrong.
         """
         kind, call_id = header[1], header[2]
         if kind in _REQUEST_KINDS:
@@ -247,7 +248,7 @@ class RequestServer:
         self._calls_per_owner[owner] = others + 1
         work = self._run(running, entry, request)
         running.task = self._loop.create_task(work, name=entry.method.label)
-        # not in the coroutine: one that is cancelled before its first step never runs at all
+        # not in the coroutine, which never runs if it is cancelled before its first step
         running.task.add_done_callback(lambda _: self._forget_call(running))
 
     def _forget_call(self, running: _RunningCall) -> None:
@@ -342,13 +343,13 @@ class RequestServer:
     # ------------------------------------------------------------ ends
 
     def cancel_revoked(self, holders: Callable[[str], Sequence[str]]) -> None:
-        """Ends what runs for processes whose keys are nobody's any more, as `known` tells."""
+        """Cancel the calls of processes whose keys have no holders any more."""
         for running in list(self._running.values()):
             if isinstance(running.owner, str) and not holders(running.owner):
                 running.cancel(NotAllowed("not allowed"))
 
     def cancel_peer(self, peer: Peer) -> None:
-        """Cancels what runs for a requester that has gone."""
+        """Cancel the calls of a requester that has gone."""
         for running in [r for r in self._running.values() if r.key[0] == peer]:
             running.cancel(None)
 
@@ -379,7 +380,7 @@ class RequestServer:
             self._telemetry.count("control_dropped")
 
     async def stop(self) -> None:
-        """Ends what runs; callers hear that this process has gone when the connection closes."""
+        """Cancel running calls; callers see the loss of this process when the connection closes."""
         tasks = [r.task for r in self._running.values() if r.task is not None]
         for task in tasks:
             task.cancel()
@@ -388,7 +389,7 @@ class RequestServer:
 
 
 class _SeenIds:
-    """Which call ids of one sender were taken: at most once, also over a network that repeats."""
+    """Received call ids of one sender, for at-most-once calls over a network that repeats."""
 
     __slots__ = ("_floor", "_ids")
 
@@ -397,7 +398,7 @@ class _SeenIds:
         self._floor = 0
 
     def is_repeated(self, call_id: int) -> bool:
-        """Whether `call_id` was seen before (or is too old to tell); remembers it."""
+        """Return True if `call_id` was received before or is too old to tell; remember it."""
         if call_id in self._ids or call_id < self._floor:
             return True
         self._ids.add(call_id)

@@ -1,5 +1,5 @@
-"""The table of waits: every process publishes with its lease whom it waits for, so that a stall can
-be traced to its culprit.
+"""Table of waits: every process publishes its waits with its lease, so that a stall leads to its
+cause.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 from meshrl.common.base.clock import Clock
 
 MIN_PUBLISHED_S = 0.25  # shorter waits are work in progress
-MAX_PUBLISHED = 100  # the longest ones
+MAX_PUBLISHED = 100  # the longest waits
 
 
 class WaitTable:
-    """The waits of one process that last right now."""
+    """Current waits of one process."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -23,7 +23,7 @@ class WaitTable:
 
     @contextmanager
     def wait(self, what: str, on: str, since: float | None = None) -> Iterator[None]:
-        """Records a wait for the length of the block; `since` (monotonic) if it began before."""
+        """Record a wait for the duration of the block; `since` (monotonic) if it began earlier."""
         key = object()
         self._waits[key] = (on, what, self._clock.monotonic() if since is None else since)
         try:
@@ -32,12 +32,14 @@ class WaitTable:
             del self._waits[key]
 
     def compute_start(self, waited_s: float) -> float:
-        """When a wait began, for `wait`, that has lasted for so long."""
+        """Return the start (monotonic) of a wait that has lasted for `waited_s` seconds, for
+        `wait`.
+        """
         return self._clock.monotonic() - waited_s
 
     def list_longest(self, calls: Iterable[tuple[str, str, float]]) -> list[dict[str, Any]]:
-        """[{on, what, since_ms (wall), count}], the longest first; `calls` are (on, what, since) as
-        well.
+        """Return [{on, what, since_ms (wall), count}], the longest first; `calls` adds (on, what,
+        since).
         """
         now = self._clock.monotonic()
         oldest: dict[tuple[str, str], tuple[float, int]] = {}

@@ -1,4 +1,4 @@
-"""A job as the planner sees it, from its row, its document and what its processes publish."""
+"""Planner's view of a job, from its row, its document and what its processes publish."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshrl.common.state.pool.demand.requirements import (
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
-    """A live process, and what it has published."""
+    """Live process and its published stats."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ PROGRESS_STATS = {
     "engine": "tokens",
     "trainer": "step",
     "hybrid": "bins",
-}  # what a process has done
+}  # stat with a process's work so far
 
 
 def build_planned_job(
@@ -47,11 +47,12 @@ def build_planned_job(
     processes: Sequence[ProcessStats] = (),
     kinds_by_gang: Mapping[str, str] | None = None,
 ) -> PlannedJob:
-    """The job of a row, its document (the resolved job file) and its live processes.
-    `kinds_by_gang`: what accelerators the workers of each gang have.
+    """Return the job of a row, its document (the resolved job file) and its live processes.
+
+    `kinds_by_gang`: accelerator kind of the workers of each gang.
     """
-    # What a core has said counts, too: a version may be in other types than the document asks for,
-    # or the base of its adapters.
+    # The core's published types count too: a version, or the base of its adapters, may have other
+    # types than the document requests.
     need, trainers = derive_requirements(document), (p for p in processes if p.kind == "trainer")
     there = {name for process in trainers for name in CoreStats.decode(process.stats).published}
     if explain_no_hybrids(there, document["training"]["dtype"]):
@@ -92,8 +93,9 @@ def build_planned_job(
 def collect_measurements(
     processes: Sequence[ProcessStats], kinds_by_gang: Mapping[str, str]
 ) -> Measurements:
-    """What a job's live processes say of their work, by name and incarnation: who starts again
-    counts from nothing.
+    """Return the measurements of a job's live processes, by name and incarnation.
+
+    A restarted process counts from zero.
     """
     return Measurements(
         {

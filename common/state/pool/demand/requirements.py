@@ -1,4 +1,4 @@
-"""What a job asks of the pool, and how far it is."""
+"""Requirements of a job on the pool, and its progress."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from meshrl.common.state.pool.workers.rows import ExpertSplit
 
 @dataclass(frozen=True, slots=True)
 class JobRequirements:
-    """What a job asks for. `least` and `most` are workers of all its roles together."""
+    """Requirements of a job. `least` and `most` count workers of all its roles together."""
 
-    ranks: int = 1  # of its core, a worker each
-    # the first of them, with attention, which want faster accelerators than the others, which have
-    # a mixture's experts; 0: all are alike
+    ranks: int = 1  # of its core, one worker each
+    # Number of attention ranks, which come first and need faster accelerators than the expert ranks
+    # of a mixture; 0: all ranks are alike.
     attention: int = 0
-    divides: bool = False  # whether the planner finds how many these are
-    apart: ExpertSplit | None = None  # what it has found; None: nothing, or it is not asked
-    kinds: tuple[str, ...] = ()  # of the accelerators that it has found that for
-    rolls_out: bool = True  # whether anything is generated for it
-    alternates: bool = True  # whether its engines can compute by turns with its core
-    scoring: bool = False  # whether it has frozen models, which one worker hosts
+    divides: bool = False  # True if the planner chooses `attention`
+    apart: ExpertSplit | None = None  # the planner's choice; None: none
+    kinds: tuple[str, ...] = ()  # accelerator kinds of that choice
+    rolls_out: bool = True  # True if the job generates trajectories
+    alternates: bool = True  # True if its engines can share workers with its core by time slices
+    scoring: bool = False  # True if it has frozen models, which one worker hosts
     shards: int = 1
     sandboxes: int = 0
-    # The isolation that a host has which its sandboxes are on, where its model's code runs in them;
-    # empty: any.
+    # Isolation tier that its sandboxes need on a host, if they run the model's code; empty: any.
     tier: str = ""
-    least: int = 0  # workers that it runs with at least; 0: its floor
-    most: int = 0  # 0: as many as there are
-    priority: int = 0  # higher ones take from lower ones
-    share: float = 1.0  # weight beside jobs of the same priority
-    bytes: int = 0  # of its trained model's parameters in float32; 0: not known
-    adapters: bool = False  # low-rank adapters are trained in place of the model
-    moments: int = 2  # of the optimizer, each as large as what is trained
-    helped: bool = True  # whether others than its core can compute gradients for it
-    half: bool = False  # its engines have the parameters in 16 bits
-    degrees: tuple[int, ...] = (1,)  # rising; workers of one host that an engine of it may have
+    least: int = 0  # minimum number of workers; 0: its floor
+    most: int = 0  # maximum number of workers; 0: unlimited
+    priority: int = 0  # jobs of higher priority take workers from lower ones
+    share: float = 1.0  # weight among jobs of the same priority
+    bytes: int = 0  # of its trained model's parameters in float32; 0: unknown
+    adapters: bool = False  # low-rank adapters are trained instead of the model
+    moments: int = 2  # of the optimizer, each as large as the trained parameters
+    helped: bool = True  # True if hybrids can compute gradients for its core
+    half: bool = False  # its engines hold the parameters in 16 bits
+    # ascending: possible numbers of workers of an engine, on one host
+    degrees: tuple[int, ...] = (1,)
 
     @property
     def worker_floor(self) -> int:
-        """Workers for the core, the smallest engine and the frozen models, each of its own."""
+        """Workers for the core, the smallest engine and the frozen models, without time slices."""
         return self.ranks + self.smallest_engine * int(self.rolls_out) + int(self.scoring)
 
     @property
@@ -60,37 +60,39 @@ class JobRequirements:
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A job of the mesh as the planner sees it."""
+    """Job of the mesh in the planner's view."""
 
     id: str
     phase: Phase
     need: JobRequirements = JobRequirements()
-    config: PlannerConfig = field(default_factory=PlannerConfig)  # of its split's policy
+    # of the policy that splits its workers
+    config: PlannerConfig = field(default_factory=PlannerConfig)
     groups_per_step: int = 1
     group_size: int = 1
     max_staleness: int = 2
-    slots: int = 64  # sequences that an engine decodes together
-    bin_tokens: int = 0  # of a bin, which one worker computes; 0: not known
-    steps: int = 0  # that it is to make; 0: not known
-    rejected: int = 0  # trajectories so far that came back too old
+    slots: int = 64  # sequences in an engine's decode batch
+    bin_tokens: int = 0  # of a bin, which one worker computes; 0: unknown
+    steps: int = 0  # in its budget; 0: unknown
+    rejected: int = 0  # stale trajectories so far
     submitted_ms: int = 0
     steps_done: int = 0
-    held: str = ""  # `waiting: WHY` or `paused: WHY`; empty: it runs
-    checkpointed: bool = False  # whether a committed checkpoint holds all that it would go on from
+    held: str = ""  # block reason, `waiting: WHY` or `paused: WHY`; empty: it runs
+    checkpointed: bool = False  # True if a committed checkpoint holds all state to resume from
     measured: Measurements = field(default_factory=Measurements)
-    pace: str = ""  # that its engines imitate; empty: their own
-    training_pace: str = ""  # that who trains it imitates; empty: their own
-    model: str = ""  # that its workers compute, by which their speeds are remembered
-    shape: ModelShape | None = None  # of that model; None: not known
-    progress: dict[str, int] = field(default_factory=dict)  # what each resident has done so far
-    recomputes: bool = False  # whether training keeps no activations, and computes them again
+    pace: str = ""  # emulated speed of its engines; empty: none
+    training_pace: str = ""  # emulated speed of its training; empty: none
+    model: str = ""  # key under which its workers' speeds are stored
+    shape: ModelShape | None = None  # of that model; None: unknown
+    progress: dict[str, int] = field(default_factory=dict)  # work of each instance so far
+    recomputes: bool = False  # True if training recomputes activations
 
 
 def derive_requirements(
     document: Mapping[str, Any], parameters: int | None = None
 ) -> JobRequirements:
-    """What a job asks for, by the document that it was submitted as; `parameters` of its model, if
-    that is not packed yet.
+    """Return the requirements of a job from its submitted document.
+
+    `parameters` is the number of the model's parameters, if the job is not packed yet.
     """
     if parameters is None:
         parameters = document.get("bundle", {}).get("parameters", 0)
@@ -104,7 +106,7 @@ def derive_requirements(
         divides=training.get("zebra", {}).get("auto", False),
         rolls_out=document["algorithm"]["name"] != "sft",
         scoring=any(model["path"] for model in models.values()),
-        # A server computes when it likes, and an engine of several workers on all of them at once.
+        # A server cannot be paused, and an engine of several workers uses all of them at once.
         alternates=rollout["engine"] != "sglang" and degrees[0] == 1,
         shards=rollout["shards"],
         sandboxes=document["sandbox"]["processes"] if sandboxed else 0,
@@ -116,7 +118,7 @@ def derive_requirements(
         bytes=4 * parameters,
         adapters=bool(document["lora"]["rank"]),
         moments=1 if document["optimizer"]["muon_lr"] else 2,  # Muon has one, AdamW two
-        # Not where ranks keep a pace that is theirs alone.
+        # Not where ranks emulate a speed of their own.
         helped=parse_emulation_scale(training.get("pace", "")) is None
         and not explain_no_hybrids([rollout["dtype"]], training["dtype"]),
         half=rollout["dtype"] != "float32",
@@ -125,9 +127,11 @@ def derive_requirements(
 
 
 def explain_no_hybrids(published_dtypes: Iterable[str], training_dtype: str) -> str:
-    """Why nobody but a job's core can compute its gradients; empty: helpers can. They have what is
-    `published_dtypes`, in these types, which has to be what the core makes of its float32 weights
-    to compute in the type `training_dtype`. The planner asks so, and the core of those that ask it.
+    """Return why only a job's core can compute its gradients; empty if hybrids can too.
+
+    Hybrids hold the published weights, of `published_dtypes`. To compute in `training_dtype` they
+    need the same values that the core derives from its float32 weights. The planner and the core of
+    a job both call this.
     """
     if not (other := sorted(set(published_dtypes) - {"float32", training_dtype})):
         return ""
@@ -138,8 +142,9 @@ def explain_no_hybrids(published_dtypes: Iterable[str], training_dtype: str) -> 
 
 
 def _isolation_tier(document: Mapping[str, Any]) -> str:
-    """The tier of isolation that the hosts of a job's sandboxes have to have. Whether a runner of
-    the job's own works is found out where it is tried: no host tells that of itself.
+    """Return the isolation tier that the hosts of a job's sandboxes must have.
+
+    Empty if any tier will do, or if the job has a runner of its own: no host reports if it works.
     """
     reward, sandbox = document["reward"], document["sandbox"]
     rewards = [reward["use"], *(part["use"] for part in reward["parts"])]

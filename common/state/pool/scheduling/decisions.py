@@ -1,6 +1,6 @@
-"""What the planner decides: plain data, written by one script, each with its rule and inputs.
+"""Decisions of the planner: plain data with rule and inputs, written by one script.
 
-A decision is applied whole or not at all, and a second time changes nothing.
+A decision is applied completely or not at all. Applying it a second time changes nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from meshrl.common.state.pool.workers.rows import Instance
 
 @dataclass(frozen=True, slots=True)
 class Rationale:
-    """The rule that decided, and the figures that it decided by."""
+    """Rule that decided, and the figures of the decision."""
 
     # default, repair, opening, stage_time, unpaid, user, share, preempt, release, lost, undo, ...
     rule: str
-    job: str = ""  # the job that it concerns
+    job: str = ""  # affected job
     inputs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class FormGang:
-    """Idle workers become a gang, in this rank order."""
+    """Decision to form a gang of idle workers in this rank order."""
 
     gang: str
     workers: tuple[str, ...]
@@ -33,7 +33,7 @@ class FormGang:
 
 @dataclass(frozen=True, slots=True)
 class DissolveGang:
-    """A gang without residents, or whose workers are gone, ends; its workers are idle."""
+    """Decision to end a gang without instances or live workers; its workers become idle."""
 
     gang: str
     why: Rationale
@@ -41,22 +41,22 @@ class DissolveGang:
 
 @dataclass(frozen=True, slots=True)
 class PlaceInstance:
-    """A resident is to be on a gang as it stands here: a new one, or one whose wish has changed.
+    """Decision to place an instance on a gang, or to change its desired state.
 
-    Its generation and epoch are those that it is to have; workers end the process of another
-    generation, and never one for an epoch.
+    Generation and epoch are the new ones. Workers end the process of another generation, and never
+    one because of an epoch.
     """
 
     gang: str
     resident: Instance
     why: Rationale
-    move: Move | None = None  # the change is a move: told when complete, undone when late
-    op: str = ""  # the request that this grants
+    move: Move | None = None  # set for a move: reported when complete, undone when late
+    op: str = ""  # the request that this decision grants
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveInstance:
-    """A resident leaves its gang: its processes drain and end."""
+    """Decision to remove an instance from its gang: its processes drain and exit."""
 
     gang: str
     resident: str
@@ -66,8 +66,9 @@ class RemoveInstance:
 
 @dataclass(frozen=True, slots=True)
 class MarkWorkerLost:
-    """A worker is gone, and with it every process on it; what its gang can do alone is decided by
-    the decisions beside this one.
+    """Decision that a worker is lost with every process on it.
+
+    Further decisions of the same round handle the rest of its gang.
     """
 
     worker: str
@@ -76,7 +77,9 @@ class MarkWorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class ReportHostPresence:
-    """A host has vanished with all that was on it, or (`back`) is there again."""
+    """Decision to report that a host is lost with all its processes, or (`back`) available
+    again.
+    """
 
     host: str
     back: bool
@@ -85,7 +88,10 @@ class ReportHostPresence:
 
 @dataclass(frozen=True, slots=True)
 class SetBlockReason:
-    """How a job stands: `held` empty, it runs; else `waiting: WHY` or `paused: WHY`."""
+    """Decision to set a job's block reason: empty if it runs, else `waiting:
+
+    WHY` or `paused: WHY`.
+    """
 
     job: str
     held: str
@@ -94,7 +100,7 @@ class SetBlockReason:
 
 @dataclass(frozen=True, slots=True)
 class FailJob:
-    """A job that cannot run here ends, with the reason."""
+    """Decision to fail a job that cannot run here, with the reason."""
 
     job: str
     error: str
@@ -103,7 +109,7 @@ class FailJob:
 
 @dataclass(frozen=True, slots=True)
 class AssignServices:
-    """The shards and sandboxes that a host's agent is to run, by name: all of them."""
+    """Decision on the full set of shards and sandboxes that a host's agent runs, by name."""
 
     host: str
     services: tuple[str, ...]
@@ -112,7 +118,7 @@ class AssignServices:
 
 @dataclass(frozen=True, slots=True)
 class FinishMove:
-    """A move is complete, or undone; its event tells what the others did meanwhile."""
+    """Decision that a move is complete or undone; its event has `details`."""
 
     move: Move
     undone: bool
@@ -122,7 +128,7 @@ class FinishMove:
 
 @dataclass(frozen=True, slots=True)
 class RejectRequest:
-    """A person's request is not granted, and hears why; or it is settled (`reason` empty)."""
+    """Decision to reject a user's request with a reason, or to close it (`reason` empty)."""
 
     op: str
     reason: str
@@ -131,7 +137,7 @@ class RejectRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReportMoveOutcome:
-    """What a move of a job has brought, beside what it was to bring: an event tells it."""
+    """Decision to report the outcome of a job's move beside its prediction, as an event."""
 
     job: str
     details: dict[str, Any]

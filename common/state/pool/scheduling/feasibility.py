@@ -1,4 +1,4 @@
-"""Whether a job could ever run on these workers, if it had them all to itself."""
+"""Feasibility of a job: can it ever run on these workers without other jobs?"""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from meshrl.common.state.pool.workers.settings import PoolSettings
 def estimate_accelerator_bytes(
     role: Role, core: bool, ranks: int, requirements: JobRequirements
 ) -> int:
-    """Bytes of each worker's accelerator that such a resident takes at least; 0 where it is not
-    known. Beside the parameters a helper has gradients of what is trained, a core moments, too.
-    An engine of several ranks has a part of the parameters on each. How much of a mixture is
-    experts, and so on which ranks of a core that has them apart, is not known.
+    """Return the minimum bytes of each worker's accelerator for such an instance; 0: unknown.
+
+    Beside the parameters a hybrid holds gradients of the trained parameters; a core also holds the
+    optimizer's moments. An engine of several ranks holds a part of the parameters on each. For a
+    core with separate expert ranks the bytes are unknown, as the share of the experts is.
     """
     if role == Role.ROLLOUT:
         return (requirements.bytes // 2 if requirements.half else requirements.bytes) // ranks
@@ -34,8 +35,9 @@ def estimate_accelerator_bytes(
 
 
 def estimate_offload_bytes(instance: Instance, requirements: JobRequirements) -> int:
-    """Bytes of each worker's memory or disk that a core takes asleep: it keeps no gradients. Ranks
-    with experts alone are taken to have nearly all.
+    """Return the bytes of each worker's memory or disk that an offloaded core takes.
+
+    Gradients are not offloaded. Ranks with experts only are assumed to hold nearly all parameters.
     """
     if not instance.core:
         return 0
@@ -46,7 +48,7 @@ def estimate_offload_bytes(instance: Instance, requirements: JobRequirements) ->
 
 
 def has_room(budget: TierBytes, tier: Tier, used_bytes: int, needed_bytes: int) -> bool:
-    """Whether a worker has `needed_bytes` bytes of that tier, when so many are taken."""
+    """Return True if a worker has `needed_bytes` free in that tier when `used_bytes` are taken."""
     if tier == Tier.ABSENT:
         return True
     limit = {
@@ -58,7 +60,7 @@ def has_room(budget: TierBytes, tier: Tier, used_bytes: int, needed_bytes: int) 
 
 
 def count_time_sliced_floor(requirements: JobRequirements) -> int:
-    """Workers that a job takes at least where engines and cores compute by turns."""
+    """Return the minimum number of workers where engines and cores share workers by time slices."""
     return (
         requirements.ranks + int(requirements.scoring)
         if requirements.alternates
@@ -67,7 +69,7 @@ def count_time_sliced_floor(requirements: JobRequirements) -> int:
 
 
 def count_min_workers(requirements: JobRequirements, time_slicing: bool) -> int:
-    """Workers without which a job does not run."""
+    """Return the minimum number of workers on which a job runs."""
     return max(
         requirements.least,
         count_time_sliced_floor(requirements) if time_slicing else requirements.worker_floor,
@@ -77,8 +79,10 @@ def count_min_workers(requirements: JobRequirements, time_slicing: bool) -> int:
 def drop_infeasible_degrees(
     requirements: JobRequirements, workers: Sequence[WorkerRow]
 ) -> JobRequirements:
-    """The need with those degrees alone that an engine of the job can have on these workers: so
-    many of one host, each with the bytes of its part. With all degrees where it can have none.
+    """Return the requirements with only those degrees that an engine can have on these workers.
+
+    A degree needs that many workers of one host, each with the bytes of its part. If no degree
+    fits, return the requirements unchanged.
     """
     if len(requirements.degrees) == 1:
         return requirements
@@ -98,7 +102,7 @@ def drop_infeasible_degrees(
 def explain_infeasible(
     requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
 ) -> str:
-    """Why a job can never run on these workers, and what to do; empty when it can."""
+    """Return why a job can never run on these workers, and a fix; empty if it can."""
     requirements = drop_infeasible_degrees(requirements, workers)
     places = Counter(map(settings.get_gang_location, workers))
     return (
@@ -111,7 +115,10 @@ def explain_infeasible(
 def explain_too_few_workers(
     requirements: JobRequirements, workers_by_location: Mapping[str, int], settings: PoolSettings
 ) -> str:
-    """The same but for its bytes, where the workers of each place of gangs are counted."""
+    """Return why the number of workers is too small, and a fix; empty if it is not.
+
+    `workers_by_location` counts the workers of each location that can hold a gang.
+    """
     turns = settings.turns
     total, least = sum(workers_by_location.values()), count_min_workers(requirements, turns)
     if total < least:
@@ -150,8 +157,9 @@ def explain_too_few_workers(
 def explain_too_little_memory(
     requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
 ) -> str:
-    """Why no accelerators of these workers have the bytes of a job's core, or of its engine, and
-    what to do; empty when some have, and while its bytes are not known.
+    """Return why no accelerators have the bytes of a job's core or engine, and a fix.
+
+    Empty if some have, and while the bytes of the job are unknown.
     """
     roles = [
         (
@@ -164,7 +172,7 @@ def explain_too_little_memory(
     if requirements.rolls_out and not any(
         _count_host_workers_with_room(requirements, alike, d) >= d for d in requirements.degrees
     ):
-        count = requirements.degrees[-1]  # the largest engine has the least on each
+        count = requirements.degrees[-1]  # the largest engine has the fewest bytes on each rank
         roles.append(
             ("engine", count, estimate_accelerator_bytes(Role.ROLLOUT, False, count, requirements))
         )
@@ -192,8 +200,9 @@ def explain_too_little_memory(
 def explain_no_common_location(
     requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
 ) -> str:
-    """Why a core and an engine of several workers do not find room beside each other: each takes
-    workers of one place; empty when they do.
+    """Return why a core and an engine of several workers do not fit beside each other.
+
+    Each takes workers of one location. Empty if they fit.
     """
     if not requirements.rolls_out or requirements.smallest_engine == 1:
         return ""
@@ -220,8 +229,9 @@ def _count_host_workers_with_room(
     workers_by_budget: Mapping[tuple[str, TierBytes], int],
     degree: int,
 ) -> int:
-    """The most workers of one host that have a part's bytes of an engine of so many, of so many
-    workers of each host and budget.
+    """Return the largest number of workers of one host that have the bytes of an engine's part.
+
+    `workers_by_budget` counts the workers of each host and budget; `degree` is the number of parts.
     """
     part = estimate_accelerator_bytes(Role.ROLLOUT, False, degree, requirements)
     fit: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Which services a host takes: what a command line says of it, and whose services may be there."""
+"""Services that a host accepts: their text on a command line, and rejections."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshrl.common.state.pool.workers.process_names import SERVICE_NAMES
 
 NONE = "none"
 ALL_SERVICES = tuple(SERVICE_NAMES.values())
-MAX_NAMED_HOSTS = 6  # hosts that a reason names
+MAX_NAMED_HOSTS = 6  # in a reason
 
 
 def parse_services(text: str) -> tuple[str, ...]:
-    """What a host takes, of `shards,sandboxes`, one of the two, or `none`; ConfigError."""
+    """Return the services in `shards,sandboxes`, one of the two, or `none`; ConfigError."""
     if text == NONE:
         return ()
     words = text.split(",")
@@ -31,13 +31,14 @@ def parse_services(text: str) -> tuple[str, ...]:
 
 
 def format_services(services: Sequence[str]) -> str:
-    """What `taken` reads."""
+    """Return the text that `parse_services` reads."""
     return ",".join(services) or NONE
 
 
 def explain_rejected_service(host: PoolHost, kind: str, requirements: JobRequirements) -> str:
-    """Why a host does not take a service of this kind, in words that follow its name; empty where
-    it does, whether or not it is there.
+    """Return why a host rejects a service of this kind, as a phrase that follows its name.
+
+    Empty if it accepts the service, whether or not the host is alive.
     """
     if SERVICE_NAMES[kind] not in host.takes:
         return f"takes {' and '.join(host.takes) or 'no services'}"
@@ -56,8 +57,9 @@ def explain_rejected_service(host: PoolHost, kind: str, requirements: JobRequire
 def explain_unplaced_service(
     hosts: Iterable[PoolHost], kind: str, requirements: JobRequirements
 ) -> str:
-    """Why a service of this kind has no host now: what each of them says; empty when there is
-    none to ask, as before any has come.
+    """Return why no host accepts a service of this kind now, with the reason of each host.
+
+    Empty if there are no hosts yet.
     """
     said = []
     for host in hosts:

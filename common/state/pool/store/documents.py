@@ -1,4 +1,4 @@
-"""Rows of the pool as JSON documents: what Redis holds, and what decisions that are kept are."""
+"""JSON documents of pool rows and decisions, as Redis holds them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from meshrl.common.state.pool.workers.rows import (
     WorkerRow,
 )
 
-INSTANCE_PREFIX, REPORT_PREFIX = "resident:", "report:"  # begin the names of fields of a gang's row
-# What the planner wants of a resident, and what a worker says of itself, beside what needs a type.
+INSTANCE_PREFIX, REPORT_PREFIX = "resident:", "report:"  # of field names of a gang's row
+# Untyped fields of an instance's desired state, and of a worker's registration.
 DESIRED_FIELDS = ("job", "role", "core", "tier", "turns", "pinned", "generation", "epoch")
 WORKER_FIELDS = ("host", "accelerator", "uuid", "market", "network")
-# By which the script knows decisions.
+# Names of decisions in the script.
 DECISION_KINDS: Mapping[type, str] = {
     FormGang: "form",
     DissolveGang: "dissolve",
@@ -57,7 +57,7 @@ DECISION_KINDS: Mapping[type, str] = {
 
 
 def encode_instance(instance: Instance) -> dict[str, Any]:
-    """What is wanted of a resident; what is reported of it is others' to write."""
+    """Return the desired state of an instance; workers write its reports."""
     apart = instance.apart.to_list() if instance.apart is not None else None
     wanted = {name: getattr(instance, name) for name in DESIRED_FIELDS}
     return wanted | {"ranks": list(instance.ranks), "apart": apart}
@@ -66,7 +66,7 @@ def encode_instance(instance: Instance) -> dict[str, Any]:
 def decode_instance(
     id: str, row: Mapping[str, Any], reports: Mapping[int, InstanceReport]
 ) -> Instance:
-    """The resident that its gang's row describes."""
+    """Return the instance that its gang's row describes."""
     typed: dict[str, Any] = {
         "role": Role(row["role"]),
         "ranks": tuple(row["ranks"]),
@@ -77,31 +77,31 @@ def decode_instance(
 
 
 def encode_report(report: InstanceReport) -> dict[str, Any]:
-    """What a worker says of a resident on it, but for its rank, which names the field."""
+    """Return a report's fields without its rank, which names the field."""
     return {name: value for name, value in asdict(report).items() if name != "rank"}
 
 
 def decode_report(rank: int, row: Mapping[str, Any]) -> InstanceReport:
-    """The report that a gang's row has of one rank."""
+    """Return the report of one rank in a gang's row."""
     typed = {"doing": InstancePhase(row["doing"]), "tier": Tier(row["tier"])}
     return InstanceReport(**{**row, **typed, "rank": rank, "held": TierBytes(**row["held"])})
 
 
 def encode_worker(worker: WorkerRow) -> dict[str, Any]:
-    """What a worker says of itself when it joins."""
+    """Return the fields that a worker publishes when it joins."""
     about = {name: getattr(worker, name) for name in WORKER_FIELDS}
     return about | {"budget": asdict(worker.budget)}
 
 
 def decode_worker(row: Mapping[str, Any]) -> WorkerRow:
-    """The worker of a row."""
+    """Return the worker of a row."""
     rest = {name: row[name] for name in ("id", "token", "gang", "membership", "revision")}
     typed = {"alive": row.get("alive", True), "budget": TierBytes(**row["about"]["budget"])}
     return WorkerRow(**{**row["about"], **rest, **typed})
 
 
 def decode_gang(row: Mapping[str, Any]) -> Gang:
-    """The gang of a row, with its residents in the order in which they came."""
+    """Return the gang of a row, with its instances in the order of their arrival."""
     wishes: dict[str, Mapping[str, Any]] = {}
     reports: dict[str, dict[int, InstanceReport]] = {}
     for field, value in row.items():
@@ -122,18 +122,19 @@ def decode_gang(row: Mapping[str, Any]) -> Gang:
 
 
 def encode_move(move: Move) -> dict[str, Any]:
-    """A move under way, but for the id of the resident, which names the field."""
+    """Return a move's fields without the instance's id, which names the field."""
     return {name: value for name, value in asdict(move).items() if name != "id"}
 
 
 def id_sort_key(id: str) -> tuple[int, str]:
-    """By what ids that end with a number rise: w2 before w10."""
+    """Return a sort key for ids that end with a number: w2 before w10."""
     return len(id), id
 
 
 def encode_decision(decision: Decision, index: int) -> dict[str, Any]:
-    """The arguments of one decision, the `index`-th of its write. `extra` is what its event tells
-    beside what the script knows better.
+    """Return the arguments of one decision, the `index`-th of its write.
+
+    `extra` is what its event contains beside the fields that the script adds.
     """
     row = _encode_fields(decision)
     why = decision.why
@@ -142,7 +143,7 @@ def encode_decision(decision: Decision, index: int) -> dict[str, Any]:
 
 
 def _encode_fields(decision: Decision) -> dict[str, Any]:
-    """A decision's own fields under its kind, but where the script acts by others."""
+    """Return a decision's fields under its kind, or other fields where the script needs them."""
     kind = {"kind": DECISION_KINDS[type(decision)]}
     match decision:
         case PlaceInstance():

@@ -1,5 +1,6 @@
-"""What the planner says of its own predictions: of the present state of a job, and of each move
-that was judged by what came of it. The leader writes both; people read them.
+"""Planner's predictions of each job's steps, and outcomes of its moves.
+
+The leader writes both for users.
 """
 
 from __future__ import annotations
@@ -8,58 +9,56 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-MOVE_OUTCOME_EVENT = "move_judged"  # kind of the event that a `MoveOutcome` is made of
-# Rules that move workers for a faster step: by what was measured, and by what is foretold of a job
-# that has made no step yet.
+MOVE_OUTCOME_EVENT = "move_judged"  # kind of the event with a `MoveOutcome`
+# Rules that move workers for a faster step: by measurements, and by predictions for a job that has
+# made no step yet.
 STAGE_TIME, OPENING = "stage_time", "opening"
 SPEEDUP_RULES = frozenset({STAGE_TIME, OPENING})
-PREDICTIONS_KEY = "explained"  # of the leaders' memory: by job, what an `JobPrediction` is made of
+PREDICTIONS_KEY = "explained"  # key in the leaders' memory: fields of a `JobPrediction` by job
 
 
 @dataclass(frozen=True, slots=True)
 class JobPrediction:
-    """What is predicted of a step of a job as its workers are divided now. Seconds a step; 0: it is
-    not known yet.
-    """
+    """Prediction of a job's step with its current workers, in seconds a step; 0: unknown."""
 
     step_s: float = 0.0
     rollout_s: float = 0.0
     train_s: float = 0.0
-    host_s: float = 0.0  # that the processors of the busiest host need for it
-    binds: str = ""  # what a step waits for: rollout, training, cores
-    verdict: str = ""  # why no move is made, or which one is: a sentence
+    host_s: float = 0.0  # processor time of the busiest host
+    binds: str = ""  # bottleneck of a step: rollout, training, cores
+    verdict: str = ""  # sentence: why no move is made, or which one is
     error: float | None = None  # median of |predicted / observed - 1| over judged moves
-    ranks: str = ""  # how those of its core divide a mixture, and why: a sentence
+    ranks: str = ""  # sentence: how the ranks of its core divide a mixture, and why
 
 
 @dataclass(frozen=True, slots=True)
 class MoveOutcome:
-    """A move, and what came of it. Seconds a step; None: it was not told."""
+    """Outcome of a move, in seconds a step; None: not reported."""
 
-    ms: int  # when it was judged, by the server's time
+    ms: int  # time of the judgement, by the server's clock
     job: str = ""
     resident: str = ""
-    policy: str = ""  # the rule that made it
-    was: str = ""  # the role that the workers had
-    to: str = ""  # the role that they were given
+    policy: str = ""  # rule that decided the move
+    was: str = ""  # earlier role of the workers
+    to: str = ""  # new role of the workers
     step: int | None = None
     before_s: float | None = None
     predicted_s: float | None = None
     observed_s: float | None = None
-    expected_s: float | None = None  # what a step would take now without the move
-    regret_s: float | None = None  # lost in each step by having made it
+    expected_s: float | None = None  # of a step now without the move
+    regret_s: float | None = None  # loss in each step by the move
     paid: bool = False
     undone: bool = False
-    reason: str = ""  # why it was undone, where that was told
+    reason: str = ""  # why it was undone, if reported
 
     @property
     def gang(self) -> str:
-        """The gang whose workers changed their role."""
+        """Gang whose workers changed their role."""
         return self.resident.rpartition(".")[0]
 
 
 def decode_predictions(memory: Mapping[str, Any]) -> dict[str, JobPrediction]:
-    """What the leaders' memory says, by job; nothing where it says nothing."""
+    """Return the predictions in the leaders' memory, by job."""
     return {
         job: JobPrediction(**_select_fields(JobPrediction, told))
         for job, told in memory.get(PREDICTIONS_KEY, {}).items()
@@ -67,7 +66,7 @@ def decode_predictions(memory: Mapping[str, Any]) -> dict[str, JobPrediction]:
 
 
 def decode_move_outcome(ms: int, event_fields: Mapping[str, Any]) -> MoveOutcome:
-    """The move that the fields of an event of kind `move_judged` tell of."""
+    """Return the outcome that the fields of an event of kind `move_judged` describe."""
     return MoveOutcome(
         **_select_fields(MoveOutcome, event_fields)
         | {"ms": ms, "was": event_fields.get("from", "")}

@@ -1,4 +1,4 @@
-"""The rows of the pool: what workers read and report, and what the leader looks at and writes."""
+"""Rows of the pool: what workers read and report, and what the leader reads and writes."""
 
 from __future__ import annotations
 
@@ -32,30 +32,28 @@ from meshrl.common.state.registry import RegistryEntry
 
 WORKER = f"{MESH_PREFIX}:worker:"
 SERVICES, HOSTS = f"{MESH_PREFIX}:services:", f"{MESH_PREFIX}:hosts"
-PLANNER_KEY = f"{MESH_PREFIX}:planner"  # what leaders leave to each other
-MOVES_KEY = f"{MESH_PREFIX}:moving"  # moves under way, by the resident that arrives
-# Decisions of one script: each takes up to some 50 us of Redis, which answers nobody meanwhile.
+PLANNER_KEY = f"{MESH_PREFIX}:planner"  # memory that leaders pass to their successors
+MOVES_KEY = f"{MESH_PREFIX}:moving"  # moves in progress, by the arriving instance
+# Decisions of one script: each blocks Redis for up to about 50 us.
 DECISIONS_PER_SCRIPT = 128
-EXIT_RETENTION_S = 3600.0  # for which the last end of a process is told whose resident is gone
-SERVICE_STATS, CORE_STATS = (
-    ("takes", "tiers"),
-    ("cores", "busy_cores"),
-)  # what a host's agent says of it
+EXIT_RETENTION_S = 3600.0  # how long the last exit of a removed instance's process is kept
+# stats that a host's agent reports
+SERVICE_STATS, CORE_STATS = (("takes", "tiers"), ("cores", "busy_cores"))
 _POLLED_FIELDS = ("about", "token", "gang", "membership", "revision")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerInput:
-    """All that a leader decides from."""
+    """Input of one planner decision round."""
 
     snapshot: PoolSnapshot
-    memory: dict[str, Any] | None  # what leaders remember; None: there has been none
-    written: int  # writes so far: a write of another look is refused
+    memory: dict[str, Any] | None  # memory of the leaders; None: there is none yet
+    written: int  # writes so far: a write based on another snapshot is rejected
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedDecision:
-    """A decision that was not written, because what it presumes is no longer so."""
+    """Decision that was not written because its preconditions no longer hold."""
 
     decision: Decision
     reason: str
@@ -65,10 +63,10 @@ class RejectedDecision:
 
 
 async def join_worker(state: StateClient, worker: WorkerRow) -> WorkerRow:
-    """Puts a worker on record, or takes its record up again; its row.
+    """Create or renew the record of a worker and return its row.
 
-    It stays in the gang that it is in, if any. A new start of it (another token) voids what it
-    reported. Fenced without the live lease `worker.token` of its process.
+    The worker stays in its gang, if any. A restarted worker (another token) voids its earlier
+    reports. Fenced without the live lease `worker.token` of its process.
     """
     answer = await state.run_mesh_script(
         "join_worker",
@@ -82,8 +80,9 @@ async def join_worker(state: StateClient, worker: WorkerRow) -> WorkerRow:
 
 
 async def read_worker(state: StateClient, id: str) -> WorkerRow | None:
-    """The record that a worker polls, in one cheap command; None when it is on record no more, as
-    one that has been gone for long: it may join again. Whether it lives is not asked.
+    """Return the record that a worker polls, in one cheap command; its liveness is not read.
+
+    None if the record has been removed because the worker was gone for long: it may join again.
     """
     row = await state.run_command("HMGET", f"{WORKER}{id}", *_POLLED_FIELDS)
     if row[0] is None:
@@ -94,7 +93,7 @@ async def read_worker(state: StateClient, id: str) -> WorkerRow | None:
 
 
 async def read_workers(state: StateClient) -> list[WorkerRow]:
-    """All workers on record, w2 before w10."""
+    """Return all workers on record, w2 before w10."""
     rows = (await state.run_mesh_script("pool_rows", what="workers"))["rows"]
     return sorted(map(decode_worker, rows), key=lambda worker: id_sort_key(worker.id))
 
@@ -102,10 +101,11 @@ async def read_workers(state: StateClient) -> list[WorkerRow]:
 async def report_instance(
     state: StateClient, worker_id: str, gang: str, instance_id: str, report: InstanceReport
 ) -> bool:
-    """Records what a resident's process on a worker does; False when that is for another wish than
-    the one on record, or the worker does not have this rank of this gang.
+    """Record the state of an instance's process on a worker.
 
-    Fenced when `report.token` is not the live lease of the worker's process.
+    Return False if the report is for a desired state other than the recorded one, or if the worker
+    does not have this rank of this gang. Fenced when `report.token` is not the live lease of the
+    worker's process.
     """
     answer = await state.run_mesh_script(
         "report",
@@ -125,39 +125,40 @@ async def report_instance(
 
 
 async def read_gangs(state: StateClient) -> list[Gang]:
-    """All gangs, in the order in which they were formed."""
+    """Return all gangs in the order in which they were formed."""
     rows = (await state.run_mesh_script("pool_rows", what="gangs"))["rows"]
     return [decode_gang(row) for row in rows]
 
 
 async def read_gang(state: StateClient, id: str) -> Gang | None:
-    """One gang; None when there is none of that id."""
+    """Return a gang; None if there is none with that id."""
     rows = (await state.run_mesh_script("pool_rows", gang=id))["rows"]
     return decode_gang(rows[0]) if rows else None
 
 
 async def read_planner_memory(state: StateClient) -> dict[str, Any]:
-    """What leaders leave to each other; nothing before there has been one."""
+    """Return the memory that leaders pass to their successors; empty before the first leader."""
     text = await state.run_command("HGET", PLANNER_KEY, "memory")
     found: dict[str, Any] = json.loads(text) if text else {}
     return found
 
 
 async def read_entitlements(state: StateClient) -> dict[str, int]:
-    """Workers that each job is to have, as the leader divided them last."""
+    """Return the number of workers by job that the leader assigned last."""
     found: dict[str, int] = (await read_planner_memory(state)).get("entitled", {})
     return found
 
 
 async def read_predictions(state: StateClient) -> dict[str, JobPrediction]:
-    """What the leader predicted last of each job's steps, and why it moves nothing, by job; nothing
-    of jobs that it has not judged.
+    """Return the leader's last predictions by job: of its steps, and why no move is made.
+
+    Jobs without a prediction are left out.
     """
     return decode_predictions(await read_planner_memory(state))
 
 
 async def read_moves_in_progress(state: StateClient) -> list[Move]:
-    """The moves that are decided and not complete, the oldest first."""
+    """Return the moves that are decided and not complete, the oldest first."""
     flat = await state.run_command("HGETALL", MOVES_KEY)
     rows = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
     found = [Move(id, **json.loads(row)) for id, row in rows.items()]
@@ -165,13 +166,13 @@ async def read_moves_in_progress(state: StateClient) -> list[Move]:
 
 
 async def read_host_services(state: StateClient, host: str) -> tuple[str, ...]:
-    """Names of the shards and sandboxes that a host is to run."""
+    """Return the names of the shards and sandboxes that a host is to run."""
     text = await state.run_command("GET", f"{SERVICES}{host}")
     return tuple(json.loads(text)) if text else ()
 
 
 async def read_all_services(state: StateClient) -> list[tuple[str, str]]:
-    """(host, name) of all shards and sandboxes that are to run, by host."""
+    """Return (host, name) of all shards and sandboxes that are to run, by host."""
     hosts = await state.run_command("ZRANGE", HOSTS, 0, -1)
     return [
         (host, name) for host in sorted(hosts) for name in await read_host_services(state, host)
@@ -182,9 +183,10 @@ async def read_all_services(state: StateClient) -> list[tuple[str, str]]:
 
 
 async def submit_request(state: StateClient, request: PoolRequest) -> None:
-    """Asks the leader for something, once for `request.op`. It stays on record until it is granted,
-    which the event of the decision tells by its `op`, or declined, as `move_declined`. A host that
-    is to be drained is marked as draining at once.
+    """Submit a request to the leader, once for `request.op`.
+
+    The request stays on record until the leader grants it (the event of the decision has its `op`)
+    or rejects it (event `move_declined`). A host to be drained is marked as draining at once.
     """
     await state.run_mesh_script("request", **asdict(request))
 
@@ -192,46 +194,47 @@ async def submit_request(state: StateClient, request: PoolRequest) -> None:
 async def set_drain_reason(
     state: StateClient, host: str, reason: str, expected: str | None = None
 ) -> bool:
-    """Says why nothing new is placed on a host from now on; empty: something may be again. Only if
-    what was said until now is `expected`; None: in any case. Whether that changes anything.
+    """Set why nothing new is placed on a host; an empty reason allows placement again.
+
+    With `expected`, only if the current reason equals it. Return True if this changed anything.
     """
     args = {"host": host, "why": reason} | ({} if expected is None else {"was": expected})
     return bool((await state.run_mesh_script("mark_host", **args))["changed"])
 
 
 async def read_drain_reasons(state: StateClient) -> dict[str, str]:
-    """The hosts that are to become empty, each with the reason."""
+    """Return the hosts that are being drained, each with the reason."""
     found = await state.run_command("HGETALL", f"{MESH_PREFIX}:draining")
     return found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
 
 
 async def is_draining(state: StateClient, host: str) -> bool:
-    """Whether a host is to become empty."""
+    """Return True if a host is being drained."""
     return bool(await state.run_command("HGET", f"{MESH_PREFIX}:draining", host))
 
 
 async def write_settings(state: StateClient, settings: PoolSettings) -> int:
-    """Gives the planner the settings of a mesh that is up from now on; since when, in ms."""
+    """Write the planner's settings of a starting mesh; return the start time in ms."""
     return int(
         (await state.run_mesh_script("write_settings", pool=json.dumps(asdict(settings))))["up_ms"]
     )
 
 
 async def read_settings(state: StateClient) -> PoolSettings:
-    """Those of the mesh that is up; as they are by default before it is."""
+    """Return the settings of the running mesh; the defaults before it runs."""
     told = await state.run_command("GET", f"{MESH_PREFIX}:settings")
     return PoolSettings(**json.loads(told)["pool"]) if told else PoolSettings()
 
 
 # -- the leader ------------------------------------------------------------------------------------
 
-# Documents of jobs by their digests, of the last look over each connection: they are long, and
-# hardly ever change.
+# Documents of jobs by their digests, of the last snapshot over each connection: they are long and
+# rarely change.
 _documents: WeakKeyDictionary[StateClient, dict[str, dict[str, Any]]] = WeakKeyDictionary()
 
 
 async def read_snapshot(state: StateClient, token: int) -> PlannerInput:
-    """One look at everything, in one script; Fenced for a leader that is no longer one."""
+    """Return one snapshot of everything, read by one script; Fenced for a former leader."""
     known = _documents.setdefault(state, {})
     found = await state.run_mesh_script(
         "look", election=PLANNER_ELECTION, token=token, known=list(known)
@@ -253,15 +256,15 @@ async def write_decisions(
     memory: Mapping[str, Any] | None,
     expected_revision: int | None = None,
 ) -> list[RejectedDecision]:
-    """Writes the decisions of one look, in chunks and once for `op_id`, and with the last of them
-    the leaders' memory (None: it has not changed); those that no longer apply.
+    """Write the decisions made from one snapshot and return those that no longer apply.
 
-    Fenced for a leader that is no longer one, and when anything has been written since the look
-    whose `written` is `expected_revision`. A leader that stops between two chunks leaves the rest
-    undecided.
+    Decisions are written in chunks, once for `op_id`; the leaders' memory (None: unchanged) is
+    written with the last chunk. Fenced for a former leader, and if anything has been written since
+    the snapshot whose `written` is `expected_revision`. A leader that stops between two chunks
+    leaves the rest undecided.
     """
     documents = [encode_decision(decision, index) for index, decision in enumerate(decisions)]
-    # What a move's end strikes off the record must not be the move that begins beside it.
+    # Finish moves first: the removal of a finished move must not remove a move that begins here.
     documents.sort(key=lambda row: row["kind"] != "finish")
     chunks = [
         documents[i : i + DECISIONS_PER_SCRIPT]
@@ -291,9 +294,10 @@ async def write_decisions(
 async def remove_gone(
     state: StateClient, token: int, gone_s: float, exit_retention_s: float = EXIT_RETENTION_S
 ) -> int:
-    """Removes the rows of idle workers and of hosts whose processes have been gone for so long; how
-    many workers. And the last ends, `exit_retention_s` ago or longer, of residents that are gone.
-    Fenced for a leader that is no longer one.
+    """Remove the rows of idle workers and of hosts whose processes have been gone for `gone_s`.
+
+    Also remove the last exits of removed instances that are older than `exit_retention_s`. Return
+    the number of removed workers. Fenced for a former leader.
     """
     answer = await state.run_mesh_script(
         "forget_gone",
@@ -360,7 +364,7 @@ def _decode_hosts(
 
 
 def decode_host(agent: RegistryEntry) -> PoolHost:
-    """A host as its agent's entry in the registry tells of it, without its services."""
+    """Return a host from its agent's entry in the registry, without its services."""
     draining = str(agent.stats.get("draining") or "")
     return PoolHost(agent.host, alive=agent.alive, draining=draining, **_decode_offer(agent.stats))
 
@@ -371,8 +375,9 @@ def _decode_offer(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def list_remaining(state: StateClient, host: str) -> list[str]:
-    """Names of residents, of shards and sandboxes that are to be there, and of processes of such
-    that live there.
+    """Return the names of all that remains on a host.
+
+    These are instances, assigned shards and sandboxes, and live processes of shards and sandboxes.
     """
     there = {worker.id for worker in await read_workers(state) if worker.host == host}
     found = set(await read_host_services(state, host))

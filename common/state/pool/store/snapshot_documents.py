@@ -1,4 +1,4 @@
-"""A look at the pool as a JSON document, and back: for what-if questions and reports of bugs."""
+"""JSON documents of pool snapshots, for what-if questions and bug reports."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
 
 
 def encode_snapshot(snapshot: PoolSnapshot) -> dict[str, Any]:
-    """The look as JSON takes it."""
+    """Return the snapshot as a JSON document."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(snapshot), default=sorted))
     return found
 
 
 def decode_snapshot(document: Mapping[str, Any]) -> PoolSnapshot:
-    """The look that a document describes; what it leaves out is as when it is not said. Refused
-    for a field that there is not, or that must be there.
+    """Return the snapshot that a document describes; missing fields get their defaults.
+
+    Refused for an unknown field or a missing required field.
     """
     found: PoolSnapshot = _decode_value(PoolSnapshot, document, "the snapshot")
     return found

@@ -1,4 +1,4 @@
-"""Refuses jobs that the mesh could never run, before anything of them is packed or sent."""
+"""Check that rejects jobs that the mesh could never run, before they are packed or sent."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX
 
-SETTINGS_KEY = f"{MESH_PREFIX}:settings"  # what the launcher has told of the mesh
+SETTINGS_KEY = f"{MESH_PREFIX}:settings"  # settings of the mesh, written by the launcher
 
 
 async def check_job_is_feasible(state: StateClient, requirements: JobRequirements) -> None:
-    """Refused, with what the job takes and what there is, when it could not run even if it had all
-    workers to itself, or when no host contains its model's code as it asks. A mesh that has no
-    worker yet is not judged by them: they are joining.
+    """Raise Refused if a job could never run, with its requirements and what there is.
+
+    A job is rejected if it could not run without other jobs, or if no host has the isolation for
+    its model's code. A mesh without workers accepts all: workers are still joining.
     """
     if why := explain_missing_isolation(await read_host_offers(state), requirements):
         raise Refused(why, fix="`meshrl doctor` on one of them says what is missing there")
@@ -38,13 +39,16 @@ async def check_job_is_feasible(state: StateClient, requirements: JobRequirement
 
 
 async def read_host_offers(state: StateClient) -> list[PoolHost]:
-    """The hosts of the mesh, with what each takes, those that are away for minutes among them."""
+    """Return the hosts of the mesh with their services, including those that are away for
+    minutes.
+    """
     return [pool.decode_host(entry) for entry in await registry.list_entries(state, "node")]
 
 
 def explain_missing_isolation(hosts: Sequence[PoolHost], requirements: JobRequirements) -> str:
-    """Why no sandbox of a job can be on any of these hosts, as each that takes sandboxes has said
-    which isolation it has; empty when one may be. Where none takes them the job waits for one.
+    """Return why no host can isolate a sandbox of a job; empty if one can.
+
+    Hosts report their isolation. If no host accepts sandboxes the job waits for one.
     """
     takes = [host for host in hosts if SERVICE_NAMES["sandbox"] in host.takes]
     if not requirements.sandboxes or not takes:

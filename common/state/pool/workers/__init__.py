@@ -1,1 +1,1 @@
-"""Workers of the pool, and the residents on them. Open `rows.py` first."""
+"""Workers of the pool, and the instances on them. Open `rows.py` first."""

@@ -1,4 +1,4 @@
-"""The seat of a role process: what its worker started it for, as its command line says it."""
+"""Placement of a role process, as its worker writes it on its command line."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from meshrl.common.state.pool.workers.rows import ExpertSplit, Tier
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A process of a resident, on one of its ranks."""
+    """Process of an instance, on one of its ranks."""
 
     gang: str
     resident: str
     job: str
-    generation: int  # of the process: its worker takes no other one for it
+    generation: int  # of the process: its worker accepts no other generation
     core: bool = False  # of training: owns parameters and optimizer
-    rank: int = 0  # among the resident's
+    rank: int = 0  # among the instance's ranks
     ranks: int = 1
-    turns: bool = False  # it computes by turns with the gang's other residents
-    keeper: str = ""  # the worker's process that gives the gang's turns
-    apart: ExpertSplit | None = (
-        None  # how a core's ranks divide a mixture; None: as its job file has it
-    )
+    turns: bool = False  # computes in time slices with the gang's other instances
+    keeper: str = ""  # the worker's process that schedules the gang's time slices
+    # how a core's ranks divide a mixture; None: as in its job file
+    apart: ExpertSplit | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Placement:
-        """The seat that a command line of `parser` describes."""
+        """Return the placement that a command line of `build_parser` describes."""
         told = {one.name: getattr(args, one.name) for one in fields(cls)}
         return cls(**told | {"apart": ExpertSplit.from_list(json.loads(args.apart))})
 
     def to_args(self) -> list[str]:
-        """The command line's words that `parser` reads."""
+        """Return the command line arguments that `build_parser` parses."""
         found = ["--gang", self.gang, "--resident", self.resident, "--job", self.job]
         found += ["--generation", str(self.generation), "--keeper", self.keeper]
         if self.core:
@@ -46,7 +45,7 @@ class Placement:
         return [*found, "--turns"] if self.turns else found
 
     def initial_stats(self) -> dict[str, Any]:
-        """What each role process publishes of itself beside whether it is ready."""
+        """Return the stats that each role process publishes at its start."""
         return {
             "job": self.job,
             "gang": self.gang,
@@ -60,7 +59,7 @@ class Placement:
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of every role process."""
+    """Return the parser of the options of every role process."""
     found = argparse.ArgumentParser(description=description)
     found.add_argument("--gang", required=True)
     found.add_argument("--resident", required=True)

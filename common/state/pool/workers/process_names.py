@@ -1,4 +1,4 @@
-"""The names of processes that serve a job, as the registry has them. A name says whose it is."""
+"""Registry names of the processes that serve a job. A name identifies its job."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from meshrl.common.state.pool.workers.rows import Instance, Role
 
 # Kinds of processes that the planner places.
 PLACED_KINDS = frozenset({"engine", "hybrid", "rank", "rollout", "sandbox", "scoring", "trainer"})
-# Services that a host may take, by the kind of their processes; people say it in these words.
+# Names of services for users, by the kind of their processes.
 SERVICE_NAMES = {"rollout": "shards", "sandbox": "sandboxes"}
 
 
 def worker_name(worker: str) -> str:
-    """The process of a worker."""
+    """Return the name of a worker's process."""
     return f"worker/{worker}"
 
 
 def agent_name(host: str) -> str:
-    """The agent of a host."""
+    """Return the name of a host's agent."""
     return f"node/{host}"
 
 
 def role_process_name(instance: Instance, index: int = 0) -> str:
-    """The process of a resident, the `index`-th of those that it has; a core's and frozen models'
-    are called after their job, which has them once. An engine has one, and where it would have
-    others its accelerators are kept for it under such a name.
+    """Return the name of an instance's `index`-th process.
+
+    Processes of a core and of frozen models are named after their job, which has them once. An
+    engine has one process; further accelerators of the engine are reserved under an indexed name.
     """
     if instance.role == Role.ROLLOUT:
         return f"engine/{instance.id}/{index}" if index else f"engine/{instance.id}"
@@ -35,18 +36,19 @@ def role_process_name(instance: Instance, index: int = 0) -> str:
 
 
 def shard_name(job: str, number: int) -> str:
-    """A rollout shard of a job."""
+    """Return the name of a rollout shard of a job."""
     return f"rollout/{job}/{number}"
 
 
 def sandbox_name(job: str, number: int) -> str:
-    """A sandbox of a job."""
+    """Return the name of a sandbox of a job."""
     return f"sandbox/{job}/{number}"
 
 
 def parse_service_name(name: str) -> tuple[str, str, int]:
-    """(kind, job, number) of a shard's or a sandbox's name; -1 in one that is neither's, as anybody
-    may write into the registry.
+    """Return (kind, job, number) of a shard's or a sandbox's name.
+
+    The number is -1 in any other name: any process may write into the registry.
     """
     kind, _, rest = name.partition("/")
     job, _, number = rest.rpartition("/")

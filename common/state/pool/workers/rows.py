@@ -1,6 +1,6 @@
-"""The rows of the pool: workers, the gangs that they compute in, and the residents of a gang.
+"""Rows of the pool: workers, gangs of workers, and the instances of a gang.
 
-The planner writes what is wanted, workers report what is; nobody writes the other's half.
+The planner writes desired states, workers report actual states. Neither writes the other's half.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a resident does."""
+    """Role of an instance."""
 
     IDLE = "idle"
     ROLLOUT = "rollout"
     TRAINING = "training"
-    SCORING = "scoring"  # it hosts the job's frozen models
+    SCORING = "scoring"  # hosts the job's frozen models
 
 
 class Tier(StrEnum):
-    """Where a resident's tensors are."""
+    """Place of an instance's tensors."""
 
     ACCELERATOR = "accelerator"
     MEMORY = "memory"  # of the host, in segments that its worker owns
     DISK = "disk"  # of the host, in files with digests
-    ABSENT = "absent"  # there is no process: a checkpoint is what is left
+    ABSENT = "absent"  # no process: only a checkpoint is left
 
 
 class InstancePhase(StrEnum):
-    """What a worker says of one resident's process."""
+    """State of an instance's process, as its worker reports it."""
 
     STARTING = "starting"
-    READY = "ready"  # it is at the tier that was wanted, and does what it can there
+    READY = "ready"  # at the desired tier
     MOVING = "moving"  # from tier to tier
     DRAINING = "draining"
     FAILED = "failed"
-    GONE = "gone"  # there is no process, and none is wanted now: it is absent, or to be asleep
+    GONE = "gone"  # no process, and none is desired now: the instance is absent, or offloaded
 
 
 @dataclass(frozen=True, slots=True)
 class TierBytes:
-    """Bytes that residents of a worker may take; 0: as many as there are."""
+    """Limits in bytes for the instances of a worker; 0: unlimited."""
 
-    accelerator: int = 0  # on a CPU worker a declared number, which is accounted all the same
+    accelerator: int = 0  # on a CPU worker a declared number, accounted in the same way
     memory: int = 0
     disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """One accelerator, or a slot of a CPU host. Its record is all that it polls."""
+    """One accelerator, or a slot of a CPU host. A worker polls only this record."""
 
     id: str  # the registry has its process as worker/<id>
     host: str
@@ -60,43 +60,44 @@ class WorkerRow:
     budget: TierBytes = TierBytes()
     uuid: str = ""  # of its GPU or MIG instance; empty: a CPU slot
     market: str = "reserved"  # reserved | spot | lent
-    network: str = ""  # that its host is in, by name; empty: the head's
-    gang: str = ""  # the one that it is in; empty: idle
-    membership: int = 0  # counts the workers' gangs: another gang, or another place in one
+    network: str = ""  # name of its host's network; empty: the head's
+    gang: str = ""  # its gang; empty: idle
+    membership: int = 0  # number of assignments so far: another gang, or another rank in one
     revision: int = 0  # raised with each change of its gang's record
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceReport:
-    """What a worker says of a resident's process on it."""
+    """Report of a worker on an instance's process."""
 
     rank: int  # of the worker in its gang
     generation: int  # of the process
-    epoch: int  # the wish that it acts under
+    epoch: int  # of the desired state that it follows
     token: int  # of the worker's lease
     doing: InstancePhase
     tier: Tier  # where the tensors are now
     detail: str = ""
-    held: TierBytes = TierBytes()  # bytes that it takes of each
+    held: TierBytes = TierBytes()  # bytes that it uses of each tier
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSplit:
-    """How the ranks of a core divide a mixture, as the planner has chosen: the first ones have
-    attention, the others experts.
+    """Split of a core's ranks for a mixture, chosen by the planner.
+
+    The first ranks hold attention, the others experts.
     """
 
     attention: int  # ranks with it
-    micro_batches: int  # bins of each of them in a round
-    hosted: tuple[int, ...]  # by mixture layer: experts that each of them has, too
+    micro_batches: int  # bins of each attention rank in a round
+    hosted: tuple[int, ...]  # by MoE layer: experts that each attention rank hosts
 
     def to_list(self) -> list[int]:
-        """All of it, as JSON takes it."""
+        """Return all fields as a JSON list."""
         return [self.attention, self.micro_batches, *self.hosted]
 
     @classmethod
     def from_list(cls, numbers: Sequence[int] | None) -> ExpertSplit | None:
-        """The value of `numbers`; None of None."""
+        """Return the split of a list from `to_list`; None for None."""
         if numbers is None:
             return None
         attention, micro_batches, *hosted = numbers
@@ -105,9 +106,9 @@ class ExpertSplit:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A role of a job on a gang: a role process on each of the gang's ranks that it occupies.
+    """Role of a job on a gang: one role process on each of the ranks that it occupies.
 
-    Another `generation` is another process; another `epoch` is another wish, and never a restart.
+    A new `generation` is a new process. A new `epoch` is a new desired state, never a restart.
     """
 
     id: str  # <gang>.<number>, never used again
@@ -115,34 +116,36 @@ class Instance:
     role: Role
     core: bool = False  # in a training role: owns parameters and optimizer
     ranks: tuple[int, ...] = (0,)  # of the gang
-    tier: Tier = Tier.ACCELERATOR  # wanted
-    turns: bool = False  # it computes by turns with the other residents of its gang
-    pinned: bool = False  # put there by hand: the policy leaves it alone
-    apart: ExpertSplit | None = None  # of a core's ranks; None: as its job file has it
+    tier: Tier = Tier.ACCELERATOR  # desired
+    turns: bool = False  # computes in time slices with the other instances of its gang
+    pinned: bool = False  # placed by a user: the policy does not move it
+    apart: ExpertSplit | None = None  # of a core's ranks; None: as in its job file
     generation: int = 1
     epoch: int = 1
-    changed_ms: int = 0  # when the wish was written
+    changed_ms: int = 0  # when the desired state was written
     reports: Mapping[int, InstanceReport] = field(default_factory=dict)  # by rank
 
     @property
     def is_reconciled(self) -> bool:
-        """Whether all its ranks do what was wished last."""
+        """True if all ranks have reached the latest desired state."""
         return all(self._is_rank_reconciled(self.reports.get(rank)) for rank in self.ranks)
 
     @property
     def phase(self) -> InstancePhase:
-        """What the rank does that is furthest from done."""
+        """Phase of the rank that is furthest from the desired state."""
         return max(map(self._rank_phase, map(self.reports.get, self.ranks)), key=_PHASE_ORDER.index)
 
     @property
     def detail(self) -> str:
-        """What the first rank that is furthest from done says."""
+        """First detail reported by the ranks in `phase`."""
         far = self.phase
         told = (r.detail for r in self.reports.values() if r.doing == self._rank_phase(r) == far)
         return next(filter(None, told), "")
 
     def _rank_phase(self, report: InstanceReport | None) -> InstancePhase:
-        """What a rank does; what it said of an earlier wish says nothing of how this one goes."""
+        """Return a rank's phase; a report on an earlier desired state says nothing about this
+        one.
+        """
         if report is None or report.generation != self.generation:
             return InstancePhase.STARTING
         if report.epoch == self.epoch or report.doing == InstancePhase.STARTING:
@@ -152,7 +155,8 @@ class Instance:
     def _is_rank_reconciled(self, report: InstanceReport | None) -> bool:
         if report is None or (report.generation, report.epoch) != (self.generation, self.epoch):
             return False
-        if report.doing == InstancePhase.GONE:  # one that died asleep starts when it is to wake
+        # a process that exited while offloaded restarts at its wake-up
+        if report.doing == InstancePhase.GONE:
             return self.tier != Tier.ACCELERATOR
         return report.doing == InstancePhase.READY and report.tier == self.tier != Tier.ABSENT
 
@@ -169,16 +173,16 @@ _PHASE_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """Workers that compute together, in rank order, and who resides on them."""
+    """Workers that compute together, in rank order, and their instances."""
 
     id: str
     workers: tuple[str, ...]  # ids, in rank order
     membership: int  # of its workers' records
     residents: tuple[Instance, ...] = ()
     formed_ms: int = 0
-    placed: int = 0  # residents that it has had: the next one is <gang>.<this>
+    placed: int = 0  # instances so far: the next one is <gang>.<placed>
 
     @property
     def is_reconciled(self) -> bool:
-        """Whether all its residents do what was wished last."""
+        """True if all instances have reached their latest desired state."""
         return all(resident.is_reconciled for resident in self.residents)

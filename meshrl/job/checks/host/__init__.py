@@ -1,1 +1,1 @@
-"""Checks of all that can be known before a mesh starts. Open `all_checks.py` first."""
+"""Checks on this host before a mesh starts. Open `all_checks.py` first."""

@@ -1,8 +1,7 @@
-"""Runs every check before a mesh starts and a run directory is made: what is wrong is said at once,
-all of it.
+"""Runner of every check before a mesh starts and a run directory is made: it reports all errors.
 
-A check is a function of the job file that raises a MeshError, with the place and what to do. Those
-that wait for another process or a server run beside the others, each with a deadline of its own.
+A check is a function of the job file that raises a MeshError, with the place and the fix. Checks
+that wait for another process or a server run concurrently, each with a deadline of its own.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from meshrl.job.job_file import MESSAGE_WITH_LOCATION, Check, JobFile
 from meshrl.job.model_files import count_parameters
 
 GIB = 1 << 30
-MAX_READ_BYTES = 1 << 28  # weights up to this size are read; larger ones are looked at when loaded
+MAX_READ_BYTES = 1 << 28  # weights up to this size are read; larger ones are checked when loaded
 
 
 def check_model_files(job: JobFile) -> None:
-    """Each tensor lies there, in its shape and a floating-point type; no file is cut short, and no
-    weight of a small model is NaN or infinite.
+    """Check that each tensor exists, with its shape and a floating-point type, in complete files.
+
+    No weight of a small model may be NaN or infinite.
     """
     for file in job.models:
         path = Path(file.path)
@@ -47,8 +47,9 @@ def check_model_files(job: JobFile) -> None:
 
 
 def check_weights_quota(job: JobFile) -> None:
-    """The versions that the run has at a time have room in `weights.quota_gb`: those of the kept
-    checkpoints, the current one, and the next.
+    """Check that the run's simultaneous versions fit in `weights.quota_gb`.
+
+    These are the versions of the retained checkpoints, the current one, and the next.
     """
     config, allowed = job.config, job.config.weights.quota_gb
     if not allowed or config.lora.rank or not config.budget.steps:
@@ -70,9 +71,7 @@ def check_weights_quota(job: JobFile) -> None:
 
 
 def check_urls_writable(job: JobFile) -> None:
-    """ConfigError with what the place's server said when a file cannot be written and removed
-    there.
-    """
+    """Raise ConfigError with the server's words if a URL's files cannot be written and removed."""
     for key, place in (("out", job.config.out_url), ("weights.copies", job.config.weights.copies)):
         if place:
             _check_url_writable(job, key, place)
@@ -80,7 +79,7 @@ def check_urls_writable(job: JobFile) -> None:
 
 def _check_url_writable(job: JobFile, key: str, url: str) -> None:
     if "::" in url or redact_url(url) != url.rstrip("/"):
-        raise ConfigError(  # which shows the URL to nobody
+        raise ConfigError(  # its text does not contain the URL
             "a URL with a user, a password or a query in it, or a chain of URLs (::), which may "
             "hide one, would stand in the run's files",
             where=key,
@@ -115,9 +114,10 @@ JOB_CHECKS: tuple[Check, ...] = (
 
 
 def check_host(job: JobFile, mesh_checks: tuple[Check, ...] = ()) -> None:
-    """Returns if the job can start, as far as this host can tell before it does; else the error of
-    the only check that failed, or a ConfigError with the texts of all that did. `beside`: checks of
-    the mesh that is to be started; a job that is submitted finds one.
+    """Check that the job can start, as far as this host can tell.
+
+    `mesh_checks`: checks of the mesh that is to be started; a submitted job has a mesh. Raises the
+    error of the only check that failed, or a ConfigError with the texts of all failures.
     """
     others = JOB_CHECKS + mesh_checks
     with ThreadPoolExecutor(len(others)) as pool:
@@ -128,7 +128,7 @@ def check_host(job: JobFile, mesh_checks: tuple[Check, ...] = ()) -> None:
 
 
 def collect_errors(checks: tuple[Check, ...], job: JobFile) -> list[MeshError]:
-    """The errors of those checks that fail."""
+    """Return the errors of those checks that fail."""
     found = []
     for check in checks:
         try:

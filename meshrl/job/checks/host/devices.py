@@ -1,4 +1,4 @@
-"""Checks that the accelerators which a mesh is to have are there, and that torch can use them."""
+"""Checks that a mesh's accelerators are present, and that torch can use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIX = 'Set mesh.device = "cpu", or repair what is missing'
 
 
 def check_devices(job: JobFile) -> None:
-    """The mesh of the job has its GPUs, one for each worker."""
+    """Check that the mesh of the job has its GPUs, one for each worker."""
     mesh = job.config.mesh
     try:
         find_usable_devices(mesh.device, mesh.workers)
@@ -34,9 +34,10 @@ def check_devices(job: JobFile) -> None:
 
 
 def find_usable_devices(device: str, workers: int = 0) -> list[Device]:
-    """The GPUs that workers would compute on, none for `device` cpu. ConfigError with what was
-    looked for (driver, environment, torch's build) when there are none, fewer than `workers`, or
-    torch cannot use them.
+    """Return the GPUs that workers would compute on, none for `device` cpu.
+
+    Raises ConfigError with the examined causes (driver, environment, torch's build) when there are
+    none, fewer than `workers`, or torch cannot use them.
     """
     if device != "cuda":
         return []
@@ -61,20 +62,21 @@ def find_usable_devices(device: str, workers: int = 0) -> list[Device]:
 
 
 def list_devices() -> list[Device]:
-    """The devices of this host that are ours; ConfigError with why there are none. It asks another
-    process, which may hang with the driver.
+    """Return this host's usable devices; raise ConfigError with the reason if there are none.
+
+    Runs another process, which may hang with the driver.
     """
     found = json.loads(_run_command(LIST_COMMAND, DRIVER_TIMEOUT_S, "the driver")[0])["devices"]
     return [Device(**one | {"instance": tuple(one["instance"])}) for one in found]
 
 
 def is_torch_built_for_cuda() -> bool:
-    """Whether the installed torch is; it is not imported, which takes seconds."""
+    """Return True if the installed torch is built for CUDA; importing it would take seconds."""
     return describe_torch_build().startswith("is built for CUDA")
 
 
 def describe_torch_build() -> str:
-    """What the installed torch is built for, as the end of a sentence."""
+    """Return the build of the installed torch, as the end of a sentence."""
     spec = importlib.util.find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if version is None or not version.is_file():
@@ -86,7 +88,7 @@ def describe_torch_build() -> str:
 def _run_command(
     command: list[str], deadline_s: float, program: str, environment: Mapping[str, str] = {}
 ) -> list[str]:
-    """The lines that a program printed; ConfigError with its last words if it failed."""
+    """Return a program's output lines; raise ConfigError with its last words if it failed."""
     try:
         ran = subprocess.run(
             command,

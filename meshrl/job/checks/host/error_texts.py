@@ -1,4 +1,4 @@
-"""Several errors, or several parts of one, as one text."""
+"""Combination of several errors, or several parts of one, into one text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshrl.common.base.errors import ConfigError, MeshError
 
 
 def raise_combined(errors: Iterable[MeshError]) -> None:
-    """Raises what was found, several as one, each on a line of its own; nothing: returns."""
+    """Raise the errors as one, each on a line of its own; return if there are none."""
     found = list({str(error): error for error in errors}.values())
     if len(found) == 1:
         raise found[0]

@@ -1,8 +1,9 @@
-"""A program that imports a job's modules and tries what they offer; it may be killed.
+"""Program that imports a job's modules and tries their functions; it may be killed.
 
-Standard input: one JSON object, as `module_imports.py` writes it. Each line that it writes to the
-descriptor named by its argument is another: {"trying": what}, {"opened": {...}}, {"wrong": {...}}.
-What the author's code prints goes where the process was told to. Only the standard library.
+Standard input: one JSON object, as `module_imports.py` writes it. Each line of output to the
+descriptor named by its argument is another object: {"trying": what}, {"opened": {...}}, {"wrong":
+{...}}. The output of the author's code goes to the process's own output. The program uses only the
+standard library.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CALL_SIGNATURES = {
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)  # says where it hangs
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)  # dumps where it hangs
     out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
 
     def say(**line: Any) -> None:
@@ -53,11 +54,11 @@ def main() -> None:
             say(wrong={"key": reference["key"], **describe_error(error, asked["modules"])})
     say(done=True)
     out.close()
-    os._exit(0)  # threads of the author's modules have no say
+    os._exit(0)  # threads of the author's modules cannot delay the exit
 
 
 class UnusableReference(Exception):
-    """What a reference names cannot be what the job file says it is; `fix` says what could."""
+    """Error raised when a reference does not fit its use in the job file; `fix` says what does."""
 
     def __init__(
         self, message: str, fix: str = "", location: str = "", missing_file: str = ""
@@ -76,7 +77,7 @@ def import_reference(use: str) -> Any:
 
 
 def check_callable(found: Any, use: str, kind: str) -> None:
-    """Unfit unless it can be called as a `kind` is."""
+    """Raise UnusableReference unless the object can be called as a `kind` is."""
     name = use.partition(":")[2]
     arguments, definition, what = CALL_SIGNATURES[kind]
     fix = f"Define it as `{definition.format(name=name)}`"
@@ -93,7 +94,7 @@ def check_callable(found: Any, use: str, kind: str) -> None:
             f"{use} cannot be called as {what} is: {error}", fix, get_location(found)
         ) from None
     except ValueError:
-        return  # what is not written in Python tells no signature
+        return  # functions that are not written in Python have no signature
 
 
 def get_location(found: Any) -> str:
@@ -102,9 +103,7 @@ def get_location(found: Any) -> str:
 
 
 def try_environment(factory: Any, use: str, request: dict[str, Any], send: SendMessage) -> None:
-    """Opens the first row of each dataset, as the mesh will open all of them, and as many of the
-    others as there is time for.
-    """
+    """Open the first row of each dataset as the mesh will, then further rows while time remains."""
     until = float("inf")
     for row in request["rows"]:
         if row.get("more"):
@@ -150,7 +149,7 @@ def try_environment(factory: Any, use: str, request: dict[str, Any], send: SendM
 
 
 def describe_error(error: BaseException, modules: str) -> dict[str, str]:
-    """What an exception says, where, and what to do."""
+    """Return the message, place and fix of an exception."""
     if isinstance(error, UnusableReference):
         said = str(error)[:2000]
         return {
@@ -166,7 +165,7 @@ def describe_error(error: BaseException, modules: str) -> dict[str, str]:
 
 
 def find_error_location(error: BaseException, modules: str) -> str:
-    """The last line of the job's own modules that an exception went through, or else its last."""
+    """Return the last line of the job's own modules in an exception's trace, or its last line."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     every = traceback.extract_tb(error.__traceback__)

@@ -1,8 +1,7 @@
-"""Imports the job's modules as the mesh will, in a process of their own with a deadline, and opens
-an environment on a sample of the rows.
+"""Import of the job's modules in a process of their own, with a deadline, and trial of rows.
 
-They are copied first, as into a bundle: what lies beside the job file and is not bundled is not
-there on the mesh either.
+An environment opens a sample of the rows. The modules are copied first, as into a bundle: a file
+beside the job file that is not bundled is missing on the mesh too.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from meshrl.job.tasksets import run_guarded
 IMPORT_TIMEOUT_S = 30.0  # as long as a sandbox lets a worker import
 SAMPLE_ROWS = 64  # rows of a dataset that an environment opens beside its first one
 SAMPLE_TIME_S = 0.4  # for reading them, and for opening them
-PROGRESS_NOTICE_S = 5.0  # after which somebody who waits is told what for
-DUMP_TIMEOUT_S = 2.0  # for a killed import to say where it was: milliseconds, on a quiet machine
+PROGRESS_NOTICE_S = 5.0  # until a waiting user sees a notice of the current action
+DUMP_TIMEOUT_S = 2.0  # for a killed import to dump its position: milliseconds, on a quiet machine
 OUTPUT_TAIL_LINES = 3
 GUARD_MODULE = child.__name__
 DEFAULT_FIX = "Mend it; --dry-run tries it again"
@@ -55,7 +54,7 @@ def check_imports(
     import_timeout_s: float = IMPORT_TIMEOUT_S,
     notice_after_s: float = PROGRESS_NOTICE_S,
 ) -> None:
-    """Every function that the job names is there and takes what it will be given."""
+    """Check that every function that the job names exists and takes its arguments."""
     references = [
         {"key": key, "use": use, "kind": REFERENCE_KINDS.get(key.partition(".tools.")[0], "reward")}
         for key, use in find_references(job.config)
@@ -77,7 +76,7 @@ def check_imports(
 
 
 def _find_shadowing_modules(job: JobFile, modules: Path) -> Iterator[MeshError]:
-    """Modules that would be taken for others, or others for them."""
+    """Yield errors for modules that hide others, or are hidden by others."""
     for path in sorted(modules.iterdir()):
         package = path.is_dir() and (path / "__init__.py").is_file()
         if path.suffix != ".py" and not package:
@@ -92,7 +91,7 @@ def _find_shadowing_modules(job: JobFile, modules: Path) -> Iterator[MeshError]:
 
 
 def _sample_rows(job: JobFile) -> list[dict[str, Any]]:
-    """The first row of each dataset, and then more of them, as far as there is time."""
+    """Return the first row of each dataset, and further rows while time remains."""
     read: dict[str, list[dict[str, Any]]] = {key: [] for key, _ in job.datasets}
     for key, row in TimedRows(job.datasets, SAMPLE_TIME_S):
         read[key].append({"key": key, "location": row.location, "value": row.value})
@@ -134,7 +133,7 @@ class _ImportProbe:
     def _collect_errors(
         self, process: subprocess.Popen[bytes], read: int, log: Path
     ) -> Iterator[MeshError]:
-        seen: set[str] = set()  # two functions of a module that does not import say the same
+        seen: set[str] = set()  # two functions of a broken module give the same error
         long: list[MeshError] = []  # of the first dataset that has such prompts
         for line in self._read_messages(process, read, log):
             if "trying" in line:
@@ -162,7 +161,7 @@ class _ImportProbe:
     def _read_messages(
         self, process: subprocess.Popen[bytes], read: int, log: Path
     ) -> Iterator[dict[str, Any]]:
-        """What the process says, until it ends or says nothing for too long."""
+        """Yield the process's messages, until it ends or is silent for too long."""
         held, told = b"", False
         since = time.monotonic()
         while True:
@@ -208,7 +207,7 @@ class _ImportProbe:
         )
 
     def _check_prompt(self, key: str, location: str, prompt: Any) -> Iterator[MeshError]:
-        """A prompt that open() returned: it can be written, and leaves room."""
+        """Check that a prompt returned by open() can be tokenized and leaves space for a turn."""
         said = prompt.get("messages") if isinstance(prompt, dict) else prompt
         try:
             if self.job.config.environment.chat:
@@ -242,8 +241,8 @@ class _ImportProbe:
         )
 
     def _describe_position(self, process: subprocess.Popen[bytes], log: Path) -> str:
-        """Where the process is now, for the end of a message; empty: it does not say."""
-        if not self.current_action:  # it has not begun
+        """Return the process's current position, for the end of a message; empty: unknown."""
+        if not self.current_action:  # the process has not begun
             return ""
         before = log.stat().st_size
         process.send_signal(signal.SIGUSR1)
@@ -268,7 +267,7 @@ class _ImportProbe:
         )
 
     def _is_beside_job_file(self, missing_file: str) -> bool:
-        """Whether a file that was not found lies beside the job file."""
+        """Return True if a file that was not found is beside the job file."""
         path = Path(missing_file)
         if path.is_absolute() and not path.is_relative_to(self.modules):
             return False
@@ -276,12 +275,12 @@ class _ImportProbe:
         return (self.job.base / path).exists()
 
     def _map_to_sources(self, text: str) -> str:
-        """With the author's own files in place of their copies."""
+        """Replace the paths of copies by the author's own files."""
         return text.replace(str(self.modules), str(self.job.base))
 
 
 def _wait_exit_status(pid: int) -> int | None:
-    """How a child ended that has closed its pipe, as in `Popen.returncode`; it stays unreaped."""
+    """Return a child's status as in `Popen.returncode`, after its pipe closed; do not reap it."""
     until = time.monotonic() + DUMP_TIMEOUT_S
     while True:
         how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Checks that the programs which a job names are there and run: interpreters, MCP servers."""
+"""Checks that the programs which a job names exist and run: interpreters, MCP servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROBE_TIMEOUT_S = 20.0  # for an interpreter that looks for a package, on a slow
 IMPORT_TIMEOUT_S = 60.0  # for the imports of a jail's interpreter
 FIND_PACKAGE = "import importlib.util, sys; sys.exit(3 * (importlib.util.find_spec({!r}) is None))"
 ABSENT_STATUS = 3
-# SGLang's adapters look for pinned memory, which a torch without an accelerator has not.
+# SGLang's adapters need pinned memory, which a torch without an accelerator lacks.
 PINNED_MEMORY_PROBE = (
     "import importlib.util, torch; importlib.util.find_spec('sglang.srt.lora'); "
     "torch.empty(1, pin_memory=True)"
@@ -27,7 +27,7 @@ PINNED_MEMORY_PROBE = (
 
 
 def check_sglang(job: JobFile) -> None:
-    """The interpreter of the engine has it, and it computes such a model."""
+    """Check that the engine's interpreter has SGLang, and that SGLang supports the model."""
     rollout = job.config.rollout
     if rollout.engine != "sglang":
         return
@@ -50,7 +50,7 @@ def check_sglang(job: JobFile) -> None:
 
 
 def _check_read_back(job: JobFile) -> None:
-    """SGLang tells what can be compared with a version."""
+    """Check that SGLang can return weights for comparison with a version."""
     if not job.config.rollout.read_back:
         return
     why = ""
@@ -65,7 +65,7 @@ def _check_read_back(job: JobFile) -> None:
 
 
 def _check_kv_tiers(job: JobFile) -> None:
-    """SGLang's hierarchical cache is one of GPUs."""
+    """Check that the job has GPUs for SGLang's hierarchical cache."""
     rollout = job.config.rollout
     if job.config.mesh.device == "cpu" and (rollout.kv_memory_gib or rollout.kv.disk):
         wrong = "rollout.kv: SGLang keeps keys and values outside of its cache on GPUs alone"
@@ -74,7 +74,7 @@ def _check_kv_tiers(job: JobFile) -> None:
 
 
 def _check_adapters(job: JobFile, python: Path, key: str) -> None:
-    """SGLang starts with adapters beside the model. `key`: where its interpreter is named."""
+    """Check that SGLang starts with adapters beside the model. `key`: its interpreter's setting."""
     config = job.config
     if not config.lora.rank or config.lora.engines != "beside" or config.mesh.device != "cpu":
         return
@@ -103,10 +103,10 @@ def check_verifiers(job: JobFile) -> None:
 
 
 def check_sandbox_python(job: JobFile) -> None:
-    """The interpreter of the model's code runs, and has what the job imports there."""
+    """Check that the interpreter of the model's code runs, and has the job's imports."""
     config = job.config.sandbox
     if config.root or config.runner or not config.python:
-        return  # of an image or a container: it is run where it is contained
+        return  # the interpreter of an image or container runs only inside it
     names = config.imports
     status, said = _run_python(
         Path(config.python), f"import {', '.join(['sys', *names])}", IMPORT_TIMEOUT_S
@@ -125,7 +125,7 @@ def check_sandbox_python(job: JobFile) -> None:
 
 
 def check_mcp_servers(job: JobFile) -> None:
-    """The commands of MCP servers are there, and the package that speaks to them."""
+    """Check that the commands of MCP servers exist, and the package of their protocol."""
     environment = job.config.environment
     for name, command in environment.mcp.items():
         key, program = f"environment.mcp.{name}", command[0]
@@ -143,7 +143,7 @@ def check_mcp_servers(job: JobFile) -> None:
 
 
 def check_packages(job: JobFile) -> None:
-    """What is installed only on demand, for what the job names, is there."""
+    """Check that the optional packages which the job needs are installed."""
     environment, uses = job.config.environment, [p.use for p in job.config.reward.reward_parts]
     wanted = {"math_verify": ("math" in uses, "reward.use", "the reward 'math' needs", "math")}
     wanted["mcp"] = (bool(environment.mcp), "environment.mcp", "MCP servers need", "mcp")
@@ -154,12 +154,12 @@ def check_packages(job: JobFile) -> None:
 
 
 def check_isolation(job: JobFile) -> None:
-    """This host contains code that the model wrote as well as the job demands."""
+    """Check that this host isolates the model's code as the job demands."""
     isolation_probe.require_isolation(job.config)
 
 
 def explain_missing_package(python: Path, package: str) -> str:
-    """What is wrong with an interpreter that is to have a package; empty: nothing."""
+    """Return why an interpreter lacks a package; empty if it has it."""
     status, said = _run_python(python, FIND_PACKAGE.format(package), PROBE_TIMEOUT_S)
     if status == ABSENT_STATUS:
         return f"{python} has no package {package}"
@@ -167,13 +167,13 @@ def explain_missing_package(python: Path, package: str) -> str:
 
 
 def can_import(python: Path, package: str, directory: str) -> bool:
-    """Whether an interpreter imports a package of a directory that it does not search."""
+    """Return True if an interpreter can import a package of a directory outside its search path."""
     code = f"import sys; sys.path.append({directory!r}); import {package}"
     return _run_python(python, code, PROBE_TIMEOUT_S)[0] == 0
 
 
 def _run_python(python: Path, code: str, timeout_s: float) -> tuple[int | None, str]:
-    """The exit status, and the last words if it is not 0; or None, and why it could not be run."""
+    """Return the exit status and the last words unless it is 0; or None and why it did not run."""
     if not python.is_file():
         return None, f"there is no interpreter at {python}"
     if not os.access(python, os.X_OK):

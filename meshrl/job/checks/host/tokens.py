@@ -12,12 +12,12 @@ from meshrl.common.model.tokens.tokenizer import Tokenizer, find_absent_ids
 from meshrl.job.job_file import JobFile
 from meshrl.job.model_files import load_shape_from, load_tokenizer
 
-CACHED_MODELS = 8  # of one job, which several checks ask for
+CACHED_MODELS = 8  # models of one job, which several checks load
 
 
 @lru_cache(CACHED_MODELS)
 def load_model_shape(job: JobFile, path: str) -> ModelConfig:
-    """The shape of the model in a directory; without one, of the model that begins from scratch."""
+    """Return the shape of the model in a directory; without one, of the model from scratch."""
     return load_shape_from(path, job.config.model.config)
 
 
@@ -30,12 +30,12 @@ def load_model_without_absent_ids(job: JobFile) -> ModelConfig:
 
 @lru_cache(CACHED_MODELS)
 def load_job_tokenizer(job: JobFile) -> Tokenizer:
-    """The job's tokenizer; ConfigError when the file is none."""
+    """Return the job's tokenizer; raise ConfigError when the file is none."""
     return load_tokenizer(job, job.config.model.tokenizer_file, "model.tokenizer")
 
 
 def check_positions(job: JobFile) -> None:
-    """No sequence is longer than the model that reads it has positions."""
+    """Check that no sequence is longer than the positions of each model that reads it."""
     config, longest = job.config, job.config.rollout.max_tokens
     own = load_model_shape(job, config.model.path).max_positions
     _check_length(job, "rollout.max_tokens", longest, own, config.model.path)
@@ -71,8 +71,9 @@ def _describe_config_file(path: str) -> str:
 
 
 def check_vocabulary(job: JobFile) -> None:
-    """Every id of the tokenizer, those of added tokens too, has a row of the embedding, in each
-    model that scores the job's tokens.
+    """Check that every id of the tokenizer has a row in each scoring model's embedding.
+
+    The ids include those of added tokens.
     """
     config = job.config
     rows = {"model": load_model_shape(job, config.model.path).vocab_size}
@@ -95,7 +96,7 @@ def check_vocabulary(job: JobFile) -> None:
 
 
 def check_stop(job: JobFile) -> None:
-    """What ends a turn can be sampled."""
+    """Check that the tokens that end a turn can be sampled."""
     rollout, tokenizer = job.config.rollout, load_job_tokenizer(job)
     unknown = [text for text in rollout.stop if tokenizer.token_to_id(text) is None]
     if unknown:

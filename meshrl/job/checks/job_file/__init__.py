@@ -1,1 +1,1 @@
-"""Checks of what a job file says, each of which names the line of the key that is wrong."""
+"""Checks of a job file's content, each of which names the line of the wrong key."""

@@ -1,4 +1,4 @@
-"""Checks the algorithm's keys of a job file."""
+"""Checks of the algorithm's keys of a job file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLING_FILTER_DEFAULTS = {
 
 
 def check_algorithm(job: JobFile) -> None:
-    """Values that do not go together."""
+    """Check that the values fit together."""
     chosen = job.config.algorithm
     if chosen.updates > chosen.groups_per_step:
         raise job.make_error(
@@ -47,8 +47,10 @@ def _check_correction(job: JobFile) -> None:
 
 
 def _check_sampling_filters(job: JobFile) -> None:
-    """Engines tell the probabilities of what filters keep, which add up to 1; the trainer's policy
-    has all tokens, so that their ratio on the policy itself is the share that was kept.
+    """Check that sampling filters and the algorithm fit together.
+
+    Engines report probabilities of the filtered tokens, which add up to 1. The trainer's policy has
+    all tokens, so that the ratio on the policy itself is the share that the filter leaves.
     """
     rollout, chosen = job.config.rollout, job.config.algorithm
     used = [

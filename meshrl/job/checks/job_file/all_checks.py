@@ -1,6 +1,6 @@
-"""Runs the checks of what a job file says; the first mistake is told.
+"""Runner of the checks of a job file's content; it reports the first mistake.
 
-A check is a function of the job file that raises a ConfigError with the line and what to do.
+A check is a function of the job file that raises a ConfigError with the line and the fix.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SGLANG_TENSOR_PARALLEL_FLAGS = (
     "--tp",
     "--tp-size",
     "--tensor-parallel-size",
-)  # its flags that say the same
+)  # equivalent flags of the engine
 
 
 def check_buckets(job: JobFile) -> None:
@@ -45,7 +45,7 @@ def check_buckets(job: JobFile) -> None:
 
 
 def check_emulated_accelerators(job: JobFile) -> None:
-    """Check that accelerators which the job is paced by are known."""
+    """Check that the accelerators which the job emulates are known."""
     config = job.config
     for key, pace, read in (
         ("rollout.pace", config.rollout.pace, parse_engine_speed),
@@ -93,7 +93,7 @@ def check_pool(job: JobFile) -> None:
 
 
 def check_tensor_parallel(job: JobFile) -> None:
-    """Degrees are powers of two that something here computes with, or imitates."""
+    """Check that degrees are powers of two that an engine here supports, or emulates."""
     rollout = job.config.rollout
     given = rollout.tensor_parallel
     if not given:
@@ -124,8 +124,9 @@ def check_tensor_parallel(job: JobFile) -> None:
 
 
 def check_heads_divisible(job: JobFile) -> None:
-    """Each worker of an engine has as many heads as the others. A paced engine stands for another
-    model than the one that it computes.
+    """Check that each worker of an engine has as many heads as the others.
+
+    An emulated engine represents another model than the one that it computes.
     """
     if job.config.rollout.pace or max(job.config.rollout.tensor_parallel) == 1:
         return
@@ -143,7 +144,7 @@ def check_heads_divisible(job: JobFile) -> None:
 
 
 def check_frozen_models(job: JobFile) -> None:
-    """Check the frozen models, and that those are there which the algorithm compares with."""
+    """Check the frozen models, and that those which the algorithm compares with are present."""
     config, declared = job.config, job.config.models.models_by_role
     if config.algorithm.kl_coefficient and "reference" not in declared:
         wrong = "algorithm.kl_coefficient compares with models.reference, which the job has not"
@@ -176,7 +177,7 @@ def check_frozen_models(job: JobFile) -> None:
 
 
 def _check_frozen_model(job: JobFile, role: str, directory: Path) -> None:
-    """Check a frozen model's files, and that one which is compared with has the job's tokenizer."""
+    """Check a frozen model's files, and that one used for comparison has the job's tokenizer."""
     key, tokenizer = f"models.{role}.path", job.config.model.tokenizer_file
     own = (directory / "tokenizer.json").is_file()
     if not (directory / "config.json").is_file():
@@ -225,7 +226,7 @@ SHAPE_CHECKS: tuple[Check, ...] = (  # of models that are there
 
 
 def complete_group_size(job: JobFile) -> JobFile:
-    """Return a job of given answers with groups of one trajectory; another one as it is."""
+    """Return a supervised job with groups of one trajectory; another job unchanged."""
     config = job.config
     if not config.is_supervised:
         if (
@@ -252,6 +253,6 @@ def check_job_file(job: JobFile) -> None:
 
 
 def check_changed_document(job: JobFile) -> None:
-    """Check what may change of a run whose files stay."""
+    """Check the changeable keys of a run whose files stay."""
     for one in VALUE_CHECKS + SHAPE_CHECKS:
         one(job)

@@ -1,4 +1,4 @@
-"""Checks and resolves what begins and ends a turn of a job: its chat format and its end tokens."""
+"""Checks and resolution of a job's chat format and end tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEMPLATE_OPTION_DEFAULTS = {
 
 
 def resolve_chat(job: JobFile) -> JobConfig:
-    """The job with its chat format by name, and with all tokens that end a turn."""
+    """Return the job with its chat format by name, and with all tokens that end a turn."""
     model = job.config.model
     with job.locate_errors("model", MESSAGE_WITH_LOCATION):
         own = read_eos_tokens(
@@ -54,7 +54,7 @@ def _add_stop_tokens(config: JobConfig, tokens: list[str]) -> JobConfig:
 
 
 def _resolve_chat_format(job: JobFile) -> JobConfig:
-    """With the format's stop tokens."""
+    """Return the job with the stop tokens of its chat format."""
     config, environment = job.config, job.config.environment
     tokenizer = config.model.tokenizer_file
     day = _parse_date(job)
@@ -92,7 +92,7 @@ def _parse_date(job: JobFile) -> str:
 
 
 def _check_renderer_options(job: JobFile) -> None:
-    """The formats of `renderers` keep what was sampled and read their own calls."""
+    """Check that formats of `renderers` have no template options: they parse their own calls."""
     chat = job.config.environment.chat
     for name, (none, instead) in TEMPLATE_OPTION_DEFAULTS.items():
         if getattr(job.config.environment, name) != none:
@@ -102,7 +102,7 @@ def _check_renderer_options(job: JobFile) -> None:
 
 
 def _check_template(job: JobFile, chat: ChatFormat) -> None:
-    """The template takes the job's tools, and the first prompt of each of its files."""
+    """Check that the template takes the job's tools, and the first prompt of each of its files."""
     config = job.config
     if config.environment.tools and (problem := chat.tools_unsupported_reason):
         raise job.make_error(

@@ -1,4 +1,4 @@
-"""Checks how a job file has the experts of a mixture divided among ranks."""
+"""Checks of the division of an MoE model's experts among ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPERT_PARALLEL_KEY, ZEBRA_TABLE, TRAINING_EMULATE_KEY = (
 
 
 def check_experts(job: JobFile) -> None:
-    """Ranks and experts can be divided as it says, and there are such."""
+    """Check that the job's ranks and experts exist and can be divided as it states."""
     training = job.config.training
     zebra = training.zebra
     keys = {
@@ -100,7 +100,7 @@ def _check_zebra(job: JobFile, model: ModelConfig) -> None:
 
 
 def _check_zebra_supports_job(job: JobFile, key: str) -> None:
-    """Such a gang can train what the job does."""
+    """Check that such a gang can train the job."""
     if job.config.algorithm.name == "ppo":
         wrong = f"{ZEBRA_TABLE} trains no critic, and ppo has one"
         fix = "Choose an algorithm without one, or leave training.zebra out"

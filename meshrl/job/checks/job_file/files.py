@@ -1,4 +1,4 @@
-"""Checks the files that a job names: its model, its rows, and the modules of its author."""
+"""Checks of the files that a job names: its model, its rows, and the modules of its author."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshrl.job.job_file import MESSAGE_WITH_FIX, JobFile, get_value
 
 
 def check_model(job: JobFile) -> None:
-    """Check that the model and its tokenizer are there, or the shape of a new one."""
+    """Check that the model and its tokenizer exist, or the shape of a new one."""
     own = job.config.model
     if own.path and not (Path(own.path) / "config.json").is_file():
         there = "holds no config.json" if Path(own.path).exists() else "does not exist"
@@ -32,7 +32,7 @@ def check_model(job: JobFile) -> None:
 
 
 def _suggest_tokenizer_fix(directory: Path) -> str:
-    """What to do about a tokenizer.json that is missing."""
+    """Return how to fix a missing tokenizer.json."""
     older = [
         f.name for f in list_companion_files(directory / "tokenizer.json") if f.suffix == ".model"
     ]
@@ -45,8 +45,9 @@ def _suggest_tokenizer_fix(directory: Path) -> str:
 
 
 def check_datasets(job: JobFile) -> None:
-    """Check that each dataset has rows, with the keys that rewards read or an answer to learn, and
-    that none is trained on and held out.
+    """Check that each dataset has rows with the keys that rewards read, or an answer to learn.
+
+    No row may be both trained on and held out.
     """
     config = job.config
     if not (config.dataset.train or config.environment.verifiers):
@@ -105,7 +106,7 @@ def _check_answer(job: JobFile, row: dataset_rows.DatasetRow) -> None:
 
 
 def check_taskset(job: JobFile) -> None:
-    """Check the keys of a taskset of `verifiers`, and that none stands without one."""
+    """Check the keys of a taskset of `verifiers`, and that none appears without one."""
     environment = job.config.environment
     if not environment.verifiers:
         for key in ("environment.python", "environment.verifiers_options"):

@@ -1,4 +1,4 @@
-"""Checks of what a job is judged by: a model whose verdict is the reward, and evaluations."""
+"""Checks of a job's judge, whose verdict is the reward, and of its evaluations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.job.job_file import JobFile
 
 
 def check_judge(job: JobFile) -> None:
-    """Check that the judge can be asked, and that nothing else is the reward then."""
+    """Check that the judge can be called, and that it is the only reward."""
     judge, model = job.config.reward.judge, job.config.models.reward.path
     if not judge.use:
         if model:
@@ -58,7 +58,7 @@ def load_judge_template(job: JobFile) -> JudgeConfig:
 
 
 def check_evaluation(job: JobFile) -> None:
-    """Check the evaluation's datasets, and that the figure is one which the best version has."""
+    """Check the evaluation's datasets, and that the best version's figure exists."""
     evaluation, config = job.config.evaluation, job.config
     names = [HELD_OUT, *(d.name for d in evaluation.datasets)]
     for i, d in enumerate(evaluation.datasets):

@@ -17,7 +17,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 def check_optional_keys(job: JobFile) -> None:
-    """Refuse what would otherwise end the job after it has begun."""
+    """Reject values that would otherwise end the job after it has begun."""
     config = job.config
     for name in list_trackers(config):
         if importlib.util.find_spec(name) is None:

@@ -1,4 +1,4 @@
-"""Checks what a job file has the sandbox run: tools, rewards, and limits of the model's code."""
+"""Checks of the sandbox keys of a job file: tools, rewards, and limits of the model's code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MCP_TOOL_PATTERN = re.compile(r"mcp:([^/]+)/(.+)")
 
 
 def check_sandbox(job: JobFile) -> None:
-    """Refuse what a sandbox would refuse."""
+    """Reject values that a sandbox would reject."""
     _check_tools(job)
     _check_rewards(job)
     sandbox = job.config.sandbox
@@ -50,7 +50,7 @@ def check_sandbox(job: JobFile) -> None:
 
 
 def _check_image(job: JobFile) -> None:
-    """The image is there and has an interpreter for this host."""
+    """Check that the image exists and has an interpreter for this host."""
     sandbox = job.config.sandbox
     if sandbox.tier == "landlock":
         wrong = "sandbox.root takes bubblewrap: Landlock shows no other file system than the host's"
@@ -126,7 +126,7 @@ def _check_builtin_reward(job: JobFile, part: RewardPartConfig, table: str) -> N
 
 
 def _explain_invalid_option(use: str, option: str, value: Any) -> str:
-    """Say why a value of an option grades nothing; empty: it does."""
+    """Return why a value of an option is invalid; empty if it is valid."""
     if option == "runner" and value not in builtin.TEST_RUNNERS:
         return f"{use} has no runner {value!r}; there are {', '.join(builtin.TEST_RUNNERS)}"
     if option == "letters" and not (isinstance(value, str) and re.fullmatch("[A-Za-z]+", value)):
@@ -147,8 +147,10 @@ def _explain_invalid_option(use: str, option: str, value: Any) -> str:
 
 
 def resolve_paths(sandbox: SandboxConfig, base: Path) -> SandboxConfig:
-    """With absolute paths. The interpreter's stays as it is: links lead out of a virtual
-    environment; in an image or a container it is a path inside.
+    """Return the sandbox with absolute paths.
+
+    The interpreter's path stays as it is: links lead out of a virtual environment; in an image or a
+    container it is a path inside.
     """
     root = sandbox.root and os.path.abspath(base / Path(sandbox.root).expanduser())
     python = sandbox.python

@@ -1,9 +1,8 @@
-"""By what the mesh's Redis proves itself to other hosts: a certificate, signed by an authority of
-the mesh's own.
+"""Certificate of the mesh's Redis for other hosts, signed by the mesh's own authority.
 
-The authority stays while it is valid, because hosts that have joined know it by its certificate.
-The server's is made anew at each start, for the names under which it is reached then. Both outlast
-any mesh: there is nobody to renew them while it runs.
+The authority stays while it is valid, because joined hosts know it by its certificate. The server's
+certificate is issued at each start, for the names under which it is reached then. Both outlast any
+mesh: no process renews them while it runs.
 """
 
 from __future__ import annotations
@@ -39,8 +38,10 @@ CERTIFICATE_FILE, KEY_FILE = "redis.pem", "redis-key.pem"
 
 
 def issue_certificate(directory: Path, names: Sequence[str], now: datetime.datetime) -> None:
-    """Puts a new certificate for these host names and IP addresses into the mesh's directory, and
-    an authority where there is none that lasts: files for this user alone.
+    """Write a new certificate for these host names and IP addresses into the mesh's directory.
+
+    Also creates an authority where none is valid for long enough. The files are for this user
+    alone.
     """
     authority, authority_key = _load_or_create_ca(directory, now)
     key = ec.generate_private_key(ec.SECP256R1())

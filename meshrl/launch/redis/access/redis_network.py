@@ -1,4 +1,4 @@
-"""Where hosts that join a mesh reach its Redis: a port with TLS, by a server that can do that."""
+"""Redis for joined hosts: a port with TLS, on a server that supports TLS."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ REPAIR_HINT = (
 
 @dataclass(frozen=True)
 class RedisNetwork:
-    """Of a mesh with several hosts. `listen` and `advertise` are as in its settings (`bind`,
-    `advertise`); `head` is what Redis is told of the head's own processes.
+    """Network of a mesh with several hosts.
+
+    `listen` and `advertise` are as in its settings (`bind`, `advertise`); `head` has the users of
+    the head's own processes.
     """
 
     head: AdmittedHost
@@ -38,7 +40,7 @@ class RedisNetwork:
 
     @property
     def reachable_host(self) -> str:
-        """As others reach the head. ConfigError: they are told of no address."""
+        """Host by which others reach the head. Raises ConfigError if no address is given."""
         host = parse_advertised_host(self.advertise) or self._listen_range[0]
         if host in WILDCARD_HOSTS:
             raise ConfigError(
@@ -54,9 +56,7 @@ class RedisNetwork:
         return "0.0.0.0" if host == "*" else host, among
 
     def make_listener(self, directory: Path, now: datetime.datetime | None) -> ServerListener:
-        """Where a server is to listen; since `now` with TLS, and a new certificate in the mesh's
-        directory.
-        """
+        """Return the listener of a server; with TLS and a new certificate if `now` is given."""
         host, among = self._listen_range
         port = _choose_port(directory / PORT_FILE, host, among)
         if now is None:
@@ -68,7 +68,7 @@ class RedisNetwork:
         return ServerListener(host, port, *(str((directory / file).resolve()) for file in files))
 
     def format_url(self, listener: ServerListener) -> str:
-        """At which hosts that join reach it, without user and password."""
+        """Return the URL at which joined hosts reach the listener, without user and password."""
         host = (
             f"[{self.reachable_host}]"
             if ":" in self.reachable_host and "[" not in self.reachable_host
@@ -78,18 +78,22 @@ class RedisNetwork:
 
 
 def is_port_taken(listener: ServerListener) -> bool:
-    """Whether another process listens there, as no server of ours does. ConfigError: nobody can."""
+    """Return True if another process listens there, given that none of our servers does.
+
+    Raises ConfigError if no process can listen there.
+    """
     return not _find_free_port(listener.host.strip("[]"), listener.port)
 
 
 def is_loopback_only(listen: str) -> bool:
-    """Whether nobody outside this machine reaches what listens there."""
+    """Return True if only this machine reaches a server that listens there."""
     return embedded_server.is_loopback(parse_listen_address(listen, "--listen")[0])
 
 
 def resolve_remote_url(url: str, listen: str) -> tuple[str, str]:
-    """At which hosts that join reach a server that is the user's, and the file of its authority.
-    ConfigError: they cannot, or would send it passwords in the clear.
+    """Return the URL by which joined hosts reach a user's server, and its authority's file.
+
+    Raises ConfigError if they cannot reach it, or would send it passwords in the clear.
     """
     bare, authority = embedded_server.strip_credentials(url)
     scheme, _, rest = bare.partition("://")
@@ -108,7 +112,7 @@ def resolve_remote_url(url: str, listen: str) -> tuple[str, str]:
 
 
 def _choose_port(port_file: Path, host: str, allowed: range) -> int:
-    """The one of before, if it is free and still among these, else the first free one."""
+    """Return the last port, if it is free and still allowed, else the first free one."""
     before = documents.read(port_file, REPAIR_HINT)["port"] if port_file.is_file() else 0
     anyone = allowed == range(0, 1)
     wished = [before] if before and (anyone or before in allowed) else []
@@ -125,8 +129,9 @@ def _choose_port(port_file: Path, host: str, allowed: range) -> int:
 
 
 def _find_free_port(host: str, port: int) -> int:
-    """The port, or one that the kernel picks for 0; 0: it is taken. ConfigError: the host is none
-    of this machine's, or the port not for this user.
+    """Return the port, or one that the kernel picks for 0; 0 if it is taken.
+
+    Raises ConfigError if the host is not this machine's, or the port not for this user.
     """
     try:
         families = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -1,5 +1,6 @@
-"""The users of Redis where each role of each host is one: the head's, and those of the hosts that
-the mesh has let in. Whoever serves Redis is told digests of their passwords.
+"""Users of Redis, one per role and host: the head's, and those of admitted hosts.
+
+The server receives only digests of their passwords.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
 from meshrl.common.state.hosts import acl, credentials
 from meshrl.common.state.redis.client import SCRIPTS_DIR, StateClient, load_script
 
-# What whoever makes users, and gives them their rights, may do itself.
+# Rights of the user that creates users and grants them their rights.
 REQUIRED_RIGHTS = "ACL and SCRIPT, and all commands and keys (`+@all ~* &*`)"
 
 
 class RedisHostUsers:
-    """`head`: the host with Redis, which is let in while it runs; others are on record. A host that
-    is expelled is so for ever, under its name.
+    """Users of Redis by host. `head` is the host with Redis, admitted while it runs; others are on
+    record.
+
+    An expelled host stays expelled under its name for ever.
     """
 
     def __init__(self, directory: Path, head: AdmittedHost) -> None:
@@ -31,12 +34,12 @@ class RedisHostUsers:
 
     @property
     def hosts(self) -> dict[str, AdmittedHost]:
-        """All that are let in, the head first."""
+        """All admitted hosts, the head first."""
         return {self._head.host: self._head, **self._joined_hosts}
 
     @property
     def acl_lines(self) -> list[str]:
-        """All users, of a configuration: off, until somebody opens."""
+        """All users as lines of a configuration, disabled until `enable_all`."""
         return [
             f"user {name} {' '.join(words)}"
             for host in self.hosts.values()
@@ -44,7 +47,7 @@ class RedisHostUsers:
         ]
 
     def add_host(self, host: AdmittedHost) -> None:
-        """Puts a host on record. Refused: another has its name, or it cannot be a user's."""
+        """Record a host. Raises Refused if another has its name, or the name cannot be a user's."""
         known = self.hosts.get(host.host)
         if known is not None and known.passwords != host.passwords:
             raise Refused(
@@ -57,20 +60,22 @@ class RedisHostUsers:
             admitted_hosts.write_hosts(self._directory, self._joined_hosts.values())
 
     def require_not_head(self, host: str) -> None:
-        """Refused for the head, which cannot be let out."""
+        """Raise Refused for the head, which cannot be removed."""
         if host == self._head.host:
             raise Refused(f"{host} is the head of the mesh", fix="`meshrl down` stops the mesh")
 
     def remove_host(self, host: str) -> bool:
-        """Strikes it off; whether it was on record."""
+        """Remove a host from the record; return whether it was on record."""
         was = self._joined_hosts.pop(host, None)
         if was is not None:
             admitted_hosts.write_hosts(self._directory, self._joined_hosts.values())
         return was is not None
 
     async def enable_all(self, owner: StateClient) -> None:
-        """Lets all hosts on record in, and nobody else: their users, the scripts that these may run
-        by name, and the list that their keys are held to. Safe twice.
+        """Enable the users of all recorded hosts and of no other.
+
+        Loads the scripts that they may run by name, and the list that their keys are limited to.
+        Safe twice.
         """
         scripts = {path.stem for path in SCRIPTS_DIR.glob("*/*.lua")} - {"prelude"}
         for script in sorted(name for name in scripts if not name.startswith("_")):
@@ -87,22 +92,22 @@ class RedisHostUsers:
         await credentials.admit_host(owner, host.host)
 
     async def delete_host_users(self, owner: StateClient, host: str) -> None:
-        """Ends the users of one, which cuts their connections off, then its keys."""
+        """Delete the users of one host, which cuts their connections off, then its keys."""
         await _run_command(
             owner, "ACL", "DELUSER", *(make_redis_user(role, host) for role in acl.ROLES)
         )
         await credentials.revoke_host(owner, host)
 
     async def disable_all(self, owner: StateClient) -> None:
-        """Lets none of their users in until they are opened: for a server that is not ours, which
-        has no configuration of them.
+        """Disable all users until they are enabled: for a server of the user's, which has no
+        configuration of them.
         """
         for host in self.hosts.values():
             for name, words in _build_users(host, enabled=False):
                 await _run_command(owner, "ACL", "SETUSER", name, *words)
 
     async def has_lost_users(self, owner: StateClient) -> bool:
-        """Whether the server knows none of the head's users: it was started again."""
+        """Return True if the server knows none of the head's users, because it was restarted."""
         known = set(await _run_command(owner, "ACL", "USERS"))
         return any(name not in known for name, _ in _build_users(self._head, enabled=True))
 

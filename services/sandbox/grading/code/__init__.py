@@ -1,1 +1,1 @@
-"""The reward `code_tests`. Open `code_reward.py` first."""
+"""Reward `code_tests`. Open `code_reward.py` first."""

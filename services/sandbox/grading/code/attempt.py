@@ -1,4 +1,4 @@
-"""The grading of one answer: what its styles of tests share."""
+"""Grading of one answer: state that its styles of tests share."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 
 DEFAULT_CASE_CPU_S = 4.0  # CPU time for one case
 SEND_S = 30.0  # for a jail to take a frame
-MAX_JAIL_ENDING_CASES = 5  # cases that end their jail, mostly by time; later ones are not passed
-MAX_EARLY_EXITS = 3  # for jails that ended before they were asked anything
-MAX_STARVED_JAILS = 1  # for jails to which the host gave no time
+MAX_JAIL_ENDING_CASES = 5  # cases that end their jail, mostly by time; later ones fail
+MAX_EARLY_EXITS = 3  # for jails that ended before their first request
+MAX_STARVED_JAILS = 1  # for jails that the host starved of time
 
 
 class GradingAttempt:
-    """Where an answer's tests run, within what limits, and how many of them ended their jail."""
+    """Jails and limits of an answer's tests, and the number of tests that ended their jail."""
 
     def __init__(
         self, launcher: JailLauncher, slots: JailSlots, limits: JailLimits, options: dict[str, Any]
@@ -37,22 +37,23 @@ class GradingAttempt:
         self.gives_partial_credit = bool(options.get("partial", True))
         self.tolerance = Tolerance.from_options(options)
         self.jail_ending_cases = 0  # cases that ended their jail
-        self._early_exits = self._starved_jails = 0  # jails that ended unasked, or for want of time
+        self._early_exits = self._starved_jails = 0  # jails that ended unused, or starved
         case_s = float(options.get("case_s", DEFAULT_CASE_CPU_S))
         memory = int(options.get("memory_mb", 0)) * MIB
         self.limits = limits.lower(wall_s=case_s, cpu_s=case_s, memory_bytes=memory)
 
     def is_finished(self, verdicts: list[bool]) -> bool:
-        """Whether the rest need not be run: nothing can be gained, or it has taken too long."""
+        """Return whether to skip the remaining cases: none can raise the score, or time is up."""
         return self.jail_ending_cases >= MAX_JAIL_ENDING_CASES or not (
             self.gives_partial_credit or all(verdicts)
         )
 
     async def is_program_at_fault(self, jail: Jail) -> bool:
-        """True if the end of a jail that answers no more is the program's doing.
+        """Return whether the program caused the end of a jail that does not answer.
 
-        False: another jail is to be asked. JailFailed if the jail has ended without its keeper's
-        report, or if too many jails of this answer had no time or were not asked in time.
+        False: another jail is to be used. JailFailed if the jail has ended without its init
+        process's report, or if too many jails of this answer were starved or ended before a
+        request.
         """
         if not (
             jail.init_channel.is_eof
@@ -76,7 +77,7 @@ class GradingAttempt:
         return self._early_exits > MAX_EARLY_EXITS
 
     def count_starved(self, result: ProgramResult) -> None:
-        """Counts a jail to which the host gave no time. JailFailed if there were too many."""
+        """Count a jail that the host starved of time. JailFailed if there were too many."""
         self._starved_jails += 1
         if self._starved_jails > MAX_STARVED_JAILS:
             raise JailFailed(
@@ -88,7 +89,7 @@ class GradingAttempt:
                 fix="Run fewer jails at once on this host (`--jails`), or raise options.case_s",
             )
 
-    # ---- words with a jail --------------------------------------------------------------------
+    # ---- messages to a jail -------------------------------------------------------------------
 
     def start_lap(self, jail: Jail, clock_paused: bool = False) -> None:
         jail.start_lap(clock_paused)
@@ -104,9 +105,9 @@ class GradingAttempt:
         return True
 
     async def receive(self, jail: Jail, extra_timeout_s: float = 0.0) -> dict[str, Any] | None:
-        """Return the next frame of the guest; None if its jail has ended, or speaks garbage.
+        """Return the next frame of the guest; None if its jail has ended or sends invalid data.
 
-        JailFailed where a jail is silent for longer than its keeper lets it be.
+        JailFailed where a jail is silent for longer than its init process permits.
         """
         assert jail.guest_channel is not None
         try:
@@ -127,8 +128,9 @@ class JailedTrial(ABC):
 
     @abstractmethod
     async def start(self, next_test: int) -> int | None:
-        """Return how many tests there are, of which `number` is the next; None if a jail has ended;
-        0 if the solution does not load.
+        """Return the number of tests, of which `next_test` is the next.
+
+        None if a jail has ended; 0 if the solution does not load.
         """
 
     @abstractmethod
@@ -142,8 +144,10 @@ class JailedTrial(ABC):
 async def run_trials(
     attempt: GradingAttempt, open_trial: Callable[[], Awaitable[JailedTrial]], count: int = 1
 ) -> list[bool]:
-    """Return which tests are passed. A trial serves them all, and another goes on behind the test
-    in which its jails ended. `count` is how many there are, as far as one knows before.
+    """Return which tests are passed.
+
+    One trial runs all tests. When its jails end in a test, another trial continues after that test.
+    `count`: number of tests, as far as it is known before.
     """
     found: list[bool] = []
     while len(found) < count and not attempt.is_finished(found):
@@ -158,7 +162,7 @@ async def run_trials(
             while len(found) < count and not attempt.is_finished(found):
                 verdict = await trial.run_test(len(found))
                 if verdict is None and not await trial.is_program_at_fault():
-                    break  # other jails are asked
+                    break  # other jails are used
                 found.append(verdict is True)
                 if verdict is None:
                     attempt.jail_ending_cases += 1

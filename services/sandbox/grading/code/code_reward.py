@@ -1,11 +1,11 @@
-"""The reward `code_tests`: the share of its tests that a program passes.
+"""Reward `code_tests`: the share of its tests that a program passes.
 
-No test is where the program can read or change it. Cases with standard input and output, and
-calls of a function (`called`), are compared here, after the program has answered; tests in
-Python run in a jail of their own (`isolated`), and those that this cannot run under the real pytest
-beside the program (`real_pytest`), where a program can forge them. A case that runs out of its
-limits, or whose program dies, is not passed. That no jail can be made, that the tests themselves
-are broken, or that no runner can run them, is an error, not a score.
+No program can read or change its tests. Cases with standard input and output, and calls of a
+function (`function_tests`), are compared here, after the program has answered. Tests in Python run
+in a jail of their own (`isolated_tests`). Those that this runner does not support run under the
+real pytest beside the program (`pytest_tests`), where a program can forge results. A case that
+exceeds its limits, or whose program dies, is not passed. It is an error, not a score, when no jail
+can be made, when the tests are invalid, or when no runner supports them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from meshrl.services.sandbox.jail.guests import judge_environment
 from meshrl.services.sandbox.outcomes import CallResult
 
-MAX_OUTPUT_FACTOR = (
-    2  # times what is wanted that a program may print: layout, and what it says beside
-)
+MAX_OUTPUT_FACTOR = 2  # times the expected output that a program may print: layout, and extra text
 
 
 class CodeGrader:
@@ -49,12 +47,12 @@ class CodeGrader:
         options: dict[str, Any],
         pytest_jails: pytest_tests.PytestJails | None = None,
     ) -> None:
-        """`suites` is where the runner `pytest` runs; without it, there is none."""
+        """Create the reward; without `pytest_jails` the runner `pytest` is unavailable."""
         self._options, self._pytest_jails = options, pytest_jails
         self._attempt = GradingAttempt(launcher, slots, limits, options)
 
     async def compute_reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> CallResult:
-        """The share of tests passed; all or nothing without `partial`."""
+        """Return the share of tests passed; all or nothing without `partial`."""
         answer = extract_answer(turns, self._options) or ""
         prefix = str(self._options.get("prefix", ""))
         try:
@@ -98,7 +96,7 @@ class CodeGrader:
         return found + [False] * (len(tests.cases) - len(found))
 
     async def _run_stdin_case(self, source: str, case: StdioCase) -> bool:
-        """True if the program passes the case, in a jail of its own."""
+        """Return whether the program passes the case, in a jail of its own."""
         attempt, program = self._attempt, JailProgram(source, graded=True)
         wanted = max(len(text.encode()) for text in case.accepted_outputs)
         most = attempt.limits.output_bytes + MAX_OUTPUT_FACTOR * wanted
@@ -115,15 +113,17 @@ class CodeGrader:
         return any(is_same_text(said, text, attempt.tolerance) for text in case.accepted_outputs)
 
     async def _run_python_tests(self, source: str, tests: str) -> list[bool]:
-        """By the runner that the job names; `auto` is the isolated one where it can run them."""
+        """Run Python tests with the job's runner; `auto` is the isolated one where it supports
+        them.
+        """
         runner, why = str(self._options.get("runner", "auto")), ""
         if runner != "pytest":
             try:
                 if not (lacks := _find_unsupported(tests)):
                     return await isolated_tests.run_tests(self._attempt, source, tests)
                 why = f"the runner isolated cannot run: {', '.join(lacks)}"
-            except UnsupportedTests as error:  # it has shown when the tests ran
-                if error.is_caused_by_solution:  # no program chooses the runner that it can forge
+            except UnsupportedTests as error:  # valid before: the tests ran
+                if error.is_caused_by_solution:  # else a program could choose the forgeable one
                     raise
                 why = str(error)
             if runner == "isolated" or self._pytest_jails is None:
@@ -137,5 +137,5 @@ class CodeGrader:
 
 @functools.lru_cache(styles.CACHED_MODULES)
 def _find_unsupported(tests: str) -> tuple[str, ...]:
-    """What the runner isolated cannot run; as long to find out as a jail takes to begin."""
+    """Return what the isolated runner does not support; takes as long as the start of a jail."""
     return find_unsupported(tests)

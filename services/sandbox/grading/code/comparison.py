@@ -1,7 +1,7 @@
-"""Whether what a program printed or a function returned is what was wanted.
+"""Comparison of a program's output, or a function's value, with the expected one.
 
-Whole numbers are compared as whole numbers, with no tolerance. A tolerance holds only where a
-number with a point or an exponent is wanted, and where one of the two is no whole number.
+Whole numbers are compared without a tolerance. A tolerance holds only where a number with a point
+or an exponent is expected, and where one of the two is no whole number.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ MAX_EXACT_FLOAT = 2**53  # whole floats below it are as exact as integers
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a number may be off: `relative` to the larger of the two, or `absolute`, whichever
-    allows more.
+    """Largest difference of numbers.
+
+    It is `relative` to the larger of the two, or `absolute`, whichever allows more.
     """
 
-    relative: float = 1e-6  # what most statements of problems ask for; pytest.approx has it too
+    relative: float = 1e-6  # as in most problem statements; also of pytest.approx
     absolute: float = 1e-9  # near zero, where a relative one allows nothing
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Tolerance:
-        """That of a job's options."""
+        """Read the tolerance of a job's options."""
         relative = options.get("rel_tol", cls.relative)
         return cls(float(relative), float(options.get("abs_tol", cls.absolute)))
 
     def is_close(self, found: float, expected: float) -> bool:
-        """Whether they are equal but for rounding. Two different whole numbers never are, as long
-        as floats are dense enough to tell them apart.
+        """Return whether two numbers are equal but for rounding.
+
+        Two different whole numbers never are, as long as floats are dense enough to tell them
+        apart.
         """
         if found == expected or (math.isnan(found) and math.isnan(expected)):
             return True
@@ -48,9 +51,7 @@ class Tolerance:
 
 
 def is_same_text(found: str, expected: str, tolerance: Tolerance) -> bool:
-    """Whether the words of two texts are the same, one by one; numbers with a point may be off by
-    the tolerance.
-    """
+    """Return whether two texts have the same words; numbers with a point have the tolerance."""
     said, due = found.split(), expected.split()
     if len(said) != len(due):
         return False
@@ -68,8 +69,10 @@ def _is_same_number(found: str, expected: str, tolerance: Tolerance) -> bool:
 
 
 def is_equal(found: Any, expected: Any, tolerance: Tolerance) -> bool:
-    """Equality of JSON values, as Python's `==` has it but for three: floats may be off where one
-    is wanted, true is not 1, and NaN equals NaN. `found` may hold integers as `plain` packs them.
+    """Compare JSON values as Python's `==` does, with three exceptions.
+
+    Floats have the tolerance where one is expected, true is not 1, and NaN equals NaN. `found` may
+    hold integers as `plain_data` packs them.
     """
     if isinstance(expected, bool) or isinstance(found, bool):
         return found is expected

@@ -1,4 +1,4 @@
-"""Tests that call a function with JSON values: what it returns is compared outside of its jail."""
+"""Tests that call a function with JSON values; its results are compared outside of its jail."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from meshrl.services.sandbox.isolation.jails.pipes import FRAME_BYTES
 from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.jail.wire import frames, plain_data
 
-MAX_ANSWER_FACTOR = (
-    8  # times what is wanted, as JSON, that an answer may take: escapes, and wrong ones
-)
+MAX_ANSWER_FACTOR = 8  # times the expected JSON that an answer may take: escapes, and wrong ones
 
 
 async def run_tests(
@@ -41,7 +39,7 @@ async def run_tests(
 
 
 class _FunctionTrial(JailedTrial):
-    """The calls that one jail serves."""
+    """Calls that one jail serves."""
 
     def __init__(self, attempt: GradingAttempt, jail: Jail, cases: list[FunctionCase]) -> None:
         super().__init__(attempt, jail)
@@ -58,9 +56,9 @@ class _FunctionTrial(JailedTrial):
         return any(is_equal(answer["value"], wanted, near) for wanted in case.accepted_results)
 
     async def _call(self, case: FunctionCase | None) -> dict[str, Any] | None:
-        """What the guest says to a call, or to nothing at its start; None if it has ended.
+        """Return the guest's answer to a call, or to its start without one; None if it has ended.
 
-        The clock of a start stands, until it has taken as long as a case may.
+        The clock of a start is paused, until the start has taken as long as a case may.
         """
         attempt, jail, token = self.attempt, self._jail, secrets.token_hex(8)
         assert jail.guest_channel is not None

@@ -1,10 +1,9 @@
-"""Tests in Python in a jail of their own, which uses the solution's objects across a pipe.
+"""Python tests in a jail of their own, which uses the solution's objects across a pipe.
 
-See `jail.objects` for what may be asked of the solution, and `jail.testing` for what runs the
-tests. No code that the model wrote has ever been in the tests' jail.
-
-The solution's wall clock runs while its tests wait for it: they say so once they have waited for
-longer than a part of the case's limit, so most questions cost no word about whose turn it is.
+`jail.objects` defines the operations on the solution, and `jail.testing` runs the tests. No code
+that the model wrote is ever in the tests' jail. The solution's wall clock runs while its tests wait
+for it. The tests send a message once they have waited for longer than a part of the case's limit,
+so most operations cost no message about the clock.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from meshrl.services.sandbox.isolation.resources.limits import MIB
 
 TEST_JAIL_BYTES = 256 * MIB  # memory of the jail that holds tests in Python
 MAX_SOLUTION_WAIT_S = 10.0  # longest wait of the tests for their solution, beside their own time
-UNREPORTED_WAIT_SHARE = (
-    0.25  # of a case's limit: waiting for the solution that its clock need not know of
-)
+UNREPORTED_WAIT_SHARE = 0.25  # of a case's limit: a wait for the solution that its clock ignores
 
 
 async def run_tests(attempt: GradingAttempt, source: str, tests: str) -> list[bool]:
@@ -35,7 +32,7 @@ async def run_tests(attempt: GradingAttempt, source: str, tests: str) -> list[bo
 
 
 async def _open_jail_pair(attempt: GradingAttempt, source: str, tests: str) -> _JailPairTrial:
-    """The solution's jail, and that of its tests, which speak through a socket pair."""
+    """Open the solution's jail and its tests' jail, connected by a socket pair."""
     launcher, limits = attempt.launcher, attempt.limits
     one, other = socket.socketpair()
     with one, other, contextlib.ExitStack() as undone:
@@ -45,7 +42,7 @@ async def _open_jail_pair(attempt: GradingAttempt, source: str, tests: str) -> _
         program = JailProgram(
             tests, "tests", files=files, patience_s=UNREPORTED_WAIT_SHARE * limits.wall_s
         )
-        # By the clock the tests also wait for the solution; CPU time counts as ever.
+        # The wall clock includes the tests' waits for the solution; CPU time counts as usual.
         limits = replace(limits, wall_s=MAX_SLOWDOWN * limits.wall_s + MAX_SOLUTION_WAIT_S)
         limits = limits.lower(memory_bytes=TEST_JAIL_BYTES)
         jail = await launcher.open(program, limits, peer=other.fileno())
@@ -54,7 +51,7 @@ async def _open_jail_pair(attempt: GradingAttempt, source: str, tests: str) -> _
 
 
 class _JailPairTrial(JailedTrial):
-    """The jails of a solution and of its tests."""
+    """Jails of a solution and of its tests."""
 
     async def start(self, next_test: int) -> int | None:
         said = await self._receive_verdict()
@@ -78,8 +75,10 @@ class _JailPairTrial(JailedTrial):
         return verdict.get("passed") is True
 
     async def _receive_verdict(self) -> dict[str, Any] | None:
-        """The next word of the tests; None if their jail has ended. Only words that carry the nonce
-        count. Unsupported if they ask for what cannot be done.
+        """Return the next message of the tests; None if their jail has ended.
+
+        Only messages with the nonce count. UnsupportedTests if the tests need an unsupported
+        operation.
         """
         solution, jail = self.jails
         while True:

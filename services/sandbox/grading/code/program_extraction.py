@@ -1,12 +1,12 @@
-"""Finds the program in an answer: one fenced block of it, or all of it.
+"""Extraction of the program from an answer: one fenced block of it, or all of it.
 
-Blocks are read as CommonMark has them, and a little beyond, as models write: a fence may stand
-behind a list's bullet, and in the text of a program. Of several blocks the last counts that is
-what the tests ask for: see `program_of`. It is parsed, never run.
+Blocks follow CommonMark, with extensions for models' habits: a fence may follow a list's bullet,
+and may stand in the text of a program. Of several blocks, `extract_program` takes the last that
+fits the tests. The program is parsed, never run.
 
-LeetCode, and after it the harness of LiveCodeBench (`import_string` of lcb_runner), run programs
-behind star imports of some modules. Here only the names are imported that a program uses and does
-not bind itself (`prelude_of`), so a program with all its imports runs as it is.
+LeetCode, and the harness of LiveCodeBench (`import_string` of lcb_runner), run programs after star
+imports of some modules. `build_prelude` imports only the names that a program uses and does not
+bind, so a program with all its imports runs unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshrl.common.grading.python_tests import parse_source
 FUTURE = "__future__"
 FENCE = "```"
 TRAILING_TAGS = (
-    r"(?:\s*<[^<>`]{1,40}>)*"  # as </answer> or what ends a turn, on the line of a fence
+    r"(?:\s*<[^<>`]{1,40}>)*"  # as </answer> or an end-of-turn token, on the line of a fence
 )
 OPENING = re.compile(
     TRAILING_TAGS + r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})(.*)"
@@ -34,12 +34,10 @@ OPENING = re.compile(
 FENCE_BEHIND_TEXT = re.compile(r"(\s*)\S.*?(?<!`)(`{3,})((?:python|py)\w*)\s*", re.IGNORECASE)
 TAG = re.compile(r"[{.\s]*([\w+#.-]*)")
 STATEMENT = re.compile(r"\s*(?:(?:import|from|def|class|print)\b|\w+\s*=)")
-PYTHON, BARE, OTHER = "python", "bare", "other"  # kinds of blocks, by what their fence says
+PYTHON, BARE, OTHER = "python", "bare", "other"  # kinds of blocks, by the fence's info string
 MARKDOWN = ("markdown", "md")
 BARE_TAGS = ("", "code", "solution")
-MAX_PARSED_CHARACTERS = (
-    1 << 17
-)  # characters of an answer that are parsed at most, counted at each parse
+MAX_PARSED_CHARACTERS = 1 << 17  # most characters parsed of an answer, counted at each parse
 MAX_PARSES = 100
 READERS = frozenset({"input", "stdin", "open", "fileinput", "read", "readline"})
 STDIN_PATHS = (0, "/dev/stdin")  # which `open` opens
@@ -48,7 +46,7 @@ PRINTERS = frozenset({"print", "stdout", "write", "open"})
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """What lies between two fences; without a `tree`, no Python."""
+    """Content between two fences; without a `tree`, it is no Python."""
 
     kind: str
     body: str
@@ -58,13 +56,14 @@ class CodeBlock:
 def extract_program(
     text: str, prefix: str = "", required_names: Collection[str] = (), reads_stdin: bool = False
 ) -> str:
-    """The program, to be run after `prefix`; empty if the answer has none.
+    """Return the program, to be run after `prefix`; empty if the answer has none.
 
-    Of the fenced blocks that parse as Python, and whose fence does not name something else: the
-    last that defines `names`, or else one of them; of a program that `prints`, the last that reads
-    input and prints, else that prints; else the last that defines or calls anything. If none is
-    like that, the last block. A last fence that nothing closes makes a block too. Text without
-    fences, and text that is Python with its fences, is the program itself.
+    The candidates are fenced blocks that parse as Python and whose fence names no other language.
+    The last candidate wins that defines all `required_names`, or else one of them. For a program
+    with `reads_stdin`, it is the last that reads input and prints, else that prints. Otherwise it
+    is the last that defines or calls anything. Without a candidate, the last block counts. A last
+    fence without an end makes a block too. Text without fences, and text that is Python with its
+    fences, is the program itself.
     """
     text = text.replace("\r\n", "\n")
     only = _find_single_block(text)
@@ -89,8 +88,9 @@ def extract_program(
 
 
 def prepend(prefix: str, program: str) -> str:
-    """`prefix` and the program, with what either imports from `__future__` before both, where
-    Python wants it; as they are if the program is none.
+    """Return `prefix` and the program, after the `__future__` imports of both.
+
+    They stay as they are if the program is no Python.
     """
     if not prefix or FUTURE not in program:
         return prefix + program
@@ -104,7 +104,7 @@ def prepend(prefix: str, program: str) -> str:
 
 
 def _remove_future_imports(source: str, tree: ast.Module) -> tuple[str, list[str]]:
-    """The source with each import from `__future__` replaced, and the names of the features."""
+    """Blank each import from `__future__`, and return the source and the names of the features."""
     features: list[str] = []
     lines = source.encode().splitlines(keepends=True)
     for node in reversed(tree.body):
@@ -118,7 +118,7 @@ def _remove_future_imports(source: str, tree: ast.Module) -> tuple[str, list[str
 
 
 def _find_single_block(text: str) -> str | None:
-    """The body of a block where it is plain to see: most answers have one, and need no parsing."""
+    """Return the body of the only simple block: most answers have one and need no parsing."""
     if text.count(FENCE) != 2 or "~~~" in text:
         return None
     lines = text.split("\n")
@@ -138,7 +138,7 @@ def _find_single_block(text: str) -> str | None:
 
 
 def _list_requirements(names: Collection[str], prints: bool) -> Iterator[list[frozenset[str]]]:
-    """What a program has to have, from the most to the least: a word of each set."""
+    """Yield the requirements for a program, the strictest first: it needs a word of each set."""
     for how in ("def", "set", "import") if names else ():
         yield [frozenset({f"{how} {name}"}) for name in names]  # all of them, or else one
         yield [frozenset(f"{how} {name}" for name in names)]
@@ -150,8 +150,10 @@ def _list_requirements(names: Collection[str], prints: bool) -> Iterator[list[fr
 
 
 def _collect_names(tree: ast.Module) -> set[str]:
-    """Names that a program uses; `def NAME`, `set NAME` or `import NAME` where it makes one, `()`
-    if it calls or defines anything.
+    """Return the names that a program uses.
+
+    `def NAME`, `set NAME` or `import NAME` where it makes one, `()` if it calls or defines
+    anything.
     """
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -173,7 +175,7 @@ def _collect_names(tree: ast.Module) -> set[str]:
 
 
 class _BudgetedParser:
-    """Parses as much of an answer as is affordable."""
+    """Parser that stops at a budget of characters."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix, self._characters_left, self._parses_left = (
@@ -191,14 +193,14 @@ class _BudgetedParser:
         self._characters_left -= len(source)
         self._parses_left -= 1
         if self._characters_left < 0 or self._parses_left < 0 or not body.strip():
-            return None  # what it might be is not known, and the rules for no Python apply
+            return None  # unknown content: the rules for other text apply
         return parse_source(source)
 
 
 def _find_blocks(
     text: str, parser: _BudgetedParser, is_nested: bool = False
 ) -> Iterator[CodeBlock]:
-    """The blocks of a text; in place of one that is Markdown itself, those `inside` of it."""
+    """Yield the blocks of a text; a Markdown block is replaced by the blocks inside of it."""
     lines = text.split("\n")
     at = 0
     while at < len(lines):
@@ -225,8 +227,9 @@ def _read_block(
     kind: str,
     parser: _BudgetedParser,
 ) -> tuple[CodeBlock, int]:
-    """The block that begins here, and the line of the fence that closes it: the first after which
-    it is Python, or else the first.
+    """Return the block that begins here, and the line of its closing fence.
+
+    That is the first fence after which the block is Python, or else the first.
     """
     earliest = None
     for end in _find_closing_fences(lines, at, fence):
@@ -243,7 +246,7 @@ def _read_block(
 
 
 def _find_closing_fences(lines: list[str], start: int, fence: str) -> Iterator[int]:
-    """Where lines are that may close a block; in a program's texts such lines are none."""
+    """Yield the lines that may close a block; lines in a program's strings never do."""
     closing = re.compile(rf"[ \t]*{re.escape(fence[0])}{{{len(fence)},}}{TRAILING_TAGS}\s*")
     for at in range(start, len(lines)):
         if closing.fullmatch(lines[at]):
@@ -270,14 +273,14 @@ def _classify_fence(info_string: str) -> str:
 
 
 def _dedent(lines: list[str], indent: int) -> str:
-    """The lines without the indentation of their fence."""
+    """Return the lines without the indentation of their fence."""
     if not lines:
         return ""
     return "\n".join(re.sub(rf"^[ \t]{{0,{indent}}}", "", line) for line in lines) + "\n"
 
 
 def _extract_inline_block(text: str) -> str:
-    """The last block of one that has fences within its lines only; else the whole text."""
+    """Return the last block of a text whose fences are all within lines; else the whole text."""
     parts = text.split(FENCE)
     if len(parts) < 3:
         return text
@@ -288,7 +291,7 @@ def _extract_inline_block(text: str) -> str:
     return rest if space and _classify_fence(tag) == PYTHON and " " not in tag.strip() else body
 
 
-# ---- imports that a program is missing and that judges of `class Solution` provide ---------------
+# ---- imports that a program lacks and that judges of `class Solution` provide -----------------
 
 # In LiveCodeBench's order: of a name in two modules, the later module's is taken.
 PRELUDE_MODULES = (
@@ -319,14 +322,14 @@ def build_prelude(program: str) -> str:
 
 
 def _names_in_annotation(text: str) -> set[str]:
-    """Names in a text that may be an annotation, as `"List[int]"`."""
+    """Return the names in a text that may be an annotation, as `"List[int]"`."""
     tree = parse_source(text) if text[:1].isupper() and len(text) <= 200 else None
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree else set()
 
 
 @functools.cache
 def _modules_by_name() -> dict[str, str]:
-    """The module of each name that the star imports bring."""
+    """Map each name that the star imports bind to its module."""
     found: dict[str, str] = {}
     for module in PRELUDE_MODULES:
         names = vars(importlib.import_module(module))

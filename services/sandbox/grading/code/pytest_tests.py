@@ -1,8 +1,8 @@
-"""Tests in Python under the real pytest, in one jail together with the solution.
+"""Python tests under the real pytest, in one jail together with the solution.
 
-What tests there are is found without the solution, so that none is lost by its doing; each is asked
-for by a token of its own. A jail that ends, or is silent for too long, fails the test that it was
-asked for, and another one goes on behind it. What a program can forge is in docs/sandbox.md.
+The tests are listed without the solution, so that it cannot hide one. Each is requested with a
+token of its own. A jail that ends, or is silent for too long, fails the requested test, and another
+jail continues after it. docs/sandbox.md lists what a program can forge.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PYTEST_BYTES = 64 * MIB  # address space of pytest itself, beside the solution's
 
 @dataclass(frozen=True)
 class PytestJails:
-    """Jails with pytest, and what it has said of modules of tests, without a solution."""
+    """Jails with pytest, and its collections of test modules without a solution."""
 
     launcher: JailLauncher
     collections: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
@@ -44,7 +44,7 @@ class PytestJails:
 async def run_tests(
     attempt: GradingAttempt, pytest_jails: PytestJails, source: str, tests: str
 ) -> list[bool]:
-    """Which of the tests the solution passes, in the order in which pytest runs them."""
+    """Return which of the tests the solution passes, in the order in which pytest runs them."""
     async with attempt.slots.acquire():
         known = await _list_expected_tests(attempt, pytest_jails, tests)
 
@@ -56,12 +56,12 @@ async def run_tests(
 
 
 class _PytestTrial(JailedTrial):
-    """One session of pytest, which runs the tests that are `known` without a solution."""
+    """Session of pytest that runs the tests that are known without a solution."""
 
     def __init__(self, attempt: GradingAttempt, jail: Jail, expected_tests: list[str]) -> None:
         super().__init__(attempt, jail)
         self._jail, self._expected_tests = jail, expected_tests
-        self._collected_indices: list[int | None] = []  # of each among those that it has collected
+        self._collected_indices: list[int | None] = []  # index of each among those collected
 
     async def start(self, next_test: int) -> int | None:
         said = await _receive_collection(self.attempt, self._jail)
@@ -71,11 +71,11 @@ class _PytestTrial(JailedTrial):
             return 0
         self._collected_indices = _match_tests(self._expected_tests, collected)
         plan = [place for place in self._collected_indices[next_test:] if place is not None]
-        await self.attempt.send(self._jail, {"plan": plan})  # else what is asked is not answered
+        await self.attempt.send(self._jail, {"plan": plan})  # otherwise it answers no request
         return len(self._expected_tests)
 
     async def run_test(self, number: int) -> bool | None:
-        if self._collected_indices[number] is None:  # it is not there any more
+        if self._collected_indices[number] is None:  # no longer present
             return False
         token = secrets.token_hex(8)
         self.attempt.start_lap(self._jail)
@@ -97,8 +97,9 @@ async def _open_jail(
 async def _list_expected_tests(
     attempt: GradingAttempt, pytest_jails: PytestJails, tests: str
 ) -> list[str]:
-    """The names of the tests without their parameters, one for each set of them. Answers to one row
-    come together: the first one looks.
+    """Return the names of the tests without parameters, one for each set of them.
+
+    Answers to one row arrive together, so the first one collects for all.
     """
     try:
         async with pytest_jails.collection_locks.setdefault(tests, asyncio.Lock()):
@@ -118,7 +119,7 @@ async def _list_expected_tests(
 async def _collect_without_solution(
     attempt: GradingAttempt, pytest_jails: PytestJails, tests: str
 ) -> dict[str, Any]:
-    """What pytest says of tests without a solution. BadTests if it comes to no end."""
+    """Return pytest's collection of tests without a solution; InvalidTests if it never ends."""
     for _ in range(MAX_EARLY_EXITS):
         jail = await _open_jail(attempt, pytest_jails, tests)
         try:
@@ -135,7 +136,7 @@ async def _collect_without_solution(
 
 
 def _check_collection(collection: dict[str, Any], written: list[str]) -> list[str]:
-    """The tests that there are, by a look at them without a solution."""
+    """Validate a collection made without a solution, and return the names of its tests."""
     if "absent" in collection:
         fix = "install it there, or pip install 'meshrl[pytest]'"
         raise UnsupportedTests(f"jails have no pytest ({collection['absent']}): {fix}")
@@ -150,7 +151,7 @@ def _check_collection(collection: dict[str, Any], written: list[str]) -> list[st
         if "lacks" in entry:
             raise UnsupportedTests(f"{entry['id']} takes {entry['lacks']}, which pytest has not")
     names = _test_names(collection)
-    if collection["used"]:  # a test may be made by what stood for the solution
+    if collection["used"]:  # the placeholder of the solution may have made a test
         names += [name for name in written if name not in names]
     if not names:
         raise InvalidTests("pytest finds no test in it")
@@ -158,14 +159,14 @@ def _check_collection(collection: dict[str, Any], written: list[str]) -> list[st
 
 
 def _test_names(collection: dict[str, Any] | None) -> list[str]:
-    """The names of what was collected, without parameters; none for whatever else is said."""
+    """Return the names of collected tests without parameters; none for an invalid message."""
     found = (collection or {}).get("collected")
     entries = found if isinstance(found, list) else []
     return [str(e["id"]).partition("[")[0] for e in entries if isinstance(e, dict) and "id" in e]
 
 
 def _match_tests(expected_tests: list[str], collected: list[str]) -> list[int | None]:
-    """Where each known test is among those that were collected with the solution."""
+    """Return the index of each expected test among those collected with the solution."""
     by_name: dict[str, list[int]] = {}
     for place, name in enumerate(collected):
         by_name.setdefault(name, []).append(place)
@@ -174,7 +175,7 @@ def _match_tests(expected_tests: list[str], collected: list[str]) -> list[int | 
 
 
 async def _receive_collection(attempt: GradingAttempt, jail: Jail) -> dict[str, Any] | None:
-    """The first word; the jail's clock stands until it has taken as long as a test."""
+    """Return the first message; the jail's clock is paused until it has taken as long as a test."""
     with contextlib.suppress(DeadlineExceeded):
         async with attempt.clock.timeout(attempt.limits.wall_s, "a collection of tests"):
             return await attempt.receive(jail)

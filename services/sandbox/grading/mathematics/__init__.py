@@ -1,1 +1,1 @@
-"""The reward `math`. Open `math_reward.py` first."""
+"""Reward `math`. Open `math_reward.py` first."""

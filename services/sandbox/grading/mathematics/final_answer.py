@@ -1,6 +1,6 @@
-"""Finds the final answer in a text: a marked one, or the one that its last sentence states.
+"""Final answer of a text, by its marks or its last sentence.
 
-docs/sandbox.md, "Answers in mathematics", documents the rule.
+The section "Answers in mathematics" of docs/sandbox.md has the rule.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from meshrl.services.sandbox.grading.mathematics import latex
 
-MAX_TAIL_CHARACTERS = 20_000  # characters at the end of a text in which statements are looked for
+MAX_TAIL_CHARACTERS = 20_000  # characters at the end of a text that are searched for statements
 MAX_SENTENCE_CHARACTERS = 2_000  # longest sentence that is read
 MAX_BOX_GAP = 200  # longest text between two boxes that are one answer
 TAG = re.compile(
@@ -93,18 +93,18 @@ WORD = re.compile(  # a word, or a unit
 
 @dataclass(frozen=True)
 class AnswerReading:
-    """A way to read what counts as the answer."""
+    """Possible reading of the final answer."""
 
     text: str
-    is_bare_value: bool  # the answer and nothing else, read as LaTeX; else words that end with it
+    is_bare_value: bool  # the answer alone, read as LaTeX; else words that end with it
 
 
 def read_final_answer(text: str) -> list[AnswerReading]:
-    """Return the ways to read the final answer, of which any may be right; none if there is none.
+    """Return the readings of the final answer, of which any may be right; empty if there is none.
 
-    The last box counts, or the boxes at the end with nothing but commas, "and" or "or" between
-    them; else the last tag; else the last `####`; else the last "answer is"; else the last
-    sentence, if that states something.
+    The first of these that the text has counts: the last box, or the boxes at the end with only
+    commas, "and" or "or" between them. Then the last tag, the last `####`, and the last "answer
+    is". Finally the last sentence, if it claims a value.
     """
     if (boxed := _read_boxes(text)) is not None:
         return [AnswerReading(boxed, True)]
@@ -146,7 +146,7 @@ def _read_boxes(text: str) -> str | None:
 
 
 def _find_statement(text: str) -> str | None:
-    """Return the answer that the last statement names; None: none does, or it is taken back."""
+    """Return the answer that the last statement names; None: there is none, or it is retracted."""
     last = None
     for pattern in (ANSWER_IS, IS_THE_ANSWER):
         for match in pattern.finditer(text):
@@ -180,7 +180,7 @@ def _read_last_sentence(text: str) -> list[AnswerReading]:
 
 
 def _read_sentence(sentence: str) -> list[AnswerReading]:
-    """Return the ways to read a sentence or a marked answer; none if it asks or supposes."""
+    """Return the readings of a sentence or marked answer; empty for a question or assumption."""
     sentence = sentence.strip()
     if len(sentence) > MAX_SENTENCE_CHARACTERS or sentence.rstrip(MARKUP_CHARACTERS).endswith("?"):
         return []
@@ -194,7 +194,7 @@ def _read_sentence(sentence: str) -> list[AnswerReading]:
 
 
 def _is_claim(sentence: str) -> bool:
-    """True if a sentence ends with a value, and at most six words, and claims it."""
+    """Return whether a sentence claims a value: it ends with one, and at most six words."""
     value = VALUE_END.match(sentence)
     tail = sentence[value.end() :] if value else ""
     if value is None or not TAIL.fullmatch(tail) or TAIL_EXCLUSION.search(tail):
@@ -203,7 +203,7 @@ def _is_claim(sentence: str) -> bool:
 
 
 def _read_fragment(fragment: str) -> list[AnswerReading]:
-    """Return the ways to read a fragment: alone, or with its words if it has any."""
+    """Return the readings of a fragment: alone, or with its words if it has any."""
     fragment = fragment.strip()
     if not fragment:
         return []

@@ -1,4 +1,4 @@
-"""Rewrites LaTeX spellings that math-verify does not read, and finds boxes, words and letters."""
+"""Rewriting of LaTeX spellings that math-verify does not read; finds boxes, words and letters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CHOICE_STATEMENT = re.compile(
 
 
 def find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """(start, end, content) of outermost boxes whose braces balance."""
+    """Yield (start, end, content) of outermost boxes whose braces balance."""
     ends = _match_braces(text)
     at = 0
     for match in BOX.finditer(text):
@@ -60,7 +60,7 @@ def find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _match_braces(text: str) -> dict[int, int]:
-    """Where each brace that is closed ends, by where it opens; in one pass."""
+    """Map the position of each opening brace to that of its closing one, in one pass."""
     ends: dict[int, int] = {}
     opened: list[int] = []
     escaped = False
@@ -77,7 +77,7 @@ def _match_braces(text: str) -> dict[int, int]:
 
 
 def normalize(text: str) -> str:
-    """The same in spellings that math-verify reads."""
+    """Rewrite a text in spellings that math-verify reads."""
     text = re.sub(r"^\s*&?\s*(?:=|\\approx|\\sim)\s*", "", text.strip())
     inner = list(find_boxes(text))
     if len(inner) == 1 and inner[0][:2] == (0, len(text)):
@@ -103,18 +103,18 @@ def _replace_repeating_decimal(match: re.Match[str]) -> str:
 
 
 def strip_text_commands(text: str) -> str:
-    """The text without the commands that set words."""
+    """Return the text without the commands that set words."""
     return re.sub(TEXT_COMMAND + r"\s*\{([^{}]*)\}", r"\1", text)
 
 
 def normalize_words(text: str) -> str | None:
-    """The text in small letters, if it is nothing but words; else None."""
+    """Return the text in lower case if it has only words; else None."""
     text = re.sub(r"\s+", " ", strip_text_commands(text)).strip(" .*$()").lower()
     return text if re.fullmatch(r"[a-z][a-z ,'-]*", text) else None
 
 
 def find_choice(text: str, is_bare_value: bool) -> str:
-    """The choice that it names, as `B`, `(B)`, `B. 12`, `The answer is C.`; empty: none."""
+    """Return the choice in `B`, `(B)`, `B. 12`, `The answer is C.`; empty: none."""
     text = strip_text_commands(text).strip(" $*")
     match = LETTER.fullmatch(text.rstrip(".")) or LABELLED_CHOICE.fullmatch(text)
     if match is None and not is_bare_value:

@@ -1,8 +1,8 @@
-"""The reward `math`: whether the answer equals the row's, by Hugging Face's math-verify.
+"""Reward `math`: whether the answer equals the row's, by Hugging Face's math-verify.
 
-math-verify reads LaTeX and compares with sympy. Around it: what is the answer in what the model
-said, spellings that math-verify does not read, and answers that are none. Runs in workers that are
-killed when they take too long, as sympy may take for ever.
+math-verify reads LaTeX and compares with sympy. This module adds the extraction of the answer,
+spellings that math-verify does not read, and the rejection of texts that are no answers. It runs in
+workers that are killed when they take too long, as sympy may never finish.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from meshrl.common.grading.answers import extract_answer
 from meshrl.services.sandbox.grading.mathematics import final_answer, latex, notations, unicode_math
 from meshrl.services.sandbox.grading.mathematics.final_answer import AnswerReading
 
-MAX_ANSWER_CHARACTERS = (
-    100_000  # characters of an answer that is looked at; what is longer is wrong
-)
+MAX_ANSWER_CHARACTERS = 100_000  # most characters of an answer; a longer one is wrong
 MAX_BOX_CHARACTERS = 2_000  # longest content of a box
-PAIR_CPU_LIMIT_S = 4.0  # for one pair; sympy that takes longer does not find them equal
+PAIR_CPU_LIMIT_S = 4.0  # for one pair; if sympy takes longer, they count as different
 
-DIGITS = 30  # in which two numbers are compared once more
-MAX_RELATIVE_ERROR = 1e-5  # of the larger: what six decimals let pass for numbers from 0.1 on
-MIN_DIFFERENCE = 1e-80  # below it a difference is the arithmetic's own
+DIGITS = 30  # range of numbers that are compared again
+MAX_RELATIVE_ERROR = 1e-5  # of the larger: the precision of six decimals for numbers from 0.1 on
+MIN_DIFFERENCE = 1e-80  # smaller differences are rounding errors
 NAMED_NUMBER = r"(?:\\?\(|\$)?(?:[A-Za-z]\s*=\s*)?(-?\d+(?:[./]\d+)?)(?:\\?\)|\$)?"
 TWO_ALTERNATIVES = re.compile(rf"{NAMED_NUMBER}\s*,?\s+or\s+(?:else\s+)?{NAMED_NUMBER}[\s.*]*$")
 
-# Numbers that nobody writes out, which sympy would try to.
+# Numbers too long to write out, which sympy would try to.
 HUGE_NUMBER = re.compile(
     r"\^\s*\{[^{}]*\^\s*\{[^{}]*\^|\^\s*\w+\s*\^\s*\w+\s*\^|\^\s*\{\s*\d{2,}\s*\^"
     r"|\^\s*\{?\s*\d{6,}|\d{5,}\s*!|!\s*!|\\binom\s*\{\s*(?:\d{5,}|[^{}]*\^)"
@@ -54,26 +52,29 @@ UNITS = {name: (kind, Fraction(by)) for kind, row in _UNITS.items() for name, by
 
 
 class _CpuLimitExceeded(BaseException):
-    """The pair has had its CPU time. No library's `except Exception` keeps it."""
+    """Error raised when a pair has used its CPU time.
+
+    As a BaseException it passes through the `except Exception` of libraries.
+    """
 
 
 def compute_reward(
     row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]
 ) -> float:
-    """1 if the answer equals `row[options["answer"]]`."""
+    """Return 1 if the answer equals `row[options["answer"]]`, else 0."""
     gold, answer = golds.parse_math_gold(row, options), extract_answer(turns, options)
     return float(answer is not None and is_equal(gold, answer))
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """True if `answer`, all that was said after the reasoning, comes to `gold`."""
+    """Return whether `answer`, all of the text after the reasoning, equals `gold`."""
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return False
     before = signal.signal(signal.SIGVTALRM, _raise_cpu_limit)
     signal.setitimer(signal.ITIMER_VIRTUAL, PAIR_CPU_LIMIT_S)
     try:
         gold, answer = unicode_math.to_ascii_latex(gold), unicode_math.to_ascii_latex(answer)
-        if len(found := list(latex.find_boxes(gold))) and found[-1][2].strip():  # a solution's own
+        if len(found := list(latex.find_boxes(gold))) and found[-1][2].strip():  # a full solution
             gold = found[-1][2]
         return any(_matches(gold, one) for one in final_answer.read_final_answer(answer))
     except (
@@ -100,7 +101,7 @@ def _matches(gold: str, reading: AnswerReading) -> bool:
         return False
     if not boxed and (
         match := TWO_ALTERNATIVES.search(said[-200:])
-    ):  # two numbers to choose from: both are said
+    ):  # two numbers to choose from: both are given
         said, boxed = f"{match[1]}, {match[2]}", True
     wanted, said = latex.normalize(gold), latex.normalize(said) if boxed else said.strip()
     wanted, said = (
@@ -122,10 +123,10 @@ def _is_equal_pair(gold: str, answer: str, is_bare_value: bool) -> bool:
 
 
 def _compare_by_form(gold: str, answer: str, is_bare_value: bool) -> bool | None:
-    """Letters, words, units and answers that are none; None if it takes arithmetic to tell."""
+    """Compare letters, words, units and texts without a value; None if it takes arithmetic."""
     if choice := latex.find_choice(gold, True):
         named = latex.find_choice(answer, is_bare_value)
-        if named or not re.fullmatch(r"[a-z]", gold):  # a small letter may be a variable
+        if named or not re.fullmatch(r"[a-z]", gold):  # a lower-case letter may be a variable
             return named == choice
     words, found = latex.normalize_words(gold), latex.normalize_words(answer)
     if words is not None and found is not None:
@@ -155,7 +156,7 @@ def _compare_by_form(gold: str, answer: str, is_bare_value: bool) -> bool | None
 
 
 def _compare_named_values(gold: str, answer: str) -> bool | None:
-    """Whether the same names have the same values; None if neither side names any."""
+    """Return whether the same names have the same values; None if neither side names any."""
     due, given = notations.parse_named_values(gold), notations.parse_named_values(answer)
     if due is not None and given is not None:
         return due.values.keys() == given.values.keys() and all(
@@ -179,7 +180,7 @@ def _compare_by_value(gold_text: str, answer: str, is_bare_value: bool) -> bool:
         if re.fullmatch(r"\s*[a-zA-Z]\s*", right):  # "3 = x"
             answer = left
     gold = parse(f"\\boxed{{{gold_text}}}", parsing_timeout=None)
-    # In a box nothing but LaTeX counts: else the last number in it would.
+    # In a box only LaTeX counts: else the last number in it would.
     how = {"extraction_config": [LatexExtractionConfig()]} if is_bare_value else {}
     text = f"\\boxed{{{answer}}}" if is_bare_value else answer
     found = parse(text, parsing_timeout=None, **how)
@@ -195,7 +196,7 @@ def _verify(gold: list[Any], found: list[Any]) -> bool:
 
 
 def _has_complex_exponent(value: Any) -> bool:
-    """Whether it has i in an exponent of e, both of which math-verify takes for variables."""
+    """Return whether a value has i in an exponent of e; math-verify parses both as variables."""
     if not isinstance(value, Basic):
         return False
     powers = [p.as_base_exp() for p in value.atoms(exp, Pow)]
@@ -206,7 +207,7 @@ def _has_complex_exponent(value: Any) -> bool:
 
 
 def _substitute_complex_units(parsed: list[Any]) -> list[Any]:
-    """What was parsed, with i for the imaginary unit and e for Euler's number."""
+    """Replace i by the imaginary unit and e by Euler's number in parsed values."""
     units = {"i": I, "e": E}
     return [
         value.subs({s: units[s.name] for s in value.free_symbols if s.name in units}).rewrite(cos)
@@ -217,14 +218,15 @@ def _substitute_complex_units(parsed: list[Any]) -> list[Any]:
 
 
 def _is_far(gold: list[Any], found: list[Any]) -> bool:
-    """Whether two numbers, of which math-verify has compared six decimals, are far apart in
-    relation to their size: 0 is not 6.6e-34.
+    """Return whether two numbers differ by much in relation to their size: 0 is not 6.6e-34.
+
+    Only six decimals of them were compared by math-verify.
     """
     numbers = [
         N(value, DIGITS)
         for value in (*gold[:1], *found[:1])
         if isinstance(value, Expr)
-        and not value.has(UnevaluatedExpr)  # of percents: 50% is 50, too
+        and not value.has(UnevaluatedExpr)  # of percents: 50% is also 50
         and value.is_number
     ]
     if len(numbers) < 2:
@@ -244,7 +246,7 @@ def _normalize_list(words: str) -> str:
 
 
 def _parse_measure(text: str) -> tuple[Fraction, str, Fraction] | None:
-    """(number, kind, factor) of `12\\text{ cm}`."""
+    r"""Return (number, kind, factor) of `12\text{ cm}`."""
     pattern = (
         r"(-?\d+(?:\.\d+)?)(?:\s|\\[,; ]|~)*" + latex.TEXT_COMMAND + r"\s*\{[\s~]*([A-Za-z]+)\s*\}"
     )

@@ -1,5 +1,6 @@
-"""Reads notations of mathematics whose meaning math-verify loses: numbers with a base as index,
-scientific notation, and values that are given by name.
+"""Mathematical notations whose meaning math-verify loses.
+
+These are numbers with a base as index, scientific notation, and values by name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from fractions import Fraction
 MAX_RELATIVE_ERROR = Fraction(
     1, 10**6
 )  # of two numbers in scientific notation: as six decimals of any other
-EXPONENT = 5_000  # largest power of ten that is worked out
+EXPONENT = 5_000  # largest power of ten that is computed
 TIMES = r"(?:\\times|\\cdot|\*)"
 POWER = r"10\s*\^\s*(?:\{\s*([+-]?\d{1,4})\s*\}|([+-]?\d{1,4}))"
 SCIENTIFIC = re.compile(rf"([+-]?\d+(?:\.\d+)?|[+-]?\.\d+)(?:\s*{TIMES}\s*{POWER})?|([+-]?){POWER}")
@@ -40,7 +41,7 @@ VARIABLE = re.compile(r"[A-Za-z]|\\(?!infty)[a-z]+")
 
 
 def parse_scientific(text: str) -> tuple[Fraction, bool] | None:
-    """(number, whether it is written with a power of ten), or None if it is no plain number."""
+    """Return (number, whether it has a power of ten), or None if it is no plain number."""
     match = SCIENTIFIC.fullmatch(text.strip())
     if match is None:
         return None
@@ -53,7 +54,10 @@ def parse_scientific(text: str) -> tuple[Fraction, bool] | None:
 
 
 def replace_mixed_number(text: str, at_end: bool) -> str:
-    """A mixed number as 1 1/2 as one fraction, where the text is one; or where it `ends` so."""
+    """Replace a mixed number as 1 1/2 by one fraction.
+
+    The text is the number, or with `at_end` ends with it.
+    """
     text = text.strip()
     match = MIXED.search(text)
     before = text[: match.start()] if match else ""
@@ -64,14 +68,15 @@ def replace_mixed_number(text: str, at_end: bool) -> str:
 
 
 def extract_trailing_power(text: str) -> str:
-    """The number with a power of ten that a text ends with, as LaTeX; else the text."""
+    """Return the number with a power of ten that ends a text, as LaTeX; else the text."""
     match = ENDS_IN_POWER.search(text)
     return rf"{match[1]} \times 10^{{{match[2]}}}" if match else text
 
 
 def to_interval_union(text: str) -> str:
-    """Return "x<1 or x>3", or intervals with "or" between them, as a union of intervals; other
-    texts as they are.
+    """Return "x<1 or x>3", or intervals with "or" between them, as a union of intervals.
+
+    Other texts stay as they are.
     """
     parts = OR.split(text)
     found = [_to_interval(part.strip()) for part in parts]
@@ -79,7 +84,7 @@ def to_interval_union(text: str) -> str:
 
 
 def _to_interval(text: str) -> str:
-    """The interval that a relation of one variable, or an interval, stands for; empty: neither."""
+    """Return a relation of one variable, or an interval, as an interval; empty: neither."""
     text = text.strip("$ ")
     if INTERVAL.fullmatch(text):
         return text
@@ -101,12 +106,12 @@ def _to_interval(text: str) -> str:
 
 
 def is_close(a: Fraction, b: Fraction) -> bool:
-    """Whether they differ by rounding only, measured by the larger."""
+    """Return whether two numbers differ by rounding only, relative to the larger."""
     return abs(a - b) <= MAX_RELATIVE_ERROR * max(abs(a), abs(b))
 
 
 def to_base_ten(text: str) -> str:
-    """The text with numbers of other bases, as 101_2, in base ten."""
+    """Convert numbers of other bases in a text, as 101_2, to base ten."""
     return NUMBER_WITH_BASE.sub(_replace_base, text)
 
 
@@ -130,9 +135,9 @@ class NamedValues:
 
 
 def parse_named_values(text: str) -> NamedValues | None:
-    """What `x=1, y=2` or `(x,y)=(1,2)` assigns to two names or more; None for anything else.
+    """Parse `x=1, y=2` or `(x,y)=(1,2)` with two names or more; None for any other text.
 
-    A tuple has the values of names that come one by one in the order of the alphabet.
+    A tuple has the values in alphabetical order, where names and values are separate.
     """
     if match := NAMES.fullmatch(text.strip()):
         names = [name.strip() for name in match[1].split(",")]
@@ -148,7 +153,9 @@ def parse_named_values(text: str) -> NamedValues | None:
 
 
 def parse_value_list(text: str) -> list[str] | None:
-    """The values of a tuple, or of a list without brackets; None if some are no plain values."""
+    """Return the values of a tuple, or of a list without brackets; None if some are no plain
+    values.
+    """
     text = text.strip()
     match = ROUND.fullmatch(text)
     if match is not None and len(_split_top_level(text)) == 1:
@@ -160,7 +167,7 @@ def parse_value_list(text: str) -> list[str] | None:
 
 
 def _split_top_level(text: str) -> list[str]:
-    """The text between separators that no bracket encloses."""
+    """Split a text at separators outside of brackets."""
     depth, begin, parts = 0, 0, []
     ends = {match.start(): match.end() for match in SEPARATORS.finditer(text)}
     skipped = 0

@@ -1,4 +1,4 @@
-"""Rewrites characters and East Asian words of mathematics as ASCII and LaTeX.
+"""Conversion of mathematical characters and East Asian words to ASCII and LaTeX.
 
 These are full-width forms (NFKC), superscripts, fractions, punctuation, counters, units and
 connectives.
@@ -41,7 +41,7 @@ DEGREES = re.compile(BEHIND_NUMBER + _word_pattern("度") + NO_WORD)
 PARTS_OF_PATTERN = re.compile(r"(\d+)\s*分之\s*(\d+)")
 MYRIADS = {"万": 10**4, "萬": 10**4, "만": 10**4, "亿": 10**8, "億": 10**8}
 MYRIAD = re.compile(rf"(?<![\d.])(\d{{1,12}}(?:\.\d{{1,12}})?)\s*([{''.join(MYRIADS)}])(?!\d)")
-# What counts things behind a number; not what changes it, as in 72点5, 3个半 and 3千.
+# Counters behind a number; not those that change it, as in 72点5, 3个半 and 3千.
 COUNTER = re.compile(
     BEHIND_NUMBER
     + _word_pattern(

@@ -1,4 +1,4 @@
-"""A running jail: it is spoken to, watched to its end, and that end is given a type."""
+"""Running jail: exchanges frames, watches the jail to its end, and classifies that end."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.jail.confinement import syscall_table
 from meshrl.services.sandbox.jail.guests import guest
 
-GRACE_S = 60.0  # past its limits, until a jail counts as stuck: its keeper must have ended it
-MAX_SLOWDOWN = 10.0  # times its wall clock limit that a jail may take, waiting for cores included
+GRACE_S = 60.0  # past its limits, until a jail counts as stuck: init should have ended it
+MAX_SLOWDOWN = 10.0  # times its wall clock limit that a jail may take, waits for cores included
 DRAIN_S = 5.0  # for a killed jail's output to end
 
 
 class JailFailed(MeshError):
-    """No jail could be made: ours, not the code's, to answer for."""
+    """Error raised when no jail could be made; the sandbox's fault, not the code's."""
 
     code = "jail_failed"
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended, and what it wrote."""
+    """End of a program, and its output."""
 
     status: str
     stdout: bytes = b""
@@ -41,21 +41,22 @@ class ProgramResult:
     wall_s: float = 0.0
     error: str = ""
     laps: int = 0  # laps that had begun before it ended
-    denied_calls: tuple[str, ...] = ()  # system calls that it asked for and did not get, each once
-    is_wall_timeout: bool = False  # it was ended by the wall clock
-    is_starved: bool = False  # by the clock, though it had waited for the host and not by itself
+    denied_calls: tuple[str, ...] = ()  # system calls that were denied, each once
+    is_wall_timeout: bool = False  # the wall clock ended it
+    is_starved: bool = False  # by the clock, though it waited for the host and not by itself
 
 
 def describe_denial(denied_calls: tuple[str, ...]) -> str:
-    """Why a program was refused; `refused` are system calls, of which there may be none: a file
-    that cannot be written, say, is refused by its place.
+    """Describe why calls of a program were denied.
+
+    `denied_calls` may be empty: writing to a read-only path, for example, needs no denied call.
     """
     text = "it asked for what the sandbox refuses"
     return f"{text}: {', '.join(denied_calls)}" if denied_calls else text
 
 
 class Jail:
-    """One jail, from its start to `finish`."""
+    """Jail from its start to `finish`."""
 
     def __init__(
         self,
@@ -67,13 +68,13 @@ class Jail:
         cgroup: Cgroup | None,
         on_close: Callable[[], None],
     ) -> None:
-        """`ended` is called once, when it has been closed."""
+        """Wrap a started jail; `on_close` is called once, when it has been closed."""
         self._clock, self.limits = clock, limits
         self.init_channel, self.guest_channel, self.output = init_channel, guest_channel, output
         self._cgroup, self._on_close = cgroup, on_close
         self._is_closed = False
-        self._early_report: dict[str, Any] = {}  # its last frame, where it came while nobody waited
-        self.laps = 0  # laps that its keeper was told to begin
+        self._early_report: dict[str, Any] = {}  # its last frame, if it came while no call waited
+        self.laps = 0  # laps that its init process was sent
         self._oom_kills_before = cgroup.read_oom_kills() if cgroup else 0
         self.nonce = secrets.token_hex(16)
 
@@ -86,8 +87,9 @@ class Jail:
         return self.output.streams[1].take()
 
     def start_lap(self, clock_paused: bool = False) -> None:
-        """Starts the jail's clocks anew, and what was paused goes on. With `waits` the wall clock
-        stands until it is the jail's turn.
+        """Restart the jail's clocks, and resume what was paused.
+
+        With `clock_paused` the wall clock stands until `set_clock_running` starts it.
         """
         self.laps += 1
         self.init_channel.send_now({"lap": True, "turn": not clock_paused})
@@ -98,8 +100,9 @@ class Jail:
         self.init_channel.send_now({"turn": running})
 
     def pause(self) -> None:
-        """Stops the jail, and then its clocks, until the next lap: frozen by its control group, or
-        stopped by its keeper.
+        """Stop the jail, and then its clocks, until the next lap.
+
+        Its control group freezes it, or its init process stops it.
         """
         self.laps += 1
         frozen = self._cgroup is not None and self._cgroup.can_freeze
@@ -108,7 +111,7 @@ class Jail:
         self.init_channel.send_now({"lap": True, "pause": True, "stop": not frozen})
 
     def take_denied_calls(self) -> tuple[str, ...]:
-        """What was refused in it for the first time since the last call: system calls by name."""
+        """Return the names of system calls denied for the first time since the last call."""
         found = []
         for frame in self.init_channel.take_frames():
             if "refuses" in frame:
@@ -118,7 +121,7 @@ class Jail:
         return tuple(found)
 
     def has_ended(self) -> bool:
-        """Whether its keeper has said how it ended, or is gone."""
+        """Return whether its init process has reported its end, or is gone."""
         self.take_denied_calls()
         return bool(self._early_report) or self.init_channel.is_eof
 
@@ -136,7 +139,7 @@ class Jail:
             raise BadMessage(f"a report that is none: {error}") from None
 
     async def finish(self) -> ProgramResult:
-        """Waits for its end, which limits bound, and cleans up behind it."""
+        """Wait for the jail's end, which limits bound, and clean up after it."""
         report = InitReport()
         missing = ""
         deadline_s = MAX_SLOWDOWN * self.limits.wall_s + GRACE_S
@@ -154,7 +157,7 @@ class Jail:
             await self.output.drain(self._clock, DRAIN_S)
             over = self.output.over_limit.done()
             if missing and not over and not self._is_out_of_memory():
-                # No guest can end its keeper: somebody has killed the zygote, or it hangs.
+                # No guest can end its init process: the zygote was killed, or it hangs.
                 raise JailFailed(f"a jail ended without a report: {missing}", where="sandbox")
             return self._build_result(report, over)
         finally:

@@ -15,11 +15,11 @@ from meshrl.common.base.errors import BadMessage, DeadlineExceeded, PeerLost
 from meshrl.services.sandbox.jail.wire import frames
 
 READ_BYTES = 1 << 16
-FRAME_BYTES = 1 << 20  # most in a jail's answer; it may be the model that writes it
+FRAME_BYTES = 1 << 20  # largest answer of a jail; the model may write it
 
 
 class _DescriptorReader(ABC):
-    """Calls `_arrived` when bytes have come or the end was reached."""
+    """Reader that calls `_arrived` when bytes have come or the end was reached."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
@@ -39,7 +39,7 @@ class _DescriptorReader(ABC):
             self._waiter.set_result(None)
 
     def _read_all(self) -> None:
-        """Reads until nothing more comes now."""
+        """Read until nothing more is available now."""
         before = -1
         while not self.is_eof and len(self._buffer) > before:
             before = len(self._buffer)
@@ -65,7 +65,7 @@ class _DescriptorReader(ABC):
 
 
 class JailOutput:
-    """What a jail writes to its standard output and error, counted together against one limit."""
+    """Standard output and error of a jail, counted together against one limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.over_limit = asyncio.get_running_loop().create_future()  # resolves past the limit
@@ -73,13 +73,13 @@ class JailOutput:
         self.streams: list[OutputStream] = []
 
     def open_stream(self) -> int:
-        """Another stream; returns the descriptor to write to, which the caller closes."""
+        """Open another stream and return the descriptor to write to, which the caller closes."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         self.streams.append(OutputStream(reading, self))
         return writing
 
     async def drain(self, clock: Clock, deadline_s: float) -> None:
-        """Returns when all streams have ended, or at the deadline."""
+        """Return when all streams have ended, or at the deadline."""
         if all(stream.is_eof for stream in self.streams):
             return
         with contextlib.suppress(DeadlineExceeded):
@@ -107,7 +107,7 @@ class OutputStream(_DescriptorReader):
             self._output.over_limit.set_result(None)
 
     def take(self) -> bytes:
-        """What has come since the last call."""
+        """Return the output since the last call."""
         self._read_all()
         found = bytes(self._buffer)
         self._buffer.clear()
@@ -115,7 +115,7 @@ class OutputStream(_DescriptorReader):
 
 
 class Pipe(_DescriptorReader):
-    """Our end of a socket pair that carries `frames`; the other end is handed to a jail."""
+    """Our end of a socket pair that carries `frames`; the other end is passed to a jail."""
 
     def __init__(self) -> None:
         self._limit_bytes = FRAME_BYTES
@@ -127,11 +127,11 @@ class Pipe(_DescriptorReader):
         return self._jail_end.fileno()
 
     def raise_frame_limit(self, extra_bytes: int) -> None:
-        """Lets a frame have `size` bytes more than any may have."""
+        """Raise the limit of a frame by `extra_bytes`."""
         self._limit_bytes = FRAME_BYTES + extra_bytes
 
     def close_jail_end(self) -> None:
-        """The jail has its end: ours of it is closed, so that the jail's end is seen."""
+        """Close our copy of the jail's end, so that the end of the jail closes the pipe."""
         self._jail_end.close()
 
     def _accept(self, part: bytes) -> None:
@@ -140,7 +140,7 @@ class Pipe(_DescriptorReader):
             self._stop()
 
     def send_now(self, value: Any) -> bool:
-        """Sends a frame that fits into the socket's buffer; False if the jail is gone."""
+        """Send a frame that fits into the socket's buffer; False if the jail is gone."""
         record = frames.pack(value)
         try:
             return os.write(self._fd, record) == len(record)
@@ -148,7 +148,7 @@ class Pipe(_DescriptorReader):
             return False
 
     async def send(self, clock: Clock, value: Any, deadline_s: float) -> None:
-        """Returns when a frame was taken; at once if it fits into the socket's buffer."""
+        """Return when a frame was taken; at once if it fits into the socket's buffer."""
         record = self._write(memoryview(frames.pack(value)))
         if not record:
             return
@@ -164,7 +164,7 @@ class Pipe(_DescriptorReader):
                 record = self._write(record)
 
     def _write(self, record: memoryview) -> memoryview:
-        """What is left of it when no more is taken now; PeerLost if the jail has gone."""
+        """Write what the socket takes now and return the rest; PeerLost if the jail is gone."""
         try:
             while record:
                 record = record[os.write(self._fd, record) :]
@@ -175,13 +175,15 @@ class Pipe(_DescriptorReader):
         return record
 
     def is_idle(self) -> bool:
-        """Whether nothing has come that was not received, and the jail has not gone."""
+        """Return whether no unread bytes are there and the jail is not gone."""
         if not self.is_eof and not self._buffer:
             self._read()
         return not self.is_eof and not self._buffer
 
     async def receive(self, clock: Clock, deadline_s: float) -> Any:
-        """The next frame; PeerLost at the end, BadMessage when it is none, DeadlineExceeded."""
+        """Return the next frame; PeerLost at the end, BadMessage for an invalid one,
+        DeadlineExceeded.
+        """
         if (frame := self._take_frame()) is None:
             async with clock.timeout(deadline_s, "a jail's answer"):
                 while frame is None:

@@ -1,4 +1,4 @@
-"""What a jail is to run, and how its keeper says that it ended."""
+"""Program of a jail, and the report of its init process on its end."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from typing import Any
 
 @dataclass(frozen=True)
 class JailProgram:
-    """What a guest runs; `guests.guest` knows what each mode does with it."""
+    """Program that a guest runs; `guests.guest` implements the modes."""
 
     source: str | None = None
     mode: str = "program"  # | shell | cells | calls | objects | tests | suite
-    function: str = ""  # that is called: `calls`
-    graded: bool = False  # it has the room that judges of such programs give it
-    tests: str = ""  # that run beside the source, or without one are collected: `suite`
+    function: str = ""  # function to call: `calls`
+    graded: bool = False  # a judge's memory and stack limits
+    tests: str = ""  # tests to run beside the source, or to collect without one: `suite`
     files: bool = False  # the scratch directories of both sides have one path: `tests`
-    patience_s: float = 0.0  # of waiting for the solution, until that is told: `tests`
+    patience_s: float = 0.0  # of waiting for the solution, before the tests report it: `tests`
 
     @property
     def has_guest_channel(self) -> bool:
-        """True if the guest has a pipe to the sandbox, beside its keeper's."""
+        """True if the guest has a pipe to the sandbox, beside its init process's."""
         return self.mode in ("cells", "calls", "tests", "suite")
 
     @property
     def starts_clock_paused(self) -> bool:
-        """True if the wall clock stands until the first lap, or until it is the jail's turn."""
+        """True if the wall clock stands until the first lap, or until it is set running."""
         return self.mode in ("cells", "calls", "objects", "suite")
 
     def to_frame(self, nonce: str) -> dict[str, Any]:
-        """Return it as it travels; tests in a jail of their own sign their words with `nonce`."""
+        """Return the program as a frame; isolated tests sign their messages with `nonce`."""
         found = {name: value for name, value in vars(self).items() if value is not None}
         return found | ({"nonce": nonce} if self.mode == "tests" else {})
 
 
 @dataclass(frozen=True)
 class InitReport:
-    """A keeper's word on how its guest ended; as it stands for a jail that ended without one."""
+    """Report of an init process on its guest's end; the defaults stand for a missing report."""
 
     exit: int = -9
     timeout: str = ""  # cpu | wall | starved; empty: none
     cpu_s: float = 0.0
     wall_s: float = 0.0
     laps: int = 0  # that had begun
-    memory: bool = False  # it was over its limit
+    memory: bool = False  # it exceeded its limit
     refused: tuple[int, ...] = ()  # numbers of system calls
 
     @classmethod
     def from_frame(cls, frame: dict[str, Any]) -> InitReport:
-        """Return what a frame says. KeyError, TypeError or ValueError if it is no report."""
+        """Parse a report; KeyError, TypeError or ValueError if it is invalid."""
         return cls(
             int(frame["exit"]),
             str(frame.get("timeout", "")),

@@ -1,6 +1,4 @@
-"""A running zygote: it is asked for jails, says when it has begun each, and is noticed when it does
-not.
-"""
+"""Client of a running zygote: requests jails, receives confirmations, detects a hung zygote."""
 
 from __future__ import annotations
 
@@ -17,21 +15,24 @@ from meshrl.common.mesh.process.host import Host
 from meshrl.common.mesh.runtime.calls.waits import WaitTable
 from meshrl.services.sandbox.workers.slice_policy import compute_charged_s
 
-POLL_S = 0.5  # between two looks at a zygote that has not answered
-SILENT_S = 10.0  # CPU time, or time with a core to be had: a fork takes milliseconds
+POLL_S = 0.5  # between two checks of a zygote that has not answered
+SILENT_S = 10.0  # CPU time, or time with a free core: a fork takes milliseconds
 STOPPED = "Tt"  # states of a process that was stopped, in /proc
-CREDENTIALS = struct.Struct("3i")  # pid (in our namespace), uid, gid of who has sent
+CREDENTIALS = struct.Struct("3i")  # pid (in our namespace), uid, gid of the sender
 
 
 class ZygoteUnresponsive(MeshError):
-    """It runs and forks nothing: another must take its place."""
+    """Error raised when a zygote runs but forks nothing; another must replace it."""
 
     code = "zygote_silent"
     retryable = True
 
 
 class ZygoteClient:
-    """`child` is the outer jail, or the zygote itself; `control` our end of its socket."""
+    """Client of one zygote.
+
+    `child` is the outer jail, or the zygote itself; `control` our end of its socket.
+    """
 
     def __init__(
         self,
@@ -45,17 +46,17 @@ class ZygoteClient:
         self.child, self._control = child, control
         self._zygote_process: ChildProcess = child
         self._pending_requests: deque[tuple[asyncio.Future[None], Callable[[], None]]] = deque()
-        self._running_jails = 0  # that run
+        self._running_jails = 0  # running jails
         self._retired = False
         self.has_exited = False  # it has closed its end of the socket
 
     @property
     def pid(self) -> int:
-        """The process that forks, as `kill` has to name it."""
+        """Process that forks, by its pid in our namespace."""
         return self._zygote_process.pid
 
     async def wait_ready(self, deadline_s: float) -> bool:
-        """Whether it is ready to fork; False when it has ended."""
+        """Return whether the zygote is ready to fork; False when it has ended."""
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -80,11 +81,14 @@ class ZygoteClient:
     def request_jail(
         self, packet: bytes, fds: Sequence[int], on_done: Callable[[], None]
     ) -> asyncio.Future[None]:
-        """Asks for a jail; resolves when it has been forked. BlockingIOError: it takes no more now;
-        other OSErrors: it has ended.
+        """Request a jail; the future resolves when it has been forked.
 
-        `settled` is called once the jail has been forked or cannot be any more. That may be long
-        after whoever asked has gone: what the jail would take is not another's until then.
+        `on_done` is called once the jail has been forked, or never will be. That may be long after
+        the caller has gone; until then no other jail may use its resources.
+
+        Raises:
+            BlockingIOError: The zygote takes no more requests now.
+            OSError: It has ended.
         """
         socket.send_fds(self._control, [packet], list(fds))
         begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,13 +97,12 @@ class ZygoteClient:
         return begun
 
     async def wait_forked(self, answer: asyncio.Future[None]) -> None:
-        """Waits for its answer. ZygoteSilent when it does nothing, ConnectionResetError when it has
-        ended. Meanwhile this process says that it waits for the zygote, by its number.
+        """Wait for a zygote's answer, and publish this wait with the zygote's pid.
+
+        ZygoteUnresponsive when the zygote does nothing, ConnectionResetError when it has ended.
         """
         asked = self._clock.monotonic()
-        before: ProcessUsage | None = (
-            None  # read only for one that is late: it costs a tenth of a fork
-        )
+        before: ProcessUsage | None = None  # read only for a late one: it costs a tenth of a fork
         looks = 0
         with self._waits.wait("a jail", on=f"the zygote (pid {self.pid})"):
             while True:
@@ -123,7 +126,7 @@ class ZygoteClient:
         try:
             while self._control.recv(16):
                 answer, settled = self._pending_requests.popleft()
-                if not answer.done():  # else whoever asked has gone
+                if not answer.done():  # otherwise the caller has gone
                     answer.set_result(None)
                 settled()
             ended = ConnectionResetError("the zygote has ended")
@@ -142,21 +145,21 @@ class ZygoteClient:
             settled()
 
     def jail_ended(self) -> None:
-        """One of its jails has ended."""
+        """Record that one of its jails has ended."""
         self._running_jails -= 1
         if self._retired and not self._running_jails:
             self.kill()
 
     def retire(self) -> None:
-        """It is asked for nothing more, and is killed when the last of its jails has ended."""
+        """Stop requests to the zygote, and kill it when the last of its jails has ended."""
         self._retired = True
-        for answer, _ in self._pending_requests:  # which it may still begin: it has not ended
+        for answer, _ in self._pending_requests:  # which it may still fork: it has not ended
             _fail_request(answer, ConnectionResetError("another zygote takes its place"))
         if not self._running_jails:
             self.kill()
 
     def kill(self) -> None:
-        """Ends it and its jails."""
+        """Kill the zygote and its jails."""
         self.child.kill()
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control)
@@ -167,4 +170,4 @@ class ZygoteClient:
 def _fail_request(answer: asyncio.Future[None], error: Exception) -> None:
     if not answer.done():
         answer.set_exception(error)
-        answer.exception()  # it may be that nobody waits for it yet
+        answer.exception()  # perhaps no caller waits for it yet

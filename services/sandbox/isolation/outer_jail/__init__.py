@@ -1,1 +1,1 @@
-"""The outer jail around a zygote, and the interpreter in it. Open `launcher.py` first."""
+"""Outer jail around a zygote, and the interpreter in it. Open `launcher.py` first."""

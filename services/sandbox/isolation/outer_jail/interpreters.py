@@ -1,5 +1,6 @@
-"""Which interpreter runs jailed Python: ours, the one that a job names, or that of its image; and
-what a jail's root shows of it, and of its host or its image what programs need.
+"""Interpreter of jailed Python: ours, the one that a job names, or that of its image.
+
+This module also lists what a jail's root shows of the interpreter, and of the host or image.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # it imports numpy, which would delay each outer jail
 
 
 JAIL_PACKAGE = str(Path(__file__).parents[2] / "jail")  # the package that runs inside
-MOUNT_POINT = "/run/meshrl"  # where it lies in a jail
+MOUNT_POINT = "/run/meshrl"  # its path in a jail
 PACKAGES_MOUNT_POINT = f"{MOUNT_POINT}/packages"  # and packages that the interpreter lacks
 HOST_PATHS = ("/usr", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -30,31 +31,31 @@ PRIVATE_DIRECTORIES = (
     "run",
     "sys",
     "tmp",
-)  # of an image they are not shown: a jail has its own
+)  # those of an image are hidden: a jail has its own
 PYTEST = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What runs jailed Python."""
+    """Interpreter that runs jailed Python."""
 
     python: str
     isolated: bool  # only the standard library
-    places: tuple[str, ...]  # where it and its packages lie
+    places: tuple[str, ...]  # directories of the interpreter and its packages
     warm: tuple[str, ...] = ()
-    packages: tuple[str, ...] = ()  # that lie elsewhere, in one directory, to warm if it lacks them
-    runner: tuple[str, ...] = ()  # what starts a container for each call, in place of bubblewrap
-    root: str = ""  # the file system that it lies in, where that is not the host's
+    packages: tuple[str, ...] = ()  # of another directory, to import in advance if it lacks them
+    runner: tuple[str, ...] = ()  # starts a container for each call, in place of bubblewrap
+    root: str = ""  # the root file system that has it, where that is not the host's
 
     @classmethod
     def default(cls) -> Interpreter:
-        """Ours, without the packages of our environment."""
+        """Our own interpreter, without the packages of our environment."""
         base = os.path.realpath(sys.base_prefix)
         python = os.path.join(base, "bin", f"python{sys.version_info.major}")
         return cls(python, True, () if base.startswith("/usr") else (base,))
 
     def encode(self) -> str:
-        """Return it as an argument of a process, which decodes it."""
+        """Encode the interpreter as an argument of a process, which decodes it."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -64,13 +65,14 @@ class Interpreter:
         return cls(**given | tuples)
 
     def build_command(self, code: str) -> list[str]:
-        """Return the command that runs `code` with it, apart from the user's settings."""
+        """Return the command that runs `code` with it, without the user's settings."""
         return [self.python, *(["-I", "-S"] if self.isolated else ["-I"]), "-c", code]
 
 
 def select_interpreter(jail: JailSettings) -> Interpreter:
-    """Ours, or the one that the job names: with what is installed for it; ConfigError if its image
-    or its runner is not to be used.
+    """Return our interpreter, or the one that the job names, with its installed packages.
+
+    ConfigError if its image or its runner is unusable.
     """
     runner = tuple(jail.runner)
     if runner:
@@ -82,7 +84,7 @@ def select_interpreter(jail: JailSettings) -> Interpreter:
 
 
 def _select_local(jail: JailSettings) -> Interpreter:
-    """One whose files lie on this host."""
+    """Return an interpreter whose files are on this host."""
     if jail.root:
         root = images.find_root(jail.root)
         return Interpreter(images.find_python(root, jail.python), False, (), root=str(root))
@@ -91,7 +93,7 @@ def _select_local(jail: JailSettings) -> Interpreter:
     python = Path(jail.python)
     home = python.parent.parent
     places = {str(home)}
-    if (settings := home / "pyvenv.cfg").is_file():  # its standard library lies elsewhere
+    if (settings := home / "pyvenv.cfg").is_file():  # its standard library is elsewhere
         pairs = (line.partition("=") for line in settings.read_text().splitlines())
         bases = [value.strip() for key, _, value in pairs if key.strip() == "home"]
         places |= {str(Path(base).resolve().parent) for base in bases[:1]}
@@ -100,8 +102,9 @@ def _select_local(jail: JailSettings) -> Interpreter:
 
 
 def add_pytest(interpreter: Interpreter) -> Interpreter:
-    """The same one with pytest imported: its own, or else the packages of ours alone. Where neither
-    has it, jails say so.
+    """Return the interpreter with pytest: its own, or else our packages of pytest alone.
+
+    Where neither has pytest, jails report that.
     """
     specs = [importlib.util.find_spec(name) for name in PYTEST]
     places = [next(iter(s.submodule_search_locations or ()), s.origin or "") for s in specs if s]
@@ -111,15 +114,15 @@ def add_pytest(interpreter: Interpreter) -> Interpreter:
 
 @dataclass(frozen=True)
 class RootContent:
-    """What lies in the root: files and directories by their place inside, and links."""
+    """Content of a root: files and directories by their path inside, and links."""
 
     binds: dict[str, str]  # inside -> on this host
-    links: dict[str, str]  # inside -> what it says
+    links: dict[str, str]  # inside -> content
 
 
 def list_root_content(interpreter: Interpreter, image: str = "") -> RootContent:
-    """Return the content of a root with that interpreter; `image`: where its root lies here."""
-    if interpreter.root:  # each thing at its top: a link there may lead nowhere but inside
+    """Return the content of a root with that interpreter; `image`: its root's path on this host."""
+    if interpreter.root:  # each entry at its top: a link there must stay inside
         root, shown = image or interpreter.root, list[str]()
         tops = {
             f"/{n}": os.path.join(root, n)
@@ -131,7 +134,7 @@ def list_root_content(interpreter: Interpreter, image: str = "") -> RootContent:
     links = {inside: os.readlink(place) for inside, place in tops.items() if os.path.islink(place)}
     binds = {place: place for place in shown}
     binds |= {inside: place for inside, place in tops.items() if inside not in links}
-    binds |= {place: place for place in interpreter.places}  # it may lie below one of those
+    binds |= {place: place for place in interpreter.places}  # it may be below one of those
     binds |= {
         f"{PACKAGES_MOUNT_POINT}/{os.path.basename(each)}": each for each in interpreter.packages
     }

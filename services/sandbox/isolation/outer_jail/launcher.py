@@ -1,9 +1,9 @@
-"""Becomes the outer jail, in which a zygote forks jails:
-`python -m meshrl.services.sandbox.isolation.outer_jail.launcher TIER CONTROL INTERPRETER`.
+"""Launcher of the outer jail, in which a zygote forks jails.
 
-The order matters. What needs root comes first, if we are root: places that a plain user cannot
-reach are bound into a mount namespace of our own. Then we become a plain user, for whom the limit
-on processes counts and whose files are nobody's. Then bubblewrap makes the namespaces.
+`python -m meshrl.services.sandbox.isolation.outer_jail.launcher TIER CONTROL INTERPRETER`. The
+order matters. Steps that need root come first, if we are root: paths that a plain user cannot reach
+are bound into a mount namespace of our own. Then the process switches to a plain user, who owns no
+files and to whom the limit on processes applies. Then bubblewrap makes the namespaces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshrl.services.sandbox.isolation.outer_jail.interpreters import (
 from meshrl.services.sandbox.isolation.resources import users
 from meshrl.services.sandbox.jail.confinement import syscalls
 
-BIND_BASES = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
+BIND_BASES = ("/mnt", "/media", "/srv", "/tmp")  # where binds are made; the first that exists
 DEVICES = ("null", "zero", "full", "random", "urandom")
 ZYGOTE_CODE = (
     "import sys; sys.version_info >= (3, 8) or sys.exit('meshrl: jails take Python 3.8 or newer, "
@@ -39,8 +39,12 @@ MAX_PROCESSES = 8192  # most in all jails together
 def build_command(
     tier: str, control: int, interpreter: Interpreter, bound_paths: dict[str, str], userns_fd: int
 ) -> list[str]:
-    """What to execute. `control` is the zygote's socket, `gathered` says where else a place can be
-    reached, `own_users` is a user namespace to enter, or -1.
+    """Return the command to execute.
+
+    Args:
+        control: Socket of the zygote.
+        bound_paths: Other paths under which to reach some paths.
+        userns_fd: User namespace to enter, or -1.
     """
     package = MOUNT_POINT if tier == "bwrap" else os.path.dirname(JAIL_PACKAGE)
     zygote = interpreter.build_command(ZYGOTE_CODE.format(package))
@@ -54,14 +58,14 @@ def build_command(
         return zygote
     argv = ["bwrap", *UNSHARED, "--die-with-parent", "--new-session"]
     argv += ["--unshare-user"] if userns_fd < 0 else ["--userns", str(userns_fd)]
-    # What the loader looks up late, each fork would look up for itself, in pages of its own.
+    # Each fork would otherwise resolve late symbols again, in pages of its own.
     argv += ["--clearenv", "--setenv", "LD_BIND_NOW", "1", "--hostname", "jail"]
     content = list_root_content(interpreter, bound_paths.get(interpreter.root, interpreter.root))
     for inside, text in content.links.items():
         argv += ["--symlink", text, inside]
     for inside, place in content.binds.items():
         for parent in reversed(Path(inside).parents[:-1]):
-            argv += ["--dir", str(parent)]  # bubblewrap would keep others from what is kept from us
+            argv += ["--dir", str(parent)]  # else bubblewrap bars others from what bars us
         argv += ["--ro-bind", bound_paths.get(place, place), inside]
     argv += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/tmp"]
     for device in DEVICES:
@@ -69,13 +73,16 @@ def build_command(
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         argv += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     argv += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/tmp", "/dev/shm"]
-    # The zygote makes namespaces and mounts inside of its own; jails close all this behind them.
+    # The zygote makes namespaces and mounts inside of its own; jails drop all of these rights.
     argv += ["--cap-add", "ALL", "--remount-ro", "/dev", "--remount-ro", "/"]
     return [*argv, *zygote]
 
 
 def bind_paths(paths: list[str]) -> dict[str, str]:
-    """Where a plain user finds each place, in a mount namespace that ends with this process."""
+    """Bind paths in a mount namespace that ends with this process, and return where they are.
+
+    A plain user can reach them there.
+    """
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
     base = next(place for place in BIND_BASES if os.path.isdir(place))
@@ -97,11 +104,11 @@ def bind_paths(paths: list[str]) -> dict[str, str]:
 def main() -> None:
     tier, control, interpreter = sys.argv[1], int(sys.argv[2]), Interpreter.decode(sys.argv[3])
     parent = os.getppid()
-    os.umask(0o022)  # what a program makes in a jail has the modes that it would have elsewhere
+    os.umask(0o022)  # files that a program makes in a jail have their usual modes
     gathered: dict[str, str] = {}
     own_users = -1
     if os.getuid() == 0:
-        # Written by root it is also the least that a jail can set: they go before anything else.
+        # Written by root it is also the minimum that a jail can set: jails are killed first.
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
         if tier == "bwrap":
             places = [*interpreter.places, *interpreter.packages, JAIL_PACKAGE, interpreter.root]
@@ -114,7 +121,7 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     most = MAX_PROCESSES if hard == resource.RLIM_INFINITY else min(MAX_PROCESSES, hard)
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-    # A change of user has made the kernel forget it.
+    # The change of user has cleared the parent death signal.
     if not syscalls.set_parent_death_signal(parent, 9):
         sys.exit("the sandbox has ended")
     if own_users >= 0:

@@ -1,10 +1,10 @@
-"""Control groups of jails: bound the memory and processes of each as a whole, weigh, count and
-freeze its use of cores, on cgroup v1, v2 or both.
+"""Control groups of jails, on cgroup v1, v2 or both.
 
-Memory and processes must be bounded for a host to have control groups here; cores are weighed,
-counted and frozen where that works, too. What has been counted and frozen is always in the v2
-hierarchy, which needs no controller for it and is mounted beside v1's on most hosts: a process that
-v1's freezer holds cannot be killed, and would stay for ever if the sandbox were.
+They bound the memory and processes of each jail as a whole, and weigh, count and freeze its use of
+cores. A host has control groups here only if memory and processes can be bounded. Cores are
+weighed, counted and frozen where that works, too. Counting and freezing always use the v2
+hierarchy, which needs no controller for them and is mounted beside v1's on most hosts. A process
+that v1's freezer holds cannot be killed, and would stay for ever if the sandbox were killed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "meshrl-jail-"
 CONTROLLERS = ("memory", "pids")
-# Half of what a group or a process has otherwise: a jail, however many processes are in it, is
-# behind its keeper and the sandbox, and not far behind what else the host runs.
+# Half of the default share of a group or process: a jail, however many processes are in it, is
+# behind its init process and the sandbox, and not far behind the host's other programs.
 SHARES, WEIGHT = 512, 50  # cpu.shares (1024), cpu.weight (100)
-# Memory of an earlier jail in a group that is used again: a quarter of what the next has beyond its
+# Memory of an earlier jail in a reused group: a quarter of the next jail's allowance beyond its
 # limit. The kernel counts in batches, for each core.
 MAX_LEFTOVER_BYTES = 4 << 20
 UNRECLAIMABLE_STATS = (
@@ -37,7 +37,7 @@ MEMBER_FILES = {
 
 @dataclass(frozen=True)
 class CgroupParents:
-    """Directories in which groups can be made, by what they do; on v2 it may be one for all."""
+    """Directories in which groups can be made, by function; on v2 one may serve all."""
 
     memory: Path
     pids: Path
@@ -47,7 +47,7 @@ class CgroupParents:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Each once."""
+        """Directories, each once."""
         found = (self.memory, self.pids, self.cpu, self.unified, self.cpuacct)
         return tuple(dict.fromkeys(place for place in found if place is not None))
 
@@ -56,7 +56,7 @@ class CgroupParents:
 
     @property
     def missing_cpu_functions(self) -> tuple[str, ...]:
-        """What this host's groups do not do for cores."""
+        """Functions for cores that this host's groups lack."""
         words = {"weigh": self.cpu, "count": self.unified or self.cpuacct, "freeze": self.unified}
         return tuple(word for word, home in words.items() if home is None)
 
@@ -64,9 +64,9 @@ class CgroupParents:
 def find_parents(
     root: Path = ROOT, own_cgroups: dict[str, str] | None = None
 ) -> CgroupParents | None:
-    """Where this process may make groups with limits; None where it may not.
+    """Return where this process may make groups with limits; None where it may not.
 
-    `own` has the paths of its groups by controller, the one of v2 under the empty name.
+    `own_cgroups` has the paths of its groups by controller, the one of v2 under the empty name.
     """
     if own_cgroups is None:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -86,7 +86,10 @@ def find_parents(
 
 
 def _find_v2_parents(root: Path, own_cgroups: dict[str, str]) -> CgroupParents | None:
-    """A group with processes cannot hand controllers on, so its ancestors are looked at, too."""
+    """Return the parents on v2, searching ancestors.
+
+    A group with processes cannot delegate controllers.
+    """
     if not (root / "cgroup.controllers").exists() or "" not in own_cgroups:
         return None
     place = root / own_cgroups[""].lstrip("/")
@@ -100,7 +103,7 @@ def _find_v2_parents(root: Path, own_cgroups: dict[str, str]) -> CgroupParents |
 
 
 def _delegate_controllers(parent: Path, wanted: tuple[str, ...]) -> set[str]:
-    """The controllers that it hands on to groups in it, once it was asked to hand on these."""
+    """Delegate controllers to the groups in `parent` and return those that it delegates."""
     control = parent / "cgroup.subtree_control"
     try:
         if not set(wanted) <= set(control.read_text().split()):
@@ -145,10 +148,10 @@ def _can_create(parents: CgroupParents) -> bool:
 
 
 class Cgroup:
-    """One jail's; used again when it is empty.
+    """Control group of one jail; reused when it is empty.
 
-    The keeper of a jail stays outside: the guest's first process joins, by `lists`. What is read or
-    written for each jail is kept open.
+    The init process of a jail stays outside: the guest's first process joins, by the group's lists
+    of processes. Files that are read or written for each jail stay open.
     """
 
     def __init__(self, parents: CgroupParents, name: str) -> None:
@@ -157,8 +160,8 @@ class Cgroup:
         self._memory, self._pids = parents.memory / name, parents.pids / name
         self._limits = (0, 0)
         self._open_fds: list[int] = []
-        self.member_fds: list[int] = []  # its lists of processes, opened for writing
-        self.usage_fd = self._freezer_fd = -1  # `usage` reads the CPU time of all that were in it
+        self.member_fds: list[int] = []  # its process lists, opened for writing
+        self.usage_fd = self._freezer_fd = -1  # `usage` reads its total CPU time
         self._is_frozen = False
         try:
             for home, place in zip(parents.paths, self._paths, strict=True):
@@ -178,7 +181,7 @@ class Cgroup:
                 place = parents.unified / name
                 self.usage_fd = self._open(place / "cpu.stat", os.O_RDONLY)
                 self._freezer_fd = self._open(place / "cgroup.freeze", os.O_WRONLY)
-                os.write(self._freezer_fd, b"0")  # one of an earlier launcher may have been left
+                os.write(self._freezer_fd, b"0")  # an earlier launcher may have left one
             elif parents.cpuacct is not None:
                 self.usage_fd = self._open(parents.cpuacct / name / "cpuacct.usage", os.O_RDONLY)
         except OSError:
@@ -194,13 +197,13 @@ class Cgroup:
         return self._freezer_fd >= 0
 
     def set_frozen(self, frozen: bool) -> None:
-        """Whoever is in it stands still, or goes on; what is killed goes all the same."""
+        """Freeze or thaw all processes of the group; a killed process dies even when frozen."""
         if frozen != self._is_frozen:
             os.write(self._freezer_fd, b"1" if frozen else b"0")
             self._is_frozen = frozen
 
     def set_limits(self, memory_bytes: int, processes: int) -> bool:
-        """Sets its limits; False where what it still holds is more, which can be on v1."""
+        """Set the group's limits; False where it still holds more, which can happen on v1."""
         if (memory_bytes, processes) == self._limits:
             return True
         most = self._memory / ("memory.max" if self._is_v2 else "memory.limit_in_bytes")
@@ -218,19 +221,20 @@ class Cgroup:
         return True
 
     def read_oom_kills(self) -> int:
-        """Processes that went over the memory limit, so far."""
+        """Return the number of processes killed at the memory limit so far."""
         lines = os.pread(self._oom_events_fd, 1024, 0).splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), 0)
 
     def is_empty(self) -> bool:
-        """Whether no process is in it, and no memory but what the kernel can take back: the files
-        of a jail live until its keeper has gone, which is a moment after its last process.
+        """Return whether the group has no process, and no memory but what the kernel can reclaim.
+
+        The files of a jail live until its init process has gone, a moment after its last process.
         """
         if os.pread(self._process_count_fd, 16, 0) != b"0\n":
             return False
         if int(os.pread(self._memory_usage_fd, 32, 0)) <= MAX_LEFTOVER_BYTES:
             return True
-        # What is charged may be pages of files that others read, too.
+        # The charge may be for pages of files that others read, too.
         lines = map(bytes.split, (self._memory / "memory.stat").read_bytes().splitlines())
         return (
             sum(int(size) for name, size in lines if name in UNRECLAIMABLE_STATS)
@@ -238,7 +242,7 @@ class Cgroup:
         )
 
     def remove(self) -> None:
-        """Removes the directories of the group, if nobody is left in them."""
+        """Remove the directories of the group, if no process is left in them."""
         for fd in self._open_fds:
             os.close(fd)
         self._open_fds, self.member_fds = [], []
@@ -248,7 +252,7 @@ class Cgroup:
 
 
 def remove_stale(parents: CgroupParents) -> None:
-    """Removes groups whose sandbox, whose process number is in their names, has ended."""
+    """Remove groups of sandboxes that have ended; the group's name has the sandbox's pid."""
     for place in [place for home in parents.paths for place in home.glob(f"{PREFIX}*")]:
         owner = place.name.removeprefix(PREFIX).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():

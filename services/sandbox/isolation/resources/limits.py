@@ -1,4 +1,4 @@
-"""The limits of one call of code that the model wrote."""
+"""Limits of one call of code that the model wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class JailLimits:
-    wall_s: float = 10.0  # less what it waited for a core
+    wall_s: float = 10.0  # less the time that it waited for a core
     cpu_s: float = 10.0
     memory_bytes: int = 512 * MIB  # all its processes with a control group, else each
     processes: int = 32  # threads included
@@ -23,7 +23,7 @@ class JailLimits:
         return dict(self.__dict__)
 
     def lower(self, wall_s: float = 0.0, cpu_s: float = 0.0, memory_bytes: int = 0) -> JailLimits:
-        """The same, or less where a value is given."""
+        """Return the limits, lowered where a smaller value is given."""
         return replace(
             self,
             wall_s=min(self.wall_s, wall_s or self.wall_s),

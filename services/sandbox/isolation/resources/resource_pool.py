@@ -1,5 +1,6 @@
-"""Places of jails: the control group, user and scratch directory that one has while it runs. It is
-on disk where no mount namespace gives it one in memory.
+"""Resources of jails: the control group, user and scratch directory of each running jail.
+
+The scratch directory is on disk where no mount namespace provides one in memory.
 """
 
 from __future__ import annotations
@@ -18,30 +19,28 @@ from meshrl.services.sandbox.isolation.resources.cgroups import PREFIX, Cgroup, 
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 
 EMPTY_POLL_S, MAX_EMPTY_POLLS = 0.002, 500  # for a free control group to become empty
-REMOVE_POLL_S, MAX_REMOVE_POLLS = 0.02, 100  # for one to become empty that is to be removed
-GUEST_NICE = 3  # of guests that no control group weighs: each half of their keepers and of us
-OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
+REMOVE_POLL_S, MAX_REMOVE_POLLS = 0.02, 100  # for one to become empty before its removal
+GUEST_NICE = 3  # of guests that no control group weighs: half of init's share and ours
+OVERHEAD_BYTES = 16 << 20  # of a fork and its kernel structures in a control group
 RUNNER_BYTES = 256 << 20  # of a runner's own processes and the kernel in them; runsc has 60 MiB
 RUNNER_PROCESSES, RUNNER_THREADS = 256, 4  # threads of its own, and for one of the guest
 OPEN_DIRECTORY_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CGROUP_NUMBERS = (
-    itertools.count()
-)  # of control groups, which all launchers of a process name alike
+_CGROUP_NUMBERS = itertools.count()  # of control groups, which all launchers of a process share
 
 
 @dataclass
 class JailResources:
-    """What one jail has of its host."""
+    """Resources that one jail has of its host."""
 
     cgroup: Cgroup | None
-    user_index: int = -1  # of its user in the outer jail's block; -1: it has none of its own
-    user_id: int = 0  # 0: the one that jails share
+    user_index: int = -1  # of its user in the outer jail's block; -1: none of its own
+    user_id: int = 0  # 0: the user that jails share
     scratch_path: str = ""  # on disk; empty: its files are in memory
-    reference_count: int = 2  # the jail, and the zygote that may yet begin it
+    reference_count: int = 2  # the jail, and the zygote that may yet fork it
 
 
 class JailResourcePool:
-    """The places of a launcher's jails, each used again once it is empty."""
+    """Pool of a launcher's jail resources, each reused once it is empty."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class JailResourcePool:
         runner: tuple[str, ...],
         scratch_on_disk: bool,
     ) -> None:
-        """`runner`: what starts containers, if something does; `on_disk`: jails work there."""
+        """Create a pool; `runner`, if set, starts containers; `scratch_on_disk`: jails use disk."""
         self._clock, self._cgroup_parents, self._runner, self._scratch_on_disk = (
             clock,
             cgroup_parents,
@@ -60,19 +59,17 @@ class JailResourcePool:
         self._free_cgroups: deque[Cgroup] = deque()
         self.free_user_indices = deque(
             users.available_indices()
-        )  # of which no jail is, longest unused first
+        )  # without a jail, longest unused first
         self._created_cgroups: list[Cgroup] = []
-        self._scratch_to_remove: list[
-            str
-        ] = []  # scratch directories that are still to be cleared away
+        self._scratch_to_remove: list[str] = []  # scratch directories to be removed
 
     @property
     def guest_nice(self) -> int:
-        """What guests add to their niceness."""
+        """Increase of the guests' niceness."""
         return 0 if self._cgroup_parents and self._cgroup_parents.cpu else GUEST_NICE
 
     async def acquire(self, limits: JailLimits, outer_pid: int) -> JailResources:
-        """A place that no jail is in, for a jail in the outer jail of that process number."""
+        """Return unused resources for a jail in the outer jail with that pid."""
         place = JailResources(await self._acquire_cgroup(limits))
         try:
             if self.free_user_indices:
@@ -86,7 +83,7 @@ class JailResourcePool:
         return place
 
     def drop_reference(self, resources: JailResources) -> None:
-        """One of its holders needs it no more."""
+        """Drop a holder's reference, and release the resources after the last."""
         resources.reference_count -= 1
         if not resources.reference_count:
             self.release(resources)
@@ -101,8 +98,9 @@ class JailResourcePool:
             self._remove_scratch_directories()
 
     async def _acquire_cgroup(self, limits: JailLimits) -> Cgroup | None:
-        """One that no jail is in. The last processes of a jail leave it a moment after its end, and
-        its files a moment later.
+        """Return a control group without a jail.
+
+        The last processes of a jail leave it a moment after its end, and its files a moment later.
         """
         if self._cgroup_parents is None:
             return None
@@ -114,7 +112,7 @@ class JailResourcePool:
         group = self._take_empty_cgroup(*bounds)
         for _ in range(MAX_EMPTY_POLLS):
             if group is not None or not self._free_cgroups or self._runner:
-                break  # a container takes longer to be taken down than another group to be made
+                break  # removing a container takes longer than making another group
             await self._clock.sleep(EMPTY_POLL_S)
             group = self._take_empty_cgroup(*bounds)
         if group is None:
@@ -140,21 +138,22 @@ class JailResourcePool:
 
     @property
     def shares_users(self) -> bool:
-        """Whether the kernel of a jail counts processes of its user elsewhere, too, unless it has
-        one of its own.
+        """True if the kernel also counts other processes of a jail's user.
+
+        This is so unless each jail has a user of its own.
         """
         return self._scratch_on_disk or (
             bool(self._runner) and not ContainerRunner(self._runner).is_runsc
         )
 
     def _remove_scratch_directories(self) -> None:
-        """Directories of jails that have ended; what still runs there keeps one for a moment."""
+        """Remove directories of ended jails; a process that still writes there delays it."""
         self._scratch_to_remove = [
             place for place in self._scratch_to_remove if not remove_scratch(place)
         ]
 
     async def stop(self) -> None:
-        """Clears all away, once the jails have ended."""
+        """Remove all resources, once the jails have ended."""
         self._remove_scratch_directories()
         for group in self._created_cgroups:
             for _ in range(MAX_REMOVE_POLLS):
@@ -166,7 +165,7 @@ class JailResourcePool:
 
 
 def create_scratch(user_id: int) -> str:
-    """A new one; as root, of that user, or with 0 of the one that jails share."""
+    """Create a scratch directory; as root, of that user, or with 0 of the user that jails share."""
     place = tempfile.mkdtemp(prefix=PREFIX)
     if os.getuid() == 0:
         os.chown(place, user_id or users.PLAIN_ID, user_id or users.PLAIN_ID)
@@ -174,12 +173,12 @@ def create_scratch(user_id: int) -> str:
 
 
 def remove_scratch(path: str) -> bool:
-    """Removes it with all that a program has left there, however deep, closed or named; False if
-    somebody still writes there, or it is not ours.
+    """Remove a scratch directory with all that a program has left there.
 
-    Each directory is moved up before its content is looked at, so that neither the length of a path
-    nor the depth of a recursion bounds what can be removed. No link is followed, as the program's
-    last processes may still be there to place some.
+    False if a process still writes there, or the directory is not ours. Each directory is moved up
+    before its content is read, so that neither the length of a path nor the depth of a recursion
+    bounds what can be removed. No link is followed, as the program's last processes may still
+    create some.
     """
     mark, number = secrets.token_hex(8), 0
     pending = [""]
@@ -213,14 +212,14 @@ def remove_scratch(path: str) -> bool:
 
 
 def _move_up_or_unlink(folder: int, entry: bytes, top: int, name: str) -> bool:
-    """Moves a directory to the top; removes anything else, and says so."""
+    """Move a directory to the top, or unlink anything else; return whether it was moved."""
     try:
         below = os.open(entry, OPEN_DIRECTORY_FLAGS, dir_fd=folder)
     except NotADirectoryError:
         os.unlink(entry, dir_fd=folder)
         return False
     try:
-        os.chmod(f"/proc/self/fd/{below}", 0o700)  # to be moved is to be written
+        os.chmod(f"/proc/self/fd/{below}", 0o700)  # moving it needs write permission
     finally:
         os.close(below)
     os.rename(entry, name, src_dir_fd=folder, dst_dir_fd=top)

@@ -1,4 +1,4 @@
-"""The slots for jails of a sandbox: calls wait here for one, first come, first served."""
+"""Slots for jails of a sandbox: calls wait here for one, first come, first served."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import Overloaded
 
-MAX_WAITING_CALLS = 20_000  # calls; beyond them callers are refused
+MAX_WAITING_CALLS = 20_000  # calls; beyond them callers are rejected
 MAX_WAIT_S = 900.0  # for a slot; callers have shorter deadlines
 
 
 class JailSlots:
-    """A bounded number of them."""
+    """Bounded number of slots."""
 
     def __init__(self, clock: Clock, count: int) -> None:
         self._clock, self.count = clock, count

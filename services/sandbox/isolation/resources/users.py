@@ -1,7 +1,7 @@
-"""Users of jails: one of its own for each that runs, where the host lets root give them.
+"""Users of jails: one of its own for each running jail, where the host lets root assign them.
 
 Limits, priorities, signals and quotas count by user, and the kernel lets processes of one user
-touch each other: jails that share none share nothing of that.
+access each other. Jails with different users are separate in all of these.
 """
 
 from __future__ import annotations
@@ -11,28 +11,30 @@ import os
 from meshrl.services.sandbox.jail.confinement import syscalls
 
 PLAIN_ID = 64_200  # user and group that own nothing, outside the ranges of distributions
-# Above what distributions, systemd and container engines give out (systemd.io/UIDS-GIDS), below
+# Above the ranges of distributions, systemd and container engines (systemd.io/UIDS-GIDS), below
 # 2^31. An outer jail takes the block of its process number.
 FIRST_USER_ID, USERS_PER_BLOCK, BLOCKS = 1_900_000_000, 4096, 60_000
 
 
 def available_indices() -> range:
-    """Their places in the block of an outer jail; none where we may not give users."""
+    """Return the indices of jail users in the block of an outer jail; empty without the right to
+    users.
+    """
     top = FIRST_USER_ID + BLOCKS * USERS_PER_BLOCK
     may = os.getuid() == 0 and any(top in each for each in syscalls.list_mapped_users())
     return range(USERS_PER_BLOCK if may else 0)
 
 
 def first_user_id(pid: int) -> int:
-    """The first user of the outer jail whose process that is."""
+    """Return the first user of the outer jail with that pid."""
     return FIRST_USER_ID + pid % BLOCKS * USERS_PER_BLOCK
 
 
 def create_user_namespace(user_id: int) -> int:
-    """A user namespace of the user `plain`, with that user and this process's block mapped.
+    """Create a user namespace of the plain user, with that user and this process's block mapped.
 
-    Takes root. Returns its descriptor; -1 where the host, as in a container with few ids of its
-    own, does not map them: all jails are one user then.
+    Needs root. Returns its descriptor, or -1 where the host does not map them, as in a container
+    with few ids of its own. All jails are one user then.
     """
     ready, made = os.pipe()
     wait, over = os.pipe()
@@ -64,7 +66,7 @@ def create_user_namespace(user_id: int) -> int:
 
 
 def switch_user_keep_setuid(user_id: int) -> None:
-    """Becomes that user, who may become others, and nothing else that root may."""
+    """Switch to that user, with the right to switch to others, and no other right of root."""
     syscalls.prctl(syscalls.PR_SET_KEEPCAPS, 1)
     syscalls.switch_user(user_id)
     syscalls.retain_capabilities((syscalls.CAP_SETGID, syscalls.CAP_SETUID))

@@ -1,10 +1,10 @@
-"""Between one jail's descriptors and its container: carries its channels, bounds it from outside,
-and ends it.
+"""Bridge between one jail's descriptors and its container, in a process forked for each call.
 
-A process of its own, forked for each call. The keeper inside measures and reports as in any jail;
-what it says is believed within what is seen from here: the wall clock, less what the runner's
-processes have waited for a core, their CPU time and their memory. It ends with the call, when the
-sandbox closes the keeper's channel (also by dying), or by SIGTERM when its spawner has ended.
+It carries the container's channels, bounds it from outside, and ends it. The init process inside
+measures and reports as in any jail. Its report is accepted within what this process measures: the
+wall clock, less the time that the runner's processes have waited for a core, their CPU time and
+their memory. The bridge ends with the call, when the sandbox closes the init process's channel
+(also by dying), or by SIGTERM when its spawner has ended.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from meshrl.services.sandbox.jail.metering import watch
 from meshrl.services.sandbox.jail.wire import frames, mux
 
 START_S = 60.0  # for a container to start, on a busy host
-POLL_S = 0.1  # between two looks at what it uses
+POLL_S = 0.1  # between two checks of its usage
 MEMORY_POLL_S = 0.5  # the same for memory, which takes the kernel longer to add up
 CPU_FACTOR, CPU_MORE_S = 2.0, 1.0  # times a limit of CPU time, and more: a runner's own
 IDLE_CPU_S, IDLE_SHARE = 1.0, 0.1  # CPU time that a paused session may use, and per second of it
 SLACK_BYTES = 64 << 20  # memory beside the guest's and its files
-EXIT_GRACE_S = 2.0  # for a container to end by itself when its jail has
-MAX_STDERR_BYTES = 4096  # kept of what the runner says on its standard error
+EXIT_GRACE_S = 2.0  # for a container to end by itself after its jail
+MAX_STDERR_BYTES = 4096  # retained of the runner's standard error
 REPORT_BYTES = 1 << 16
-TIMEOUTS = ("cpu", "wall", "starved")  # that a report may name
+TIMEOUTS = ("cpu", "wall", "starved")  # limits that a report may name
 TEXT, CALLS = 2000, 512  # characters, and system calls by name, that a report may have
 
 
 class BridgeStopped(BaseException):
-    """SIGTERM has come, or the sandbox wants no more of this."""
+    """Error raised at SIGTERM, or when the sandbox cancels the call."""
 
 
 class NoContainer(Exception):
-    """There is no jail: why, in words."""
+    """Error raised when there is no jail, with the reason."""
 
 
 class Bridge:
-    """One call's. `fds` are the jail's descriptors, by name; `place` is its directory; `request`
-    says to the inside what it is; `limits` are held from here.
+    """Bridge of one call.
+
+    `fds` are the jail's descriptors, by name. The request describes the call to the container, and
+    its limits are enforced from here.
     """
 
     def __init__(
@@ -162,10 +164,12 @@ class Bridge:
             reading = -1 if name in ("stdout", "stderr") else fd
             link.attach(mux.CHANNELS_BY_NAME[name], reading, -1 if name == "stdin" else fd)
 
-    # ---- the way of a call --------------------------------------------------------------------
+    # ---- forwarding ---------------------------------------------------------------------------
 
     def _forward(self, init_fd: int) -> dict[str, Any] | None:
-        """The report to hand on; None when there is none: the container has ended by itself."""
+        """Forward data until the end, and return the report; None when the container ended by
+        itself.
+        """
         started = time.monotonic()
         clock: ContainerClock | None = None
         others = [init_fd, self._stderr_fd]
@@ -191,7 +195,7 @@ class Bridge:
     def _forward_commands(
         self, init_fd: int, clock: ContainerClock | None
     ) -> ContainerClock | None:
-        """Hands on what the sandbox says to the keeper, and follows it."""
+        """Forward the sandbox's commands to the init process, and apply them here."""
         part = frames.read_available(init_fd, 1 << 16)
         if part is None:
             return clock
@@ -213,7 +217,7 @@ class Bridge:
         return clock
 
     def _is_finished(self) -> bool:
-        """Whether the keeper has reported, and all that was printed before is handed on."""
+        """Return whether the init process has reported, and all earlier output is forwarded."""
         if max(len(self._report_buffer), len(self._hello)) > REPORT_BYTES:
             raise NoContainer("the keeper's report is none")
         if self._report is None and (report := _take_frame(self._report_buffer)) is not None:
@@ -221,7 +225,7 @@ class Bridge:
         return self._report is not None and all(map(self._mux.is_delivered, mux.OUTPUTS))
 
     def _kill_over_limit(self, limit: str, clock: ContainerClock) -> dict[str, Any]:
-        """The report of one that was ended from here."""
+        """Kill a container that exceeds a limit, and return its report."""
         self._kill_processes()
         until = time.monotonic() + EXIT_GRACE_S
         while not self._mux.is_closed and time.monotonic() < until:
@@ -237,7 +241,7 @@ class Bridge:
         }
 
     def _read_stderr(self) -> bool:
-        """Keeps the last words of the runner; False at their end."""
+        """Read the runner's standard error and retain its end; False when it is closed."""
         part = frames.read_available(self._stderr_fd, MAX_STDERR_BYTES)
         self._stderr_tail += part or b""
         del self._stderr_tail[:-MAX_STDERR_BYTES]
@@ -255,7 +259,7 @@ class Bridge:
     # ---- end ----------------------------------------------------------------------------------
 
     def _kill_processes(self) -> None:
-        """All processes of the container that are seen from here."""
+        """Kill all processes of the container that are visible from here."""
         while self._process and (
             pids := list(
                 filter(
@@ -267,7 +271,7 @@ class Bridge:
             time.sleep(0.002)
 
     def _clean_up(self) -> None:
-        """Leaves nothing: no process, nothing that its runtime keeps of it, no file."""
+        """Remove all processes, runtime state and files of the container."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.0 if self._report is None else EXIT_GRACE_S)
@@ -280,10 +284,10 @@ class Bridge:
 
 
 class ContainerClock:
-    """The time of a container, seen from outside; each lap begins it anew."""
+    """Clock of a container, measured from outside; each lap restarts it."""
 
     def __init__(self, limits: JailLimits, paused: bool) -> None:
-        """`stands`: until the first lap, or until a turn begins."""
+        """Create a clock; `paused`: until the first lap, or until it is set running."""
         self._limits = limits
         self._max_memory_bytes = limits.memory_bytes + limits.scratch_bytes + SLACK_BYTES
         use = self._read_usage(memory=True)
@@ -312,7 +316,7 @@ class ContainerClock:
         self._paused_s, self._paused_since = 0.0, 0.0
 
     def set_running(self, running: bool) -> None:
-        """Lets the clock run, or stand."""
+        """Start or stop the clock."""
         now = time.monotonic()
         if not running:
             self._paused_since = self._paused_since or now
@@ -324,12 +328,12 @@ class ContainerClock:
         return container_cleanup.read_usage(container_cleanup.list_descendants(os.getpid()), memory)
 
     def find_exceeded_limit(self) -> str:
-        """What limit it is over: `wall`, `cpu` or `memory`; empty: none."""
+        """Return the exceeded limit: `wall`, `cpu` or `memory`; empty: none."""
         now = time.monotonic()
         memory = now - self._memory_checked_at >= MEMORY_POLL_S
         use = self._read_usage(memory)
-        # The kernel counts a wait for a core when it ends: one that goes on is seen by a process
-        # that would run and does not.
+        # The kernel counts a wait for a core when it ends: a current one shows as a process
+        # that is runnable and does not run.
         last, self._last_sample = self._last_sample, (now, use)
         if use.is_runnable:
             moved = use.cpu_s - last[1].cpu_s + use.queued_s - last[1].queued_s
@@ -357,7 +361,7 @@ class ContainerClock:
 
 
 def sanitize_report(report: dict[str, Any]) -> dict[str, Any]:
-    """A report with nothing in it but what one has: a kernel inside may have made it."""
+    """Return a report with valid fields only: a kernel inside may have forged it."""
     if "failed" in report:
         return {"failed": str(report["failed"])[:TEXT]}
     try:

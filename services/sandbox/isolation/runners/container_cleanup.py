@@ -1,8 +1,7 @@
-"""Processes of containers: what they use, and what those of a killed sandbox leave, which is found
-by name and ended.
+"""Processes of containers: their resource usage, and removal of those of killed sandboxes.
 
-A sandbox has a directory for its containers, named by its process; they have its name in their
-environment, and their own directories in it.
+A sandbox has a directory for its containers, named by its process. The processes have the name in
+their environment, and their own directories in it.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from meshrl.common.mesh.process.child_handle import read_start_time
 from meshrl.services.sandbox.jail.metering import proc
 
 PREFIX = "meshrl-runner-"
-CONTAINER_ENV = "MESHRL_RUNNER"  # in the environment of what a runner starts: the container's name
+CONTAINER_ENV = "MESHRL_RUNNER"  # in the environment of a runner's processes: the container's name
 DELETE_COMMAND_FILE = (
-    "delete.json"  # in a container's directory: what removes what its runtime keeps of it
+    "delete.json"  # in a container's directory: the command that removes its runtime's state
 )
 DELETE_TIMEOUT_S = 20.0  # for that
-ROOT = "root"  # what bundles of a sandbox share
+ROOT = "root"  # shared by the bundles of a sandbox
 CONTAINER_EXIT_TIMEOUT_S, CONTAINER_EXIT_POLL_S = 30.0, 0.02  # for bridges to end their containers
-TICKS = os.sysconf("SC_CLK_TCK")  # a second
+TICKS = os.sysconf("SC_CLK_TCK")  # ticks a second
 
 
-# ---- what its processes use, seen from this host: a kernel inside of a container may lie ---------
+# ---- usage of its processes, seen from this host: a kernel inside of a container may lie ---------
 
 
 @dataclass(frozen=True)
 class ContainerUsage:
-    cpu_s: float  # of all of them, and of those that they have waited for
+    cpu_s: float  # of all of them, and of their reaped children
     queued_s: float  # that their threads have waited for a core
-    memory_bytes: int  # what is shared counts once
+    memory_bytes: int  # shared memory counts once
     is_runnable: bool = False  # one of them runs or waits for a core
 
 
 def list_descendants(root_pid: int) -> list[int]:
-    """The processes below `root`, itself left out, which adopts those whose parents end."""
+    """Return the descendants of `root_pid`, itself excluded, which adopts orphans."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := proc.read_stat(int(name))):
@@ -59,13 +58,13 @@ def list_descendants(root_pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether it is there, and not only for its parent to ask how it ended."""
+    """Return whether a process exists and is no zombie."""
     fields = proc.read_stat(pid)
     return bool(fields) and fields[0] not in (b"Z", b"X")
 
 
 def read_usage(pids: list[int], with_memory: bool) -> ContainerUsage:
-    """Their use together; memory is looked at on demand, as it costs most."""
+    """Return the total usage of processes; memory only on request, as it costs most."""
     ticks, queued_s, size, runnable = 0, 0.0, 0, False
     for pid in pids:
         if fields := proc.read_stat(pid):
@@ -82,21 +81,21 @@ def read_usage(pids: list[int], with_memory: bool) -> ContainerUsage:
 
 def kill_all(pids: list[int]) -> None:
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended, or is not ours to end
+        with contextlib.suppress(OSError):  # it has ended, or may not be killed by us
             os.kill(pid, signal.SIGKILL)
 
 
-# ---- what is left --------------------------------------------------------------------------------
+# ---- remains -------------------------------------------------------------------------------------
 
 
 def create_directory() -> Path:
-    """A new one, of this process."""
+    """Create a directory for the containers of this process."""
     own = os.getpid()
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own}-{read_start_time(own)}-"))
 
 
 async def wait_and_remove(clock: Clock, directory: Path) -> None:
-    """Waits until the containers of a folder have ended, and removes it."""
+    """Wait until the containers of a folder have ended, and remove it."""
     until = clock.monotonic() + CONTAINER_EXIT_TIMEOUT_S
     while clock.monotonic() < until and set(os.listdir(directory)) - {ROOT}:
         await clock.sleep(CONTAINER_EXIT_POLL_S)
@@ -105,7 +104,7 @@ async def wait_and_remove(clock: Clock, directory: Path) -> None:
 
 
 def remove_stale() -> None:
-    """Ends what sandboxes have left that are gone. Blocks while runtimes delete containers."""
+    """End the containers of sandboxes that are gone. Blocks while runtimes delete containers."""
     for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         pid, _, rest = place.name.removeprefix(PREFIX).partition("-")
         started = rest.partition("-")[0]
@@ -120,7 +119,7 @@ def remove_stale() -> None:
 
 
 def kill_marked(name: str) -> None:
-    """All processes that carry the name of a folder in their environment."""
+    """Kill all processes with the name of a folder in their environment."""
     mark = f"{CONTAINER_ENV}={name}-".encode()
     for pid in [int(text) for text in os.listdir("/proc") if text.isdigit()]:
         with contextlib.suppress(OSError):
@@ -129,7 +128,7 @@ def kill_marked(name: str) -> None:
 
 
 def delete_container(directory: Path) -> None:
-    """Has its runtime remove what it keeps of the container of that directory."""
+    """Make the runtime remove its state of the container of that directory."""
     command = None
     with contextlib.suppress(OSError, ValueError):
         command = json.loads((directory / DELETE_COMMAND_FILE).read_text())
@@ -149,6 +148,6 @@ def delete_container(directory: Path) -> None:
 
 
 def runner_environment() -> dict[str, str]:
-    """What a runner is given of ours."""
+    """Return the environment variables that a runner gets."""
     usual = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return {"PATH": os.environ.get("PATH", usual)}

@@ -1,9 +1,9 @@
-"""Forks a bridge for each jail of a runner, as a zygote forks keepers:
-`python -m meshrl.services.sandbox.isolation.runners.spawner CONTROL FOLDER INTERPRETER`.
+"""Spawner that forks a bridge for each jail of a runner, as a zygote forks init processes.
 
-One packet in for each jail, with its descriptors; one out when its bridge has been forked. A
-container starts afresh for each. It holds a directory for its containers, by whose name what a
-killed sandbox has left is found.
+`python -m meshrl.services.sandbox.isolation.runners.spawner CONTROL FOLDER INTERPRETER`. Each jail
+has one packet in, with its descriptors, and one packet out when its bridge has been forked. Each
+gets a new container. The spawner has a directory for its containers, by whose name the remains of a
+killed sandbox are found.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from meshrl.services.sandbox.jail.confinement import syscalls
 from meshrl.services.sandbox.jail.metering import watch
 from meshrl.services.sandbox.jail.wire import frames, mux
 
-# The keeper is root inside, which is not root here, and needs no more: the guest gets a user of its
-# own, and is ended from there.
+# The init process is root inside, which is not root here, and needs no more. The guest gets a user
+# of its own, and is ended from there.
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 READ_ONLY = ("bind", "ro", "nosuid", "nodev")
-OPEN_FILES = 1024  # of the relay and the keeper; the guest has a limit of its own
+OPEN_FILES = 1024  # of the relay and the init process; the guest has a limit of its own
 CONTAINER_SCRATCH = "/tmp"  # scratch of a container that has a /tmp of its own
 JAIL_SOURCES = Path(JAIL_PACKAGE)
 
@@ -91,10 +91,10 @@ jail.relay.main()
 
 
 class ContainerSpawner:
-    """Begins them, each with a number."""
+    """Spawner of numbered containers."""
 
     def __init__(self, directory: Path, interpreter: Interpreter) -> None:
-        """`folder`: where its containers have their directories."""
+        """Create a spawner; `directory`: where its containers have their directories."""
         self._interpreter, self._container_number = interpreter, 0
         self._runner = ContainerRunner(interpreter.runner)
         self._runner.check()
@@ -109,8 +109,8 @@ class ContainerSpawner:
             self._package_frame = pack_jail_package()
 
     def _run_bridge(self, packet: bytes, descriptors: list[int]) -> None:
-        """In a fork: never returns."""
-        # Apart from the spawner, whose session is killed with it, and told when that has ended.
+        """Run a bridge in a forked process: never returns."""
+        # Apart from the spawner, whose session is killed with it, and signalled at its end.
         parent = os.getppid()
         self._control.close()
         os.setsid()
@@ -123,7 +123,7 @@ class ContainerSpawner:
         place = self._directory / str(self._container_number)
         place.mkdir()
         limits = JailLimits(**request["limits"])
-        # Its clock is watched from here, where one sees what it waits for a core.
+        # Its clock is measured here, where its waits for a core are visible.
         inside = replace(
             limits, wall_s=watch.MAX_SLOWDOWN * limits.wall_s + watch.MAX_SLOWDOWN_EXTRA_S
         )
@@ -163,7 +163,7 @@ class ContainerSpawner:
 
 
 def pack_jail_package() -> bytes:
-    """The package that runs inside, as a frame."""
+    """Pack the package that runs inside, as a frame."""
     files = {}
     for path in JAIL_SOURCES.rglob("*.py"):
         parts = ["jail", *path.relative_to(JAIL_SOURCES).with_suffix("").parts]
@@ -171,11 +171,11 @@ def pack_jail_package() -> bytes:
     return frames.pack(files)
 
 
-# ---- OCI bundles: read-only roots, with nothing of this host that bubblewrap would not show -----
+# ---- OCI bundles: read-only roots, with nothing of this host that bubblewrap would hide ---------
 
 
 def create_root(root: Path, content: RootContent) -> None:
-    """Makes the root: the places on which the rest is bound, and the links."""
+    """Create the root: mount points for the rest, and the links."""
     for inside, place in content.binds.items():
         target = root / inside.lstrip("/")
         if os.path.isdir(place):
@@ -194,7 +194,7 @@ def create_root(root: Path, content: RootContent) -> None:
 def build_oci_config(
     root: Path, content: RootContent, arguments: list[str], limits: JailLimits
 ) -> dict[str, Any]:
-    """`config.json` of the OCI runtime specification, 1.0."""
+    """Build `config.json` of the OCI runtime specification, 1.0."""
     scratch = ["nosuid", "nodev", "mode=1777", f"size={limits.scratch_bytes}"]
     mounts: list[dict[str, Any]] = [
         {"destination": "/proc", "type": "proc", "source": "proc"},

@@ -1,3 +1,1 @@
-"""Limits of a jail that the kernel keeps: system calls, files, rights.
-Open `syscall_policy.py` first.
-"""
+"""Kernel-enforced limits of a jail: system calls, files, rights. Open `syscall_policy.py` first."""

@@ -1,7 +1,8 @@
-"""Landlock: a process takes access to files from itself, without namespaces or privileges.
+"""Landlock: a process drops its own access to files, without namespaces or privileges.
 
 The tier below bubblewrap, for hosts that refuse user namespaces (Docker's default profile). The
-numbers are those of linux/landlock.h; a kernel's ABI says which of them it knows.
+numbers are those of linux/landlock.h; the kernel's ABI version determines which of them it
+supports.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ PATH_BENEATH = 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
 FILE_ONLY = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15
-# Of what may be done where files may be written: no devices, no sockets, no requests to drivers.
+# Rights on files in writable directories: no devices, no sockets, no requests to drivers.
 NEVER_ALLOWED = 1 << 6 | 1 << 9 | 1 << 11 | 1 << 15
-# Bits of file access, of TCP, and of scopes (abstract sockets, signals) by the ABI that knows them.
+# Bits of file access, of TCP, and of scopes (abstract sockets, signals) by the ABI that has them.
 FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 TCP_SINCE, TCP = 4, 3
 SCOPES_SINCE, SCOPES = 6, 3
-MIN_ABI = 3  # the first that knows of truncation: below, files that may be read can be emptied
+MIN_ABI = 3  # the first with truncation rights: below it, files that may be read can be emptied
 TIER_MIN_ABI = (
-    SCOPES_SINCE  # below, jails that share a user can signal each other and their keepers
+    SCOPES_SINCE  # below, jails that share a user can signal each other and their init processes
 )
 
 
 def read_abi() -> int:
-    """The version that this kernel has; 0: none."""
+    """Return the ABI version of this kernel; 0: no Landlock."""
     try:
         flag = ctypes.c_uint(VERSION_FLAG)
         return call_libc("syscall", ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), flag)
@@ -41,8 +42,9 @@ def read_abi() -> int:
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Makes this process, and all that it starts, see no other files and signal nobody outside;
-    takes PR_SET_NO_NEW_PRIVS.
+    """Restrict this process and its children to these files, and to signals inside the jail.
+
+    Sets PR_SET_NO_NEW_PRIVS.
     """
     version = read_abi()
     everything = FILES[max(known for known in FILES if known <= version)]

@@ -1,9 +1,9 @@
-"""Makes a seccomp filter of a policy, and installs it.
+"""Compilation of a policy to a seccomp filter, and its installation.
 
-Numbers are sorted into ranges that are answered alike, and found by halving: when a filter is
-installed, which is once for each jail, the kernel runs it for every call that there is, to know
-those that it need not be asked about. Calls of another architecture kill; calls younger than the
-table answer ENOSYS, as on an older kernel.
+Numbers are sorted into ranges with the same answer, and found by bisection. At installation, once
+for each jail, the kernel runs the filter for every existing call, to find those that it may always
+allow. Calls of another architecture kill; calls newer than the table answer ENOSYS, as on an older
+kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .syscall_policy import SyscallPolicy, SyscallRule
 from .syscall_table import LAST, find_architecture, list_numbers
 
 ALLOW = 0x7FFF0000
-USER_NOTIFY = 0x7FC00000  # SECCOMP_RET_USER_NOTIF: whoever listens answers
+USER_NOTIFY = 0x7FC00000  # SECCOMP_RET_USER_NOTIF: the listener answers
 ERRNO = 0x00050000
 KILL = 0x80000000
 SET_MODE_FILTER, NEW_LISTENER = 1, 1 << 3
@@ -31,9 +31,9 @@ MAX_JUMP = 254  # instructions that a conditional jump passes over; it can 255
 
 
 def compile_filter(policy: SyscallPolicy, notify: bool = True, machine: str = "") -> bytes:
-    """The filter for `machine` (default: this one), as an array of struct sock_filter.
+    """Compile the filter for `machine` (default: this one), as an array of struct sock_filter.
 
-    `told`: refused calls go to a listener; else they are answered with EPERM.
+    With `notify`, a listener receives denied calls; else they are answered with EPERM.
     """
     expected, _ = find_architecture(machine)
     known = list_numbers(machine)
@@ -46,7 +46,7 @@ def compile_filter(policy: SyscallPolicy, notify: bool = True, machine: str = ""
     for name, cases in policy.rules:
         if name in known:
             bodies[known[name]] = b"".join(_encode_rule(case) for case in cases) + _return(refused)
-    ranges: list[tuple[int, bytes]] = []  # the first number, and what all up to the next get
+    ranges: list[tuple[int, bytes]] = []  # the first number, and the answer for all up to the next
     for number in range(LAST + 1):
         if not ranges or ranges[-1][1] != bodies[number]:
             ranges.append((number, bodies[number]))
@@ -64,11 +64,10 @@ def compile_filter(policy: SyscallPolicy, notify: bool = True, machine: str = ""
 
 
 def install(policy: SyscallPolicy, notify: bool = False) -> int:
-    """Holds this process, and all that it starts, to the policy for ever; takes
-    PR_SET_NO_NEW_PRIVS.
+    """Apply the policy to this process and its children for ever; sets PR_SET_NO_NEW_PRIVS.
 
-    Returns the descriptor that tells of refused calls, which it is the caller's to answer; -1 when
-    nobody is to listen, or this kernel, or a filter above us that has a listener, does not let us.
+    Returns the descriptor of denied calls, which the caller must answer. It is -1 without `notify`,
+    or where this kernel, or an outer filter with a listener, permits no listener.
     """
     if notify:
         try:
@@ -88,8 +87,9 @@ def _install_prepared(policy: SyscallPolicy, notify: bool) -> int:
 
 @functools.lru_cache(maxsize=8)  # a zygote makes them once, before it forks
 def prepare_filter(policy: SyscallPolicy, notify: bool) -> tuple[ctypes.c_long, bytes, object]:
-    """The number of seccomp(2), a struct sock_fprog, and the filter that it points to, which must
-    live as long.
+    """Return the number of seccomp(2), a struct sock_fprog, and the filter that it points to.
+
+    The caller must retain the filter as long as the struct.
     """
     code = compile_filter(policy, notify)
     kept = ctypes.create_string_buffer(code, len(code))
@@ -98,18 +98,20 @@ def prepare_filter(policy: SyscallPolicy, notify: bool) -> tuple[ctypes.c_long, 
 
 
 class _DecisionTree:
-    """Which range a number is in, found by halving. A jump goes forwards only, and not far, so the
-    instructions are made from the last to the first: returns that are near are shared.
+    """Decision tree that finds the range of a number by bisection.
+
+    Jumps go forwards only, and not far, so the instructions are made from the last to the first.
+    Nearby returns are shared.
     """
 
     def __init__(self, ranges: list[tuple[int, bytes]]) -> None:
         self._reversed_instructions: list[bytes] = []
-        self._return_positions: dict[bytes, int] = {}  # the place of each, counted from the end
+        self._return_positions: dict[bytes, int] = {}  # the position of each, counted from the end
         self._build(ranges)
         self.code = b"".join(reversed(self._reversed_instructions))
 
     def _build(self, ranges: list[tuple[int, bytes]]) -> int | bytes:
-        """The place of its first instruction; or that itself, where it is the only one."""
+        """Build a subtree and return its position, or its only instruction."""
         if len(ranges) == 1:
             body = ranges[0][1]
             if len(body) == INSTRUCTION_BYTES:
@@ -125,7 +127,7 @@ class _DecisionTree:
         return here + 1
 
     def _within_jump(self, target: int | bytes) -> int:
-        """A place from which it goes on as from that one, near enough for a jump."""
+        """Return an equivalent position near enough for a jump."""
         here = len(self._reversed_instructions)
         place = self._return_positions.get(target) if isinstance(target, bytes) else target
         if place is not None and here - place <= MAX_JUMP:
@@ -139,7 +141,7 @@ class _DecisionTree:
 
 
 def _encode_rule(rule: SyscallRule) -> bytes:
-    """Returns where all its tests hold; goes on behind itself where one does not."""
+    """Encode a rule: it returns where all its tests hold, and continues after itself otherwise."""
     code = _return(ALLOW if rule.error is None else ERRNO | rule.error)
     for test in reversed(rule.tests):
         count, beyond = len(test.values), len(code) // 8

@@ -1,9 +1,9 @@
-"""What the seccomp filter of jails lets through, and what it answers to the rest.
+"""Policy of the seccomp filter of jails: allowed calls, and the answers to all others.
 
-Measured: what CPython's standard library, bash, coreutils and the usual Unix tools, pytest and
-numpy ask for (`loadtests.system_calls` measures again). What is not named here is refused. Refused
-calls that honest programs make by the way, and live without, are answered at once; any other is
-told to the jail's keeper, so that the outcome names it.
+The allowed calls were measured: those of CPython's standard library, bash, coreutils and the usual
+Unix tools, pytest and numpy (`loadtests.system_calls` measures again). All others are denied.
+Denied calls that honest programs make and can do without are answered at once. Any other is
+reported to the jail's init process, so that the outcome names it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ getrlimit setrlimit getrusage uname sysinfo getrandom
 shutdown getsockname getpeername getsockopt
 """
 
-# Honest programs ask for these, and do without.
+# Honest programs make these calls, and can do without.
 FIXED_ERRORS = {
-    # As an older kernel answers: the C library then uses an older call.
+    # As an older kernel answers: the C library then makes an older call.
     errno.ENOSYS: """
 clone3 execveat openat2 pidfd_open pidfd_send_signal mincore cachestat membarrier process_madvise
 futex_waitv futex_wake futex_wait futex_requeue pkey_alloc pkey_free pkey_mprotect map_shadow_stack
@@ -54,8 +54,8 @@ landlock_restrict_self readahead
     errno.EPERM: """
 get_mempolicy mbind set_mempolicy mlock mlock2 mlockall munlock munlockall capset
 """,
-    # Done, as far as the program knows: the disks would be the host's, and locks of files that
-    # several jails may open a channel between them; a jail's own files nobody else opens.
+    # Success without an effect: the disks would be the host's, and locks of files that jails share
+    # would be a channel between them. Only the jail itself opens its own files.
     0: "sync flock",
 }
 
@@ -66,25 +66,23 @@ SOL_SOCKET = 1
 SO_REUSEADDR, SO_SNDBUF, SO_RCVBUF, SO_KEEPALIVE, SO_LINGER = 2, 7, 8, 9, 13
 QUERY_PERSONALITY = 0xFFFFFFFF
 PRIO_PROCESS = 0
-INIT_PID = 1  # its process number where a jail has a namespace of them
+INIT_PID = 1  # its process number where a jail has a namespace for processes
 
 NEW_NAMESPACES = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWCGROUP | syscalls.CLONE_NEWUTS
 NEW_NAMESPACES |= syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWPID
-NEW_NAMESPACES |= (
-    syscalls.CLONE_NEWNET
-)  # NEWTIME is a bit of the signal's number, not looked at here
+NEW_NAMESPACES |= syscalls.CLONE_NEWNET  # NEWTIME is a bit of the signal's number, not tested here
 
 # linux/fcntl.h: duplicate, flags, sizes of pipes, seals. Not leases; notifications; owners, to whom
-# signals go. Locks are granted and not kept: F_SETLK, F_SETLKW, F_OFD_SETLK and F_OFD_SETLKW.
+# signals go. Locks are granted without effect: F_SETLK, F_SETLKW, F_OFD_SETLK and F_OFD_SETLKW.
 F_COMMANDS = (0, 1, 2, 3, 4, 1030, 1032, 1033, 1034)
 F_LOCKS = (6, 7, 37, 38)
 F_GETLK, F_OFD_GETLK = 5, 36
 F_SETPIPE_SZ = 1031  # all pipes of a user share one quota
-MFD_HUGETLB = 4  # pages from a pool of the host's, which control groups of memory do not count
-# What a program reads of a shared file, and drops from memory, others of its host could see.
+MFD_HUGETLB = 4  # pages from a pool of the host's, which memory control groups do not count
+# Others of its host could see what a program reads of a shared file, and drops from memory.
 POSIX_FADV_DONTNEED, RWF_NOWAIT = 4, 8
 # asm-generic/ioctls.h: FIONREAD,
-# FIONBIO, FIOCLEX and FIONCLEX; linux/seccomp.h: what the keeper does with its listener.
+# FIONBIO, FIOCLEX and FIONCLEX; linux/seccomp.h: operations of init on its listener.
 SECCOMP_NOTIF_RECV, SECCOMP_NOTIF_SEND = 0xC0502100, 0xC0182101
 IOCTLS = (0x541B, 0x5421, 0x5450, 0x5451, SECCOMP_NOTIF_RECV, SECCOMP_NOTIF_SEND)
 # linux/prctl.h: death signal, dumpable, name, timer slack, the bounding set, seccomp's state,
@@ -94,7 +92,7 @@ PRCTLS = (1, 2, 3, 4, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39, 41, 42)
 
 @dataclass(frozen=True)
 class ArgumentTest:
-    """Whether an argument's low word is one of `values`, as far as `mask` goes; or is none."""
+    """Test of an argument's low word, masked by `mask`: one of `values`, or none of them."""
 
     argument_index: int
     values: tuple[int, ...]
@@ -104,17 +102,17 @@ class ArgumentTest:
 
 @dataclass(frozen=True)
 class SyscallRule:
-    """Where all tests hold, the call is answered with `error`; None: it goes through."""
+    """Rule that answers the call with `error` where all tests hold; None: the call is allowed."""
 
     tests: tuple[ArgumentTest, ...]
     error: int | None = None
 
 
-@dataclass(frozen=True, eq=False)  # its hash is its identity: it is looked up for each jail
+@dataclass(frozen=True, eq=False)  # hashed by identity: it is looked up for each jail
 class SyscallPolicy:
-    """Calls that go through, calls that are answered, and for others the first case that fits.
+    """Allowed calls, answered calls, and for others the first rule that matches.
 
-    Whatever is in none of them is refused with EPERM, and told where somebody listens.
+    All remaining calls are denied with EPERM, and reported to a listener if there is one.
     """
 
     allowed_calls: frozenset[str]
@@ -127,7 +125,7 @@ def allow_if(*tests: ArgumentTest) -> tuple[SyscallRule, ...]:
 
 
 def _build_rules(own_pid_test: ArgumentTest) -> dict[str, tuple[SyscallRule, ...]]:
-    """`itself`: that a process number, as the first argument, names none but the jail's own."""
+    """Build the rules; `own_pid_test` holds if the first argument is the jail's own pid."""
     not_urgent = ArgumentTest(3, (0,), MSG_OOB), ArgumentTest(2, (0,), MSG_OOB)
     return {
         "clone": allow_if(ArgumentTest(0, (0,), NEW_NAMESPACES)),
@@ -155,14 +153,14 @@ def _build_rules(own_pid_test: ArgumentTest) -> dict[str, tuple[SyscallRule, ...
             ArgumentTest(1, (SOL_SOCKET,)),
             ArgumentTest(2, (SO_REUSEADDR, SO_SNDBUF, SO_RCVBUF, SO_KEEPALIVE, SO_LINGER)),
         ),
-        # The C library looks for nscd so whenever a user's name is asked for.
+        # The C library connects to nscd so whenever it looks up a user's name.
         "socket": (
             SyscallRule(
                 (ArgumentTest(0, (AF_UNIX,)), ArgumentTest(1, (SOCK_NONBLOCK,), SOCK_NONBLOCK)),
                 errno.EPERM,
             ),
         ),
-        # Pairs of streams alone: datagrams can be sent to other jails' names.
+        # Pairs of streams only: datagrams can be sent to other jails' names.
         "socketpair": allow_if(
             ArgumentTest(0, (AF_UNIX,)), ArgumentTest(1, (SOCK_STREAM,), SOCK_TYPES)
         ),
@@ -175,7 +173,7 @@ FIXED_ERRORS_BY_CALL = tuple(
 NOT_INIT_PID = ArgumentTest(0, (INIT_PID,), negated=True)
 ONLY_PID_ZERO = ArgumentTest(0, (0,))
 
-# In namespaces of its own, where a jail sees no process but its own and its keeper.
+# In namespaces of its own, where a jail sees only its own processes and its init process.
 NAMESPACE_POLICY = SyscallPolicy(
     frozenset([*ALLOWED_CALLS.split(), "setsid", "setpgid"]),
     FIXED_ERRORS_BY_CALL,
@@ -184,16 +182,16 @@ NAMESPACE_POLICY = SyscallPolicy(
         ("memfd_create", allow_if(ArgumentTest(1, (0,), MFD_HUGETLB))),
     ),
 )
-# Where nothing counts its memory as a whole: memory behind no mapping cannot be seen.
+# Where its memory is not counted as a whole: memory behind no mapping cannot be seen.
 NAMESPACE_POLICY_WITHOUT_CGROUP = SyscallPolicy(
     NAMESPACE_POLICY.allowed_calls,
     NAMESPACE_POLICY.fixed_errors,
     tuple(_build_rules(NOT_INIT_PID).items()),
 )
 # Among the processes of the host, where only a process group can be killed as a whole. Landlock's
-# rules are made under it.
+# rules are made under this policy.
 _LANDLOCK = frozenset(["landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"])
-# Landlock has no rule for these: they reach all files of the user's.
+# Landlock has no rule for these: they reach all files of the user.
 _ATTRIBUTES = """
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
 """
@@ -205,7 +203,10 @@ PROCESS_GROUP_POLICY = SyscallPolicy(
 
 
 def select_policy(tier: str, has_memory_cgroup: bool) -> SyscallPolicy:
-    """The one of a tier's jails; `counted`: a control group bounds all of a jail's memory."""
+    """Return the policy of a tier's jails.
+
+    `has_memory_cgroup`: a control group bounds all of a jail's memory.
+    """
     if tier != "bwrap":
         return PROCESS_GROUP_POLICY
     return NAMESPACE_POLICY if has_memory_cgroup else NAMESPACE_POLICY_WITHOUT_CGROUP

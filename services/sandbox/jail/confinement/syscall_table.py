@@ -1,7 +1,7 @@
-"""The numbers of Linux's system calls, on x86-64 and on arm64.
+"""Numbers of Linux's system calls, on x86-64 and on arm64.
 
 Sources: asm/unistd_64.h and asm-generic/unistd.h of Linux 6.1, and scripts/syscall.tbl of 6.10 for
-what came after.
+later calls.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ mseal 462 462
 
 
 class UnsupportedMachine(Exception):
-    """Nothing is known of this machine's system calls."""
+    """Error raised for a machine whose system calls are unknown."""
 
 
 def find_architecture(machine: str = "") -> tuple[int, int]:
-    """What the kernel calls `machine` (default: this one), and its column in the table."""
+    """Return the AUDIT_ARCH_* of `machine` (default: this one), and its column in the table."""
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise UnsupportedMachine(
@@ -108,13 +108,13 @@ def find_architecture(machine: str = "") -> tuple[int, int]:
 
 
 def list_numbers(machine: str = "") -> dict[str, int]:
-    """The number of each call that `machine` has."""
+    """Return the number of each call that `machine` has."""
     _, column = find_architecture(machine)
     rows = (row.split() for row in TABLE.split(";"))
     return {row[0]: int(row[1 + column]) for row in rows if int(row[1 + column]) >= 0}
 
 
 def get_name(number: int) -> str:
-    """The call of that number, in words where it has no name."""
+    """Return the name of a call by its number, or a description where it has no name."""
     known = {its: name for name, its in list_numbers().items()}
     return known.get(number, f"system call {number}")

@@ -26,7 +26,7 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_VERSION_3 = 0x20080522
 
 libc = ctypes.CDLL(None, use_errno=True)
-# Looked up here, before any fork, which would do it again.
+# Looked up here, before any fork, which would look it up again.
 libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 libc.mount.argtypes = [*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p]
 libc.unshare.argtypes = [ctypes.c_int]
@@ -36,7 +36,7 @@ libc.syscall.restype = ctypes.c_long
 
 
 def call_libc(name: str, *arguments: object) -> int:
-    """The result of a function of the C library; OSError names it."""
+    """Call a function of the C library and return its result; OSError names the function."""
     result: int = getattr(libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -54,9 +54,10 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def remount_read_only(path: str) -> None:
-    """A mount point: what lies there keeps its times, owner and modes; a device can be written.
+    """Remount a mount point read-only: files keep their times, owners and modes.
 
-    The flags that it has are kept, as a mount of another user namespace's must.
+    A device can still be written. The flags of the mount are retained, as a mount of another user
+    namespace requires.
     """
     has = os.statvfs(path).f_flag
     kept = sum(ours for theirs, ours in STATFS_TO_MOUNT_FLAGS if has & theirs)
@@ -68,27 +69,27 @@ def prctl(option: int, value: int, third: int = 0) -> None:
 
 
 def set_parent_death_signal(parent: int, signal_number: int) -> bool:
-    """Has us get a signal when our parent ends; False if that has happened already."""
+    """Request a signal at the end of our parent; False if it has ended already."""
     prctl(PR_SET_PDEATHSIG, signal_number)
     return os.getppid() == parent
 
 
 def switch_user(user_id: int) -> None:
-    """Becomes that user, of the group of that number, and of no other group."""
+    """Switch to that user, to the group of that number, and to no other group."""
     os.setgroups([])
     os.setresgid(user_id, user_id, user_id)
     os.setresuid(user_id, user_id, user_id)
 
 
 def drop_capabilities() -> None:
-    """None is left, and as no program gives new privileges any more, none can be had again."""
+    """Drop all capabilities; no program can regain any, as none gives new privileges any more."""
     header = struct.pack("Ii", CAP_VERSION_3, 0)
     call_libc("capset", header, bytes(24))
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def retain_capabilities(capabilities: tuple[int, ...]) -> None:
-    """These and no others are left, also to programs that we execute."""
+    """Retain only these capabilities, also for programs that we execute."""
     bits = sum(1 << capability for capability in capabilities)
     call_libc(
         "capset", struct.pack("Ii", CAP_VERSION_3, 0), struct.pack("6I", *[bits] * 3, 0, 0, 0)
@@ -98,21 +99,21 @@ def retain_capabilities(capabilities: tuple[int, ...]) -> None:
 
 
 def list_mapped_users() -> list[range]:
-    """The users that our namespace has: nobody can become another."""
+    """Return the users of our namespace; no process can switch to another user."""
     with open("/proc/self/uid_map") as file:
         lines = [list(map(int, line.split())) for line in file]
     return [range(first, first + count) for first, _, count in lines]
 
 
 def map_own_ids(user: int, group: int, proc_fd: int) -> None:
-    """Maps the ids that we had outside into a new user namespace; `proc` is a /proc."""
+    """Map our outer ids into a new user namespace; `proc_fd` is a /proc."""
     write_file("self/setgroups", "deny", proc_fd)
     write_file("self/uid_map", f"{user} {user} 1", proc_fd)
     write_file("self/gid_map", f"{group} {group} 1", proc_fd)
 
 
 def write_file(path: str, text: str, directory_fd: int | None = None) -> None:
-    """`place`: the descriptor of the directory in which `path` begins."""
+    """Write text to a file; `directory_fd`: the directory to which `path` is relative."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
         os.write(fd, text.encode())

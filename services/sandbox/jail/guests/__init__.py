@@ -1,1 +1,1 @@
-"""Programs in a jail, and what judges them there. Open `guest.py` first."""
+"""Programs in a jail, and their test harnesses. Open `guest.py` first."""

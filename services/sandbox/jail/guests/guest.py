@@ -1,7 +1,7 @@
-"""The guest of a jail: runs a program, a shell command, cells of a session, calls, or tests.
+"""Guest of a jail: runs a program, a shell command, cells of a session, calls, or tests.
 
-Everything here but `testing` shares its interpreter with code that the model wrote, so the sandbox
-believes nothing that it says beyond "this is what the code answered".
+Everything here but `testing` shares its interpreter with code that the model wrote. So the sandbox
+trusts its messages only as "this is what the code answered".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..testing import runner
 from ..wire import frames, plain_data
 from . import judge_environment, pytest_suite
 
-# Exit statuses that name why a program ended; the sandbox tells the model in words.
+# Exit statuses that name why a program ended; the sandbox describes them to the model.
 OUT_OF_MEMORY_EXIT, DENIED_EXIT = 72, 77
 DENIED_ERRNOS = {
     *(errno.EPERM, errno.EACCES, errno.EAGAIN, errno.EFBIG),
@@ -36,7 +36,7 @@ SOURCE_NAME = "main.py"
 
 
 def run(program: dict[str, Any], channel: int, peer: int) -> NoReturn:
-    """Runs `program` and ends the process; never returns."""
+    """Run `program` and end the process; never returns."""
     mode = program["mode"]
     seed_random()
     try:
@@ -73,8 +73,10 @@ def run(program: dict[str, Any], channel: int, peer: int) -> NoReturn:
 
 
 def create_streams() -> None:
-    """Standard streams over descriptors 0 to 2, whatever these are when a guest runs: the zygote
-    makes them once. They ask then whether one can seek in what they write to: it must be a pipe.
+    """Create the standard streams over descriptors 0 to 2; the zygote makes them once for all
+    guests.
+
+    Streams check at creation whether their file is seekable: it must be a pipe.
     """
     reading, writing = os.pipe()
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
@@ -85,7 +87,7 @@ def create_streams() -> None:
         file.name = f"<{name}>"  # as an interpreter does; all streams over it have the same
         raw = io.BufferedWriter(file) if fd else io.BufferedReader(file)
         how: dict[str, Any] = {"errors": "backslashreplace", "line_buffering": True} if fd else {}
-        # By lines: what was printed before a time-out is not lost.
+        # Line-buffered: output before a time-out is not lost.
         text = judge_environment.set_mode(io.TextIOWrapper(raw, "utf-8", **how), "w" if fd else "r")
         os.dup2(kept, fd)
         os.close(kept)
@@ -97,7 +99,7 @@ def create_streams() -> None:
 
 
 def seed_random() -> None:
-    """Else all guests of a zygote would draw the same numbers; children of this one draw others."""
+    """Seed `random`: else all guests of a zygote draw the same numbers; children reseed."""
     generator = random._inst
     _random.Random.seed(generator)
     os.register_at_fork(after_in_child=generator.seed)
@@ -117,7 +119,7 @@ def _cache_source_lines(source: str, name: str) -> None:
 
 
 def print_traceback(error: BaseException) -> None:
-    """The traceback, without the frames of this file."""
+    """Print the traceback, without the frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -145,7 +147,7 @@ def _exit_code(request: SystemExit) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends as an interpreter does: threads that are no daemons, exit handlers, buffers."""
+    """End as an interpreter does: threads that are no daemons, exit handlers, buffers."""
     try:
         if code == 0 and "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
@@ -166,7 +168,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _serve_cells(fd: int) -> None:
-    """One cell after the other in one namespace, as in a notebook: a last expression is shown."""
+    """Run cells one after the other in one namespace, as a notebook: a last expression is shown."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     own = os.getpid()
@@ -185,7 +187,7 @@ def _serve_cells(fd: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        if os.getpid() != own:  # a process that the cell has forked came back
+        if os.getpid() != own:  # a process that the cell has forked returned here
             os._exit(status)
         frames.send(fd, {"cell": cell["token"], "exit": status})
 
@@ -207,7 +209,7 @@ def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> None:
 
 
 def _serve_calls(program: dict[str, Any], fd: int) -> None:
-    """Calls one function of the program with what comes, and says what it returned."""
+    """Call one function of the program with each request, and send its results."""
     module = _execute_module(program["source"], "solution")
     judge_environment.resolve_function(module, program["function"])
     own = os.getpid()

@@ -1,5 +1,6 @@
-"""What a program finds when it is judged by cases: the room that judges of such programs give it,
-and its function as they look it up.
+"""Environment of a program that is judged by cases.
+
+It has the resources that judges of such programs provide, and looks up functions as they do.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Any
 MAIN_STACK_BYTES = (
     120 << 20
 )  # bytes of the main thread's stack; the kernel leaves 128 MiB free below it
-THREAD_STACK_DIVISOR = 2  # of a jail's memory, that the stack of one thread may claim
+THREAD_STACK_DIVISOR = 2  # of a jail's memory, which the stack of one thread may claim
 SOLUTION_CLASS = "Solution"
-_streams: list[Any] = []  # standard output for who prints much, and the usual one
+_streams: list[Any] = []  # buffer of standard output for large outputs, and the usual one
 
 
 def prepare(keeps_stdout: bool) -> None:
-    """Room for recursion, and for numbers of any length, as statements of problems assume. What
-    nobody will read goes nowhere: errors, and all output of a program that is not to print.
+    """Provide room for recursion, and for numbers of any length, as problem statements assume.
+
+    Errors go nowhere, and neither does standard output without `keeps_stdout`.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for fd in (2,) if keeps_stdout else (1, 2):
@@ -39,21 +41,17 @@ def prepare(keeps_stdout: bool) -> None:
 
 
 def set_mode(text: io.TextIOWrapper, mode: str) -> io.TextIOWrapper:
-    """The stream with the mode that an interpreter gives its own: templates for fast input and
-    output ask for it.
-    """
+    """Set the mode that an interpreter gives its own stream: templates for fast I/O read it."""
     text.mode = mode  # type: ignore[misc]
     return text
 
 
 def prepare_zygote() -> None:
-    """What `prepare` needs and is alike for all guests: the zygote makes it once, as each costs as
-    much as opening a file.
-    """
+    """Prepare what all guests share, once in the zygote: each part costs an opened file."""
     out = set_mode(
         io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", errors="backslashreplace"), "w"
     )
-    _streams[:] = [out, sys.stdout]  # which would close its descriptor if nobody kept it
+    _streams[:] = [out, sys.stdout]  # retained: collection would close its descriptor
     given = _thread.stack_size
 
     def stack_size(size: int = 0) -> int:
@@ -62,14 +60,15 @@ def prepare_zygote() -> None:
             size if memory == resource.RLIM_INFINITY else min(size, memory // THREAD_STACK_DIVISOR)
         )
 
-    _thread.stack_size = stack_size  # one that fits is as good as all of a judge's memory
+    _thread.stack_size = stack_size  # the largest that fits serves as well as a judge's memory
     if "threading" in sys.modules:
         sys.modules["threading"].stack_size = stack_size  # type: ignore[attr-defined]
 
 
 def resolve_function(module: types.ModuleType, path: str) -> Any:
-    """A function, or a method of a fresh instance of a class; a bare name may be one of the class
-    Solution.
+    """Return a function, or a method of a new instance of a class.
+
+    A bare name may be a method of the class Solution.
     """
     first, *_ = parts = path.split(".")
     if not hasattr(module, first) and hasattr(getattr(module, SOLUTION_CLASS, None), first):
@@ -81,9 +80,9 @@ def resolve_function(module: types.ModuleType, path: str) -> Any:
 
 
 def await_result(value: Any) -> Any:
-    """What a function comes to: one that is `async` has returned something to wait for."""
+    """Return the result of a function, awaited if it is awaitable."""
     if isinstance(value, types.CoroutineType):
-        import asyncio  # slow to import, and hardly ever needed
+        import asyncio  # slow to import, and rarely needed
 
         return asyncio.run(value)
     return value

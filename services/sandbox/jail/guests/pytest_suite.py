@@ -1,9 +1,9 @@
-"""Runs a row's tests under the real pytest, in one interpreter with the solution that they test.
+"""Tests of a row under the real pytest, in one interpreter with the solution.
 
-Whatever runs here can be changed by the solution, so nothing that is said here is proof: see
-docs/sandbox.md for what a program can forge. What is cheap to notice is noticed: a test is passed
-only if pytest has run it to its end, in the process that was asked, with nothing changed that
-`VerdictGuard` has seen. The token that an outcome must carry lies unread in the pipe meanwhile.
+The solution can change everything that runs here, so no message is proof. docs/sandbox.md lists
+what a program can forge. Cheap checks are made: a test is passed only if pytest has run it to its
+end, in the process of the request, without a change that `VerdictGuard` detects. The token that an
+outcome must carry stays unread in the pipe until then.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ ASYNC_PLUGINS = (
     "twisted",
     "tornado",
 )  # plugins that run async functions
-CO_COROUTINE = 0x80  # of `inspect`, which need not be imported for every jail
-TEXT = 300  # characters of what went wrong
+CO_COROUTINE = 0x80  # flags of `inspect`, which need not be imported for every jail
+TEXT = 300  # characters of an error
 OPTIONS = (
     "-qq --no-header --no-summary --tb=no --assert=plain --noconftest -p no:cacheprovider "
     "-p no:faulthandler"
 )
 PACKAGES = ("_pytest", "pytest", "pluggy", "unittest", "jail")
 MODULES = ("builtins", "math", "operator")
-UNGUARDED_NAMES = {"input", "print", "open", "_"}  # what tests themselves replace and leave so
+UNGUARDED_NAMES = {"input", "print", "open", "_"}  # replaced by tests themselves for good
 GUARDED_TYPES = (types.FunctionType, types.BuiltinFunctionType, type, classmethod, staticmethod)
 
 _is_host_pytest = False  # this pytest is not the interpreter's own
 
 
 def preload(fallback_directory: str) -> None:
-    """Imports what every session does, in the zygote."""
+    """Import the modules of every session, in the zygote."""
     global _is_host_pytest
     try:
         import pytest
@@ -56,12 +56,14 @@ def preload(fallback_directory: str) -> None:
 
 
 def run(program: dict[str, Any], channel: int) -> None:
-    """One session of pytest: says what it has collected, is told which tests to run, and says of
-    each how it ended. Without a solution it only collects, with a placeholder in its place.
+    """Run one session of pytest.
+
+    It sends its collection, receives the tests to run, and sends each test's outcome. Without a
+    solution it only collects, with a placeholder for the solution.
     """
     try:
         import pytest
-    except Exception as error:  # ours may be too new for the interpreter
+    except Exception as error:  # our packages may be too new for the interpreter
         frames.send(channel, {"absent": f"{type(error).__name__}: {error}"[:TEXT]})
         return
     stand_in = None
@@ -71,9 +73,9 @@ def run(program: dict[str, Any], channel: int) -> None:
         stand_in = Placeholder("solution")
         sys.modules["solution"] = stand_in
     _write(CONFIG_FILE, "[pytest]\n")
-    _write(TESTS_FILE, "")  # what a program would look into first
+    _write(TESTS_FILE, "")  # empty: a program would look here first
     sys.meta_path.insert(0, _TestsImporter(program.pop("tests")))
-    if _is_host_pytest:  # what is installed for the interpreter need not fit to it
+    if _is_host_pytest:  # packages installed for the interpreter may not fit it
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.argv = ["pytest", TESTS_FILE]
     session = _PytestSession(channel, stand_in)
@@ -88,7 +90,7 @@ def _write(name: str, text: str) -> None:
 
 
 class _TestsImporter:
-    """Imports the module of tests, whose source is in no file, and forgets it."""
+    """Importer of the test module, whose source is in no file; it is used once."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -100,7 +102,7 @@ class _TestsImporter:
         return importlib.util.spec_from_file_location(name, place, loader=self)  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> None:
-        """The usual kind of module."""
+        """Return None, for the default kind of module."""
 
     def exec_module(self, module: types.ModuleType) -> None:
         sys.meta_path.remove(self)
@@ -110,7 +112,7 @@ class _TestsImporter:
 
 
 class _PytestSession:
-    """A plugin: it tells the sandbox what pytest finds, and runs what the sandbox asks for."""
+    """Plugin that sends pytest's collection to the sandbox, and runs the requested tests."""
 
     def __init__(self, channel: int, placeholder: Placeholder | None) -> None:
         self._channel, self._placeholder = channel, placeholder
@@ -120,7 +122,7 @@ class _PytestSession:
         self._reports: list[Any] = []
 
     def pytest_collection(self, session: Any) -> None:
-        """Before the solution is imported."""
+        """Collect before the solution is imported."""
         self._guard.take_snapshot(session.config.pluginmanager)
 
     def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
@@ -147,7 +149,7 @@ class _PytestSession:
         return self._placeholder is not None and self._placeholder.__dict__["uses"].count > 0
 
     def pytest_runtestloop(self, session: Any) -> bool:
-        """In place of pytest's own, which would go on without being asked."""
+        """Replace pytest's own loop, which would run tests without a request."""
         if session.testsfailed or self._placeholder is not None:
             return True
         plan = [session.items[i] for i in frames.receive(self._channel)["plan"]]
@@ -158,7 +160,7 @@ class _PytestSession:
             self._reports = []
             following = plan[number + 1] if number + 1 < len(plan) else None
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if os.getpid() != self._pid:  # a process that the test has forked came back
+            if os.getpid() != self._pid:  # a process that the test has forked returned here
                 os._exit(1)
             outcome = _classify_reports(self._reports)
             if not (whole and self._guard.is_unchanged()):
@@ -172,7 +174,7 @@ class _PytestSession:
 
 
 def _classify_reports(reports: list[Any]) -> str:
-    """passed | failed | skipped | xfailed | xpassed, as pytest counts an item."""
+    """Return passed | failed | skipped | xfailed | xpassed, as pytest counts an item."""
     if any(report.outcome == "failed" for report in reports):
         return "failed"
     called = [report for report in reports if report.when == "call"]
@@ -185,7 +187,7 @@ def _classify_reports(reports: list[Any]) -> str:
 
 
 def _find_missing_plugin(item: Any) -> str:
-    """What the test takes that only a plugin would have; empty: nothing."""
+    """Return a fixture of the test that only a missing plugin would have; empty: none."""
     function, info = getattr(item, "function", None), getattr(item, "_fixtureinfo", None)
     if not isinstance(function, types.FunctionType) or info is None:
         return ""
@@ -200,10 +202,10 @@ def _find_missing_plugin(item: Any) -> str:
 
 
 class VerdictGuard:
-    """Notices that a program has changed what judges it: pytest, unittest, built-in functions.
+    """Detector of changes to pytest, unittest and built-in functions by a program.
 
-    It is in the program's own interpreter, where nothing is safe from a program that looks for it;
-    it keeps the usual ways of patching a verdict from paying.
+    It is in the program's own interpreter, where a program that searches for it can defeat it. It
+    makes the usual ways of patching a verdict useless.
     """
 
     def __init__(self) -> None:
@@ -212,7 +214,7 @@ class VerdictGuard:
         self._plugin_names: set[str] = set()
 
     def take_snapshot(self, plugins: Any) -> None:
-        """Remembers them as they are. `plugins` is pytest's plugin manager."""
+        """Record the current state. `plugins` is pytest's plugin manager."""
         self._plugins, self._plugin_names = plugins, _list_plugin_names(plugins)
         classes: set[int] = set()
         for name, module in list(sys.modules.items()):
@@ -230,7 +232,7 @@ class VerdictGuard:
                     self._snapshot_names(vars(value), classes, package)
 
     def is_unchanged(self) -> bool:
-        """Whether all of it is what it was, with the same plugins, and nothing is traced."""
+        """Return whether all is unchanged, with the same plugins, and nothing is traced."""
         for names, name, value, code in self._snapshot:
             if names.get(name) is not value or getattr(value, "__code__", None) is not code:
                 return False
@@ -239,23 +241,23 @@ class VerdictGuard:
 
 
 def _list_plugin_names(plugins: Any) -> set[str]:
-    """The names of plugins that are there; those of collected modules are not among them."""
+    """Return the names of the plugins, without those of collected modules."""
     return {name for name, plugin in plugins.list_name_plugin() if plugin is not None}
 
 
 def get_code(item: Any) -> Any:
-    """The code of a collected test; None for one that is no function."""
+    """Return the code of a collected test; None for one that is no function."""
     return getattr(getattr(item, "function", None), "__code__", None)
 
 
 class UseCounter:
-    """How often more was asked of a placeholder than a name."""
+    """Counter of uses of a placeholder beyond its name."""
 
     count = 0
 
 
 class PlaceholderUsed(Exception):
-    """The tests need the solution's values to be collected."""
+    """Error raised when the tests need the solution's values to be collected."""
 
 
 def _make_failing_operator(name: str) -> Any:
@@ -270,7 +272,7 @@ use_counter = UseCounter()
 ABSENT_ATTRIBUTES = (
     "pytestmark",
     "_pytestfixturefunction",
-)  # what pytest looks for in all that it finds
+)  # names that pytest looks up in all that it collects
 _FAILING_OPERATORS = (
     "__iter__ __next__ __len__ __getitem__ __contains__ __bool__ __int__ __float__ __index__ "
     "__lt__ __le__ __gt__ __ge__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __enter__"
@@ -278,7 +280,7 @@ _FAILING_OPERATORS = (
 
 
 class _PlaceholderMeta(type):
-    """Of classes, as tests may inherit from what they import."""
+    """Metaclass of placeholder classes, as tests may inherit from what they import."""
 
     @property
     def __test__(cls) -> bool:
@@ -295,7 +297,7 @@ class _PlaceholderMeta(type):
 
 
 class _PlaceholderValue(metaclass=_PlaceholderMeta):
-    """What stands for any one object."""
+    """Placeholder of any one object."""
 
     _stands = True
 
@@ -323,9 +325,10 @@ def _make_placeholder(name: str) -> Any:
 
 
 class Placeholder(types.ModuleType):
-    """A module that stands for a solution while its tests are collected, so that these are known
-    before any program has a say in it: all can be imported from it but everything at once (`*`),
-    and whatever more is asked of it is counted.
+    """Placeholder module for a solution while its tests are collected.
+
+    So the tests are known before any program can influence them. Everything can be imported from it
+    except all at once (`*`), and each further use is counted.
     """
 
     def __init__(self, name: str) -> None:

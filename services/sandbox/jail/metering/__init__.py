@@ -1,1 +1,1 @@
-"""Meters of a running jail: time, CPU time, memory, refused calls. Open `watch.py` first."""
+"""Meters of a running jail: time, CPU time, memory, denied calls. Open `watch.py` first."""

@@ -1,7 +1,7 @@
-"""Which system calls were refused to a guest, by number: the kernel tells its keeper of each.
+"""Listener for a guest's denied system calls, by number: the kernel notifies the init process.
 
-A call that is told waits until it has been answered. Whoever asks again and again is not told any
-more: past so many the listener is closed, and the kernel answers ENOSYS by itself.
+A reported call waits until it has been answered. After a number of calls the listener is closed,
+and the kernel answers ENOSYS by itself.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from collections.abc import Callable
 
 from ..confinement.syscall_policy import SECCOMP_NOTIF_RECV, SECCOMP_NOTIF_SEND
 
-MAX_NOTIFICATIONS = 256  # that are answered one by one; each costs the keeper some 20 us
+MAX_NOTIFICATIONS = 256  # that are answered one by one; each costs the init process some 20 us
 NOTIFICATION = struct.Struct("=QIIi60x")  # id, thread, flags, number of the call
 ANSWER = struct.Struct("=QqiI")  # id, value, error, flags
 CALLER_GONE_ERRNOS = (
     errno.ENOENT,
     errno.EINTR,
-)  # who asked was killed, or got a signal and will ask again
+)  # the caller was killed, or got a signal and will repeat the call
 
 
 class SeccompListener:
-    """`fd` is a listener, readable when a call waits for its answer; -1: there is none. `said` is
-    called with each number, before the call is answered, at its first time in a lap.
+    """Listener of denied calls.
+
+    `fd` is readable when a call waits for its answer; -1: there is no listener. `on_denied` gets
+    each number at its first time in a lap, before the call is answered.
     """
 
     def __init__(
@@ -38,11 +40,11 @@ class SeccompListener:
         self._notifications_left = MAX_NOTIFICATIONS
 
     def start_lap(self) -> None:
-        """Another lap begins."""
+        """Start another lap."""
         self._denied_in_lap.clear()
 
     def deny_pending(self) -> None:
-        """Refuses the call that waits."""
+        """Deny the call that waits."""
         record = bytearray(NOTIFICATION.size)
         try:
             self._ioctl(self.fd, SECCOMP_NOTIF_RECV, record)
@@ -53,7 +55,7 @@ class SeccompListener:
                 self._denied_in_lap.add(number)
                 self._on_denied(number)
             answer = ANSWER.pack(identifier, 0, -errno.EPERM, 0)
-            # Nobody asks a second time: no signal of ours, as of a child's end, may end the answer.
+            # It is sent once: no signal of ours, as of a child's end, may interrupt it.
             while True:
                 with contextlib.suppress(InterruptedError):
                     self._ioctl(self.fd, SECCOMP_NOTIF_SEND, answer)

@@ -1,4 +1,4 @@
-"""CPU time and memory of all processes of a jail together, as its keeper reads them."""
+"""CPU time and memory of all processes of a jail together, as its init process measures them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from . import proc
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 STOPPED_STATES = (b"T", b"t", b"Z", b"X")  # states of processes: stopped, traced, ended
-FIRST_PIDS = 2  # in a process namespace of their own: the keeper, and the guest's first process
-MEMORY_POLL_S = 0.05  # between two looks; a core fills some 100 MB meanwhile
-MEMORY_POLL_COST_FACTOR = (
-    50  # times the CPU time that a look took: looking costs 2 % of a core at most
-)
-MAX_MEMORY_CHECKS = 20  # at processes that come and go, before they are over the limit
-OVERHEAD_BYTES = 16 << 20  # as of control groups: what a fork has beside what the program asks for
+FIRST_PIDS = 2  # in a process namespace of their own: init, and the guest's first process
+MEMORY_POLL_S = 0.05  # between two checks; a core fills some 100 MB in that time
+MEMORY_POLL_COST_FACTOR = 50  # times the CPU time of a check: checks cost 2 % of a core at most
+MAX_MEMORY_CHECKS = 20  # for short-lived processes, before they exceed the limit
+OVERHEAD_BYTES = 16 << 20  # as of control groups: memory of a fork beside the program's own
 
 
 class CgroupCpuTime:
-    """Of a control group, which counts to the microsecond whoever is in it, and whoever has been.
+    """CPU time of a control group, to the microsecond, with processes that have ended.
 
     `fd` reads `cpu.stat` (v2) or `cpuacct.usage` (v1).
     """
@@ -33,17 +31,17 @@ class CgroupCpuTime:
         self._initial_s = self._read()  # of the jails that had the group earlier
 
     def read_s(self, charged: bool = True) -> float:
-        """Whether time is charged makes no difference: nothing is unseen."""
+        """Return the CPU seconds; all time is measured, so `charged` makes no difference."""
         return self._read() - self._initial_s
 
     @staticmethod
     def list_pids() -> list[int]:
-        """None: whoever is in the group is frozen from outside."""
+        """Return no pids: the group's processes are frozen from outside."""
         return []
 
     @staticmethod
     def list_stopped() -> dict[int, bool]:
-        """None, as above."""
+        """Return no processes, as above."""
         return {}
 
     def _read(self) -> float:
@@ -54,25 +52,30 @@ class CgroupCpuTime:
 
 
 class ScannedCpuTime:
-    """Of what `/proc` shows. What was seen once stays counted, whoever waits for its end or not.
+    """CPU time of the processes that `/proc` shows.
 
-    The jail is a group of processes, or with 0 all of a process namespace of its own. There it is
-    also noticed that processes have come and gone between two looks: from then on it is `blind`, as
-    a group is once one of it has gone. What these used and nobody waited for is not seen, so each
-    time between two looks in which some went then counts as a core's at least.
+    Measured time stays counted, whether a parent waits for the process or not. The jail is a
+    process group, or with 0 all of a process namespace of its own. There it also detects processes
+    that came and went between two scans, and sets `has_unseen`. For a group, any process that has
+    gone sets it. The time of such processes is invisible unless a parent waited for them. So each
+    interval between two scans in which some ended counts as at least one core's time.
     """
 
     def __init__(self, process_group: int) -> None:
         self._owns_namespace, self._process_group = process_group == 0, str(process_group).encode()
         self._total_s = self._reaped_s = 0.0
         self._seen: dict[tuple[int, bytes], tuple[float, float, int]] = {}
-        self._tasks_seen = 1  # of those, the keeper is not looked at
-        self._unseen_tasks = 0  # processes and threads that came and went between two looks
+        self._tasks_seen = 1  # of those, the init process is not scanned
+        self._unseen_tasks = 0  # processes and threads that came and went between two scans
         self._scanned_at = time.monotonic()
         self.has_unseen = False
 
     def read_s(self, charged: bool = True) -> float:
-        """`charged`: whether the time since the last look may count; not if all stood still."""
+        """Return the CPU seconds.
+
+        `charged`: whether the time since the last scan may count; not if all processes were
+        stopped.
+        """
         before_s, looked, self._scanned_at = self._total_s, self._scanned_at, time.monotonic()
         last_pid = read_last_pid() if self._owns_namespace else 0
         times = os.times()
@@ -88,7 +91,7 @@ class ScannedCpuTime:
             of_children += children - before[1]
             appeared += max(0, threads - before[2])
             seen[pid, start] = (own, children, threads)
-        # Whoever has gone is counted again in the times of whoever has waited for it.
+        # A process that has gone counts again in the times of the parent that waited for it.
         gone = sum(own + children for own, children, _ in self._seen.values())
         self._total_s += max(0.0, of_children - gone)
         lost, self._seen = bool(self._seen), seen
@@ -107,13 +110,11 @@ class ScannedCpuTime:
         return [pid for pid, *_ in self._scan_processes()]
 
     def list_stopped(self) -> dict[int, bool]:
-        """Of each process, whether it has been stopped, or has ended."""
+        """Return for each process whether it is stopped, or has ended."""
         return {pid: stands for pid, *_, stands in self._scan_processes()}
 
     def _scan_processes(self) -> list[tuple[int, bytes, float, int, bool]]:
-        """(pid, start, CPU time of children that were waited for, threads, whether it stands) of
-        each.
-        """
+        """Return (pid, start, CPU time of reaped children, threads, is_stopped) of each process."""
         found = []
         for pid in {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}:
             fields = proc.read_stat(pid)
@@ -125,18 +126,18 @@ class ScannedCpuTime:
 
 
 def read_last_pid() -> int:
-    """The number that our process namespace gave last, to a process or a thread."""
+    """Return the number that our process namespace assigned last, to a process or a thread."""
     with open("/proc/loadavg", "rb") as file:
         return int(file.read().split()[4])
 
 
 class MemoryLimitWatch:
-    """Memory of all processes of a jail together, where no control group bounds it. One process is
-    bounded by its address space: what is looked for is more than one, that each stay below the
-    limit, and what they share, which is counted once.
+    """Limit of the memory of all processes of a jail together, without a control group.
 
-    `members` names the processes, `newest` the number that was given last to a process or
-    thread of theirs: while that is `only`, there is one process. `due` is when to look next.
+    The address space bounds one process. This watch covers several processes, each below the limit,
+    and the memory that they share, which counts once. `list_pids` returns the processes,
+    `read_last_pid` the number last assigned to a process or thread: while it equals
+    `single_process_pid`, there is one process. `next_check_at` is the time of the next check.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class MemoryLimitWatch:
         self.next_check_at = time.monotonic() + MEMORY_POLL_S
 
     def check_over_limit(self) -> bool:
-        """Whether they are over the limit now."""
+        """Return whether the processes exceed the limit now."""
         begun = time.thread_time()
         found = self._read_last_pid() != self._single_process_pid and self._is_over_limit()
         self.next_check_at = time.monotonic() + max(
@@ -164,13 +165,13 @@ class MemoryLimitWatch:
         return found
 
     def _is_over_limit(self) -> bool:
-        # When one of them ends, its part of what is shared becomes the others': looks at each in
-        # turn are believed when nobody came or went meanwhile, or when all of many say the same.
+        # When one of them ends, its part of shared memory becomes the others': readings in turn
+        # are valid when no process came or went between them, or when all of many agree.
         for _ in range(MAX_MEMORY_CHECKS):
             resident = self._read_rss()
             if sum(resident.values()) <= self._limit_bytes:
                 return False
-            # Pages that several have count for each above, and by their share here.
+            # Shared pages count in full for each above, and in proportion here.
             if sum(map(proc.read_pss_bytes, resident)) <= self._limit_bytes:
                 return False
             if self._read_rss().keys() == resident.keys():
@@ -178,6 +179,8 @@ class MemoryLimitWatch:
         return True
 
     def _read_rss(self) -> dict[int, int]:
-        """Bytes of those that have memory: of one that has ended there may still be a number."""
+        """Return the bytes of processes that have memory: one that has ended may still have a
+        number.
+        """
         found = {pid: proc.read_rss_bytes(pid) for pid in self._list_pids()}
         return {pid: size for pid, size in found.items() if size}

@@ -1,4 +1,4 @@
-"""Watches a guest's time: the keeper waits here for the guest's end, or the end of its time."""
+"""Watch over a guest's time: the init process waits here for its end, or the end of its time."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from ..wire import frames
 from . import proc, usage
 from .seccomp_listener import SeccompListener
 
-MIN_POLL_S = 0.005  # the least between two looks at the clocks of a guest
-FIRST_POLL_S = 0.02  # from a call's begin to the first: most have ended, and no time is so short
-UNSEEN_POLL_S = 0.03  # most between two looks once processes have come and gone unseen
-POLL_COST_FACTOR = 20  # times the CPU time of a look: the keeper of a large jail does not only look
+MIN_POLL_S = 0.005  # the minimum between two checks of a guest's clocks
+FIRST_POLL_S = 0.02  # from a call's start to the first: most have ended, and no limit is so short
+UNSEEN_POLL_S = 0.03  # most between two checks once processes have come and gone unseen
+POLL_COST_FACTOR = 20  # times the CPU time of a check: init of a large jail must not only check
 MAX_SLOWDOWN, MAX_SLOWDOWN_EXTRA_S = (
     10,
     20.0,
-)  # times its wall clock limit, and more: waiting for cores included
-SETUP_POLL_S = 0.1  # between two looks whether a guest has been set up that takes long
-DISK_WAIT_POLL_S = 0.05  # between two looks at a guest that waits for the disk
-FROZEN_POLL_S = 3600.0  # between two looks at who cannot run
+)  # times its wall clock limit, and more: waits for cores included
+SETUP_POLL_S = 0.1  # between two checks of a guest's set-up that takes long
+DISK_WAIT_POLL_S = 0.05  # between two checks of a guest that waits for the disk
+FROZEN_POLL_S = 3600.0  # between two checks of processes that cannot run
 MIN_STOPPED_POLL_S, MAX_STOPPED_POLL_S = (
     0.05,
     2.0,
-)  # between looks at who was stopped by a signal: ever longer
-CORES = os.cpu_count() or 1  # that are online
+)  # between checks of processes stopped by a signal: ever longer
+CORES = os.cpu_count() or 1  # cores that are online
 MAX_STOPPED_CPU_S = (
-    0.1  # most CPU time of who was: it takes some to stop, and a timer may continue it
+    0.1  # most CPU time of a stopped one: it takes some to stop, and a timer may continue it
 )
 
 
 def read_steal_s() -> float:
-    """Seconds in which the host of this virtual machine has run others on a core of it, in the
-    mean over its cores: whose core it was, nobody says.
+    """Return the seconds in which this virtual machine's host ran others, as a mean over its cores.
+
+    The kernel does not report which core it was.
     """
     try:
         with open("/proc/stat", "rb") as file:
@@ -47,27 +48,27 @@ def read_steal_s() -> float:
 
 
 def parse_steal_s(line: bytes, cores: int) -> float:
-    """The same of the first line of /proc/stat, which adds up ticks of so many cores."""
+    """Return the same from the first line of /proc/stat, which adds up ticks of so many cores."""
     return int(line.split()[8]) * usage.TICK_S / cores
 
 
 class GuestDescriptors(NamedTuple):
-    """A guest's first process, and descriptors that become readable."""
+    """Guest's first process, and descriptors that become readable."""
 
     pid: int
-    channel_fd: int  # when the sandbox says something
+    channel_fd: int  # readable when the sandbox has sent a frame
     child_exit_fd: int  # when a process of the jail has ended
     setup_fd: int  # when the guest has been set up
 
 
 class GuestWatch:
-    """Waits for the end of the guest, or of its time.
+    """Watch that waits for the end of the guest, or of its time.
 
-    Time is CPU time of all the jail's processes, and wall time less what nobody of the jail could
-    run for want of a core, or the machine for one of its host: load does not make a right answer
-    late. The sandbox starts both anew with a frame, at each of several cases. Between two calls it
-    stops them, and with them the jail's processes: from outside where a control group can freeze
-    them, else by a signal from here (`signal_all` reaches all of them and nobody else).
+    Time is CPU time of all the jail's processes, and wall time. Wall time excludes waits of the
+    jail for a core, or of the machine for one of its host, so that load does not make a right
+    answer late. A frame of the sandbox restarts both, for each of several cases. Between two calls
+    it pauses them, and the jail's processes: a control group freezes them from outside, else a
+    signal from here stops them. `signal_all` reaches all of them and no other process.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class GuestWatch:
         memory: usage.MemoryLimitWatch | None,
         clock_paused: bool,
     ) -> None:
-        """`stands`: the wall clock stands until the first lap, or until a turn begins."""
+        """Create a watch; `clock_paused`: the wall clock stands until a lap, or `turn`."""
         self._pid, self._channel_fd, self._child_exit_fd = (
             guest.pid,
             guest.channel_fd,
@@ -93,13 +94,13 @@ class GuestWatch:
         self._parallel = max(1, min(os.cpu_count() or 1, limits["processes"]))
         self._total_cpu_s = self._lap_cpu_s = 0.0
         self._lap_ran_s = self._lap_queued_s = 0.0
-        self._lap_steal_s: float | None = None  # until the first look
+        self._lap_steal_s: float | None = None  # until the first check
         self._paused = self._stopped = False
         self._stopped_poll_s = MIN_STOPPED_POLL_S
         self._laps = 0
         self._next_poll_at = self._lap_started_at + FIRST_POLL_S  # when the clocks are read again
-        self._clock_paused_s = 0.0  # of this lap, in which the wall clock stood
-        self._clock_paused_since: tuple[float, float, float] | None = None  # since when it does
+        self._clock_paused_s = 0.0  # of this lap, while the wall clock stood
+        self._clock_paused_since: tuple[float, float, float] | None = None  # since when it stands
         if clock_paused:
             self._lap_steal_s = read_steal_s()
             self._clock_paused_since = (self._lap_started_at, 0.0, self._lap_steal_s)
@@ -141,7 +142,7 @@ class GuestWatch:
                     self._apply_frame(frames.receive(self._channel_fd))
 
     def check_set_up(self) -> bool:
-        """Whether the guest has been set up, which is no time of its program's."""
+        """Return whether the guest has been set up; the set-up is not its program's time."""
         if not self._is_set_up:
             with contextlib.suppress(BlockingIOError):
                 if said := os.read(self._setup_fd, 64):
@@ -150,9 +151,11 @@ class GuestWatch:
         return self._is_set_up
 
     def _apply_frame(self, frame: Any) -> None:
-        """`lap`: a new case begins; `pause`: nothing is asked of the guest until the next lap.
-        `stop`: nor can anybody but the keeper keep the jail from running meanwhile. `turn`: whether
-        another jail waits for this one; while none does, the wall clock stands.
+        """Apply a frame of the sandbox.
+
+        `lap` starts a new case. `pause` stops the guest until the next lap; `stop`: only the init
+        process stops the jail. `turn`: whether another jail waits for this one; the wall clock
+        stands otherwise.
         """
         if "lap" not in frame:
             self._set_clock_running(frame["turn"])
@@ -163,9 +166,9 @@ class GuestWatch:
         if self._paused and frame.get("stop", False):
             self._signal_all(signal.SIGSTOP)
             self._stopped, self._stopped_poll_s = True, MIN_STOPPED_POLL_S
-        self._reap()  # what they have used is before the pause, not in it
+        self._reap()  # their earlier usage is before the pause, not in it
         self._total_cpu_s = self._cpu.read_s(charged=not resumes)
-        if not resumes:  # else from the pause on: what has run in it anyway is not given
+        if not resumes:  # else from the pause on: time used during it counts
             self._lap_cpu_s = self._total_cpu_s
         self._lap_started_at = time.monotonic()
         self._lap_ran_s, self._lap_queued_s = self._read_main_thread_s()
@@ -178,7 +181,9 @@ class GuestWatch:
             self._signal_all(signal.SIGCONT)
 
     def _set_clock_running(self, running: bool) -> None:
-        """What was waited for a core while the wall clock stood is not taken from it either."""
+        """Start or stop the wall clock; waits for a core while it stands are not deducted from it
+        either.
+        """
         now = (time.monotonic(), self._read_main_thread_s()[1], read_steal_s())
         if self._lap_steal_s is None:
             self._lap_steal_s = now[2]
@@ -193,7 +198,9 @@ class GuestWatch:
         self._next_poll_at = 0.0
 
     def _compute_time_left(self) -> tuple[float, str]:
-        """Seconds until the next look; with none left, which time is over."""
+        """Return the seconds until the next check; if none are left, also the limit that was
+        exceeded.
+        """
         if self._paused and not self._stopped:
             return FROZEN_POLL_S, ""
         self._total_cpu_s = self._cpu.read_s(charged=not self._paused)
@@ -221,8 +228,10 @@ class GuestWatch:
         return (cpu / self._parallel, "cpu") if cpu < wall else (wall, "wall")
 
     def _uncharged_wait_s(self, used_s: float) -> float:
-        """Seconds of this lap in which the interpreter waited for a core, and no other process or
-        thread of its jail can have had it: they have run for as long at most as they have used.
+        """Return this lap's seconds in which the interpreter waited for a core that no one else
+        had.
+
+        Other processes or threads of the jail have run at most for the time that they have used.
         """
         lost = read_steal_s() - (self._lap_steal_s or 0.0)
         if self._cpu.has_unseen:
@@ -232,7 +241,7 @@ class GuestWatch:
         return lost + max(0.0, queued - self._lap_queued_s - others)
 
     def _is_waiting_for_disk(self) -> bool:
-        """True if the first thread is in an uninterruptible wait that is none for a child.
+        """Return whether the first thread waits uninterruptibly, and not for a child.
 
         A sleeping program is interruptible; the parent of a `vfork` is not, and has a child.
         """
@@ -244,11 +253,11 @@ class GuestWatch:
             return False
 
     def _read_main_thread_s(self) -> tuple[float, float]:
-        """Seconds that its first thread has run, and has waited for a core."""
+        """Return the seconds that its first thread has run, and has waited for a core."""
         return proc.read_schedstat_s(str(self._pid))
 
     def _reap(self) -> dict[str, Any] | None:
-        """The report, if the guest has ended; its orphans are reaped on the way."""
+        """Reap orphans, and return the report if the guest has ended."""
         with contextlib.suppress(ChildProcessError):
             while self._report_at_exit is None:
                 pid, status, used = os.wait4(-1, os.WNOHANG)

@@ -17,7 +17,7 @@ def make_remote_coroutine(ref: Any) -> Any:
 
 @types.coroutine
 def _run_without_waiting(target: Any, on_wait: Callable[[], None]) -> Any:
-    """An awaitable that comes to its end without a wait; else `waits`, which raises."""
+    """Run an awaitable that ends without a wait; otherwise call `on_wait`, which raises."""
     steps = target.__await__()
     try:
         steps.send(None) if hasattr(steps, "send") else next(steps)
@@ -28,7 +28,7 @@ def _run_without_waiting(target: Any, on_wait: Callable[[], None]) -> Any:
 
 
 def run_coroutine(target: Any, on_wait: Optional[Callable[[], None]] = None) -> Any:
-    """Runs an awaitable of this side to its end; see `_at_once`."""
+    """Run an awaitable of this side to its end; see `_run_without_waiting` for `on_wait`."""
     import asyncio
 
     async def waited() -> Any:

@@ -1,4 +1,4 @@
-"""Data that is an object, too: a named tuple, a member of an IntEnum."""
+"""Proxies of data that is also an object: a named tuple, a member of an IntEnum."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ _REMOTE_OPERATIONS = {"__len__": "len", "__iter__": "iter", "__bool__": "bool"}
 
 
 def list_overridden(kind: Any, base: Any) -> list[str]:
-    """Operators and public methods of data that a class which derives from it defines anew."""
+    """Return the operators and public methods of data that a derived class overrides."""
     names = [*(name for name in dir(base) if not name.startswith("_")), *_OVERRIDABLE]
     return [n for n in names if getattr(kind, n, None) is not getattr(base, n, None)]
 
 
 def _make_override(name: str, base: Any) -> Callable[..., Any]:
-    """An operator or method of the solution's in place of that of data. With data on the other side
-    of it, of numbers and sets that of data decides: it may be the difference to what is expected.
+    """Return an operator or method of the solution's to override that of data.
+
+    With data as the other operand, the operation of data decides for numbers and sets: the result
+    may be the difference to the expected value.
     """
     exact = base in (int, float, complex, frozenset)
 
@@ -60,9 +62,7 @@ def _make_override(name: str, base: Any) -> Callable[..., Any]:
 
 
 def make_data_proxy(data: Any, ref: RemoteRef, overridden_names: tuple[str, ...]) -> Any:
-    """Data whose other attributes are those of an object of the other side, and `own` of those that
-    data has.
-    """
+    """Return data whose overridden names, and further attributes, are those of a remote object."""
     base = type(data)
     if base not in value_codec.DATA_BASES:
         raise ValueError("an object that is data and is none")

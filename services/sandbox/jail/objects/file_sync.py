@@ -1,5 +1,6 @@
-"""Files of tests and solution, whose jails have a file system each: what one has changed in its
-scratch directory is told with the next question or answer.
+"""Synchronisation of the scratch directories of tests and solution.
+
+Their jails have a file system each. The next request or answer carries the changes of one side.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ import os
 from typing import Any, Iterator
 
 MAX_FILE_BYTES = 2 << 20  # of one file; larger ones do not cross
-MAX_MESSAGE_BYTES = 8 << 20  # of those in one message, which is no frame's limit yet
+MAX_MESSAGE_BYTES = 8 << 20  # of the files in one message, which is below a frame's limit
 
-# Tests may put others in their place.
+# Tests may replace the functions.
 _OS_OPEN, _BUILTIN_OPEN = os.open, open
 
 
 class FileSync:
-    """One side's scratch directory."""
+    """Scratch directory of one side."""
 
     def __init__(self, root: str) -> None:
         self._root = os.path.realpath(root)
-        self._known: dict[str, int] = {}  # a hash of each file's content: it only tells of changes
+        self._known: dict[str, int] = {}  # a hash of each file's content: it only detects changes
 
     def changes(self) -> dict[str, str | None]:
-        """Content of what is new or other than it was, in hexadecimal; a name that ends with a
-        slash is a directory, None what is gone.
+        """Return the files that are new or changed, with content in hexadecimal.
+
+        A name that ends with a slash is a directory; None marks a deleted file.
         """
         found: dict[str, str | None] = {}
         size = 0
@@ -57,7 +59,7 @@ class FileSync:
                         yield os.path.normpath(os.path.join(inside, name)), file.read()
 
     def change(self, changes: Any) -> None:
-        """Does here what the other side has told."""
+        """Apply the changes of the other side."""
         for name, content in sorted(changes.items()):
             path = os.path.join(self._root, str(name))
             parent = os.path.realpath(os.path.dirname(path.rstrip("/")))
@@ -65,7 +67,7 @@ class FileSync:
                 raise ValueError("a file outside of the scratch directory")
             if content is None:
                 self._known.pop(name, None)
-                with contextlib.suppress(OSError):  # it is gone, or holds what this side has made
+                with contextlib.suppress(OSError):  # it is gone, or has files of this side
                     (os.rmdir if name.endswith("/") else os.unlink)(path.rstrip("/"))
             elif name.endswith("/"):
                 os.makedirs(path, exist_ok=True)

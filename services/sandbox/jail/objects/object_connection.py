@@ -1,8 +1,8 @@
-"""One end of the pipe between a solution and its tests: asks the other, and answers it.
+"""One end of the pipe between a solution and its tests: sends operations and answers them.
 
 Plain data crosses by value (`value_codec.py`). Everything else stays where it is and is named by a
-number: a `RemoteProxy`. The side with the tests may do all that `OPERATIONS` has to the solution's
-objects; what the solution may do to objects of the tests, `operations.may` says.
+number: a `RemoteProxy`. The side with the tests may apply all of `OPERATIONS` to the solution's
+objects. `operations.is_allowed` limits what the solution may do to objects of the tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import select
 import sys
 import types
 import warnings
-from time import monotonic  # tests may put another in its place
+from time import monotonic  # tests may replace it
 from typing import Any, Callable
 
 from ..wire import frames
@@ -34,11 +34,13 @@ KINDS = {kind.__name__: kind for kind in _BUILT_IN}
 
 
 class NotTransferable(BaseException):
-    """The tests ask for what cannot be done across two jails. No answer's fault: never a score."""
+    """Error raised for an operation of the tests that cannot cross jails; never a score of an
+    answer.
+    """
 
 
 class ObjectConnection:
-    """One end of the pipe. `trusted` is the one with the tests."""
+    """End of the pipe; `trusted` is the one with the tests."""
 
     def __init__(self, fd: int, trusted: bool) -> None:
         self._fd, self.trusted = fd, trusted
@@ -46,18 +48,18 @@ class ObjectConnection:
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Any] = {}
         self._asked = 0
-        self.used = False  # more was asked of the other side than what there is
-        self.failed = False  # the other side has raised something, or spoken garbage
-        self.refused = ""  # what the tests have asked for that cannot be done
-        self.provoked = False  # an object of the solution has brought that about
+        self.used = False  # the tests have used more than existing objects
+        self.failed = False  # the other side has raised an error, or sent invalid data
+        self.refused = ""  # the unsupported operation of the tests
+        self.provoked = False  # an object of the solution has caused it
         self.assertions: tuple[type[BaseException], ...] = (AssertionError,)
-        self.asserted: list[BaseException] = []  # left the tests' callbacks, did not come back
-        self._streams = sys.stdout, sys.stderr  # others get what the solution prints
-        self.turn: Callable[[bool], None] | None = None  # told when the other side takes long
-        self.patience_s = 0.0  # of waiting for the other side, until that is told
+        self.asserted: list[BaseException] = []  # left the tests' callbacks, did not return
+        self._streams = sys.stdout, sys.stderr  # other streams get the solution's output
+        self.turn: Callable[[bool], None] | None = None  # called when the other side takes long
+        self.patience_s = 0.0  # of waiting for the other side, before `turn` is called
         self._told = self._answering = False
-        self.wants_warnings = False  # the tests look for warnings: the solution's come over
-        self.files: Any = None  # with it, files come over
+        self.wants_warnings = False  # the tests record warnings: the solution's cross too
+        self.files: Any = None  # if set, files cross too
         self._live = value_codec.SharedContainers()
         self.closed = False
         self._environment: dict[Any, Any] | None = None
@@ -77,7 +79,7 @@ class ObjectConnection:
             return ["yours", place.number]
         if isinstance(value, BaseException):
             error, args, text, attributes, cause = remote_exceptions.decompose(value)
-            if self.trusted:  # what of it cannot be handed over is left out
+            if self.trusted:  # parts that cannot be passed are left out
                 args = tuple(a if isinstance(a, value_codec.DATA) else str(a) for a in args)
                 attributes = {}
             told = (error, args, text, attributes, cause)
@@ -110,7 +112,7 @@ class ObjectConnection:
         if base and self.trusted:  # a list of a class of the tests is data to the solution
             return message.packed(operations.to_builtin(value), depth + 1)
         if self.trusted and not operations.can_hand_over(value):
-            if self._answering:  # the solution has asked for it: a wrong one spares itself no zero
+            if self._answering:  # requested by the solution: a wrong one must still score zero
                 raise TypeError(f"a solution cannot have a {kind.__qualname__} of its tests")
             named = f"{kind.__module__}.{kind.__qualname__}"
             self.refuse(f"an object of {named} handed to the solution")
@@ -155,7 +157,7 @@ class ObjectConnection:
         return found
 
     def _remote(self, number: Any, kind: Any, make: Callable[[RemoteRef], Any]) -> Any:
-        """What stands for an object of that number, which is made once."""
+        """Return the proxy of a remote object by its number; `make` creates it once."""
         number = int(number)
         if number not in self._remotes:
             self._remotes[number] = make(RemoteRef(self, number, str(kind)[:80]))
@@ -169,17 +171,19 @@ class ObjectConnection:
         return number
 
     def refuse(self, what: str, provoked: bool = False) -> None:
-        """Unsupported; it counts even if the tests catch it. `provoked`: an object of the solution
-        decides whether it comes to this, and so the solution does.
+        """Record an unsupported operation and raise; it counts even if the tests catch the error.
+
+        `provoked`: an object of the solution decides whether this happens, and so the solution
+        fails.
         """
         if not self.refused:
             self.refused, self.provoked = what, provoked
         raise NotTransferable(what)
 
-    # -- asking
+    # -- requests
 
     def ask(self, operation: str, number: int, *arguments: Any) -> Any:
-        """What the other side answers; its exceptions are raised here."""
+        """Send an operation and return the answer; the other side's exceptions are raised here."""
         message = self.message()
         context = {"live": self._live.changes(message), **self._context()}
         sent = [message.packed(argument) for argument in arguments]
@@ -194,7 +198,7 @@ class ObjectConnection:
                     raise ValueError("a frame that is no object")
                 if (printed := frame.get("printed")) and self.trusted:
                     for stream, text in zip((sys.stdout, sys.stderr), printed):
-                        if text:  # it goes to where the tests print
+                        if text:  # it goes to the tests' output
                             stream.write(str(text))
                 if "do" not in frame:
                     if frame["asked"] != asked:
@@ -206,7 +210,7 @@ class ObjectConnection:
                     break
             except NotTransferable:
                 raise
-            except Exception:  # whatever garbage makes of our reading it
+            except Exception:  # any error of reading invalid data
                 self.failed = self.closed = True
                 raise frames.FrameChannelClosed("an answer that is none") from None
             self._answer(frame)
@@ -226,7 +230,7 @@ class ObjectConnection:
     def _heard(
         self, frame: Any, message: value_codec.MessageCodec
     ) -> tuple[BaseException | None, Any]:
-        """(what the other side has raised, what it has answered)."""
+        """Decode an answer as (raised exception, returned value)."""
         message.change(frame.get("changed", []))
         self._live.change(frame.get("live", []), message)
         error = value = None
@@ -249,7 +253,7 @@ class ObjectConnection:
             raise
 
     def _context(self) -> dict[str, Any]:
-        """What an operation of the tests needs beside its arguments."""
+        """Return the state that an operation of the tests needs beside its arguments."""
         if not self.trusted:
             return {}
         context: dict[str, Any] = {}
@@ -268,7 +272,9 @@ class ObjectConnection:
         return context
 
     def received(self) -> Any:
-        """The next frame; frames.Closed. `turn` is called at the begin and end of a long wait."""
+        """Return the next frame; frames.FrameChannelClosed. A long wait calls `turn` at begin and
+        end.
+        """
         try:
             return frames.receive(self._fd, self._wait if self.turn is not None else None)
         except frames.FrameChannelClosed:
@@ -280,7 +286,7 @@ class ObjectConnection:
                 self.turn(False)
 
     def _wait(self) -> None:
-        """Until there is something to read; it is told if that takes long."""
+        """Wait for a frame; call `turn` if that takes long."""
         if self._told:
             return
         begun = monotonic()
@@ -292,7 +298,7 @@ class ObjectConnection:
             self.turn(True)
         self.patience_s -= monotonic() - begun
 
-    # -- answering
+    # -- answers
 
     def serve(self) -> None:
         while True:
@@ -318,7 +324,7 @@ class ObjectConnection:
             if self.trusted and not operations.is_allowed(operation, target, arguments):
                 kind = AttributeError if operation in ("get", "set", "del") else TypeError
                 raise kind(f"a solution may not {operation} what belongs to its tests")
-            if self.trusted and operation == "await":  # others would go on meanwhile: here none can
+            if self.trusted and operation == "await":  # here no other task could run then
                 what = "a coroutine of the tests that waits for something"
                 arguments = [lambda: self.refuse(what)]
             message.remember()
@@ -372,14 +378,14 @@ def _make_proxy(ref: RemoteRef, builtin: str, base: str, identity: bool) -> Any:
 
 
 def open_file_sync() -> Any:
-    """The scratch directory; few tests use it, so few jails pay for the import."""
+    """Open the scratch directory; few tests use it, so few jails pay for the import."""
     from . import file_sync
 
     return file_sync.FileSync(ROOT)
 
 
 def serve_solution(fd: int, load: Callable[[], Any]) -> None:
-    """The solution's end: loads it, and does what its tests ask for, its module being number 0."""
+    """Serve the solution's end: load its module as object 0, and run its tests' operations."""
     side = ObjectConnection(fd, trusted=False)
     side.keep(load())
     frames.send(fd, {"ready": True})

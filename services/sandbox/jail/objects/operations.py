@@ -1,4 +1,4 @@
-"""What one jail does with an object of its own for the other, and what a solution may ask for."""
+"""Operations of one jail on its own objects for the other, and limits for a solution."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ CONVERSIONS: dict[str, Callable[..., Any]] = {
 
 
 def _compare_equal(target: Any, other: Any) -> list[bool]:
-    """Whether they are equal, and whether `target` equals what it cannot know."""
+    """Return whether they are equal, and whether `target` also equals an object unknown to it."""
     equal = bool(target == other)
-    with contextlib.suppress(Exception):  # it asks the other for what only its own class has
+    with contextlib.suppress(Exception):  # it reads attributes that only its own class has
         return [equal, equal and bool(target == object())]
     return [equal, False]
 
 
 def _is_inconsistent(target: Any, other: Any) -> bool:
-    """Whether `target` is both above and below the other."""
-    with contextlib.suppress(Exception):  # it has but one of them
+    """Return whether `target` is both above and below the other."""
+    with contextlib.suppress(Exception):  # it has only one of them
         return bool(target < other) and bool(target > other)
     return False
 
 
 def to_builtin(target: Any) -> Any:
-    """What an object whose class derives from list, dict or set holds, as one of those."""
+    """Convert an object whose class derives from list, dict or set to that type."""
     if isinstance(target, dict):
         return dict(dict.items(target))
     if isinstance(target, set):
@@ -66,7 +66,7 @@ def to_builtin(target: Any) -> Any:
 
 
 def _set_attribute(target: Any, name: str, value: Any) -> None:
-    """Functions of the tests become methods, as their own would."""
+    """Set an attribute; functions of the tests become methods, as their own would."""
     place = get_ref(value)
     if isinstance(target, type) and place is not None and place.builtin is types.FunctionType:
         value = decode_member(("function", value, name, False))
@@ -74,13 +74,13 @@ def _set_attribute(target: Any, name: str, value: Any) -> None:
 
 
 def _derive_class(target: Any, name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
-    """A class of the tests that derives from the solution's."""
+    """Derive a class of the tests from the solution's."""
     made = {key: decode_member(value) for key, value in members.items()}
     return types.new_class(name, bases, {}, lambda space: space.update(made))
 
 
 def decode_member(value: Any) -> Any:
-    """A function of the other side as one that becomes a method."""
+    """Convert a function of the other side to one that becomes a method."""
     if type(value) is tuple and value and value[0] == "wrapped":
         _, kind, *parts = value
         return getattr(builtins, kind)(*map(decode_member, parts))
@@ -106,7 +106,7 @@ _ORIGINALS: dict[tuple[str, str], Any] = {}
 
 
 def _patch(target: Any, module: str, name: str, value: Any) -> None:
-    """Puts `value` in the place of a name of a module; see `_restored`."""
+    """Replace a name of a module by `value`; see `_restored`."""
     found = importlib.import_module(module)
     _ORIGINALS.setdefault((module, name), getattr(found, name, _ORIGINALS))
     setattr(found, name, value)
@@ -173,11 +173,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "operator": lambda target, name, *others: {**BINARY, **CONVERSIONS}[name](target, *others),
 }
 
-MAX_PRINTED_CHARACTERS = 1 << 20  # characters of what one operation prints that are told
+MAX_PRINTED_CHARACTERS = 1 << 20  # most characters of an operation's output that are sent
 
 
 class RecordedOutput:
-    """What is printed while an operation runs."""
+    """Output of an operation, recorded while it runs."""
 
     def __init__(self) -> None:
         self._before = sys.stdout, sys.stderr
@@ -192,7 +192,7 @@ class RecordedOutput:
         sys.stdout, sys.stderr = self._before
 
     def taken(self) -> list[str]:
-        """Of standard output and error."""
+        """Return the text of standard output and error."""
         for stream in self._streams:
             stream.flush()
         return [
@@ -201,7 +201,7 @@ class RecordedOutput:
         ]
 
 
-# -- what the solution may ask of what it was handed
+# -- permitted operations of the solution on objects that it was passed
 
 CALLABLE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
 ALWAYS_ALLOWED = (
@@ -212,7 +212,7 @@ ALWAYS_ALLOWED = (
     "call",
     "iter",
     "next",
-)  # to be called is why it was given
+)  # it was passed in order to be called
 TESTS_ONLY = ("content", "derive", "super", "names", "patch", "restore", "call_named")
 ALLOWED_ATTRIBUTES = ("__name__", "__qualname__", "__doc__", "__module__")
 ALLOWED_LIBRARY_CLASSES = {
@@ -234,8 +234,10 @@ DENIED_MOCK_ATTRIBUTES = (
 
 
 def has_public_interface(target: Any) -> bool:
-    """Whether its public attributes are an interface: an object of a class that the tests define, a
-    mock, or one of few classes of the standard library.
+    """Return whether the public attributes of an object are an interface.
+
+    It is one for an object of a class that the tests define, a mock, or one of few classes of the
+    standard library.
     """
     kind = type(target)
     known = (
@@ -246,7 +248,7 @@ def has_public_interface(target: Any) -> bool:
 
 
 def is_allowed(operation: str, target: Any, arguments: list[Any]) -> bool:
-    """Whether the solution may ask for this."""
+    """Return whether the solution may apply this operation."""
     if operation in ALWAYS_ALLOWED:
         return True
     if operation == "get" and arguments[0] in ALLOWED_ATTRIBUTES:
@@ -267,13 +269,13 @@ def is_allowed(operation: str, target: Any, arguments: list[Any]) -> bool:
 
 
 def can_hand_over(value: Any) -> bool:
-    """Whether the solution can use what it gets when it is handed this object."""
+    """Return whether the solution can use this object once it is passed to it."""
     kind = type(value)
     used = any(hasattr(kind, name) for name in ("__iter__", "__await__", "__aiter__"))
     return used or callable(value) or kind is object or has_public_interface(value)
 
 
-# What the solution may name so that the tests have their own of it. Not all of the library: it has
+# Names that the solution may send to mean the tests' own objects. Not all of the library: it has
 # classes whose instances equal everything, as that of `unittest.mock.ANY`.
 _SHARED_MODULES = (
     "builtins abc array bisect cmath collections collections.abc copy dataclasses datetime decimal "
@@ -284,7 +286,7 @@ SHARED_MODULES = frozenset(_SHARED_MODULES.split())
 
 
 def is_shared(module: str, found: Any) -> bool:
-    """Whether a module, or a class of it, is the same thing to both sides."""
+    """Return whether a module, or a class of it, is the same to both sides."""
     return module in SHARED_MODULES or (
         isinstance(found, type) and issubclass(found, BaseException)
     )
@@ -304,7 +306,7 @@ EXCLUDED_MODULES = {
 
 @functools.lru_cache(None)
 def list_library_modules() -> frozenset[str]:
-    """Names of the modules of the standard library."""
+    """Return the names of the modules of the standard library."""
     known = getattr(sys, "stdlib_module_names", None)  # from Python 3.10 on
     if known is None:
         files = os.listdir(os.path.dirname(os.__file__))
@@ -313,7 +315,7 @@ def list_library_modules() -> frozenset[str]:
 
 
 def find_module(name: str) -> Any:
-    """A module of the standard library by its name; None if it is none."""
+    """Return a module of the standard library by its name; None if it is none."""
     if name.split(".")[0] not in list_library_modules():
         return None
     with contextlib.suppress(ImportError):
@@ -322,6 +324,6 @@ def find_module(name: str) -> Any:
 
 
 def find_class(module: str, name: str) -> Any:
-    """A class of the standard library by its name; None if it is none."""
+    """Return a class of the standard library by its name; None if it is none."""
     found = getattr(find_module(module), name, None)
     return found if isinstance(found, type) else None

@@ -1,13 +1,13 @@
-"""An object of the other jail, and who decides what a test asks about it.
+"""Proxies of the other jail's objects, with the rules of which side answers a test.
 
 Where a test expects plain data, an object that answers yes to everything must not pass. The rules:
-no object of the solution equals data, or is above or below it, by its own word; one whose class
-derives from a built-in type is compared by what it holds, as data; two objects of the solution
-are compared by it, unless they equal what they cannot know. Arithmetic and `in` are asked of an
-instance that the test itself made, by calling a name of the solution that begins with a capital. An
-object that has seen data in arithmetic says nothing about itself that a test could take for a
-verdict. Where a class (a name in CamelCase) does claim to equal data, that is what its test is
-about, and nothing that can be told from a forgery: it is refused by name.
+no object of the solution decides by itself that it equals data, or is above or below it. One whose
+class derives from a built-in type is compared by its content, as data. Two objects of the solution
+are compared by it, unless they equal an object unknown to them. Arithmetic and `in` are permitted
+on an instance that the test itself made, by calling a name of the solution that begins with a
+capital. An object that has seen data in arithmetic returns nothing that a test could take for a
+verdict. Where a class (a name in CamelCase) does claim to equal data, its test is about that claim,
+which cannot be told from a forgery: the operation is rejected by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TESTS = "tests"  # name of the module that holds them
 ORDER = ("lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 ARITHMETIC = _ARITHMETIC.split()
-DIFFERENCE_OPERATORS = ("sub", "rsub", "isub", "xor", "rxor")  # a test for closeness begins so
+DIFFERENCE_OPERATORS = ("sub", "rsub", "isub", "xor", "rxor")  # a test for closeness begins with it
 _CONVERSIONS = "neg pos abs invert int float complex index round bytes reversed format dir"
 CONVERSIONS = _CONVERSIONS.split()
 _FUNCTION_ATTRIBUTES = "__code__ __name__ __qualname__ __defaults__ __kwdefaults__ __annotations__"
@@ -32,15 +32,15 @@ FUNCTION_ATTRIBUTES = _FUNCTION_ATTRIBUTES.split()
 
 
 class RemoteRef:
-    """Where an object is, and what may be asked about it."""
+    """Location of an object, and the operations permitted on it."""
 
     builtin: Any = None  # its class, if that is a built-in one
     base: Any = None  # list, dict or set, if its class derives from it
     identity = False  # it equals itself only
     makes = ""  # calling it makes instances under test: "class", or "capital" for a name like GCD
-    made = ""  # how its maker was named
+    made = ""  # name of its maker
     named = False  # the tests have imported it
-    direct = False  # that was the test, by name
+    direct = False  # by name, and the test did that
     seen = False  # it has seen data in arithmetic
 
     def __init__(self, side: Any, number: int, kind: str) -> None:
@@ -50,7 +50,10 @@ class RemoteRef:
         return self.side.ask(operation, self.number, *arguments)
 
     def reached(self, name: str, imported: bool = False) -> None:
-        """By a name of the solution: of several that tests import, by the one that says least."""
+        """Record the name that reached this object.
+
+        Of several names that tests import, the one with the fewest rights counts.
+        """
         makes = classify_name(name)
         if imported and self.named:
             self.makes = min(self.makes, makes, key=MAKER_KINDS.index)
@@ -63,7 +66,7 @@ class RemoteRef:
 
 
 def get_ref(value: Any) -> Any:
-    """The Place of what stands for an object of the other side; None if it does not."""
+    """Return the RemoteRef of a proxy; None for any other object."""
     kind = type(value)
     if kind is RemoteProxy:
         return object.__getattribute__(value, "_remote")
@@ -75,14 +78,14 @@ def get_ref(value: Any) -> Any:
 
 
 def classify_name(name: str) -> str:
-    """What a name of the solution makes when it is called."""
+    """Return what a call of this name of the solution makes."""
     if not name[:1].isupper():
         return ""
     return "class" if any(letter.islower() for letter in name) else "capital"
 
 
 class RemoteProxy:
-    """An object of the other jail."""
+    """Proxy of an object of the other jail."""
 
     __slots__ = ("_remote",)
 
@@ -201,18 +204,20 @@ class RemoteProxy:
 
 
 def is_dunder_allowed(ref: RemoteRef, name: str) -> bool:
-    """Whether a name like `__name__` is asked for by the tests themselves, or by a decorator."""
+    """Return whether the tests themselves, or a decorator, read a name like `__name__`."""
     if not ref.side.trusted:
         return name in ("__name__", "__qualname__", "__doc__", "__module__")
     if ref.builtin is types.FunctionType and name in FUNCTION_ATTRIBUTES:
         return True
-    if ref.builtin is type and name == "__dict__":  # `mock.patch` looks there first
+    if ref.builtin is type and name == "__dict__":  # `mock.patch` reads these first
         return True
     return sys._getframe(2).f_globals.get("__name__") == TESTS
 
 
 def _require_no_data_seen(target: RemoteProxy) -> Any:
-    """The place of an object that has seen no data in arithmetic: it may be asked for a verdict."""
+    """Return the reference of an object that has seen no data in arithmetic, and may give a
+    verdict.
+    """
     place = get_ref(target)
     if place.seen:
         raise TypeError(f"a verdict of a {place.kind} of the solution, where data was due")
@@ -254,9 +259,7 @@ def _make_arithmetic_operator(name: str) -> Callable[..., Any]:
                 if name in DIFFERENCE_OPERATORS
                 else place.ask("operator", f"__{name}__", other)
             )
-            if (
-                type(value) is RemoteProxy
-            ):  # one of its own kind, which is compared by what it holds
+            if type(value) is RemoteProxy:  # one of its own kind, which is compared by its content
                 return value
             return getattr(place.ask("content"), f"__{name}__")(other)
         value = place.ask("operator", f"__{name}__", other)
@@ -275,7 +278,7 @@ def _make_arithmetic_operator(name: str) -> Callable[..., Any]:
             found.made = found.made or place.made
             found.seen = found.seen or place.made != "class"
         elif place.made != "class" or name in DIFFERENCE_OPERATORS:
-            # It has seen what is perhaps the expected value.
+            # It may have seen the expected value.
             raise TypeError(f"data for {name} of an object of the solution and data")
         return value
 
@@ -318,4 +321,4 @@ RemoteProxy.__divmod__ = _make_arithmetic_operator("divmod")  # type: ignore[ope
 
 
 class DataProxyMeta(type):
-    """The class of classes of data that is an object, too; see `both`."""
+    """Metaclass of data that is also an object; see `make_data_proxy`."""

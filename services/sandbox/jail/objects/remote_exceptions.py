@@ -1,5 +1,6 @@
-"""Exceptions across two jails: a class of one side has a class in its place on the other, so that
-`except`, `isinstance` and the bases of an exception mean there what they mean here.
+"""Exceptions across two jails: each class of one side has a class on the other.
+
+So `except`, `isinstance` and the bases of an exception mean the same on both sides.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ CAUSES = 5  # of an exception, and of these
 
 
 class SolutionError(Exception):
-    """What the solution raised, where no class is closer."""
+    """Exception of the solution, where no class is closer."""
 
 
 class EscapedStopIteration(RuntimeError):
-    """A StopIteration that left a call: in `map` or a loop of the tests it would be an end."""
+    """StopIteration that left a call: in `map` or a loop of the tests it would be an end."""
 
 
 class RemoteExceptionMeta(type):
-    """The class of classes that stand for exception classes of the other side."""
+    """Metaclass of classes that represent exception classes of the other side."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         place = vars(cls).get("_place")
@@ -41,7 +42,7 @@ def _get_attribute(self: Any, name: str) -> Any:
     return place.ask("get", name)
 
 
-# What a class of exceptions may define that is asked of its instance, and how.
+# Methods that a class of exceptions may define for its instances, and their operations.
 REMOTE_METHODS = {
     "__len__": "len",
     "__iter__": "iter",
@@ -55,7 +56,7 @@ REMOTE_METHODS = {
 
 
 def make_remote_method(operation: str, *given: Any) -> Any:
-    """A method that an object of the other side answers."""
+    """Make a method that an object of the other side answers."""
 
     def method(self: Any, *arguments: Any) -> Any:
         return vars(self)["_place"].ask(operation, *given, *arguments)
@@ -64,7 +65,7 @@ def make_remote_method(operation: str, *given: Any) -> Any:
 
 
 def _is_equal(self: Any, other: Any) -> Any:
-    """By its own word, but never with data."""
+    """Compare as the exception defines it, but never with data."""
     if not isinstance(other, BaseException):
         return False
     equal, foolish = vars(self)["_place"].ask("equal", other)
@@ -72,7 +73,7 @@ def _is_equal(self: Any, other: Any) -> Any:
 
 
 def make_exception_class(ref: Any, name: str, bases: list[Any], remote_methods: list[str]) -> Any:
-    """A class that stands for one of the other side."""
+    """Make a class that represents one of the other side."""
     kinds = [kind for kind in bases if isinstance(kind, type) and issubclass(kind, BaseException)]
     members = {"_place": ref, "__module__": "solution"}
     members.update({"__getattr__": _get_attribute, "__str__": _format})
@@ -84,7 +85,7 @@ def make_exception_class(ref: Any, name: str, bases: list[Any], remote_methods: 
     for chosen in (kinds, kinds[:1], [Exception]):
         try:
             return RemoteExceptionMeta(name, tuple(chosen) or (Exception,), members)
-        except TypeError:  # their layouts do not fit together
+        except TypeError:  # their layouts are incompatible
             continue
     raise AssertionError("a class derives from Exception")
 
@@ -95,7 +96,7 @@ def _format(self: Any) -> str:
 
 
 def decompose(error: BaseException) -> list[Any]:
-    """What an exception is told by: its class, arguments, text, attributes and cause."""
+    """Return an exception's class, arguments, text, attributes and cause."""
     try:
         text = str(error)[:TEXT]
     except BaseException:
@@ -108,7 +109,7 @@ def decompose(error: BaseException) -> list[Any]:
 
 
 def rebuild(ref: Any, kind: Any, args: Any, text: str, attributes: Any, cause: Any) -> Any:
-    """The exception that the other side has told of."""
+    """Rebuild an exception of the other side from its parts."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         kind = SolutionError
     error: Any
@@ -119,7 +120,7 @@ def rebuild(ref: Any, kind: Any, args: Any, text: str, attributes: Any, cause: A
     else:
         try:
             error = kind(*args)
-        except TypeError:  # it takes something else
+        except TypeError:  # its constructor takes other arguments
             error = kind.__new__(kind)
             error.args = tuple(args)
         for name, value in attributes.items():

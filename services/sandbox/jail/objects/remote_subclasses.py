@@ -1,4 +1,4 @@
-"""Classes of the tests that derive from a class of the solution: made there, with methods here."""
+"""Classes of the tests that derive from the solution's: made there, with methods here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SKIPPED_MEMBERS = ("__classcell__", "__orig_bases__", "__module__", "__static_at
 
 
 class RemoteSubclassMeta(type):
-    """What a class statement calls whose base is of the solution: it gives the class made there."""
+    """Metaclass for a class statement with a base of the solution: returns the class made there."""
 
     def __new__(cls, name: str, bases: Any, members: Any, **options: Any) -> Any:
         ours = [
@@ -32,7 +32,7 @@ class RemoteSubclassMeta(type):
         }
         made = place.ask("derive", name, tuple(ours), told)
         if "__classcell__" in members:
-            members["__classcell__"].cell_contents = made  # what `super()` finds
+            members["__classcell__"].cell_contents = made  # for `super()`
         if get_ref(made) is not None:
             get_ref(made).makes = "class"
         return made
@@ -43,7 +43,7 @@ def make_base(remote: RemoteProxy) -> Any:
 
 
 def encode_member(value: Any) -> Any:
-    """A member of a class as `operations.member` makes it."""
+    """Encode a member of a class for `operations.decode_member`."""
     if isinstance(value, types.FunctionType):
         return ("function", value, value.__name__, hasattr(value, "__isabstractmethod__"))
     if isinstance(value, (staticmethod, classmethod)):
@@ -54,7 +54,7 @@ def encode_member(value: Any) -> Any:
 
 
 class RemoteSuper:
-    """What `super()` gives in a method whose class was made by the solution's side."""
+    """Result of `super()` in a method whose class the solution's side made."""
 
     def __init__(self, place: RemoteRef, kind: RemoteProxy) -> None:
         self._found = place, kind
@@ -65,7 +65,7 @@ class RemoteSuper:
 
 
 def resolve_super(*given: Any) -> Any:
-    """The built-in `super`, for the classes of both sides."""
+    """Replace the built-in `super`, for the classes of both sides."""
     if not given:
         frame = sys._getframe(1)
         given = (frame.f_locals["__class__"], frame.f_locals[frame.f_code.co_varnames[0]])

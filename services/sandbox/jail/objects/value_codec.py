@@ -1,7 +1,7 @@
-"""Plain data across a pipe: by value, rebuilt from built-in types and the standard library's.
+"""Plain data across a pipe: by value, rebuilt from types of Python and its standard library.
 
-A list that is the same list twice in a message is so on the other side too, and what a call has
-changed in its arguments is told by their places in the message.
+Repeated references to one list in a message stay so on the other side. A call's changes to its
+arguments are sent by the containers' positions in the message.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, Callable
 
-MAX_SHARED_ITEMS = 1000  # items at most of a container whose later changes are told
-MAX_SHARED_CONTAINERS = 256  # containers whose changes are looked for
+MAX_SHARED_ITEMS = 1000  # largest container whose later changes are sent
+MAX_SHARED_CONTAINERS = 256  # containers whose changes are detected
 DEPTH = 200
-MAX_PLAIN_INT = (
-    1 << 62
-)  # larger numbers cross as hexadecimal digits, of which there may be any number
+MAX_PLAIN_INT = 1 << 62  # larger numbers cross as hexadecimal digits, of any number
 
-# Types with places in a message: they can be changed. Each with how it is emptied and filled.
+# Mutable types, with positions in a message. Each with how it is emptied and filled.
 SEQUENCES = {"list": list, "deque": deque, "set": set, "bytearray": bytearray}
 MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 MUTABLE: dict[Any, str] = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items()]}
 IMMUTABLE = {"tuple": tuple, "frozenset": frozenset}
 
-# Types of the standard library, by module, with what their values are made of.
+# Types of the standard library, by module, with the parts of their values.
 LIBRARY_TYPES: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("decimal", "Decimal"): lambda v: [str(v)],
     ("fractions", "Fraction"): lambda v: [v.numerator, v.denominator],
@@ -46,7 +44,7 @@ LIBRARY_TYPES: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("ipaddress", "IPv4Address"): lambda v: [str(v)],
     ("ipaddress", "IPv6Address"): lambda v: [str(v)],
 }
-# What a class may derive from that is data, and how that is got at whatever the class defines: its
+# Data types that a class may derive from, and access to the data whatever the class overrides: its
 # instances cross as data, and as objects.
 DATA_BASES: dict[Any, Callable[[Any], Any]] = {
     str: str.__str__,
@@ -63,7 +61,9 @@ DATA = (type(None), bool, int, float, complex, str, bytes, bytearray)
 
 
 def extract_data(value: Any) -> Any:
-    """The data in an instance of a class that derives from one of `BASES`; None for any other."""
+    """Return the data in an instance of a class that derives from one of `BASES`; None for
+    others.
+    """
     return next((get(value) for kind, get in DATA_BASES.items() if isinstance(value, kind)), None)
 
 
@@ -79,7 +79,7 @@ NAMES_BY_TYPE = {kind: name for name, kind in TYPES_BY_NAME.items()}
 
 
 def find_library_type(value: Any) -> tuple[str, str] | None:
-    """The module and name of a type of the standard library whose values cross as their parts."""
+    """Return the module and name of a library type whose values cross as their parts."""
     kind = type(value)
     key = (kind.__module__.split(".")[0], kind.__name__)
     return (
@@ -90,16 +90,16 @@ def find_library_type(value: Any) -> tuple[str, str] | None:
 
 
 class MessageCodec:
-    """A request and its answer."""
+    """Codec of a request and its answer."""
 
     def __init__(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        """`pack` and `unpack` say how the rest crosses: what is no data."""
+        """Create a codec; `pack` and `unpack` convert values that are no data."""
         self._pack, self._unpack = pack, unpack
         self.containers: list[Any] = []
         self._places: dict[int, int] = {}
         self._before: list[list[Any]] = []
 
-    # -- packing
+    # -- encoding
 
     def packed(self, value: Any, depth: int = 0) -> Any:
         if depth > DEPTH:
@@ -137,14 +137,14 @@ class MessageCodec:
         place = self._places.get(id(value))
         if place is not None:
             return ["again", place]
-        live = self._pack(self, value, depth)  # one that both sides know by its number
+        live = self._pack(self, value, depth)  # one that both sides have by its number
         if live is not None:
             return live
         self._register(value)
         return [MUTABLE[type(value)], *self.content(value, depth)]
 
     def content(self, value: Any, depth: int = 0) -> list[Any]:
-        """What a container holds, packed."""
+        """Return the packed content of a container."""
         name = MUTABLE[type(value)]
         if name == "bytearray":
             return [bytes(value).hex()]
@@ -163,7 +163,7 @@ class MessageCodec:
         self._places[id(container)] = len(self.containers)
         self.containers.append(container)
 
-    # -- unpacking
+    # -- decoding
 
     def unpacked(self, packed: Any, depth: int = 0) -> Any:
         if depth > DEPTH:
@@ -202,7 +202,7 @@ class MessageCodec:
         return self._unpack(self, packed, depth)
 
     def fill(self, made: Any, rest: Any, depth: int = 0) -> None:
-        """Gives a container another content, which `content` has packed."""
+        """Replace the content of a container by what `content` has packed."""
         kind = MUTABLE[type(made)]
         if kind == "bytearray":
             made[:] = bytes.fromhex(rest[0])
@@ -219,16 +219,16 @@ class MessageCodec:
             made.clear()
             (made.update if kind == "set" else made.extend)(items)
 
-    # -- what a call has changed
+    # -- changes by a call
 
     def remember(self) -> None:
-        """Called when the request has been read: what comes now is told by `changed`."""
+        """Record the containers when the request has been read; `changed` returns later changes."""
         self._before = [read_state(container) for container in self.containers]
 
     def changed(self) -> list[Any]:
-        """[place, content] of each container of the request that is not as it was."""
+        """Return [position, content] of each changed container of the request."""
         found = []
-        for late in self.containers[len(self._before) :]:  # of an answer that was not given
+        for late in self.containers[len(self._before) :]:  # of an answer that was not sent
             del self._places[id(late)]
         del self.containers[len(self._before) :]
         for place, before in enumerate(self._before):
@@ -238,20 +238,21 @@ class MessageCodec:
         return found
 
     def held(self) -> list[int]:
-        """Places of the containers, if others than this message hold on to one of them (and so to
-        what is in it): what is done to them on the other side is then done here. No long ones,
-        which take long to look at.
+        """Return the positions of the containers, if others than this message refer to any of them.
+
+        What the other side does to them is then done here. Long ones are excluded, as comparing
+        them takes long.
         """
         self._before = []
         probe: list[list[Any]] = [[]]
-        most = sys.getrefcount(probe[0]) + 1  # one more for a parent, or who has called this
+        most = sys.getrefcount(probe[0]) + 1  # one more for a parent, or the caller
         places = range(len(self.containers))
         if all(sys.getrefcount(self.containers[place]) <= most for place in places):
             return []
         return [place for place in places if len(self.containers[place]) <= MAX_SHARED_ITEMS]
 
     def change(self, changed: Any) -> None:
-        """Does to our containers what the other side has told."""
+        """Apply the other side's changes to our containers."""
         for place, content in changed:
             self.fill(self.containers[abs(int(place))], content)
 
@@ -271,8 +272,9 @@ def is_same_state(one: list[Any], other: list[Any]) -> bool:
 
 
 class SharedContainers:
-    """Containers that the solution holds on to: one for both sides, as an object is, which crosses
-    by number. Each is kept as both sides last saw it.
+    """Containers that the solution refers to: shared by both sides, and crossing by number.
+
+    Each is stored as both sides last saw it.
     """
 
     def __init__(self) -> None:
@@ -280,14 +282,14 @@ class SharedContainers:
         self._places: dict[int, int] = {}  # their numbers, by the containers' ids here
 
     def number(self, container: Any) -> Any:
-        """Its number; None if it has none."""
+        """Return the number of a container; None if it has none."""
         return self._places.get(id(container))
 
     def container(self, number: int) -> Any:
         return self._known[number][0]
 
     def share(self, held: list[tuple[int, Any]]) -> None:
-        """From now on they cross by number. Both sides forget the same ones, the oldest."""
+        """Let containers cross by number. Both sides forget the same ones, the oldest."""
         for number, container in held:
             if number in self._known:
                 self._places.pop(id(self._known[number][0]), None)
@@ -298,7 +300,9 @@ class SharedContainers:
             self._places.pop(id(container), None)
 
     def changes(self, message: MessageCodec) -> list[Any]:
-        """[number, content] of those that were changed here since the other side last saw them."""
+        """Return [number, content] of those that changed here since the other side last saw
+        them.
+        """
         found = []
         for number, (container, before) in list(self._known.items()):
             now = read_state(container)
@@ -308,7 +312,7 @@ class SharedContainers:
         return found
 
     def change(self, changes: Any, message: MessageCodec) -> None:
-        """Does to them what the other side has told."""
+        """Apply the other side's changes to them."""
         for number, content in changes:
             container = self.container(int(number))
             message.fill(container, content)

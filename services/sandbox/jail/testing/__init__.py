@@ -1,1 +1,1 @@
-"""Runs tests in a jail of their own. Open `runner.py` first."""
+"""Runner of tests in a jail of their own. Open `runner.py` first."""

@@ -1,4 +1,4 @@
-"""Finds the tests of a module, in the order in which pytest runs them."""
+"""Collection of a module's tests, in the order in which pytest runs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
 
 
 class Item:
-    """One test: a function or method with one row of its parameters."""
+    """Test: a function or method with one row of its parameters."""
 
     def __init__(
         self, name: str, function: Any, owner: type[Any] | None, module: Any, marks: list[TestMark]
@@ -44,7 +44,7 @@ def collect_items(module: types.ModuleType, registry: FixtureRegistry) -> Iterat
 
 
 def is_unittest_class(value: Any) -> bool:
-    """Whether a class is a `unittest.TestCase`."""
+    """Return whether a class is a `unittest.TestCase`."""
     return any(
         kind.__name__ == "TestCase" and kind.__module__.startswith("unittest")
         for kind in getattr(value, "__mro__", ())
@@ -118,7 +118,7 @@ def _make_items(
 def _expand_fixtures(
     case: ParameterSet, names: list[str], owner: type[Any] | None, registry: FixtureRegistry
 ) -> list[tuple[ParameterSet, dict[str, Any]]]:
-    """The case with each combination of the parameters of its fixtures."""
+    """Return the case with each combination of the parameters of its fixtures."""
     found = [(case, dict(case.indirect))]
     for definition in registry.needed(names, owner):
         if definition.params and definition.name not in case.indirect:

@@ -11,7 +11,7 @@ SCOPES = ("session", "package", "module", "class", "function")  # the widest fir
 
 
 class FixtureDefinition:
-    """What `@pytest.fixture` makes of a function."""
+    """Function decorated with `@pytest.fixture`."""
 
     def __init__(
         self,
@@ -32,15 +32,16 @@ class FixtureDefinition:
 
 
 def fixture(function: Any = None, **options: Any) -> Any:
-    """`pytest.fixture`, with and without arguments."""
+    """Implement `pytest.fixture`, with and without arguments."""
     if function is not None:
         return FixtureDefinition(function, **options)
     return lambda function: FixtureDefinition(function, **options)
 
 
 def list_argument_names(function: Any, bound: bool) -> list[str]:
-    """Arguments that fixtures or parameters must fill; without those that have a default, or that
-    decorators of `unittest.mock` fill.
+    """Return the arguments that fixtures or parameters must fill.
+
+    Those that have a default, or that decorators of `unittest.mock` fill, are excluded.
     """
     patched = 0
     if patchings := getattr(function, "patchings", ()):
@@ -58,14 +59,14 @@ def list_argument_names(function: Any, bound: bool) -> list[str]:
 
 
 class FixtureRegistry:
-    """The fixtures of a module and its classes, by name."""
+    """Fixtures of a module and its classes, by name."""
 
     def __init__(self, module: types.ModuleType, builtin: dict[str, Callable[..., Any]]) -> None:
         self.builtin = builtin
         self._module = list(_find_definitions(module.__dict__))
 
     def named(self, name: str, owner: type[Any] | None) -> list[FixtureDefinition]:
-        """Definitions of this name, the nearest first."""
+        """Return the definitions of this name, the nearest first."""
         found = [d for d in self.of_class(owner) if d.name == name]
         return found + [d for d in reversed(self._module) if d.name == name]
 
@@ -74,14 +75,14 @@ class FixtureRegistry:
         return [d for kind in kinds for d in _find_definitions(vars(kind))]
 
     def automatic(self, owner: type[Any] | None) -> list[str]:
-        """Names of fixtures that each test of a class, or of the module, uses."""
+        """Return the names of fixtures that each test of a class, or of the module, uses."""
         found = [d for d in [*self._module, *reversed(self.of_class(owner))] if d.autouse]
         widths = {scope: width for width, scope in enumerate(SCOPES)}
         found.sort(key=lambda definition: widths.get(definition.scope, len(SCOPES)))
         return list(dict.fromkeys(d.name for d in found))
 
     def needed(self, names: list[str], owner: type[Any] | None) -> Iterator[FixtureDefinition]:
-        """The definitions behind these names, and behind their arguments."""
+        """Yield the definitions of these names, and of their arguments."""
         seen: set[Any] = set()
         left = list(names)
         while left:
@@ -107,7 +108,7 @@ def _is_method(function: Any) -> bool:
 
 
 class FixtureStore:
-    """Values of fixtures that are in use, by scope, and what ends them."""
+    """Values of fixtures in use, by scope, with their finalizers."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[Any, Any]] = {scope: {} for scope in SCOPES}
@@ -117,7 +118,9 @@ class FixtureStore:
         self._ends[scope].append(do)
 
     def end(self, scope: str) -> None:
-        """Ends what this scope has, the last first; the first error is raised when all are done."""
+        """Finalize a scope's fixtures, the last first; the first error is raised when all are
+        done.
+        """
         errors = []
         while self._ends[scope]:
             try:
@@ -136,7 +139,7 @@ class FixtureStore:
 
 
 class FixtureRequest:
-    """`request`: what a fixture may know of the test that uses it."""
+    """Fixture `request`: the context of the test that uses a fixture."""
 
     def __init__(
         self, filling: FixtureResolver, definition: FixtureDefinition | None, scope: str
@@ -163,7 +166,7 @@ class FixtureRequest:
 
 
 class FixtureResolver:
-    """Fills the arguments of one test."""
+    """Resolver of one test's arguments."""
 
     def __init__(
         self, item: Any, registry: FixtureRegistry, store: FixtureStore, instance: Any
@@ -172,7 +175,7 @@ class FixtureResolver:
         self.parameters: dict[str, Any] = item.parameters
 
     def value(self, name: str, above: FixtureDefinition | None = None) -> Any:
-        """A fixture's value; that of the definition above `above`, which has the same name."""
+        """Return a fixture's value; with `above`, that of the next definition of the same name."""
         if name == "request":
             return FixtureRequest(self, above, above.scope if above else "function")
         found = self.registry.named(name, self.item.owner)

@@ -1,4 +1,4 @@
-"""Marks of pytest: `pytest.mark`, `pytest.param`, and what they say of a test."""
+"""Marks of pytest: `pytest.mark`, `pytest.param`, and their effects on a test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class TestMark:
-    """One mark with its arguments; calling it marks a function or class."""
+    """Mark with its arguments; calling it marks a function or class."""
 
     def __init__(self, name: str, args: Any = (), kwargs: Any = None) -> None:
         self.name, self.args, self.kwargs = name, tuple(args), dict(kwargs or {})
@@ -31,7 +31,7 @@ def _own_marks(target: Any) -> list[TestMark]:
 
 
 class MarkFactory:
-    """`pytest.mark`."""
+    """Implementation of `pytest.mark`."""
 
     def __getattr__(self, name: str) -> TestMark:
         if name.startswith("_"):
@@ -40,7 +40,7 @@ class MarkFactory:
 
 
 class ParameterRow:
-    """`pytest.param`: one row of values, its id and marks."""
+    """Implementation of `pytest.param`: one row of values, its id and marks."""
 
     def __init__(self, *values: Any, id: Any = None, marks: Any = ()) -> None:
         self.values, self.id = values, id
@@ -48,7 +48,7 @@ class ParameterRow:
 
 
 class ParameterSet:
-    """One row of each `parametrize` of a test: values of its arguments and of its fixtures."""
+    """Row of each `parametrize` of a test: values of its arguments and of its fixtures."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -73,7 +73,7 @@ class ParameterSet:
 
 
 def collect_marks(*targets: Any) -> list[TestMark]:
-    """Marks of a function, its classes and its module, the nearest first."""
+    """Collect the marks of a function, its classes and its module, the nearest first."""
     found: list[TestMark] = []
     for target in targets:
         if isinstance(target, type):
@@ -84,7 +84,7 @@ def collect_marks(*targets: Any) -> list[TestMark]:
 
 
 def expand_parametrize(marks: list[TestMark]) -> list[ParameterSet]:
-    """The combinations of rows that the marks give."""
+    """Return the combinations of rows of the marks."""
     found = [ParameterSet()]
     for mark in marks:
         if mark.name == "parametrize":

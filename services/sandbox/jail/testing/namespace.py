@@ -1,6 +1,4 @@
-"""What tests find under the names `solution`, `type`, `isinstance`, `super`: as if the solution's
-objects were here.
-"""
+"""Names `solution`, `type`, `isinstance`, `super` for tests, as if the solution were local."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ ESCAPED_NAME = "__escaped__"
 
 
 class SolutionModule(types.ModuleType):
-    """The module `solution`: its attributes are the other jail's objects."""
+    """Module `solution`: its attributes are the other jail's objects."""
 
     def __init__(self, side: ObjectConnection) -> None:
         super().__init__("solution")
@@ -54,7 +52,7 @@ class SolutionModule(types.ModuleType):
 
 
 def execute_tests(source: str) -> types.ModuleType:
-    """The module of the tests."""
+    """Execute the tests and return their module."""
     module = types.ModuleType(TESTS)
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
     tree = ast.fix_missing_locations(_TypeCheckRewriter().visit(ast.parse(source, NAME)))
@@ -70,7 +68,7 @@ def execute_tests(source: str) -> types.ModuleType:
 
 
 class _TypeCheckRewriter(ast.NodeTransformer):
-    """`type(x)` and `except StopIteration`, which no object can answer for."""
+    """Rewriter of `type(x)` and `except StopIteration`, which no object can intercept."""
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)

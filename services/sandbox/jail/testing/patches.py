@@ -1,5 +1,6 @@
-"""What tests put in the place of something else: attributes, the environment, streams. What they
-change in a module of the standard library is changed for the solution too.
+"""Replacements that tests make: attributes, the environment, streams.
+
+Their changes to a module of the standard library also apply to the solution.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ MISSING = object()
 TESTS_ONLY_NAMES = (
     "sys.stdout",
     "sys.stderr",
-)  # of the tests alone: what the solution prints comes over
+)  # of the tests alone: the solution's output crosses
 CaptureResult = namedtuple("CaptureResult", "out err")
 
 
 def is_shared_name(target: Any, name: str) -> bool:
-    """Whether a name is one of the standard library, which the solution has too."""
+    """Return whether a name is one of the standard library, which the solution has too."""
     return type(target) is types.ModuleType and f"{target.__name__}.{name}" not in TESTS_ONLY_NAMES
 
 
 class MonkeyPatch:
-    """pytest's `monkeypatch`."""
+    """Implementation of pytest's `monkeypatch`."""
 
     side: ObjectConnection
 
@@ -129,7 +130,7 @@ def _restore_item(mapping: Any, name: Any, value: Any) -> None:
 
 
 def resolve_path(path: str) -> tuple[Any, str]:
-    """What holds the last part of a dotted path, and that part."""
+    """Return the owner of the last part of a dotted path, and that part."""
     first, *rest, name = path.split(".")
     target: Any = __import__(first)
     for part in rest:
@@ -140,7 +141,7 @@ def resolve_path(path: str) -> tuple[Any, str]:
 
 
 def forward_mock_patches(connection: ObjectConnection) -> None:
-    """What `unittest.mock.patch` changes in a module of the standard library, the solution sees."""
+    """Forward changes of `unittest.mock.patch` to the standard library to the solution."""
     from unittest import mock
 
     kind: Any = mock._patch
@@ -172,7 +173,7 @@ def forward_mock_patches(connection: ObjectConnection) -> None:
 _INSPECT_FUNCTIONS = (
     "signature isabstract iscoroutinefunction isgeneratorfunction isasyncgenfunction"
 )
-# Functions of the standard library that look into objects: those of the solution's where they are.
+# Introspection functions of the standard library: those of the solution's objects run there.
 INTROSPECTION_FUNCTIONS = {
     "dataclasses": "asdict astuple fields is_dataclass replace",
     "inspect": f"{_INSPECT_FUNCTIONS} getsource getdoc getmembers getfullargspec",
@@ -184,7 +185,7 @@ INTROSPECTION_FUNCTIONS = {
 
 
 def forward_introspection(connection: ObjectConnection, source: str) -> None:
-    """What looks into an object asks the solution about its own; `random.seed` is for both."""
+    """Forward introspection of the solution's objects to the solution; `random.seed` sets both."""
     for module, names in INTROSPECTION_FUNCTIONS.items():
         if module in source:
             found = __import__(module)
@@ -216,7 +217,7 @@ def _make_forwarder(
 
 
 class TempPathFactory:
-    """`tmp_path_factory`: directories in the scratch directory, which both sides have."""
+    """Implementation of `tmp_path_factory`, in the scratch directory, which both sides have."""
 
     def __init__(self, root: str) -> None:
         self._root = os.path.join(root, "pytest")
@@ -237,7 +238,7 @@ class TempPathFactory:
 
 
 class CapturedOutput:
-    """`capsys` and `capfd`: what is printed while the test runs."""
+    """Implementation of `capsys` and `capfd`: the output while the test runs."""
 
     def __init__(self) -> None:
         self._streams = io.StringIO(), io.StringIO()

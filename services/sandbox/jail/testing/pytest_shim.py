@@ -1,4 +1,4 @@
-"""The module `pytest` as tests in a jail find it: what they mostly use of the real one."""
+"""Module `pytest` for tests in a jail: the most used parts of the real one."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ RELATIVE, ABSOLUTE = 1e-6, 1e-12  # pytest's own
 
 
 class Skipped(BaseException):
-    """The test has asked not to be run."""
+    """Error raised when the test requests to be skipped."""
 
 
 class ExpectedFailure(BaseException):
-    """The test has said that it fails."""
+    """Error raised when the test declares that it fails."""
 
 
 class FailedByTest(BaseException):
-    """`pytest.fail`: no `except Exception` of a test catches it."""
+    """Error of `pytest.fail`: no `except Exception` of a test catches it."""
 
 
 class ExceptionInfo:
-    """What `pytest.raises` has caught: `value`, `type`, `match`."""
+    """Exception caught by `pytest.raises`: `value`, `type`, `match`."""
 
     value: Any = None
 
@@ -59,7 +59,7 @@ class ExceptionInfo:
 
 
 class _RaisesContext:
-    """The context of `pytest.raises`."""
+    """Context of `pytest.raises`."""
 
     def __init__(self, kind: Any, match: Any, check: Any) -> None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -118,7 +118,7 @@ def deprecated_call(*, match: Any = None) -> Any:
 
 
 def _make_raiser(kind: type[BaseException]) -> Any:
-    """`pytest.skip` and its like."""
+    """Make `pytest.skip` and similar functions."""
 
     def raising(
         reason: str = "", pytrace: bool = True, *, allow_module_level: bool = False
@@ -138,8 +138,9 @@ def importorskip(modname: str, minversion: Any = None, reason: Any = None, **_: 
 
 
 class Approx:
-    """Equal to what is close to `expected`, a number or a list, tuple or dict of them; the solution
-    has no say in it.
+    """Value equal to what is close to `expected`, a number or a list, tuple or dict of them.
+
+    The solution cannot influence the comparison.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -197,7 +198,7 @@ def _is_number(value: Any) -> bool:
 
 
 class _Pytest(types.ModuleType):
-    """`pytest`; what it lacks is no failed test."""
+    """Module `pytest`; use of a missing attribute is no failed test."""
 
     def __init__(self, side: ObjectConnection) -> None:
         super().__init__("pytest")
@@ -210,7 +211,7 @@ class _Pytest(types.ModuleType):
 
 
 def make_pytest_module(connection: ObjectConnection) -> Any:
-    """The module for the tests of this pipe."""
+    """Make the module for the tests of this connection."""
     module: Any = _Pytest(connection)
     for own in (raises, warns, deprecated_call, importorskip, fixture):
         module.__dict__[own.__name__] = own
@@ -225,7 +226,7 @@ def make_pytest_module(connection: ObjectConnection) -> Any:
 
 
 class _CaptureFixture(CapturedOutput):
-    """`pytest.CaptureFixture[str]`, in annotations."""
+    """Type `pytest.CaptureFixture[str]`, for annotations."""
 
     def __class_getitem__(cls, item: Any) -> Any:
         return cls

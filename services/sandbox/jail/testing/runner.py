@@ -1,7 +1,7 @@
-"""Runs tests against a solution in another jail. Its own jail holds no code that the model wrote.
+"""Runner of tests against a solution in another jail; its own has no code of the model.
 
-Tests are a Python module as pytest would run it, that imports from `solution`: see `collecting` for
-what it takes for a test, and `shim` for the `pytest` that they find.
+Tests are a Python module as pytest would run it, that imports from `solution`. `collection` finds
+its tests, and `pytest_shim` is their `pytest`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FILE_WORDS = (
     "Path(",
     "chdir",
     "makedirs",
-)  # words of who uses some
+)  # words in tests that use files
 SWALLOWED_ASSERTION = "an assertion failed in a callback of the tests and the solution kept it"
-TEXT = 300  # characters of what a failed test says
+TEXT = 300  # characters of a failed test's error
 GENERATOR, COROUTINE, ASYNC_GENERATOR = 0x20, 0x80, 0x200  # flags of code, see `inspect`
 
 
 def run(program: dict[str, Any], channel: int, peer: int) -> None:
-    """Reports each test as it begins and ends; only these frames carry the call's nonce."""
+    """Report each test as it begins and ends; only these frames carry the call's nonce."""
     nonce = program["nonce"]
 
     def report(**said: Any) -> None:
@@ -67,7 +67,7 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
     except BaseException as error:
         if side.refused:
             report(unsupported=side.refused, provoked=side.provoked)
-        elif side.closed or side.failed or side.used:  # what the solution has or raises is no help
+        elif side.closed or side.failed or side.used:  # a solution must not break its tests
             report(ready=False, tests=[], error=_format_error(error))
         elif isinstance(error, Skipped):
             report(ready=True, tests=["skipped"])
@@ -76,14 +76,14 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
         else:
             report(broken=_format_error(error))
         return
-    ready = ready and bool(items or not side.used)  # it may have been asked for parameters
+    ready = ready and bool(items or not side.used)  # the tests may have called it for parameters
     report(ready=ready, tests=[item.name for item in items])
     if ready:
         answer()
 
 
 class TestModule:
-    """The tests of one module."""
+    """Tests of one module."""
 
     def __init__(self, side: ObjectConnection) -> None:
         self._side, self._store = side, FixtureStore()
@@ -91,10 +91,10 @@ class TestModule:
         self._registry: FixtureRegistry | None = None
         self._owner: Any = None
         self._begun = False
-        self.skipped = False  # the whole module is
+        self.skipped = False  # the whole module is skipped
 
     def collected(self, source: str, files: bool) -> list[Item]:
-        """With `files`, the scratch directories of both sides have one path."""
+        """Collect the tests. With `files`, the scratch directories of both sides have one path."""
         side = self._side
         side.assertions = (AssertionError, FailedByTest)
         sys.modules["solution"] = namespace.SolutionModule(side)
@@ -130,8 +130,10 @@ class TestModule:
         return patches.TempPathFactory(ROOT)
 
     def outcome(self, number: int) -> dict[str, Any]:
-        """Whether a test has passed, and what it says if not. One that is skipped, or expected to
-        fail, says nothing of the solution, however it ends.
+        """Run a test and return its outcome, with the error of a failed one.
+
+        A test that is skipped, or expected to fail, does not count for the solution, however it
+        ends.
         """
         if self.skipped:
             return {"passed": False, "error": "skipped"}
@@ -143,7 +145,7 @@ class TestModule:
                     return {"passed": False, "error": mark.name}
             self._side.asserted.clear()
             self._whole(item)
-            if self._side.asserted:  # a wrong solution can spare itself what a callback asserts
+            if self._side.asserted:  # a wrong solution can catch a callback's assertion
                 self._side.refuse(SWALLOWED_ASSERTION, provoked=True)
         except BaseException as error:
             return {"passed": False, "error": _format_error(error)}
@@ -244,13 +246,13 @@ def _format_error(error: BaseException) -> str:
 
 
 def _with_finalizer(store: FixtureStore, value: Any, finalizer: str) -> Any:
-    """A fixture's value, which its method `end` ends with the test."""
+    """Return a fixture's value, whose `finalizer` method ends it with the test."""
     store.at_end("function", getattr(value, finalizer))
     return value
 
 
 def _call(function: Any, *arguments: Any) -> None:
-    """A setup or teardown, with its argument if it takes one."""
+    """Call a setup or teardown, with its argument if it takes one."""
     if function is None:
         return
     code = getattr(function, "__func__", function).__code__
@@ -259,7 +261,7 @@ def _call(function: Any, *arguments: Any) -> None:
 
 
 def _is_condition_true(mark: TestMark, item: Item) -> bool:
-    """Whether one of the mark's conditions holds; without any it does."""
+    """Return whether one of the mark's conditions holds; true without any."""
     conditions = [*mark.args, *(mark.kwargs[key] for key in mark.kwargs if key == "condition")]
     scope = {"sys": sys, "os": __import__("os"), **vars(item.module)}
     return not conditions or any(eval(c, scope) if isinstance(c, str) else c for c in conditions)

@@ -7,15 +7,15 @@ import os
 from typing import Any, Callable
 
 LENGTH = 4  # bytes of the prefix, little-endian
-MAX_FRAME_BYTES = 16 << 20  # bytes of a frame; a longer prefix means that the stream is garbage
+MAX_FRAME_BYTES = 16 << 20  # bytes of a frame; a longer prefix means that the stream is invalid
 
 
-# Without the functions of `json` around it: what a fork touches, it copies.
+# Without the functions of `json` around it: a fork copies the pages that it touches.
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 class FrameChannelClosed(Exception):
-    """The other end has closed, or speaks garbage."""
+    """Error raised when the other end has closed, or sends invalid data."""
 
 
 def pack(value: Any) -> bytes:
@@ -33,8 +33,9 @@ def send(fd: int, value: Any) -> None:
 
 
 def receive(fd: int, before_read: Callable[[], None] | None = None) -> Any:
-    """The next frame; Closed at the end. Reads not a byte more than that. `wait` is called before
-    each part is read.
+    """Return the next frame; FrameChannelClosed at the end.
+
+    Reads no byte beyond the frame. `before_read` is called before each part is read.
     """
     length = int.from_bytes(_read_exactly(fd, LENGTH, before_read), "little")
     if length > MAX_FRAME_BYTES:
@@ -46,8 +47,9 @@ def receive(fd: int, before_read: Callable[[], None] | None = None) -> Any:
 
 
 def take_frame(buffer: bytearray, limit_bytes: int) -> dict[str, Any] | None:
-    """The next frame of what has come, which the buffer loses; None if it is not all there. Closed
-    when it is longer than `limit`, or no object.
+    """Remove the next frame from the buffer and return it; None if it is incomplete.
+
+    FrameChannelClosed when it is longer than `limit_bytes`, or no object.
     """
     length = int.from_bytes(buffer[:LENGTH], "little")
     if len(buffer) >= LENGTH and length > limit_bytes:
@@ -66,7 +68,7 @@ def take_frame(buffer: bytearray, limit_bytes: int) -> dict[str, Any] | None:
 
 
 def parse(body: bytes) -> Any:
-    """The value of a text in JSON without spaces around it; ValueError, StopIteration."""
+    """Parse JSON without spaces around it; ValueError, StopIteration."""
     text = body.decode()
     value, end = _scan(text, 0)
     if end != len(text):
@@ -75,7 +77,7 @@ def parse(body: bytes) -> Any:
 
 
 def read_available(fd: int, size: int) -> bytes | None:
-    """What a descriptor has now, of at most `size` bytes; empty at its end, None: nothing yet."""
+    """Read at most `size` available bytes; empty at the end, None: none are available yet."""
     try:
         return os.read(fd, size)
     except BlockingIOError:

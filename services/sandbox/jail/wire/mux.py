@@ -1,9 +1,9 @@
-"""Several channels over one pair of pipes: what a runner gives is standard input and output alone.
+"""Several channels over one pair of pipes: a runner has only standard input and output.
 
-A record is its kind, its channel, and a length; DATA is followed by so many bytes, END says that no
-more come, TAKEN that so many bytes have been passed on. An end sends at most WINDOW bytes of a
-channel beyond what was taken of it, so that one channel which nobody reads holds up no other. Both
-ends run this; neither believes the other: what breaks these rules is Garbage.
+A record is its kind, its channel, and a length. DATA is followed by so many bytes, END marks the
+end of a channel, TAKEN acknowledges so many bytes. An end sends at most WINDOW bytes of a channel
+beyond the acknowledged ones, so that a channel without a reader blocks no other. Both ends run this
+code. Neither trusts the other: a violation of these rules is a MuxProtocolError.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .frames import read_available
 
 HEAD = struct.Struct("<BBI")
 DATA, END, WINDOW_UPDATE = 0, 1, 2
-WINDOW = 1 << 18  # bytes of a channel under way
+WINDOW = 1 << 18  # unacknowledged bytes of a channel
 PART = 1 << 15  # most bytes in a record
 READ = 1 << 16
 
@@ -32,15 +32,15 @@ CHANNELS_BY_NAME = dict(
 )
 UNWINDOWED = (CONTROL, INIT)
 OUTPUTS = (STDOUT, STDERR)
-AFTER_OUTPUTS = (GUEST,)  # what is said there is said of what was printed before: never earlier
+AFTER_OUTPUTS = (GUEST,)  # their messages refer to earlier output: they never precede it
 
 
 class MuxProtocolError(Exception):
-    """The other end does not speak this."""
+    """Error raised when the other end violates the protocol."""
 
 
 class MuxChannel:
-    """One channel at one end: what comes goes to a descriptor, or to a function."""
+    """Channel at one end: incoming data goes to a descriptor, or to a function."""
 
     def __init__(
         self, read_fd: int, write_fd: int, on_data: Callable[[bytes], None] | None
@@ -48,12 +48,12 @@ class MuxChannel:
         self.read_fd, self.write_fd, self.on_data = read_fd, write_fd, on_data
         self.send_window_bytes = WINDOW
         self.receive_window_bytes = WINDOW
-        self.pending = bytearray()  # has come, and is not passed on
-        self.is_eof = False  # no more comes
+        self.pending = bytearray()  # received, and not yet written
+        self.is_eof = False  # no more data follows
 
 
 class Mux:
-    """One end. `incoming` and `outgoing` are descriptors of the pipes to the other."""
+    """End of the connection, over the descriptors of the pipes to the other end."""
 
     def __init__(self, incoming_fd: int, outgoing_fd: int) -> None:
         self._incoming_fd, self._outgoing_fd = incoming_fd, outgoing_fd
@@ -62,7 +62,7 @@ class Mux:
         self._channels: dict[int, MuxChannel] = {}
         self._received = bytearray()
         self.outbox = bytearray()
-        self._is_peer_deaf = False  # the other end takes nothing more
+        self._is_peer_deaf = False  # the other end reads no more
         self.is_closed = False  # the other end has closed
 
     def attach(
@@ -72,8 +72,10 @@ class Mux:
         write_fd: int = -1,
         on_data: Callable[[bytes], None] | None = None,
     ) -> None:
-        """Bytes of `reading` are sent on this channel, and what comes on it is written to `writing`
-        or handed to `took`. Descriptors are closed at their end; both may be one socket.
+        """Attach descriptors to a channel.
+
+        Bytes of `read_fd` are sent on the channel. Incoming bytes are written to `write_fd` or
+        passed to `on_data`. Descriptors are closed at their end; both may be one socket.
         """
         for fd in (read_fd, write_fd):
             if fd >= 0:
@@ -81,27 +83,28 @@ class Mux:
         self._channels[number] = MuxChannel(read_fd, write_fd, on_data)
 
     def send(self, number: int, content: bytes) -> None:
-        """Sends what no descriptor carries, on a channel without a window."""
+        """Send bytes that no descriptor carries, on a channel without a window."""
         for start in range(0, len(content), PART):
             self._append_record(DATA, number, content[start : start + PART])
 
     def is_delivered(self, number: int) -> bool:
-        """Whether all that has come on the channel was written, or cannot be."""
+        """Return whether all data received on the channel was written, or cannot be."""
         return not self._channels[number].pending
 
     def is_readable(self, number: int) -> bool:
-        """Whether the descriptor of a channel may still have something to send."""
+        """Return whether the descriptor of a channel may still have data to send."""
         return self._channels[number].read_fd >= 0
 
     def close_writer(self, number: int) -> None:
-        """Nothing more is written to its descriptor, which is told so."""
+        """Close the channel's descriptor for writing."""
         channel = self._channels[number]
         channel.pending.clear()
         self._close_write_end(channel)
 
     def step(self, timeout_s: float, other_fds: Sequence[int] = ()) -> list[int]:
-        """Moves what can be moved, after waiting for that at most so long; returns which of the
-        `others`, descriptors of the caller's, can be read.
+        """Wait at most `timeout_s`, and move the data that can be moved.
+
+        Returns the readable descriptors of `other_fds`, which are the caller's.
         """
         poller = select.poll()
         wanted = Counter({fd: select.POLLIN for fd in other_fds})
@@ -112,9 +115,7 @@ class Mux:
         outputs = [self._channels[each] for each in OUTPUTS if each in self._channels]
         behind = any(output.read_fd >= 0 and output.send_window_bytes <= 0 for output in outputs)
         for number, channel in self._channels.items():
-            late = (
-                behind and number in AFTER_OUTPUTS
-            )  # not before more of what was printed is taken
+            late = behind and number in AFTER_OUTPUTS  # not before earlier output is acknowledged
             if channel.read_fd >= 0 and channel.send_window_bytes > 0 and not late:
                 wanted[channel.read_fd] |= select.POLLIN
             if channel.pending and channel.write_fd >= 0 and not self._must_wait_for_output(number):
@@ -136,7 +137,7 @@ class Mux:
         return [fd for fd in other_fds if fd in ready]
 
     def flush(self, deadline_s: float) -> None:
-        """Sends what is still to be sent, as long as the other end takes it."""
+        """Send what is still to be sent, as long as the other end takes it."""
         end = time.monotonic() + deadline_s
         while self.outbox and time.monotonic() < end:
             poller = select.poll()
@@ -156,12 +157,12 @@ class Mux:
             del self.outbox[: os.write(self._outgoing_fd, self.outbox)]
         except BlockingIOError:
             return
-        except OSError:  # nobody listens; what was said before may still come
+        except OSError:  # no reader is left; earlier data may still arrive
             self.outbox.clear()
             self._is_peer_deaf = True
 
     def _read_outputs(self) -> bool:
-        """Takes all that was printed; False if more of it is there than the window lets through."""
+        """Read all output; False if more of it is available than the window permits."""
         for number in OUTPUTS:
             channel = self._channels.get(number)
             while channel is not None and channel.read_fd >= 0:
@@ -174,7 +175,7 @@ class Mux:
         return True
 
     def _must_wait_for_output(self, number: int) -> bool:
-        """Whether what has come must wait until what was printed before is passed on."""
+        """Return whether received data must wait until earlier output is acknowledged."""
         outputs = [self._channels[each] for each in OUTPUTS if each in self._channels]
         return number in AFTER_OUTPUTS and any(output.pending for output in outputs)
 
@@ -198,7 +199,7 @@ class Mux:
             count = os.write(channel.write_fd, channel.pending)
         except BlockingIOError:
             return
-        except OSError:  # nobody reads it any more: it is taken all the same
+        except OSError:  # no reader is left: it is acknowledged all the same
             count = len(channel.pending)
             self._close_write_end(channel)
         del channel.pending[:count]

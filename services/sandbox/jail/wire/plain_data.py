@@ -1,6 +1,4 @@
-"""Reduces values to plain data by their built-in content, whatever their class, to cross a jail's
-border.
-"""
+"""Reduction of values to plain data by their built-in content, to cross a jail's border."""
 
 from __future__ import annotations
 
@@ -11,17 +9,19 @@ DEPTH = 200  # nesting of one value
 MAX_PLAIN_INT = (
     1 << 63
 )  # integers beyond it cross as hexadecimal digits, which are read in linear time
-PLAIN_TYPES = {bool, float, str, type(None)}  # as they are
-INT_KEY = "\0int"  # the key under which they do; no other key begins with that character
+PLAIN_TYPES = {bool, float, str, type(None)}  # unchanged
+INT_KEY = "\0int"  # the key of such an integer; no other key begins with that character
 
 
 class NotPlainData(Exception):
-    """A value that is no plain data."""
+    """Error raised for a value that is no plain data."""
 
 
 def to_jsonable(value: Any, depth: int = 0) -> Any:
-    """The value as JSON holds it: tuples and sets as lists, sets sorted, keys as text, large
-    integers as `number` reads them; Odd for any other.
+    """Convert a value to JSON; NotPlainData for any other.
+
+    Tuples and sets become lists, sets sorted, and keys text. Large integers become what
+    `decode_number` reads.
     """
     if depth > DEPTH:
         raise NotPlainData(f"nested deeper than {DEPTH}")
@@ -56,7 +56,9 @@ def to_jsonable(value: Any, depth: int = 0) -> Any:
 
 
 def decode_number(value: Any) -> Any:
-    """The int or float that `jsonable` has packed, or None if it is none. ValueError: garbage."""
+    """Return the int or float that `to_jsonable` has packed, or None. ValueError: invalid
+    digits.
+    """
     if isinstance(value, dict) and len(value) == 1 and isinstance(value.get(INT_KEY), str):
         try:
             return int(value[INT_KEY], 16)
@@ -66,7 +68,7 @@ def decode_number(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `jsonable` has packed, large integers among it."""
+    """Decode what `to_jsonable` has packed, with large integers."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if isinstance(value, dict):
@@ -77,7 +79,7 @@ def decode(value: Any) -> Any:
 
 
 def _to_builtin(value: Any) -> Any:
-    """The built-in number that equals one of the standard library's or of numpy's."""
+    """Return the built-in number that equals one of the standard library's or of numpy's."""
     numbers, numpy = sys.modules.get("numbers"), sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         found = value.item()

@@ -17,8 +17,9 @@ BUILD_S = 3600.0
 
 
 def build(environment: dict[str, str], base: str) -> None:
-    """Returns when all are there; `environment` names the engine, `base` what they are made from.
-    EngineError when one cannot be built.
+    """Build all missing images of the engine named by `environment`, from the image `base`.
+
+    EngineError if one cannot be built.
     """
     with index.served(environment) as files:
         given = [f"BASE={base}"]

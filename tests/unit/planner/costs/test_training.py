@@ -1,4 +1,4 @@
-"""What a step of training takes by the cost model, against figures worked out by hand."""
+"""Training step times of the cost model, compared with figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ RATES = StepRates(DecodeCurve("cpu", 1, 0.02), friction=1.0, work_s=0.5, fixed_s
 
 
 def tailed(sigma: float) -> StepDemand:
-    """Lengths of this deviation of their logarithm."""
+    """Return lengths whose logarithm has this deviation."""
     drawn = np.random.default_rng(3).lognormal(0.0, sigma, 4000)
     return replace(ALIKE, shape=tuple(map(float, np.quantile(drawn, QUANTILES))))
 
@@ -346,7 +346,9 @@ def test_without_staleness_stages_follow_one_another() -> None:
 
 
 def test_engines_that_are_full_share_what_they_generate() -> None:
-    """A token takes as long as all that are at an engine: two engines generate twice as much."""
+    """Check that a token's time is the mean over an engine's load: two engines generate twice as
+    much.
+    """
     full = replace(RATES, curve=DecodeCurve("cpu", 1, 0.0, 0.002), work_s=0.0, fixed_s=0.0)
     one, two = (simulate_step_s(ALIKE, full, WorkerSplit(n, 1), TERMS) for n in (1, 2))
     assert one == pytest.approx(24 * 50 * 0.002, rel=0.05) and two == pytest.approx(one / 2)

@@ -66,7 +66,7 @@ def test_a_plan_is_as_short_as_the_shortest_of_all(seed: int) -> None:
 
 
 def checked(plan: LayoutPlan, ranges: RangeCosts, nodes: Sequence[LayoutNode]) -> None:
-    """What every plan promises: all groups once and in order, in gangs that lie in nodes."""
+    """Assert what every plan guarantees: all groups once and in order, in gangs within nodes."""
     ends = [0, *(gang.end for gang in plan.gangs)]
     assert [gang.first for gang in plan.gangs] == ends[:-1]
     assert ends[-1] == ranges.group_count

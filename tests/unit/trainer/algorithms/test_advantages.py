@@ -94,7 +94,7 @@ def test_a_group_of_equal_rewards_still_teaches_where_they_are_not(name: Algorit
 
 
 def sequence(seed: int, reward: float, values: bool = False) -> TrainingSequence:
-    """A prompt, then turns of the model and of an environment."""
+    """Return a sequence of a prompt, then turns of the model and of an environment."""
     draw = np.random.default_rng(seed)
     n = int(draw.integers(4, 14))
     mask = draw.random(n) < 0.6
@@ -141,7 +141,9 @@ def plain_returns(one: TrainingSequence, config: AlgorithmConfig) -> list[float]
 
 
 def plain_gae(one: TrainingSequence, config: AlgorithmConfig) -> list[float]:
-    """The sum over later steps of (discount lambda)^l times their temporal differences."""
+    """Compute GAE as the sum over later steps of (discount lambda)^l times their temporal
+    differences.
+    """
     steps = plain_rewards(one, config)
     values = [float(one.extras["values"][i]) for i, _ in steps] + [0.0]
     deltas = [r + config.discount * values[t + 1] - values[t] for t, (_, r) in enumerate(steps)]

@@ -133,7 +133,7 @@ def test_tokens_of_other_versions_are_left_out_of_the_gap() -> None:
 def test_clipped_tokens_are_counted() -> None:
     one, made = learner(), sequences(count=1)
     made[0].advantages = np.ones((), np.float32)
-    made[0].logprobs -= 9.0  # sampled, it says, as something very unlikely
+    made[0].logprobs -= 9.0  # as if the engine had sampled very unlikely tokens
     _, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, 2560))
     assert stats.clipped == stats.tokens
 
@@ -267,7 +267,7 @@ paths = pytest.mark.parametrize(
 def sampled(
     path: str, model: Decoder, prompts: list[list[int]], tokens: int = 90
 ) -> TrajectoryGroup:
-    """A finished group as a shard stores it, of turns that the engine sampled."""
+    """Return a finished group as a shard stores it, with turns that the engine sampled."""
     engine = built_in(path, slots=8, config=THREE)
     engine.update_weights(model.state_dict(), 4)
     heard = Listener(engine).run(
@@ -284,7 +284,7 @@ def sampled(
             np.array(heard[i].experts, np.int16),
         )
         t.append_sampled(*columns)
-        t.append([1, 2])  # what a tool answers, and nobody sampled
+        t.append([1, 2])  # a tool's answer, which the engine did not sample
         members.append(t)
     group = TrajectoryGroup(
         group=3,
@@ -310,7 +310,7 @@ def bins_of(group: TrajectoryGroup, *, replayed: bool) -> list[Bin]:
 
 
 def gap(model: Decoder, bins: list[Bin]) -> float:
-    """The largest difference to the engine's log-probabilities, of all trained tokens."""
+    """Return the largest difference to the engine's log-probabilities over all trained tokens."""
     worst = 0.0
     for made in bins:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a learner may be asked for beside plain float32: adapters, narrow passes, experts."""
+"""Learner variants beside plain float32: adapters, reduced precision, experts."""
 
 from dataclasses import replace
 from pathlib import Path

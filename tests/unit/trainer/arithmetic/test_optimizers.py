@@ -32,7 +32,7 @@ def gradients(model: nn.Module, steps: int) -> list[torch.Tensor]:
 
 
 def follow(model: nn.Module, flat: torch.Tensor) -> None:
-    """Sets the gradients of `model` to what the flat gradient says."""
+    """Set the gradients of `model` to slices of the flat gradient."""
     sizes = [p.numel() for p in model.parameters()]
     for parameter, piece in zip(model.parameters(), flat.split(sizes), strict=True):
         parameter.grad = piece.view_as(parameter).clone()
@@ -97,8 +97,10 @@ def test_matrices_of_one_shape_do_not_mix() -> None:
 def test_an_update_is_the_same_however_much_of_it_is_computed_at_once(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30: an embedding in pieces, of which the last lies with the vector, and one matrix at a time;
-    100: two matrices.
+    """Check that updates do not depend on the piece size.
+
+    At 30, an embedding is in pieces, the last together with the vector, and one matrix at a time.
+    At 100, two matrices.
     """
     whole, pieces = Model(), Model()
     optimizer = Optimizer(whole, CONFIG)

@@ -1,4 +1,4 @@
-"""Health of a step: each number held to what it says, and sums that add up over bins."""
+"""Health statistics of a step: each number checked against its definition, and sums over bins."""
 
 import math
 from dataclasses import asdict, replace
@@ -17,7 +17,7 @@ from meshrl.services.trainer.learner.stats import (
 )
 from tests.unit.trainer.losses import published_formulas as plain
 
-EVERY = torch.ones(0, dtype=torch.bool)  # stands for all tokens
+EVERY = torch.ones(0, dtype=torch.bool)  # represents all tokens
 
 
 def described(

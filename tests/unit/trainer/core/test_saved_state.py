@@ -77,7 +77,9 @@ def test_what_was_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_states_of_an_earlier_meshrl_are_read_and_torch_reads_ours(tmp_path: Path) -> None:
-    """Those were written by torch.distributed.checkpoint."""
+    """Check that states of an earlier MeshRL, written by torch.distributed.checkpoint, still
+    load.
+    """
     old, new = tmp_path / "old", tmp_path / "new"
     writer = HuggingFaceStorageWriter(str(old), save_distributed=True)
     saver.save(dict(STATE), storage_writer=writer, no_dist=True)
@@ -167,4 +169,4 @@ def test_files_that_have_nothing_of_what_is_loaded_are_opened_once(tmp_path: Pat
         found = torch.zeros(2)
         saved.fill(f"t{number}", TensorRows((2,), 0, found))
         assert found.tolist() == [number, number]
-        file.write_bytes(b"")  # who opens it again fails
+        file.write_bytes(b"")  # a later open fails

@@ -1,4 +1,4 @@
-"""What rank 0 lends of a hybrid's gradient: a file on its host, rows by bulk elsewhere."""
+"""Gradient transfer of rank 0 to hybrids: a file on its own host, bulk rows elsewhere."""
 
 from __future__ import annotations
 

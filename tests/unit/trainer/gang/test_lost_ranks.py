@@ -1,4 +1,4 @@
-"""What a core makes of ranks that it loses: each loss is told of once, whatever Redis does."""
+"""Lost ranks of a core: each loss is reported once, whatever Redis does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOST = RankLost("rank 1 does not answer")
 
 
 class FailingState(StateClient):
-    """A Redis that is away until some time, or whose next answer to an event is lost."""
+    """State client that is disconnected until some time, or loses its next answer to an event."""
 
     away_until = 0.0
     loses_an_answer = False

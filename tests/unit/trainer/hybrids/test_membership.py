@@ -243,7 +243,7 @@ def test_any_order_of_events_has_each_round_once(count: int, events: list[tuple[
 
 
 class Stubborn:
-    """A learner whose memory cannot be looked through as often as is said."""
+    """Learner whose first `fails` calls of `get_tensors` raise an error."""
 
     def __init__(self, learner: Learner, fails: int) -> None:
         self._learner, self._fails = learner, fails

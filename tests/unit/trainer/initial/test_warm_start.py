@@ -1,4 +1,4 @@
-"""The beginning of a job's training: warm start and its cache, first weights, turns, progress."""
+"""Start of a job's training: warm start and its cache, first weights, time slices, progress."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 def echo(random: Random, progress: float) -> warm.Segments:
-    """A digit, to be said three times."""
+    """Return a task to repeat a digit three times."""
     digit = str(random.randrange(10))
     return [(f"?{digit}=", False), (digit * 3 + "$", True)]
 
@@ -167,7 +167,7 @@ def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer: Tokenizer) -
     bin = shown(tokenizer)
     plain, cross_entropy = fresh(sparse, "sft").compute_gradient(bin)
     both, stats = fresh(replace(sparse, balance_coefficient=0.1), "sft").compute_gradient(bin)
-    assert stats == cross_entropy  # of what is shown, the loss is told as it was
+    assert stats == cross_entropy  # on supervised tokens, the reported loss is unchanged
     balanced = fresh(replace(sparse, balance_coefficient=0.1))
     balanced_bin = shown(tokenizer)
     balanced_bin.advantage[:] = 0.0
@@ -296,7 +296,7 @@ KEEPER = "worker/w7"
 
 
 class TurnCalls(Interface):
-    """What of a worker's interface is about turns."""
+    """Part of a worker's interface that handles time slices."""
 
 
 TurnCalls.methods = {name: Worker.methods[name] for name in ("acquire_slice", "release_slice")}

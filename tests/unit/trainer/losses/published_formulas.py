@@ -45,7 +45,9 @@ Loss = Callable[[Lists, Lists, Tokens], float]
 
 
 def batch(seed: int, spread: float = 0.3, count: int = 5, of_tokens: bool = False) -> Tokens:
-    """Sequences of 1 to 9 tokens; other policies differ by normal deviates of size `spread`."""
+    """Return sequences of 1 to 9 tokens; other policies differ by normal deviates of size
+    `spread`.
+    """
     draw = random.Random(seed)
     lengths = [draw.randint(1, 9) for _ in range(count)]
 
@@ -72,7 +74,7 @@ def flat(lists: Lists) -> torch.Tensor:
 
 
 def terms(tokens: Tokens) -> LossTerms:
-    """The same batch as one bin has it."""
+    """Return the same batch as the terms of one bin."""
     sequence = [i for i, one in enumerate(tokens.now) for _ in one]
     return LossTerms(
         logprobs=flat(tokens.now),
@@ -86,7 +88,7 @@ def terms(tokens: Tokens) -> LossTerms:
 
 
 def job(name: AlgorithmName, **keys: Any) -> JobConfig:
-    """A job of this algorithm."""
+    """Return a job of this algorithm."""
     return JobConfig(
         rollout=RolloutConfig(max_tokens=LONGEST), algorithm=AlgorithmConfig(name=name, **keys)
     )
@@ -127,7 +129,7 @@ def slope(loss: Loss, tokens: Tokens, step: float = 1e-6) -> torch.Tensor:
 
 
 def alike(found: torch.Tensor, differences: torch.Tensor) -> bool:
-    """Whether a slope agrees with differences, which are exact to rounding of the loss."""
+    """Return whether a slope agrees with differences, which are exact to rounding of the loss."""
     largest = max(1.0, float(differences.abs().max()))
     return torch.allclose(found, differences, rtol=1e-6, atol=2e-9 * largest)
 

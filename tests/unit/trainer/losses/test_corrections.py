@@ -97,8 +97,8 @@ def test_without_a_correction_the_ratio_is_to_the_policy_that_sampled() -> None:
 
 @pytest.mark.parametrize("correction", ALL)
 def test_the_corrected_gradient_is_right_in_expectation(correction: str) -> None:
-    """Of a policy over four tokens that an older one sampled: the policy gradient, while no bound
-    is met.
+    """Check the expected gradient of a policy over four tokens that an older policy sampled. It is
+    the policy gradient while no bound is met.
     """
     logits = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
     older = torch.tensor([0.2, 0.0, 0.3, 0.3], dtype=torch.float64).log_softmax(0)
@@ -136,7 +136,9 @@ def test_the_divergence_joins_the_loss_unclipped_and_uncorrected(kind: str, seed
 
 
 def k3(difference: float) -> tuple[float, float]:
-    """The estimate and its slope, of d = log-probability under the policy - the reference."""
+    """Compute the k3 estimate and its slope at d = log-probability under the policy - the
+    reference.
+    """
     logprob = torch.tensor([difference], dtype=torch.float64, requires_grad=True)
     found = kl.estimate_kl("k3", logprob, torch.zeros_like(logprob))
     (slope,) = torch.autograd.grad(found.sum(), logprob)
@@ -230,7 +232,9 @@ def replace_kl(config: JobConfig) -> JobConfig:
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"distill", "sft"}))
 def test_on_policy_every_algorithm_has_the_policy_gradient(name: AlgorithmName) -> None:
-    """A / denominator for each token: what REINFORCE has (Williams 1992), RLOO's paper too."""
+    """Check that every algorithm's on-policy gradient is A / denominator for each token, as in
+    REINFORCE (Williams 1992) and the RLOO paper.
+    """
     tokens = plain.batch(3)
     tokens.behaviour = tokens.proximal = tokens.now
     config = plain.job(name)
@@ -241,7 +245,7 @@ def test_on_policy_every_algorithm_has_the_policy_gradient(name: AlgorithmName) 
 
 
 def test_on_policy_distillation_has_the_gradient_of_the_reverse_divergence() -> None:
-    """Of a policy over four tokens, by its exact expectation over what it samples."""
+    """Check the gradient of a policy over four tokens by its exact expectation over samples."""
     logits = torch.tensor([0.3, -0.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([0.1, 0.5, -0.3, 0.2], dtype=torch.float64).log_softmax(0)
     logprobs = logits.log_softmax(0)

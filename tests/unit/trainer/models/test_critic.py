@@ -68,7 +68,9 @@ def sequences(count: int = 6, seed: int = 4) -> list[TrainingSequence]:
 
 
 def valued(one: Learner, made: list[TrainingSequence], budget: int = 64) -> list[TrainingSequence]:
-    """As a step does it: scored by the critic, then given advantages and returns."""
+    """Return a batch prepared as in a step: scored by the critic, then given advantages and
+    returns.
+    """
     for members in pack_sequences(made, budget):
         scores, start = one.score(build_bin(members, 0), "values"), 0
         for sequence in members:
@@ -83,7 +85,9 @@ def valued(one: Learner, made: list[TrainingSequence], budget: int = 64) -> list
 
 
 def moved(one: Learner, seed: int = 1) -> Learner:
-    """The same learner with a critic that no longer is its policy, nor says 0."""
+    """Return the same learner with a critic that differs from its policy and predicts values other
+    than 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in critic.get_critic(one.model).parameters():
@@ -92,7 +96,7 @@ def moved(one: Learner, seed: int = 1) -> Learner:
 
 
 def plain_values(one: Learner, sequence: TrainingSequence) -> torch.Tensor:
-    """Of one sequence by itself."""
+    """Compute the values of one sequence by itself."""
     found = critic.get_critic(one.model)
     tokens = torch.from_numpy(sequence.tokens[None, :-1]).long()
     hidden = found.trunk(tokens, torch.arange(tokens.shape[1])[None], causal_attention)
@@ -137,7 +141,7 @@ def test_scoring_leaves_a_critic_as_it_is() -> None:
 
 
 def kept_numbers(one: Learner, bin: Bin) -> int:
-    """Numbers that a pass of the critic keeps for the way back."""
+    """Return how many numbers a pass of the critic saves for the backward pass."""
     kept = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,7 +193,7 @@ def test_the_value_loss_is_that_of_the_clipped_formula(seed: int) -> None:
 
 
 def plain_gradient(one: Learner, made: list[TrainingSequence]) -> torch.Tensor:
-    """Of both losses, sequence by sequence, in the order of the parameters."""
+    """Compute the gradient of both losses, sequence by sequence, in the order of the parameters."""
     one.model.zero_grad()
     total = torch.zeros(())
     for s in made:
@@ -247,7 +251,7 @@ def test_a_critic_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
 
 
 def own(made: list[TrainingSequence], name: str) -> np.ndarray:
-    """An extra of all tokens that carry loss, sequence by sequence."""
+    """Return an extra of all tokens that carry loss, sequence by sequence."""
     return np.concatenate(
         [s.extras[name][s.loss_mask & (np.arange(len(s.loss_mask)) > 0)] for s in made]
     )
@@ -255,7 +259,9 @@ def own(made: list[TrainingSequence], name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
 def test_the_bias_of_a_critic_takes_up_the_mean_of_the_returns(clip_norm: float) -> None:
-    """After one update, however far the gradient is clipped; then it follows by fifths."""
+    """Check that one update sets the critic's bias to the mean return, however far the gradient is
+    clipped. Later updates follow by fifths.
+    """
     one, job = learner(), JobConfig(algorithm=PPO)
     one._optimizer_config = replace(RATES, clip_norm=clip_norm)
     bias = critic.get_critic(one.model).bias.detach()
@@ -284,7 +290,7 @@ def test_explained_variance_is_that_of_the_tokens_that_carry_loss() -> None:
 def sampled(
     one: Learner, draw: np.random.Generator, count: int = 32, length: int = 5
 ) -> list[TrainingSequence]:
-    """Trajectories of the learner's own policy after a prompt of one token, 0 to 3."""
+    """Return trajectories of the learner's own policy after a prompt of one token, 0 to 3."""
     tokens = np.zeros((count, length + 1), np.int32)
     tokens[:, 0] = draw.integers(0, 4, count)
     logprobs = np.zeros((count, length + 1), np.float32)
@@ -305,7 +311,9 @@ def sampled(
 
 @pytest.mark.rotating(3)
 def test_ppo_learns_what_is_rewarded_and_what_to_expect() -> None:
-    """Token 5 is worth 1, from 1 in 32 to most tokens; what a prompt is worth, the critic tells."""
+    """Check that PPO learns the rewarded token and its value. Token 5 is worth 1, from 1 in 32 to
+    most tokens; the critic predicts a prompt's value.
+    """
     one, job, draw = learner(), JobConfig(algorithm=PPO), np.random.default_rng(0)
     shares, explained = [], []
     for _ in range(40):

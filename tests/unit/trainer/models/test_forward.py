@@ -151,7 +151,7 @@ def test_a_bin_without_sequences_has_a_gradient_of_nothing() -> None:
 
 
 def kept_bytes(model: Decoder, bin: Bin) -> int:
-    """What autograd keeps between the passes, parameters aside."""
+    """Return the bytes that autograd saves between the passes, without parameters."""
     kept = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32() -> None:
 
 @pytest.mark.deep
 def test_many_small_gradients_do_not_vanish_in_their_sum() -> None:
-    """In bfloat16 a sum stands still once it is 256 times what is added."""
+    """Check sums of many small gradients. A bfloat16 sum stops growing at 256 times the addend."""
     bin = build_bin(sequences([20]))
     copy, sums = narrow(decoder())
     one_pass(copy.model, bin)
@@ -236,7 +236,7 @@ def sequence(length: int, seed: int = 0, version: int = 0) -> TrainingSequence:
 
 
 def unpacked(bins: Iterable[Bin]) -> Iterator[dict[str, NDArray[Any]]]:
-    """Every sequence's places, in no particular order, as tuples of arrays."""
+    """Return the positions of every sequence as tuples of arrays, in no particular order."""
     for bin in bins:
         for start, end in itertools.pairwise(bin.starts):
             arrays = bin.to_arrays()

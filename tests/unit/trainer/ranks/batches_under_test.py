@@ -104,7 +104,7 @@ def fresh_learner(variant: str) -> Learner:
 
 
 def given_weights(variant: str) -> dict[str, Tensor]:
-    """What training begins with in place of the model's own."""
+    """Return the weights that training starts from in place of the model's own."""
     return {name: 0.9 * tensor for name, tensor in fresh_learner(variant).get_weights().items()}
 
 

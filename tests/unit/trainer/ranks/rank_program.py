@@ -45,8 +45,8 @@ SOME_BYTES = 4096  # of tensors that are gathered together
 
 
 def assert_begins_whole(rank: Rank, variant: str, place: Path) -> None:
-    """Rows that each rank drew for itself are those of a model that was drawn whole, to the last
-    bit; a critic begins with them.
+    """Assert that rows drawn rank by rank equal those of a model drawn as a whole, bit for bit. A
+    critic starts from them.
     """
     keep(rank, place)
     if rank.rank:
@@ -60,7 +60,7 @@ def assert_begins_whole(rank: Rank, variant: str, place: Path) -> None:
 
 
 def named(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As they are called where a checkpoint keeps them."""
+    """Return the weights by their names in a checkpoint."""
     return {MASTER_PREFIX + name: tensor for name, tensor in weights.items()}
 
 
@@ -69,34 +69,34 @@ def outline(rank: Rank) -> dict[str, torch.Tensor]:
 
 
 def keep(rank: Rank, place: Path) -> None:
-    """Each rank writes its rows of all, some tensors to a file; returns when all have."""
+    """Save each rank's rows, some tensors to a file; return when all ranks have."""
     for number, names in enumerate(batch_by_bytes(outline(rank), SOME_BYTES)):
         write_rows(rank, place, names, number, include_masters=True)
     dist.barrier()
 
 
 def whole(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
-    """What all ranks have kept."""
+    """Return what all ranks have saved."""
     state = {n: torch.empty_like(t, device="cpu") for n, t in outline(rank).items()}
     load_state(place, state)
     return state
 
 
 def weights_of(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
-    """All of them, as every rank knows them."""
+    """Return all weights, which every rank gathers."""
     keep(rank, place)
     found = whole(rank, place)
     return {name: found[MASTER_PREFIX + name] for name in rank.learner.get_meta_tensors(False)}
 
 
 def restore(rank: Rank, place: Path) -> None:
-    """It has its rows of what was kept, whoever did."""
+    """Load this rank's rows of the saved state, whichever rank saved them."""
     saved = SavedRows(place)
     rank.learner.restore(saved, lambda name, part: saved.fill(MASTER_PREFIX + name, part))
 
 
 def take(rank: Rank, given: dict[str, torch.Tensor]) -> None:
-    """What rank 0 was given."""
+    """Load the weights that rank 0 received."""
     rank.learner.scatter_weights(
         list(rank.learner.get_meta_tensors(False)), None if rank.rank else given
     )
@@ -154,7 +154,7 @@ def train(rank: Rank, step: int, variant: str, directory: Path) -> float:
 
 
 def nap(rank: Rank, place: Path) -> None:
-    """Its rows and the step's gradient go to a file and come back; meanwhile there are none."""
+    """Offload this rank's rows and the step's gradient to a file, and restore them."""
     memory = rank.collect_memory(include_gradients=True)
     tensors = rank.learner.get_tensors()
     before = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -16,7 +16,7 @@ from tests.unit.trainer.ranks.batches_under_test import MODEL_SEED, OPTIMIZER, v
 
 
 def sharded_learner(variant: str, mesh: DeviceMesh) -> FsdpLearner:
-    """What `fresh_learner` is, of one rank."""
+    """Return the sharded counterpart of `fresh_learner` for one rank."""
     chosen = variant_of(variant)
     shape = ModelConfig.from_hf(chosen.model)
     with torch.device("meta"):

@@ -48,9 +48,10 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 async def test_ranks_that_hold_a_model_in_rows_make_the_updates_of_one_process(
     tmp_path: Path, variant: str
 ) -> None:
-    """Also from weights that they are given, after its state was moved to new ranks, with rounds
-    that hybrids computed, and with rounds that have no bin for some rank; with a critic, and with
-    adapters.
+    """Check that sharded ranks make the updates of one process.
+
+    Cases: from weights that they receive, after a move of the state to new ranks, with rounds that
+    hybrids computed, with rounds that have no bin for some rank, with a critic, and with adapters.
     """
     await run_program(PROGRAM, tmp_path, str(RANKS), str(tmp_path), variant)
     assert_trained_as_one_process(variant, tmp_path, RANKS)

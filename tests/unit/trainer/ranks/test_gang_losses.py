@@ -1,4 +1,4 @@
-"""What a gang makes of errors: a lost rank is waited for, a mistake is not repeated."""
+"""Errors of a gang: the core waits for a lost rank, and does not repeat a mistake."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ JOB = "job"
 
 
 class FirstRank(Rank):
-    """The rank 0 of two, whose process group has itself alone: the other one only answers."""
+    """Rank 0 of two, whose process group has itself alone: the other rank only answers."""
 
     def join(
         self, rendezvous: Rendezvous, interface: str = "lo", listener: socket.socket | None = None
@@ -246,7 +246,7 @@ async def test_a_rank_that_is_lost_while_it_stages_ends_the_group_and_the_next_o
 
 
 async def test_what_hinders_a_rank_is_told_as_what_it_is(gang: Gang, tmp_path: Path) -> None:
-    """It is mended then, by the same group."""
+    """Check that a rank's error is reported by its kind, and that the same group recovers."""
     saving = gang.compute.create_saver(tmp_path / "scratch/state", include_masters=True)
     await saving.copy(list(saving.meta_tensors), 0)
     await saving.finish()
@@ -429,7 +429,7 @@ def test_only_what_collectives_raise_tells_of_a_lost_rank() -> None:
 
 
 class Drawer:
-    """Keeps what a rank has, in this process."""
+    """Offload medium that stores a rank's tensors in this process."""
 
     def __init__(self) -> None:
         self.runs: dict[str, np.ndarray[Any, Any]] = {}

@@ -74,7 +74,7 @@ sys.exit(any([os.waitpid(pid, 0)[1] for pid in both]))
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """By the forks of PROGRAM."""
+    """Return the output of the forks of PROGRAM."""
     inherited = {k: v for k, v in os.environ.items() if not k.endswith("_SOCKET_IFNAME")}
     words = str(tmp_path_factory.mktemp("ranks")), json.dumps(CHOSEN), str(scaled(30.0))
     found = subprocess.run(
@@ -130,7 +130,8 @@ def test_a_store_is_at_the_first_free_port_of_those_of_the_mesh() -> None:
     assert list(parse_port_range("tcp://127.0.0.1:*")) == [0]
 
 
-# Rank 0 waits for rank 1; a stranger connects to its port meanwhile, and stays: three times.
+# While rank 0 waits for rank 1, an unauthenticated peer connects to its port and stays, three
+# times.
 FOREIGN = """
 import os, signal, socket, sys, time
 from contextlib import suppress
@@ -211,12 +212,12 @@ def test_a_gang_with_a_strangers_process_in_it_is_no_gang(tmp_path: Path) -> Non
     )
     user, here, host = [line for line in ran.stdout.splitlines() if line.startswith("rank 0")]
     assert user.startswith("rank 0: a process of user 65534 has connected"), ran
-    assert here == "rank 0 joined", ran  # nobody can tell
+    assert here == "rank 0 joined", ran  # indistinguishable from rank 1
     assert host.startswith("rank 0: a process at 127.0.0.2, where no rank is, has connected"), ran
 
 
 class Work:
-    """Goes on until it is let go; `ended` counts those that were given up, too."""
+    """Work that runs until it is released; `ended` also counts abandoned calls."""
 
     def __init__(self) -> None:
         self.may, self.begun, self.ended = asyncio.Event(), 0, 0

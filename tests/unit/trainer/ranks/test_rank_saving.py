@@ -1,4 +1,4 @@
-"""What a rank on another host than rank 0 writes of a checkpoint, and does not leave there."""
+"""Checkpoint files of a rank on another host than rank 0, and their removal there."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ WEIGHTS = torch.full((8,), 1.0)  # of version 1, as `StoreBench.stage` has them
 
 
 class RestoringRank(Rank):
-    """Of three; it has rows, and no group."""
+    """One of three ranks, with rows and without a process group."""
 
     def __init__(self, first: int) -> None:
         """`first`: of its two rows of the moment."""
@@ -140,7 +140,7 @@ class RestoringRank(Rank):
 
 
 async def written(bench: StoreBench) -> RestoreRows:
-    """A checkpoint that three ranks have written, two rows of the moment each."""
+    """Return a checkpoint that three ranks have written, two moment rows each."""
     await bench.submit()
     manifest = await bench.stage(1)
     name = format_checkpoint_name(0, 1, manifest)
@@ -170,7 +170,9 @@ async def test_it_has_its_rows_however_they_were_cut(bench: StoreBench, first: i
 
 @story_on(on_store, "tmp_path")
 async def test_damage_of_the_version_is_said_as_it_was_found(bench: StoreBench) -> None:
-    """Once the store has set it aside there would be nothing but its absence to tell of."""
+    """Check that corruption of a version is reported as it was found. After the store's quarantine,
+    only the absence of the file could be reported.
+    """
     order = await written(bench)
     asked = ManifestRequest(order.manifest)
     [tensor] = (await bench.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)).tensors

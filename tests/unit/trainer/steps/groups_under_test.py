@@ -27,7 +27,7 @@ def group(
     reference: bool = False,
     seed: int = 0,
 ) -> TrajectoryGroup:
-    """Each member a prompt of two tokens, and the model's own after it."""
+    """Return a group whose members have a prompt of two tokens, and the model's own after it."""
     draw = np.random.default_rng(seed)
     sizes = np.array(lengths or [6 + i for i in range(len(rewards))], np.int32)
     own = np.concatenate([np.arange(n) >= 2 for n in sizes])

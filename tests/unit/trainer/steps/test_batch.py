@@ -110,7 +110,7 @@ def test_weights_follow_the_aggregation(kind: str, weights: list[float]) -> None
 
 
 def cut(rewards: list[float], which: list[int]) -> TrajectoryGroup:
-    """A group of which the members `which` were cut off at the longest length."""
+    """Return a group whose members `which` were cut off at the maximum length."""
     given_ = group(rewards)
     return replace(given_, truncated=np.isin(np.arange(len(rewards)), which))
 

@@ -44,7 +44,7 @@ CONFIG = job("dapo", groups_per_step=2, group_size=2)
 
 
 class Rollout:
-    """A trainer's intake, and a shard that finishes the groups it is asked for."""
+    """Trainer's intake, with a shard that finishes the requested groups."""
 
     def __init__(self, mesh: Mesh, rolling: Mesh) -> None:
         self.mesh, self.rolling, self.shard = mesh, rolling, rolling.token
@@ -52,13 +52,13 @@ class Rollout:
         self.intake = GroupIntake(mesh, self.bulk, JOB)
 
     async def hand_in(self, made: TrajectoryGroup) -> int:
-        """Opens a group and finishes it as a shard does; its id."""
+        """Open a group, finish it as a shard does, and return its id."""
         (one,) = await groups.admit_groups(self.mesh.state, JOB, SHARD, self.shard, 1, _operation())
         await submit_group(self.rolling, self.bulk, JOB, replace(made, group=one.group))
         return one.group
 
     async def finish(self, *rewards: list[float], garbled: bool = False) -> list[int]:
-        """Opens and finishes a group for each list of rewards; their ids."""
+        """Open and finish a group for each list of rewards, and return their ids."""
         state = self.mesh.state
         opened = await groups.admit_groups(
             state, JOB, SHARD, self.shard, len(rewards), _operation()
@@ -87,7 +87,7 @@ class Rollout:
         return [group async for group in found]
 
     async def replaces(self, good: int, *stale: int, counted: str = "host_lost") -> None:
-        """A step takes this group and, in place of another that is counted so, one that comes."""
+        """Assert that a step takes group `good`, and a new one for a group counted as `counted`."""
         taking = asyncio.ensure_future(self.taken(RefillPolicy(CONFIG), *stale))
         async with asyncio.timeout(scaled(20)):
             while not (await self.account())[counted]:

@@ -53,7 +53,9 @@ def learner(config: JobConfig) -> Learner:
 
 
 def groups(silent: Collection[int] = (), count: int = 4) -> list[TrajectoryGroup]:
-    """With all that any algorithm asks for; those of `silent` have equal rewards."""
+    """Return groups with the data that any algorithm needs; those of `silent` have equal
+    rewards.
+    """
     found = []
     for number in range(count):
         rewards = [1.0, 1.0, 1.0] if number in silent else [1.0, 0.0, 0.5]
@@ -99,7 +101,9 @@ async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
 
 @pytest.mark.parametrize("kind", ["tokens", "sequences", "constant"])
 async def test_a_masked_trajectory_has_no_part_in_gradient_or_divisor(kind: str) -> None:
-    """The step is that on the others alone, with the advantages that the whole group gave them."""
+    """Check that a masked trajectory has no part in the step, whose advantages are those of the
+    whole group.
+    """
     config = job("grpo", mask_truncated=True, aggregation=kind)
     masked = [replace(one, truncated=np.array([False, True, False])) for one in groups()]
     found, expected = learner(config), learner(config)

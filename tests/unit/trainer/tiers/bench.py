@@ -43,7 +43,7 @@ WORKER = "worker/w0"
 
 
 class SegmentCalls(Interface):
-    """What of a worker's interface is about segments."""
+    """Part of a worker's interface that handles segments."""
 
 
 SegmentCalls.methods = {
@@ -104,7 +104,7 @@ class Bench:
         )
 
     def started(self) -> TrainerCore:
-        """A process of the core, as if it stood where the job begins."""
+        """Start a process of the core, as at the beginning of the job."""
         data = JobData("j", self.config, self.directory, self.directory)
         learner = create_learner(data)
         add_adapters(data, learner)
@@ -117,7 +117,7 @@ class Bench:
 
     @property
     def learner(self) -> Learner:
-        """Of the core."""
+        """Return the learner of the core."""
         learner = self.core.compute.local_learner
         assert learner is not None
         return learner
@@ -144,7 +144,7 @@ class Bench:
         )
 
     async def step(self, number: int, between: Callable[[], Awaitable[Any]] | None = None) -> None:
-        """One step of the core, with something done after each group and each piece."""
+        """Run one step of the core and call `between` after each group and each piece."""
 
         async def arrive() -> AsyncIterator[TrajectoryGroup]:
             for one in range(3):
@@ -161,7 +161,7 @@ class Bench:
         self.core.position.version = number
 
     def digest(self) -> str:
-        """Of all that the next step depends on."""
+        """Return a digest of all state that the next step depends on."""
         learner = self.learner
         hashed = xxhash.xxh3_128(repr(sorted(learner.get_counts().items())).encode())
         tensors: dict[str, Tensor] = learner.get_tensors() | learner.get_derived_tensors()

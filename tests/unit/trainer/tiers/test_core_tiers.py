@@ -1,4 +1,4 @@
-"""A core that sleeps, in memory and on disk, between steps and within: it goes on bit by bit."""
+"""Core that sleeps, in memory and on disk, between steps and within: it resumes bit by bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def undisturbed(directory: Path, variant: str) -> list[str]:
 
 @pytest.fixture
 def expected(tmp_path: Path) -> list[str]:
-    """Digests after each step of a core that never sleeps."""
+    """Return the digests after each step of a core that never sleeps."""
     return undisturbed(tmp_path, "plain")
 
 
@@ -213,7 +213,7 @@ def files_in(directory: Path) -> list[Path]:
 
 
 class Row(JobRow):
-    """What of a job's row tells where it stands."""
+    """Progress fields of a job's row."""
 
     def __init__(self, **about: object) -> None:
         vars(self).update({"image": "", "masters": ""} | about)

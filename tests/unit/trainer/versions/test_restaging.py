@@ -1,4 +1,4 @@
-"""A version that the store has lost is written again by who has it, whoever goes on asking."""
+"""Restaging of a version that the store has lost, while other processes still request it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.common.base.files.harms import Harm, delete, flip
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 from tests.unit.weights.store_bench import JOB
 
-PIECE_S = 200.0  # twice that is longer than who asks is kept waiting
+PIECE_S = 200.0  # twice that is longer than a caller waits
 
 
 class Slow(GangCompute):
@@ -60,7 +60,7 @@ class SlowStaging(GangStaging):
 
 
 async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
-    """A core at the last version, of which the store has nothing any more."""
+    """Return a core at the last version, of which the store has nothing any more."""
     compute = Slow(bench.store.trainer, JOB, Rank.for_single_rank(bench.learner))
     seat = Placement("g0", "g0.0", JOB, 1, core=True)
     core = TrainerCore(bench.store.trainer, bench.data, seat, compute)
@@ -104,7 +104,9 @@ async def test_it_ends_with_the_core(bench: Trained) -> None:
 
 @story_on(trained, "tmp_path")
 async def test_a_version_cut_otherwise_is_written_again_from_its_checkpoint(bench: Trained) -> None:
-    """As after a resume with another number of ranks."""
+    """Check restaging of a version whose chunk layout differs, as after a resume with another
+    number of ranks.
+    """
     await bench.checkpoint(2, most=64)
     core, _ = await core_of(bench)
     restage = bench.manifests[2]
@@ -119,7 +121,9 @@ async def test_a_version_cut_otherwise_is_written_again_from_its_checkpoint(benc
 async def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_cuts_it(
     bench: Trained, gone: str
 ) -> None:
-    """Also where others have cut it: what lies in which chunk, the manifest says."""
+    """Check that restaging follows the chunk layout of the manifest, also where other writers chose
+    it.
+    """
     store, step = bench.store, 2
     torch.manual_seed(step)
     bench.learner.apply_gradient(torch.randn(bench.learner.parameter_count), 1.0, 1.0)
@@ -182,7 +186,7 @@ async def test_what_its_checkpoint_has_no_more_is_not_written_again(bench: Train
 
 
 async def staged(bench: Trained) -> None:
-    """The weights of step 2 lie in the store."""
+    """Stage the weights of step 2 in the store."""
     bench.learner.apply_gradient(torch.ones(bench.learner.parameter_count), 1.0, 1.0)
     bench.manifests.append((await bench.publisher.stage_version(0, 2, bench.manifests[-1])).digest)
     bench.weights.append(bench.learner.copy_weights())

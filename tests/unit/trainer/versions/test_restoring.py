@@ -1,5 +1,6 @@
-"""A trainer on real files of checkpoints: whatever became of one, training goes on from it, from
-the one before, or fails by name.
+"""Restore of a trainer from real checkpoint files.
+
+Training resumes from the last checkpoint or the one before it, or fails with a named error.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Trained:
         self.manifests: list[str] = []
 
     def resume(self, config: JobConfig) -> None:
-        """The job goes on as another start of its trainer finds it, after a change."""
+        """Resume the job under a changed configuration, as another start of its trainer."""
         self.data = replace(self.data, config=replace(config, name=JOB))
         self.open()
 
@@ -82,8 +83,8 @@ class Trained:
             await self.checkpoint(step)
 
     async def checkpoint(self, step: int, most: int = 0) -> None:
-        """One whose weights and state tell its step; `most`: bytes of a chunk, as of others who
-        have staged it.
+        """Make a checkpoint whose weights and state identify its step. `most`: bytes of a chunk, as
+        of another writer.
         """
         torch.manual_seed(step)
         gradient = torch.randn(self.learner.parameter_count)
@@ -111,7 +112,7 @@ class Trained:
         self.manifests.append(manifest)
 
     async def usable(self) -> int:
-        """Which checkpoint is gone on from; the learner has its weights and its state."""
+        """Return the step that the run resumes from; the learner has its weights and state."""
         name, checkpoint = await self.restoring.restore_newest(self.names[-1])
         number = self.names.index(name)
         found = self.learner.copy_weights()
@@ -130,7 +131,7 @@ class Trained:
         return self.manifest(number).with_suffix("") / "model.safetensors"
 
     async def chunks(self, number: int) -> list[Path]:
-        """The manifest of its weights, and their chunks."""
+        """Return the files of the manifest of a version's weights and of their chunks."""
         asked = ManifestRequest(self.manifests[number])
         held = await self.store.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
         names = dict.fromkeys([asked.digest, *(tensor.chunk for tensor in held.tensors)])
@@ -264,7 +265,9 @@ def test_what_the_store_has_lost_is_there_again_beside_masters(tmp_path: Path, w
 
 @story_on(trained, "tmp_path")
 async def test_the_one_before_takes_the_place_of_an_unreadable_model(bench: Trained) -> None:
-    """Its weights are no numbers any more, and the store has lost them."""
+    """Check the fallback to the previous checkpoint. The model's weights are not numbers any more,
+    and the store has lost them.
+    """
     next(iter(bench.learner.get_weights().values())).detach().fill_(float("nan"))
     await bench.checkpoint(2)
     for path in await bench.chunks(2):
@@ -274,7 +277,7 @@ async def test_the_one_before_takes_the_place_of_an_unreadable_model(bench: Trai
 
 
 def planned_helped(bench: Trained, config: JobConfig) -> bool:
-    """Whether the planner would place helpers, once it has read what the core publishes."""
+    """Return whether the planner would place hybrids, given what the core publishes."""
     assert "published" in SNAPSHOT_STATS, "it is read of stats"
     told = ProcessStats("core", "trainer", "1", {"published": bench.publisher.published_dtypes})
     row = {"id": JOB, "phase": "training", "groups_per_step": 1, "submitted_ms": 0}
@@ -283,7 +286,9 @@ def planned_helped(bench: Trained, config: JobConfig) -> bool:
 
 
 def test_adapters_published_in_float32_from_now_on_keep_that_of_their_base(tmp_path: Path) -> None:
-    """Which was published in bfloat16; `usable` compares bit by bit."""
+    """Check adapters in float32 on a base that was published in bfloat16; `usable` compares bit by
+    bit.
+    """
     wide = replace(build_config(1, 1, 1, 9), lora=LoraConfig(rank=2))
     half = replace(wide, rollout=replace(wide.rollout, dtype="bfloat16"))
 
@@ -354,8 +359,10 @@ def test_a_base_cut_otherwise_is_written_again_from_a_checkpoint(tmp_path: Path)
 
 
 def content(path: Path) -> Any:
-    """What a file holds, bit for bit; safetensors gives its header's words in any order, and so a
-    manifest has other digests each time.
+    """Return a file's content for comparison bit by bit.
+
+    The safetensors library writes its header in any order, and so a manifest has other digests each
+    time.
     """
     held = path.read_bytes()
     if path.suffix == ".safetensors":
@@ -368,7 +375,7 @@ def content(path: Path) -> Any:
 
 
 def written(root: Path, away: bool) -> dict[str, Any]:
-    """Every file below `checkpoints` of a run's home, by its path there."""
+    """Return every file below `checkpoints` of a run host, by its path there."""
     found: dict[str, Any] = {}
     root.mkdir()
 
@@ -383,7 +390,7 @@ def written(root: Path, away: bool) -> dict[str, Any]:
         ] == [0, 1]
 
     trained(root, story, replace(build_config(1, 1, 1, 9), lora=LoraConfig(rank=2)), away)
-    shutil.rmtree(root)  # the next one has the same names: PEFT's settings tell of them
+    shutil.rmtree(root)  # the next run has the same paths, which PEFT's settings contain
     return found
 
 
@@ -431,8 +438,8 @@ async def test_one_that_is_damaged_at_home_gives_its_place_there(bench: Trained)
 async def test_weights_are_made_again_from_the_model_at_home(
     bench: Trained, tmp_path: Path, lost: slice
 ) -> None:
-    """Of the manifest and the one chunk that they are of; what is needed of the checkpoint
-    meanwhile stays.
+    """Check that lost weights are staged again from the run host's model. The manifest and its one
+    chunk are lost; the needed files of the checkpoint stay.
     """
     chunks = await bench.chunks(1)
     assert len(chunks) == 2

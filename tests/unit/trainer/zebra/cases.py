@@ -87,7 +87,7 @@ CASES = {
 
 
 def bins(case: Case, number: int) -> list[Bin]:
-    """Those of a round, an attention rank's side by side."""
+    """Return the bins of a round, those of an attention rank side by side."""
     random = np.random.default_rng(number)
     found = []
     for _ in range(case.shape.attention_ranks * case.shape.micro_batches):
@@ -99,13 +99,13 @@ def bins(case: Case, number: int) -> list[Bin]:
                 for _ in bin.tokens
             ]
             bin.experts = np.array(rows, np.int16)
-            bin.experts[::7] = -1  # nobody recorded these
+            bin.experts[::7] = -1  # without recorded routing
         found.append(bin)
     return found
 
 
 def one_process(case: Case) -> Learner:
-    """The same model, whole."""
+    """Return the same model, unsharded."""
     with torch.device("meta"):
         model = Decoder(case.config)
     if case.again:

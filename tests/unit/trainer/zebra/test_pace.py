@@ -1,4 +1,4 @@
-"""What tasks and transfers take on a rank that stands for a declared accelerator."""
+"""Task and transfer times of a rank that emulates a declared accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gang whose ranks have attention or experts computes what one process does."""
+"""Arithmetic of a gang whose ranks have attention or experts, compared with one process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of gradients, relative to 
 @pytest.mark.rotating(len(CASES))
 @pytest.mark.parametrize("name", CASES)
 async def test_ranks_of_two_kinds_compute_what_one_process_does(tmp_path: Path, name: str) -> None:
-    """Losses, gradients, scores and what a step makes of the weights: with experts on attention
-    ranks or none elsewhere, with routing that is given, layers computed again, and dense layers in
-    between. Repeated rounds are equal to the last bit.
+    """Check that ranks of two kinds compute what one process does.
+
+    Compared are losses, gradients, scores and updated weights: with experts on attention ranks or
+    none elsewhere, with given routing, recomputed layers, and dense layers in between. Repeated
+    rounds are equal to the last bit.
     """
     await run_program(PROGRAM, tmp_path, str(tmp_path), name)
     files = [load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in range(RANKS)]
@@ -78,7 +80,7 @@ def assert_as_one_process(name: str, case: Case, files: list[dict[str, Tensor]])
 
 
 def gradients(learner: Learner, case: Case, number: int) -> tuple[Tensor, Tensor]:
-    """The sum over the bins of a round, and their losses."""
+    """Return the sum over the bins of a round, and their losses."""
     total, losses = None, []
     for bin in bins(case, number):
         gradient, stats = learner.compute_gradient(bin)

@@ -1,6 +1,4 @@
-"""Versions of adapters alone: the model that they are added to lies in the store once, and stays
-while one of them does.
-"""
+"""Versions of adapters alone: the base model is stored once, and stays while one of them does."""
 
 from __future__ import annotations
 
@@ -110,7 +108,7 @@ async def test_a_version_whose_base_is_gone_is_refused(store: Store, versions: V
 
 
 async def test_the_adapters_of_the_base_may_be_gone(store: Store, versions: Versions) -> None:
-    """A version that is made again from its own checkpoint brings nothing of them."""
+    """Check that a version restaged from its own checkpoint needs none of the base's adapters."""
     base = await versions.manifest(versions.base.digest, alone=True)
     own = {piece.chunk for piece in base.tensors if piece.name in adapters(0)}
     others = {piece.chunk for piece in base.tensors} - own

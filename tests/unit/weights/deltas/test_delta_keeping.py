@@ -1,6 +1,4 @@
-"""What deltas keep in the store: their blobs while the version lives that they are to, and anchors
-while a host holds one.
-"""
+"""Retention of delta data: blobs while their target version lives, anchors while a host has one."""
 
 from __future__ import annotations
 
@@ -27,15 +25,15 @@ from meshrl.services.weights.versions.run_versions import RunVersions
 from tests.stories import story_on
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
-LONG_S = 80.0  # longer than every grace but that of what nobody has named
-SILENT_S = 3700.0  # longer than a host counts that says nothing
+LONG_S = 80.0  # longer than every grace period but that of orphans
+SILENT_S = 3700.0  # longer than a silent host counts
 ANCHORS = 2
 
 
 async def begun(
     store: StoreBench, version: int, manifest: str, parts: int = 1, host: str = ""
 ) -> list[VersionRef]:
-    """What deltas to a version are to be from, as the trainer is told."""
+    """Request the base versions of deltas to a version, as the trainer does."""
     asked = BeginDelta(JOB, VersionRef(0, version, manifest), ANCHORS, parts=parts, host=host)
     return list((await store.trainer.ref(STORE_NAME).call(Weights.begin_deltas, asked)).bases)
 
@@ -46,7 +44,7 @@ async def received(store: StoreBench, version: int, manifest: str, host: str = "
 
 
 async def made(store: StoreBench, base: VersionRef, version: int, manifest: str) -> str:
-    """A delta to a version, told of; its blob."""
+    """Publish a delta to a version and return its blob."""
     blob = await put_chunk(
         store.trainer, store.bulk, store.random.hex_token(64).encode(), "a delta"
     )
@@ -81,7 +79,9 @@ async def test_blobs_stay_as_long_as_the_version_that_they_make(store: StoreBenc
 
 
 def why(store: StoreBench, version: int, manifest: str) -> dict[int, list[str]]:
-    """What keeps each version, as people are told; the last one was committed."""
+    """Return the reasons for which each version is retained, as users see them; the last version
+    was committed.
+    """
     documents.write(store.run_dir / "job.json", {"job": JOB, "document": store.document})
     fields = {"version": version, "manifest": manifest}
     event = {"id": "1-0", "ms": 0, "kind": "step", "fields": fields}
@@ -234,7 +234,10 @@ def test_all_have_the_last_one() -> None:
 def test_most_have_the_last_one() -> None:
     assert choose_bases(held(7, 7, 6), 0) == [version(7)]
     assert choose_bases(held(7, 7) + held(5, 6, anchor=4), 4) == [version(7), version(4)]
-    assert choose_bases(held(7, 7, 6, 6, 5), 4) == [version(7), version(6)]  # who has no anchor yet
+    assert choose_bases(held(7, 7, 6, 6, 5), 4) == [
+        version(7),
+        version(6),
+    ]  # a host without an anchor yet
 
 
 def test_of_as_many_the_newest_is_first() -> None:

@@ -43,7 +43,7 @@ from tests.unit.weights.storing import ProcessesOnHosts
 
 CHUNK = 100_000
 CHUNKS = 18
-TOGETHER = 4  # chunks whose deltas are told of together
+TOGETHER = 4  # chunks whose deltas are reported together
 SIZE = CHUNK * CHUNKS
 SHARE = 0.01  # of the elements that change from a version to the next
 
@@ -65,13 +65,13 @@ class Hosts(ProcessesOnHosts):
         return Engine(self, mesh)
 
     async def bases(self) -> list[VersionRef]:
-        """From which versions deltas to another one would be."""
+        """Return the versions that deltas to another version would start from."""
         target = await self.stage(None)
         asked = BeginDelta("j", target, 0, host=self.trainer.settings.host)
         return (await self.trainer.ref(STORE_NAME).call(Weights.begin_deltas, asked)).bases
 
     async def stage(self, deltas: DeltaSender | None) -> VersionRef:
-        """The next version, of which the deltas that are wanted are made."""
+        """Stage the next version with the deltas that are requested."""
         number = len(self.versions)
         if number:
             for place, tensor in enumerate(self.weights):
@@ -94,7 +94,7 @@ class Hosts(ProcessesOnHosts):
 
 
 class Engine:
-    """What receives versions on a host, and what it counts."""
+    """Receiver of versions on a host, with its counters."""
 
     def __init__(self, hosts: Hosts, mesh: Mesh) -> None:
         self.hosts, self.mesh, self.bulk = hosts, mesh, BulkClient(mesh)
@@ -102,7 +102,7 @@ class Engine:
         self.receiver = WeightReceiver(mesh, self.bulk, wants_deltas=True)
 
     async def receive(self, version: VersionRef) -> int:
-        """Bytes that came for it, once the whole version is here, and right."""
+        """Return the bytes received for a version, once all of it is here and valid."""
         before = self.hosts.way.carried
         image = await self.receiver.receive(version.digest)
         for place, tensor in enumerate(self.hosts.weights):
@@ -142,7 +142,7 @@ async def test_none_are_made_where_nobody_on_another_host_receives(hosts: Hosts)
 
 
 async def test_a_base_moves_on_with_what_was_acknowledged_alone(hosts: Hosts) -> None:
-    """Who did not get a version in between gets the next one from what it has."""
+    """Check that a receiver that missed a version gets the next one from its own base."""
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
@@ -252,7 +252,7 @@ async def test_an_error_is_not_told_of_once_nobody_wants_deltas(hosts: Hosts) ->
 
 
 async def missing(engine: Engine, version: VersionRef) -> dict[str, int]:
-    """Bytes by digest of what a host has not got of a version."""
+    """Return the bytes by digest of the chunks that a host misses of a version."""
     image = VersionImage(await engine.receiver.fetch_manifest(version.digest))
     return {d: size for d, size in image.chunk_sizes.items() if not engine.cache.has(d)}
 
@@ -333,11 +333,13 @@ async def test_what_a_delta_does_not_make_is_pulled(hosts: Hosts, harm: str) -> 
     assert engine.count("deltas_applied") == CHUNKS - lost
     assert all(
         engine.cache.read(delta.new_chunk) for delta in told.chunks
-    )  # each what its name says
+    )  # each matches its digest
 
 
 async def test_a_delta_from_another_chunk_is_refused(hosts: Hosts) -> None:
-    """Whoever tells of it: what it makes is not what its name says."""
+    """Check that a delta to other bytes than the named chunk's is rejected, whichever process
+    reports it.
+    """
     engine, store = await hosts.engine(), hosts.trainer.ref(STORE_NAME)
     async with hosts.deltas() as deltas:
         await engine.receive(first := await hosts.stage(deltas))

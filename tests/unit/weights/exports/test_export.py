@@ -304,7 +304,7 @@ CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory as `transformers` writes it, with files of its earlier versions."""
+    """Return a model directory as `transformers` writes it, with files of its earlier versions."""
     import transformers
 
     place = tmp_path_factory.mktemp("hub") / "model"
@@ -341,7 +341,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(hub: Path, tmp_path: Path, adapters: LoraConfig) -> Path:
-    """The model directory of a run that began from `hub`."""
+    """Return the model directory of a run that began from `hub`."""
     config = dataclasses.replace(
         JobConfig(lora=adapters),
         model=dataclasses.replace(JobConfig().model, path=str(hub)),

@@ -1,5 +1,7 @@
-"""Imports and exports that are killed at any file operation: what they were to make is whole or not
-there, what they were to replace is whole until then, and the same command makes up for it.
+"""Imports and exports that are killed at any file operation.
+
+Their output is complete or absent, a file that they replace is complete until then, and the same
+command repeats the work.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def _exports(root: Path, out: str) -> Case:
 
 
 def opened(made: Path) -> Iterator[int]:
-    """The seed of the model that is there; nothing, if none can be opened."""
+    """Yield the seed of the model that is there; nothing if none can be opened."""
     if not (made / "config.json").is_file():
         return
     found = load_model(made)[1].state_dict()
@@ -82,7 +84,7 @@ def opened(made: Path) -> Iterator[int]:
 
 
 def check(case: Case, kind: str) -> None:
-    """What can be opened is whole."""
+    """Assert that all files that can be opened are complete."""
     found = list(opened(case.made))
     if kind == "exports":
         assert found, "the one before stays until the other takes its place"
@@ -95,12 +97,12 @@ def check(case: Case, kind: str) -> None:
 
 
 def is_done(path: Path) -> bool:
-    """Whether it is a scratch directory from which all was taken before its process was killed."""
+    """Return whether this is an emptied scratch directory of a killed process."""
     return path.name.startswith(".") and os.listdir(path) in ([], [EXPORT_MARKER])
 
 
 def run_killed(case: Case, kind: str, at: int) -> bool:
-    """Whether it was killed before its `at`th operation."""
+    """Return whether the run was killed before its `at`th operation."""
     if not (child := os.fork()):
         try:
             dies_at(at)

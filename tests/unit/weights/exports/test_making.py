@@ -1,4 +1,6 @@
-"""What is made beside its place, and put there, deletes nothing but what it replaces."""
+"""Atomic directories: made beside their path and then installed, they delete only what they
+replace.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def seed_of(out: Path) -> int:
-    """That of the model there."""
+    """Return the seed of the model there."""
     found = load_model(out)[1].state_dict()
     [seed] = [s for s in (0, 1) if torch.equal(found["embedding"], weights(model(s))["embedding"])]
     return seed

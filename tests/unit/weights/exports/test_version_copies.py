@@ -1,4 +1,4 @@
-"""Versions that stay for good are copied to where their job says."""
+"""Copies of permanently retained versions at the path that their job names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PATIENCE_S = 100.0  # a process starts and imports torch, beside others that do
 
 
 class Copied:
-    """A run of four versions on a mesh whose store copies them below `there`."""
+    """Run of four versions on a mesh whose store copies them below `there`."""
 
     def __init__(self, root: Path, place: str) -> None:
         self.there = root / "there"
@@ -65,7 +65,7 @@ class Copied:
             await self.state.close()
 
     async def at(self, number: int) -> None:
-        """The version becomes the current one."""
+        """Make the version the current one."""
         fields = {"version": str(number), "lineage": "0", "manifest": self.manifests[number]}
         pairs = [text for pair in fields.items() for text in pair]
         await self.state.run_command("HSET", "{j}:job", *pairs)

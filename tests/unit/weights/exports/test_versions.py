@@ -1,4 +1,4 @@
-"""What people ask of a run's versions, by the command line and by the program behind it."""
+"""Queries and commands on a run's versions, by the command line and by the program behind it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def manifests(run: Run) -> list[str]:
 
 
 def called(run: Run, *words: str) -> str:
-    """What `meshrl weights` prints."""
+    """Return the output of `meshrl weights`."""
     result = CliRunner().invoke(app, ["weights", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -359,7 +359,7 @@ def test_an_answer_that_is_none_is_a_fault() -> None:
 
 
 def hugging_face(directory: Path) -> Path:
-    """A model as its authors publish it."""
+    """Make a model directory as its authors publish it."""
     (directory / "made").mkdir(parents=True)
     tokenizer = directory / "made" / "tokenizer.json"
     build_character_tokenizer("0123456789+-= ", str(tokenizer))

@@ -1,4 +1,4 @@
-"""Hosts that are gone when the test ends."""
+"""Fixture of hosts that close when the test ends."""
 
 from __future__ import annotations
 

@@ -48,20 +48,20 @@ class Hosts(ProcessesOnHosts):
         return fetcher
 
     def version(self, chunks: int, size: int = CHUNK) -> list[MissingChunk]:
-        """Chunks in the store, of random bytes."""
+        """Store chunks of random bytes and return them."""
         return [MissingChunk(self.store.write(os.urandom(size)), size) for _ in range(chunks)]
 
     def cache(self, host: str) -> ChunkStore:
         return ChunkStore(self.root / host / "chunks")
 
     def right(self, host: str, wanted: list[MissingChunk]) -> bool:
-        """Whether a host has all of it, whole."""
+        """Return whether a host has all of these chunks, each with its digest."""
         paths = [self.cache(host).chunk_path(one.digest) for one in wanted]
         return all(compute_digest(path.read_bytes()) == path.name for path in paths)
 
     @property
     def copies_sent(self) -> int:
-        """Bytes that the store has sent."""
+        """Return the bytes that the store has sent."""
         return self.servers["head"].sent_bytes
 
     async def leave(self) -> None:

@@ -1,5 +1,7 @@
-"""Hosts on links of their own that fetch a version as they are told, in virtual time: transfers
-share the links at both ends evenly, and every word with the store takes a while.
+"""Hosts that fetch a version by their source assignments in virtual time.
+
+Each host has links of its own. Transfers share the links at both ends evenly, and every message to
+the store takes a while.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class World:
             self._at(self.starts.get(n, 0.0), "begins", n)
 
     def run(self, within_s: float = 300.0) -> World:
-        """Until all hosts have all of it."""
+        """Run until all hosts have all of the version."""
         while len(self.done) < self.hosts:
             assert self.now < within_s, f"after {self.now} s {self._lacking}"
             self._flow()
@@ -61,13 +63,13 @@ class World:
         heapq.heappush(self._events, (when, next(self._serial), what, host, pair))
 
     def _rate(self, link: str) -> float:
-        """Bytes a second of `up SOURCE`, `up nodeN` and `down N`."""
+        """Return the bytes per second of `up SOURCE`, `up nodeN` and `down N`."""
         host = link.rpartition(" ")[2].removeprefix("node")
         return LINK if host == SOURCE else self.links.get(int(host), LINK)
 
     def _speeds(self) -> dict[tuple[int, str], float]:
-        """Each transfer's share of the links at its ends, max-min fair: what one cannot use others
-        do.
+        """Compute each transfer's max-min fair share of the links at its ends: others take what one
+        cannot use.
         """
         open_on: dict[str, set[tuple[int, str]]] = {}
         for way, source in self._from.items():
@@ -87,7 +89,7 @@ class World:
         return found
 
     def _flow(self) -> None:
-        """Moves bytes until the next event, or the end of a transfer."""
+        """Move bytes until the next event, or the end of a transfer."""
         speeds = self._speeds()
         ends = [left[0] / speeds[way] for way, left in self._running.items()]
         step = min([*ends, *([self._events[0][0] - self.now] if self._events else [])])

@@ -32,7 +32,7 @@ def port_of(address: str) -> int:
 
 @asynccontextmanager
 async def far(hosts: Hosts, wanted: list[MissingChunk], most: int = 1 << 40) -> AsyncIterator[Road]:
-    """A host that has all of it, to which there is one way; the store has told of it before."""
+    """Return a host with all chunks and one endpoint, which the store has named before."""
     agent = hosts.process("node/far", "far", advertise="127.0.0.2")
     server = chunk_cache.serve_cache(agent)
     assert server is not None
@@ -55,7 +55,7 @@ async def test_a_host_fetches_what_it_lacks_and_nothing_twice(hosts: Hosts) -> N
     assert hosts.right("near", wanted) and there == wanted[3].digest
     assert pulled.fetched_bytes == pulled.store_bytes == 23 * CHUNK
     assert hosts.copies_sent <= (23 + fetcher.told("failed")) * CHUNK
-    assert hosts.servers["head"].connection_count <= 4 + fetcher.told("failed")  # they are kept
+    assert hosts.servers["head"].connection_count <= 4 + fetcher.told("failed")  # they are retained
     sent, again = hosts.copies_sent, await fetcher.pull(wanted)
     assert again.fetched_bytes == 0 and hosts.copies_sent == sent
     fetcher.bulk._connection_pool.close_idle(0.0)
@@ -147,7 +147,9 @@ async def test_a_peer_with_another_size_of_a_chunk_is_left(hosts: Hosts, size: i
 async def test_a_peer_that_does_not_send_what_it_has_is_replaced(
     hosts: Hosts, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that says that it sends no byte of what it has, and one with an error of its own."""
+    """Check replacement of a peer without data. One reports that it sends no byte of a chunk that
+    it has; one reports an error of its own.
+    """
     right = ServedConnection._handle_get
 
     def get(self: ServedConnection, digest: str, offset: int, most: int) -> IoSteps[None]:
@@ -207,7 +209,7 @@ async def test_what_the_store_lacks_is_told_once_all_else_is_there(hosts: Hosts,
     with pytest.raises(NotFound if harm == "gone" else CorruptData):
         await fetcher.pull(wanted)
     assert hosts.right("near", wanted[:2] + wanted[3:])
-    assert not hosts.store.has(wanted[2].digest)  # a damaged one was set aside
+    assert not hosts.store.has(wanted[2].digest)  # a corrupt one was quarantined
     assert not fetcher.chunks.has(wanted[2].digest)
 
 
@@ -247,7 +249,7 @@ async def test_one_that_is_cancelled_leaves_whole_chunks_alone(hosts: Hosts) -> 
 
 
 async def test_a_host_gives_chunks_and_takes_none(hosts: Hosts) -> None:
-    """What is put there would be bounded by nothing."""
+    """Check that a host serves chunks and rejects uploads, whose size nothing would bound."""
     wanted = hosts.version(1)
     async with far(hosts, wanted):
         fetcher = await near(hosts)

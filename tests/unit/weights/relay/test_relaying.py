@@ -1,4 +1,4 @@
-"""Who gets which chunk from whom: in virtual time, and beside all that could be chosen."""
+"""Assignment of chunks to sources, in virtual time and compared with all possible choices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_hosts_that_serve_nothing_on_get_what_others_have() -> None:
     world = World(16, mute=mute).run()
     assert sum(world.sent.values()) <= MAX_SOURCE_COPIES * world.chunks
     every = World(4, chunks=8, mute=frozenset(range(4))).run()
-    assert sum(every.sent.values()) == 4 * 8  # nobody passes any on
+    assert sum(every.sent.values()) == 4 * 8  # no host relays a chunk
 
 
 def test_servers_that_end_cost_what_was_on_its_way() -> None:
@@ -69,7 +69,7 @@ def test_servers_that_end_cost_what_was_on_its_way() -> None:
 
 
 def choices(swarm: ChunkSwarm, name: str, held: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """All that may be chosen when nothing is on its way and nobody is doubted or slow."""
+    """Return all possible choices while no transfer runs and no peer is suspect or slow."""
     seeker = swarm.downloaders[name]
     found = set()
     for chunk in seeker.missing:
@@ -96,7 +96,7 @@ def test_the_choice_is_one_of_all_possible_ones(held: list[tuple[int, int]], ask
     for pair in pairs:
         assert (pair.chunk, pair.source) in possible
         if any(source == SOURCE for _, source in possible):
-            assert pair.source == SOURCE  # what nobody has comes first
+            assert pair.source == SOURCE  # chunks that no peer has come first
         else:
             rarest = min(len(there[chunk]) for chunk, _ in possible)
             assert len(there[pair.chunk]) == rarest

@@ -27,8 +27,10 @@ GOLD_READERS: dict[str, ReadGold] = {
 
 
 def check_golds(job: JobFile, time_limit_s: float = TIME_LIMIT_S) -> None:
-    """Raise ConfigError with the first rows whose gold no answer can equal, as many rows as the
-    time allows. The reward itself refuses the golds of later ones.
+    """Check the golds of as many rows as the time allows.
+
+    Raises ConfigError with the first rows whose gold no answer can equal. The reward itself rejects
+    the golds of later rows.
     """
     parts = [
         part
@@ -59,10 +61,10 @@ def check_golds(job: JobFile, time_limit_s: float = TIME_LIMIT_S) -> None:
 
 
 def _check_group_can_match(part: RewardPartConfig, text: str) -> None:
-    """BadGold for a text that the group `answer` of the pattern cannot hold."""
+    """Raise InvalidGold for a text that the group `answer` of the pattern cannot match."""
     pattern = re.compile(part.options["pattern"])
     group = extract_group_source(pattern.pattern)
-    if not group or NON_PLAIN_PATTERN.search(group):  # what is around it may matter
+    if not group or NON_PLAIN_PATTERN.search(group):  # the context of the group may matter
         return
     # The reward takes spaces off what the group holds.
     held = re.compile(rf"\s*(?:{group})\s*", pattern.flags)
@@ -97,7 +99,7 @@ def extract_group_source(pattern: str) -> str:
 
 
 def _check_ends(job: JobFile, part: RewardPartConfig, text: str) -> None:
-    """BadGold for a text that no turn can hold, or that `strip` takes off."""
+    """Raise InvalidGold for a text that no turn can have, or that `strip` removes."""
     if part.use != "exact":
         return
     stop = next((one for one in job.config.rollout.stop_text if one and one in text), "")

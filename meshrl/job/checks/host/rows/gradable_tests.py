@@ -1,6 +1,6 @@
-"""Checks that the rows' tests can be graded by, and tells how many rows each runner takes.
+"""Checks that the rows' tests can grade programs, with the number of rows for each runner.
 
-What is wrong is told of all rows at once, before any program is scored.
+Errors of all rows are reported together, before any program is scored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PYTEST_INSTALL = "pip install 'meshrl[pytest]'"
 
 
 def check_tests(job: JobFile, time_limit_s: float = TIME_LIMIT_S) -> None:
-    """The tests of `code_tests` in all datasets, as many rows as the time allows."""
+    """Check the tests of `code_tests` in all datasets, as many rows as the time allows."""
     for part in job.config.reward.reward_parts:
         if part.use == "code_tests":
             runners = _TestRunnerChooser(
@@ -49,7 +49,7 @@ def _check_column(
             continue
         except (InvalidTests, UnsupportedTests) as error:
             said = str(error)
-        except Exception as error:  # of reading what somebody wrote: one row stops no other
+        except Exception as error:  # from an author's text: one bad row must not stop the others
             said = f"tests that cannot be read: {type(error).__name__}: {error}"
         first = first or key
         wrong.append(f"{row.location}: {said}")
@@ -71,7 +71,7 @@ def _check_column(
 
 
 class _TestRunnerChooser:
-    """Which runner takes tests in Python, and what neither of them can run."""
+    """Choice of the runner of Python tests, and errors of tests that no runner can run."""
 
     def __init__(self, job: JobFile, runner: str) -> None:
         sandbox = job.config.sandbox
@@ -80,7 +80,9 @@ class _TestRunnerChooser:
         self._has_package_cache: dict[str, bool] = {}  # packages, and whether jails have them
 
     def choose_runner(self, tests: Any) -> str:
-        """What grades them, or the runner of tests in Python; BadTests, Unsupported."""
+        """Return the kind of tests, or the runner of Python tests; raise InvalidTests,
+        UnsupportedTests.
+        """
         kind, found = styles.classify_tests(tests)
         if not isinstance(found, str):
             return kind
@@ -89,7 +91,7 @@ class _TestRunnerChooser:
         return self._runner_by_tests[found]
 
     def _choose_python_runner(self, tests: str) -> str:
-        """isolated or pytest; Unsupported if no runner that the job allows can run the tests."""
+        """Return isolated or pytest; raise UnsupportedTests if no allowed runner can run them."""
         isolated = ""
         if self._runner != "pytest":
             lacks = find_unsupported(tests)
@@ -118,15 +120,16 @@ class _TestRunnerChooser:
 
     @functools.cached_property
     def _has_pytest(self) -> bool:
-        """Whether jails have pytest: their interpreter's, or ours if it runs there."""
+        """True if jails have pytest: their interpreter's, or ours if it runs there."""
         ours = importlib.util.find_spec("pytest")
         if self._has_package("pytest") or not self._python or ours is None or ours.origin is None:
             return self._has_package("pytest") or ours is not None
         return can_import(Path(self._python), "pytest", str(Path(ours.origin).parents[1]))
 
     def _has_package(self, package: str) -> bool:
-        """Whether the interpreter of the model's code has a package, asked once for each. An image
-        may have it: its interpreter is run where it is contained.
+        """Return True if the interpreter of the model's code has a package; probe once for each.
+
+        An image may have it: its interpreter runs in the container.
         """
         if self._has_image:
             return True

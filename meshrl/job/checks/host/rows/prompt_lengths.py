@@ -1,4 +1,4 @@
-"""Checks that prompts leave room for a turn, and can be written in the model's tokens."""
+"""Checks that prompts leave space for a turn, and can be written in the model's tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SHOWN_ROWS = 3  # rows that an error names
 
 
 def check_prompt_lengths(job: JobFile) -> None:
-    """The rows' own prompts, of jobs whose environment is not the author's, and answers of sft.
+    """Check the rows' own prompts, and the answers of sft, unless the environment is the author's.
 
-    Of a chat only the messages' texts are counted: what the format adds comes on top.
+    Of a chat only the messages' texts are counted: the format's tokens come on top.
     """
     config = job.config
     if not job.uses_row_prompts:
@@ -51,7 +51,7 @@ def check_prompt_lengths(job: JobFile) -> None:
 
 
 def raise_too_long(job: JobFile, key: str, long: list[tuple[str, int]], subject: str) -> None:
-    """Raises when there are prompts, (place, tokens), that are too long."""
+    """Raise an error when there are prompts, (place, tokens), that are too long."""
     if not long:
         return
     places = [f"{place} ({count} tokens)" for place, count in long]
@@ -67,8 +67,9 @@ def raise_too_long(job: JobFile, key: str, long: list[tuple[str, int]], subject:
 def count_tokens(
     job: JobFile, key: str, location: str, text: str, tokenizer: Tokenizer, is_start: bool = True
 ) -> int:
-    """The tokens of a text, which a trajectory begins with or not; ConfigError with its place when
-    the vocabulary cannot express it.
+    """Count the tokens of a text, at the start of a trajectory or not.
+
+    Raises ConfigError with its place when the vocabulary cannot express it.
     """
     try:
         return len(tokenizer.encode_start(text) if is_start else tokenizer.encode(text))
@@ -77,14 +78,14 @@ def count_tokens(
 
 
 def extract_texts(job: JobFile, key: str, row: dataset_rows.DatasetRow) -> list[str]:
-    """The prompt, and perhaps the answer, of a row of the dataset `key`."""
+    """Return the prompt, and perhaps the answer, of a row of the dataset `key`."""
     dataset = job.config.dataset
     keys = [dataset.prompt, dataset.response] if job.is_supervised(key) else [dataset.prompt]
     return [extract_text(row.value.get(key)) for key in keys]
 
 
 def extract_text(value: Any) -> str:
-    """The text of a prompt, of messages all that they say."""
+    """Return the text of a prompt; for messages, all their texts."""
     if isinstance(value, list):
         return "".join(extract_text(message) for message in value)
     if isinstance(value, dict):  # a message, or a part of one

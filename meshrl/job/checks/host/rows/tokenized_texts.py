@@ -1,5 +1,6 @@
-"""Checks that the tokenizer writes prompts and answers as they are: all their characters, and no
-special token where the job has not chosen that.
+"""Checks that the tokenizer preserves prompts and answers.
+
+All characters must remain, and no special token may appear unless the job allows that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SHOWN_ROWS = 3  # rows, and pieces of a text, that an error names
 
 
 def check_texts(job: JobFile) -> None:
-    """The rows' own prompts and answers, of jobs whose environment is not the author's."""
+    """Check the rows' own prompts and answers, unless the environment is the author's."""
     if not job.uses_row_prompts:
         return
     texts = TextProblems(job)
@@ -31,7 +32,7 @@ def check_texts(job: JobFile) -> None:
 
 
 class TextProblems:
-    """The prompts and answers of a job with pieces that the tokenizer does not write."""
+    """Prompts and answers of a job with pieces that the tokenizer loses."""
 
     def __init__(self, job: JobFile) -> None:
         self._job = job
@@ -39,10 +40,10 @@ class TextProblems:
         self._special_tokens: dict[str, list[tuple[str, list[str]]]] = {}
 
     def add_row(self, key: str, location: str, texts: Iterable[str]) -> None:
-        """Takes in the prompt, and perhaps the answer, of a row of the dataset `key`."""
+        """Add the prompt, and perhaps the answer, of a row of the dataset `key`."""
         try:
             tokenizer = load_job_tokenizer(self._job)
-        except ConfigError:  # said by another check
+        except ConfigError:  # reported by another check
             return
         prompt, *answers = texts
         said = [prompt, *map(self._strip_end_token, answers)]
@@ -81,7 +82,7 @@ class TextProblems:
             )
 
     def _strip_end_token(self, answer: str) -> str:
-        """The answer without the token that ends it."""
+        """Return the answer without the token that ends it."""
         if self._job.config.environment.chat:
             return answer
         ends = (end for end in self._job.config.rollout.stop if answer.endswith(end))
