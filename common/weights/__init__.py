@@ -1,4 +1,4 @@
 """Weight versions: manifests, identities, publication and receipt.
 
-Open `manifest.py` first. Identities (`identity.py`) do not depend on the division into chunks.
+Open `layout/manifest.py` first. Identities (`layout/identity.py`) do not depend on the chunks.
 """

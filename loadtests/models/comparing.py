@@ -187,7 +187,7 @@ def engine(
 
 
 def _hear(made: Any, heard: dict[int, tuple[list[int], list[float]]]) -> None:
-    flush = made.drain()
+    flush = made.drain_outputs()
     if flush is None:
         return
     at = 0

@@ -93,10 +93,10 @@ async def measure(state: StateClient, out: Path, meter: Meter) -> dict[str, Any]
     while True:
         meter.look()
         row = next(iter(await jobs.read_jobs(state)), None)
+        if row is not None and row.phase in (jobs.Phase.EVALUATION, *jobs.TERMINAL_PHASES):
+            break  # a job so short that no admission was seen counts from its start
         if row is not None and row.opened and first is None:
             first = meter.reading(roles=False)
-        if row is not None and row.phase in (jobs.Phase.EVALUATION, *jobs.TERMINAL_PHASES):
-            break
         await asyncio.sleep(LOOK_S)
     last = meter.reading(roles=True)
     found = await all_events(state, out)

@@ -67,11 +67,11 @@ def make_mcp_tool(
     name, _, tool = use.removeprefix(MCP).partition("/")
     if name not in running:
         running[name] = McpServer(servers[name], directory)
-    server = running[name]
-    if tool not in server.tools():
-        known = ", ".join(server.tools())
+    server: McpServer = running[name]
+    if tool not in server.list_tools():
+        known = ", ".join(server.list_tools())
         raise LookupError(f"the MCP server {name} has no tool {tool!r}; it has {known}")
-    return lambda arguments: server.call(tool, arguments)
+    return lambda arguments: server.call_tool(tool, arguments)
 
 
 def run_call(

@@ -1,4 +1,4 @@
-"""What workloads at declared paces take on the virtual mesh is what arithmetic says."""
+"""Durations of emulated workloads on the virtual mesh, compared with arithmetic."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ PROMPT = 2  # tokens of it
 
 
 def job(**changes: object) -> EmulatedWorkload:
-    """Trajectories of one length: two workers, an engine and the core."""
+    """Return a job with trajectories of one length: two workers, an engine and the core."""
     settings: dict[str, object] = {
         "workers": 2,
         "steps": STEPS,
         "groups_per_step": 2,
         "group_size": 4,
-        "median": LinearDrift(TOKENS, TOKENS),
-        "sigma": LinearDrift(0.0, 0.0),
+        "median_tokens": LinearDrift(TOKENS, TOKENS),
+        "log_sigma": LinearDrift(0.0, 0.0),
         "bin_tokens": 22,
-        "decode": "100/64/100000",
-        "training": "100000/10",
-        "moves": False,
+        "engine_speed": "100/64/100000",
+        "training_speed": "100000/10",
+        "allows_moves": False,
     }
     return EmulatedWorkload(**(settings | changes))  # type: ignore[arg-type]
 
 
 def step_s(workload: EmulatedWorkload) -> float:
-    """Seconds of a step, in the mean over two times as many as the gate lets in."""
+    """Return the mean seconds of a step over twice as many steps as the gate admits."""
     found = run_workload(workload)
     assert not found.failures and not found.moves
     assert len(found.steps_s) == STEPS - 1
@@ -43,33 +43,38 @@ def step_s(workload: EmulatedWorkload) -> float:
 @pytest.mark.deep
 def test_training_takes_its_tokens_over_its_pace_and_an_update() -> None:
     """Eight bins of 22 tokens at 22 a second, one after the other, then half a second."""
-    assert step_s(job(training="22/500")) == pytest.approx(8.0 + 0.5, rel=0.1)
+    assert step_s(job(training_speed="22/500")) == pytest.approx(8.0 + 0.5, rel=0.1)
 
 
 @pytest.mark.deep
 def test_a_helper_takes_half_of_the_bins() -> None:
-    workload = job(training="22/500", workers=3, helping=1)
+    workload = job(training_speed="22/500", workers=3, hybrid_count=1)
     assert step_s(workload) == pytest.approx(4.0 + 0.5, rel=0.1)
 
 
 @pytest.mark.rotating(2)
 def test_rollout_takes_its_tokens_a_step_each_beyond_the_plateau() -> None:
-    """The gate lets 24 trajectories through at a time, three steps' worth, which advance a token in
-    24 / 4 decode steps of a tenth of a second: 20 tokens take 12 s, for three steps.
+    """Check the rollout time beyond the plateau.
+
+    The gate admits 24 trajectories at a time, three steps' worth. They advance a token in 24 / 4
+    decode steps of 0.1 s: 20 tokens take 12 s, for three steps.
     """
-    assert step_s(job(decode="100/4/100000")) == pytest.approx(12.0 / 3, rel=0.1)
+    assert step_s(job(engine_speed="100/4/100000")) == pytest.approx(12.0 / 3, rel=0.1)
 
 
 @pytest.mark.deep
 def test_turns_and_tools_are_a_trajectory_s_own_time() -> None:
-    """Two turns of 2 s, and tools of 4 s after each: 12 s for the three steps that are let in."""
+    """Check that turns and tools take a trajectory's own time.
+
+    Two turns of 2 s, and tools of 4 s after each: 12 s for the three steps that are admitted.
+    """
     workload = job(turns=2, tool_s=LinearDrift(4.0, 4.0), bin_tokens=256)
     assert step_s(workload) == pytest.approx(12.0 / 3, rel=0.1)
 
 
 @pytest.mark.deep
 def test_lengths_and_tools_drift_along_the_run() -> None:
-    workload = job(median=LinearDrift(5, 40), tool_s=LinearDrift(0.0, 6.0), bin_tokens=256)
+    workload = job(median_tokens=LinearDrift(5, 40), tool_s=LinearDrift(0.0, 6.0), bin_tokens=256)
     found = run_workload(workload)
     assert not found.failures
     assert fmean(found.steps_s[-2:]) > 3 * fmean(found.steps_s[:2])
@@ -77,6 +82,6 @@ def test_lengths_and_tools_drift_along_the_run() -> None:
 
 @pytest.mark.rotating(2)
 def test_the_planner_moves_a_gang_where_training_takes_long() -> None:
-    found = run_workload(job(workers=3, training="22/500", moves=True, steps=12))
+    found = run_workload(job(workers=3, training_speed="22/500", allows_moves=True, steps=12))
     assert [(move["from"], move["to"]) for move in found.moves] == [("rollout", "training")]
     assert found.moves[0]["at_s"] > 0
