@@ -40,7 +40,7 @@ class Traffic:
         draw = np.random.default_rng(seed)
         self._words = draw.integers(3, VOCABULARY, 1 << 16).astype(np.int32)
         root = Path(__file__).parents[2]
-        self._prose = " ".join(p.read_text() for p in sorted((root / "docs").glob("*.md")))
+        self._prose = " ".join(p.read_text() for p in sorted((root / "docs").rglob("*.md")))
 
     def plan(self) -> Plan:
         turns = 1

@@ -85,7 +85,7 @@ def init(
     """Writes a small job that runs as it is: environment, reward, tokenizer and data.
 
     A model from scratch learns a guessing game within two minutes on two CPU cores;
-    docs/first-job.md explains each file. Nothing that is there already is overwritten.
+    docs/use/first-job.md explains each file. Nothing that is there already is overwritten.
 
     Example:
 
@@ -105,7 +105,7 @@ def resume(run: RunArgument, set_: ChangeOption = None) -> None:
     """Continues a run that was stopped or cut off, or a finished one with more steps to do.
 
     With the mesh's Redis data in the run directory everything goes on where it was; without it the
-    job starts again from its newest checkpoint. docs/operations.md lists what may change.
+    job starts again from its newest checkpoint. docs/operate/operations.md lists what may change.
 
     Examples:
 

@@ -46,7 +46,7 @@ class MeshFile(ConfigTable):
     durable: DurableConfig = field(default_factory=DurableConfig)
 
 
-MESH_SCHEMA = Schema(MeshFile, "docs/operations.md lists all keys of mesh.toml")
+MESH_SCHEMA = Schema(MeshFile, "docs/operate/operations.md lists all keys of mesh.toml")
 
 
 def read_mesh_file(path: Path) -> MeshFile:

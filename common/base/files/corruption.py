@@ -18,7 +18,7 @@ QUARANTINE_DIRECTORY = "quarantine"
 CORRUPTION_EVENT = "damaged"
 
 
-# docs/operations.md has this as a table, with the check of each kind.
+# docs/operate/operations.md has this as a table, with the check of each kind.
 RECOVERY_BY_KIND: dict[str, str] = {
     "checkpoint": (
         "set aside; the newest kept one before it is used, under a new lineage: what steps in "

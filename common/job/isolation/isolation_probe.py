@@ -87,5 +87,5 @@ def require_isolation(config: JobConfig) -> None:
         raise Refused(
             f"{key}: the interpreter of the model's code does not run in a jail: "
             f"{isolation.problem}",
-            fix='docs/sandbox.md, "Images", says what it takes',
+            fix='docs/use/sandbox.md, "Images", says what it takes',
         )

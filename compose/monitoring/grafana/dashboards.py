@@ -1,7 +1,7 @@
-"""Writes the dashboards beside it, from one line a graph: python3 dashboards.py.
+"""Generator of the dashboards in this folder, one line per graph: python3 dashboards.py.
 
-Series are those of docs/deploy.md, "What operators watch". `$job` and `$service` are chosen at the
-top of a dashboard; a legend is Grafana's, with labels in braces.
+The section "What operators watch" of docs/operate/deploy.md explains the series. A user chooses
+`$job` and `$service` at the top of a dashboard. A legend is Grafana's, with labels in braces.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It follows Libra's Cost Evaluator (arXiv 2606.03077, released as infra/cost_mode
 its released formulas count the degree of tensor parallelism t twice. A decode step there reads
 `weights / t + tokens * kv`, which is one rank's part, at t times a rank's bandwidth. The KV
 capacity is that of all ranks over the bytes of a token on one rank. Here each rank reads its part
-at its own bandwidth, and has its own capacity. docs/planner.md lists the effects.
+at its own bandwidth, and has its own capacity. docs/develop/planner.md lists the effects.
 
 This model adds three terms. The matrices of a step take the time of their arithmetic if it exceeds
 the time of their bytes, as for large batches. A step of an MoE model reads the experts that its

@@ -2,7 +2,8 @@
 
 It follows Libra's Cost Evaluator (arXiv 2606.03077), except for the fitted terms of layers, which
 come from `kernels/bin_cost.py`. Libra's released pipeline fills and empties within the time of the
-micro-batches that it omits, so it has no bubble. This model includes the bubble (docs/planner.md).
+micro-batches that it omits, so it has no bubble. This model includes the bubble
+(docs/develop/planner.md).
 """
 
 from __future__ import annotations

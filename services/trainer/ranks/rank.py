@@ -91,14 +91,15 @@ def reject_unauthenticated_peers(
     if strangers := find_foreign_users(endpoints):
         raise RankLost(
             f"a process of user {min(strangers)} has connected to rank {rank}",
-            fix="keep other users from this host while several ranks train; see docs/security.md",
+            fix="keep other users from this host while several ranks train; "
+            "see docs/operate/security.md",
         )
     hosts = find_client_hosts(endpoints) if rendezvous.addresses else set()
     if unknown := hosts - set(rendezvous.addresses):
         raise RankLost(
             f"a process at {min(unknown)}, where no rank is, has connected to rank {rank}",
             fix="keep others from the network of the ranks; if it is a host's other address, name "
-            "the interface: `meshrl join --interface`; see docs/security.md",
+            "the interface: `meshrl join --interface`; see docs/operate/security.md",
         )
 
 

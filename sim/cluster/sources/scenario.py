@@ -165,7 +165,7 @@ class Scenario(ConfigTable):
     arms: list[ArmTable] = field(default_factory=list)
 
 
-SCENARIO_SCHEMA = Schema(Scenario, "docs/simulator.md lists all keys of a scenario")
+SCENARIO_SCHEMA = Schema(Scenario, "docs/develop/simulator.md lists all keys of a scenario")
 
 
 @dataclass(frozen=True)

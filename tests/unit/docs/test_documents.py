@@ -37,17 +37,17 @@ ACCOUNT = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "in_f
 TWICE = ("trained_twice", "opened_twice", "committed_twice", "typed_drops")
 PACKAGES = ("common", "examples", "kernels", "loadtests", "meshrl", "services", "sim", "tests")
 _TOP = "|".join(PACKAGES)
-_PATH = re.compile(rf"(?<![\w./-])(?:\.\./)?((?:{_TOP})(?:/\w+)+\.py)\b")
+_PATH = re.compile(rf"(?<![\w./-])(?:\.\./)*((?:{_TOP})(?:/\w+)+\.py)\b")
 _FOLDER = re.compile(rf"`((?:{_TOP})(?:/\w+)+)/?`")
 _LINKED = {"common", "kernels", "services", "sim"}  # importable as `meshrl.common` and so on
 _DOTTED = re.compile(rf"(?:`|\"|-m )((?:{_TOP})(?:\.(?!(?:json|lock|py)\b)\w+)+)(?=[`\"\s])")
 _FIRST = re.compile(r"Open\s+`([\w/]+\.py)`\s+first")
 _FILE = re.compile(r"`(\w+\.py)`")
 CODE = ("common", "loadtests", "meshrl", "services", "sim")
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 OF_OTHERS = {"grpo_trainer.py"}  # TRL's
 FILES = {path.name for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
-WALKS = (ROOT / "docs" / "walks.md").read_text()
+WALKS = (DOCS / "develop" / "walks.md").read_text()
 FILES_OPENED, RETURNS = 12, 2  # of a walk, at most
 _CODE = re.compile(r"`([^`]+)`")
 PRODUCT = ("common", "kernels", "meshrl", "services", "sim")
@@ -90,7 +90,7 @@ def row() -> dict[str, Any]:
 
 
 def test_each_key_of_a_steps_row_has_one_unit_and_one_meaning() -> None:
-    documented = units("algorithms.md", "## Health of a step")
+    documented = units("use/algorithms.md", "## Health of a step")
     assert documented.keys() == row().keys()
     board = (ROOT / "compose/monitoring/grafana/dashboards/meshrl-job.json").read_text()
     shown = set(re.findall(r'meshrl_job_last_step\{[^}]*of=\\"(\w+)\\"', board))
@@ -104,11 +104,11 @@ def test_each_key_of_a_steps_row_has_one_unit_and_one_meaning() -> None:
 def test_each_key_of_a_summary_has_a_unit_and_a_meaning() -> None:
     account = dict.fromkeys((*ACCOUNT, *TWICE), 0)
     found = summarize(RunResult("j", Phase.TRAINING, 0, 1.0, account), [], [], [], JobUsage())
-    assert units("operations.md", "## Accounting").keys() == found.keys()
+    assert units("operate/operations.md", "## Accounting").keys() == found.keys()
 
 
 def test_each_gauge_of_a_mesh_is_documented() -> None:
-    section = list(tables("operations.md", "### Of a host as a whole"))
+    section = list(tables("operate/operations.md", "### Of a host as a whole"))
     documented = {key for keys, *_ in section for key in re.findall(r"`(meshrl_\w+)`", keys)}
     page = (ROOT / "meshrl/launch/monitoring/health_endpoint.py").read_text()
     of_host = {f"meshrl_{name}" for name in re.findall(r'_make_gauge\(\s*"(\w+)"', page)}
@@ -120,7 +120,7 @@ def test_each_gauge_of_a_mesh_is_documented() -> None:
 def test_measurements_of_processes_have_the_documented_keys() -> None:
     files = [*(ROOT / "services").rglob("*.py"), *(ROOT / "common").rglob("*.py")]
     code = "".join(file.read_text() for file in files)
-    section = tables("operations.md", "### What processes measure of their work")
+    section = tables("operate/operations.md", "### What processes measure of their work")
     keys = [key for _, named, *_ in section for key in re.findall(r"`(\w+)`", named)]
     assert len(keys) > 15
     assert [

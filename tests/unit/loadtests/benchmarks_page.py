@@ -1,4 +1,4 @@
-"""Reader of docs/benchmarks.md: the commands that it documents, and the keys that each prints."""
+"""Reader of docs/develop/benchmarks.md: its commands, and the keys that each prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[3] / "docs" / "develop" / "benchmarks.md"
 COMMAND = re.compile(r"^\| `(?:\w+=\S+ )?\.venv/bin/python -m ([^`]+)` \| (.*) \|$")
 ABOUT = re.compile(r"^(?:## |`)(loadtests[\w.]*)")  # the first words of what is about a command
 KEY = re.compile(r"`([a-z0-9_*]*[a-z0-9][a-z0-9_*]*)`")

@@ -1,4 +1,4 @@
-"""Reader of `smoke_forms.toml`: small forms of the load tests that docs/benchmarks.md documents."""
+"""Reader of `smoke_forms.toml`: small forms of the documented load tests."""
 
 from __future__ import annotations
 

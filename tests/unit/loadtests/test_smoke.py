@@ -1,4 +1,4 @@
-"""Every documented load test runs, and prints the keys that docs/benchmarks.md names."""
+"""Every documented load test runs, and prints the keys that docs/develop/benchmarks.md names."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ KEYS = [key for key, kind in JOB_SCHEMA.types_by_key.items() if not is_dataclass
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_of_a_job_file_is_documented_with_its_default(key: str) -> None:
-    text = (ROOT / "docs/job-file.md").read_text()
+    text = (ROOT / "docs/use/job-file.md").read_text()
     row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
-    assert row, f"{key} is not in docs/job-file.md"
+    assert row, f"{key} is not in docs/use/job-file.md"
     assert row.group(1) == json.dumps(get_value(JobConfig(), key))
 
 
@@ -101,13 +101,15 @@ def test_every_key_of_a_job_file_is_documented_with_its_default(key: str) -> Non
     "key", [k for k, kind in MESH_SCHEMA.types_by_key.items() if not is_dataclass(kind)]
 )
 def test_every_key_of_a_mesh_toml_is_documented_with_its_default(key: str) -> None:
-    text = (ROOT / "docs/operations.md").read_text()
+    text = (ROOT / "docs/operate/operations.md").read_text()
     row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
     assert row and row.group(1) == json.dumps(get_value(MeshFile(), key))
 
 
 def test_no_document_names_a_key_that_is_not_there() -> None:
-    rows = re.findall(r"^\| `([a-z_.]+)` \|", (ROOT / "docs/job-file.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([a-z_.]+)` \|", (ROOT / "docs/use/job-file.md").read_text(), re.MULTILINE
+    )
     assert sorted(rows) == sorted(KEYS)
 
 
@@ -122,7 +124,7 @@ def test_the_readme_is_short_and_names_commands_that_exist() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))],
+    ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))],
 )
 def test_links_between_documents_lead_somewhere(name: str) -> None:
     path = ROOT / name
@@ -301,7 +303,7 @@ def play(
 
 @pytest.mark.parametrize("file", ["job.toml", "game.py"])
 def test_the_document_shows_the_whole_of_the_files(file: str) -> None:
-    text = (ROOT / "docs/first-job.md").read_text()
+    text = (ROOT / "docs/use/first-job.md").read_text()
     language = "toml" if file.endswith("toml") else "python"
     blocks = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     rest = (GAME_DIR / file).read_text()

@@ -1,4 +1,4 @@
-"""What `reward(row, turns)` is given: every kind of turn, as docs/job-file.md says."""
+"""What `reward(row, turns)` is given: every kind of turn, as docs/use/job-file.md says."""
 
 from __future__ import annotations
 

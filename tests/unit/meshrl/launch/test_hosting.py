@@ -193,7 +193,7 @@ def test_what_it_does_not_say_is_by_default(file: Path) -> None:
         ("[poll]\nturns = true", "line 1: unknown key poll. Did you mean pool?"),
         ("[pool]\nturns = 1", "line 2: pool.turns must be true or false, not 1"),
         ("[pool]\nmove_s = 0", "line 2: pool.move_s = 0 must be above 0"),
-        ("[zebra]\nx = 1", "unknown key zebra.x. docs/operations.md lists"),
+        ("[zebra]\nx = 1", "unknown key zebra.x. docs/operate/operations.md lists"),
         ("[pool]\nturns = yes", "line 2, column 9: Invalid value: turns = yes. Text takes quotes"),
     ],
 )

@@ -50,7 +50,7 @@ async def until(holds: Callable[[], object], within_s: float = 60.0) -> None:
 
 
 def test_the_list_of_its_imports_is_documented() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/develop/architecture.md").read_text()
     assert "\n```\n" + "\n".join(service_plan.PRELOADED_MODULES) + "\n```\n" in text
 
 
