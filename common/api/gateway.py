@@ -177,8 +177,8 @@ class HostAdmitted:
 
     redis_url: str  # without user and password
     secret: str  # of this host only
-    authority: str  # PEM certificate of the authority that signed Redis' certificate; empty: none
-    prefix: str  # of its workers' names
+    ca_pem: str  # PEM certificate of the authority that signed Redis' certificate; empty: none
+    worker_prefix: str  # of its workers' names
     planner: str  # name of the planner that the host runs; empty: none
     settings: Any  # settings that all hosts of the mesh share, by their names in MeshSettings
 
@@ -199,7 +199,7 @@ class RedisLocation:
     """Answer to Gateway.whereabouts, as in HostAdmitted."""
 
     redis_url: str
-    authority: str
+    ca_pem: str
     settings: Any
 
 

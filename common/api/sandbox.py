@@ -41,7 +41,7 @@ class RewardPart:
 class JailSettings:
     """Limits of the model's code; see `SandboxConfig`."""
 
-    tier: str = "bwrap"  # weakest allowed tier
+    min_tier: str = "bwrap"  # weakest allowed tier
     python: str = ""
     root: str = ""
     runner: list[str] = field(default_factory=list)

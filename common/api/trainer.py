@@ -86,8 +86,8 @@ class BroadcastRequest:
 class BroadcastSender:
     """Sender of chunks, in this order, in a group of this name, in which it has rank 0."""
 
-    name: str
-    chunks: dict[str, int]  # bytes by digest
+    group: str
+    chunk_bytes: dict[str, int]  # bytes by digest
 
 
 @message
@@ -98,12 +98,12 @@ class BroadcastPlan:
     the chunks itself.
     """
 
-    where: str = ""  # see `common/weights/transports/rendezvous.py`
+    rendezvous_url: str = ""  # see `common/weights/transports/rendezvous.py`
     senders: list[BroadcastSender] = field(default_factory=list)
     rank: int = 0  # of the host in each sender's group
-    members: int = 0  # of each sender's group
+    world_size: int = 0  # of each sender's group
     backend: str = "gloo"
-    wait_s: float = 0.0  # maximum wait for a member
+    max_wait_s: float = 0.0  # maximum wait for a member
 
 
 class Trainer(RoleControl):

@@ -43,7 +43,7 @@ class TensorPiece:
     shape: list[int]  # shape of the whole tensor
     chunk: str  # digest of the chunk that holds the piece
     offset: int  # of the piece in the chunk, in bytes
-    size: int  # of the piece, in bytes
+    size_bytes: int  # of the piece, in bytes
     dim: int = 0
     begin: int = 0
     end: int = -1  # exclusive; -1, format 1: the pieces of a tensor follow each other
@@ -256,13 +256,13 @@ class TrajectoryGroup:
     truncated: Array = field(default_factory=lambda: np.zeros(0, np.bool_))
     # Log-probabilities of the job's frozen models, like `logprobs`; 0 for the first token of a
     # member and for failed members; empty: the job has no such model.
-    reference: Array = field(default_factory=lambda: np.zeros(0, np.float32))
-    teacher: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    reference_logprobs: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    teacher_logprobs: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     # Experts of the position that predicted each token, int16 [tokens, layers x k], recorded by the
     # engine; empty for a dense model. `expert_shape` is [layers, k].
-    experts: Array = field(default_factory=lambda: NO_EXPERTS)
+    expert_ids: Array = field(default_factory=lambda: NO_EXPERTS)
     expert_shape: list[int] = field(default_factory=lambda: [0, 0])
-    foreign_above: int = SINGLE_LINEAGE  # see `lineages`; only a stored group's row has it
+    abandoned_above: int = SINGLE_LINEAGE  # see `lineages`; only a stored group's row has it
 
     @property
     def sampled_versions(self) -> NDArray[np.int32]:

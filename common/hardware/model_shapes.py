@@ -29,18 +29,18 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: ModelConfig, dtype_bytes: int = HALF_BYTES) -> ModelShape:
         """Return the shape of a model with this config.json."""
-        sparse, idle = len(config.sparse_layers), config.experts - config.experts_per_token
+        sparse, idle = len(config.sparse_layers), config.num_experts - config.num_experts_per_token
         expert = 3 * config.hidden_size * config.expert_ffn_size
         return cls(
-            layers=config.layers,
+            layers=config.num_layers,
             hidden=config.hidden_size,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             parameters=float(config.num_parameters),
             active=float(config.num_parameters - sparse * idle * expert),
-            experts=config.experts if sparse else 0,
-            experts_per_token=config.experts_per_token if sparse else 0,
+            experts=config.num_experts if sparse else 0,
+            experts_per_token=config.num_experts_per_token if sparse else 0,
             dtype_bytes=dtype_bytes,
             mixtures=sparse,
         )

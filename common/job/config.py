@@ -70,7 +70,7 @@ class FrozenModelConfig(ConfigTable):
     # a Hugging Face directory; initial: the job's initial weights; empty: no such model
     path: FilePath = ""
     engine: Literal["torch"] = "torch"
-    engine_path: EngineBackend = "auto"  # backend of the built-in engine, as rollout.path
+    backend: EngineBackend = "auto"  # backend of the built-in engine, as rollout.path
     dtype: Dtype = "float32"  # type of its weights and cache
     max_tokens: NonNegativeInteger = 0  # longest sequence; 0: rollout.max_tokens
 
@@ -133,7 +133,7 @@ class EnvironmentConfig(ConfigTable):
     # tool name -> module:function, a built-in tool's name, or mcp:SERVER/TOOL
     tools: dict[str, str] = field(default_factory=dict)
     mcp: dict[str, list[str]] = field(default_factory=dict)  # MCP server name -> its command
-    once: list[str] = field(default_factory=list)  # tools whose calls must not be retried
+    no_retry_tools: list[str] = field(default_factory=list)  # tools whose calls must not be retried
     tool_deadline_s: PositiveNumber = 5.0
     step_deadline_s: PositiveNumber = 30.0
 
@@ -151,7 +151,7 @@ class JudgeConfig(ConfigTable):
     max_tokens: PositiveInteger = 512  # limit of the server's answer
     in_flight: PositiveInteger = 16  # concurrent requests of a shard to the server
     deadline_s: PositiveNumber = 60.0  # for one verdict
-    patience_s: NonNegativeNumber = 600.0  # for a verdict with retries
+    retry_timeout_s: NonNegativeNumber = 600.0  # for a verdict with retries
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class RolloutConfig(ConfigTable):
     """`[rollout]`: engines, shards, and sampling parameters."""
 
     engine: Literal["torch", "sglang"] = "torch"
-    path: EngineBackend = "auto"  # the built-in engine: native (C++), eager, graphs (GPU), auto
+    backend: EngineBackend = "auto"  # the built-in engine: native (C++), eager, graphs (GPU), auto
     dtype: Dtype = "float32"  # type of the engine's weights and cache
     kv_tokens: NonNegativeInteger = 0  # capacity of the engine's cache; 0: enough for all slots
     shards: PositiveInteger = 1
@@ -256,14 +256,14 @@ class RolloutConfig(ConfigTable):
     weights: Literal["auto", "pull", "collective"] = "auto"
     broadcast: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl if all members have a GPU
     # the built-in engine verifies its loaded weights against each version: for tests
-    read_back: bool = False
+    verify_weights: bool = False
     # by ascending length; empty: one bucket
     buckets: list[BucketConfig] = field(default_factory=list)
-    pace: str = ""  # accelerator whose speed the engine emulates; empty: none
+    emulate: str = ""  # accelerator whose speed the engine emulates; empty: none
     # tensor parallel degrees that the job's engines may have
     tensor_parallel: list[PositiveInteger] = field(default_factory=lambda: [1])
     # forced lengths in tokens, by trajectory; empty: not forced
-    lengths: list[PositiveInteger] = field(default_factory=list)
+    forced_lengths: list[PositiveInteger] = field(default_factory=list)
 
     @property
     def kv_memory_gib(self) -> float:
@@ -321,7 +321,7 @@ class LoraConfig(ConfigTable):
     targets: list[str] = field(default_factory=list)  # projections; empty: all that take adapters
     # Adapters in engines: merged into the model's tensors, or computed beside it; auto: the faster
     # one.
-    engines: Literal["auto", "merged", "beside"] = "auto"
+    engine_mode: Literal["auto", "merged", "beside"] = "auto"
 
     @property
     def scale(self) -> float:
@@ -366,7 +366,7 @@ class TrainingConfig(ConfigTable):
     checkpoint_every: PositiveInteger = 8  # steps; later steps are replayed from their records
     keep_checkpoints: PositiveInteger = 3
     deterministic: bool = False  # rounds wait for the complete batch, so that runs can be compared
-    pace: str = ""  # accelerator whose speed training emulates; empty: none
+    emulate: str = ""  # accelerator whose speed training emulates; empty: none
     # after this time the core recomputes a hybrid's bin
     bin_deadline_s: PositiveNumber = 20.0
     ranks: PositiveInteger = 1  # workers of the core: each holds its rows of the parameters
@@ -431,7 +431,7 @@ class EvaluationConfig(ConfigTable):
     best: str = (
         ""  # figure whose best version is retained, for example held_out.greedy; empty: none
     )
-    hold_s: NonNegativeNumber = 900.0  # maximum wait of the next step for the last evaluation
+    max_wait_s: NonNegativeNumber = 900.0  # maximum wait of the next step for the last evaluation
 
 
 @dataclass(frozen=True)

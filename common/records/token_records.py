@@ -39,18 +39,18 @@ _MAX_TOKEN_BYTES = 24  # maximum size of a token without its experts
 class TokenRows:
     """New tokens of trajectories: row i owns the next `counts[i]` entries of the token columns."""
 
-    ids: NDArray[np.int64]  # trajectory numbers
+    trajectory_ids: NDArray[np.int64]  # trajectory numbers
     counts: NDArray[np.int32]  # at least 1
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]  # weight version that sampled each token
-    experts: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)  # see `experts`
+    expert_ids: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)  # see `experts`
 
     def slice_token_columns(
         self, selection: slice | NDArray[np.bool_]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], NDArray[np.int16]]:
         """Return the entries of the token columns for the selected tokens."""
-        experts = self.experts[selection] if self.experts.shape[1] else self.experts
+        experts = self.expert_ids[selection] if self.expert_ids.shape[1] else self.expert_ids
         return self.tokens[selection], self.logprobs[selection], self.versions[selection], experts
 
 
@@ -61,7 +61,7 @@ def select_rows(rows: TokenRows, mask: NDArray[np.bool_]) -> TokenRows:
         columns = rows.slice_token_columns(tokens)
     else:
         columns = rows.slice_token_columns(slice(None))
-    return TokenRows(rows.ids[mask], rows.counts[mask], *columns)
+    return TokenRows(rows.trajectory_ids[mask], rows.counts[mask], *columns)
 
 
 def split_by_size(rows: TokenRows, max_bytes: int) -> Iterator[TokenRows]:
@@ -69,22 +69,22 @@ def split_by_size(rows: TokenRows, max_bytes: int) -> Iterator[TokenRows]:
     larger.
     """
     ends = np.cumsum(rows.counts)
-    most = max(1, max_bytes // (_MAX_TOKEN_BYTES + 2 * rows.experts.shape[1]))
+    most = max(1, max_bytes // (_MAX_TOKEN_BYTES + 2 * rows.expert_ids.shape[1]))
     row = token = 0
     while row < len(ends):
         until = max(int(np.searchsorted(ends, token + most, side="right")), row + 1)
         columns = rows.slice_token_columns(slice(token, int(ends[until - 1])))
-        yield TokenRows(rows.ids[row:until], rows.counts[row:until], *columns)
+        yield TokenRows(rows.trajectory_ids[row:until], rows.counts[row:until], *columns)
         row, token = until, int(ends[until - 1])
 
 
 def encode_token_rows(rows: TokenRows) -> bytes:
     """Return the record's bytes; there is at least one row, and each row has a token."""
-    groups = rows.ids >> MEMBER_BITS
+    groups = rows.trajectory_ids >> MEMBER_BITS
     first = int(groups.min())
-    members = rows.ids & _MEMBER_MASK
+    members = rows.trajectory_ids & _MEMBER_MASK
     groups = groups - first
-    single = len(rows.tokens) == len(rows.ids)
+    single = len(rows.tokens) == len(rows.trajectory_ids)
     changes = np.flatnonzero(rows.versions[1:] != rows.versions[:-1])
     starts = np.concatenate((np.zeros(1, np.int64), changes + 1))
     lengths = np.diff(starts, append=len(rows.versions))
@@ -96,9 +96,9 @@ def encode_token_rows(rows: TokenRows) -> bytes:
     )
     narrow = max(1, (int(tokens.max()).bit_length() + 7) // 8)
     wide = 0
-    if rows.experts.size:
-        wide = 1 if int(rows.experts.min()) >= 0 and int(rows.experts.max()) <= 255 else 2
-    shape = (rows.experts.shape[1], len(rows.ids), len(tokens), len(starts))
+    if rows.expert_ids.size:
+        wide = 1 if int(rows.expert_ids.min()) >= 0 and int(rows.expert_ids.max()) <= 255 else 2
+    shape = (rows.expert_ids.shape[1], len(rows.trajectory_ids), len(tokens), len(starts))
     head = _HEADER.pack(FORMAT, *widths, narrow, wide, *shape, first)
     return b"".join(
         (
@@ -110,7 +110,7 @@ def encode_token_rows(rows: TokenRows) -> bytes:
             lengths.astype(np.uint32).tobytes(),
             tokens.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :narrow].tobytes(),
             rows.logprobs.tobytes(),
-            rows.experts.astype(_EXPERT_TYPES_BY_WIDTH[wide]).tobytes() if wide else b"",
+            rows.expert_ids.astype(_EXPERT_TYPES_BY_WIDTH[wide]).tobytes() if wide else b"",
         )
     )
 
@@ -151,14 +151,14 @@ def decode_token_rows(content: bytes) -> TokenRows:
             .reshape(-1, each)
         )
     return TokenRows(
-        ids=ids,
+        trajectory_ids=ids,
         counts=np.frombuffer(parts[2], _UNSIGNED_BY_WIDTH[count]).astype(np.int32)
         if count
         else ones,
         tokens=padded.reshape(-1).view("<i4"),
         logprobs=np.frombuffer(parts[6], np.float32),
         versions=np.repeat(np.frombuffer(parts[3], np.int32), lengths),
-        experts=experts,
+        expert_ids=experts,
     )
 
 

@@ -39,7 +39,7 @@ class GroupRow:
     digest: str  # of its bytes in the weight store
     nbytes: int
     min_version: int  # oldest weights that sampled one of its tokens
-    foreign_above: int = SINGLE_LINEAGE  # tokens of later versions belong to an abandoned lineage
+    abandoned_above: int = SINGLE_LINEAGE  # tokens of later versions belong to an abandoned lineage
 
 
 _FIELD_TYPES = resolve_hints(GroupRow)
@@ -61,7 +61,7 @@ class LeaseWait:
     """Reason why the trainer gets no group now."""
 
     reason: str
-    on: str  # the shard that the trainer waits for; empty when no group is open
+    shard: str  # the shard that the trainer waits for; empty when no group is open
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class InFlightCounts:
     ready: int
     leased: int
     samples: int
-    capacity: int  # groups; negative after a new lineage opened at an earlier version
+    admissible_groups: int  # groups; negative after a new lineage opened at an earlier version
 
 
 async def admit_groups(

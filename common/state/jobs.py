@@ -65,10 +65,12 @@ class JobRow:
     best_version: int = -1  # by `evaluation.best`; -1: none
     best_manifest: str = ""
     progress_ms: int = 0  # time of the last progress: a group, a step, an evaluation, a phase
-    slowest_ms: int = 0  # about the longest recent time between progress
-    held: str = ""  # block reason, `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
-    held_ms: int = 0  # since when it is blocked for this reason
-    since_ms: int = 0  # time of its submission: distinguishes it from an earlier job of its name
+    slowest_progress_ms: int = 0  # about the longest recent time between progress
+    block_reason: str = (
+        ""  # block reason, `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
+    )
+    blocked_since_ms: int = 0  # since when it is blocked for this reason
+    created_ms: int = 0  # time of its submission: distinguishes it from an earlier job of its name
 
     @property
     def is_terminal(self) -> bool:
@@ -78,7 +80,7 @@ class JobRow:
     @property
     def is_paused(self) -> bool:
         """True if the job is paused: its deadlines, sessions and stall checks are suspended."""
-        return self.held.startswith(PAUSED_PREFIX)
+        return self.block_reason.startswith(PAUSED_PREFIX)
 
 
 _FIELD_TYPES = resolve_hints(JobRow)

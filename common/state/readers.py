@@ -25,11 +25,11 @@ class EventReader:
     """Reader of the stream, its location, and its cursor."""
 
     name: str
-    at: str  # id of the last event that it does not need any more
-    where: str
-    since_ms: int
-    seen_ms: int  # time of its last report
-    left: bool = False  # it has left: its cursor does not block trimming
+    cursor: str  # id of the last event that it does not need any more
+    location: str
+    joined_ms: int
+    last_seen_ms: int  # time of its last report
+    has_left: bool = False  # it has left: its cursor does not block trimming
 
 
 def recorder_name(job: str) -> str:

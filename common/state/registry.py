@@ -60,10 +60,10 @@ class RegistryEntry:
 class LeaseRenewal:
     """Result of renewing a lease."""
 
-    held: bool
+    is_renewed: bool
     # revocations so far, as `credentials.register_key` returns them; 0 without a key
-    doors: int = 0
-    why: str = ""  # why the lease is lost, if for another reason than time
+    revocations: int = 0
+    loss_reason: str = ""  # why the lease is lost, if for another reason than time
 
 
 async def register(state: StateClient, entry: RegistryEntry, ttl_ms: int = LEASE_MS) -> int:

@@ -27,7 +27,7 @@ class StepCommitResult:
     """Result of a step commit: the version that it made."""
 
     version: int
-    replayed: bool  # the step was recorded already, with the same manifest
+    is_replay: bool  # the step was recorded already, with the same manifest
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StepRecord:
     checkpoint: str
     groups: list[GroupRow]
     filtered: list[int]  # ids of the filtered groups among `groups`
-    record: dict[str, Any]
+    replay_data: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StepCommit:
     references: VersionReferences
     metrics: dict[str, Any]
     replay_data: dict[str, Any]
-    covered: int = -1
+    checkpointed_version: int = -1
 
 
 async def commit_initial(
@@ -109,7 +109,7 @@ async def commit_step(
         metrics=json.dumps(commit.metrics),
         metrics_field=json.dumps({"metrics": commit.metrics}),
         record=json.dumps(commit.replay_data),
-        covered=commit.covered,
+        covered=commit.checkpointed_version,
         **asdict(commit.references),
     )
     return StepCommitResult(answer["version"], answer["replayed"])

@@ -162,7 +162,7 @@ class WeightReceiver:
             await self._mesh.host.run_blocking(
                 _mark_used, cache, image.chunk_sizes, deadline_s=HASH_TIMEOUT_S
             )
-            chunks = {piece.chunk for piece in image.manifest.tensors if piece.size}
+            chunks = {piece.chunk for piece in image.manifest.tensors if piece.size_bytes}
 
             def whole() -> bool:
                 return all(map(cache.has, chunks))

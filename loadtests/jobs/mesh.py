@@ -127,7 +127,7 @@ def workers_by_job(gangs: Iterable[Gang]) -> dict[str, float]:
     held: dict[str, float] = {}
     for gang in gangs:
         for rank in range(len(gang.workers)):
-            jobs = sorted({one.job for one in gang.residents if rank in one.ranks})
+            jobs = sorted({one.job for one in gang.instances if rank in one.ranks})
             for job in jobs:
                 held[job] = held.get(job, 0.0) + 1.0 / len(jobs)
     return held

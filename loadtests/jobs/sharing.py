@@ -109,7 +109,7 @@ async def moves(plan: Plan) -> Arm:
 async def movable(mesh: RunningMesh) -> str:
     """Return a worker whose gang has nothing but an engine."""
     for gang in sorted(await pool.read_gangs(mesh.state), key=lambda gang: gang.id, reverse=True):
-        if [one.role for one in gang.residents] == [Role.ROLLOUT]:
+        if [one.role for one in gang.instances] == [Role.ROLLOUT]:
             return gang.workers[0]
     raise RuntimeError("no worker does nothing but generate")
 
@@ -186,7 +186,7 @@ async def settled(mesh: RunningMesh, least: Mapping[str, float]) -> None:
         while True:
             ready: dict[str, float] = {}
             for gang in await pool.read_gangs(mesh.state):
-                for one in gang.residents:
+                for one in gang.instances:
                     if one.is_reconciled and one.tier == Tier.ACCELERATOR:
                         ready[one.job] = ready.get(one.job, 0.0) + len(one.ranks)
             if all(ready.get(job, 0.0) >= count for job, count in least.items()):

@@ -79,10 +79,10 @@ class Noting:
             self.rows.append(new)
 
     def save(self, path: Path) -> None:
-        counts = [len(new.ids) for new in self.rows]
+        counts = [len(new.trajectory_ids) for new in self.rows]
         columns = (
             np.repeat(np.array(self.times_ns, np.int64), counts),
-            np.concatenate([new.ids for new in self.rows]),
+            np.concatenate([new.trajectory_ids for new in self.rows]),
             np.concatenate([new.counts for new in self.rows]).astype(np.int64),
         )
         np.save(path, np.stack(columns))

@@ -39,9 +39,9 @@ def shape(
     return ModelConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
-        layers=layers,
-        heads=heads[0],
-        kv_heads=heads[1],
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
         ffn_size=ffn,
         qk_norm=about["architecture"] == "qwen3",
         **({"head_dim": hidden // heads[0]} | about),

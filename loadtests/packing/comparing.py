@@ -320,8 +320,8 @@ def packed_step(model: Decoder, bins: list[Bin]) -> float:
     total = 0.0
     for bin in bins:
         out = run_forward(model, bin)
-        behaviour = torch.from_numpy(bin.behaviour)[out.loss_positions]
-        advantage = torch.from_numpy(bin.advantage)[out.loss_positions]
+        behaviour = torch.from_numpy(bin.behaviour_logprobs)[out.loss_positions]
+        advantage = torch.from_numpy(bin.advantages)[out.loss_positions]
         loss = objective(out.logprobs, behaviour, advantage)
         torch.autograd.backward(loss)
         total += float(loss.detach())

@@ -92,7 +92,7 @@ class Generator:
             job.config.rollout.max_tokens,
         )
         self.random = torch.Generator().manual_seed(seed)
-        cache = c.layers, self.count, c.kv_heads, self.limit, c.head_dim
+        cache = c.num_layers, self.count, c.num_kv_heads, self.limit, c.head_dim
         self.keys, self.values = torch.zeros(cache), torch.zeros(cache)
         self.index, self.places = torch.arange(self.count), torch.arange(self.limit)
         self.slots: list[Slot | None] = [None] * self.count

@@ -54,7 +54,7 @@ def pool_of(workers: int, jobs: int) -> PoolSnapshot:
                 JobRequirements(ranks=2 if n % 4 == 3 else 1, priority=n % 3, share=1.0 + n % 2),
                 submitted_ms=n,
                 steps_done=10,
-                checkpointed=True,
+                has_checkpoint=True,
             )
             for n in range(jobs)
         ),
@@ -73,10 +73,10 @@ def applied(snapshot: PoolSnapshot, decisions: Sequence[Decision]) -> PoolSnapsh
             case DissolveGang(gang):
                 del gangs[gang]
             case RemoveInstance(gang, resident_id):
-                kept = tuple(r for r in gangs[gang].residents if r.id != resident_id)
-                gangs[gang] = replace(gangs[gang], residents=kept)
+                kept = tuple(r for r in gangs[gang].instances if r.id != resident_id)
+                gangs[gang] = replace(gangs[gang], instances=kept)
             case PlaceInstance(gang, resident):
-                kept = tuple(r for r in gangs[gang].residents if r.id != resident.id)
+                kept = tuple(r for r in gangs[gang].instances if r.id != resident.id)
                 reports = {
                     rank: InstanceReport(
                         rank,
@@ -88,9 +88,9 @@ def applied(snapshot: PoolSnapshot, decisions: Sequence[Decision]) -> PoolSnapsh
                     )
                     for rank in resident.ranks
                 }
-                placed = max(gangs[gang].placed, int(resident.id.rpartition(".")[2]) + 1)
+                placed = max(gangs[gang].next_instance, int(resident.id.rpartition(".")[2]) + 1)
                 done = replace(resident, reports=reports)
-                gangs[gang] = replace(gangs[gang], residents=(*kept, done), placed=placed)
+                gangs[gang] = replace(gangs[gang], instances=(*kept, done), next_instance=placed)
     where = {worker: gang.id for gang in gangs.values() for worker in gang.workers}
     return replace(
         snapshot,
@@ -141,7 +141,7 @@ def measured(workers: int, jobs: int, repeats: int) -> dict[str, float]:
     figures = {
         "decide_ms": cpu_ms(rest, memory, repeats),
         "first_ms": cpu_ms(new, PlannerMemory(), repeats),
-        "lost_ms": cpu_ms(away, replace(memory, missing=missing), repeats),
+        "lost_ms": cpu_ms(away, replace(memory, missing_since=missing), repeats),
     }
     return {f"{name}_{workers}_{jobs}": figure for name, figure in figures.items()}
 

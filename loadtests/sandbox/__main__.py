@@ -49,7 +49,7 @@ def cold(*flags: str) -> list[str]:
     for link in ("/bin", "/lib", "/lib64"):
         if os.path.islink(link):
             argv += ["--symlink", os.readlink(link), link]
-    for place in interpreter.places:
+    for place in interpreter.directories:
         argv += ["--ro-bind", place, place]
     argv += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--remount-ro", "/"]
     return [*argv, "--cap-drop", "ALL", interpreter.python, *flags, "-c", PROGRAM]

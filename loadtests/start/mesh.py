@@ -86,7 +86,7 @@ async def residents(state: StateClient) -> dict[str, Instance]:
     return {
         gang.workers[rank]: resident
         for gang in await pool.read_gangs(state)
-        for resident in gang.residents
+        for resident in gang.instances
         for rank in resident.ranks
     }
 

@@ -113,7 +113,7 @@ async def joined(task: Task, out: Path) -> tuple[list[Row], int]:
         worker = next(
             gang.workers[resident.ranks[0]]
             for gang in await pool.read_gangs(state)
-            for resident in gang.residents
+            for resident in gang.instances
             if resident.role == Role.ROLLOUT
         )
         moved = (await row_of(state)).version

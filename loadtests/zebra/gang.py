@@ -103,7 +103,7 @@ class Setting:
     def scale(self) -> float:
         """Real seconds of a declared one."""
         costs, _ = self.costs
-        return self.longest_s / max(costs.attention, costs.experts) / costs.backward
+        return self.longest_s / max(costs.attention_s, costs.experts_s) / costs.backward_factor
 
     def simulated(self, asymmetric: bool) -> Timeline:
         """Return a step of the gang by the list schedule, in declared seconds."""
@@ -199,13 +199,13 @@ def bin_of(setting: Setting, number: int) -> Bin:
         tokens=tokens,
         targets=np.roll(tokens, -1),
         positions=np.arange(count, dtype=np.int32),
-        starts=np.array([0, count], np.int32),
-        mask=np.ones(count, np.bool_),
-        fresh=np.ones(count, np.bool_),
-        behaviour=np.full(count, -np.log(VOCABULARY), np.float32),
-        advantage=np.ones(count, np.float32),
+        cu_seqlens=np.array([0, count], np.int32),
+        loss_mask=np.ones(count, np.bool_),
+        fresh_mask=np.ones(count, np.bool_),
+        behaviour_logprobs=np.full(count, -np.log(VOCABULARY), np.float32),
+        advantages=np.ones(count, np.float32),
         weight=np.ones(count, np.float32),
-        experts=chosen.astype(np.int16),
+        expert_ids=chosen.astype(np.int16),
     )
 
 

@@ -118,10 +118,10 @@ def up(
             advertise=advertise,
             metrics=metrics,
             listen=listen,
-            encrypt=encrypt,
-            takes=role.accepted_services,
-            rate_up=int(rate_up * MB),
-            rate_down=int(rate_down * MB),
+            encrypt_bulk=encrypt,
+            accepted_services=role.accepted_services,
+            upload_bytes_per_s=int(rate_up * MB),
+            download_bytes_per_s=int(rate_down * MB),
         )
         options = up_down.UpOptions(config, gateway, resume, health, foreground, secrets)
         return up_down.up(root, shape, options)

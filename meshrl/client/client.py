@@ -132,14 +132,14 @@ class Client:
         while True:
             # before the request: so the job's last event is included
             over = (await _retry(partial(self.job, name))).over
-            look = partial(self.happened, name, since, 0.0 if over else EVENT_WAIT_S)
+            look = partial(self.read_events, name, since, 0.0 if over else EVENT_WAIT_S)
             found, since = await _retry(look)
             for event in found:
                 yield event
             if over and not found:
                 return
 
-    async def happened(
+    async def read_events(
         self, name: str, since: str = "0", wait_s: float = 0.0
     ) -> tuple[list[Event], str]:
         """Return a page of a job's events after the event `since`, and the id to continue from.
@@ -218,7 +218,7 @@ class Client:
         Each has `lineage`, `version`, `manifest`, `bytes`, `why` it stays, and more. Raises
         NotFound.
         """
-        found: list[dict[str, Any]] = (await self.on_versions(name, "list"))["versions"]
+        found: list[dict[str, Any]] = (await self.run_versions_command(name, "list"))["versions"]
         return found
 
     async def pin(self, name: str, version: int | str, note: str = "") -> None:
@@ -227,13 +227,13 @@ class Client:
         `version`: a number, LINEAGE/NUMBER, `last`, `best`, or the first digits of its manifest.
         Raises NotFound when the store no longer has it.
         """
-        await self.on_versions(name, "pin", str(version), note)
+        await self.run_versions_command(name, "pin", str(version), note)
 
     async def unpin(self, name: str, version: int | str) -> None:
         """Remove a pin, if there is one. Raises NotFound."""
-        await self.on_versions(name, "unpin", str(version))
+        await self.run_versions_command(name, "unpin", str(version))
 
-    async def on_versions(
+    async def run_versions_command(
         self, name: str, action: str, version: str = "", note: str = ""
     ) -> dict[str, Any]:
         """Return what `meshrl weights --json` prints for `list`, `pin` and `unpin`."""

@@ -190,8 +190,8 @@ def _check_isolation() -> Finding:
     found = isolation_probe.probe_isolation()
     if found.fix:
         fix = f"{found.fix}; only for jobs that let the model's code run"
-        return Finding(NOTE, "isolation", found.meaning, fix)
-    return Finding(OK, "isolation", found.meaning)
+        return Finding(NOTE, "isolation", found.description, fix)
+    return Finding(OK, "isolation", found.description)
 
 
 def _check_runsc() -> Finding:
@@ -206,7 +206,7 @@ def _check_runsc() -> Finding:
     if found.tier != "runner":
         fix = f'{found.fix}; only for sandbox.runner = ["runsc"]'
         return Finding(NOTE, "runsc", f"{path} does not work", fix)
-    return Finding(OK, "runsc", f"{found.meaning} ({path})")
+    return Finding(OK, "runsc", f"{found.description} ({path})")
 
 
 def _check_memory() -> Finding:

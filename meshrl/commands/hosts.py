@@ -32,7 +32,7 @@ def drain_host(
 
     async def asked(state: StateClient) -> HostRow:
         found = await _find_host(state, place, name)
-        if found.draining in ("", SHUTDOWN_NOTICE):  # a user's drain outlasts the host's return
+        if found.drain_reason in ("", SHUTDOWN_NOTICE):  # a user's drain outlasts the host's return
             if not any(
                 row.state == "up" and row.workers and row.host != found.host
                 for row in await read_hosts(state, place)
@@ -52,7 +52,7 @@ def drain_host(
     took_s = round(time.monotonic() - began, 3)
     row = query_mesh(place, lambda state: _find_host(state, place, host), ANSWER_TIMEOUT_S)
     if as_json:
-        told = {"host": host, "state": row.state, "residents": row.residents}
+        told = {"host": host, "state": row.state, "residents": row.instances}
         print(json.dumps(told | {"services": row.services, "drain_s": took_s if wait else None}))
     elif wait:
         then = "is the head, and stays" if row.head else "may `meshrl leave`, and nothing is lost"
@@ -84,9 +84,9 @@ def _wait_until_drained(
     async def empty(state: StateClient) -> bool:
         while time.monotonic() < until:
             found = await _find_host(state, place, host)
-            if not found.draining:
+            if not found.drain_reason:
                 raise Refused(f"{host} does not drain any more", fix="`meshrl drain` asks again")
-            left = found.residents or found.services
+            left = found.instances or found.services
             if found.state == "drained" or (found.state == "away" and not left):
                 return True
             await asyncio.sleep(POLL_S)

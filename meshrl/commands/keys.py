@@ -35,7 +35,7 @@ def print_keys(mesh: Path | None, as_json: bool) -> None:
         return
     table = console_tables.make_table("host", "role", "process", "key", wraps=False)
     for row in found:
-        table.add_row(row.host, row.role, row.name, row.public)
+        table.add_row(row.host, row.role, row.process, row.public_key)
     console_tables.print_table(table)
 
 
@@ -81,7 +81,7 @@ def revoke_host_or_key(host_or_key: str, mesh: Path | None) -> None:
 def _find_valid_token(known: access_records.AccessRecords, host: str, now_s: float) -> str:
     """Return the name of the member's token if it would still admit the host; empty if not."""
     by = {member.token for member in known.members if member.host == host}
-    good = (t for t in known.tokens if t.id in by and t.good(now_s) and not t.is_exhausted)
+    good = (t for t in known.tokens if t.id in by and t.is_valid(now_s) and not t.is_exhausted)
     return next((token.name for token in good), "")
 
 
@@ -93,8 +93,8 @@ async def _find_key(state: StateClient, prefix: str) -> tuple[str, str]:
     """
     found: dict[str, list[str]] = {}
     for row in await credentials.list_credentials(state):
-        if row.public.startswith(prefix):
-            found.setdefault(row.public, []).append(f"{row.name} on {row.host}")
+        if row.public_key.startswith(prefix):
+            found.setdefault(row.public_key, []).append(f"{row.process} on {row.host}")
     if not found and len(prefix) == KEY_DIGITS:
         return prefix, ""
     if len(found) != 1:

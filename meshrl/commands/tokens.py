@@ -132,7 +132,7 @@ def _describe_validity(token: TokenRecord, now_s: float) -> str:
         return f"revoked {_format_date(token.revoked_s)}"
     if token.is_exhausted:
         return f"used by {token.host}" if token.uses == 1 else "used"
-    return VALID if token.good(now_s) else "expired"
+    return VALID if token.is_valid(now_s) else "expired"
 
 
 REDIS_PORT = 6379

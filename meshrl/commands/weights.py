@@ -142,7 +142,9 @@ def _request_versions(
         return run_versions_command(*build_arguments(action, meant.directory, version, note))
     if run is None:
         raise ConfigError("with a token, which job?", fix="Name one: `meshrl status` lists them")
-    return run_request(lambda c: c.on_versions(str(run), action, version, note), token=token)
+    return run_request(
+        lambda c: c.run_versions_command(str(run), action, version, note), token=token
+    )
 
 
 def _print_result(result: dict[str, Any], text: str, as_json: bool) -> None:

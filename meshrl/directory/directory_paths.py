@@ -43,13 +43,13 @@ class MeshPaths:
     settings = _MeshFile("settings.json")
     shape = _MeshFile("shape.json")  # shape of the last start
     membership = _MeshFile("membership.json")  # on a host that has joined: which mesh, what token
-    joined = _MeshFile("joined.json")  # which hosts have joined the mesh
+    joined_hosts = _MeshFile("joined.json")  # which hosts have joined the mesh
     redis_directory = _MeshFile("redis")
     redis_note = _MeshFile("redis-note.json")  # progress of Redis at the launcher's last check
     logs = _MeshFile("logs")
     fork_server_socket = _MeshFile("nursery")  # its socket
     lock = _MeshFile("lock")
-    launcher = _MeshFile("launcher.json")  # root process: `{pid, start_time, ready, end_s}`
+    root_marker = _MeshFile("launcher.json")  # root process: `{pid, start_time, ready, end_s}`
     leave_marker = _MeshFile(
         "leaving"
     )  # exists when a host's root process must leave the mesh at its end
@@ -207,7 +207,7 @@ def format_path(path: Path) -> str:
 
 def find_root_pid(mesh_paths: MeshPaths) -> int:
     """Return the pid of the process that runs the mesh; 0 when none does."""
-    marker = read_json_or_empty(mesh_paths.launcher)
+    marker = read_json_or_empty(mesh_paths.root_marker)
     pid = int(marker.get("pid", 0))
     if not pid:
         return 0

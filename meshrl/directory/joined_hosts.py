@@ -16,11 +16,11 @@ class JoinedHost:
 
     host: str
     address: str
-    prefix: str  # prefix of its workers' names
-    planner: str  # name of the planner that stands by there; empty: none does
+    worker_prefix: str  # prefix of its workers' names
+    planner_name: str  # name of the planner that stands by there; empty: none does
     workers: int
-    joined_s: float  # wall clock
-    key: str  # digest of that by which it is known at the gateway
+    joined_at_s: float  # wall clock
+    key_digest: str  # digest of that by which it is known at the gateway
     ephemeral: bool = False  # it is removed after an absence of `pool.gone_s`
 
 
@@ -28,15 +28,15 @@ class JoinedHost:
 class JoinedHosts:
     """Hosts that were admitted, and the count of all so far."""
 
-    count: int = 0
+    joined_count: int = 0
     hosts: Mapping[str, JoinedHost] = field(default_factory=dict)
-    left: tuple[str, ...] = ()  # names of hosts that are in no more: none comes back
+    departed_hosts: tuple[str, ...] = ()  # names of hosts that are in no more: none comes back
 
     @classmethod
     def read(cls, mesh_paths: MeshPaths) -> JoinedHosts:
         """Return the joined hosts of a mesh. Raises CorruptData."""
         try:
-            held = documents.read(mesh_paths.joined, REPAIR_HINT.format(other="hosts.json"))
+            held = documents.read(mesh_paths.joined_hosts, REPAIR_HINT.format(other="hosts.json"))
         except FileNotFoundError:
             return cls()
         try:
@@ -45,11 +45,11 @@ class JoinedHosts:
         except (KeyError, TypeError, AttributeError) as error:
             fix = REPAIR_HINT.format(other="hosts.json")
             why = f"it tells of no hosts: {error!r}"
-            raise documents.make_corrupt_error(mesh_paths.joined, why, fix) from error
+            raise documents.make_corrupt_error(mesh_paths.joined_hosts, why, fix) from error
 
     def write(self, mesh_paths: MeshPaths) -> None:
         """Write the record."""
-        write_json(mesh_paths.joined, asdict(self))
+        write_json(mesh_paths.joined_hosts, asdict(self))
 
 
 def read_joined_hosts(mesh_paths: MeshPaths) -> Mapping[str, JoinedHost]:

@@ -35,7 +35,7 @@ class DirectoryLock:
     """
 
     def __init__(self, mesh_paths: MeshPaths, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
-        self._place, self._end_s = mesh_paths, stop_timeout_s
+        self._place, self._stop_timeout_s = mesh_paths, stop_timeout_s
         self._lock: IO[str] | None = None
         self.is_ready = False  # the owner's last report
 
@@ -60,7 +60,7 @@ class DirectoryLock:
     def set_ready(self, ready: bool) -> None:
         self.is_ready = ready
         marker = {"pid": os.getpid(), "start_time": read_own_start_time(), "ready": ready}
-        write_json(self._place.launcher, {**marker, "end_s": self._end_s})
+        write_json(self._place.root_marker, {**marker, "end_s": self._stop_timeout_s})
 
     @property
     def is_locked(self) -> bool:
@@ -69,7 +69,7 @@ class DirectoryLock:
     def release(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
-            self._place.launcher.unlink(missing_ok=True)
+            self._place.root_marker.unlink(missing_ok=True)
             lock.close()
 
 

@@ -50,9 +50,9 @@ def start_in_background(program: RootProgram, mesh_paths: MeshPaths, *arguments:
             start_new_session=True,
         )
     until = time.monotonic() + program.start_timeout_s
-    while find_root_pid(mesh_paths) != child.pid or not read_json_or_empty(mesh_paths.launcher).get(
-        "ready"
-    ):
+    while find_root_pid(mesh_paths) != child.pid or not read_json_or_empty(
+        mesh_paths.root_marker
+    ).get("ready"):
         if child.poll() is not None:
             said = "\n".join(read_tail(log, 5))
             raise MeshError(f"{program.failure_message}:\n{said}", fix=f"The log is {log}")

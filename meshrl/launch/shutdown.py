@@ -25,7 +25,7 @@ def stop_root_process(mesh_paths: MeshPaths, leave_mesh: bool = False) -> tuple[
     if pid:
         if leave_mesh:
             mesh_paths.leave_marker.touch(mode=0o600)
-        told_s = float(read_json_or_empty(mesh_paths.launcher).get("end_s", STOP_TIMEOUT_S))
+        told_s = float(read_json_or_empty(mesh_paths.root_marker).get("end_s", STOP_TIMEOUT_S))
         os.kill(pid, signal.SIGTERM)
         until = time.monotonic() + told_s
         while find_root_pid(mesh_paths) == pid and time.monotonic() < until:

@@ -134,7 +134,7 @@ def make_default_pool(workers: int) -> PoolSettings:
     Of a head without workers all come from elsewhere, later, and may all leave: a job waits for
     them.
     """
-    return PoolSettings() if workers else PoolSettings(short_s=REMOTE_WORKERS_WAIT_S)
+    return PoolSettings() if workers else PoolSettings(shortage_grace_s=REMOTE_WORKERS_WAIT_S)
 
 
 def _describe_mesh(workers: int) -> str:

@@ -59,7 +59,7 @@ class RunOutcome:
         return {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}.get(self.state, EXIT_STOPPED)
 
     @property
-    def resume(self) -> str:
+    def resume_command(self) -> str:
         """Command that resumes the run; empty when nothing is left to do or a process runs it."""
         return f"meshrl resume {self.run}" if self.state in ("failed", "stopped") else ""
 
@@ -78,14 +78,14 @@ class RunOutcome:
             said = [f"{self.job} runs: {self.phase.replace('_', ' ')}, {at}{so_far}"]
         elif self.state == "failed":
             said = [f"{self.job} failed {at}{so_far}: {self.error}"]
-            said.append(f"To go on when that is mended: {self.resume}")
+            said.append(f"To go on when that is mended: {self.resume_command}")
         else:
-            said = [f"{self.job} was stopped {at}{so_far}", f"To go on: {self.resume}"]
+            said = [f"{self.job} was stopped {at}{so_far}", f"To go on: {self.resume_command}"]
         return [*said, *(f"damaged: {line}" for line in self.damaged)]
 
     def to_document(self) -> dict[str, Any]:
         """Return the outcome as JSON."""
-        return {**asdict(self), "resume": self.resume}
+        return {**asdict(self), "resume": self.resume_command}
 
 
 def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:

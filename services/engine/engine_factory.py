@@ -36,7 +36,7 @@ async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> Toke
     otherwise SGLang computes them. Call this on the main thread: a server that an engine needs dies
     with the thread that starts it.
     """
-    pace = data.config.rollout.pace
+    pace = data.config.rollout.emulate
     if data.config.rollout.engine == "sglang":
         degree = 1 if pace else placement.ranks
         return await _create_sglang_engine(mesh, data, placement.resident, degree)
@@ -59,7 +59,7 @@ async def _create_sglang_engine(
     limits, lora = data.config.rollout, data.config.lora
     model = load_model_config(data)
     adapters = None
-    if lora.rank and lora.engines == "beside":
+    if lora.rank and lora.engine_mode == "beside":
         adapters = AdapterLimits(lora.rank, tuple(resolve_targets(model, lora.targets)))
     how = LaunchConfig(
         limits.sglang_python or str(locate_python(locate_environment("sglang"))),
@@ -72,7 +72,7 @@ async def _create_sglang_engine(
         seed=data.config.seed,
         exact_switch=limits.kv_on_update == "keep",
         adapter_limits=adapters,
-        read_back=limits.read_back,
+        read_back=limits.verify_weights,
         options=tuple(limits.sglang_options),
         tensor_parallel_size=tensor_parallel_size,
         hierarchical_cache=_choose_hierarchical_cache(mesh, data),
@@ -119,13 +119,13 @@ def _create_builtin_engine(data: JobData) -> BuiltinEngine:
         load_model_config(data),
         limits.slots,
         limits.max_tokens,
-        backend=limits.path,
+        backend=limits.backend,
         device=data.config.mesh.device,
         dtype=limits.dtype,
         kv_cache_tokens=limits.kv_tokens,
         kv_on_update=limits.kv_on_update,
-        steps=1 if limits.pace else FLUSH_STEPS,
+        steps=1 if limits.emulate else FLUSH_STEPS,
         budget_s=FLUSH_S,
         decode=_load_decoder(data),
-        read_back=limits.read_back,
+        read_back=limits.verify_weights,
     )

@@ -177,15 +177,19 @@ async def serve(
         engine = await open_engine(mesh, data, placement)
     limits = data.config.rollout
     emulated = None
-    if limits.pace:
+    if limits.emulate:
         emulated = EmulatedSteps(
-            engine, parse_engine_speed(limits.pace), mesh.clock, placement.ranks
+            engine, parse_engine_speed(limits.emulate), mesh.clock, placement.ranks
         )
     steps: SteppableEngine = emulated or engine
     mesh.telemetry.log.info("engine", path=steps.backend)
     room = limits.kv_tokens or limits.slots * limits.max_tokens
     turns = SliceClient(
-        mesh, placement.keeper, placement.resident, placement.generation, enabled=placement.turns
+        mesh,
+        placement.slice_scheduler,
+        placement.resident,
+        placement.generation,
+        enabled=placement.time_sliced,
     )
     service = EngineService(
         mesh, engine, driver.call_on_loop, room, time_slices=turns, emulation=emulated
@@ -238,7 +242,7 @@ def _choose_adapter_mode(data: JobData) -> AdapterMode:
     SGLang fixes this at the start of its server, before any measurement: it computes adapters
     beside the model only if the job requires that.
     """
-    wish = data.config.lora.engines
+    wish = data.config.lora.engine_mode
     return "merged" if data.config.rollout.engine == "sglang" and wish == "auto" else wish
 
 
@@ -281,7 +285,7 @@ async def _put_adapters(
     names = {piece.name for piece in manifest.tensors}
     adapters = {name for name in names if is_adapter_tensor(name)}
     model = None
-    if not weights.has_base(base.digest):
+    if not weights.has_base(base.manifest):
         model = await versions.receive(row.manifest, names - adapters)
         if model is None:
             return True
@@ -292,7 +296,7 @@ async def _put_adapters(
             row.version,
             image.tensors,
             manifest.scale,
-            base.digest,
+            base.manifest,
             base.version,
             model.tensors if model is not None else None,
         )

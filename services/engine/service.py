@@ -175,7 +175,7 @@ class EngineService(Actor):
         engine, steps, emulated = self.engine, self.steps, self.emulation
         curve = self.curve_fit.get_curve("", steps.tensor_parallel_size)
         if curve is not None:
-            curve = replace(curve, most_tokens_per_s=self.throughput.max_tokens_per_s)
+            curve = replace(curve, max_tokens_per_s=self.throughput.max_tokens_per_s)
         return EngineStats(
             **self.pauses.stats.encode(),
             ready=not self.draining,

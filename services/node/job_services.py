@@ -337,7 +337,7 @@ class JobServices(SupervisorHooks):
             child_exit.final,
             log=log,
         )
-        await self._exit_reports.report(replace(report, ran_s=child_exit.run_time_s))
+        await self._exit_reports.report(replace(report, run_time_s=child_exit.run_time_s))
 
     def has_lease_expired(self, child: ChildProcess) -> bool:
         return self._leases.has_expired(child)

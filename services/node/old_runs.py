@@ -48,7 +48,7 @@ async def sweep(mesh: Mesh) -> None:
         job, since = directory.parent.name, directory.name
         try:
             row = await jobs.read_job(mesh.state, job)
-            over = row.is_terminal or str(row.since_ms) != since
+            over = row.is_terminal or str(row.created_ms) != since
         except NotFound:
             over = (
                 await run(_age_s, directory, mesh.clock.wall(), deadline_s=IO_S) > UNKNOWN_JOB_TTL_S

@@ -136,7 +136,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
             generation=resident.generation,
             epoch=resident.epoch,
             token=self._mesh.token,
-            doing=InstancePhase.FAILED,
+            phase=InstancePhase.FAILED,
             tier=Tier.ABSENT,
             detail=f"{why}; remove either",
         )

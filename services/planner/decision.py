@@ -47,45 +47,51 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
     presence = compute_presence(snapshot, memory)
     draft = PoolDraft(snapshot, presence.usable_workers)
     evict_lost(draft, presence)
-    short, failed = find_infeasible_jobs(snapshot, presence.expected_workers, memory.short)
+    short, failed = find_infeasible_jobs(
+        snapshot, presence.expected_workers, memory.infeasible_since
+    )
     for failure in failed:
         draft.add_decision(failure)
     jobs = [
-        replace(job, need=drop_infeasible_degrees(job.need, presence.usable_workers))
+        replace(
+            job, requirements=drop_infeasible_degrees(job.requirements, presence.usable_workers)
+        )
         for job in order_runnable_jobs(snapshot.jobs, failed)
     ]
     remove_finished_jobs(draft, jobs)
     divisions = {
-        job.id: choose_expert_split(draft, job, memory.mixtures.get(job.id)) for job in jobs
+        job.id: choose_expert_split(draft, job, memory.expert_splits.get(job.id)) for job in jobs
     }
     jobs = [job for job, _ in divisions.values()]
     role_moves.finish_moves(draft)
     takers = ServiceHosts(snapshot, presence)
     division = _divide_pool(draft, jobs, presence, takers)
     _place_instances(draft, jobs, division, presence)
-    aside = answer_requests(draft, jobs, division, presence, takers, memory.aside)
-    before = {job.id: memory.watches.get(job.id, SplitState()) for job in jobs}
+    aside = answer_requests(draft, jobs, division, presence, takers, memory.cordoned)
+    before = {job.id: memory.split_states.get(job.id, SplitState()) for job in jobs}
     running = [job for job in jobs if job.id in division.workers]
     plays = SimulationBudget(snapshot.now_ms)
     watches = {
         job.id: balance_job(draft, job, before[job.id], memory.correction, plays)
-        for job in sorted(running, key=lambda job: before[job.id].played_ms)
+        for job in sorted(running, key=lambda job: before[job.id].simulated_ms)
     }
     role_moves.abandon_moves(draft)
     draft.dissolve_empty_gangs()
     place_services(draft, jobs, division, presence, takers)
     known = {worker.id for worker in snapshot.workers}
     return draft.decisions, PlannerMemory(
-        missing=presence.missing_since,
-        lost=presence.lost_workers,
-        away=presence.away_since,
-        gone=presence.lost_hosts,
-        short=short,
-        aside=aside & known,
-        watches=watches,
+        missing_since=presence.missing_since,
+        lost_workers=presence.lost_workers,
+        away_since=presence.away_since,
+        lost_hosts=presence.lost_hosts,
+        infeasible_since=short,
+        cordoned=aside & known,
+        split_states=watches,
         entitled=dict(division.workers),
-        mixtures={id: mixture for id, (_, mixture) in divisions.items() if mixture is not None},
-        correction=update_correction(memory.correction, draft, jobs, memory.watches, watches),
+        expert_splits={
+            id: mixture for id, (_, mixture) in divisions.items() if mixture is not None
+        },
+        correction=update_correction(memory.correction, draft, jobs, memory.split_states, watches),
     )
 
 
@@ -104,8 +110,8 @@ def _divide_pool(
     settings = snapshot.settings
     places = Counter(settings.get_gang_location(worker) for worker in presence.usable_workers)
     claims = {job.id: _build_share_claim(draft, job) for job in jobs}
-    turns = settings.turns and not snapshot.is_gathering_workers
-    division = divide_pool(jobs, places, claims, turns, settings.gangs)
+    turns = settings.time_slicing and not snapshot.is_gathering_workers
+    division = divide_pool(jobs, places, claims, turns, settings.gang_scope)
     division.rejected.update(unserved)
     return division
 
@@ -115,10 +121,10 @@ def _build_share_claim(draft: PoolDraft, job: PlannedJob) -> ShareClaim:
     home = draft.get_place(team.core.workers[0]) if team.core is not None else ""
     engines = sum(len(seated.workers) for seated in team.engines if seated.instance.pinned)
     helpers = sum(seated.instance.pinned for seated in team.hybrids)
-    if not engines and helpers and job.need.rolls_out:
-        engines = job.need.smallest_engine
+    if not engines and helpers and job.requirements.needs_rollout:
+        engines = job.requirements.smallest_engine
     settled = team.core is not None and team.core.is_awake and team.core.instance.is_reconciled
-    stranded = settled and job.checkpointed and has_no_engine_place(draft, job)
+    stranded = settled and job.has_checkpoint and has_no_engine_place(draft, job)
     return ShareClaim(home, engines + helpers, stranded)
 
 

@@ -51,7 +51,7 @@ def describe_decision(decision: Decision) -> str:
             return f"dissolve {gang}"
         case PlaceInstance(gang, r):
             role = "core" if r.core else r.role
-            turns = " by turns" if r.turns else ""
+            turns = " by turns" if r.time_sliced else ""
             return f"place {r.id}: {role} of {r.job} on {gang} in {r.tier}{turns}"
         case RemoveInstance(_, resident):
             return f"remove {resident}"
@@ -77,9 +77,9 @@ def format_decisions(decisions: Iterable[Decision]) -> list[str]:
     """Format a line for each decision, with its rule and its figures."""
     found = []
     for decision in decisions:
-        inputs = " ".join(f"{key}={value}" for key, value in decision.why.inputs.items())
+        inputs = " ".join(f"{key}={value}" for key, value in decision.rationale.inputs.items())
         found.append(
-            f"{describe_decision(decision)}  [{decision.why.rule}{' ' if inputs else ''}{inputs}]"
+            f"{describe_decision(decision)}  [{decision.rationale.rule}{' ' if inputs else ''}{inputs}]"
         )
     return found
 
@@ -89,8 +89,8 @@ def format_predictions(memory: PlannerMemory) -> list[str]:
     moves. Add a line for each degree of engines with predicted and measured speed.
     """
     found = []
-    for job, watch in sorted(memory.watches.items()):
-        told = watch.explained
+    for job, watch in sorted(memory.split_states.items()):
+        told = watch.explanation
         if "step_s" in told:
             stages = f"rollout {told['rollout_s']:.3g} s, training {told['train_s']:.3g} s"
             step = f"step {told['step_s']:.3g} s, observed {told['measured_s']:.3g} s"

@@ -21,18 +21,20 @@ from meshrl.services.planner.pool.presence import PoolAbsences
 class PlannerMemory(PoolAbsences):
     """State that one pass leaves to the next."""
 
-    short: Mapping[str, int] = field(default_factory=dict)  # infeasible job -> since
-    watches: Mapping[str, SplitState] = field(default_factory=dict)  # by job: state of its split
+    infeasible_since: Mapping[str, int] = field(default_factory=dict)  # infeasible job -> since
+    split_states: Mapping[str, SplitState] = field(
+        default_factory=dict
+    )  # by job: state of its split
     entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; displayed to users
-    mixtures: Mapping[str, ExpertSplitState] = field(
+    expert_splits: Mapping[str, ExpertSplitState] = field(
         default_factory=dict
     )  # of jobs whose cores split experts
     correction: Correction = field(default_factory=Correction)  # of predicted engine speeds
 
     def encode(self) -> dict[str, Any]:
         """Encode the memory for JSON, with the explanations of jobs and shares for users."""
-        explained = {job: dict(watch.explained) for job, watch in self.watches.items()}
-        for job, mixture in self.mixtures.items():
+        explained = {job: dict(watch.explanation) for job, watch in self.split_states.items()}
+        for job, mixture in self.expert_splits.items():
             explained.setdefault(job, {})["ranks"] = describe_expert_split(mixture)
         shown = {job: about for job, about in explained.items() if about}
         found: dict[str, Any] = {"entitled": {}} | to_json_value(self) | {"explained": shown}
@@ -58,4 +60,4 @@ class PlannerMemory(PoolAbsences):
         """Return the memory after an outage of Redis. All leases look expired then, so absence
         times restart.
         """
-        return replace(self, missing={}, away={})
+        return replace(self, missing_since={}, away_since={})

@@ -125,7 +125,7 @@ class Planner(Actor):
             self.mesh.random.hex_token(8),
             decisions,
             document if document != seen.memory else None,
-            seen.written,
+            seen.revision,
         )
         self._is_first_poll = False
         self._last_stats = PlannerStats(
@@ -142,7 +142,7 @@ class Planner(Actor):
             )
         left_out = {id(one.decision) for one in refused}
         for decision in decisions:
-            lost = isinstance(decision, ReportHostPresence) and not decision.back
+            lost = isinstance(decision, ReportHostPresence) and not decision.is_back
             if lost and id(decision) not in left_out:
                 self.mesh.telemetry.count("hosts_lost")
         await self._send_hints(seen.snapshot, [d for d in decisions if id(d) not in left_out])
@@ -177,7 +177,7 @@ class Planner(Actor):
         if now_s - self._last_cleanup_s < CLEANUP_INTERVAL_S:
             return
         self._last_cleanup_s = now_s
-        await pool.remove_gone(self.mesh.state, self.fencing_token, settings.gone_s)
+        await pool.remove_gone(self.mesh.state, self.fencing_token, settings.forget_after_s)
         await deletion.delete_old_jobs(self.mesh.state, self.fencing_token, settings.keep_days)
 
 

@@ -82,7 +82,7 @@ class TrajectoryRunner:
 
     def _build_sampling(self, tokenizer: Tokenizer) -> SamplingParams:
         rollout = self.config.rollout
-        forced = bool(rollout.lengths)  # then lengths alone end a turn
+        forced = bool(rollout.forced_lengths)  # then lengths alone end a turn
         return SamplingParams(
             stop_token_ids=[] if forced else find_stop_token_ids(tokenizer, rollout.stop),
             stop_strings=[] if forced else rollout.stop_text,
@@ -254,7 +254,7 @@ class JobTurnPlayer(TurnPlayer):
 
     async def generate(self) -> FinishReason:
         t, config = self.trajectory, self._runner.config
-        limit, forced = config.rollout.max_tokens, config.rollout.lengths
+        limit, forced = config.rollout.max_tokens, config.rollout.forced_lengths
         if forced:
             index = t.group * config.algorithm.group_size + t.member
             limit = min(t.prompt_length + forced[index % len(forced)], limit)

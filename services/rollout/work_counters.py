@@ -107,7 +107,7 @@ class TrajectoryTracer:
             self._traces.write(
                 {
                     "kind": "trajectory",
-                    "at": round(watch.began, 6),
+                    "at": round(watch.started_at, 6),
                     "group": trajectory.group,
                     "member": trajectory.member,
                     "version": trajectory.version,

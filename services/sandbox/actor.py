@@ -177,7 +177,7 @@ class SandboxActor(Actor):
         uses = builtin.select_jailed([*m.tools.values(), *(part.use for part in m.rewards)])
         if not uses:
             return None
-        demanded = m.jail.tier
+        demanded = m.jail.min_tier
         log = self._log_path("jails")
         interpreter = select_interpreter(m.jail)
         found = await self._detect_tier(interpreter, log)

@@ -75,7 +75,7 @@ class RedisExitReporter(ExitReporter):
                 seen, self._pending = self._pending, {}
                 for name, end in seen.items():
                     await self._reports.report(
-                        ExitReport(f"{name} of {self._sandbox}", charged=False, **vars(end))
+                        ExitReport(f"{name} of {self._sandbox}", charge_job=False, **vars(end))
                     )
                 await self._clock.sleep(REPORT_INTERVAL_S)
         finally:

@@ -46,7 +46,11 @@ async def run_scoring(placement: Placement) -> None:
     row = await retry(mesh.clock, lambda: jobs.read_job(mesh.state, placement.job))
     data = await open_local_job(mesh, row)
     turns = SliceClient(
-        mesh, placement.keeper, placement.resident, placement.generation, enabled=placement.turns
+        mesh,
+        placement.slice_scheduler,
+        placement.resident,
+        placement.generation,
+        enabled=placement.time_sliced,
     )
 
     async def load() -> dict[str, FrozenModel]:
@@ -153,6 +157,4 @@ def _count_bytes(weights: Mapping[str, Tensor]) -> int:
 def _build_engine(model: ModelConfig, data: JobData, config: FrozenModelConfig) -> BuiltinEngine:
     most = config.max_tokens or data.config.rollout.max_tokens
     device = data.config.mesh.device
-    return build_engine(
-        model, 1, most, backend=config.engine_path, device=device, dtype=config.dtype
-    )
+    return build_engine(model, 1, most, backend=config.backend, device=device, dtype=config.dtype)

@@ -96,7 +96,7 @@ async def run_role(mesh: Mesh, placement: Placement, learner_factory: LearnerFac
 async def _measure_profile(mesh: Mesh, data: JobData, placement: Placement) -> dict[str, Any]:
     """Return the accelerator profile to publish, if the planner divides the core by it."""
     training = data.config.training
-    if placement.ranks == 1 or not training.zebra.auto or training.pace:
+    if placement.ranks == 1 or not training.zebra.auto or training.emulate:
         return {}
     from meshrl.services.trainer.zebra.accelerator_profile import load_or_measure_profile
 

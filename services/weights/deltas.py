@@ -69,7 +69,7 @@ def choose_bases(holders: Iterable[VersionHolder], anchor_interval: int) -> list
 
 def _find_most_common(versions: list[VersionRef]) -> VersionRef | None:
     def rank(base: VersionRef) -> tuple[int, int, int, str]:
-        return versions.count(base), base.lineage, base.version, base.digest
+        return versions.count(base), base.lineage, base.version, base.manifest
 
     return max(versions, key=rank, default=None)
 
@@ -127,7 +127,7 @@ class DeltaRegistry:
         """
         now, target = self._mesh.clock.monotonic(), request.target
         self._anchor_intervals[request.job] = request.anchor_interval
-        found = self._deltas_by_target.get(target.digest)
+        found = self._deltas_by_target.get(target.manifest)
         if found is None:
             self._stop_earlier_targets(request.job)
             held = self._list_holders(request.job, now)
@@ -141,11 +141,11 @@ class DeltaRegistry:
             found = _TargetDeltas(
                 request.job, now, dict.fromkeys(range(request.parts), now), wanted
             )
-            self._deltas_by_target[target.digest] = found
+            self._deltas_by_target[target.manifest] = found
         return found.bases
 
     def stage_deltas(self, request: StageDelta) -> bool:
-        found = self._deltas_by_target.get(request.deltas.target.digest)
+        found = self._deltas_by_target.get(request.deltas.target.manifest)
         if found is None or request.part not in found.active_parts:
             return False
         for chunk in request.deltas.chunks:
@@ -191,7 +191,7 @@ class DeltaRegistry:
         """
         now = self._mesh.clock.monotonic()
         return {
-            holder.anchor.digest
+            holder.anchor.manifest
             for job in self._holders
             for holder in self._list_holders(job, now).values()
             if holder.anchor is not None
@@ -263,7 +263,7 @@ class DeltaActor(Actor):
         """Acknowledge a version on record; one that was deleted since is no base."""
         number = VersionNumber(request.target.lineage, request.target.version)
         if any(
-            record.job == request.job and record.versions.get(request.target.digest) == number
+            record.job == request.job and record.versions.get(request.target.manifest) == number
             for record in self.job_records
         ):
             self.delta_registry.acknowledge_version(request)

@@ -196,7 +196,7 @@ class WeightStore(DeltaActor):
         found = await self._read_manifest(request.digest)
         if request.without_base or found.base is None:
             return found
-        return merge_base(found, await self._read_manifest(found.base.digest))
+        return merge_base(found, await self._read_manifest(found.base.manifest))
 
     async def _read_manifest(self, digest: str) -> Manifest:
         if digest not in self._manifest_cache:
@@ -269,8 +269,8 @@ class WeightStore(DeltaActor):
         """Mark the base of adapters as written, except the tensors that they replace."""
         if manifest.base is None:
             return
-        whole = merge_base(manifest, await self._read_manifest(manifest.base.digest))
-        await self._mark_manifest_written(manifest.base.digest)
+        whole = merge_base(manifest, await self._read_manifest(manifest.base.manifest))
+        await self._mark_manifest_written(manifest.base.manifest)
         shared = whole.tensors[: len(whole.tensors) - len(manifest.tensors)]
         others = replace(manifest, tensors=shared)
         await self.mesh.host.run_blocking(
@@ -367,7 +367,7 @@ class WeightStore(DeltaActor):
                 run_host_files.publish_files(chunks, row, checkpoint, below, moved)
             )
 
-        key = "publish", row.run_dir, row.since_ms, checkpoint, *below
+        key = "publish", row.run_dir, row.created_ms, checkpoint, *below
         what = f"the files of {checkpoint or 'the bundle of'} {row.id}"
         return await self._shared_tasks.join(key, publish, what) or PublishedFiles(
             {}, is_complete=False
@@ -377,7 +377,7 @@ class WeightStore(DeltaActor):
     async def append_lines(self, request: LineBatch) -> None:
         """Append lines to a file. StorageFull: they are dropped. BadMessage: invalid name."""
         row, lines = await jobs.read_job(self.mesh.state, request.job), request.lines.encode()
-        key = request.job, row.since_ms, request.file
+        key = request.job, row.created_ms, request.file
 
         def keep(_: TaskProgress) -> bool:
             if self._last_line_operations.get(key) != request.op_id:

@@ -80,14 +80,14 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
     elif shape is None:
         if job.plan:
             raise ConfigError(f"job {job.name} has no model to plan for", where="plan")
-        if not (job.pace and job.training_pace):
+        if not (job.emulate and job.emulate_training):
             raise ConfigError(
                 f"job {job.name} has neither a model nor a pace of engines and of training",
                 where="[[jobs]]",
                 fix="Write [jobs.model], or pace and training_pace",
             )
         trains = EmulatedTraining(
-            parse_training_speed(job.training_pace), job.bin_tokens or UNBOUNDED_BIN_TOKENS
+            parse_training_speed(job.emulate_training), job.bin_tokens or UNBOUNDED_BIN_TOKENS
         )
     else:
         asked = _build_query(job, shape, hosts, workload)
@@ -112,7 +112,7 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
             return MeasuredSpeed(_build_curve(job, shape, kind, degree))
         if shape is None:
             return EmulatedSpeed(
-                parse_engine_speed(job.pace).with_tensor_parallel(degree), kind, degree
+                parse_engine_speed(job.emulate).with_tensor_parallel(degree), kind, degree
             )
         gang = EngineGang(shape, _get_accelerator(kind), degree)
         if not gang.can_fit(1):
@@ -139,13 +139,13 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
             ranks=job.ranks,
             priority=job.priority,
             share=job.share,
-            helped=job.helped and job.tensor * job.pipeline == 1,
-            degrees=allowed,
-            alternates=allowed[0] == 1,
+            allows_hybrids=job.helped and job.tensor * job.pipeline == 1,
+            tensor_parallel=allowed,
+            can_time_slice=allowed[0] == 1,
         ),
         planner=job.planner,
-        emulated_engine=job.pace,
-        emulated_training=job.training_pace,
+        emulated_engine=job.emulate,
+        emulated_training=job.emulate_training,
         pull_s=job.pull_s,
         get_arrival_s=_weights_arrival(job, shape),
         shape=shape,
@@ -209,9 +209,9 @@ def _build_curve(job: JobTable, shape: ModelShape | None, kind: str, degree: int
         of.sequence_s / busy,
         of.context_s / reads,
         of.prefill_tokens_per_s * busy,
-        steps=1,
+        fitted_steps=1,
     )
-    about = PlannedJob(job.name, Phase.TRAINING, shape=shape)
+    about = PlannedJob(job.name, Phase.TRAINING, model_shape=shape)
     found = degree_curve((kind, degree), {(kind, of.degree): curve}, about, Correction())
     assert found is not None
     return found

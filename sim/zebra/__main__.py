@@ -36,7 +36,7 @@ def measure_order_gaps() -> dict[str, float]:
     """Measure how much any other order shortens a step of Theorem 1's order, at most."""
     many = [compute_plain_costs("D1", k * KIB)[0] for k in (4, 16)]
     # No communication, and the last piece costs nothing, unlike any model.
-    bare = MicroBatchCosts(attention=1.0, experts=0.5)
+    bare = MicroBatchCosts(attention_s=1.0, experts_s=0.5)
     gaps: list[float] = []
     bare_gaps: list[float] = []
     for layers, micros in EXHAUSTIVE_CASES:

@@ -134,7 +134,7 @@ def compare_hosting(
     costs, elsewhere = compute_plain_costs(model, length)
     bounds = HostingBounds(0, of.layers * of.experts)  # memory of an A40 is no limit here
     if as_published:
-        forward = ForwardCosts(costs.attention, costs.experts, elsewhere)
+        forward = ForwardCosts(costs.attention_s, costs.experts_s, elsewhere)
         hosts = gather_and_squeeze(of.layers, of.experts, ASYMMETRIC_GROUP, forward, bounds)
     else:
         hosts = optimize_hosting(

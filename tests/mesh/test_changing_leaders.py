@@ -108,13 +108,13 @@ async def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(mesh:
         await mesh.resigned()
         token = await leader.campaign(mesh.state, PLANNER_ELECTION, "another", LEASE_MS)
         gang = await mesh.gang_of("w1")
-        [engine] = gang.residents
+        [engine] = gang.instances
         for number, role in enumerate((Role.TRAINING, Role.ROLLOUT), 1):
             moved = replace(engine, id=f"{gang.id}.{number}", role=role, pinned=True)
             left = RemoveInstance(gang.id, f"{gang.id}.{number - 1}", Rationale("user"))
             made: list[Decision] = [
                 left,
-                PlaceInstance(gang.id, moved, Rationale("user"), op="asked"),
+                PlaceInstance(gang.id, moved, Rationale("user"), request_id="asked"),
             ]
             await pool.write_decisions(mesh.state, token, f"to {role}", made, None)
 
@@ -130,7 +130,7 @@ async def test_a_move_whose_answer_was_lost_is_made_once(mesh: Led) -> None:
     mesh.state.unanswered.add("write")
     await mesh.asks("w1", "training")
     await mesh.clock.sleep(10.0)
-    [resident] = (await mesh.gang_of("w1")).residents
+    [resident] = (await mesh.gang_of("w1")).instances
     assert resident.role == Role.TRAINING and not resident.core
     assert await moved_to(mesh) == ["training"]
     [told] = await mesh.told("move")
@@ -153,7 +153,7 @@ async def test_a_move_that_is_under_way_is_finished_by_the_next_leader(mesh: Led
     await mesh.clock.sleep(5.0)
     began = await mesh.told("desired")
     gang = await mesh.gang_of("w1")
-    [resident] = gang.residents
+    [resident] = gang.instances
     assert not resident.is_reconciled
     await mesh.resigned()
     await mesh.clock.sleep(5.0)

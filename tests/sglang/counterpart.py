@@ -278,7 +278,7 @@ def ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     state = {
         name: theirs[source] for name, source in GLOBAL_TENSOR_NAMES.items() if source in theirs
     }
-    for layer in range(TINY.layers):
+    for layer in range(TINY.num_layers):
         own, prefix = f"layers.{layer}.", f"model.layers.{layer}."
         for name, source in LAYER_TENSOR_NAMES.items():
             if prefix + source in theirs:

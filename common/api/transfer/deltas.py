@@ -16,7 +16,7 @@ class VersionRef:
 
     lineage: int
     version: int
-    digest: str  # of the manifest
+    manifest: str  # of the manifest
 
 
 @message

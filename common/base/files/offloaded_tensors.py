@@ -77,7 +77,7 @@ class OffloadMedium(Protocol):
 class OffloadHeader:
     """Content of a medium, according to its header."""
 
-    about: dict[str, Any]  # metadata of the sleeping process
+    metadata: dict[str, Any]  # metadata of the sleeping process
     sizes_bytes: Mapping[str, int]
     offsets: Mapping[str, int]
     checksums: Mapping[str, Checksum]
@@ -180,7 +180,7 @@ def copy_offload(source: OffloadMedium, target: OffloadMedium) -> OffloadHeader:
     Raises CorruptData if it has changed, and then leaves no complete content.
     """
     head = read_header(source)
-    offload(target, head.about, MediumSource(source, head))
+    offload(target, head.metadata, MediumSource(source, head))
     copy = read_header(target)
     if copy.checksums != head.checksums:
         target.write_at(COMMIT_MARK.start, _as_array(bytes(CHECKSUM_BYTES)))

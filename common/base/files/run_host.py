@@ -23,7 +23,7 @@ class RunHost:
 
     host: str
     root: str
-    digest: str
+    probe_digest: str
 
     def is_visible_on(self, host: str, path: Path) -> bool:
         """Return True if `path` of the run host is the same file on `host`, which is this one.
@@ -36,7 +36,7 @@ class RunHost:
         if not path.is_relative_to(root):
             return False
         try:
-            return compute_digest((root / PROBE_PATH).read_bytes()) == self.digest
+            return compute_digest((root / PROBE_PATH).read_bytes()) == self.probe_digest
         except OSError:
             return False
 

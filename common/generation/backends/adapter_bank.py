@@ -88,7 +88,7 @@ class AdapterBank:
 
     def _stack_factors(self) -> None:
         stacks: dict[TargetKey, _StackedFactors] = {}
-        for key in ((i, name) for i in range(self._config.layers) for name in ADAPTER_TARGETS):
+        for key in ((i, name) for i in range(self._config.num_layers) for name in ADAPTER_TARGETS):
             own = {at: c[key] for at, c in sorted(self._deltas.items()) if key in c}
             if own:
                 stacks[key] = _StackedFactors(

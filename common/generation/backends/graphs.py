@@ -75,11 +75,11 @@ class GraphCompute:
         self._num_blocks, self._device = num_blocks, device
         self._adapters = AdapterBank(config, dtype, device)
         self._scale = config.head_dim**-0.5
-        heads, width = config.kv_heads, config.head_dim
+        heads, width = config.num_kv_heads, config.head_dim
         self.cache_layout = (
-            f"graphs {dtype} [2, {config.layers}, blocks, {heads}, {BLOCK_TOKENS} x {width}]"
+            f"graphs {dtype} [2, {config.num_layers}, blocks, {heads}, {BLOCK_TOKENS} x {width}]"
         )
-        self.cache_bytes_per_token = 2 * config.layers * heads * width * dtype.itemsize
+        self.cache_bytes_per_token = 2 * config.num_layers * heads * width * dtype.itemsize
         self._buckets = GraphBuckets(slots.num_slots, slots.max_length)
         self._block_table: NDArray[np.int32] | None = None
         self._captured: dict[GraphBucket, CapturedBucket] = {}
@@ -115,8 +115,8 @@ class GraphCompute:
         there = [experts for _, experts in parts if experts is not None]
         went = torch.cat(there) if there else None
         order = np.concatenate((slots[~single], slots[single]))
-        self._slots.computed[slots] += counts
-        known = self._slots.known[order] == self._slots.computed[order]
+        self._slots.num_computed_tokens[slots] += counts
+        known = self._slots.num_tokens[order] == self._slots.num_computed_tokens[order]
         sampling = np.flatnonzero(known)
         if len(sampling):
             chosen = self._to_device(sampling)
@@ -134,16 +134,16 @@ class GraphCompute:
         went = torch.empty(
             len(rows), *self._config.routing_shape, dtype=torch.int64, device=self._device
         )
-        for bucket, chosen in self._buckets.split(slots.computed[rows] + 1):
+        for bucket, chosen in self._buckets.split(slots.num_computed_tokens[rows] + 1):
             captured = self._captured.get(bucket) or self._capture(bucket)
             index = np.full(bucket.lanes, EMPTY_LANE)
             index[: len(chosen)] = chosen
             lanes = np.where(index >= 0, rows[index], EMPTY_LANE)
-            positions = np.where(lanes >= 0, slots.computed[lanes], EMPTY_LANE)
+            positions = np.where(lanes >= 0, slots.num_computed_tokens[lanes], EMPTY_LANE)
             captured.tokens.copy_(self._to_device(slots.tokens[lanes, positions]))
             captured.positions.copy_(self._to_device(positions))
             if self._adapters.has_adapters:
-                own = np.where(lanes >= 0, slots.adapter[lanes], 0)
+                own = np.where(lanes >= 0, slots.adapter_index[lanes], 0)
                 captured.adapters.copy_(self._to_device(own))
             width = captured.block_table.shape[1]
             captured.block_table.copy_(
@@ -151,9 +151,9 @@ class GraphCompute:
             )
             captured.replay()
             bucket_scatter(captured.logits, self._to_device(index), logits)
-            if self._config.experts:
+            if self._config.num_experts:
                 went[self._to_device(chosen)] = captured.experts[: len(chosen)]
-        return logits, went if self._config.experts else None
+        return logits, went if self._config.num_experts else None
 
     def _capture(self, bucket: GraphBucket) -> CapturedBucket:
         """Allocate a bucket's buffers, all lanes empty, and capture its graph on a GPU."""
@@ -174,7 +174,9 @@ class GraphCompute:
             ),
             replay=lambda: self._run_bucket(made),
         )
-        groups = not self._config.experts or can_group_experts(self._config, self.model.embedding)
+        groups = not self._config.num_experts or can_group_experts(
+            self._config, self.model.embedding
+        )
         if self._device.type == "cuda" and can_capture_cuda_graph() and groups:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
@@ -213,7 +215,7 @@ class GraphCompute:
         Return logits [n, vocab] after them, and the experts that their last tokens were routed to.
         """
         state = self._slots
-        starts = state.computed[slots]
+        starts = state.num_computed_tokens[slots]
         order = np.argsort(starts > 0, kind="stable")  # sequences that start at 0 come first
         rows = np.repeat(slots[order], counts[order])
         ends = np.cumsum(counts[order])
@@ -224,7 +226,7 @@ class GraphCompute:
         fresh = int((starts == 0).sum())
         attention = self._prefill_attention(slots[order], starts[order], ends, fresh, rows, places)
         routing = Routing()
-        self._adapters.set_row_adapters(state.adapter[rows])
+        self._adapters.set_row_adapters(state.adapter_index[rows])
         hidden = self.model(tokens, places, attention, routing=routing)
         last = np.empty_like(order)
         last[order] = ends - 1
@@ -401,9 +403,11 @@ class GraphCompute:
         self.model = model.to_empty(device=self._device).eval().requires_grad_(False)
         self.model.reset_buffers()
         self._adapters.attach_model(self.model)
-        shapes = get_cache_shapes(self._num_blocks, config.kv_heads, config.head_dim, self._dtype)
+        shapes = get_cache_shapes(
+            self._num_blocks, config.num_kv_heads, config.head_dim, self._dtype
+        )
         self.keys, self.values = (
-            torch.zeros(config.layers, *shape, dtype=self._dtype, device=self._device)
+            torch.zeros(config.num_layers, *shape, dtype=self._dtype, device=self._device)
             for shape in shapes
         )
 

@@ -163,37 +163,37 @@ class NativeCompute:
         # referenced, because the description points to this array
         self._stop_ids: NDArray[np.int64] | None = None
         self._lib = library.load_with_signatures(_SIGNATURES, None, _RESULTS)
-        heads, item = config.kv_heads, self._lib.decoder_item_bytes()
+        heads, item = config.num_kv_heads, self._lib.decoder_item_bytes()
         self._rounds_weights = item < torch.float32.itemsize
-        shape = f"{config.layers}, 2, blocks, {heads}, {BLOCK_TOKENS} x {self._width}"
+        shape = f"{config.num_layers}, 2, blocks, {heads}, {BLOCK_TOKENS} x {self._width}"
         self.cache_layout = f"native, {item} bytes an item [{shape}]"
-        self.cache_bytes_per_token: int = 2 * config.layers * heads * self._width * item
+        self.cache_bytes_per_token: int = 2 * config.num_layers * heads * self._width * item
         positions = slots.max_length
         rope = build_rope_table(config, positions).contiguous()
         described = _ShapeStruct(
             vocab=config.vocab_size,
             hidden=config.hidden_size,
-            layers=config.layers,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            layers=config.num_layers,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
             head_width=self._width,
             rotary_width=config.head_dim,
             ffn=config.ffn_size,
             positions=positions,
             blocks=num_blocks,
-            experts=config.experts,
-            experts_per_token=config.experts_per_token,
+            experts=config.num_experts,
+            experts_per_token=config.num_experts_per_token,
             expert_ffn=config.expert_ffn_size,
             normalise_routing=config.normalise_routing,
-            shared_ffn=config.shared_ffn_size,
+            shared_ffn=config.shared_expert_ffn_size,
             norm_epsilon=config.norm_eps,
             attention_scale=config.head_dim**-0.5,
         )
-        kinds = np.zeros((config.layers, 3), np.int64)  # LayerKind in decoder.cpp
+        kinds = np.zeros((config.num_layers, 3), np.int64)  # LayerKind in decoder.cpp
         kinds[list(config.sparse_layers), 0] = 1
         kinds[:, 1] = 1
-        kinds[list(config.unrotated_layers), 1] = 0
-        kinds[:, 2] = [config.get_window_tokens(layer) for layer in range(config.layers)]
+        kinds[list(config.no_rope_layers), 1] = 0
+        kinds[:, 2] = [config.get_window_tokens(layer) for layer in range(config.num_layers)]
         absent = np.array(config.absent_ids, np.int64).reshape(-1, 2)  # Absent in sampling.h
         about = rope.data_ptr(), kinds.ctypes.data, absent.ctypes.data, len(absent)
         self._decoder = self._lib.decoder_new(ctypes.byref(described), *about)
@@ -245,10 +245,10 @@ class NativeCompute:
 
         If all counts are 1, run up to `max_steps` steps within `budget_s` seconds.
         """
-        if self._slots_struct is None or self._stop_ids is not self._slots.stops:
+        if self._slots_struct is None or self._stop_ids is not self._slots.stop_ids:
             assert self._block_table is not None
             self._slots_struct = _describe_slots(self._slots, self._block_table)
-            self._stop_ids = self._slots.stops  # replaced if a request has more
+            self._stop_ids = self._slots.stop_ids  # replaced if a request has more
         sampled = self._lib.decoder_run(
             self._decoder,
             ctypes.byref(self._slots_struct),
@@ -316,7 +316,7 @@ class NativeCompute:
     @torch.inference_mode()
     def load_adapter(self, adapter_index: int, deltas: AdapterDeltas) -> None:
         """Pack an adapter and install it as a whole; raise MeshError if memory runs out."""
-        ranks = np.zeros((self._config.layers, len(ADAPTER_TARGETS)), np.int64)
+        ranks = np.zeros((self._config.num_layers, len(ADAPTER_TARGETS)), np.int64)
         for (layer, name), change in deltas.items():
             ranks[layer, ADAPTER_TARGETS.index(name)] = change.rank
         if self._lib.decoder_adapter_begin(self._decoder, ranks.ctypes.data):
@@ -344,9 +344,9 @@ class NativeCompute:
         if not self._needs_padding(part):
             return tensor
         if part == "output":
-            columns = torch.unflatten(tensor, 1, (config.heads, config.head_dim))
+            columns = torch.unflatten(tensor, 1, (config.num_heads, config.head_dim))
             return pad(columns, (0, more)).flatten(1)
-        heads = config.heads + 2 * config.kv_heads
+        heads = config.num_heads + 2 * config.num_kv_heads
         rows = torch.unflatten(tensor, 0, (heads, config.head_dim))
         return pad(rows, (0, more) if rows.dim() == 2 else (0, 0, 0, more)).flatten(0, 1)
 
@@ -396,7 +396,7 @@ def _parse_tensor_name(name: str) -> tuple[str, int]:
 
 def _describe_slots(slots: Slots, table: NDArray[np.int32]) -> _SlotsStruct:
     described = _SlotsStruct(
-        length=slots.max_length, table_width=table.shape[1], stop_width=slots.stops.shape[1]
+        length=slots.max_length, table_width=table.shape[1], stop_width=slots.stop_ids.shape[1]
     )
     for name, dtype in _SLOT_ARRAYS.items():
         array = table if name == "table" else getattr(slots, name)

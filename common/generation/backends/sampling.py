@@ -40,9 +40,9 @@ def sample_slots(
     how = RowSamplingParams(
         state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
     )
-    drawn = draw_uniforms(state.key[slots], state.known[slots])
+    drawn = draw_uniforms(state.rng_key[slots], state.num_tokens[slots])
     tokens, logprobs = sample_tokens(logits, how, drawn)
-    asked = state.wants_unmodified[slots]
+    asked = state.wants_raw_logprobs[slots]
     plain = logprobs
     if asked.any():
         plain = np.where(asked, compute_raw_logprobs(logits, tokens), np.float32(np.nan))

@@ -51,7 +51,7 @@ def build_adapter_deltas(
     pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         found = parse_adapter_tensor_name(name)
-        if found is None or found.layer >= config.layers or found.projection not in parts:
+        if found is None or found.layer >= config.num_layers or found.projection not in parts:
             raise _rejected_adapter_error(f"{name} is none of its tensors")
         pairs.setdefault((found.layer, found.projection), {})[found.factor] = tensor
     if not pairs:

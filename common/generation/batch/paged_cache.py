@@ -45,7 +45,7 @@ class PagedCache:
 
         Release the blocks behind its computed tokens, and replace a shared last block by a copy.
         """
-        computed = int(self._slots.computed[slot])
+        computed = int(self._slots.num_computed_tokens[slot])
         keep = -(-computed // BLOCK_TOKENS)
         for index in range(keep, int(self.blocks_per_slot[slot])):
             self.block_pool.remove_reference(int(self.block_table[slot, index]))
@@ -62,23 +62,23 @@ class PagedCache:
             if self._count_available() == 0:
                 self.block_pool.remove_reference(int(self.block_table[slot, keep - 1]))
                 self.blocks_per_slot[slot] = keep - 1
-                self._slots.computed[slot] = (keep - 1) * BLOCK_TOKENS
+                self._slots.num_computed_tokens[slot] = (keep - 1) * BLOCK_TOKENS
             else:
                 shared = int(self.block_table[slot, keep - 1])
                 self.block_table[slot, keep - 1] = self._allocate_block()
                 self._copy_block(shared, int(self.block_table[slot, keep - 1]))
                 self.block_pool.remove_reference(shared)
-        self._num_reused_tokens[slot] = self._slots.computed[slot]
+        self._num_reused_tokens[slot] = self._slots.num_computed_tokens[slot]
 
     def reuse_prefix(self, slot: int) -> None:
         """Give the slot cached blocks of the same first tokens and the same weights."""
         slots = self._slots
-        computed, weights = int(slots.computed[slot]), slots.get_weights_id(slot)
+        computed, weights = int(slots.num_computed_tokens[slot]), slots.get_weights_id(slot)
         if computed != self._num_reused_tokens[slot] or (
             computed and slots.cache_weights_id[slot] != weights
         ):
             return
-        match = self.prefix_cache.match(slots.tokens[slot, : slots.known[slot] - 1], weights)
+        match = self.prefix_cache.match(slots.tokens[slot, : slots.num_tokens[slot] - 1], weights)
         if match.num_tokens <= computed:
             return
         for block in match.blocks:
@@ -99,14 +99,16 @@ class PagedCache:
             self.block_table[slot, held] = copied
             held += 1
         self.blocks_per_slot[slot] = held
-        slots.computed[slot] = match.num_tokens if copied is not None else held * BLOCK_TOKENS
+        slots.num_computed_tokens[slot] = (
+            match.num_tokens if copied is not None else held * BLOCK_TOKENS
+        )
         slots.cache_weights_id[slot] = weights
-        self._num_reused_tokens[slot] = slots.computed[slot]
+        self._num_reused_tokens[slot] = slots.num_computed_tokens[slot]
 
     def publish_prefix(self, slot: int, include_tail: bool) -> None:
         """Publish the slot's full blocks for sharing, and with `include_tail` its last one too."""
         slots = self._slots
-        computed, weights = int(slots.computed[slot]), slots.get_weights_id(slot)
+        computed, weights = int(slots.num_computed_tokens[slot]), slots.get_weights_id(slot)
         if computed and slots.cache_weights_id[slot] == weights:
             used = self.block_table[slot, : -(-computed // BLOCK_TOKENS)]
             self.prefix_cache.insert(slots.tokens[slot, :computed], used, include_tail, weights)
@@ -138,7 +140,7 @@ class PagedCache:
         for index in range(int(self.blocks_per_slot[slot])):
             self.block_pool.remove_reference(int(self.block_table[slot, index]))
         self.blocks_per_slot[slot] = 0
-        self._slots.computed[slot] = self._num_reused_tokens[slot] = 0
+        self._slots.num_computed_tokens[slot] = self._num_reused_tokens[slot] = 0
 
     def clear_prefixes(self) -> None:
         """Drop all published prefixes."""

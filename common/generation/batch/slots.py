@@ -46,36 +46,36 @@ class Slots:
         self.num_slots, self.max_length = num_slots, max_length
         self.tokens = np.zeros((num_slots, max_length), np.int64)
         self.logprobs = np.zeros((num_slots, max_length), np.float32)
-        self.unmodified = np.full((num_slots, max_length), np.nan, np.float32)
+        self.raw_logprobs = np.full((num_slots, max_length), np.nan, np.float32)
         self.versions = np.zeros((num_slots, max_length), np.int32)
         # Experts that predicted a sampled token. Pages take memory at their first write.
         self.experts = np.zeros((num_slots, max_length, experts_per_token), np.int16)
-        self.known = np.zeros(num_slots, np.int64)
-        self.computed = np.zeros(num_slots, np.int64)
+        self.num_tokens = np.zeros(num_slots, np.int64)
+        self.num_computed_tokens = np.zeros(num_slots, np.int64)
         # known tokens at which the request ends with LENGTH
-        self.limit = np.zeros(num_slots, np.int64)
+        self.max_tokens = np.zeros(num_slots, np.int64)
         self.num_drained_tokens = np.zeros(num_slots, np.int64)
         self.first_sampled_index = np.zeros(
             num_slots, np.int64
         )  # index; max_length: none sampled here
-        self.adapter = np.zeros(num_slots, np.int32)  # adapter index of the slot
+        self.adapter_index = np.zeros(num_slots, np.int32)  # adapter index of the slot
         # ids of the loaded weights, by adapter index
         self.weights_ids = np.zeros(MAX_ADAPTERS + 1, np.int64)
         # versions of the loaded weights, by adapter index
-        self.loaded = np.full(MAX_ADAPTERS + 1, -1, np.int32)
+        self.adapter_versions = np.full(MAX_ADAPTERS + 1, -1, np.int32)
         self.cache_weights_id = np.zeros(
             num_slots, np.int64
         )  # id of the weights of the cache's first entry
         self.request_id = np.full(num_slots, NO_REQUEST, np.int64)
         self.session_id = np.full(num_slots, NO_SESSION, np.int64)
-        self.key = np.zeros(num_slots, np.uint64)
+        self.rng_key = np.zeros(num_slots, np.uint64)
         self.temperature = np.ones(num_slots, np.float32)
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int64)
-        self.wants_unmodified = np.zeros(num_slots, bool)
-        self.finish = np.zeros(num_slots, np.int8)  # finish reason of the last request
-        self.stops = np.full((num_slots, 4), -1, np.int64)  # padded with -1
+        self.wants_raw_logprobs = np.zeros(num_slots, bool)
+        self.finish_reason = np.zeros(num_slots, np.int8)  # finish reason of the last request
+        self.stop_ids = np.full((num_slots, 4), -1, np.int64)  # padded with -1
         self._slot_of_request: dict[int, int] = {}  # request id -> slot
         self._idle_slots: dict[int, int] = {}  # session -> slot, longest idle first
         self._free_slots = list(range(num_slots))  # heap: low slots first keeps the batch dense
@@ -110,7 +110,7 @@ class Slots:
 
     def get_weights_id(self, slot: int) -> int:
         """Return the id of the weights that compute the slot's next token."""
-        return int(self.weights_ids[self.adapter[slot]])
+        return int(self.weights_ids[self.adapter_index[slot]])
 
     def assign_slot(self, request: GenerationRequest, adapter_index: int = 0) -> int:
         """Assign a slot to `request`; count tokens that its session left there as computed.
@@ -124,19 +124,19 @@ class Slots:
             slot = (
                 heapq.heappop(free) if free else self._idle_slots.pop(next(iter(self._idle_slots)))
             )
-            self.computed[slot] = 0
+            self.num_computed_tokens[slot] = 0
         weights = int(self.weights_ids[adapter_index])
-        if self.adapter[slot] != adapter_index:
-            self.adapter[slot], self.computed[slot] = adapter_index, 0
+        if self.adapter_index[slot] != adapter_index:
+            self.adapter_index[slot], self.num_computed_tokens[slot] = adapter_index, 0
         n, tokens = len(request.tokens), request.tokens
-        cached = min(int(self.computed[slot]), n)
+        cached = min(int(self.num_computed_tokens[slot]), n)
         same = tokens[:cached] == self.tokens[slot, :cached]
         kept = cached if same.all() else int(same.argmin())
         # The first token sampled over the cache shows its weights; later tokens may have other
         # versions.
         first = int(self.first_sampled_index[slot])
         shows = first < n and int(tokens[first]) == int(self.tokens[slot, first])
-        goes_on = kept == self.computed[slot] and shows
+        goes_on = kept == self.num_computed_tokens[slot] and shows
         if self.cache_weights_id[slot] != weights and not goes_on:
             kept = 0
         # the last token runs again, because the next one is sampled from its logits
@@ -146,14 +146,14 @@ class Slots:
         if self.first_sampled_index[slot] >= kept:
             self.first_sampled_index[slot] = self.max_length
         self.tokens[slot, :n] = tokens
-        self.known[slot] = self.num_drained_tokens[slot] = n
-        self.computed[slot] = kept
-        self.limit[slot] = min(n + request.max_new_tokens, self.max_length)
+        self.num_tokens[slot] = self.num_drained_tokens[slot] = n
+        self.num_computed_tokens[slot] = kept
+        self.max_tokens[slot] = min(n + request.max_new_tokens, self.max_length)
         self.request_id[slot], self.session_id[slot] = request.id, request.session
-        self.key[slot], self.temperature[slot] = seed_to_key(request.seed), request.temperature
+        self.rng_key[slot], self.temperature[slot] = seed_to_key(request.seed), request.temperature
         self.top_p[slot], self.min_p[slot] = request.top_p, request.min_p
-        self.top_k[slot], self.wants_unmodified[slot] = request.top_k, request.wants_raw_logprobs
-        self.finish[slot] = FinishReason.RUNNING
+        self.top_k[slot], self.wants_raw_logprobs[slot] = request.top_k, request.wants_raw_logprobs
+        self.finish_reason[slot] = FinishReason.RUNNING
         self._set_stop_ids(slot, request.stop_ids)
         self._slot_of_request[request.id] = slot
         return slot
@@ -214,13 +214,13 @@ class Slots:
         Under other weights, their next token would carry the new version over cache entries of the
         old one, undetectably.
         """
-        return self.first_sampled_index >= self.known
+        return self.first_sampled_index >= self.num_tokens
 
     def invalidate_cache(self, slots: NDArray[np.bool_]) -> list[int]:
         """Mark all tokens of the masked slots [slots] as not computed, and return these slots."""
-        self.computed[slots] = 0
-        empty = self.computed == 0
-        self.cache_weights_id[empty] = self.weights_ids[self.adapter[empty]]
+        self.num_computed_tokens[slots] = 0
+        empty = self.num_computed_tokens == 0
+        self.cache_weights_id[empty] = self.weights_ids[self.adapter_index[empty]]
         return np.flatnonzero(slots).tolist()
 
     def append_sampled(
@@ -232,17 +232,17 @@ class Slots:
         experts: NDArray[np.int16] = NO_EXPERTS,
     ) -> None:
         """Append a sampled token to each slot; `finish` marks the requests that it ends."""
-        at = self.known[slots]
+        at = self.num_tokens[slots]
         self.tokens[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
-        self.unmodified[slots, at] = raw_logprobs
-        self.versions[slots, at] = self.loaded[self.adapter[slots]]
+        self.raw_logprobs[slots, at] = raw_logprobs
+        self.versions[slots, at] = self.adapter_versions[self.adapter_index[slots]]
         if self.experts.size:
             self.experts[slots, at] = experts
-        self.known[slots] = at + 1
-        stopped = (self.stops[slots] == tokens[:, None]).any(1)
-        full = np.where(at + 1 >= self.limit[slots], FinishReason.LENGTH, FinishReason.RUNNING)
-        self.finish[slots] = np.where(stopped, FinishReason.STOP, full)
+        self.num_tokens[slots] = at + 1
+        stopped = (self.stop_ids[slots] == tokens[:, None]).any(1)
+        full = np.where(at + 1 >= self.max_tokens[slots], FinishReason.LENGTH, FinishReason.RUNNING)
+        self.finish_reason[slots] = np.where(stopped, FinishReason.STOP, full)
 
     def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
         """Return the tokens since the last drain, each once, or None.
@@ -253,11 +253,11 @@ class Slots:
         if finished_only:
             return ended
         live = np.flatnonzero(
-            (self.request_id != NO_REQUEST) & (self.known > self.num_drained_tokens)
+            (self.request_id != NO_REQUEST) & (self.num_tokens > self.num_drained_tokens)
         )
         if not len(live):
             return ended
-        start, end = self.num_drained_tokens[live], self.known[live]
+        start, end = self.num_drained_tokens[live], self.num_tokens[live]
         counts = end - start
         rows = np.repeat(live, counts)
         offsets = np.repeat(start - (np.cumsum(counts) - counts), counts)
@@ -278,20 +278,20 @@ class Slots:
     def _select_raw_logprobs(
         self, live: NDArray[np.int64], rows: NDArray[np.int64], columns: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        if not self.wants_unmodified[live].any():
+        if not self.wants_raw_logprobs[live].any():
             return NO_FLOATS
-        asked = self.wants_unmodified[rows]
-        return np.where(asked, self.unmodified[rows, columns], np.float32(np.nan))
+        asked = self.wants_raw_logprobs[rows]
+        return np.where(asked, self.raw_logprobs[rows, columns], np.float32(np.nan))
 
     def _build_output(self, slot: int, reason: FinishReason) -> RequestOutput:
-        new = slice(int(self.num_drained_tokens[slot]), int(self.known[slot]))
+        new = slice(int(self.num_drained_tokens[slot]), int(self.num_tokens[slot]))
         return RequestOutput(
             int(self.request_id[slot]),
             self.tokens[slot, new].astype(np.int32),
             self.logprobs[slot, new].copy(),
             self.versions[slot, new].copy(),
             reason,
-            self.unmodified[slot, new].copy() if self.wants_unmodified[slot] else None,
+            self.raw_logprobs[slot, new].copy() if self.wants_raw_logprobs[slot] else None,
             self.experts[slot, new].copy() if self.experts.size else None,
         )
 
@@ -300,8 +300,8 @@ class Slots:
         heapq.heappush(self._free_slots, slot)
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
-        missing = len(ids) - self.stops.shape[1]
+        missing = len(ids) - self.stop_ids.shape[1]
         if missing > 0:
-            self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
-        self.stops[slot] = -1
-        self.stops[slot, : len(ids)] = ids
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(ids)] = ids

@@ -40,7 +40,7 @@ class StepCompute(Protocol):
         """
 
     def load_adapter(self, adapter_index: int, deltas: AdapterDeltas) -> None:
-        """Load an adapter at `adapter_index` of `Slots.adapter`, as a whole or not at all.
+        """Load an adapter at `adapter_index` of `Slots.adapter_index`, as a whole or not at all.
 
         It remains loaded while the engine sleeps.
         """

@@ -50,12 +50,14 @@ class EngineOptions:
     """Options of an engine, independent of its backend."""
 
     kv_on_update: str = "keep"
-    steps: int = 1  # maximum of steps in one call, if no request joins or ends
-    budget_s: float = 0.02
+    max_steps: int = 1  # maximum of steps in one call, if no request joins or ends
+    step_budget_s: float = 0.02
     # decode of the tokenizer; None: no stop strings
-    decode: Callable[[Sequence[int]], str] | None = None
+    decode_tokens: Callable[[Sequence[int]], str] | None = None
     clock: Clock | None = None
-    read_back: bool = False  # compare loaded weights with the source, which doubles the load time
+    verify_weights: bool = (
+        False  # compare loaded weights with the source, which doubles the load time
+    )
 
 
 class BuiltinEngine:
@@ -95,7 +97,7 @@ class BuiltinEngine:
         )
         self._clock = options.clock or SystemClock()
         self._recompute_on_update = options.kv_on_update == "recompute"
-        self._stop_checker = StopStringChecker(options.decode)
+        self._stop_checker = StopStringChecker(options.decode_tokens)
         self._queue: dict[int, GenerationRequest] = {}  # waiting for a slot, by id, in order
         self._weights = LoadedWeights(slots)
         about = slots, compute, paged_cache, self._weights, self._stop_checker, self._clock
@@ -234,7 +236,7 @@ class BuiltinEngine:
             self.scheduler.start_request(self._queue.pop(next(iter(self._queue))))
         self.scheduler.prefix_loads.place_received_chunks()
         schedule = self.scheduler
-        steps = 1 if schedule.prefill_slots or self._stop_checker else self._options.steps
+        steps = 1 if schedule.prefill_slots or self._stop_checker else self._options.max_steps
         schedule.reserve_decode_blocks(steps)
         if schedule.prefill_slots:  # a request was preempted: blocks are only reserved for one step
             steps = 1
@@ -254,30 +256,30 @@ class BuiltinEngine:
         if joining:
             counts[len(rows) :] = stretches
             rows = np.concatenate((rows, np.array(joining, np.int64)))
-        before, computed = slots.known[rows], slots.computed[rows]
+        before, computed = slots.num_tokens[rows], slots.num_computed_tokens[rows]
         began = self._clock.monotonic()
-        sampled = self._compute.run_steps(rows, counts, steps, self._options.budget_s)
+        sampled = self._compute.run_steps(rows, counts, steps, self._options.step_budget_s)
         took = self._clock.monotonic() - began
         self.compute_s += took
         if joining:
             schedule.prefill_rate.add_step(sum(stretches), int(counts.sum()), took)
         self.tokens_generated += sampled
         self.num_steps += max(1, sampled // len(rows))
-        self.tokens_computed += int((slots.computed[rows] - computed).sum())
-        grew = slots.known[rows] > before
+        self.tokens_computed += int((slots.num_computed_tokens[rows] - computed).sum())
+        grew = slots.num_tokens[rows] > before
         first = slots.first_sampled_index[rows]
         slots.first_sampled_index[rows] = np.where(grew, np.minimum(first, before), first)
         for slot in joining:
             self._paged_cache.publish_prefix(slot, include_tail=True)
             schedule.prefix_loads.skip_loaded_tokens(slot)
-            ahead = slots.known[slot] - slots.computed[slot]
+            ahead = slots.num_tokens[slot] - slots.num_computed_tokens[slot]
             if ahead < MIN_PREFILL_TOKENS and slot not in schedule.prefix_loads:
                 schedule.set_prefilling(slot, False)
                 schedule.prefix_loads.offload(slot, is_evicted=False)
         if self._stop_checker:
             self._stop_checker.check_slots(slots)
-        for slot in rows[slots.finish[rows] != FinishReason.RUNNING].tolist():
-            self.scheduler.finish_request(slot, FinishReason(slots.finish[slot]))
+        for slot in rows[slots.finish_reason[rows] != FinishReason.RUNNING].tolist():
+            self.scheduler.finish_request(slot, FinishReason(slots.finish_reason[slot]))
 
     # -- sessions that move ----------------------------------------------------------------------
 
@@ -286,13 +288,17 @@ class BuiltinEngine:
         slot = self._slots.find_idle_slot(session)
         if slot is None or not self._weights.is_ready:
             return None
-        adapter = self._weights.get_adapter_name(int(self._slots.adapter[slot]))
+        adapter = self._weights.get_adapter_name(int(self._slots.adapter_index[slot]))
         return describe_cache(self._slots, slot, self._compute.cache_layout, adapter)
 
     def copy_session_cache(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
         """Implement `TokenEngine.copy_session_cache`."""
         slot = self._slots.find_idle_slot(session)
-        if slot is None or not self._weights.is_ready or self._slots.computed[slot] < end:
+        if (
+            slot is None
+            or not self._weights.is_ready
+            or self._slots.num_computed_tokens[slot] < end
+        ):
             return None
         return self._compute.read_cache(slot, start, end)
 
@@ -315,14 +321,16 @@ class BuiltinEngine:
         if not self._weights.is_asleep:
             with quarantine_on_error(version, self.quarantine):
                 self._compute.load_weights(state)
-                if self._options.read_back and (odd := self._compute.find_differing_weights(state)):
+                if self._options.verify_weights and (
+                    odd := self._compute.find_differing_weights(state)
+                ):
                     raise CorruptData(f"{len(odd)} tensors are not what was put there: {odd[0]}")
         # Pending loads are of the earlier weights.
         self._cancel_loads(list(self.scheduler.prefix_loads.active_loads))
         self._weights.set_base_version(version)
         self._paged_cache.clear_prefixes()
         # An adapter retains its version, so its tokens would not show the change.
-        self.scheduler.drop_caches((self._slots.adapter > 0) | self._find_outdated_slots())
+        self.scheduler.drop_caches((self._slots.adapter_index > 0) | self._find_outdated_slots())
 
     def _cancel_loads(self, slots: list[int]) -> None:
         """Cancel the prefix loads of these slots and all offers."""
@@ -359,8 +367,10 @@ class BuiltinEngine:
             self._compute.load_adapter(place, changes)
         self._weights.set_adapter_version(name, place, version)
         under_way = self.scheduler.prefix_loads.active_loads
-        self._cancel_loads([i for i in under_way if self._slots.adapter[i] == place])
-        self.scheduler.drop_caches((self._slots.adapter == place) & self._find_outdated_slots())
+        self._cancel_loads([i for i in under_way if self._slots.adapter_index[i] == place])
+        self.scheduler.drop_caches(
+            (self._slots.adapter_index == place) & self._find_outdated_slots()
+        )
 
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter; raise Refused while requests use it."""
@@ -369,12 +379,12 @@ class BuiltinEngine:
             return
         slots = self._slots
         waits = any(request.adapter == name for request in self._queue.values())
-        if waits or (slots.adapter[slots.list_running_slots()] == place).any():
+        if waits or (slots.adapter_index[slots.list_running_slots()] == place).any():
             raise adapter_in_use_error(name)
-        for slot in np.flatnonzero(slots.adapter == place).tolist():
+        for slot in np.flatnonzero(slots.adapter_index == place).tolist():
             self.scheduler.drop_cache(slot, offload=False)
             # another adapter may get this index, and must not match this cache
-            slots.adapter[slot] = 0
+            slots.adapter_index[slot] = 0
         self._compute.drop_adapter(place)
         self.scheduler.prefix_loads.withdraw_all_offers()
         self._weights.remove_adapter(name)

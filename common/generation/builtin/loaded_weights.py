@@ -49,7 +49,7 @@ class LoadedWeights:
             for name, at in self.adapter_indices.items()
             if at and at not in self.incomplete_adapters
         }
-        return {name: int(self._slots.loaded[at]) for name, at in whole.items()}
+        return {name: int(self._slots.adapter_versions[at]) for name, at in whole.items()}
 
     def get_adapter_name(self, adapter_index: int) -> str:
         """Return the name of the adapter at an index; empty: the base alone."""
@@ -71,7 +71,7 @@ class LoadedWeights:
 
     def set_base_version(self, version: int) -> None:
         """Record new weights, for the base and for the base with each adapter."""
-        self.version = self._slots.loaded[0] = version
+        self.version = self._slots.adapter_versions[0] = version
         for place in self.adapter_indices.values():
             self._assign_weights_id(place)
 
@@ -79,7 +79,7 @@ class LoadedWeights:
         """Record a new version of an adapter."""
         self.incomplete_adapters.discard(adapter_index)
         self.adapter_indices[name] = adapter_index
-        self._slots.loaded[adapter_index] = version
+        self._slots.adapter_versions[adapter_index] = version
         self._assign_weights_id(adapter_index)
 
     def remove_adapter(self, name: str) -> None:

@@ -121,7 +121,7 @@ class PrefixLoads:
         fits = cache.layout == self._compute.cache_layout and len(cache.tokens) < slots.max_length
         if place is None or not self._weights.is_ready or not fits:
             return False
-        version = int(slots.loaded[place])
+        version = int(slots.adapter_versions[place])
         if load.is_front_first:
             return self._allow_mixed_versions and has_other_version_sample(cache, version)
         return cache.version == version
@@ -154,10 +154,10 @@ class PrefixLoads:
 
     def _search_store(self, slot: int) -> PrefixLoad | None:
         slots = self._slots
-        known, computed = int(slots.known[slot]), int(slots.computed[slot])
+        known, computed = int(slots.num_tokens[slot]), int(slots.num_computed_tokens[slot])
         if self.store is None or known - 1 - computed < MIN_PREFIX_TOKENS:
             return None
-        adapter = self._weights.get_adapter_name(int(slots.adapter[slot]))
+        adapter = self._weights.get_adapter_name(int(slots.adapter_index[slot]))
         tokens = slots.tokens[slot, :known].astype(np.int32)
         session = int(slots.session_id[slot])
         return self.store.find_prefix(PrefixQuery(tokens, computed, session, adapter))
@@ -165,7 +165,7 @@ class PrefixLoads:
     def _start_load(self, slot: int, load: PrefixLoad) -> None:
         """Start a load for a slot, if it extends beyond the slot's computed tokens."""
         slots = self._slots
-        computed, known = int(slots.computed[slot]), int(slots.known[slot])
+        computed, known = int(slots.num_computed_tokens[slot]), int(slots.num_tokens[slot])
         pure = not load.is_front_first and slots.cache_weights_id[slot] == slots.get_weights_id(
             slot
         )
@@ -173,13 +173,14 @@ class PrefixLoads:
         load.end = min(load.end, known - 1)
         fits = load.end > computed and (pure or not computed)
         if load.is_front_first and load.origin is not None:
-            loaded = slots.loaded[slots.adapter[slot]]
+            loaded = slots.adapter_versions[slots.adapter_index[slot]]
             fits &= load.origin.first_version != loaded  # otherwise no token shows the mixture
         if fits and load.session_cache is not None:
             n = min(len(load.session_cache.tokens), known)
             fits = bool((slots.tokens[slot, :n] == load.session_cache.tokens[:n]).all())
             fits &= (
-                self._weights.adapter_indices.get(load.session_cache.adapter) == slots.adapter[slot]
+                self._weights.adapter_indices.get(load.session_cache.adapter)
+                == slots.adapter_index[slot]
             )
         load.is_cancelled = not fits
         if fits:
@@ -190,7 +191,7 @@ class PrefixLoads:
         self, slot: int, load: PrefixLoad, max_tokens: int, tokens_per_s: float
     ) -> int:
         """Return how many tokens of a loading slot the engine computes now."""
-        computed, now_s = int(self._slots.computed[slot]), self._clock.monotonic()
+        computed, now_s = int(self._slots.num_computed_tokens[slot]), self._clock.monotonic()
         if load.is_front_first and load.is_stalled(now_s):
             self.cancel_load(slot)
             return max_tokens
@@ -203,7 +204,7 @@ class PrefixLoads:
         for slot, load in list(self.active_loads.items()):
             if not len(
                 self._paged_cache.find_slots_short_of_blocks(
-                    np.array([slot]), self._slots.known[[slot]]
+                    np.array([slot]), self._slots.num_tokens[[slot]]
                 )
             ):
                 self._place_received_chunks(slot, load)
@@ -224,7 +225,7 @@ class PrefixLoads:
         load, slots = self.active_loads.get(slot), self._slots
         if load is None:
             return
-        computed = int(slots.computed[slot])
+        computed = int(slots.num_computed_tokens[slot])
         reached = load.skip_loaded(computed)
         if reached > computed:
             slots, origin = self._slots, load.origin
@@ -238,7 +239,7 @@ class PrefixLoads:
             ):
                 slots.first_sampled_index[slot] = origin.first_sampled_index
                 slots.versions[slot, origin.first_sampled_index] = origin.first_version
-            slots.computed[slot] = load.claimed_end = reached
+            slots.num_computed_tokens[slot] = load.claimed_end = reached
             self._paged_cache.publish_prefix(slot, include_tail=True)
         if load.is_done(reached):
             self.cancel_load(slot)
@@ -252,17 +253,17 @@ class PrefixLoads:
     def offload(self, slot: int, is_evicted: bool, copy_budget_s: float = COPY_BUDGET_S) -> None:
         """Offer a slot's computed tokens to the store."""
         slots = self._slots
-        n = int(slots.computed[slot])
+        n = int(slots.num_computed_tokens[slot])
         if self.store is None or n < MIN_PREFIX_TOKENS or not self._weights.is_complete:
             return
         pure = bool(slots.cache_weights_id[slot] == slots.get_weights_id(slot))
         first = min(int(slots.first_sampled_index[slot]), n)
-        own = int(slots.loaded[slots.adapter[slot]])
+        own = int(slots.adapter_versions[slots.adapter_index[slot]])
         version = int(slots.versions[slot, first]) if first < n else own
         kept = OffloadedPrefix(
             tokens=slots.tokens[slot, :n].astype(np.int32),
             session=int(slots.session_id[slot]),
-            adapter=self._weights.get_adapter_name(int(slots.adapter[slot])),
+            adapter=self._weights.get_adapter_name(int(slots.adapter_index[slot])),
             is_single_version=pure,
             is_evicted=is_evicted,
             copy_budget_s=copy_budget_s,
@@ -285,10 +286,10 @@ def describe_cache(slots: Slots, slot: int, layout: str, adapter: str) -> Sessio
 
     Return None if another engine could use none of it.
     """
-    n = int(slots.computed[slot])
+    n = int(slots.num_computed_tokens[slot])
     first = min(int(slots.first_sampled_index[slot]), n)
     mixed = bool(slots.cache_weights_id[slot] != slots.get_weights_id(slot))
-    version = int(slots.loaded[slots.adapter[slot]])
+    version = int(slots.adapter_versions[slots.adapter_index[slot]])
     if not n or (mixed and first == n):
         return None
     return SessionCache(

@@ -111,11 +111,11 @@ class BatchScheduler:
             if self._can_share_prefix_of(slot, led):
                 continue
             older = int((self._is_decoding & (self._start_order < self._start_order[slot])).sum())
-            if not self._make_room(slot, int(slots.known[slot]), spare=older):
+            if not self._make_room(slot, int(slots.num_tokens[slot]), spare=older):
                 full = True
                 continue
             load = self.prefix_loads.find_load(slot)
-            ahead = int(slots.known[slot] - slots.computed[slot])
+            ahead = int(slots.num_tokens[slot] - slots.num_computed_tokens[slot])
             if load is None and ahead < MIN_PREFILL_TOKENS and not self._is_prefix_of_next(slot):
                 self.set_prefilling(slot, False)
                 continue
@@ -135,13 +135,13 @@ class BatchScheduler:
         """Return True if a slot of this step computes a prefix that this slot could share later."""
         if not chosen:
             return False
-        tokens, end = self._slots.tokens, int(self._slots.known[slot]) - 1
-        least = int(self._slots.computed[slot]) + MIN_SHARED_TOKENS
+        tokens, end = self._slots.tokens, int(self._slots.num_tokens[slot]) - 1
+        least = int(self._slots.num_computed_tokens[slot]) + MIN_SHARED_TOKENS
         if end < least:
             return False
         same = (tokens[chosen, :least] == tokens[slot, :least]).all(1)
-        same &= self._slots.adapter[chosen] == self._slots.adapter[slot]
-        return bool((same & (self._slots.known[chosen] > least)).any())
+        same &= self._slots.adapter_index[chosen] == self._slots.adapter_index[slot]
+        return bool((same & (self._slots.num_tokens[chosen] > least)).any())
 
     def _is_prefix_of_next(self, slot: int) -> bool:
         """Return True if the next prefilling slot could share what this slot would compute."""
@@ -161,7 +161,9 @@ class BatchScheduler:
         """Allocate blocks for the next tokens of decoding slots; the youngest may have to wait."""
         while True:
             rows = self.decode_slots
-            ends = np.minimum(self._slots.computed[rows] + num_steps, self._slots.limit[rows])
+            ends = np.minimum(
+                self._slots.num_computed_tokens[rows] + num_steps, self._slots.max_tokens[rows]
+            )
             short = self._paged_cache.find_slots_short_of_blocks(rows, ends)
             if not len(short):
                 return
@@ -176,7 +178,7 @@ class BatchScheduler:
         ones are left.
         """
         while not self._paged_cache.allocate_blocks(slot, tokens, spare):
-            idle = [i for i in self._slots.list_idle_slots() if self._slots.computed[i]]
+            idle = [i for i in self._slots.list_idle_slots() if self._slots.num_computed_tokens[i]]
             if idle:
                 self.drop_cache(idle[0])
                 continue
@@ -192,7 +194,7 @@ class BatchScheduler:
 
     def _has_cache(self, slot: int) -> bool:
         """Return True if a slot has cache entries, or blocks for a load."""
-        return bool(self._slots.computed[slot]) or slot in self.prefix_loads
+        return bool(self._slots.num_computed_tokens[slot]) or slot in self.prefix_loads
 
     def drop_cache(self, slot: int, offload: bool = True) -> None:
         """Drop a slot's cache; with `offload`, offer it to the store first."""
@@ -200,7 +202,7 @@ class BatchScheduler:
         if offload:
             self.prefix_loads.offload(slot, is_evicted=True)
         self._paged_cache.free_slot(slot)
-        self._slots.computed[slot] = 0
+        self._slots.num_computed_tokens[slot] = 0
         self._slots.cache_weights_id[slot] = self._slots.get_weights_id(slot)
         if slot in self.prefill_slots:
             self.prefix_loads.unsearched_slots.add(slot)
@@ -233,7 +235,7 @@ class BatchScheduler:
             self.prefix_loads.unsearched_slots.discard(slot)
         self._stop_checker.remove_slot(slot)
         self._paged_cache.publish_prefix(slot, include_tail=False)
-        if not self._slots.computed[slot]:
+        if not self._slots.num_computed_tokens[slot]:
             self._paged_cache.free_slot(slot)  # blocks for the load
         for freed in self._slots.finish_request(slot, reason):
             self._paged_cache.free_slot(freed)
@@ -255,7 +257,7 @@ class BatchScheduler:
         """Drop the caches of slots [slots], because the weights have changed."""
         for slot in self._slots.invalidate_cache(slots):
             self._paged_cache.free_slot(slot)
-        self.recompute(self._slots.computed == 0)
+        self.recompute(self._slots.num_computed_tokens == 0)
 
     def recompute(self, slots: NDArray[np.bool_]) -> None:
         """Set those of `slots` [slots] that decode to prefill."""

@@ -61,11 +61,11 @@ class StopStringChecker:
         """Mark the slots whose newest token completes a stop string."""
         assert self._decode_tokens is not None
         for slot, texts in self._stop_strings.items():
-            end = int(slots.known[slot])
+            end = int(slots.num_tokens[slot])
             longest = max(len(text.encode()) for text in texts)  # a token has at least one byte
             start = max(self._turn_starts[slot], end - longest - DECODE_MARGIN_TOKENS)
             if start == end:
                 continue
             text = self._decode_tokens(slots.tokens[slot, start:end].tolist())
             if any(stop in text for stop in texts):
-                slots.finish[slot] = FinishReason.STOP
+                slots.finish_reason[slot] = FinishReason.STOP

@@ -12,12 +12,12 @@ class Device:
 
     uuid: str  # GPU-..., or MIG-... of an instance
     name: str
-    memory: int  # bytes; 0: it shares the host's memory
+    memory_bytes: int  # bytes; 0: it shares the host's memory
     index: int  # of the GPU in the driver's order: by PCI bus
     parent: str = ""  # UUID of an instance's GPU
     instance: tuple[int, int] = (0, 0)  # ids of its GPU instance and its compute instance
-    sliced: bool = False  # a GPU in MIG mode, usable only by its instances
-    lost: str = ""  # why the driver cannot reach it
+    is_mig_enabled: bool = False  # a GPU in MIG mode, usable only by its instances
+    lost_reason: str = ""  # why the driver cannot reach it
 
     @property
     def gpu_uuid(self) -> str:

@@ -109,7 +109,7 @@ class NvmlDriver:
                     gpu = self._read_device(handle, index)
                     found += [gpu, *self._read_mig_instances(handle, gpu)]
             except (GpuLost, GpuQueryFailed) as error:
-                found.append(Device("", "NVIDIA GPU", 0, index, lost=error.message))
+                found.append(Device("", "NVIDIA GPU", 0, index, lost_reason=error.message))
         return found
 
     def _read_device(self, handle: Any, index: int) -> Device:
@@ -120,11 +120,11 @@ class NvmlDriver:
             self._query(self._nvml.nvmlDeviceGetName, handle),
             self._read_total_bytes(handle),
             index,
-            sliced=sliced,
+            is_mig_enabled=sliced,
         )
 
     def _read_mig_instances(self, handle: Any, gpu: Device) -> Iterator[Device]:
-        if not gpu.sliced:
+        if not gpu.is_mig_enabled:
             return
         nvml, asked = self._nvml, self._query
         for place in range(asked(nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):

@@ -36,12 +36,12 @@ def select_visible(devices: Sequence[Device], environment: Mapping[str, str]) ->
     asked = environment.get(CUDA_ENV)
     found = list(devices) if asked is None else _select_named(devices, asked, environment)
     allowed = _select_allowed(devices, environment.get(CONTAINER_ENV, ""))
-    whole = [device for device in found if not device.sliced and device in allowed]
+    whole = [device for device in found if not device.is_mig_enabled and device in allowed]
     if asked is not None:
         for device in whole:
-            if device.lost:
-                raise _rejection(asked, f"{device.label}: {device.lost}", "Leave it out")
-    return [device for device in whole if not device.lost]
+            if device.lost_reason:
+                raise _rejection(asked, f"{device.label}: {device.lost_reason}", "Leave it out")
+    return [device for device in whole if not device.lost_reason]
 
 
 def explain_no_devices(devices: Sequence[Device], environment: Mapping[str, str]) -> str:
@@ -49,9 +49,11 @@ def explain_no_devices(devices: Sequence[Device], environment: Mapping[str, str]
     said = [
         f"{name}={environment[name]!r}" for name in (CUDA_ENV, CONTAINER_ENV) if name in environment
     ]
-    if lost := [f"{device.label}: {device.lost}" for device in devices if device.lost]:
+    if lost := [
+        f"{device.label}: {device.lost_reason}" for device in devices if device.lost_reason
+    ]:
         said.append("lost: " + "; ".join(lost))
-    bare = [d for d in devices if d.sliced and not any(o.parent == d.uuid for o in devices)]
+    bare = [d for d in devices if d.is_mig_enabled and not any(o.parent == d.uuid for o in devices)]
     if bare:
         said.append("in MIG mode without an instance: " + ", ".join(d.label for d in bare))
     count = sum(not device.parent for device in devices)
@@ -92,7 +94,7 @@ def _select_named(
 
 def _expand_mig(devices: Sequence[Device], device: Device) -> list[Device]:
     """Return a device, or the instances of a GPU in MIG mode."""
-    if not device.sliced:
+    if not device.is_mig_enabled:
         return [device]
     return [one for one in devices if one.parent == device.uuid]
 

@@ -104,13 +104,13 @@ def compute_costs(
     sent = compute_all_to_all_s(profile, tokens * max(1.0, ranks.attention / ranks.experts))
     head = profile.head.interpolate_s(tokens)
     costs = MicroBatchCosts(
-        attention=batches.compute_max_s(profile.attention),
-        experts=share * profile.slow.experts.interpolate_s(rows),
-        head=head,
-        dispatch=sent,
-        combine=sent,
-        backward=profile.backward,
-        head_backward=head * BACKWARD_FACTOR,  # the head is not recomputed
+        attention_s=batches.compute_max_s(profile.attention),
+        experts_s=share * profile.slow.experts.interpolate_s(rows),
+        head_s=head,
+        dispatch_s=sent,
+        combine_s=sent,
+        backward_factor=profile.backward,
+        head_backward_s=head * BACKWARD_FACTOR,  # the head is not recomputed
     )
     return costs, share * profile.fast.experts.interpolate_s(rows)
 

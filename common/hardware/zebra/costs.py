@@ -21,15 +21,17 @@ class MicroBatchCosts:
     attention rank.
     """
 
-    attention: float  # any piece but the last: attention and gate
-    experts: float  # of a layer, all experts of an expert rank if none are hosted
-    head: float = 0.0  # the last piece: final norm, head and loss
-    dispatch: float = 0.0  # rows from attention ranks to a layer's experts
-    combine: float = 0.0  # their results, back
-    hosted: tuple[float, ...] = ()  # by layer: experts that an attention rank hosts
-    kept: tuple[float, ...] = ()  # by layer: share of `experts` that expert ranks keep
-    backward: float = BACKWARD_FACTOR  # relative to the forward times above
-    head_backward: float | None = None  # seconds, if it differs from `backward` times `head`
+    attention_s: float  # any piece but the last: attention and gate
+    experts_s: float  # of a layer, all experts of an expert rank if none are hosted
+    head_s: float = 0.0  # the last piece: final norm, head and loss
+    dispatch_s: float = 0.0  # rows from attention ranks to a layer's experts
+    combine_s: float = 0.0  # their results, back
+    hosted_s: tuple[float, ...] = ()  # by layer: experts that an attention rank hosts
+    expert_rank_shares: tuple[
+        float, ...
+    ] = ()  # by layer: share of `experts` that expert ranks keep
+    backward_factor: float = BACKWARD_FACTOR  # relative to the forward times above
+    head_backward_s: float | None = None  # seconds, if it differs from `backward` times `head`
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -41,19 +43,27 @@ class MicroBatchCosts:
     @property
     def has_hosted_experts(self) -> tuple[bool, ...]:
         """True for each layer whose experts attention ranks host."""
-        return tuple(seconds > 0 for seconds in self.hosted)
+        return tuple(seconds > 0 for seconds in self.hosted_s)
 
     def get_task_s(self, task: ScheduledTask) -> float:
         """Return the seconds of a task; for the last piece see `get_head_s`."""
-        times = self.backward if task.backward else 1.0
+        times = self.backward_factor if task.backward else 1.0
         if task.kind is TaskKind.ATTENTION:
-            return self.attention * times
+            return self.attention_s * times
         if task.kind is TaskKind.EXPERTS:
-            return self.experts * times * (self.kept[task.layer] if self.kept else 1.0)
-        return self.hosted[task.layer] * times if self.hosted else 0.0
+            return (
+                self.experts_s
+                * times
+                * (self.expert_rank_shares[task.layer] if self.expert_rank_shares else 1.0)
+            )
+        return self.hosted_s[task.layer] * times if self.hosted_s else 0.0
 
     def get_head_s(self, backward: bool) -> float:
         """Return the seconds of the last piece."""
         if backward:
-            return self.head * self.backward if self.head_backward is None else self.head_backward
-        return self.head
+            return (
+                self.head_s * self.backward_factor
+                if self.head_backward_s is None
+                else self.head_backward_s
+            )
+        return self.head_s

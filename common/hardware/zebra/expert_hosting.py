@@ -82,8 +82,8 @@ class ExpertHosting:
         pairs = list(zip(self.on_attention_ranks, self.on_expert_ranks, shares, strict=True))
         return replace(
             costs,
-            hosted=tuple(hosted_experts_s * hosted / share for hosted, _, share in pairs),
-            kept=tuple(kept / share for _, kept, share in pairs),
+            hosted_s=tuple(hosted_experts_s * hosted / share for hosted, _, share in pairs),
+            expert_rank_shares=tuple(kept / share for _, kept, share in pairs),
         )
 
 
@@ -142,7 +142,7 @@ def optimize_hosting(
     those with nothing hosted, `hosted_experts_s` is as in `ForwardCosts`.
     """
     chunks = _build_chunks(layers, experts, ranks, bounds)
-    rate = _compute_rate(chunks, ForwardCosts(costs.attention, costs.experts, hosted_experts_s))
+    rate = _compute_rate(chunks, ForwardCosts(costs.attention_s, costs.experts_s, hosted_experts_s))
 
     def step_s(moved: ExpertHosting) -> float:
         return compute_makespan_s(

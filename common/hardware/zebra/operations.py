@@ -95,7 +95,7 @@ def simulate_plan_s(layers: int, plan: Sequence[Operation], costs: MicroBatchCos
             costs.get_task_s(ScheduledTask(backward, layer, 0, work)) for layer in range(layers)
         ]
         seconds.append(costs.get_head_s(backward) if work is TaskKind.ATTENTION else 0.0)
-    seconds += costs.dispatch, costs.combine
+    seconds += costs.dispatch_s, costs.combine_s
     ends = [0.0]
     free = [0.0, 0.0, 0.0, 0.0]
     for stream, _, cost, first, second in plan:

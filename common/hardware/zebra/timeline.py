@@ -49,9 +49,9 @@ def build_timeline(layers: int, micro_batches: int, costs: MicroBatchCosts) -> T
     step_s = compute_makespan_s(layers, micro_batches, costs)
     attention = computed_s(TaskKind.ATTENTION) + computed_s(TaskKind.HOSTED)
     attention += micro_batches * (costs.get_head_s(False) + costs.get_head_s(True))
-    transfers = 2 * layers * micro_batches * (costs.dispatch + costs.combine)
+    transfers = 2 * layers * micro_batches * (costs.dispatch_s + costs.combine_s)
     exposed = step_s - compute_makespan_s(
-        layers, micro_batches, replace(costs, dispatch=0.0, combine=0.0)
+        layers, micro_batches, replace(costs, dispatch_s=0.0, combine_s=0.0)
     )
     hidden = min(1.0, max(0.0, 1 - exposed / transfers)) if transfers else 1.0
     return Timeline(step_s, attention, computed_s(TaskKind.EXPERTS), transfers, hidden)
@@ -80,7 +80,7 @@ def compute_serial_s(layers: int, micro_batches: int, costs: MicroBatchCosts) ->
     total = costs.get_head_s(False) + costs.get_head_s(True)
     for backward, layer in product((False, True), range(layers)):
         total += (
-            costs.get_task_s(ScheduledTask(backward, layer, 0)) + costs.dispatch + costs.combine
+            costs.get_task_s(ScheduledTask(backward, layer, 0)) + costs.dispatch_s + costs.combine_s
         )
         total += max(
             costs.get_task_s(ScheduledTask(backward, layer, 0, work))
@@ -102,7 +102,7 @@ class _StepProgress:
         """Advance by a piece of all micro-batches, and its transfers."""
         for micro in self._micro_batches:
             self.attention_end_s = max(self.attention_end_s, self._combined[micro]) + seconds
-            self._dispatch = max(self._dispatch, self.attention_end_s) + self._costs.dispatch
+            self._dispatch = max(self._dispatch, self.attention_end_s) + self._costs.dispatch_s
             self._dispatched[micro] = self._dispatch
 
     def run_experts(self, backward: bool, layer: int) -> None:
@@ -115,12 +115,12 @@ class _StepProgress:
             made[micro] = self.attention_end_s
         for micro in self._micro_batches:
             self._experts = max(self._experts, self._dispatched[micro]) + kept
-            self._combine = max(self._combine, self._experts, made[micro]) + self._costs.combine
+            self._combine = max(self._combine, self._experts, made[micro]) + self._costs.combine_s
             self._combined[micro] = self._combine
 
 
 def _check_layers(layers: int, costs: MicroBatchCosts) -> None:
-    for name, by_layer in (("hosted", costs.hosted), ("kept", costs.kept)):
+    for name, by_layer in (("hosted", costs.hosted_s), ("kept", costs.expert_rank_shares)):
         if len(by_layer) not in (0, layers):
             raise ConfigError(
                 f"{name} has {len(by_layer)} of {layers} layers", where="costs of zebra", fix=FIX

@@ -47,7 +47,7 @@ def compute_request_digest(request: LoadJob) -> str:
 def _jail_settings(config: JobConfig) -> JailSettings:
     sandbox = config.sandbox
     return JailSettings(
-        tier=sandbox.tier,
+        min_tier=sandbox.tier,
         python=sandbox.python,
         root=sandbox.root,
         runner=sandbox.runner,

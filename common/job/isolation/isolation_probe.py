@@ -21,11 +21,13 @@ class IsolationReport:
     """Result of the probe, and advice."""
 
     tier: str
-    meaning: str
+    description: str
     fix: str  # how to get a better tier; empty: it is the best
-    problem: str = ""  # why a job's interpreter does not run in the tier; empty: it does
-    sure: bool = True  # False: a better tier failed, perhaps not permanently
-    known: bool = True  # the probe has completed
+    interpreter_problem: str = (
+        ""  # why a job's interpreter does not run in the tier; empty: it does
+    )
+    is_conclusive: bool = True  # False: a better tier failed, perhaps not permanently
+    is_finished: bool = True  # the probe has completed
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def probe_isolation(sandbox: SandboxConfig | None = None) -> IsolationReport:
         return IsolationReport(**json.loads(done.stdout))
     except (subprocess.SubprocessError, OSError, ValueError, TypeError) as error:
         why = f"the probe failed: {error}"
-        return IsolationReport(TIER_ORDER[0], TIER_ORDER[0], why, sure=False, known=False)
+        return IsolationReport(
+            TIER_ORDER[0], TIER_ORDER[0], why, is_conclusive=False, is_finished=False
+        )
 
 
 def probe_tiers() -> IsolationTiers:
@@ -63,8 +67,8 @@ def probe_tiers() -> IsolationTiers:
         tried.append(probe_isolation(SandboxConfig(runner=[RUNSC])))
     return IsolationTiers(
         tuple(one.tier for one in tried if one.tier != TIER_ORDER[0]),
-        all(one.sure for one in tried),
-        all(one.known for one in tried),
+        all(one.is_conclusive for one in tried),
+        all(one.is_finished for one in tried),
     )
 
 
@@ -79,13 +83,13 @@ def require_isolation(config: JobConfig) -> None:
             f"{', '.join(sorted(set(config.jailed_names)))} run code that the model wrote, "
             "which takes "
             f"{TIER_DESCRIPTIONS[demanded]} (sandbox.tier); this host has "
-            f"{isolation.meaning}{runner}",
+            f"{isolation.description}{runner}",
             fix=isolation.fix,
         )
-    if isolation.problem:
+    if isolation.interpreter_problem:
         key = "sandbox.root" if config.sandbox.root else "sandbox.python"
         raise Refused(
             f"{key}: the interpreter of the model's code does not run in a jail: "
-            f"{isolation.problem}",
+            f"{isolation.interpreter_problem}",
             fix='docs/use/sandbox.md, "Images", says what it takes',
         )

@@ -45,7 +45,7 @@ class TokenRecord:
     used: int = 0  # hosts that it has admitted
     host: str = ""  # last admitted host
 
-    def good(self, now_s: float) -> bool:
+    def is_valid(self, now_s: float) -> bool:
         """Return True if the token is neither revoked nor expired."""
         return not self.revoked_s and now_s < self.expires_s
 

@@ -49,7 +49,7 @@ class TokenRegistry:
     def is_valid(self, id: str) -> bool:
         """Return True if the id is a member or a valid token: connections outlive their tokens."""
         token = self.find_token(id)
-        return id in self._members or (token is not None and token.good(self._wall()))
+        return id in self._members or (token is not None and token.is_valid(self._wall()))
 
     def find_token(self, id: str) -> TokenRecord | None:
         """Return the token with this id; None if there is none."""
@@ -104,7 +104,7 @@ def create_token(
 def add_token(path: Path, token: TokenRecord) -> None:
     """Add a record. Raises Refused if another valid token has its name."""
     with edit_records(path) as known:
-        others = [t for t in known.tokens if t.good(token.made_s) and not t.is_exhausted]
+        others = [t for t in known.tokens if t.is_valid(token.made_s) and not t.is_exhausted]
         if any(other.name == token.name for other in others):
             raise Refused(
                 f"{token.name} has a token already",
@@ -126,7 +126,7 @@ def revoke_tokens(path: Path, name_or_id: str, now_s: float) -> list[TokenRecord
     Hosts that joined by one of them stay members. Raises NotFound.
     """
     with edit_records(path) as known:
-        found = [t for t in known.tokens if name_or_id in (t.id, t.name) and t.good(now_s)]
+        found = [t for t in known.tokens if name_or_id in (t.id, t.name) and t.is_valid(now_s)]
         if not found:
             raise NotFound(
                 f"there is no good token {name_or_id}", fix="`meshrl token list` shows them"

@@ -49,12 +49,12 @@ class SliceClient:
         self._longest_s: dict[str, float] = {}  # decaying maximum by function
         self._release_task: asyncio.Task[None] | None = None
         self._detached: set[asyncio.Task[Any]] = set()  # pieces whose caller was cancelled
-        self.taken, self.wait_time_s, self.run_time_s = 0, 0.0, 0.0
+        self.slice_count, self.wait_time_s, self.run_time_s = 0, 0.0, 0.0
 
     def stats(self) -> dict[str, Any]:
         """Return counts and seconds of time slices so far."""
         return {
-            "turns": self.taken,
+            "turns": self.slice_count,
             "turn_wait_s": round(self.wait_time_s, 3),
             "turn_held_s": round(self.run_time_s, 3),
         }
@@ -155,7 +155,7 @@ class SliceClient:
             raise
         finally:
             self.wait_time_s += clock.monotonic() - began
-        self.taken += 1
+        self.slice_count += 1
         return request.ticket
 
     def release_slice(self, ticket: int, function: str, duration_s: float) -> None:

@@ -75,10 +75,10 @@ class SpawnRequest:
             module=self.module,
             arguments=self.argv[3:],
             environment=self.environment,
-            passed=descriptor_names,
+            descriptor_names=descriptor_names,
             executable=sys.executable,
             niceness=os.getpriority(os.PRIO_PROCESS, 0) + self.options.niceness,
-            guarded=self.options.is_guarded,
+            is_guarded=self.options.is_guarded,
         )
 
 

@@ -57,10 +57,10 @@ class CallContext:
 class ActorRef:
     """Reference to an actor by its name, in whichever process it runs."""
 
-    __slots__ = ("_asking", "name")
+    __slots__ = ("_context", "name")
 
     def __init__(self, context: CallContext, name: str) -> None:
-        self._asking = context
+        self._context = context
         self.name = name
 
     async def call(self, method: Call[Q, R], request: Q, *, deadline_s: float | None = None) -> R:
@@ -70,7 +70,7 @@ class ActorRef:
         free credit and looks for a restarting actor. It repeats calls that certainly did not run,
         and calls that may have run only if `idempotent`.
         """
-        asking = self._asking
+        asking = self._context
         asking.require_may_call(method)
         asking.start()
         now = asking.clock.monotonic()
@@ -114,7 +114,7 @@ class ActorRef:
 
         Raises PeerLost if the peer ends early.
         """
-        asking = self._asking
+        asking = self._context
         asking.require_may_call(method)
         asking.start()
         body, buffers = encode(request)
@@ -143,7 +143,7 @@ class ActorRef:
 
     async def cast(self, method: Cast[Q], request: Q) -> None:
         """Send the message if the actor is there; otherwise drop and count it."""
-        asking = self._asking
+        asking = self._context
         asking.require_may_call(method)
         asking.start()
         body, buffers = encode(request)

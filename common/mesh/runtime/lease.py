@@ -142,13 +142,13 @@ class Lease:
         except StateUnavailable:
             self._telemetry.count("renewals_failed")
             return True  # the lease may outlive the outage: retry
-        if renewal.held or not self._is_held:
+        if renewal.is_renewed or not self._is_held:
             self._renewed_at = asked
-            if doorway is not None and renewal.held:
-                doorway.keys.refresh_keys(renewal.doors)
+            if doorway is not None and renewal.is_renewed:
+                doorway.keys.refresh_keys(renewal.revocations)
             return True
         why = "the lease has expired or another incarnation holds the name"
-        return self._handle_loss(renewal.why or why)
+        return self._handle_loss(renewal.loss_reason or why)
 
     def _handle_loss(self, why: str) -> bool:
         self._is_held = False

@@ -169,7 +169,7 @@ class ProcessCredentials:
         )
         whose = self.keys.refresh_key if doubt else self.keys.find_holders
         self._is_own_key_valid = make_redis_user(self.row.role, self.row.host) in whose(
-            self.row.public
+            self.row.public_key
         )
         holders = whose(key)
         self._suspect_keys.discard(key)
@@ -186,7 +186,7 @@ class ProcessCredentials:
             return f"the address of {entry.name} names no key: it was started with other settings"
         if not self._is_own_key_valid:
             return (
-                f"the key of this process, {self.row.public[:KEY_DIGITS_IN_ERRORS]}, is let in "
+                f"the key of this process, {self.row.public_key[:KEY_DIGITS_IN_ERRORS]}, is let in "
                 "no more: it was "
                 f"revoked, or the host {self.row.host} was expelled"
             )

@@ -22,13 +22,13 @@ NULL_STOPWATCH = NullStopwatch()
 class Stopwatch(NullStopwatch):
     """Stopwatch that starts in a state. A change of state costs at most two clock readings."""
 
-    __slots__ = ("_clock", "_parts", "_since", "_state", "began")
+    __slots__ = ("_clock", "_parts", "_since", "_state", "started_at")
 
     def __init__(self, clock: Clock, state: str) -> None:
         self._clock, self._state = clock, state
         self._since = clock.monotonic()
         self._parts: list[str | float] = []  # a state, its seconds, the next state
-        self.began = clock.wall()
+        self.started_at = clock.wall()
 
     def enter(self, state: str) -> None:
         """Enter `state`."""

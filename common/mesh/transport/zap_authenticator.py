@@ -54,7 +54,7 @@ class ZapAuthenticator:
         # "keys": the key is not registered. "handshake": the handshake failed before that.
         # "descriptors": none was left to accept a connection. "undecided": Redis did not
         # answer. Others: see `ConnectionLimits`.
-        self.refused: Counter[str] = Counter()
+        self.rejected_connections: Counter[str] = Counter()
         self.keys = keys
         self._zap_socket = context.socket(zmq.REP)
         self._zap_socket.set(zmq.LINGER, 0)
@@ -66,7 +66,7 @@ class ZapAuthenticator:
         router.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # reject connections without our answer
         self._unauthenticated = (
-            UnauthenticatedPeers(limits, self.refused) if limits is not None else None
+            UnauthenticatedPeers(limits, self.rejected_connections) if limits is not None else None
         )
         seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED if limits is not None else 0
         router.monitor(_MONITOR, _HANDSHAKE_FAILURES | zmq.EVENT_ACCEPT_FAILED | seen)
@@ -110,7 +110,7 @@ class ZapAuthenticator:
             try:
                 role = self.keys.find_roles(public)
             except StateUnavailable:
-                self.refused["undecided"] += 1
+                self.rejected_connections["undecided"] += 1
                 status, role = UNDECIDED_STATUS, None
             if role is not None:
                 self._note_change()  # before its first message can arrive
@@ -126,9 +126,9 @@ class ZapAuthenticator:
         elif event["event"] == zmq.EVENT_DISCONNECTED and self._unauthenticated is not None:
             self._unauthenticated.remove_connection(int(event["value"]))
         elif event["event"] == zmq.EVENT_ACCEPT_FAILED:
-            self.refused["descriptors"] += 1
+            self.rejected_connections["descriptors"] += 1
         elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             if event["value"] != int(UNDECIDED_STATUS):  # counted when it is answered
-                self.refused["keys"] += 1
+                self.rejected_connections["keys"] += 1
         elif event["event"] & _HANDSHAKE_FAILURES:
-            self.refused["handshake"] += 1
+            self.rejected_connections["handshake"] += 1

@@ -166,8 +166,12 @@ class ZmqTransport:
 
     @property
     def rejected_connections(self) -> dict[str, int]:
-        """Number of rejected connections so far, by reason; see `ZapAuthenticator.refused`."""
-        return dict(self._authenticator.refused) if self._authenticator is not None else {}
+        """Number of rejected connections so far, by reason; see `ZapAuthenticator.rejected_connections`."""
+        return (
+            dict(self._authenticator.rejected_connections)
+            if self._authenticator is not None
+            else {}
+        )
 
     def start(
         self,

@@ -18,14 +18,14 @@ class ModelConfig:
     architecture: str  # a key of ARCHITECTURES
     vocab_size: int
     hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     ffn_size: int
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None  # None, or a kind of `rope_config.ROPE_TYPE_KEYS`
-    unrotated_layers: tuple[int, ...] = ()  # indices of layers without rotary embedding
+    no_rope_layers: tuple[int, ...] = ()  # indices of layers without rotary embedding
     sliding_window: int = 0  # tokens that a token of a sliding layer attends to, itself included
     # indices, ascending; other layers attend to all earlier tokens
     sliding_layers: tuple[int, ...] = ()
@@ -37,18 +37,18 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
-    experts: int = 0  # experts in a layer that is a mixture; 0: every layer is dense
-    experts_per_token: int = 0
+    num_experts: int = 0  # experts in a layer that is a mixture; 0: every layer is dense
+    num_experts_per_token: int = 0
     expert_ffn_size: int = 0
     normalise_routing: bool = False  # normalize the chosen experts' probabilities to sum 1
-    balance_coefficient: float = 0.0  # weight of the load-balancing loss
+    router_aux_loss_coef: float = 0.0  # weight of the load-balancing loss
     dense_layers: tuple[int, ...] = ()  # indices of a mixture's dense layers, ascending
-    shared_ffn_size: int = 0  # width of the shared expert, which is gated
+    shared_expert_ffn_size: int = 0  # width of the shared expert, which is gated
     # Ids that the tokenizer lacks, as ascending half-open ranges: `Decoder` sets their logits to
     # minus infinity. config.json has no such key; see `tokenizer.find_absent_ids`.
     absent_ids: tuple[tuple[int, int], ...] = ()
     # Content of the checkpoint's config.json, for `export_hf`; empty without a checkpoint.
-    source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    source_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -57,9 +57,9 @@ class ModelConfig:
                 where="config.json: model_type",
                 fix=f"use one of {', '.join(ARCHITECTURES)}",
             )
-        if self.heads % self.kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"{self.heads} heads cannot share {self.kv_heads} key-value heads",
+                f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads",
                 where="config.json: num_key_value_heads",
                 fix="make it a divisor of num_attention_heads",
             )
@@ -69,9 +69,9 @@ class ModelConfig:
                 where="config.json: head_dim",
                 fix="use an even head_dim",
             )
-        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+        if self.num_experts and not 1 <= self.num_experts_per_token <= self.num_experts:
             raise ConfigError(
-                f"{self.experts_per_token} of {self.experts} experts cannot be chosen",
+                f"{self.num_experts_per_token} of {self.num_experts} experts cannot be chosen",
                 where="config.json: num_experts_per_tok",
                 fix="use a number from 1 to that of the experts",
             )
@@ -79,27 +79,30 @@ class ModelConfig:
     @property
     def sparse_layers(self) -> tuple[int, ...]:
         """Layers with a mixture of experts, ascending."""
-        if not self.experts:
+        if not self.num_experts:
             return ()
-        return tuple(i for i in range(self.layers) if i not in self.dense_layers)
+        return tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
 
     @property
     def routing_shape(self) -> tuple[int, int]:
         """Shape of a token's routing: (sparse layers, experts in each)."""
-        return len(self.sparse_layers), self.experts_per_token
+        return len(self.sparse_layers), self.num_experts_per_token
 
     @property
     def num_parameters(self) -> int:
         """Number of parameters of a decoder of this shape."""
         d, width = self.hidden_size, self.head_dim
-        queries, projected = self.heads * width, (self.heads + 2 * self.kv_heads) * width
+        queries, projected = (
+            self.num_heads * width,
+            (self.num_heads + 2 * self.num_kv_heads) * width,
+        )
         attention = 2 * d + projected * d + d * queries + 2 * width * self.qk_norm
         attention += projected * self.attention_bias + d * self.has_output_bias
-        expert, shared = 3 * d * self.expert_ffn_size, 3 * d * self.shared_ffn_size
-        sparse = self.experts * (d + expert) + (shared + d if shared else 0)
+        expert, shared = 3 * d * self.expert_ffn_size, 3 * d * self.shared_expert_ffn_size
+        sparse = self.num_experts * (d + expert) + (shared + d if shared else 0)
         mixtures = len(self.sparse_layers)
-        layers = self.layers * attention + mixtures * sparse
-        layers += (self.layers - mixtures) * 3 * d * self.ffn_size
+        layers = self.num_layers * attention + mixtures * sparse
+        layers += (self.num_layers - mixtures) * 3 * d * self.ffn_size
         return layers + d + self.vocab_size * d * (1 if self.tie_embeddings else 2)
 
     @property
@@ -139,7 +142,10 @@ class ModelConfig:
 
         For a shape without a checkpoint, return `to_hf`.
         """
-        if not self.source:
+        if not self.source_config:
             return format_hf_config(self)
-        before, now = format_hf_config(ModelConfig.from_hf(self.source)), format_hf_config(self)
-        return {**self.source, **{key: now[key] for key in now if now[key] != before[key]}}
+        before, now = (
+            format_hf_config(ModelConfig.from_hf(self.source_config)),
+            format_hf_config(self),
+        )
+        return {**self.source_config, **{key: now[key] for key in now if now[key] != before[key]}}

@@ -87,9 +87,9 @@ def format_hf_config(config: ModelConfig) -> dict[str, Any]:
         "model_type": name,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.ffn_size,
         "hidden_act": "silu",
@@ -111,7 +111,7 @@ def format_hf_config(config: ModelConfig) -> dict[str, Any]:
         raw["mlp_bias"] = False
     if "no_rope_layers" in known:
         raw["no_rope_layers"] = [
-            int(i not in config.unrotated_layers) for i in range(config.layers)
+            int(i not in config.no_rope_layers) for i in range(config.num_layers)
         ]
     return raw | _format_windows(config) | _format_experts(config)
 
@@ -276,8 +276,8 @@ def _format_windows(config: ModelConfig) -> dict[str, Any]:
     raw = {"use_sliding_window": True, "sliding_window": window}
     if not ARCHITECTURES[config.architecture].has_layer_types:
         return raw
-    kinds = [_SLIDING if i in config.sliding_layers else _FULL for i in range(config.layers)]
-    return raw | {"layer_types": kinds, "max_window_layers": config.layers}
+    kinds = [_SLIDING if i in config.sliding_layers else _FULL for i in range(config.num_layers)]
+    return raw | {"layer_types": kinds, "max_window_layers": config.num_layers}
 
 
 def _parse_experts(
@@ -306,23 +306,23 @@ def _parse_experts(
 
 
 def _format_experts(config: ModelConfig) -> dict[str, Any]:
-    if not config.experts:
+    if not config.num_experts:
         known = ARCHITECTURES[config.architecture].defaults
         return {key: 0 for key in ("num_experts", "num_local_experts") if key in known}
     chosen = {
-        "num_experts_per_tok": config.experts_per_token,
-        "router_aux_loss_coef": config.balance_coefficient,
+        "num_experts_per_tok": config.num_experts_per_token,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     if config.architecture == "mixtral":
         return chosen | {
             "intermediate_size": config.expert_ffn_size,
-            "num_local_experts": config.experts,
+            "num_local_experts": config.num_experts,
         }
-    shared = {"shared_expert_intermediate_size": config.shared_ffn_size}
+    shared = {"shared_expert_intermediate_size": config.shared_expert_ffn_size}
     return (
         chosen
         | {
-            "num_experts": config.experts,
+            "num_experts": config.num_experts,
             "moe_intermediate_size": config.expert_ffn_size,
             "norm_topk_prob": config.normalise_routing,
             "decoder_sparse_step": 1,

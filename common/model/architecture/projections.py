@@ -36,7 +36,7 @@ class Projection:
 
 def build_projections(config: ModelConfig) -> dict[str, Projection]:
     """Return the projections of one dense layer, by Hugging Face name."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = {
         "qkv": (queries, keys, keys),
         "output": (config.hidden_size,),

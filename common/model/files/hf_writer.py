@@ -164,7 +164,7 @@ def state_to_hf(config: ModelConfig, state: StateDict) -> dict[str, Tensor]:
     theirs = {
         GLOBAL_TENSOR_NAMES[name]: state[name] for name in GLOBAL_TENSOR_NAMES if name in state
     }
-    for index in range(config.layers):
+    for index in range(config.num_layers):
         ours, prefix = f"layers.{index}.", f"model.layers.{index}."
         for name, target in LAYER_TENSOR_NAMES.items():
             if ours + name in state:
@@ -184,7 +184,7 @@ def _experts_to_hf(
     architecture = ARCHITECTURES[config.architecture]
     block, names = architecture.experts_module, architecture.expert_projections
     theirs = {f"{prefix}{block}.gate.weight": state[ours + "router"]}
-    if config.shared_ffn_size:
+    if config.shared_expert_ffn_size:
         gate, up = state[ours + "shared_gate_up"].chunk(2)
         shared = f"{prefix}{block}.shared_expert"
         theirs[f"{shared}.gate_proj.weight"], theirs[f"{shared}.up_proj.weight"] = gate, up
@@ -199,7 +199,7 @@ def _experts_to_hf(
 
 def get_fused_parts(config: ModelConfig) -> dict[str, dict[str, int]]:
     """Return our fused tensors -> Hugging Face's parts, in row order, with their row counts."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = {"q": queries, "k": keys, "v": keys}
     return {
         "qkv": {f"self_attn.{x}_proj.weight": n for x, n in rows.items()},

@@ -173,7 +173,7 @@ class PretrainedParameters:
             f"{prefix}{architecture.experts_module}",
             architecture.expert_projections,
         )
-        wide, shared = config.expert_ffn_size, config.shared_ffn_size
+        wide, shared = config.expert_ffn_size, config.shared_expert_ffn_size
         if name in ("gate_up", "down"):
             for place, expert in enumerate(range(first, first + len(into))):
                 own = (
@@ -184,7 +184,7 @@ class PretrainedParameters:
             return
         both = [f"{block}.shared_expert.{part}_proj.weight" for part in ("gate", "up")]
         parts = {
-            "router": [(f"{block}.gate.weight", config.experts)],
+            "router": [(f"{block}.gate.weight", config.num_experts)],
             "shared_gate": [(f"{block}.shared_expert_gate.weight", 1)],
             "shared_down": [(f"{block}.shared_expert.down_proj.weight", config.hidden_size)],
             "shared_gate_up": [(part, shared) for part in both],

@@ -49,7 +49,7 @@ def load_config(path: str | Path) -> ModelConfig:
         )
     try:
         raw = json.loads(file.read_text("utf-8"))
-        config = replace(ModelConfig.from_hf(raw), source=raw)
+        config = replace(ModelConfig.from_hf(raw), source_config=raw)
     except _READ_ERRORS as error:
         raise ConfigError(
             f"the model's description cannot be read: {type(error).__name__}: {error}",

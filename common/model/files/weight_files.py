@@ -247,7 +247,7 @@ def iter_expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int,
     yield "model.norm.weight", (hidden,)
     if not config.tie_embeddings:
         yield "lm_head.weight", (vocab, hidden)
-    for index in range(config.layers):
+    for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
         yield f"{prefix}input_layernorm.weight", (hidden,)
         yield f"{prefix}post_attention_layernorm.weight", (hidden,)
@@ -270,14 +270,14 @@ def _iter_expert_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str
     architecture = ARCHITECTURES[config.architecture]
     block, names = architecture.experts_module, architecture.expert_projections
     wide, hidden = config.expert_ffn_size, config.hidden_size
-    yield f"{prefix}{block}.gate.weight", (config.experts, hidden)
-    if shared := config.shared_ffn_size:
+    yield f"{prefix}{block}.gate.weight", (config.num_experts, hidden)
+    if shared := config.shared_expert_ffn_size:
         part = f"{prefix}{block}.shared_expert"
         yield f"{part}_gate.weight", (1, hidden)
         yield f"{part}.gate_proj.weight", (shared, hidden)
         yield f"{part}.up_proj.weight", (shared, hidden)
         yield f"{part}.down_proj.weight", (hidden, shared)
-    for expert in range(config.experts):
+    for expert in range(config.num_experts):
         for name, shape in zip(
             names, ((wide, hidden), (wide, hidden), (hidden, wide)), strict=True
         ):

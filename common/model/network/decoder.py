@@ -60,7 +60,7 @@ class Decoder(nn.Module):
         self._sparse_layers = frozenset(config.sparse_layers)
         self.layers = nn.ModuleList(
             (MoeDecoderLayer if index in self._sparse_layers else DecoderLayer)(config, dtype)
-            for index in range(config.layers)
+            for index in range(config.num_layers)
         )
         self.final_norm = nn.Parameter(torch.empty(d, dtype=dtype))
         if not config.tie_embeddings:
@@ -103,14 +103,14 @@ class Decoder(nn.Module):
         if routing is not None and routed:
             routing.experts = torch.stack([told.experts for told in routed], -2)
             losses = torch.stack([told.balance_loss for told in routed])
-            routing.balance_loss = losses.mean() * self.config.balance_coefficient
+            routing.balance_loss = losses.mean() * self.config.router_aux_loss_coef
         return self.pointwise.rms_norm(hidden, self.final_norm, self.config.norm_eps)
 
     def lookup_rotations(self, positions: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
         """Return cosines and sines of rotary positions [..], each [.., 1, head_dim], by layer."""
         cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)
         still = torch.ones_like(cos), torch.zeros_like(sin)
-        unrotated = self.config.unrotated_layers
+        unrotated = self.config.no_rope_layers
         return lambda layer: still if layer in unrotated else (cos, sin)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def initial_std(config: ModelConfig, name: str, shape: torch.Size) -> float:
     if name.endswith("embedding"):
         return _EMBEDDING_STD
     std: float = shape[-1] ** -0.5
-    return std / math.sqrt(2 * config.layers) if name.endswith(("output", "down")) else std
+    return std / math.sqrt(2 * config.num_layers) if name.endswith(("output", "down")) else std
 
 
 class DecoderLayer(nn.Module):
@@ -157,7 +157,7 @@ class DecoderLayer(nn.Module):
         self.config = config
         self.pointwise: PointwiseOps = TORCH_POINTWISE
         d, width = config.hidden_size, config.head_dim
-        queries, keys = config.heads * width, config.kv_heads * width
+        queries, keys = config.num_heads * width, config.num_kv_heads * width
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype))
@@ -197,7 +197,7 @@ class DecoderLayer(nn.Module):
         norms = None
         if self.query_norm is not None and self.key_norm is not None:
             norms = self.query_norm, self.key_norm
-        counts = c.heads, c.kv_heads
+        counts = c.num_heads, c.num_kv_heads
         q, k, v = pointwise.split_norm_rotate_heads(
             self._project("qkv", x), cos, sin, counts, norms, c.norm_eps
         )

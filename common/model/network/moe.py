@@ -95,11 +95,11 @@ class MixtureOfExperts(nn.Module):
         self.config = config
         self.pointwise: PointwiseOps = TORCH_POINTWISE
         self.token_dispatcher: TokenDispatcher | None = None  # None: this rank has all experts
-        count, d, width = config.experts, config.hidden_size, config.expert_ffn_size
+        count, d, width = config.num_experts, config.hidden_size, config.expert_ffn_size
         self.router = nn.Parameter(torch.empty(count, d, dtype=dtype))
         self.gate_up = nn.Parameter(torch.empty(count, 2 * width, d, dtype=dtype))
         self.down = nn.Parameter(torch.empty(count, d, width, dtype=dtype))
-        if wide := config.shared_ffn_size:
+        if wide := config.shared_expert_ffn_size:
             self.shared_gate = nn.Parameter(torch.empty(1, d, dtype=dtype))
             self.shared_gate_up = nn.Parameter(torch.empty(2 * wide, d, dtype=dtype))
             self.shared_down = nn.Parameter(torch.empty(d, wide, dtype=dtype))
@@ -115,9 +115,9 @@ class MixtureOfExperts(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         chosen = self.route(flat, experts, balance_mask)
         y = self.combine(chosen.expert_weights, self._dispatch(flat, chosen.experts))
-        if self.config.shared_ffn_size:
+        if self.config.shared_expert_ffn_size:
             y = y + self.compute_shared_expert(flat)
-        k = self.config.experts_per_token
+        k = self.config.num_experts_per_token
         return y.view(x.shape), LayerRouting(
             chosen.experts.view(*x.shape[:-1], k), chosen.balance_loss
         )
@@ -126,7 +126,7 @@ class MixtureOfExperts(nn.Module):
         """Route tokens x [n, hidden_size]; see `forward`."""
         c = self.config
         probabilities = linear(x, self.router).softmax(-1, dtype=torch.float32)
-        chosen = probabilities.detach().topk(c.experts_per_token).indices
+        chosen = probabilities.detach().topk(c.num_experts_per_token).indices
         if experts is not None:
             given = experts.reshape(chosen.shape).to(chosen.dtype)
             chosen = torch.where((given < 0).any(-1, keepdim=True), chosen, given)
@@ -153,7 +153,7 @@ class MixtureOfExperts(nn.Module):
         """
         n, k = chosen.shape
         ordered, order = chosen.flatten().sort(stable=True)  # sorts tokens by expert
-        numbers = torch.arange(self.config.experts, device=x.device)
+        numbers = torch.arange(self.config.num_experts, device=x.device)
         ends = torch.searchsorted(ordered, numbers, right=True)
         rows = x.index_select(0, order // k)
         if self.token_dispatcher is None:

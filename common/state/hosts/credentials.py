@@ -23,9 +23,11 @@ class Credential:
 
     role: str
     host: str
-    public: str  # key of its calls
-    name: str
-    bulk: str = ""  # key of its bulk port (`meshrl.common.mesh.transport.address.format_bulk_key`)
+    public_key: str  # key of its calls
+    process: str
+    bulk_public_key: str = (
+        ""  # key of its bulk port (`meshrl.common.mesh.transport.address.format_bulk_key`)
+    )
 
 
 async def admit_host(state: StateClient, host: str) -> bool:
@@ -92,5 +94,5 @@ async def list_credentials(state: StateClient) -> list[Credential]:
     """Return all registered keys, by host, role and name."""
     found = (await state.run_mesh_script("door_rows", roles=_ROLES))["rows"] or []
     return sorted(
-        (Credential(**row) for row in found), key=lambda row: (row.host, row.role, row.name)
+        (Credential(**row) for row in found), key=lambda row: (row.host, row.role, row.process)
     )

@@ -28,7 +28,7 @@ class HostRequest:
 
     id: str
     kind: str
-    about: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
 
 async def submit_host_request(

@@ -19,7 +19,7 @@ def to_job_state(row: JobRow) -> JobState:
     return JobState(
         name=row.id,
         phase=row.phase.value,
-        held=row.held,
+        held=row.block_reason,
         step=row.steps_done,
         steps=row.document["budget"]["steps"],
         version=row.version,

@@ -44,7 +44,7 @@ def compute_element_bytes(pieces: Iterable[TensorPiece]) -> int:
     """
     found = 0
     for piece in pieces:
-        found = gcd(found, get_element_bytes(piece), piece.offset, piece.size)
+        found = gcd(found, get_element_bytes(piece), piece.offset, piece.size_bytes)
     return max(width for width in ELEMENT_WIDTHS if found % width == 0)
 
 
@@ -228,7 +228,7 @@ def pair_chunks(base: Iterable[TensorPiece], target: Iterable[TensorPiece]) -> l
     for digest, pieces in group_by_chunk(target).items():
         old = {there.get(_make_piece_key(piece)) for piece in pieces} - {digest}
         if len(old) == 1 and (one := old.pop()) is not None:
-            size = max(piece.offset + piece.size for piece in pieces)
+            size = max(piece.offset + piece.size_bytes for piece in pieces)
             found.append(ChunkPair(one, digest, compute_element_bytes(pieces), size))
     return found
 
@@ -238,7 +238,7 @@ def _make_piece_key(piece: TensorPiece) -> tuple[object, ...]:
 
     It has no chunk: pieces with equal bytes share a chunk in one version, and may not in the other.
     """
-    return (piece.name, piece.dtype, piece.begin, piece.end, piece.offset, piece.size)
+    return (piece.name, piece.dtype, piece.begin, piece.end, piece.offset, piece.size_bytes)
 
 
 def group_by_size(pairs: Iterable[ChunkPair], max_group_bytes: int) -> Iterator[list[ChunkPair]]:

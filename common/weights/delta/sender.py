@@ -181,10 +181,12 @@ class _DeltaRound:
         """Return the chunks that may have deltas from a base; none if the base was deleted."""
         store, run = self._mesh.ref(STORE_NAME), self._mesh.host.run_blocking
         if self._target_tensors is None:
-            target = await store.call(Weights.fetch_manifest, ManifestRequest(self._target.digest))
+            target = await store.call(
+                Weights.fetch_manifest, ManifestRequest(self._target.manifest)
+            )
             self._target_tensors = target.tensors
         with suppress(NotFound):
-            before = await store.call(Weights.fetch_manifest, ManifestRequest(base.digest))
+            before = await store.call(Weights.fetch_manifest, ManifestRequest(base.manifest))
             found = await run(
                 pair_chunks, before.tensors, self._target_tensors, deadline_s=ENCODE_TIMEOUT_S
             )

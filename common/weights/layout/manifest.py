@@ -81,7 +81,9 @@ def read_complete_manifest(read: Callable[[str], bytes], digest: str) -> Manifes
     """
     own = decode_manifest(read(digest), digest)
     return (
-        own if own.base is None else merge_base(own, decode_manifest(read(own.base.digest), digest))
+        own
+        if own.base is None
+        else merge_base(own, decode_manifest(read(own.base.manifest), digest))
     )
 
 
@@ -122,10 +124,12 @@ def check_pieces(tensors: Iterable[TensorPiece]) -> None:
             if not alike or piece.begin != at or piece.end < piece.begin:
                 raise BadMessage(f"the pieces of tensor {name} of a manifest do not follow")
             if (
-                piece.size != (piece.end - piece.begin) * get_element_bytes(piece)
+                piece.size_bytes != (piece.end - piece.begin) * get_element_bytes(piece)
                 or piece.offset < 0
             ):
-                raise BadMessage(f"a piece of tensor {name} of a manifest has {piece.size} bytes")
+                raise BadMessage(
+                    f"a piece of tensor {name} of a manifest has {piece.size_bytes} bytes"
+                )
             at = piece.end
         if at != math.prod(first.shape) or not 0 <= first.dim < max(1, len(first.shape)):
             raise BadMessage(f"tensor {name} of a manifest has {at} elements in {first.shape}")

@@ -39,7 +39,7 @@ class MemoryLayout:
         for piece in pieces:
             if self.piece_offset(piece) != at:
                 return False
-            at += piece.size
+            at += piece.size_bytes
         elements = pieces[-1].end - pieces[0].begin
         return elements > 0 and begin % ((at - begin) // elements) == 0
 
@@ -55,8 +55,8 @@ def make_memory_layout(
     """
     sizes: dict[str, int] = {}
     for piece in tensors:
-        sizes[piece.chunk] = max(sizes.get(piece.chunk, 0), piece.offset + piece.size)
-    filled = [piece for piece in selected if piece.size]
+        sizes[piece.chunk] = max(sizes.get(piece.chunk, 0), piece.offset + piece.size_bytes)
+    filled = [piece for piece in selected if piece.size_bytes]
     sizes = {chunk: sizes[chunk] for chunk in dict.fromkeys(piece.chunk for piece in filled)}
     after = _find_continuations(filled, sizes)
     begins: dict[str, int] = {}
@@ -75,7 +75,10 @@ def _find_continuations(pieces: Iterable[TensorPiece], sizes: Mapping[str, int])
     taken: set[str] = set()
     for parts in group_by_tensor(pieces).values():
         for one, other in itertools.pairwise(parts):
-            full = one.offset + one.size == sizes[one.chunk] and sizes[one.chunk] % PAGE_BYTES == 0
+            full = (
+                one.offset + one.size_bytes == sizes[one.chunk]
+                and sizes[one.chunk] % PAGE_BYTES == 0
+            )
             if not full or other.offset or one.end != other.begin or one.chunk == other.chunk:
                 continue
             if one.chunk not in after and other.chunk not in taken:

@@ -73,7 +73,7 @@ class VersionImage:
         self._pieces = group_by_tensor(there)
         self._layout = make_memory_layout(every, there)
         self.chunk_sizes: Mapping[str, int] = self._layout.chunk_sizes  # bytes by digest
-        self.size_bytes = sum(piece.size for piece in there)
+        self.size_bytes = sum(piece.size_bytes for piece in there)
         self.copied_bytes = 0  # copied from the files, also to assemble tensors
         self.joined_bytes = 0  # of assembled tensors that are not contiguous in memory
         self._copied_chunks: set[str] = set()  # chunks that have no file
@@ -235,10 +235,13 @@ class VersionImage:
 
     def _view_pieces(self, pieces: list[api.TensorPiece]) -> Tensor:
         dtype = DTYPES[pieces[0].dtype]
-        filled = [piece for piece in pieces if piece.size]
+        filled = [piece for piece in pieces if piece.size_bytes]
         if not filled:
             return torch.empty(0, dtype=dtype)
-        begin, size = self._layout.piece_offset(filled[0]), sum(piece.size for piece in filled)
+        begin, size = (
+            self._layout.piece_offset(filled[0]),
+            sum(piece.size_bytes for piece in filled),
+        )
         self._populate(begin, size, f"version {self.manifest.version} of {self.manifest.job}")
         content = self._memory_tensor[begin : begin + size]
         return (content if begin % dtype.itemsize == 0 else content.clone()).view(dtype)

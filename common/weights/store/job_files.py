@@ -93,7 +93,7 @@ async def _look_up_run_host(mesh: Mesh) -> RunHost | None:
 
 def local_run_directory(mesh: Mesh, row: JobRow) -> Path:
     """Return the directory of a run's files on a host that does not see the run's directory."""
-    return Path(mesh.settings.run_root) / RUNS_FOLDER / row.id / str(row.since_ms)
+    return Path(mesh.settings.run_root) / RUNS_FOLDER / row.id / str(row.created_ms)
 
 
 def bundle_directory(root: str | Path, digest: str) -> Path:

@@ -64,7 +64,7 @@ class _BroadcastAttempt:
     def send_plan(self, plan: BroadcastPlan) -> None:
         for rank, (_, told) in enumerate(self.requests, 1):
             if not told.done():
-                told.set_result(replace(plan, rank=rank) if plan.where else plan)
+                told.set_result(replace(plan, rank=rank) if plan.rendezvous_url else plan)
 
 
 def make_store_opener(mesh: Mesh, bulk: BulkClient) -> OpenLocalStore:
@@ -159,15 +159,15 @@ class Broadcaster:
             told = BroadcastPlan(
                 format_rendezvous_url(door, mesh.random.hex_token(16)),
                 [BroadcastSender(mesh.random.hex_token(8), here)],
-                members=len(attempt.requests) + 1,
+                world_size=len(attempt.requests) + 1,
                 backend=backend,
-                wait_s=MEMBER_TIMEOUT_S,
+                max_wait_s=MEMBER_TIMEOUT_S,
             )
             sending = BroadcastSenderGroup(told, files, where)
             store = await run(
                 open_rendezvous_store,
-                told.where,
-                told.members,
+                told.rendezvous_url,
+                told.world_size,
                 _MEMBER_TIMEOUT,
                 door,
                 deadline_s=MEMBER_TIMEOUT_S,
@@ -196,7 +196,7 @@ class BroadcastSenderGroup(BroadcastGroup):
     def run(self, store: Store) -> None:
         """Send all its chunks to the members. PeerLost: a member was lost."""
         self.join(store)
-        self.send(map(self._map_chunk, self._sender.chunks))
+        self.send(map(self._map_chunk, self._sender.chunk_bytes))
 
     def _map_chunk(self, digest: str) -> mmap.mmap:
         with self._chunks.chunk_path(digest).open("rb") as file:

@@ -69,7 +69,7 @@ class BroadcastGroup:
             gloo_interface: Result of `choose_gloo_interface`.
         """
         self._plan, self._sender, self._gloo_interface = plan, sender, gloo_interface
-        self._timeout = timedelta(seconds=plan.wait_s)
+        self._timeout = timedelta(seconds=plan.max_wait_s)
         self._device = "cuda" if plan.backend == "nccl" else "cpu"
         self._options = dist.BroadcastOptions()
         self._options.rootRank, self._options.rootTensor = 0, 0
@@ -81,9 +81,9 @@ class BroadcastGroup:
 
         `wait_s` of the plan limits this and each later wait. PeerLost: a member is missing.
         """
-        known = PrefixStore(self._sender.name, store)
-        about = known, self._plan.rank, self._plan.members
-        with _as_peer_lost(f"the group of {self._plan.members} did not meet"):
+        known = PrefixStore(self._sender.group, store)
+        about = known, self._plan.rank, self._plan.world_size
+        with _as_peer_lost(f"the group of {self._plan.world_size} did not meet"):
             if self._plan.backend == "nccl":
                 os.environ.update(NCCL_ENVIRONMENT)
                 options: Any = dist.ProcessGroupNCCL.Options()
@@ -176,7 +176,7 @@ class CollectiveTransport:
             )
             asked = BroadcastRequest(version.manifest_digest, lacking, torch.cuda.is_available())
             told = await self._trainer.call(Trainer.join_broadcast, asked)
-            if told.where:
+            if told.rendezvous_url:
                 await self._receive_chunks(told, lacking, target_store)
 
     async def _receive_chunks(
@@ -188,11 +188,11 @@ class CollectiveTransport:
             _BroadcastReceiverGroup(plan, sender, missing, target_store, where)
             for sender in plan.senders
         ]
-        wait = timedelta(seconds=plan.wait_s)
+        wait = timedelta(seconds=plan.max_wait_s)
         try:
             with _as_peer_lost("nobody is where a broadcast was to be"):
-                meeting = plan.where, plan.members, wait
-                store = await run(open_rendezvous_store, *meeting, deadline_s=2 * plan.wait_s)
+                meeting = plan.rendezvous_url, plan.world_size, wait
+                store = await run(open_rendezvous_store, *meeting, deadline_s=2 * plan.max_wait_s)
             receiving = (run(part.run, store, deadline_s=BROADCAST_TIMEOUT_S) for part in parts)
             await asyncio.gather(*receiving)
         finally:
@@ -219,7 +219,7 @@ class _BroadcastReceiverGroup(BroadcastGroup):
     def run(self, store: Store) -> None:
         """Save the missing chunks among those received. PeerLost, StorageFull."""
         self.join(store)
-        chunks = self._sender.chunks
+        chunks = self._sender.chunk_bytes
         contents = self.receive(chunks.values())
         for digest, content in zip(chunks, contents, strict=True):
             self.check_not_stopped()

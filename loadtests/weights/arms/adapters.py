@@ -34,7 +34,7 @@ def adapter(seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     found: Tensors = {}
     shapes = build_projections(MODEL)
-    for layer in range(MODEL.layers):
+    for layer in range(MODEL.num_layers):
         for name in resolve_targets(MODEL, TARGETS):
             at, shape = f"layers.{layer}.adapters.{name}", shapes[name]
             down = torch.randn(RANK, shape.columns, generator=generator)

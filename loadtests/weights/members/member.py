@@ -88,7 +88,7 @@ class Publisher(Actor):
         names = steps.VersionReferences(digest, await store.call(Weights.save_checkpoint, asked))
         begun = (mesh.state, self._job, mesh.name, mesh.token, 0)
         if step:
-            done = steps.StepCommit(step, [], [], names, {}, {}, covered=step)
+            done = steps.StepCommit(step, [], [], names, {}, {}, checkpointed_version=step)
             await steps.commit_step(*begun, done)
         else:
             await steps.commit_initial(*begun, names)

@@ -147,20 +147,20 @@ class HostAdmission:
     async def _answer_request(self, request: HostRequest) -> Mapping[str, Any] | MeshError:
         try:
             if request.kind == host_requests.JOIN:
-                return await self._admit(request.about)
+                return await self._admit(request.arguments)
             if request.kind == host_requests.LEAVE:
-                return {"left": await self._remove_host(str(request.about["host"]))}
+                return {"left": await self._remove_host(str(request.arguments["host"]))}
             if request.kind == host_requests.DRAIN:
-                host = self._find_joined_host(request.about).host
+                host = self._find_joined_host(request.arguments).host
                 return {
                     "changed": await pool.set_drain_reason(
                         self._state, host, SHUTDOWN_NOTICE, expected=""
                     )
                 }
             if request.kind == host_requests.RETURN:
-                return {"changed": await self._mark_returned(request.about)}
+                return {"changed": await self._mark_returned(request.arguments)}
             if request.kind == host_requests.LOCATE:
-                self._find_joined_host(request.about)
+                self._find_joined_host(request.arguments)
                 return self._describe_mesh()
             return Refused(f"the launcher does not know what {request.kind!r:.40} is")
         except (StateUnavailable, DeadlineExceeded):
@@ -181,24 +181,28 @@ class HostAdmission:
                 f"{self._head_host} is the head of the mesh", fix="Join from a new directory"
             )
         known = self._joined_hosts.hosts.get(admitted.host)
-        if known is not None and known.key == key:  # a repeat: the answer was lost
+        if known is not None and known.key_digest == key:  # a repeat: the answer was lost
             await self._host_access.expel_host(known.host)
             joined = known
-        elif known is not None or admitted.host in self._joined_hosts.left:
+        elif known is not None or admitted.host in self._joined_hosts.departed_hosts:
             raise Refused(
                 f"a host called {admitted.host} is in the mesh, or was",
                 fix="Join from a new directory",
             )
         else:
             joined = self._record_host(admitted.host, arguments, key)
-        roles = HOST_ROLES | ({PLANNER_ROLE} if joined.planner else set())
+        roles = HOST_ROLES | ({PLANNER_ROLE} if joined.planner_name else set())
         passwords = {role: admitted.passwords[role] for role in roles}
         await self._host_access.admit_host(replace(admitted, passwords=passwords))
         await events.append(
             self._state, "host_admitted", {"host": joined.host, "address": joined.address}
         )
         print(f"{joined.host} at {joined.address} has joined", flush=True)
-        return {"prefix": joined.prefix, "planner": joined.planner, **self._describe_mesh()}
+        return {
+            "prefix": joined.worker_prefix,
+            "planner": joined.planner_name,
+            **self._describe_mesh(),
+        }
 
     def _find_joined_host(self, arguments: Mapping[str, Any]) -> JoinedHost:
         """Return the row of the requesting host.
@@ -212,9 +216,9 @@ class HostAdmission:
 
     def _record_host(self, host: str, arguments: Mapping[str, Any], key: str) -> JoinedHost:
         standby = bool(arguments["standby"]) and not any(
-            h.planner for h in self._joined_hosts.hosts.values()
+            h.planner_name for h in self._joined_hosts.hosts.values()
         )
-        count = self._joined_hosts.count + 1
+        count = self._joined_hosts.joined_count + 1
         joined = JoinedHost(
             host,
             str(arguments["address"]),
@@ -226,7 +230,7 @@ class HostAdmission:
             bool(arguments["ephemeral"]),
         )
         hosts = {**self._joined_hosts.hosts, host: joined}
-        self._write_hosts(replace(self._joined_hosts, count=count, hosts=hosts))
+        self._write_hosts(replace(self._joined_hosts, joined_count=count, hosts=hosts))
         return joined
 
     async def _remove_host(self, host: str, away_s: float = 0.0) -> bool:
@@ -234,14 +238,18 @@ class HostAdmission:
         removal.
         """
         was = host in self._joined_hosts.hosts
-        if not was and host not in self._joined_hosts.left:
+        if not was and host not in self._joined_hosts.departed_hosts:
             raise NotFound(f"no host is called {host}", fix="`meshrl hosts` shows them")
         if was:
             await self._host_access.expel_host(host)
             # Next, so that it is out for good whatever fails from here on.
             hosts = {name: row for name, row in self._joined_hosts.hosts.items() if name != host}
             self._write_hosts(
-                replace(self._joined_hosts, hosts=hosts, left=(*self._joined_hosts.left, host))
+                replace(
+                    self._joined_hosts,
+                    hosts=hosts,
+                    departed_hosts=(*self._joined_hosts.departed_hosts, host),
+                )
             )
             why = f": it is ephemeral, and was away for {away_s:.0f} s" if away_s else ""
             print(f"{host} has left{why}", flush=True)

@@ -103,7 +103,7 @@ class Launcher(RootProcess):
             await write_settings(self.state, self.pool)
             if self._head_network is not None:
                 about = partial(describe_mesh, self._redis.addresses, self.settings)
-                who = self._redis, about, self.pool.gone_s, self.settings.host
+                who = self._redis, about, self.pool.forget_after_s, self.settings.host
                 hosts = HostAdmission(self.mesh_paths, self.state, self.clock, *who)
                 admitting = asyncio.create_task(hosts.run(), name="admit hosts")
                 self._services.watch_task(admitting, "admit hosts")
@@ -275,9 +275,9 @@ class Launcher(RootProcess):
             advertise=shape.advertise,
             metrics=shape.metrics,
             secret=self._secret,
-            encrypt=shape.encrypt,
-            rate_up=shape.rate_up,
-            rate_down=shape.rate_down,
+            encrypt=shape.encrypt_bulk,
+            rate_up=shape.upload_bytes_per_s,
+            rate_down=shape.download_bytes_per_s,
         )
         if self._head_network is not None:
             self._head_network.write_owner(self.mesh_paths, self._secret)
@@ -298,7 +298,7 @@ class Launcher(RootProcess):
         async def tell(told: dict[str, Any]) -> None:
             await events.append(self.state, corruption.CORRUPTION_EVENT, told)
 
-        own = (place.shape, place.directory / POOL_FILE, place.launcher)
+        own = (place.shape, place.directory / POOL_FILE, place.root_marker)
         documents = [WatchedDocument("mesh", path, place.root) for path in own]
         documents.append(WatchedDocument("mesh", place.settings, place.root, write=write))
         await watch_documents(documents, self.clock, tell)
@@ -306,7 +306,7 @@ class Launcher(RootProcess):
     def _plan_services(self) -> list[service_plan.ServiceSpec]:
         shape = self.shape
         found = service_plan.plan_services(
-            shape.workers, shape.device, self.settings.host, shape.takes
+            shape.workers, shape.device, self.settings.host, shape.accepted_services
         )
         if shape.gateway != METRICS_OFF:
             found.append(service_plan.make_gateway(shape.gateway, shape.advertise))

@@ -25,10 +25,12 @@ class MeshShape:
     metrics: str = "127.0.0.1:*"
     gateway: str = METRICS_OFF  # where the gateway listens; off: there is none
     listen: str = ""  # where processes are reached by those of other hosts; empty: there are none
-    encrypt: bool | None = None  # see MeshSettings
-    takes: Sequence[str] = host_services.ALL_SERVICES  # the services that may be placed on its host
-    rate_up: int = 0  # see MeshSettings
-    rate_down: int = 0
+    encrypt_bulk: bool | None = None  # see MeshSettings
+    accepted_services: Sequence[str] = (
+        host_services.ALL_SERVICES
+    )  # the services that may be placed on its host
+    upload_bytes_per_s: int = 0  # see MeshSettings
+    download_bytes_per_s: int = 0
 
 
 def read_shape(mesh_paths: MeshPaths) -> MeshShape:

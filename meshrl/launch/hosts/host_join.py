@@ -185,7 +185,7 @@ def join_mesh(
         if (
             now := replace(
                 known.with_address(_resolve_head_address(head_address, known.address)),
-                invitation="",
+                invitation_secret="",
             )
         ) != known:
             now.write(place)
@@ -233,7 +233,7 @@ def _choose_membership(
     if pending is not None and token_source is None and not os.environ.get(JOIN_ENV):
         return pending.with_address(_resolve_head_address(head_address, pending.address))
     token = read_join_token(token_source)
-    same = pending is not None and pending.invitation == token.secret
+    same = pending is not None and pending.invitation_secret == token.secret
     member = pending if pending is not None and same else Membership.create(token)
     return member.with_address(_resolve_head_address(head_address, token.address))
 
@@ -266,7 +266,7 @@ def _request_membership(
         mesh_paths.membership.unlink()
         raise
     _write_configuration(mesh_paths, member, bind, offer, told, started_s)
-    replace(member, invitation="").write(mesh_paths)
+    replace(member, invitation_secret="").write(mesh_paths)
 
 
 def _write_configuration(
@@ -280,15 +280,15 @@ def _write_configuration(
     shape = HostShape(
         workers=offer.workers,
         device=offer.device,
-        prefix=admission.prefix,
-        planner=admission.planner,
+        worker_prefix=admission.worker_prefix,
+        planner_name=admission.planner,
         listen=offer.listen,
         ephemeral=offer.ephemeral,
-        takes=host_services.ALL_SERVICES
+        accepted_services=host_services.ALL_SERVICES
         if offer.accepted_services is None
         else offer.accepted_services,
-        asked_s=started_s,
-        **dict(offer.of_shape.values()),
+        join_requested_s=started_s,
+        **dict(offer.shape_fields.values()),
     )
     shape.write(mesh_paths)
     settings = MeshSettings(
@@ -298,10 +298,10 @@ def _write_configuration(
         host=member.host,
         secret=admission.secret,
         joinable=True,
-        authority=_write_ca_file(mesh_paths, admission.authority),
+        authority=_write_ca_file(mesh_paths, admission.ca_pem),
         advertise=offer.advertise,
         interface=offer.interface or find_bind_interface(bind, offer.advertise),
-        **dict(offer.of_settings.values()),
+        **dict(offer.settings_fields.values()),
     )
     replace(settings, **_filter_known_settings(admission.settings)).to_file(mesh_paths.settings)
 
@@ -350,7 +350,7 @@ def _refresh_location(mesh_paths: MeshPaths, member: Membership) -> None:
 
 def write_location(mesh_paths: MeshPaths, location: RedisLocation) -> None:
     """Write the new location to the settings of a returning host."""
-    authority = _write_ca_file(mesh_paths, location.authority)
+    authority = _write_ca_file(mesh_paths, location.ca_pem)
     before = MeshSettings.from_file(mesh_paths.settings)
     now = replace(before, redis_url=location.redis_url, authority=authority)
     replace(now, **_filter_known_settings(location.settings)).to_file(mesh_paths.settings)

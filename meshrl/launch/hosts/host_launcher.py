@@ -63,22 +63,30 @@ EVENT_TIMEOUT_S = 2.0
 class HostShape:
     workers: int = 1
     device: str = "cpu"
-    prefix: str = "w"  # prefix of its workers' names, which are unique in the mesh
+    worker_prefix: str = "w"  # prefix of its workers' names, which are unique in the mesh
     market: str = "reserved"
     memory_bytes: int = 0  # that instances may take; 0: all memory
     disk_bytes: int = 0
-    planner: str = ""  # the name of the planner that stands by here; empty: none
-    takes: Sequence[str] = host_services.ALL_SERVICES  # the services that may be placed here
+    planner_name: str = ""  # the name of the planner that stands by here; empty: none
+    accepted_services: Sequence[str] = (
+        host_services.ALL_SERVICES
+    )  # the services that may be placed here
     listen: str = ""  # as it was named; empty: as it reaches the head
     ephemeral: bool = False  # it leaves the mesh on its stop order
-    asked_s: float = 0.0  # wall clock of the join request; 0: it was a member before
+    join_requested_s: float = 0.0  # wall clock of the join request; 0: it was a member before
 
     def plan_services(self, host: str) -> list[service_plan.ServiceSpec]:
         """Return the services of this host, in the order of their start."""
-        options = ["--worker-prefix", self.prefix, "--market", self.market]
+        options = ["--worker-prefix", self.worker_prefix, "--market", self.market]
         options += ["--memory-bytes", str(self.memory_bytes), "--disk-bytes", str(self.disk_bytes)]
-        agent = service_plan.make_agent(host, self.workers, self.device, self.takes, *options)
-        return [service_plan.make_planner(self.planner, True), agent] if self.planner else [agent]
+        agent = service_plan.make_agent(
+            host, self.workers, self.device, self.accepted_services, *options
+        )
+        return (
+            [service_plan.make_planner(self.planner_name, True), agent]
+            if self.planner_name
+            else [agent]
+        )
 
     def write(self, mesh_paths: MeshPaths) -> None:
         write_json(mesh_paths.shape, asdict(self))
@@ -266,17 +274,21 @@ class HostLauncher(RootProcess):
         """Publish that this host has joined, and return whether it was a member before. The event
         has the duration of the command so far.
         """
-        took_s = max(0.0, time.time() - self.shape.asked_s) if self.shape.asked_s else 0.0
+        took_s = (
+            max(0.0, time.time() - self.shape.join_requested_s)
+            if self.shape.join_requested_s
+            else 0.0
+        )
         fields = {
             "host": self.settings.host,
             "workers": self.shape.workers,
             "join_s": round(took_s, 3),
-            "back": (back := not self.shape.asked_s),
+            "back": (back := not self.shape.join_requested_s),
         }
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
             async with self.clock.timeout(EVENT_TIMEOUT_S, "an event"):
                 await events.append(self.state, "host_joined", fields)
-        self.shape = replace(self.shape, asked_s=0.0)
+        self.shape = replace(self.shape, join_requested_s=0.0)
         self.shape.write(self.mesh_paths)
         return back
 

@@ -38,7 +38,7 @@ class HostOffer:
     ] = ()  # parameters of the command that were given; others are defaults
 
     @property
-    def of_shape(self) -> dict[str, tuple[str, Any]]:
+    def shape_fields(self) -> dict[str, tuple[str, Any]]:
         """Fields of the host's shape, with their values, by the parameters that set them."""
         return {
             "market": ("market", self.market),
@@ -47,7 +47,7 @@ class HostOffer:
         }
 
     @property
-    def of_settings(self) -> dict[str, tuple[str, Any]]:
+    def settings_fields(self) -> dict[str, tuple[str, Any]]:
         """Fields of the host's settings, with their values, by the parameters that set them."""
         return {
             "cache": ("chunks_bytes", int(self.cache_gib * GIB)),
@@ -69,9 +69,9 @@ def apply_offer(
     """
     named = set(offer.given_options)
     if offer.accepted_services is not None:
-        shape = replace(shape, takes=offer.accepted_services)
-    shape = replace(shape, **dict(of for name, of in offer.of_shape.items() if name in named))
-    told = dict(of for name, of in offer.of_settings.items() if name in named)
+        shape = replace(shape, accepted_services=offer.accepted_services)
+    shape = replace(shape, **dict(of for name, of in offer.shape_fields.items() if name in named))
+    told = dict(of for name, of in offer.settings_fields.items() if name in named)
     settings, kept = replace(settings, **told), []
     if {"workers", "no_workers"} & named and offer.workers != shape.workers:
         kept.append(f"--workers {shape.workers}")
@@ -79,6 +79,6 @@ def apply_offer(
         kept.append(f"--device {shape.device}")
     if offer.ephemeral and not shape.ephemeral:
         kept.append("not --ephemeral")
-    if not offer.accepts_standby and shape.planner:
+    if not offer.accepts_standby and shape.planner_name:
         kept.append("--standby")
     return shape, settings, kept

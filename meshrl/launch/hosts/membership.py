@@ -36,9 +36,9 @@ class Membership:
 
     host: str
     address: str
-    gateway: str
+    gateway_key: str
     secret: str = field(repr=False)  # key of its own, Z85
-    invitation: str = field(default="", repr=False)
+    invitation_secret: str = field(default="", repr=False)
 
     @classmethod
     def create(cls, token: AccessToken) -> Membership:
@@ -48,12 +48,12 @@ class Membership:
     @property
     def member_token(self) -> AccessToken:
         """Token by which the host sends requests to the gateway as a member."""
-        return AccessToken(self.address, self.gateway, self.secret)
+        return AccessToken(self.address, self.gateway_key, self.secret)
 
     @property
     def invitation_token(self) -> AccessToken:
         """Token by which the host requests membership."""
-        return AccessToken(self.address, self.gateway, self.invitation)
+        return AccessToken(self.address, self.gateway_key, self.invitation_secret)
 
     @property
     def public_key(self) -> str:

@@ -23,7 +23,7 @@ READ_BYTES = 1 << 20  # bytes that are read at a time
 class Extent:
     """Beginning of a file: its length in bytes, and its checksum."""
 
-    length: int
+    length_bytes: int
     checksum: str  # hexadecimal
 
 
@@ -59,7 +59,9 @@ class AofFollower:
 
 def has_extents(directory: Path, extents: Mapping[str, Extent]) -> bool:
     """Return True if each file has at least its length, or no longer exists. Raises OSError."""
-    paths = {directory / AOF_DIRECTORY / name: extent.length for name, extent in extents.items()}
+    paths = {
+        directory / AOF_DIRECTORY / name: extent.length_bytes for name, extent in extents.items()
+    }
     return all(not path.is_file() or path.stat().st_size >= n for path, n in paths.items())
 
 
@@ -77,10 +79,10 @@ def explain_difference(directory: Path, extents: Mapping[str, Extent]) -> str:
             return f"{name} is no part of it any more"
         path = directory / AOF_DIRECTORY / name
         size = path.stat().st_size if path.is_file() else 0
-        if size < extent.length:
-            return f"{name} has {size} bytes, and had {extent.length}"
-        read, summed = _extend_checksum(path, 0, Checksummer(), extent.length)
-        if read != extent.length or summed.checksum.hex() != extent.checksum:
+        if size < extent.length_bytes:
+            return f"{name} has {size} bytes, and had {extent.length_bytes}"
+        read, summed = _extend_checksum(path, 0, Checksummer(), extent.length_bytes)
+        if read != extent.length_bytes or summed.checksum.hex() != extent.checksum:
             return f"{name} does not hold what was written"
     return ""
 

@@ -26,11 +26,11 @@ class RedisNote:
     jobs are being restored, and until that is done none is expected.
     """
 
-    mark: StateWatermark = field(default_factory=StateWatermark)
-    files: Mapping[str, Extent] = field(default_factory=dict)
-    floor: int = 0
-    gone: tuple[str, ...] = ()
-    returning: bool = False
+    watermark: StateWatermark = field(default_factory=StateWatermark)
+    file_extents: Mapping[str, Extent] = field(default_factory=dict)
+    token_floor: int = 0
+    lost_jobs: tuple[str, ...] = ()
+    is_restoring: bool = False
 
 
 def read_note(

@@ -52,10 +52,10 @@ class RedisProgress:
         """Load the progress from the note and the records of the runs. Blocks."""
         told = redis_note.read_note(self._mesh_paths.redis_note, self._quarantine_note)
         self.watermark = rollback.merge_watermarks(
-            [told.mark, *self._read_run_watermarks(told.mark)]
+            [told.watermark, *self._read_run_watermarks(told.watermark)]
         )
-        self.is_restoring, self.file_extents = told.returning, dict(told.files)
-        self._token_floor, self._lost_jobs = told.floor, frozenset(told.gone)
+        self.is_restoring, self.file_extents = told.is_restoring, dict(told.file_extents)
+        self._token_floor, self._lost_jobs = told.token_floor, frozenset(told.lost_jobs)
 
     def _quarantine_note(self, path: Path, error: CorruptData) -> None:
         aside, then = (

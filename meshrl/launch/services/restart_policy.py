@@ -48,6 +48,12 @@ async def should_reset_budget(
     log = str(spec.log) if spec.log is not None else ""
     return await reports.report(
         ExitReport(
-            spec.name, child_exit.code, child_exit.why, failure, spent=True, log=log, event=False
+            spec.name,
+            child_exit.code,
+            child_exit.why,
+            failure,
+            is_budget_exhausted=True,
+            log=log,
+            emit_event=False,
         )
     )

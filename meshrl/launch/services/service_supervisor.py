@@ -181,7 +181,7 @@ class HostServices(SupervisorHooks):
             tried = bool(end.error.get("type")) and times >= MAX_START_FAILURES
             ours = end.log == str(self._mesh_paths.log_path(end.name))
             if ours and end.name not in alive and times and (end.final or tried):
-                raise MeshError(f"{end.name} does not start: {end.told}; its log: {end.log}")
+                raise MeshError(f"{end.name} does not start: {end.description}; its log: {end.log}")
 
     async def stop(self, *, fork_server: bool = True) -> None:
         """Stop the services in reverse order of the start, and the fork server unless it is still

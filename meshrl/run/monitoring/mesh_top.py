@@ -144,14 +144,16 @@ class TokenJobsObserver:
             with contextlib.suppress(NotFound):  # it has been deleted since
                 before = ""
                 while (since := self._event_cursors.get(state.name, "0")) != before:
-                    found, self._event_cursors[state.name] = await client.happened(
+                    found, self._event_cursors[state.name] = await client.read_events(
                         state.name, since
                     )
                     for event in found:
                         self._apply_event(state.name, event)
                     before = since
         jobs = tuple(self._build_job_frame(state) for state in states)
-        return MeshFrame("", jobs, judged=tuple(move_outcomes.list_outcomes(self._judged_moves)))
+        return MeshFrame(
+            "", jobs, move_outcomes=tuple(move_outcomes.list_outcomes(self._judged_moves))
+        )
 
     def _apply_event(self, job: str, event: Event) -> None:
         if event.kind == MOVE_OUTCOME_EVENT:
@@ -170,8 +172,8 @@ class TokenJobsObserver:
         return JobFrame(
             job=state.name,
             phase=Phase(state.phase).value,
-            held=state.held,
-            quiet="",
+            block_reason=state.held,
+            no_progress_reason="",
             error=state.error,
             step=state.step,
             steps=state.steps,
@@ -180,7 +182,7 @@ class TokenJobsObserver:
             else compute_steps_per_min([r["committed_ms"] for r in rows], 0.0),
             reward=rewards[-1] if rewards else None,
             rewards=rewards,
-            trained_s=0.0 if stands else compute_trained_rate(timed),
+            trained_tokens_per_s=0.0 if stands else compute_trained_rate(timed),
             wait_share=compute_wait_share(rows),
         )
 

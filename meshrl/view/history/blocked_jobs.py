@@ -15,7 +15,7 @@ ADMISSION = "admission"
 
 def find_block_reason(job: JobRow) -> str:
     """Return `waiting: WHY` or `paused: WHY` of a job; empty when it runs or has ended."""
-    return "" if job.is_terminal else job.held
+    return "" if job.is_terminal else job.block_reason
 
 
 def format_other_jobs(mesh: MeshSnapshot, job: str) -> Iterator[str]:

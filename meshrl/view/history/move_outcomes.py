@@ -72,8 +72,10 @@ def describe_prediction(prediction: JobPrediction) -> list[str]:
             f"a step is predicted to take {format_seconds(prediction.step_s)}"
             + (said and f": {said}")
         )
-    if prediction.binds:
-        found.append(f"what binds is {prediction.binds}")
-    if prediction.error is not None:
-        found.append(f"predictions of moves were off by {100 * prediction.error:.0f} % (median)")
-    return found + [said for said in (prediction.verdict, prediction.ranks) if said]
+    if prediction.bottleneck:
+        found.append(f"what binds is {prediction.bottleneck}")
+    if prediction.median_error is not None:
+        found.append(
+            f"predictions of moves were off by {100 * prediction.median_error:.0f} % (median)"
+        )
+    return found + [said for said in (prediction.verdict, prediction.expert_split_reason) if said]

@@ -62,7 +62,7 @@ class RunSnapshot:
     worker_lines: tuple[WorkerLine, ...] = ()  # those of the job, and idle ones
     hidden_workers: HiddenWorkers = field(default_factory=HiddenWorkers)  # the others
     other_jobs: tuple[str, ...] = ()  # jobs on the same mesh that have not ended, a line each
-    held: str = ""  # why the job waits or is paused; empty: it runs
+    block_reason: str = ""  # why the job waits or is paused; empty: it runs
     prefix_figures: dict[str, float] = field(
         default_factory=dict
     )  # loaded, of the engines that live
@@ -73,9 +73,9 @@ class RunSnapshot:
     news: tuple[str, ...] = ()  # the last events worth a line
     alerts: tuple[str, ...] = ()  # unexpected exits and similar events so far
     failures: tuple[FailureKind, ...] = ()  # what failed in the job's own code in this session
-    trouble: str = ""  # why the snapshot is outdated
-    full: str = ""  # which disk is full, and the fix
-    quiet: str = ""  # since when the job has made no progress, if that is too long
+    stale_reason: str = ""  # why the snapshot is outdated
+    disk_full_reason: str = ""  # which disk is full, and the fix
+    no_progress_reason: str = ""  # since when the job has made no progress, if that is too long
     error: str = ""  # why the job failed
 
     @property
@@ -149,7 +149,7 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         worker_lines=tuple(workers),
         hidden_workers=elsewhere,
         other_jobs=tuple(format_other_jobs(reading.mesh, reading.job.id)),
-        held=find_block_reason(reading.job),
+        block_reason=find_block_reason(reading.job),
         prefix_figures=prefix_stats.sum_engine_figures(own),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
         trajectory_counts={term: getattr(reading.job, term) for term in TERMS},
@@ -157,11 +157,11 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         alerts=tuple(history.alerts),
         failures=history.failures.kinds,
         error=reading.job.error,
-        quiet=f"{quiet}. `meshrl status --stalled` says more." if quiet else "",
+        no_progress_reason=f"{quiet}. `meshrl status --stalled` says more." if quiet else "",
     )
     return replace(
         shot,
-        full=_find_disk_wait(own) or prefix_stats.find_offload_error(own),
+        disk_full_reason=_find_disk_wait(own) or prefix_stats.find_offload_error(own),
         **_sum_histograms(rollouts),
     )
 

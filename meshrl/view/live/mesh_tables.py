@@ -90,7 +90,7 @@ def make_workers_table(mesh: MeshSnapshot) -> Table:
         if (one := residents.get(line.instance)) is not None:
             notes = [
                 line.activity if one.role != Role.SCORING else "",
-                "by turns" if one.turns else "",
+                "by turns" if one.time_sliced else "",
                 "placed by hand" if one.pinned else "",
                 one.detail,
                 line.gpu_text,
@@ -114,7 +114,7 @@ def format_exits(mesh: MeshSnapshot) -> list[str]:
     return [
         f"{end.name} ended {(mesh.now_ms - end.at_ms) / 1000:.0f} s ago"
         + (f", {end.times} times in all" if end.times > 1 else "")
-        + f": {end.told}"
+        + f": {end.description}"
         for end in mesh.last_exits
     ]
 
@@ -184,7 +184,11 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
     made = console_tables.make_table(*HOST_COLUMNS)
     for row in rows:
         kinds = sorted({accelerator.partition(":")[0] for accelerator in row.accelerators})
-        takes = "" if set(row.takes) == set(ALL_SERVICES) else f" {' '.join(row.takes) or 'none'}"
+        takes = (
+            ""
+            if set(row.accepted_services) == set(ALL_SERVICES)
+            else f" {' '.join(row.accepted_services) or 'none'}"
+        )
         notes = ["head" if row.head else "", f"{row.planner} stands by" if row.planner else ""]
         since = datetime.fromtimestamp(row.since_s).strftime("%m-%d %H:%M") if row.since_s else ""
         made.add_row(
@@ -195,8 +199,8 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
             f"{len(row.workers)} {'+'.join(kinds)}".strip(),
             f"{len(row.services)}{takes}",
             "" if row.cores is None else f"{row.busy_cores:.1f} of {row.cores:g}",
-            "" if row.trip_ms is None else f"{row.trip_ms:.1f} ms",
-            "" if row.ahead_ms is None else f"{row.ahead_ms:+.0f} ms",
-            ", ".join(filter(None, [*notes, row.draining])),
+            "" if row.redis_round_trip_ms is None else f"{row.redis_round_trip_ms:.1f} ms",
+            "" if row.clock_offset_ms is None else f"{row.clock_offset_ms:+.0f} ms",
+            ", ".join(filter(None, [*notes, row.drain_reason])),
         )
     return made

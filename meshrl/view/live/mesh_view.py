@@ -34,12 +34,19 @@ class MeshLines(LinePrinter):
             at = f"[{format_duration(elapsed_s)}] {job.job}"
             if job.step > self._steps.get(job.job, job.step):
                 reward = f"  reward {job.reward:.3f}" if job.reward is not None else ""
-                rolled_out, trained = (job.rolled_out_s or 0) / 1000, (job.trained_s or 0) / 1000
+                rolled_out, trained = (
+                    (job.rollout_tokens_per_s or 0) / 1000,
+                    (job.trained_tokens_per_s or 0) / 1000,
+                )
                 rate = f"{rolled_out:.1f}k rolled out {trained:.1f}k trained"
                 step = f"step {job.step}/{job.steps}{reward}  tokens/s {rate}"
                 self.print_line(f"{at}: {step}  {format_roles(workers, job.job)}")
             self._steps[job.job] = job.step
-            state = job.held or job.quiet.partition(" s ")[2] or job.phase.replace("_", " ")
+            state = (
+                job.block_reason
+                or job.no_progress_reason.partition(" s ")[2]
+                or job.phase.replace("_", " ")
+            )
             if state != self._states.get(job.job):
                 self._states[job.job] = state
                 self.print_line(f"{at}: {(job.error and f'failed: {job.error}') or state}")

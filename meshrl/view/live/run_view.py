@@ -161,8 +161,8 @@ def render_screen(snapshot: RunSnapshot, run_dir: Path) -> RenderableType:
         _render_learning(snapshot),
         _render_workers(snapshot),
     ]
-    if snapshot.held:
-        parts.insert(0, Text(snapshot.held, style="yellow"))
+    if snapshot.block_reason:
+        parts.insert(0, Text(snapshot.block_reason, style="yellow"))
     if snapshot.other_jobs:
         more = len(snapshot.other_jobs) - MAX_OTHER_JOBS
         beside = [
@@ -179,7 +179,12 @@ def render_screen(snapshot: RunSnapshot, run_dir: Path) -> RenderableType:
         parts.append(Text(format_first(snapshot.failures[-1]), style="dim yellow"))
     if snapshot.news:
         parts.append(Text("\n".join(snapshot.news), style="dim"))
-    if wrong := snapshot.full or snapshot.trouble or snapshot.quiet or snapshot.error:
+    if (
+        wrong := snapshot.disk_full_reason
+        or snapshot.stale_reason
+        or snapshot.no_progress_reason
+        or snapshot.error
+    ):
         parts.append(Text(wrong, style="bold red"))
     about = f"  seed {snapshot.seed}  {snapshot.phase.replace('_', ' ')}"
     title = Text.assemble((snapshot.job, "bold"), about)

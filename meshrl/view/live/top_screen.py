@@ -36,10 +36,10 @@ def render_tables(frame: MeshFrame) -> list[RenderableType]:
         parts.append(Text("   ".join(busy), style="dim"))
     if frame.moves:
         parts.append(Text("\n".join(map(format_move, frame.moves)), style="cyan"))
-    if frame.judged:
-        parts.append(moves_table(frame.judged[-MAX_MOVES:]))
-    if frame.residents:
-        parts.append(_make_instances_table(frame.residents))
+    if frame.move_outcomes:
+        parts.append(moves_table(frame.move_outcomes[-MAX_MOVES:]))
+    if frame.instances:
+        parts.append(_make_instances_table(frame.instances))
     for what, workers in (("idle", frame.idle), ("lost", frame.lost)):
         if workers:
             parts.append(Text(f"{what}: {' '.join(workers)}", style="dim"))
@@ -51,12 +51,20 @@ def render_jobs(frame: MeshFrame) -> list[RenderableType]:
     if not frame.jobs:
         return [Text("no job goes on", style="dim")]
     parts: list[RenderableType] = [_make_jobs_table(frame.jobs), _make_rates_table(frame.jobs)]
-    whys = [f"{job.job} is {job.held}" for job in frame.jobs if job.held]
-    whys += [f"{j.job}: {j.now.verdict}" for j in frame.jobs if j.now and j.now.verdict]
+    whys = [f"{job.job} is {job.block_reason}" for job in frame.jobs if job.block_reason]
+    whys += [
+        f"{j.job}: {j.prediction.verdict}"
+        for j in frame.jobs
+        if j.prediction and j.prediction.verdict
+    ]
     if whys:
         parts.append(Text("\n".join(whys), style="yellow"))
     failed = [f"{job.job} failed: {job.error}" for job in frame.jobs if job.error]
-    quiet = [f"{job.job} {job.quiet}" for job in frame.jobs if job.quiet and not job.error]
+    quiet = [
+        f"{job.job} {job.no_progress_reason}"
+        for job in frame.jobs
+        if job.no_progress_reason and not job.error
+    ]
     if wrong := failed + quiet:
         parts.append(Text("\n".join(wrong), style="bold red"))
     return parts
@@ -68,12 +76,12 @@ def _make_jobs_table(jobs: Sequence[JobFrame]) -> Table:
     )
     for job in jobs:
         predicted = "-"  # seconds a step
-        if job.now is not None and job.now.step_s:
-            binds = f", {job.now.binds}" if job.now.binds else ""
-            predicted = move_outcomes.format_seconds(job.now.step_s) + binds
+        if job.prediction is not None and job.prediction.step_s:
+            binds = f", {job.prediction.bottleneck}" if job.prediction.bottleneck else ""
+            predicted = move_outcomes.format_seconds(job.prediction.step_s) + binds
         table.add_row(
             job.job,
-            format_state(job.held, job.phase),
+            format_state(job.block_reason, job.phase),
             f"{job.step}/{job.steps}",
             _format_number(job.steps_per_min, ".3g"),
             _format_number(job.reward, ".3f"),
@@ -91,8 +99,8 @@ def _make_rates_table(jobs: Sequence[JobFrame]) -> Table:
     for job in jobs:
         table.add_row(
             job.job,
-            _format_number(job.rolled_out_s, ",.0f", " tokens/s"),
-            _format_number(job.trained_s, ",.0f", " tokens/s"),
+            _format_number(job.rollout_tokens_per_s, ",.0f", " tokens/s"),
+            _format_number(job.trained_tokens_per_s, ",.0f", " tokens/s"),
             _format_number(job.in_flight, "d"),
             _format_number(job.running, "d"),
             _format_number(job.waiting, "d"),
@@ -110,8 +118,8 @@ def format_move(move: MoveFrame) -> str:
         else ""
     )
     return (
-        f"{move.gang} moves from {move.was} to {move.to}{rule} since {move.since_s:.0f} s, "
-        f"undone in {move.left_s:.0f} s if it is not complete{then}"
+        f"{move.gang} moves from {move.from_role} to {move.to_role}{rule} since {move.elapsed_s:.0f} s, "
+        f"undone in {move.remaining_s:.0f} s if it is not complete{then}"
     )
 
 
@@ -125,12 +133,12 @@ def _make_instances_table(instances: Sequence[InstanceFrame]) -> Table:
             one.gang,
             " ".join(one.workers),
             one.job,
-            one.resident,
+            one.instance,
             Text(one.role, style=ROLE_COLORS.get(role, "")),
-            one.tier if one.tier == one.wanted else f"{one.tier} -> {one.wanted}",
+            one.tier if one.tier == one.desired_tier else f"{one.tier} -> {one.desired_tier}",
             one.state,
             _format_number(one.tensor_parallel, "d"),
-            one.doing,
+            one.activity,
         )
     return table
 

@@ -28,15 +28,15 @@ class HostRow:
     since_s: float  # wall clock, when it joined; 0: as long as the mesh is up
     workers: list[str]
     accelerators: list[str]
-    residents: list[str]  # instances in its desired state
+    instances: list[str]  # instances in its desired state
     processes: list[str]  # live processes that were placed there
     services: list[str]  # shards and sandboxes in its desired state
-    takes: list[str]  # services that it accepts
-    tiers: list[str] | None  # of isolation, that sandboxes have there; None: not probed
+    accepted_services: list[str]  # services that it accepts
+    isolation_tiers: list[str] | None  # of isolation, that sandboxes have there; None: not probed
     planner: str  # name of its standby planner; empty: none
-    draining: str  # why nothing new is placed there; empty: something may be
-    trip_ms: float | None  # round trip to Redis; None: not measured
-    ahead_ms: float | None  # its clock, ahead of that of Redis' host
+    drain_reason: str  # why nothing new is placed there; empty: something may be
+    redis_round_trip_ms: float | None  # round trip to Redis; None: not measured
+    clock_offset_ms: float | None  # its clock, ahead of that of Redis' host
     cores: float | None  # processors that its processes share; None: not known
     busy_cores: float | None  # of these, that were busy in the last seconds
 
@@ -95,18 +95,18 @@ def _build_host_row(
         state=state,
         head=is_head,
         address=address,
-        since_s=joined.joined_s if joined is not None else 0.0,
+        since_s=joined.joined_at_s if joined is not None else 0.0,
         workers=[worker.id for worker in workers],
         accelerators=[worker.accelerator for worker in workers],
-        residents=residents,
+        instances=residents,
         processes=processes,
         services=services,
-        takes=list(ALL_SERVICES if said.takes is None else said.takes),
-        tiers=None if said.tiers is None else list(said.tiers),
-        planner=joined.planner if joined is not None else "",
-        draining=draining,
-        trip_ms=stats.trip_ms,
-        ahead_ms=stats.ahead_ms,
+        accepted_services=list(ALL_SERVICES if said.takes is None else said.takes),
+        isolation_tiers=None if said.tiers is None else list(said.tiers),
+        planner=joined.planner_name if joined is not None else "",
+        drain_reason=draining,
+        redis_round_trip_ms=stats.trip_ms,
+        clock_offset_ms=stats.ahead_ms,
         cores=stats.cores,
         busy_cores=stats.busy_cores,
     )

@@ -31,12 +31,12 @@ def measure_no_progress_ms(job: JobRow, now_ms: float) -> float:
 
     A job that waits or is paused makes no progress by decision.
     """
-    if job.is_terminal or job.held or not job.progress_ms:
+    if job.is_terminal or job.block_reason or not job.progress_ms:
         return 0.0
-    running = job.phase == Phase.TRAINING and job.slowest_ms
+    running = job.phase == Phase.TRAINING and job.slowest_progress_ms
     least = MIN_LIMIT_MS if running else PROGRESS_LIMIT_MS[job.phase]
     since_ms = now_ms - job.progress_ms
-    return since_ms if since_ms > max(least, SLOW_STEP_FACTOR * job.slowest_ms) else 0.0
+    return since_ms if since_ms > max(least, SLOW_STEP_FACTOR * job.slowest_progress_ms) else 0.0
 
 
 def describe_no_progress(job: JobRow, now_ms: float) -> str:

@@ -39,8 +39,8 @@ class JobFrame:
 
     job: str
     phase: str
-    held: str  # `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
-    quiet: str  # for how long it has made no progress, if that is too long
+    block_reason: str  # `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
+    no_progress_reason: str  # for how long it has made no progress, if that is too long
     error: str
     step: int
     steps: int
@@ -49,13 +49,13 @@ class JobFrame:
     rewards: tuple[float, ...] = ()
     workers: int | None = None  # workers of the job; None: not reported
     entitled: int | None = None  # workers that it is entitled to
-    rolled_out_s: float | None = None  # tokens/s
-    trained_s: float | None = None
+    rollout_tokens_per_s: float | None = None  # tokens/s
+    trained_tokens_per_s: float | None = None
     in_flight: int | None = None  # trajectories
     running: int | None = None  # requests in its engines that are computed
     waiting: int | None = None  # requests that wait for an engine, or in one
     wait_share: float | None = None  # of the trainer's time, for trajectories
-    now: JobPrediction | None = None
+    prediction: JobPrediction | None = None
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class InstanceFrame:
     """Instance on all the workers that it occupies."""
 
     gang: str
-    resident: str
+    instance: str
     workers: tuple[str, ...]
     job: str
     role: str  # the core of a training is `core`
     tier: str  # tier of its tensors
-    wanted: str  # desired tier of its tensors
+    desired_tier: str  # desired tier of its tensors
     state: str
     tensor_parallel: int | None  # of its engine; None: it has none, or that is not known
-    doing: str
+    activity: str
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class MoveFrame:
     """Move that is under way."""
 
     gang: str
-    resident: str
+    instance: str
     job: str
-    was: str
-    to: str
+    from_role: str
+    to_role: str
     rule: str
-    since_s: float
-    left_s: float  # until it is undone, if it is not complete by then
+    elapsed_s: float
+    remaining_s: float  # until it is undone, if it is not complete by then
     predicted_s: float | None  # seconds a step, after it
 
 
@@ -104,12 +104,14 @@ class MeshFrame:
 
     mesh: str
     jobs: tuple[JobFrame, ...] = ()
-    residents: tuple[InstanceFrame, ...] = ()
+    instances: tuple[InstanceFrame, ...] = ()
     idle: tuple[str, ...] = ()  # workers without instances
     lost: tuple[str, ...] = ()  # workers whose process has ended
     hosts: tuple[HostFrame, ...] = ()
     moves: tuple[MoveFrame, ...] = ()
-    judged: tuple[MoveOutcome, ...] = ()  # the last moves, by what came of them; oldest first
+    move_outcomes: tuple[
+        MoveOutcome, ...
+    ] = ()  # the last moves, by what came of them; oldest first
 
 
 class MeshWatcher:
@@ -180,7 +182,7 @@ def build_frame(
         jobs=tuple(
             _build_job_frame(row, mesh, rollout_rates.get(row.id, 0.0)) for row in mesh.jobs
         ),
-        residents=tuple(
+        instances=tuple(
             _build_instance_frame(gang, resident, by_resident.get(resident.id, ()), stats)
             for gang, resident in mesh.instances
         ),
@@ -191,7 +193,7 @@ def build_frame(
             _build_move_frame(move, jobs.get(move.id, ""), mesh.now_ms)
             for move in mesh.moves_in_progress
         ),
-        judged=tuple(outcomes),
+        move_outcomes=tuple(outcomes),
     )
 
 
@@ -206,14 +208,14 @@ def _build_job_frame(row: JobRow, mesh: MeshSnapshot, rollout_tokens_per_s: floa
     engines = [
         e for e in mesh.entries if e.alive and e.kind == "engine" and find_owner_job(e) == row.id
     ]
-    stands = row.is_terminal or bool(row.held)
+    stands = row.is_terminal or bool(row.block_reason)
     rewards = tuple(float(step["reward"]) for step in rows)
     committed_ms = [int(step["committed_ms"]) for step in rows if "committed_ms" in step]
     return JobFrame(
         job=row.id,
         phase=row.phase.value,
-        held="" if row.is_terminal else row.held,
-        quiet=describe_no_progress(row, mesh.last_renewed_ms),
+        block_reason="" if row.is_terminal else row.block_reason,
+        no_progress_reason=describe_no_progress(row, mesh.last_renewed_ms),
         error=row.error,
         step=row.steps_done,
         steps=int(row.document["budget"]["steps"]),
@@ -222,13 +224,13 @@ def _build_job_frame(row: JobRow, mesh: MeshSnapshot, rollout_tokens_per_s: floa
         rewards=rewards,
         workers=len(mesh.find_workers(row.id)),
         entitled=None if row.is_terminal else mesh.entitlements.get(row.id),
-        rolled_out_s=0.0 if row.is_terminal else rollout_tokens_per_s,
-        trained_s=0.0 if row.is_terminal else compute_trained_rate(rows),
+        rollout_tokens_per_s=0.0 if row.is_terminal else rollout_tokens_per_s,
+        trained_tokens_per_s=0.0 if row.is_terminal else compute_trained_rate(rows),
         in_flight=_sum_stat(shards, "in_flight"),
         running=_sum_stat(engines, "running"),
         waiting=_sum_stat([*engines, *shards], "waiting"),
         wait_share=compute_wait_share(rows),
-        now=None if stands else mesh.predictions.get(row.id),
+        prediction=None if stands else mesh.predictions.get(row.id),
     )
 
 
@@ -247,17 +249,17 @@ def _build_instance_frame(
     lost = any(line.state == "lost" for line in ranks)
     return InstanceFrame(
         gang=gang.id,
-        resident=instance.id,
+        instance=instance.id,
         workers=tuple(gang.workers[rank] for rank in instance.ranks),
         job=instance.job,
         role="core" if core else str(instance.role),
         tier=next(
             (str(line.tier) for line in ranks if line.tier != line.desired_tier), instance.tier
         ),
-        wanted=str(instance.tier),
+        desired_tier=str(instance.tier),
         state="lost" if lost else str(instance.phase),
         tensor_parallel=None if tensor_parallel is None else int(tensor_parallel),
-        doing=next((line.activity for line in ranks if line.activity), ""),
+        activity=next((line.activity for line in ranks if line.activity), ""),
     )
 
 
@@ -276,12 +278,12 @@ def _build_move_frame(move: Move, job: str, now_ms: float) -> MoveFrame:
     told, predicted = move.details, move.details.get("predicted_s")
     return MoveFrame(
         gang=move.gang,
-        resident=move.id,
-        job=job or str(move.back.get("job", "")),
-        was=str(told.get("from", move.back.get("role", ""))),
-        to=str(told.get("to", "")),
+        instance=move.id,
+        job=job or str(move.rollback.get("job", "")),
+        from_role=str(told.get("from", move.rollback.get("role", ""))),
+        to_role=str(told.get("to", "")),
         rule=str(told.get("policy", "")),
-        since_s=round(max(0.0, now_ms - move.started_ms) / 1000, 1),
-        left_s=round(max(0.0, move.until_ms - now_ms) / 1000, 1),
+        elapsed_s=round(max(0.0, now_ms - move.started_ms) / 1000, 1),
+        remaining_s=round(max(0.0, move.deadline_ms - now_ms) / 1000, 1),
         predicted_s=None if predicted is None else float(predicted),
     )

@@ -64,7 +64,7 @@ class MeshSnapshot:
     @property
     def instances(self) -> list[tuple[Gang, Instance]]:
         """All instances, with their gangs."""
-        return [(gang, resident) for gang in self.gangs for resident in gang.residents]
+        return [(gang, resident) for gang in self.gangs for resident in gang.instances]
 
     def find_instances(self, job: str) -> list[tuple[Gang, Instance]]:
         """Return a job's instances, with their gangs."""

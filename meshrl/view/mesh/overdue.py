@@ -62,7 +62,7 @@ def find_overdue(mesh: MeshSnapshot) -> Iterator[OverdueDecision]:
     for gang, resident in mesh.instances:
         if not resident.is_reconciled:
             yield from _check_instance(gang, resident, entries, ended, mesh.now_ms)
-    at_work = {job.id: job for job in mesh.live_jobs if not job.held}
+    at_work = {job.id: job for job in mesh.live_jobs if not job.block_reason}
     hosts = [decode_host(entry) for entry in entries.values() if entry.kind == "node"]
     for host, name in mesh.services:
         job = at_work.get(parse_service_name(name)[1])
@@ -80,7 +80,7 @@ def _check_instance(
     last_exits: Mapping[str, LastExit],
     now_ms: float,
 ) -> Iterator[OverdueDecision]:
-    since_ms = now_ms - instance.changed_ms
+    since_ms = now_ms - instance.desired_since_ms
     named = instance.detail.split(" ")[0].rstrip(":")
     if named in last_exits:
         yield OverdueDecision(
@@ -102,7 +102,7 @@ def _check_instance(
             said = f"it has said nothing of {instance.id} yet"
         else:
             detail = f": {report.detail}" if report.detail else ""
-            said = f"{instance.id} is {report.doing} at {report.tier}{detail}"
+            said = f"{instance.id} is {report.phase} at {report.tier}{detail}"
         culprit = worker_name(gang.workers[rank])
         yield OverdueDecision(
             culprit, _describe_desired_role(gang, instance), since_ms / 1000, said, instance.job
@@ -126,13 +126,13 @@ def _check_service(
     last = entries.get(name)
     # It was there until then, or was decided with the job's admission; where that was at once, a
     # job that comes further is given the time from then on.
-    known_ms = max(last.expires_ms if last else 0, job.held_ms) or job.progress_ms
+    known_ms = max(last.expires_ms if last else 0, job.blocked_since_ms) or job.progress_ms
     since_ms = now_ms - known_ms
     if since_ms <= SERVICE_START_LIMIT_MS:
         return
     what, end = f"to start {name}", last_exits.get(name)
     if end is not None:
-        reason = f"{name} has ended: {end.told}"
+        reason = f"{name} has ended: {end.description}"
         yield OverdueDecision(name, "to be up", since_ms / 1000, reason, job.id)
     else:
         reason = f"{name} is planned on {host}, and is not there"
@@ -144,7 +144,7 @@ def _check_service(
 
 def _explain_no_host(hosts: Sequence[PoolHost], kind: str, requirements: JobRequirements) -> str:
     """Return why no present host accepts a service; empty when one does."""
-    up = [host for host in hosts if host.alive and not host.draining]
+    up = [host for host in hosts if host.alive and not host.drain_reason]
     fits = any(not explain_rejected_service(host, kind, requirements) for host in up)
     return "" if fits else explain_unplaced_service(hosts, kind, requirements)
 
@@ -153,7 +153,7 @@ def _check_unplaced_services(
     job: JobRow, placed: Collection[str], hosts: Sequence[PoolHost], now_ms: float
 ) -> Iterator[OverdueDecision]:
     """Yield services on no host, because no host that accepts them is present."""
-    since_ms = now_ms - (job.held_ms or job.progress_ms)
+    since_ms = now_ms - (job.blocked_since_ms or job.progress_ms)
     if since_ms <= SERVICE_START_LIMIT_MS:
         return
     need = derive_requirements(job.document)

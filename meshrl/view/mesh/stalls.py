@@ -113,7 +113,7 @@ class _WaitGraph:
         self.last_exits = {end.name: end for end in mesh.last_exits}
         self._disk_full_reason, self._blocked_jobs = (
             disk_full_reason,
-            {job.id for job in mesh.jobs if job.held},
+            {job.id for job in mesh.jobs if job.block_reason},
         )
         self._stopped = {
             name: (entry.name, since_ms)
@@ -176,7 +176,9 @@ class _WaitGraph:
             entry, age = self.entries.get(end.name), self.now_ms - end.at_ms
             there = entry is not None and entry.alive
             if age < REPORTED_FOR_MS and end.error.get("type") and not (there and end.times == 1):
-                reason = f"it has ended {_format_times(end.times)}, the last time by {end.told}"
+                reason = (
+                    f"it has ended {_format_times(end.times)}, the last time by {end.description}"
+                )
                 yield Stall("", end.name, "to stay up", age / 1000, reason, end.job)
 
     def explain_unwell(self, name: str) -> str:
@@ -194,7 +196,7 @@ class _WaitGraph:
         if entry is None:
             end = self.last_exits.get(name)  # before it came
             gone = (
-                f"{name} has ended {_format_times(end.times)}: {end.told}"
+                f"{name} has ended {_format_times(end.times)}: {end.description}"
                 if end is not None
                 else ""
             )
@@ -202,7 +204,7 @@ class _WaitGraph:
         age = self.now_ms - entry.renewed_ms
         if _has_left(entry):
             gone_s = (self.now_ms - entry.expires_ms) / 1000
-            why = self.last_exits[name].told if name in self.last_exits else ""
+            why = self.last_exits[name].description if name in self.last_exits else ""
             why = f": {why}" if why else ""
             return f"{name} ended {gone_s:.1f} s ago and is not back{why}"
         if not entry.alive:

@@ -59,7 +59,7 @@ def list_worker_lines(mesh: MeshSnapshot) -> Iterator[WorkerLine]:
             state="idle" if worker.alive else "lost",
             gpu_text=gpu[worker.id],
         )
-        on_it = [r for r in gang.residents if rank in r.ranks] if gang else []
+        on_it = [r for r in gang.instances if rank in r.ranks] if gang else []
         yield from (_make_line(idle, resident, rank, stats) for resident in on_it)
         if not on_it:
             yield idle
@@ -84,7 +84,7 @@ def _make_line(
     """Return the line of a worker with an instance on it."""
     report = instance.reports.get(rank)
     current = report is not None and report.generation == instance.generation
-    doing = report.doing if report is not None and current else InstancePhase.STARTING
+    doing = report.phase if report is not None and current else InstancePhase.STARTING
     return replace(
         idle,
         instance=instance.id,

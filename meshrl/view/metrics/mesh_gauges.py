@@ -56,7 +56,7 @@ def make_metric_families(head: HeadSnapshot) -> Iterator[Any]:
     roles = Counter(
         role
         for gang in mesh.gangs
-        for role in {resident.role for resident in gang.residents} or {Role.IDLE}
+        for role in {resident.role for resident in gang.instances} or {Role.IDLE}
     )
     by_role = [((str(role),), roles[role]) for role in Role]
     yield _make_gauge("gangs", "Gangs by what resides on them", ("role",), by_role)
@@ -88,7 +88,11 @@ def _make_job_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
         *("job_phase", "1 for the phase that a job is in"),
         *(("job", "phase"), [((r.id, str(r.phase)), 1.0) for r in rows]),
     )
-    held = [((r.id, r.held.partition(":")[0]), 1.0) for r in rows if r.held and not r.is_terminal]
+    held = [
+        ((r.id, r.block_reason.partition(":")[0]), 1.0)
+        for r in rows
+        if r.block_reason and not r.is_terminal
+    ]
     yield _make_gauge("job_held", "1 for a job that waits or is paused", ("job", "why"), held)
     yield _make_gauge(
         *("job_step_age_seconds", "Since its last step, or since it began or went on"),
@@ -97,7 +101,7 @@ def _make_job_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
             [
                 ((r.id,), _compute_step_age_s(r, mesh))
                 for r in rows
-                if not (r.is_terminal or r.held)
+                if not (r.is_terminal or r.block_reason)
             ],
         ),
     )
@@ -123,7 +127,7 @@ def _compute_step_age_s(row: JobRow, mesh: MeshSnapshot) -> float:
     """Return seconds since the last step; they start again when a blocked job resumes."""
     rows = mesh.steps.get(row.id)
     committed_ms = int(rows[-1].get("committed_ms", 0)) if rows else 0
-    return max(0.0, (mesh.now_ms - max(committed_ms, row.held_ms, row.since_ms)) / 1000)
+    return max(0.0, (mesh.now_ms - max(committed_ms, row.blocked_since_ms, row.created_ms)) / 1000)
 
 
 def _make_gauge(name: str, description: str, labels: tuple[str, ...], rows: GaugeRows) -> Any:

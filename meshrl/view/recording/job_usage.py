@@ -67,14 +67,14 @@ class JobUsage:
         seen = self.tokens.setdefault(name, {})
         seen[incarnation] = max(tokens, seen.get(incarnation, 0.0))
 
-    def see_workers(self, mesh: MeshSnapshot, job: str, now_s: float) -> None:
+    def update_workers(self, mesh: MeshSnapshot, job: str, now_s: float) -> None:
         """Count the job's use of the workers' accelerators since the last snapshot.
 
         Time-sliced processes report their compute time; others count by the places of their
         instances.
         """
         measured: dict[str, float] = {}
-        by_turns = {resident.id for _, resident in mesh.find_instances(job) if resident.turns}
+        by_turns = {resident.id for _, resident in mesh.find_instances(job) if resident.time_sliced}
         for entry in mesh.entries:
             resident = str(entry.stats.get("resident", ""))
             if entry.alive and resident in by_turns and "turn_held_s" in entry.stats:
@@ -154,7 +154,7 @@ def is_on_accelerator(instance: Instance, rank: int) -> bool:
     report = instance.reports.get(rank)
     if report is None or report.generation != instance.generation:
         return False
-    return report.tier == Tier.ACCELERATOR and report.doing not in (
+    return report.tier == Tier.ACCELERATOR and report.phase not in (
         InstancePhase.GONE,
         InstancePhase.FAILED,
     )
@@ -169,7 +169,7 @@ def count_accelerators(mesh: MeshSnapshot, job: str, measured: Collection[str] =
     found = 0.0
     for gang in mesh.gangs:
         for rank in range(len(gang.workers)):
-            on_it = [r for r in gang.residents if rank in r.ranks and is_on_accelerator(r, rank)]
+            on_it = [r for r in gang.instances if rank in r.ranks and is_on_accelerator(r, rank)]
             counted = [r for r in on_it if r.job == job and r.id not in measured]
             found += len(counted) / max(1, len(on_it))
     return found

@@ -171,7 +171,7 @@ class Recorder:
             self._silent_since_s = self._silent_since_s or now
             silent = f"redis does not answer for {now - self._silent_since_s:.0f} s"
             if self.snapshot is not None:
-                self.snapshot = replace(self.snapshot, trouble=silent, elapsed_s=self.wall_s)
+                self.snapshot = replace(self.snapshot, stale_reason=silent, elapsed_s=self.wall_s)
         except NotFound:  # Redis went back, and has not been given its jobs again
             if not self.mesh.is_restoring_state:
                 raise
@@ -203,7 +203,8 @@ class Recorder:
                     await events.append(self.mesh.state, "storage_full", fields)
         if self.snapshot is not None:
             self.snapshot = replace(
-                self.snapshot, full=self._disk_full_reason or self.snapshot.full
+                self.snapshot,
+                disk_full_reason=self._disk_full_reason or self.snapshot.disk_full_reason,
             )
 
     async def close(self, has_given_up: Callable[[], bool] = lambda: False) -> None:
@@ -375,7 +376,7 @@ class Recorder:
                 self.usage.update_tokens(entry.name, entry.incarnation, float(tokens))
                 if found := prefix_stats.extract_figures(entry.stats):
                     self.usage.prefixes[entry.incarnation] = found
-        self.usage.see_workers(mesh_snapshot, self.job, self._shared_snapshot.taken_at_s)
+        self.usage.update_workers(mesh_snapshot, self.job, self._shared_snapshot.taken_at_s)
         self._count_cpu()
 
     def _count_cpu(self, force: bool = False) -> None:

@@ -61,9 +61,9 @@ class TrackerProgress:
 
     id: str  # the run's id, as the tracker knows it
     step: int = 0  # rows up to this one are shown
-    evaluations: list[str] = field(default_factory=list)  # tags that are shown
+    shown_evaluations: list[str] = field(default_factory=list)  # tags that are shown
     dropped: int = 0  # records that were never shown
-    trouble: str = ""  # the last
+    last_error: str = ""  # the last
 
 
 def flatten_scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -118,7 +118,7 @@ class TrackerProcess:
                 self.progress.step = min(self.progress.step, step)
             elif kind == "row":
                 self._queue += [record] if step > self.progress.step else []
-            elif record["id"] not in self.progress.evaluations:
+            elif record["id"] not in self.progress.shown_evaluations:
                 self._queue.append(record)
         while len(self._queue) > self._limits.max_queued:
             self._queue.popleft()
@@ -154,7 +154,7 @@ class TrackerProcess:
                 return
             except (MeshError, OSError) as error:
                 self._failure_count += 1
-                self.progress.trouble = str(error)
+                self.progress.last_error = str(error)
                 if self._is_closing:
                     return
             finally:
@@ -162,7 +162,7 @@ class TrackerProcess:
                     child.kill()
                     child.close()
             await self._clock.sleep(self._limits.retry_s)
-        self.progress.trouble += f"; given up, its log is {self._log}"
+        self.progress.last_error += f"; given up, its log is {self._log}"
 
     async def _serve(self, child: ChildProcess) -> None:
         """Send the queued records, until the queue is closed and empty."""
@@ -193,7 +193,7 @@ class TrackerProcess:
             if record["kind"] == "row":
                 self.progress.step = record["step"]
             elif record["kind"] == "evaluation":
-                self.progress.evaluations.append(record["id"])
+                self.progress.shown_evaluations.append(record["id"])
 
 
 class Trackers:
@@ -301,6 +301,6 @@ class Trackers:
             await asyncio.gather(*(tracker.close() for tracker in self.trackers))
             self._write_progress()
         for tracker in self.trackers:
-            if tracker.progress.dropped or tracker.progress.trouble:
+            if tracker.progress.dropped or tracker.progress.last_error:
                 trouble = f"{tracker.name}: {tracker.progress.dropped} records were not shown"
-                print(f"{trouble}. {tracker.progress.trouble}", file=sys.stderr)
+                print(f"{trouble}. {tracker.progress.last_error}", file=sys.stderr)

@@ -53,7 +53,7 @@ def to_server_layout(
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert a version's tensors to the names and layout of a server on a CPU."""
     left = {name: pad_tensor(name, tensor) for name, tensor in hf_weights.items()}
-    for layer in range(config.layers):
+    for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         for fused, parts in get_fused_parts(config).items():
             if all(prefix + part in left for part in parts):

@@ -60,7 +60,7 @@ def list_gpus(devices: list[Device], count: int) -> list[WorkerAccelerator]:
     """
     check_device_count(devices, count)
     return [
-        WorkerAccelerator(device.label, {CUDA_ENV: device.uuid}, device.memory, device)
+        WorkerAccelerator(device.label, {CUDA_ENV: device.uuid}, device.memory_bytes, device)
         for device in devices[: count or None]
     ]
 

@@ -119,13 +119,13 @@ async def read_reservations(
     if gang is None:
         return [], ["its gang"]
     ranks = desired.instance.ranks
-    there = next((one for one in gang.residents if one.id == desired.instance.id), None)
+    there = next((one for one in gang.instances if one.id == desired.instance.id), None)
     told = (
         {rank: _current_report(desired.instance, there.reports, rank) for rank in ranks}
         if there
         else {}
     )
-    keep = [rank for rank, report in told.items() if report and report.doing == InstancePhase.READY]
+    keep = [rank for rank, report in told.items() if report and report.phase == InstancePhase.READY]
     if lacking := [gang.workers[rank] for rank in ranks[1:] if rank not in keep]:
         return [], lacking
     uuids = {worker.id: worker.uuid for worker in await pool.read_workers(state)}

@@ -84,9 +84,9 @@ class DesiredRole:
             resident.core,
             self.rank_index,
             len(resident.ranks),
-            resident.turns,
+            resident.time_sliced,
             self.slice_scheduler,
-            resident.apart,
+            resident.expert_split,
         )
         return [*commands[resident.role], *seat.to_args()]
 
@@ -113,7 +113,7 @@ def _list_roles(gang: Gang | None, worker: str) -> list[DesiredRole]:
     if gang is None or worker not in gang.workers:
         return []
     rank, keeper = gang.workers.index(worker), process_names.worker_name(gang.workers[0])
-    return [DesiredRole(gang.id, r, rank, keeper) for r in gang.residents if rank in r.ranks]
+    return [DesiredRole(gang.id, r, rank, keeper) for r in gang.instances if rank in r.ranks]
 
 
 def override_commands(overrides: list[str]) -> dict[str, list[str]]:

@@ -282,7 +282,7 @@ class RoleProcess(SupervisorHooks):
     @property
     def _target(self) -> tuple[Tier, bool, int]:
         resident = self.desired.instance
-        return resident.tier, resident.turns, resident.epoch
+        return resident.tier, resident.time_sliced, resident.epoch
 
     async def _set_tier(self) -> None:
         """Send the desired tier to the process, and notify the worker of the result."""
@@ -400,7 +400,7 @@ class RoleProcess(SupervisorHooks):
             child_exit.final,
             log=log,
         )
-        await self._exit_reports.report(replace(report, ran_s=child_exit.run_time_s))
+        await self._exit_reports.report(replace(report, run_time_s=child_exit.run_time_s))
 
     def has_lease_expired(self, child: ChildProcess) -> bool:
         return self._leases.has_expired(child)

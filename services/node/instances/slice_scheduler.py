@@ -72,7 +72,7 @@ class SliceScheduler:
         self._gang = gang
         if gang is not None:
             now = self._mesh.clock.monotonic()
-            generations = {one.id: one.generation for one in gang.residents}
+            generations = {one.id: one.generation for one in gang.instances}
             self._policy.retain_instances(generations, now + REMOVED_INSTANCE_GRACE_S)
         self._grant_waiting()
 
@@ -154,7 +154,7 @@ class SliceScheduler:
     # -- grants ----------------------------------------------------------------------------------
 
     def _build_request(self, request: AcquireSlice) -> SliceRequest:
-        residents = self._gang.residents if self._gang is not None else ()
+        residents = self._gang.instances if self._gang is not None else ()
         for one in residents:
             if (one.id, one.generation) == (request.instance, request.generation):
                 return SliceRequest(

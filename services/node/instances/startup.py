@@ -61,4 +61,4 @@ class Startup:
             row = await jobs.read_job(self._mesh.state, self._desired.instance.job)
         except NotFound:
             return False
-        return row.held.startswith("paused:")
+        return row.block_reason.startswith("paused:")

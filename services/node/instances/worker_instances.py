@@ -219,10 +219,10 @@ class ProcessSlot:
             generation=resident.generation,
             epoch=resident.epoch,
             token=self._context.mesh.token,
-            doing=doing,
+            phase=doing,
             tier=tier,
             detail=detail,
-            held=self._context.budgets.get_usage(self.name),
+            usage=self._context.budgets.get_usage(self.name),
         )
 
     @property

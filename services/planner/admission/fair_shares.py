@@ -64,7 +64,7 @@ def divide_pool(
     rooms = _PlaceCapacity(workers_by_place, place_kind)
     left = sum(workers_by_place.values())
     levels: list[tuple[dict[str, ShareBounds], int]] = []
-    for _, grouped in groupby(jobs, key=lambda job: job.need.priority):
+    for _, grouped in groupby(jobs, key=lambda job: job.requirements.priority):
         level = list(grouped)
         bounds, kept = _admit_priority_level(level, left, rooms, claims, time_slicing, found)
         levels.append((bounds, kept))
@@ -75,7 +75,7 @@ def divide_pool(
         found.workers.update(shares)
     for job in jobs:  # a running core need not sleep because an engine is lost
         here = has_started(job) and claims.get(job.id, ShareClaim()).core_place
-        if left >= job.need.ranks and job.id in found.rejected and here:
+        if left >= job.requirements.ranks and job.id in found.rejected and here:
             found.workers[job.id] = left
             del found.rejected[job.id]
             left = 0
@@ -127,16 +127,18 @@ def _admit_priority_level(
     def floor(job: PlannedJob, least: int) -> int:
         pinned = claims.get(job.id, ShareClaim()).pinned_workers
         return max(
-            least, job.need.least, count_time_sliced_floor(job.need) + pinned if pinned else 0
+            least,
+            job.requirements.min_workers,
+            count_time_sliced_floor(job.requirements) + pinned if pinned else 0,
         )
 
-    full = {job.id: floor(job, job.need.worker_floor) for job in level_jobs}
+    full = {job.id: floor(job, job.requirements.worker_floor) for job in level_jobs}
     tight = time_slicing and sum(full.values()) > free_workers
     bounds: dict[str, ShareBounds] = {}
     free = free_workers
     for job in level_jobs:
         claim = claims.get(job.id, ShareClaim())
-        least = floor(job, count_time_sliced_floor(job.need)) if tight else full[job.id]
+        least = floor(job, count_time_sliced_floor(job.requirements)) if tight else full[job.id]
         if least > free:
             before = [*division.core_places]
             more = (
@@ -150,14 +152,14 @@ def _admit_priority_level(
             why = f"it needs {least} {noun}, and {free} of {total} are left{beside}"
             division.rejected[job.id] = why
         elif home := capacity.take_core_place(
-            job.need, "" if claim.is_stranded else claim.core_place
+            job.requirements, "" if claim.is_stranded else claim.core_place
         ):
             division.core_places[job.id] = home
-            most = max(job.need.most or math.inf, least)
-            bounds[job.id] = ShareBounds(least, most, job.need.share)
+            most = max(job.requirements.max_workers or math.inf, least)
+            bounds[job.id] = ShareBounds(least, most, job.requirements.share)
             free -= least
         else:
-            why = f"no {capacity.place_kind} has {job.need.ranks} workers left for its core"
+            why = f"no {capacity.place_kind} has {job.requirements.ranks} workers left for its core"
             division.rejected[job.id] = why
     kept = sum(bound.min_workers for bound in bounds.values())
     if tight:  # admitted jobs take their floors before lower priorities
@@ -182,7 +184,7 @@ class _PlaceCapacity:
         """
         ranks, engine = (
             requirements.ranks,
-            requirements.smallest_engine if requirements.rolls_out else 0,
+            requirements.smallest_engine if requirements.needs_rollout else 0,
         )
         fits = [place for place, free in self._free_workers.items() if free >= ranks]
         if not fits:
@@ -208,7 +210,7 @@ class _PlaceCapacity:
             p: self._count_unreserved(p) - (requirements.ranks if p == place else 0)
             for p in self._free_workers
         }
-        alone = requirements.smallest_engine == 1 or not requirements.rolls_out
+        alone = requirements.smallest_engine == 1 or not requirements.needs_rollout
         return left[place] >= 0 and (alone or max(left.values()) >= requirements.smallest_engine)
 
     def _count_unreserved(self, place: str) -> int:

@@ -31,10 +31,10 @@ def find_infeasible_jobs(
     if snapshot.is_gathering_workers:
         return {}, []
     places = Counter(map(settings.get_gang_location, expected_workers))
-    there = {r.job for gang in snapshot.gangs for r in gang.residents if r.core and r.is_reconciled}
+    there = {r.job for gang in snapshot.gangs for r in gang.instances if r.core and r.is_reconciled}
     why = {}
     for job in snapshot.jobs:
-        need = drop_infeasible_degrees(job.need, expected_workers)
+        need = drop_infeasible_degrees(job.requirements, expected_workers)
         why[job.id] = (
             explain_too_few_workers(need, places, settings)
             or explain_no_common_location(need, expected_workers, settings)
@@ -48,7 +48,7 @@ def find_infeasible_jobs(
     failed = [
         FailJob(job, why[job], Rationale("short", job, {"there_are": len(expected_workers)}))
         for job, since in short.items()
-        if now_ms - since > 1000 * settings.short_s
+        if now_ms - since > 1000 * settings.shortage_grace_s
     ]
     return short, failed
 
@@ -57,4 +57,4 @@ def order_runnable_jobs(jobs: Sequence[PlannedJob], failed: Sequence[FailJob]) -
     """Return the jobs that have not ended, highest priority first, then in order of submission."""
     over = {decision.job for decision in failed}
     there = [job for job in jobs if job.id not in over]
-    return sorted(there, key=lambda job: (-job.need.priority, job.submitted_ms, job.id))
+    return sorted(there, key=lambda job: (-job.requirements.priority, job.submitted_ms, job.id))

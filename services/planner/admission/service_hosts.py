@@ -20,7 +20,7 @@ class ServiceHosts:
 
     def __init__(self, snapshot: PoolSnapshot, presence: PoolPresence) -> None:
         self._hosts = {host.name: host for host in snapshot.hosts}
-        self._requirements = {job.id: job.need for job in snapshot.jobs}
+        self._requirements = {job.id: job.requirements for job in snapshot.jobs}
         self._schedulable_hosts = [self._hosts[name] for name in presence.schedulable_hosts]
         self._hosts_by_need: dict[tuple[str, str], tuple[str, ...]] = {}
 
@@ -34,7 +34,7 @@ class ServiceHosts:
         or with less isolation no longer accepts it.
         """
         kind, job, _ = parse_service_name(name)
-        tries = host.is_probing_isolation and SERVICE_NAMES[kind] in host.takes
+        tries = host.is_probing_isolation and SERVICE_NAMES[kind] in host.accepted_services
         return (
             not host.alive
             or tries
@@ -46,32 +46,37 @@ class ServiceHosts:
         empty string if each service is placed or may be placed later.
         """
         for kind, word in SERVICE_NAMES.items():
-            if not _count_desired(job.need, word) or self._find_hosts_by_kind(kind, job.need):
+            if not _count_desired(job.requirements, word) or self._find_hosts_by_kind(
+                kind, job.requirements
+            ):
                 continue
-            there = [host for host in self._hosts.values() if host.draining != HOST_LEFT]
+            there = [host for host in self._hosts.values() if host.drain_reason != HOST_LEFT]
             if has_started(job) and any(
-                host.is_probing_isolation and word in host.takes for host in there
+                host.is_probing_isolation and word in host.accepted_services for host in there
             ):
                 continue  # the host may regain its isolation, so the job continues
-            if there and all(explain_rejected_service(host, kind, job.need) for host in there):
-                return explain_unplaced_service(self._hosts.values(), kind, job.need)
+            if there and all(
+                explain_rejected_service(host, kind, job.requirements) for host in there
+            ):
+                return explain_unplaced_service(self._hosts.values(), kind, job.requirements)
         return ""
 
     def explain_unplaced(self, job: PlannedJob, placed: Collection[str]) -> Iterator[str]:
         """Yield a line for each kind of service of a job that is on no host, with the reason."""
         for kind, word in SERVICE_NAMES.items():
             names = [
-                f"{kind}/{job.id}/{number}" for number in range(_count_desired(job.need, word))
+                f"{kind}/{job.id}/{number}"
+                for number in range(_count_desired(job.requirements, word))
             ]
             absent = [name for name in names if name not in placed]
-            if absent and not self._find_hosts_by_kind(kind, job.need):
+            if absent and not self._find_hosts_by_kind(kind, job.requirements):
                 yield (
                     f"{', '.join(absent)}: "
-                    f"{explain_unplaced_service(self._hosts.values(), kind, job.need)}"
+                    f"{explain_unplaced_service(self._hosts.values(), kind, job.requirements)}"
                 )
 
     def _find_hosts_by_kind(self, kind: str, requirements: JobRequirements) -> tuple[str, ...]:
-        about = kind, requirements.tier if kind == "sandbox" else ""
+        about = kind, requirements.isolation_tier if kind == "sandbox" else ""
         if about not in self._hosts_by_need:
             takes = tuple(
                 host.name

@@ -27,7 +27,7 @@ def record_measurements(
 ) -> SplitState:
     """Return the split state with the measurements since `previous`, for display."""
     shown: dict[str, Any] = {}
-    curves = engine_curves.update_curves(state.curves, job.measured.curves)
+    curves = engine_curves.update_curves(state.curves, job.measurements.curves)
     if curves is not state.curves and (
         told := engine_curves.compare_with_predictions(curves, job, correction)
     ):
@@ -42,7 +42,7 @@ def record_measurements(
         }
     if curves is state.curves and not shown:
         return state
-    return replace(state, curves=curves, explained=dict(state.explained) | shown)
+    return replace(state, curves=curves, explanation=dict(state.explanation) | shown)
 
 
 def update_correction(
@@ -73,8 +73,8 @@ def _compare_training(
     """Compare predicted and measured gradient seconds of a step on one worker. Return the query,
     the predicted and the observed seconds; None without a new window or a prediction.
     """
-    older, newer = state.older, state.newer
-    if older is None or newer is None or newer == previous.newer:
+    older, newer = state.window_start, state.next_window_start
+    if older is None or newer is None or newer == previous.next_window_start:
         return None
     window, asked = (
         build_window(older, newer),

@@ -35,13 +35,13 @@ MIN_FINISHED_SHARE = 2 / 3  # share of the admitted trajectories
 
 def is_initial_plan_due(job: PlannedJob, state: SplitState, totals: StepTotals) -> bool:
     """Return True if enough trajectories have finished, and no step is measured yet."""
-    if state.split is None or state.trial is not None or state.moved_step is not None:
+    if state.split is None or state.trial is not None or state.last_move_step is not None:
         return False
-    if state.compute_window(totals, 1) is not None or totals.total.sampled <= 0:
+    if state.compute_window(totals, 1) is not None or totals.work.sampled <= 0:
         return False
     # Short trajectories end first. The share is large enough that long trajectories
     # are among the finished ones.
-    terms, work = build_step_terms(job), totals.total
+    terms, work = build_step_terms(job), totals.work
     admits = (1 + terms.max_staleness) * terms.groups_per_step * terms.group_size
     return work.trajectories >= MIN_FINISHED_SHARE * admits and work.groups >= terms.groups_per_step
 
@@ -52,10 +52,10 @@ def prepare_initial_plan(
     """Build the inputs of a job's first plan. Return None if its training cannot be predicted, or
     if no engine has measured its curve.
     """
-    terms, work, split = build_step_terms(job), totals.total, state.split
+    terms, work, split = build_step_terms(job), totals.work, state.split
     assert split is not None
-    team, lengths = draft.get_instances(job.id), job.measured.lengths
-    curves = [one for one in select_curves(job, state) if one.steps > 0]
+    team, lengths = draft.get_instances(job.id), job.measurements.lengths
+    curves = [one for one in select_curves(job, state) if one.fitted_steps > 0]
     asked = build_training_query(draft, job, team)
     if lengths is None or not curves or asked is None or not split.engines:
         return None
@@ -63,23 +63,23 @@ def prepare_initial_plan(
     sampled = work.sampled / work.trajectories
     now = StepDemand(
         trajectories=trajectories,
-        sampled=sampled,
+        sampled_tokens=sampled,
         tool_s=work.tool_s / work.trajectories,
-        trained=trajectories * (work.prompted / work.trajectories + sampled),
-        shape=lengths.sampled,
+        trained_tokens=trajectories * (work.prompted / work.trajectories + sampled),
+        length_quantiles=lengths.sampled_tokens,
     )
-    training = predict_corrected_training(asked, trajectories, now.trained, correction)
+    training = predict_corrected_training(asked, trajectories, now.trained_tokens, correction)
     if training is None:
         return None
     rates = StepRates(
         curve=average_curve(curves, sampled / 2),
         friction=1.0,
-        work_s=training.gradient_s,
+        gradient_s=training.gradient_s,
         fixed_s=training.fixed_s,
-        cores=0.0,
+        core_share=0.0,
     )
     model = predict_step(now, rates, split, terms, 0.0)
-    rates = replace(rates, cores=compute_busiest_host_share(draft, team))
+    rates = replace(rates, core_share=compute_busiest_host_share(draft, team))
     model = predict_step(now, rates, split, terms, model.step_s)
     return ReplanInputs(WorkWindow(0, 0.0, work), 0.0, now, rates, model, OPENING)
 
@@ -92,5 +92,5 @@ def build_training_query(
         return None
     accelerator = draft.workers[instances.core.workers[0]].accelerator
     return TrainingQuery(
-        job.model, parse_accelerator_kind(accelerator), job.shape, job.training_pace
+        job.model_key, parse_accelerator_kind(accelerator), job.model_shape, job.emulated_training
     )

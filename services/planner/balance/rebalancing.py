@@ -56,10 +56,10 @@ class SimulationBudget:
 
     def take(self, state: SplitState) -> SplitState | None:
         """Return the split state of a job that may be simulated now; None otherwise."""
-        if not self._remaining_jobs or self._now_ms - state.played_ms < SIMULATION_INTERVAL_MS:
+        if not self._remaining_jobs or self._now_ms - state.simulated_ms < SIMULATION_INTERVAL_MS:
             return None
         self._remaining_jobs -= 1
-        return replace(state, played_ms=self._now_ms)
+        return replace(state, simulated_ms=self._now_ms)
 
 
 def balance_job(
@@ -75,29 +75,38 @@ def balance_job(
     limits the jobs whose steps are simulated. Return the split state to remember.
     """
     known = state
-    team, config, several = draft.get_instances(job.id), job.config, job.need.degrees != (1,)
-    if not job.need.helped:
+    team, config, several = (
+        draft.get_instances(job.id),
+        job.config,
+        job.requirements.tensor_parallel != (1,),
+    )
+    if not job.requirements.allows_hybrids:
         for seated in [one for one in team.hybrids if not one.instance.pinned]:
             why = Rationale("unhelped", job.id)  # the core accepts no gradients of hybrids
             draft.remove_instance(seated, why)
-            if job.need.smallest_engine == 1:
+            if job.requirements.smallest_engine == 1:
                 draft.place_instance(seated.workers, job.id, Role.ROLLOUT, why)
         if not several:
             return state
     state = record_move_times(draft, job, state)
-    if job.phase != Phase.TRAINING or job.held or team.core is None or not team.core.is_awake:
-        return state.reset_window() if state.older is not None else state
-    if state.wish is not None:
+    if (
+        job.phase != Phase.TRAINING
+        or job.block_reason
+        or team.core is None
+        or not team.core.is_awake
+    ):
+        return state.reset_window() if state.window_start is not None else state
+    if state.desired_shape is not None:
         if several and config.moves:
             state = advance_reshape(draft, job, state, round(state.account.total.steps))
         else:
-            state = replace(state, wish=None, trial=None)
+            state = replace(state, desired_shape=None, trial=None)
     if draft.snapshot.now_ms - state.observed_ms < 1000 * config.interval_s:
         return state
-    account = state.account.credit(job.measured)
+    account = state.account.credit(job.measurements)
     mark = StepTotals(round(account.total.steps), draft.snapshot.now_ms, account.total)
     split, terms = read_split(job, draft.get_instances(job.id)), build_step_terms(job)
-    state = replace(state, observed_ms=mark.ms)
+    state = replace(state, observed_ms=mark.at_ms)
     if (
         config.moves
         and not several
@@ -110,12 +119,12 @@ def balance_job(
             state = _plan_shift(draft, job, state, mark, found, OPENING)
             if state.trial is not None:
                 return state
-    if state.times.last_step == mark.step and split.is_same(state.split):
+    if state.step_ends.last_step == mark.step and split.is_same(state.split):
         return state  # counts of half a step are not comparable with others
     state = replace(state, account=account)
     state = state.record_totals(mark, split, terms.max_staleness, config.window_steps)
     state = record_measurements(draft, job, known, state, correction)
-    if not config.moves or state.wish is not None:
+    if not config.moves or state.desired_shape is not None:
         return state
     if state.trial is not None:
         return _judge_trial(draft, job, state, mark, simulation_budget)
@@ -146,14 +155,14 @@ def _judge_trial(
 ) -> SplitState:
     trial, team, terms = state.trial, draft.get_instances(job.id), build_step_terms(job)
     assert trial is not None
-    if not trial.after.is_same(state.split):
+    if not trial.split_after.is_same(state.split):
         told = f"the move of step {trial.step} cannot be judged: the split has changed meanwhile"
         return record_explanation(replace(state, trial=None), None, told)
     trial = trials.update_trial_window(trial, team.is_reconciled, totals, terms)
     state = replace(state, trial=trial)
-    failures = state.failures.get(trial.direction, 0)
+    failures = state.failed_moves.get(trial.direction, 0)
     steps = job.config.window_steps * (1 + failures)
-    window = build_window(trial.begins, totals) if trial.begins is not None else None
+    window = build_window(trial.window_start, totals) if trial.window_start is not None else None
     if window is None or not window.is_long_enough(steps) or window.step_s <= 0:
         return state
     taken = simulation_budget.take(state)
@@ -163,21 +172,21 @@ def _judge_trial(
     verdict = _compute_verdict(draft, job, state, totals, window, steps)
     if verdict is None:
         return state
-    then = predict_step(trial.demand, trial.rates, trial.before, terms, 0.0)
+    then = predict_step(trial.demand, trial.rates, trial.split_before, terms, 0.0)
     state = state.record_verdict(verdict, compute_imbalance(then), totals.step)
     draft.add_decision(
         ReportMoveOutcome(job.id, verdict.to_event(), Rationale(verdict.rule, job.id))
     )
     if not verdict.paid:
         figures = {"regret_s": round(verdict.regret_s, 4), "step": job.steps_done}
-        if trial.before.degrees:
-            state = start_restore(draft, job, state, trial.before, UNDO_RULE, figures)
+        if trial.split_before.degrees:
+            state = start_restore(draft, job, state, trial.split_before, UNDO_RULE, figures)
         else:
-            shifted = trial.after.trainers - trial.before.trainers
+            shifted = trial.split_after.trainers - trial.split_before.trainers
             _apply_shift(draft, job, team, -shifted, UNDO_RULE, figures)
     did = "paid" if verdict.paid else "did not pay and is undone"
     told = (
-        f"the move of step {verdict.step} to {verdict.towards} {did}: {verdict.observed_s:.3g} s "
+        f"the move of step {verdict.step} to {verdict.direction} {did}: {verdict.observed_s:.3g} s "
         f"a step, {verdict.expected_s:.3g} s without it"
     )
     return record_explanation(state, None, told)
@@ -192,19 +201,21 @@ def _compute_verdict(
     steps: int,
 ) -> Verdict | None:
     trial = state.trial
-    assert trial is not None and trial.begins is not None
+    assert trial is not None and trial.window_start is not None
     terms, cores = (
         build_step_terms(job),
         compute_busiest_host_share(draft, draft.get_instances(job.id)),
     )
-    now = measure_demand(window, terms, job.measured.lengths)
+    now = measure_demand(window, terms, job.measurements.lengths)
     if now is None:
         return None
     shown = TrialEvidence(
-        window, now, state.times.estimate_mean_error(trial.begins.step, totals.step)
+        window, now, state.step_ends.estimate_mean_error(trial.window_start.step, totals.step)
     )
     if trial.rule == OPENING:
-        measured = measure_rates(window, now, terms, trial.after, select_curves(job, state), cores)
+        measured = measure_rates(
+            window, now, terms, trial.split_after, select_curves(job, state), cores
+        )
         if measured is None:
             return None  # a prediction is no evidence for itself
         shown = replace(shown, rates=measured)

@@ -135,7 +135,7 @@ def assess_job(
     if window is None or any(one.gang in moving for one in team.placements):
         return state, None
     now, cores = (
-        measure_demand(window, terms, job.measured.lengths),
+        measure_demand(window, terms, job.measurements.lengths),
         compute_busiest_host_share(draft, team),
     )
     found = (
@@ -144,21 +144,27 @@ def assess_job(
     if now is None or found is None or window.step_s <= 0:
         return record_explanation(state, None, "too little has been measured"), None
     model = predict_step(now, found, split, terms, window.step_s)
-    for towards, then in state.failed_at.items():  # the job has changed since the failed move
+    for (
+        towards,
+        then,
+    ) in state.failed_imbalance.items():  # the job has changed since the failed move
         change = compute_imbalance(model) / max(then, 1e-9)
         if change >= IMBALANCE_CHANGE_FACTOR or change <= 1 / IMBALANCE_CHANGE_FACTOR:
-            state = replace(state, failures={**state.failures, towards: 0})
-    rejected, since_planned = job.rejected - state.rejected, totals.step - state.planned_step
+            state = replace(state, failed_moves={**state.failed_moves, towards: 0})
+    rejected, since_planned = (
+        job.rejected_trajectories - state.rejected_at_plan,
+        totals.step - state.last_plan_step,
+    )
     pressing = triggers.find_trigger(window, split, terms, model, config, rejected, since_planned)
-    failures = max(state.failures.values(), default=0)
-    since = totals.step - state.moved_step if state.moved_step is not None else None
+    failures = max(state.failed_moves.values(), default=0)
+    since = totals.step - state.last_move_step if state.last_move_step is not None else None
     if why := triggers.explain_cooldown(job.steps_done, since, config, failures):
         return record_explanation(state, model, why, window), None
     if not pressing:
         return record_explanation(state, model, "nothing presses for another split", window), None
-    state = replace(state, planned_step=totals.step, rejected=job.rejected)
-    first = state.older.step if state.older is not None else totals.step
-    error = state.times.estimate_mean_error(first, totals.step)
+    state = replace(state, last_plan_step=totals.step, rejected_at_plan=job.rejected_trajectories)
+    first = state.window_start.step if state.window_start is not None else totals.step
+    error = state.step_ends.estimate_mean_error(first, totals.step)
     return state, ReplanInputs(window, error, now, found, model, pressing)
 
 
@@ -175,14 +181,14 @@ def explain_move_rejection(
     made.
     """
     window, config, step_s = inputs.window, job.config, inputs.current_step_s
-    left = job.steps - job.steps_done if job.steps else 1 << 30
+    left = job.total_steps - job.steps_done if job.total_steps else 1 << 30
     switch_s = (
         (state.switch_s or DEFAULT_SWITCH_S) * moved_workers / max(1, instances.awake_worker_count)
     )
     saved_s = step_s - after_s
     if window.steps < config.window_steps and saved_s < MIN_EARLY_GAIN * step_s:
         return f"{window.steps} steps are too few to tell"
-    failures = state.failures.get(direction, 0)
+    failures = state.failed_moves.get(direction, 0)
     why = triggers.explain_insufficient_gain(saved_s, step_s, config, failures, left, switch_s)
     return f"{moved_workers} more to {direction}: {why}" if why else ""
 
@@ -197,15 +203,21 @@ def build_step_terms(job: PlannedJob) -> StepTerms:
 def read_split(job: PlannedJob, instances: JobInstances) -> WorkerSplit:
     """Return the current split of a job's workers."""
     degrees: tuple[int, ...] = ()
-    if job.need.degrees != (1,):
+    if job.requirements.tensor_parallel != (1,):
         degrees = tuple(sorted((len(one.workers) for one in instances.engines), reverse=True))
-    return WorkerSplit(len(instances.engines), job.need.ranks + len(instances.hybrids), degrees)
+    return WorkerSplit(
+        len(instances.engines), job.requirements.ranks + len(instances.hybrids), degrees
+    )
 
 
 def record_move_times(draft: PoolDraft, job: PlannedJob, state: SplitState) -> SplitState:
     """Record the durations of the job's moves that completed by this snapshot."""
     for one in draft.decisions:
-        if isinstance(one, FinishMove) and not one.undone and one.move.back.get("job") == job.id:
+        if (
+            isinstance(one, FinishMove)
+            and not one.undone
+            and one.move.rollback.get("job") == job.id
+        ):
             took_s = (draft.snapshot.now_ms - one.move.started_ms) / 1000
             known = state.switch_s
             state = replace(
@@ -224,20 +236,20 @@ def record_explanation(
 ) -> SplitState:
     """Return the split state with the prediction and the verdict for display."""
     binds = model.bottleneck if model is not None else ""
-    told: dict[str, Any] = dict(state.explained)
+    told: dict[str, Any] = dict(state.explanation)
     if model is not None and window is not None and window.steps:
         told |= model.to_event() | {"binds": binds, "measured_s": round(window.step_s, 4)}
     errors = [one.relative_error for one in state.verdicts]
     told |= {"verdict": verdict, "error": round(median(errors), 4) if errors else None}
-    return replace(state, explained=told)
+    return replace(state, explanation=told)
 
 
 def select_curves(job: PlannedJob, state: SplitState) -> Sequence[DecodeCurve]:
     """Select the measured curves of the job's engines. While all engines are new, select the last
     known curves.
     """
-    sure = [curve for curve in job.measured.curves if curve.steps >= MIN_CURVE_STEPS]
-    return sure or list(state.curves.values()) or job.measured.curves
+    sure = [curve for curve in job.measurements.curves if curve.fitted_steps >= MIN_CURVE_STEPS]
+    return sure or list(state.curves.values()) or job.measurements.curves
 
 
 def compute_busiest_host_share(draft: PoolDraft, instances: JobInstances) -> float:

@@ -61,7 +61,7 @@ def plan_reshape(
     correction: Correction,
 ) -> SplitState:
     """Set a desired shape of other degrees and hybrids if it is predicted to pay."""
-    team, split, lengths = draft.get_instances(job.id), state.split, job.measured.lengths
+    team, split, lengths = draft.get_instances(job.id), state.split, job.measurements.lengths
     assert split is not None
     if lengths is None:
         return record_explanation(
@@ -77,7 +77,7 @@ def plan_reshape(
     if best == here:
         why = "no other degrees are predicted to be faster"
         return record_explanation(state, inputs.prediction, why, inputs.window)
-    after = _predict_split(split, best, here, job.need.ranks)
+    after = _predict_split(split, best, here, job.requirements.ranks)
     moved = _count_moved_workers(split, after)
     towards = DEGREES_DIRECTION if after.degrees != split.degrees else "training"
     if why := explain_move_rejection(job, state, team, inputs, after_s, towards, moved):
@@ -111,7 +111,7 @@ def start_restore(
         state,
         rule,
         previous_split.degrees,
-        previous_split.trainers - job.need.ranks,
+        previous_split.trainers - job.requirements.ranks,
         figures,
     )
     return state
@@ -119,18 +119,20 @@ def start_restore(
 
 def advance_reshape(draft: PoolDraft, job: PlannedJob, state: SplitState, step: int) -> SplitState:
     """Advance the engines towards the desired shape, and return the new split state."""
-    wish = state.wish
+    wish = state.desired_shape
     assert wish is not None
-    if draft.snapshot.now_ms > wish.until_ms:
-        failures = dict(state.failures)
+    if draft.snapshot.now_ms > wish.deadline_ms:
+        failures = dict(state.failed_moves)
         failures[DEGREES_DIRECTION] = failures.get(DEGREES_DIRECTION, 0) + 1
-        state = replace(state, wish=None, trial=None, failures=failures, moved_step=step)
+        state = replace(
+            state, desired_shape=None, trial=None, failed_moves=failures, last_move_step=step
+        )
         return record_explanation(state, None, f"{list(wish.degrees)} could not be had in time")
     why = Rationale(wish.rule, job.id, dict(wish.figures))
     done = reshape_engines(
-        draft, job, wish.degrees, hybrids=wish.helpers, rationale=why, details=dict(wish.figures)
+        draft, job, wish.degrees, hybrids=wish.hybrids, rationale=why, details=dict(wish.figures)
     )
-    return replace(state, wish=None) if done else state
+    return replace(state, desired_shape=None) if done else state
 
 
 def _start_reshape(
@@ -143,14 +145,14 @@ def _start_reshape(
     figures: dict[str, Any],
 ) -> tuple[SplitState, str]:
     """Set a desired shape. Return the split state, and the id of the first new instance."""
-    late_ms = round(1000 * DEADLINE_FACTOR * draft.snapshot.settings.move_s)
+    late_ms = round(1000 * DEADLINE_FACTOR * draft.snapshot.settings.move_timeout_s)
     wish = DesiredShape(rule, degrees, hybrids, draft.snapshot.now_ms + late_ms, figures)
     before = len(draft.decisions)
-    state = advance_reshape(draft, job, replace(state, wish=wish), 0)
+    state = advance_reshape(draft, job, replace(state, desired_shape=wish), 0)
     moves = (
         d for d in draft.decisions[before:] if isinstance(d, PlaceInstance) and d.move is not None
     )
-    arrived = next((one.resident.id for one in moves), "")
+    arrived = next((one.instance.id for one in moves), "")
     return state, arrived
 
 
@@ -174,10 +176,10 @@ def _find_best_shape(
     # The layout model predicts another time for the present gangs than was measured. The
     # training time is scaled in proportion, so that both are comparable.
     scale = current.rollout_s / max(inputs.prediction.rollout_s, 1e-9)
-    fixed_s, work_s = inputs.rates.fixed_s, inputs.rates.work_s
+    fixed_s, work_s = inputs.rates.fixed_s, inputs.rates.gradient_s
 
     def train_s(helpers: int) -> float:
-        return scale * (fixed_s + work_s / (job.need.ranks + helpers))
+        return scale * (fixed_s + work_s / (job.requirements.ranks + helpers))
 
     best, best_s = current, inputs.current_step_s
     for other in rollout_shapes.list_candidate_shapes(range_costs, options, train_s):
@@ -186,7 +188,7 @@ def _find_best_shape(
         if not 0 < other.rollout_s < math.inf:
             continue
         towards = DEGREES_DIRECTION if other.degrees != current.degrees else "training"
-        after = _predict_split(split, other, current, job.need.ranks)
+        after = _predict_split(split, other, current, job.requirements.ranks)
         after_s = inputs.predict_step_s(after, terms) * state.bias.get(towards, 1.0)
         after_s = max(after_s, _predict_straggler_s(inputs, range_costs, other, lengths, terms))
         if after_s < TIE_RATIO * best_s:
@@ -208,10 +210,10 @@ def _predict_straggler_s(
     """
     if len(set(shape.degrees)) == 1:
         return 0.0
-    longest = float(np.interp(STRAGGLER_QUANTILE, QUANTILES, lengths.sampled))
+    longest = float(np.interp(STRAGGLER_QUANTILE, QUANTILES, lengths.sampled_tokens))
     at_engines = inputs.window.work.engine_s / max(inputs.window.seconds, 1e-9)
     batch = min(float(terms.engine_slots), max(1.0, at_engines / len(shape.degrees)))
-    context = lengths.prompt + longest / 2
+    context = lengths.mean_prompt_tokens + longest / 2
     small_s, large_s = (
         max(
             one.curve.predict_step_s(batch, context)
@@ -255,7 +257,7 @@ def _build_range_costs(
     servers = [
         GangServer(curve, engine_curves.compute_kv_capacity((kind, degree), job), job.slots)
         for kind in kinds
-        for degree in job.need.degrees
+        for degree in job.requirements.tensor_parallel
         if degree <= MAX_BLOCK and not degree & (degree - 1)
         if (curve := engine_curves.get_curve((kind, degree), state.curves, job, correction))
     ]
@@ -285,8 +287,8 @@ def _build_reshape_options(
         len(helpers),
         tuple((_get_accelerator_kind(draft, one), len(one.workers)) for one in pinned),
         len(instances.hybrids) - len(helpers),
-        job.need.helped,
-        job.need.smallest_engine,
+        job.requirements.allows_hybrids,
+        job.requirements.smallest_engine,
         job.config.min_rollout,
     )
 

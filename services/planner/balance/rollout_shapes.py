@@ -73,8 +73,11 @@ def group_trajectories(
     count = max(1, min(MAX_TRAJECTORIES, round(trajectories)))
     each = max(1, round(trajectories / count))
     at = (np.arange(count) + 0.5) / count
-    sampled = np.maximum(np.interp(at, QUANTILES, lengths.sampled), 1.0)
-    found = [make_uniform_group(each, lengths.prompt, float(tokens), tool_s) for tokens in sampled]
+    sampled = np.maximum(np.interp(at, QUANTILES, lengths.sampled_tokens), 1.0)
+    found = [
+        make_uniform_group(each, lengths.mean_prompt_tokens, float(tokens), tool_s)
+        for tokens in sampled
+    ]
     return group_by_quantiles(found, choose_group_count(workers))
 
 

@@ -24,8 +24,8 @@ class DesiredShape:
 
     rule: str
     degrees: tuple[int, ...]
-    helpers: int
-    until_ms: int  # deadline
+    hybrids: int
+    deadline_ms: int  # deadline
     figures: Mapping[str, Any] = field(default_factory=dict)  # figures of the decision
 
 
@@ -37,27 +37,27 @@ class SplitState:
 
     account: WorkAccount = field(default_factory=WorkAccount)
     split: WorkerSplit | None = None  # split of the window
-    split_step: int = 0  # first step of the split
-    older: StepTotals | None = None  # begin of the window
-    newer: StepTotals | None = None  # begin of the next window
-    times: StepEnds = field(default_factory=StepEnds)
+    split_since_step: int = 0  # first step of the split
+    window_start: StepTotals | None = None  # begin of the window
+    next_window_start: StepTotals | None = None  # begin of the next window
+    step_ends: StepEnds = field(default_factory=StepEnds)
     observed_ms: int = 0  # time of the last counters
-    played_ms: int = 0  # time of the last simulation
-    planned_step: int = 0
-    rejected: int = 0  # rejected trajectories at the last plan
-    moved_step: int | None = None
+    simulated_ms: int = 0  # time of the last simulation
+    last_plan_step: int = 0
+    rejected_at_plan: int = 0  # rejected trajectories at the last plan
+    last_move_step: int | None = None
     trial: Trial | None = None
     verdicts: tuple[Verdict, ...] = ()  # last ones
-    failures: Mapping[str, int] = field(
+    failed_moves: Mapping[str, int] = field(
         default_factory=dict
     )  # by direction: moves that did not pay
-    failed_at: Mapping[str, float] = field(
+    failed_imbalance: Mapping[str, float] = field(
         default_factory=dict
     )  # by direction: imbalance at the failed move
     bias: Mapping[str, float] = field(default_factory=dict)  # by direction: correction
     switch_s: float = 0.0  # mean seconds of a move; 0: none was made
-    explained: Mapping[str, Any] = field(default_factory=dict)  # figures for display
-    wish: DesiredShape | None = None  # not reached yet
+    explanation: Mapping[str, Any] = field(default_factory=dict)  # figures for display
+    desired_shape: DesiredShape | None = None  # not reached yet
     curves: Curves = field(default_factory=dict)  # of degrees that its engines have had
 
     # -- window ------------------------------------------------------------------------------------
@@ -71,51 +71,61 @@ class SplitState:
         `lag_steps` after a split changes, when groups of the old split are trained.
         """
         if self.split is None:  # no samples of another split
-            return replace(self, split=split, split_step=totals.step - lag_steps)
-        watch, older = replace(self, times=self.times.record(totals)), self.newer or self.older
+            return replace(self, split=split, split_since_step=totals.step - lag_steps)
+        watch, older = (
+            replace(self, step_ends=self.step_ends.record(totals)),
+            self.next_window_start or self.window_start,
+        )
         if not split.is_same(self.split) or (
-            self.older is not None and totals.step < self.older.step
+            self.window_start is not None and totals.step < self.window_start.step
         ):
-            return replace(watch, split=split, split_step=totals.step, older=None, newer=None)
-        if totals.step <= self.split_step + lag_steps:
+            return replace(
+                watch,
+                split=split,
+                split_since_step=totals.step,
+                window_start=None,
+                next_window_start=None,
+            )
+        if totals.step <= self.split_since_step + lag_steps:
             return watch
         if older is None:
-            return replace(watch, older=totals)
+            return replace(watch, window_start=totals)
         window = build_window(older, totals)
         long = window is not None and window.is_long_enough(window_steps)
-        return replace(watch, older=older, newer=totals) if long else watch
+        return replace(watch, window_start=older, next_window_start=totals) if long else watch
 
     def compute_window(self, totals: StepTotals, min_steps: int) -> WorkWindow | None:
         """Return the window up to these totals if it has at least `min_steps`."""
-        found = build_window(self.older, totals) if self.older is not None else None
+        found = build_window(self.window_start, totals) if self.window_start is not None else None
         return found if found is not None and found.is_long_enough(min_steps) else None
 
     def reset_window(self) -> SplitState:
         """Return the split state of a stopped job, without a window."""
-        trial = replace(self.trial, begins=None) if self.trial is not None else None
-        return replace(self, older=None, newer=None, trial=trial)
+        trial = replace(self.trial, window_start=None) if self.trial is not None else None
+        return replace(self, window_start=None, next_window_start=None, trial=trial)
 
     # -- moves -------------------------------------------------------------------------------------
 
     def record_move(self, step: int, trial: Trial | None) -> SplitState:
         """Return the split state after a move at this step."""
-        return replace(self, moved_step=step, planned_step=step, trial=trial)
+        return replace(self, last_move_step=step, last_plan_step=step, trial=trial)
 
     def record_verdict(self, verdict: Verdict, imbalance: float, step: int) -> SplitState:
         """Return the split state after a verdict. A direction that did not pay requires more gain
         next time.
         """
-        trial, towards = self.trial, verdict.towards
+        trial, towards = self.trial, verdict.direction
         assert trial is not None
-        failures = dict(self.failures)
+        failures = dict(self.failed_moves)
         failures[towards] = 0 if verdict.paid else failures.get(towards, 0) + 1
         bias = dict(self.bias) | {towards: update_bias(trial.bias, verdict)}
         return replace(
             self,
             trial=None,
-            moved_step=step,
+            last_move_step=step,
             verdicts=(*self.verdicts, verdict)[-MAX_VERDICTS:],
-            failures=failures,
-            failed_at=dict(self.failed_at) | ({} if verdict.paid else {towards: imbalance}),
+            failed_moves=failures,
+            failed_imbalance=dict(self.failed_imbalance)
+            | ({} if verdict.paid else {towards: imbalance}),
             bias=bias,
         )

@@ -38,26 +38,26 @@ class Trial:
     """Move that is not judged yet."""
 
     rule: str
-    resident: str  # first new instance
-    before: WorkerSplit
-    after: WorkerSplit
+    instance: str  # first new instance
+    split_before: WorkerSplit
+    split_after: WorkerSplit
     step: int  # of the job, at the decision
-    before_s: float  # seconds of a step, measured
-    predicted_s: float  # seconds of a step, corrected prediction
+    step_before_s: float  # seconds of a step, measured
+    predicted_step_s: float  # seconds of a step, corrected prediction
     bias: float  # correction contained in the prediction
     demand: StepDemand
     rates: StepRates
-    moved: int  # workers
-    error: float  # standard error of `before_s`, as a share of it
-    begins: StepTotals | None = None  # begin of the judged window
+    moved_workers: int  # workers
+    relative_error: float  # standard error of `before_s`, as a share of it
+    window_start: StepTotals | None = None  # begin of the judged window
     settled_step: int | None = None  # step at which the desired state was reached
 
     @property
     def direction(self) -> str:
         """Role that the move gave workers; `DEGREES_DIRECTION` if engines changed degrees."""
-        if self.after.degrees != self.before.degrees:
+        if self.split_after.degrees != self.split_before.degrees:
             return DEGREES_DIRECTION
-        return "training" if self.after.trainers > self.before.trainers else "rollout"
+        return "training" if self.split_after.trainers > self.split_before.trainers else "rollout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Verdict:
     """Predicted and measured effect of a move, in seconds of a step."""
 
     rule: str
-    resident: str
-    towards: str
+    instance: str
+    direction: str
     moved: int
     step: int  # of the job, at the decision
     judged_after: int  # steps from the end of the move
@@ -75,8 +75,8 @@ class Verdict:
     predicted_s: float  # now, with the move
     observed_s: float
     paid: bool
-    was: str = ""  # engines before, if degrees changed
-    became: str = ""  # engines after
+    engines_before: str = ""  # engines before, if degrees changed
+    engines_after: str = ""  # engines after
 
     @property
     def regret_s(self) -> float:
@@ -94,9 +94,9 @@ class Verdict:
         for name in ("rule", "towards", "was", "became"):
             del found[name]
         sides = ("rollout", "training")
-        there, here = sides if self.towards == "training" else sides[::-1]
-        if self.towards == DEGREES_DIRECTION:
-            there, here = self.was, self.became
+        there, here = sides if self.direction == "training" else sides[::-1]
+        if self.direction == DEGREES_DIRECTION:
+            there, here = self.engines_before, self.engines_after
         return found | {
             "policy": self.rule,
             "from": there,
@@ -112,8 +112,8 @@ def update_trial_window(
     """Return the trial with its window begun once all samples of the old split are trained."""
     if trial.settled_step is None:
         return replace(trial, settled_step=totals.step) if is_reconciled else trial
-    if trial.begins is None and totals.step > trial.settled_step + terms.max_staleness:
-        return replace(trial, begins=totals)
+    if trial.window_start is None and totals.step > trial.settled_step + terms.max_staleness:
+        return replace(trial, window_start=totals)
     return trial
 
 
@@ -134,39 +134,44 @@ def judge_trial(
     noise exceeds the difference of the two times.
     """
     verdict = _compute_verdict(trial, evidence, terms)
-    error_s = math.hypot(trial.error * trial.before_s, evidence.error * verdict.observed_s)
+    error_s = math.hypot(
+        trial.relative_error * trial.step_before_s, evidence.error * verdict.observed_s
+    )
     close = abs(verdict.regret_s) < MIN_STANDARD_ERRORS * error_s
     return None if close and evidence.window.steps < MAX_WINDOW_FACTOR * min_steps else verdict
 
 
 def _compute_verdict(trial: Trial, evidence: TrialEvidence, terms: StepTerms) -> Verdict:
-    assert trial.begins is not None and trial.settled_step is not None
-    before_s, now, window = trial.before_s, evidence.demand, evidence.window
+    assert trial.window_start is not None and trial.settled_step is not None
+    before_s, now, window = trial.step_before_s, evidence.demand, evidence.window
     observed_s = window.step_s
-    model_s = predict_step_s(trial.demand, trial.rates, trial.before, terms, before_s)
+    model_s = predict_step_s(trial.demand, trial.rates, trial.split_before, terms, before_s)
     rates = scale_rates(trial.rates, now, trial.demand)
-    goes_s = predict_step_s(now, rates, trial.after, terms, before_s)
+    goes_s = predict_step_s(now, rates, trial.split_after, terms, before_s)
     if evidence.rates is None:
-        stays_s = predict_step_s(now, rates, trial.before, terms, before_s)
-        expected_s = correct_prediction(stays_s, model_s, before_s, trial.error)
+        stays_s = predict_step_s(now, rates, trial.split_before, terms, before_s)
+        expected_s = correct_prediction(stays_s, model_s, before_s, trial.relative_error)
     else:
-        here_s = predict_step_s(now, evidence.rates, trial.after, terms, observed_s)
-        stays_s = predict_step_s(now, evidence.rates, trial.before, terms, observed_s)
+        here_s = predict_step_s(now, evidence.rates, trial.split_after, terms, observed_s)
+        stays_s = predict_step_s(now, evidence.rates, trial.split_before, terms, observed_s)
         expected_s = correct_prediction(stays_s, here_s, observed_s, evidence.error)
     return Verdict(
         rule=trial.rule,
-        resident=trial.resident,
-        towards=trial.direction,
-        moved=trial.moved,
+        instance=trial.instance,
+        direction=trial.direction,
+        moved=trial.moved_workers,
         step=trial.step,
-        judged_after=trial.begins.step + window.steps - trial.settled_step,
-        before_s=trial.before_s,
+        judged_after=trial.window_start.step + window.steps - trial.settled_step,
+        before_s=trial.step_before_s,
         expected_s=expected_s,
-        predicted_s=correct_prediction(goes_s, model_s, before_s, trial.error) * trial.bias,
+        predicted_s=correct_prediction(goes_s, model_s, before_s, trial.relative_error)
+        * trial.bias,
         observed_s=observed_s,
         paid=observed_s < expected_s,
-        was=trial.before.description if trial.direction == DEGREES_DIRECTION else "",
-        became=trial.after.description if trial.direction == DEGREES_DIRECTION else "",
+        engines_before=trial.split_before.description
+        if trial.direction == DEGREES_DIRECTION
+        else "",
+        engines_after=trial.split_after.description if trial.direction == DEGREES_DIRECTION else "",
     )
 
 

@@ -28,24 +28,24 @@ class CorrectionFactor:
     weighed by `DECAY`.
     """
 
-    log: float = 0.0  # of observed over predicted
-    error: float = 0.0  # absolute, of observed over the prediction with the factor before
+    log_ratio: float = 0.0  # of observed over predicted
+    log_error: float = 0.0  # absolute, of observed over the prediction with the factor before
     count: int = 0
 
     @property
     def value(self) -> float:
         """Factor that multiplies a prediction."""
-        return math.exp(self.log)
+        return math.exp(self.log_ratio)
 
     def observe(self, predicted: float, observed: float) -> CorrectionFactor:
         """Return the factor after one more observation."""
         found = math.log(observed) - math.log(predicted)
         found = max(-MAX_LOG_RATIO, min(found, MAX_LOG_RATIO))
         weight = max(1.0 / (self.count + 1), 1.0 - DECAY)
-        missed = abs(found - self.log)
+        missed = abs(found - self.log_ratio)
         return CorrectionFactor(
-            self.log + weight * (found - self.log),
-            self.error + weight * (missed - self.error),
+            self.log_ratio + weight * (found - self.log_ratio),
+            self.log_error + weight * (missed - self.log_error),
             self.count + 1,
         )
 
@@ -68,7 +68,7 @@ class Correction:
 
     def compute_error(self, key: CorrectionKey) -> float:
         """Return the mean relative error of corrected predictions; 0 without an observation."""
-        return math.expm1(self.get_factor(key).error)
+        return math.expm1(self.get_factor(key).log_error)
 
     def observe(self, key: CorrectionKey, predicted: float, observed: float) -> Correction:
         """Return the correction after an observation. `predicted` is the uncorrected prediction.

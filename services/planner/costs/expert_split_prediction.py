@@ -47,10 +47,10 @@ def encode_prediction_inputs(job: PlannedJob, kind_counts: Mapping[str, int]) ->
     accelerators by kind, sizes of a step, kinds with measured profiles, and sampled lengths to
     one digit.
     """
-    lengths, step = job.measured.lengths, (job.groups_per_step, job.group_size, job.bin_tokens)
-    sampled = () if lengths is None else (*lengths.sampled, lengths.prompt)
+    lengths, step = job.measurements.lengths, (job.groups_per_step, job.group_size, job.bin_tokens)
+    sampled = () if lengths is None else (*lengths.sampled_tokens, lengths.mean_prompt_tokens)
     told = [float(f"{tokens:.1g}") for tokens in sampled]
-    return json.dumps([sorted(kind_counts.items()), step, sorted(job.measured.profiles), told])
+    return json.dumps([sorted(kind_counts.items()), step, sorted(job.measurements.profiles), told])
 
 
 def predict_expert_split(
@@ -61,7 +61,7 @@ def predict_expert_split(
     """
     known = [kind for kind in kind_counts if kind in load_accelerators()]
     rising = sorted(known, key=lambda kind: load_accelerators()[kind].flops)
-    if job.shape is None or not job.shape.experts:
+    if job.model_shape is None or not job.model_shape.experts:
         return "the shape of its model is not known as that of a mixture"
     if len(rising) < 2:
         named = ", ".join(sorted(kind_counts)) or "none"
@@ -72,7 +72,7 @@ def predict_expert_split(
             found = _predict_between_kinds(job, kind_counts, fast, slow)
             if found is not None and (best is None or found.tokens_per_s > best.tokens_per_s):
                 best = found
-    ranks = job.need.ranks
+    ranks = job.requirements.ranks
     return best or (
         f"no division of {ranks} ranks between them leaves experts to the slow ones and fits into "
         "their memory"
@@ -84,7 +84,7 @@ def _predict_between_kinds(
 ) -> ExpertSplitPrediction | None:
     profile, profiled = build_profile(job, fast, slow)
     step = _StepSequences(job)
-    ranks = job.need.ranks
+    ranks = job.requirements.ranks
     shapes = [
         shape
         for attention in range(
@@ -111,10 +111,14 @@ def build_profile(job: PlannedJob, fast: str, slow: str) -> tuple[MixtureProfile
     """Return the costs of the job's model on two kinds, and True if they are measured. Emulated
     ranks measure nothing.
     """
-    assert job.shape is not None
-    profile = build_declared_profile(job.shape, fast, slow)
-    again = RECOMPUTE_FACTOR * job.recomputes
-    told = [job.measured.profiles[kind] for kind in (fast, slow) if kind in job.measured.profiles]
+    assert job.model_shape is not None
+    profile = build_declared_profile(job.model_shape, fast, slow)
+    again = RECOMPUTE_FACTOR * job.activation_checkpointing
+    told = [
+        job.measurements.profiles[kind]
+        for kind in (fast, slow)
+        if kind in job.measurements.profiles
+    ]
     if len(told) < 2:
         profile = replace(profile, backward=BACKWARD_FACTOR + again)
         return profile.scale_time(_load_emulation(job).time_scale), False
@@ -125,7 +129,7 @@ def build_profile(job: PlannedJob, fast: str, slow: str) -> tuple[MixtureProfile
 
 def _load_emulation(job: PlannedJob) -> EmulationScale:
     """Return the emulation scale of the job's ranks."""
-    return parse_emulation_scale(job.training_pace) or EmulationScale(1.0)
+    return parse_emulation_scale(job.emulated_training) or EmulationScale(1.0)
 
 
 class _StepSequences:
@@ -135,7 +139,7 @@ class _StepSequences:
         self.token_scale = _load_emulation(job).token_scale  # emulated tokens per real token
         self._bin_tokens = max(1, round(self.token_scale * job.bin_tokens))
         self._length_shares = _compute_length_shares(
-            job.measured.lengths, self._bin_tokens, self.token_scale
+            job.measurements.lengths, self._bin_tokens, self.token_scale
         )
         self._mean_length = sum(length * share for length, share in self._length_shares.items())
         tokens = job.groups_per_step * job.group_size * self._mean_length
@@ -166,10 +170,14 @@ def _compute_length_shares(
     if lengths is None:
         return {max(1, max_tokens // 2): 1.0}
     found: dict[int, float] = {}
-    levels = zip(pairwise(QUANTILES), pairwise(lengths.sampled), strict=True)
+    levels = zip(pairwise(QUANTILES), pairwise(lengths.sampled_tokens), strict=True)
     for (low, high), (shorter, longer) in levels:
         length = max(
-            1, min(max_tokens, round(token_scale * (lengths.prompt + (shorter + longer) / 2)))
+            1,
+            min(
+                max_tokens,
+                round(token_scale * (lengths.mean_prompt_tokens + (shorter + longer) / 2)),
+            ),
         )
         found[length] = found.get(length, 0.0) + high - low
     return found

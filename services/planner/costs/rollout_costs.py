@@ -99,8 +99,8 @@ class EngineGang:
         one, many = self.predict_decode_step_s(1, 0), self.predict_decode_step_s(max(batch, 2.0), 0)
         sequence_s = (many - one) / (max(batch, 2.0) - 1)
         return DecodeCurve(
-            kind=self.accelerator.kind,
-            degree=self.degree,
+            accelerator_kind=self.accelerator.kind,
+            tensor_parallel=self.degree,
             base_s=one - sequence_s,
             sequence_s=sequence_s,
             context_s=self.shape.compute_kv_bytes_per_token(self.degree)

@@ -32,18 +32,20 @@ def update_curves(curves: Curves, measured: Sequence[DecodeCurve]) -> Curves:
     present engines once they have many more steps; other curves remain.
     """
     found = dict(curves)
-    for which in dict.fromkeys((curve.kind, curve.degree) for curve in measured):
-        same = [one for one in measured if (one.kind, one.degree) == which]
+    for which in dict.fromkeys(
+        (curve.accelerator_kind, curve.tensor_parallel) for curve in measured
+    ):
+        same = [one for one in measured if (one.accelerator_kind, one.tensor_parallel) == which]
         before = found.get(which)
-        if not any(one.steps for one in same):
+        if not any(one.fitted_steps for one in same):
             continue
         curve = average_by_steps(same)
         if curve.base_s < 0 or curve.base_s + curve.sequence_s <= 0:
             continue
-        curve = replace(curve, steps=curve.steps // len(same))
-        changed = before is None or abs(curve.steps - before.steps) >= MIN_CURVE_STEPS
+        curve = replace(curve, fitted_steps=curve.fitted_steps // len(same))
+        changed = before is None or abs(curve.fitted_steps - before.fitted_steps) >= MIN_CURVE_STEPS
         if changed and (
-            before is None or curve.steps >= MIN_CURVE_STEPS
+            before is None or curve.fitted_steps >= MIN_CURVE_STEPS
         ):  # a restarted curve is unreliable
             found[which] = curve
     return found if found != curves else curves
@@ -58,7 +60,7 @@ def get_curve(
     found = predict_curve(engine_kind, curves, job)
     if found is None:
         return None
-    factor = correction.get_factor(build_correction_key(job.model, engine_kind)).value
+    factor = correction.get_factor(build_correction_key(job.model_key, engine_kind)).value
     return _scale_curve(found, factor, factor, 1 / factor)
 
 
@@ -70,26 +72,30 @@ def predict_curve(engine_kind: EngineKind, curves: Curves, job: PlannedJob) -> D
     others = [one for (of, other), one in curves.items() if of == kind and other != degree]
     if not others:
         return None
-    base = min(others, key=lambda one: one.degree)
-    there, here = _model_curve(kind, degree, job), _model_curve(kind, base.degree, job)
+    base = min(others, key=lambda one: one.tensor_parallel)
+    there, here = _model_curve(kind, degree, job), _model_curve(kind, base.tensor_parallel, job)
     if there is not None and here is not None:
         steps = there.base_s / here.base_s
         prefill = there.prefill_tokens_per_s / here.prefill_tokens_per_s
     else:
-        pace = _load_emulation(job.pace)  # collectives' share of a decode step of one worker
+        pace = _load_emulation(
+            job.emulated_engine
+        )  # collectives' share of a decode step of one worker
         waits = (
             pace.with_tensor_parallel(2).collectives_s / pace.decode_step_s
             if pace
             else COLLECTIVES_SHARE
         )
-        steps = _compute_relative_step(degree, waits) / _compute_relative_step(base.degree, waits)
+        steps = _compute_relative_step(degree, waits) / _compute_relative_step(
+            base.tensor_parallel, waits
+        )
         rates = [
             pace.with_tensor_parallel(one).prefill_tokens_per_s if pace else float(one)
-            for one in (degree, base.degree)
+            for one in (degree, base.tensor_parallel)
         ]
         prefill = rates[0] / rates[1]
-    found = _scale_curve(base, steps, base.degree / degree, prefill)
-    return replace(found, degree=degree, steps=0)
+    found = _scale_curve(base, steps, base.tensor_parallel / degree, prefill)
+    return replace(found, tensor_parallel=degree, fitted_steps=0)
 
 
 def _model_curve(kind: str, degree: int, job: PlannedJob) -> DecodeCurve | None:
@@ -102,9 +108,14 @@ def _model_curve(kind: str, degree: int, job: PlannedJob) -> DecodeCurve | None:
 
 def _build_engine_gang(kind: str, degree: int, job: PlannedJob) -> EngineGang | None:
     on = accelerators.load_accelerators().get(accelerators.match_kind(kind))
-    if job.pace or job.shape is None or on is None or not job.shape.can_split(degree):
+    if (
+        job.emulated_engine
+        or job.model_shape is None
+        or on is None
+        or not job.model_shape.can_split(degree)
+    ):
         return None
-    return EngineGang(job.shape, on, degree)
+    return EngineGang(job.model_shape, on, degree)
 
 
 def compute_kv_capacity(engine_kind: EngineKind, job: PlannedJob) -> float:
@@ -125,7 +136,7 @@ def update_correction(
         foretold = predict_curve(which, after, job)
         if foretold is not None and which[1] != _find_base_degree(after, which[0]):
             correction = correction.observe(
-                build_correction_key(job.model, which),
+                build_correction_key(job.model_key, which),
                 compute_typical_step_s(foretold),
                 compute_typical_step_s(one),
             )
@@ -143,7 +154,7 @@ def compare_with_predictions(
         foretold = predict_curve(which, curves, job)
         if foretold is None or which[1] == _find_base_degree(curves, which[0]):
             continue
-        of = build_correction_key(job.model, which)
+        of = build_correction_key(job.model_key, which)
         found[f"{of.role} on {of.kind}"] = {
             "predicted_s": float(f"{correction.correct(of, compute_typical_step_s(foretold)):.4g}"),
             "observed_s": float(f"{compute_typical_step_s(one):.4g}"),
@@ -171,20 +182,20 @@ def average_by_steps(curves: Sequence[DecodeCurve]) -> DecodeCurve:
     """Average curves of equal engines, weighed by their fitted steps; at least one curve has
     steps.
     """
-    steps = sum(one.steps for one in curves)
+    steps = sum(one.fitted_steps for one in curves)
 
     def of(name: str) -> float:
-        return float(sum(getattr(one, name) * one.steps for one in curves) / steps)
+        return float(sum(getattr(one, name) * one.fitted_steps for one in curves) / steps)
 
     return DecodeCurve(
-        curves[0].kind,
-        curves[0].degree,
+        curves[0].accelerator_kind,
+        curves[0].tensor_parallel,
         of("base_s"),
         of("sequence_s"),
         of("context_s"),
         of("prefill_tokens_per_s"),
         steps,
-        max(one.most_tokens_per_s for one in curves),
+        max(one.max_tokens_per_s for one in curves),
     )
 
 

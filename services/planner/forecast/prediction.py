@@ -59,10 +59,10 @@ def measure_demand(
         return None
     return StepDemand(
         trajectories=terms.groups_per_step * work.trajectories / work.groups,
-        sampled=work.sampled / work.trajectories,
+        sampled_tokens=work.sampled / work.trajectories,
         tool_s=work.tool_s / work.trajectories,
-        trained=work.tokens / window.steps,
-        shape=lengths.sampled if lengths is not None else (),
+        trained_tokens=work.tokens / window.steps,
+        length_quantiles=lengths.sampled_tokens if lengths is not None else (),
     )
 
 
@@ -82,16 +82,17 @@ def measure_rates(
         return None
     alone_s = work.work_s / window.steps
     busy_s = (work.busy_s - work.held_s) / window.steps
-    curve = average_curve(curves, demand.sampled / 2)
+    curve = average_curve(curves, demand.sampled_tokens / 2)
     batch = min(work.engine_s / window.seconds / split.engines, float(terms.engine_slots))
     return StepRates(
         curve=curve,
         friction=work.engine_s / work.sampled / curve.predict_step_s(batch),
-        work_s=alone_s,
+        gradient_s=alone_s,
         fixed_s=max(
-            0.0, busy_s - alone_s * compute_gradient_share(split.trainers, demand.trained, terms)
+            0.0,
+            busy_s - alone_s * compute_gradient_share(split.trainers, demand.trained_tokens, terms),
         ),
-        cores=core_share,
+        core_share=core_share,
     )
 
 
@@ -102,9 +103,11 @@ def predict_step(
     the rates; the host's cores were busy for their share of it.
     """
     return StepPrediction(
-        rollout_s=simulate_step_s(demand, replace(rates, work_s=0.0, fixed_s=0.0), split, terms),
+        rollout_s=simulate_step_s(
+            demand, replace(rates, gradient_s=0.0, fixed_s=0.0), split, terms
+        ),
         train_s=rates.fixed_s
-        + rates.work_s * compute_gradient_share(split.trainers, demand.trained, terms),
+        + rates.gradient_s * compute_gradient_share(split.trainers, demand.trained_tokens, terms),
         host_s=_predict_host_s(rates, step_s),
         step_s=predict_step_s(demand, rates, split, terms, step_s),
     )
@@ -138,24 +141,24 @@ def correct_prediction(
 
 
 def _predict_host_s(rates: StepRates, step_s: float) -> float:
-    return step_s * rates.cores / MAX_CORE_SHARE
+    return step_s * rates.core_share / MAX_CORE_SHARE
 
 
 def scale_rates(rates: StepRates, new_demand: StepDemand, measured_demand: StepDemand) -> StepRates:
     """Scale the rates to another demand: gradient time is proportional to trained tokens."""
     ratio = (
-        new_demand.trained / measured_demand.trained
-        if measured_demand.trained > 0 and new_demand.trained > 0
+        new_demand.trained_tokens / measured_demand.trained_tokens
+        if measured_demand.trained_tokens > 0 and new_demand.trained_tokens > 0
         else 1.0
     )
-    return replace(rates, work_s=rates.work_s * ratio)
+    return replace(rates, gradient_s=rates.gradient_s * ratio)
 
 
 def average_curve(curves: Sequence[DecodeCurve], context: float = 0.0) -> DecodeCurve:
     """Average the curves for sequences with `context` tokens. Without a valid curve return a
     constant step time, so that latency alone limits the step.
     """
-    known = [curve for curve in curves if curve.steps > 0 and curve.base_s >= 0]
+    known = [curve for curve in curves if curve.fitted_steps > 0 and curve.base_s >= 0]
     if not known:
         return DecodeCurve("", 1, 1.0)
     found = average_by_steps(known)

@@ -24,10 +24,12 @@ class StepDemand:
     """Demand of a step, independent of the split."""
 
     trajectories: float  # per step
-    sampled: float  # tokens per trajectory
+    sampled_tokens: float  # tokens per trajectory
     tool_s: float  # seconds per trajectory
-    trained: float  # tokens per step
-    shape: tuple[float, ...] = ()  # tokens of a trajectory at each of `QUANTILES`; empty: not known
+    trained_tokens: float  # tokens per step
+    length_quantiles: tuple[
+        float, ...
+    ] = ()  # tokens of a trajectory at each of `QUANTILES`; empty: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,9 @@ class StepRates:
 
     curve: DecodeCurve  # of its engines
     friction: float  # seconds per token of a trajectory, relative to the curve
-    work_s: float  # seconds of a step's gradients on one worker
+    gradient_s: float  # seconds of a step's gradients on one worker
     fixed_s: float  # seconds per step, independent of the number of workers
-    cores: float  # share of the host's cores that were busy; 0: not known
+    core_share: float  # share of the host's cores that were busy; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class WorkerSplit:
     engines: int
     trainers: int
     degrees: tuple[int, ...] = ()  # descending; empty: one worker each
-    speed: float = 1.0  # rollout speed relative to the split of the rates
-    width: float = 1.0  # number of engines in parallel, relative to the split of the rates
+    relative_speed: float = 1.0  # rollout speed relative to the split of the rates
+    relative_width: float = 1.0  # number of engines in parallel, relative to the split of the rates
 
     def is_same(self, other: WorkerSplit | None) -> bool:
         """Return True if the workers and degrees are the same, whatever the reference of

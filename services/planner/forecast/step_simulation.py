@@ -46,7 +46,7 @@ def simulate_step_s(
     )
     lag = terms.max_staleness
     steps = max(steps, 2 * (lag + 1))
-    drawn = _draw_groups(demand.shape, groups * (steps + lag + 1), terms.group_size)
+    drawn = _draw_groups(demand.length_quantiles, groups * (steps + lag + 1), terms.group_size)
     return _StepSimulation(demand, rates, split, terms, drawn, groups).simulate_mean_step_s(steps)
 
 
@@ -70,7 +70,9 @@ class _StepSimulation:
             groups_per_step,
             drawn_groups,
         )
-        self._engine_count = split.engines * split.width * groups_per_step / terms.groups_per_step
+        self._engine_count = (
+            split.engines * split.relative_width * groups_per_step / terms.groups_per_step
+        )
         self._time_s = 0.0  # seconds,
         self._progress_tokens = 0.0  # and tokens of a trajectory that was always active
         self._at_engines: list[tuple[float, int]] = []  # at engines: (progress at its end, group)
@@ -124,7 +126,7 @@ class _StepSimulation:
             heappush(there, (self._progress_tokens + tokens, group))
 
     def _open_groups(self, groups: int) -> None:
-        mean, tool_s = self._demand.sampled, self._demand.tool_s
+        mean, tool_s = self._demand.sampled_tokens, self._demand.tool_s
         for group in range(len(self._start_versions), len(self._start_versions) + groups):
             members = self._drawn_groups[group % len(self._drawn_groups)][0]
             self._start_versions.append(self._version)
@@ -153,9 +155,9 @@ class _StepSimulation:
         drawn = self._drawn_groups
         more = sum(drawn[group % len(drawn)][1] for group in taken) / members
         part = compute_gradient_share(
-            self._split.trainers, more * self._demand.trained, self._terms
+            self._split.trainers, more * self._demand.trained_tokens, self._terms
         )
-        return self._rates.fixed_s + more * self._rates.work_s * part
+        return self._rates.fixed_s + more * self._rates.gradient_s * part
 
     def _compute_token_rate(self, active: int) -> float:
         known = self._token_rates.get(active)
@@ -163,7 +165,7 @@ class _StepSimulation:
             slots = float(self._terms.engine_slots)
             batch = max(1.0, active / self._engine_count)
             token_s = self._rates.friction * self._rates.curve.predict_step_s(min(batch, slots))
-            known = self._split.speed * min(1.0, slots / batch) / max(token_s, 1e-9)
+            known = self._split.relative_speed * min(1.0, slots / batch) / max(token_s, 1e-9)
             self._token_rates[active] = known
         return known
 

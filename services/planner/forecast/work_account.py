@@ -29,19 +29,21 @@ MAX_PROCESSES = 16  # processes of a job that are remembered, as a process may r
 class WorkAccount:
     """Work account of one job."""
 
-    last: Mapping[str, MeasuredWork] = field(default_factory=dict)  # by process: its last counters
+    last_by_process: Mapping[str, MeasuredWork] = field(
+        default_factory=dict
+    )  # by process: its last counters
     total: MeasuredWork = field(default_factory=MeasuredWork)
 
     def credit(self, measured: Measurements) -> WorkAccount:
         """Return the account with the work since the last snapshot added."""
-        total, last = self.total, dict(self.last)
-        for source, work in measured.work.items():
+        total, last = self.total, dict(self.last_by_process)
+        for source, work in measured.work_by_process.items():
             before = last.pop(source, MeasuredWork())
             if work != before:
                 total = total + (work - before)
             last[source] = work
         for source in list(last)[: max(0, len(last) - MAX_PROCESSES)]:
-            if source not in measured.work:
+            if source not in measured.work_by_process:
                 del last[source]
         return WorkAccount(last, total)
 
@@ -51,8 +53,8 @@ class StepTotals:
     """Totals of a job at a number of steps."""
 
     step: int
-    ms: int
-    total: MeasuredWork
+    at_ms: int
+    work: MeasuredWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class StepEnds:
             return self
         ends = self.ends if not self.ends or self.ends[-1][0] < totals.step else ()
         return StepEnds(
-            (*ends, (totals.step, round(compute_stepping_s(totals.total), 4)))[-MAX_STEP_ENDS:]
+            (*ends, (totals.step, round(compute_stepping_s(totals.work), 4)))[-MAX_STEP_ENDS:]
         )
 
     def estimate_deviation(self, first_step: int, last_step: int) -> float:
@@ -131,7 +133,7 @@ def build_window(first: StepTotals, last: StepTotals) -> WorkWindow | None:
     """Build the window between two totals. Return None without a completed step, or across
     lineages.
     """
-    steps, seconds = last.step - first.step, (last.ms - first.ms) / 1000
+    steps, seconds = last.step - first.step, (last.at_ms - first.at_ms) / 1000
     if steps <= 0 or seconds <= 0:
         return None
-    return WorkWindow(steps, seconds, last.total - first.total)
+    return WorkWindow(steps, seconds, last.work - first.work)

@@ -46,12 +46,12 @@ class GangServer:
     @property
     def kind(self) -> str:
         """Kind of its accelerators."""
-        return self.curve.kind
+        return self.curve.accelerator_kind
 
     @property
     def degree(self) -> int:
         """Degree of tensor parallelism: accelerators that it takes, all of one node."""
-        return self.curve.degree
+        return self.curve.tensor_parallel
 
     def predict_tokens_per_s(self, context: float) -> float:
         """Predict tokens per second with as many sequences of `context` tokens as fit."""

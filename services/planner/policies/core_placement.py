@@ -35,7 +35,7 @@ def place_core(draft: PoolDraft, job: PlannedJob, share_workers: int, core_place
     if not workers:
         return
     snapshot = draft.snapshot
-    had = any(r.job == job.id for gang in snapshot.gangs for r in gang.residents)
+    had = any(r.job == job.id for gang in snapshot.gangs for r in gang.instances)
     rule = "repair" if had or job.steps_done else "default"
     why = Rationale(rule, job.id, {"entitled": share_workers})
     # A sleeping instance on a single worker stays; a gang that is replaced loses all instances.
@@ -50,16 +50,22 @@ def place_core(draft: PoolDraft, job: PlannedJob, share_workers: int, core_place
         }
     for seated in leave.values():
         draft.remove_instance(seated, why)
-    draft.place_instance(workers, job.id, Role.TRAINING, why, core=True, apart=job.need.apart)
+    draft.place_instance(
+        workers, job.id, Role.TRAINING, why, core=True, apart=job.requirements.expert_split
+    )
 
 
 def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> list[str]:
     """Choose the workers of a new core, in rank order; none while they are not available."""
-    ranks = job.need.ranks
+    ranks = job.requirements.ranks
     own = draft.get_instances(job.id)
     if ranks > 1:
         near = [w for w in draft.placeable_workers if draft.get_place(w) == core_place]
-        wanted = [w for w in near if match_kind(draft.workers[w].accelerator) in job.need.kinds]
+        wanted = [
+            w
+            for w in near
+            if match_kind(draft.workers[w].accelerator) in job.requirements.expert_split_kinds
+        ]
         near = wanted if len(wanted) >= ranks else near  # of the kinds for the expert split
     else:
         mine = [
@@ -83,12 +89,12 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
         offers.setdefault(host, []).append(
             (_compute_worker_cost(draft, job, own, worker), id_sort_key(worker))
         )
-    if job.need.attention:
+    if job.requirements.attention_ranks:
         known = load_accelerators()
         kinds = {worker: match_kind(draft.workers[worker].accelerator) for worker in near}
         speeds = {w: known[kind].flops if kind in known else 0.0 for w, kind in kinds.items()}
         looks = (
-            choose_two_kinds(offers, speeds, job.need.attention, ranks, m)
+            choose_two_kinds(offers, speeds, job.requirements.attention_ranks, ranks, m)
             for m in (IDLE_COST_LIMIT, *COST_LIMITS)
         )
     else:
@@ -164,12 +170,12 @@ def _compute_worker_cost(
         (_compute_removal_cost(job, own_instances, seated) for seated in there if seated.is_awake),
         default=1,
     )
-    if job.need.ranks > 1:  # its gang may have to be dissolved
+    if job.requirements.ranks > 1:  # its gang may have to be dissolved
         beside = draft.list_gang_neighbours(worker)
         there += beside
         for seated in beside:
             if seated.is_awake:  # a core with a checkpoint continues in another gang
-                last = seated.instance.core or seated.instance.turns
+                last = seated.instance.core or seated.instance.time_sliced
                 dear = last and _can_leave(draft, seated)
                 cost = max(
                     cost,
@@ -180,13 +186,13 @@ def _compute_worker_cost(
     asleep = [s for s in there if not s.is_awake]
     if any(not s.instance.is_reconciled for s in asleep):
         return UNAVAILABLE_COST
-    if asleep and job.need.ranks > 1:
+    if asleep and job.requirements.ranks > 1:
         return UNAVAILABLE_COST if any(not _can_leave(draft, s) for s in asleep) else max(cost, 8)
     return cost + 2 * bool(asleep)
 
 
 def _can_host_core(draft: PoolDraft, job: PlannedJob, worker: str) -> bool:
-    need = estimate_accelerator_bytes(Role.TRAINING, True, job.need.ranks, job.need)
+    need = estimate_accelerator_bytes(Role.TRAINING, True, job.requirements.ranks, job.requirements)
     return has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, need)
 
 
@@ -197,7 +203,7 @@ def _compute_removal_cost(
     if resident.core:
         return UNAVAILABLE_COST
     if resident.job != job.id:  # its job gets another worker for it
-        return UNAVAILABLE_COST if job.need.ranks == 1 or resident.turns else 6
+        return UNAVAILABLE_COST if job.requirements.ranks == 1 or resident.time_sliced else 6
     order = {Role.TRAINING: 0, Role.SCORING: 3}
     return order.get(resident.role, 2 if len(own_instances.engines) > 1 else 4)
 
@@ -205,4 +211,4 @@ def _compute_removal_cost(
 def _can_leave(draft: PoolDraft, placement: InstancePlacement) -> bool:
     """Return True if an instance may leave: a checkpoint covers all of its state."""
     job = next((j for j in draft.snapshot.jobs if j.id == placement.instance.job), None)
-    return job is None or job.checkpointed
+    return job is None or job.has_checkpoint

@@ -46,7 +46,7 @@ def add_engines(draft: PoolDraft, job: PlannedJob, max_workers: int, rationale: 
     workers.
     """
     taken = 0
-    for degree in job.need.degrees:
+    for degree in job.requirements.tensor_parallel:
         if degree == 1:
             while taken < max_workers and (worker := _find_idle_worker(draft, job)):
                 draft.place_instance([worker], job.id, Role.ROLLOUT, rationale)
@@ -54,7 +54,7 @@ def add_engines(draft: PoolDraft, job: PlannedJob, max_workers: int, rationale: 
             continue
         if max_workers - taken < degree:
             break
-        for there in find_idle_workers(draft, job.need, degree).values():
+        for there in find_idle_workers(draft, job.requirements, degree).values():
             for start in range(0, len(there) - degree + 1, degree):
                 if max_workers - taken >= degree:
                     draft.place_instance(
@@ -74,7 +74,7 @@ def place_only_engine(
     """Place a job's only engine on at most `max_workers`. Use idle workers, or workers that hybrids
     and smaller engines of other jobs leave.
     """
-    for degree in job.need.degrees:
+    for degree in job.requirements.tensor_parallel:
         if degree > max_workers:
             return
         found = _find_only_engine_workers(draft, job, degree)
@@ -88,11 +88,11 @@ def has_no_engine_place(draft: PoolDraft, job: PlannedJob) -> bool:
     it.
     """
     lacks = (
-        job.need.rolls_out
-        and job.need.smallest_engine > 1
+        job.requirements.needs_rollout
+        and job.requirements.smallest_engine > 1
         and not draft.get_instances(job.id).engines
     )
-    return lacks and _find_only_engine_workers(draft, job, job.need.smallest_engine) is None
+    return lacks and _find_only_engine_workers(draft, job, job.requirements.smallest_engine) is None
 
 
 def reshape_engines(
@@ -113,9 +113,9 @@ def reshape_engines(
     hybrid that this creates is a move with `details`.
     """
     rationale = rationale or Rationale("shape", job.id, {"degrees": list(desired_degrees)})
-    allowed = draft.requirements_by_job[job.id].degrees
+    allowed = draft.requirements_by_job[job.id].tensor_parallel
     degrees = sorted((d for d in desired_degrees if d in allowed), reverse=True) or [
-        job.need.smallest_engine
+        job.requirements.smallest_engine
     ]
     kept, surplus, lacking = _match_engines(draft.get_instances(job.id).engines, degrees)
     there = draft.get_instances(job.id).hybrids  # of the removable ones the last first
@@ -143,7 +143,7 @@ def reshape_engines(
         return True
     told = {"policy": rationale.rule, **(details or {}), "to": Role.TRAINING}
     while len(draft.get_instances(job.id).hybrids) < hybrids:  # on idle workers
-        worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job.need, w))
+        worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job.requirements, w))
         if not worker:
             return False
         made = make_reversible_move(draft, job.id, Role.ROLLOUT, told)
@@ -208,7 +208,7 @@ def _find_workers(
     costs = {one.instance.id: SURPLUS_COST for one in surplus_engines}
     costs |= {one.instance.id: SPARE_HYBRID_COST for one in spare_hybrids}
     return gather_workers(
-        draft, job.need, degree, lambda one: costs.get(one.instance.id, IMMOVABLE_COST)
+        draft, job.requirements, degree, lambda one: costs.get(one.instance.id, IMMOVABLE_COST)
     )
 
 
@@ -226,7 +226,7 @@ def _find_only_engine_workers(
 
     def cost(seated: InstancePlacement) -> int:
         resident = seated.instance
-        if resident.core or resident.turns or resident.role == Role.SCORING:
+        if resident.core or resident.time_sliced or resident.role == Role.SCORING:
             return IMMOVABLE_COST
         if resident.job == job.id:
             return PINNED_COST if resident.pinned else HYBRID_COST
@@ -234,12 +234,14 @@ def _find_only_engine_workers(
             IMMOVABLE_COST if len(seated.workers) >= degree or resident.pinned else OTHER_JOB_COST
         )
 
-    return gather_workers(draft, job.need, degree, cost)
+    return gather_workers(draft, job.requirements, degree, cost)
 
 
 def _find_idle_worker(draft: PoolDraft, job: PlannedJob) -> str:
     """Return an idle worker for an engine of one worker; empty without one."""
-    return draft.find_free_worker(lambda worker: can_host_engine(draft, job.need, worker, 1))
+    return draft.find_free_worker(
+        lambda worker: can_host_engine(draft, job.requirements, worker, 1)
+    )
 
 
 def find_engine_around(draft: PoolDraft, job: PlannedJob, worker: str) -> GatheredWorkers | None:
@@ -247,7 +249,7 @@ def find_engine_around(draft: PoolDraft, job: PlannedJob, worker: str) -> Gather
     leave. Use idle workers of its host and workers of the job's hybrids. Return None if there
     are too few.
     """
-    degree, host = job.need.smallest_engine, draft.workers[worker].host
+    degree, host = job.requirements.smallest_engine, draft.workers[worker].host
     there = {
         one.instance.id: one
         for one in (
@@ -258,14 +260,16 @@ def find_engine_around(draft: PoolDraft, job: PlannedJob, worker: str) -> Gather
     if any(one.instance.core or not one.is_awake for one in there.values()):
         return None
     helpers = [one for one in draft.get_instances(job.id).hybrids if not one.instance.pinned]
-    near = [w for w in find_idle_workers(draft, job.need, degree).get(host, []) if w != worker]
+    near = [
+        w for w in find_idle_workers(draft, job.requirements, degree).get(host, []) if w != worker
+    ]
     lending = {
         one.workers[0]: one
         for one in helpers
         if draft.workers[one.workers[0]].host == host and one.instance.id not in there
     }
     others = [*near, *lending][: degree - 1]
-    if len(others) < degree - 1 or not can_host_engine(draft, job.need, worker, degree):
+    if len(others) < degree - 1 or not can_host_engine(draft, job.requirements, worker, degree):
         return None
     leave = [*there.values(), *(lending[name] for name in others if name in lending)]
     return GatheredWorkers(tuple(sorted([worker, *others], key=id_sort_key)), tuple(leave))

@@ -30,14 +30,14 @@ def evict_lost(draft: PoolDraft, presence: PoolPresence) -> None:
         if known.issuperset(gang.workers):
             continue
         gone = {rank for rank, worker in enumerate(gang.workers) if worker not in known}
-        hit = [r for r in gang.residents if 0 in gone or gone.intersection(r.ranks)]
+        hit = [r for r in gang.instances if 0 in gone or gone.intersection(r.ranks)]
         short = {resident.job for resident in hit}
-        for resident in gang.residents:
-            if resident in hit or (resident.turns and resident.job in short):
+        for resident in gang.instances:
+            if resident in hit or (resident.time_sliced and resident.job in short):
                 draft.remove_instance(
                     draft.placements_by_job[resident.job][resident.id], Rationale("lost")
                 )
-        if gang.id in draft.gangs and not draft.gangs[gang.id].residents:
+        if gang.id in draft.gangs and not draft.gangs[gang.id].instances:
             draft.dissolve_gang(gang, Rationale("lost"))
 
 
@@ -80,12 +80,12 @@ def evict_displaced(
     home = division.core_places.get(job.id)
     core = draft.get_instances(job.id).core
     stays = False
-    if core is not None and not job.checkpointed:
+    if core is not None and not job.has_checkpoint:
         hosts = {draft.workers[worker].host for worker in core.workers}
         waited_s = max(
             compute_absence_s(presence.away_since, one, draft.snapshot.now_ms) for one in hosts
         )
-        stays = waited_s <= draft.snapshot.settings.move_s
+        stays = waited_s <= draft.snapshot.settings.move_timeout_s
     for seated in draft.get_instances(job.id).placements:
         out = not draft.usable_workers.issuperset(seated.workers)
         displaced = False
@@ -93,7 +93,7 @@ def evict_displaced(
             displaced = {draft.get_place(worker) for worker in seated.workers} != {home}
         if not out and not displaced:
             continue
-        if stays and (seated.instance.core or seated.instance.turns):
+        if stays and (seated.instance.core or seated.instance.time_sliced):
             continue
         hosts = {draft.workers[worker].host for worker in seated.workers}
         rule = "drain" if out else "share"

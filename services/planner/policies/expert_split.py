@@ -37,42 +37,50 @@ EXPERT_SPLIT_RULE = "mixture"
 class ExpertSplitState:
     """Expert split of one job. Rates are trained tokens per second; 0: not known."""
 
-    wanted: ExpertSplit | None = None  # desired split; None: uniform ranks
-    best: ExpertSplit | None = None  # split with the highest prediction
+    desired_split: ExpertSplit | None = None  # desired split; None: uniform ranks
+    predicted_split: ExpertSplit | None = None  # split with the highest prediction
     kinds: tuple[str, ...] = ()  # its kinds: of attention, of experts
-    predicted: float = 0.0  # with `best`
-    alike: float = 0.0  # with uniform ranks
-    profiled: bool = False  # True if the prediction uses measured profiles
-    sampled: bool = False  # True if it uses sampled lengths
-    observed: Mapping[tuple[int, ...], float] = field(
+    predicted_tokens_per_s: float = 0.0  # with `best`
+    uniform_tokens_per_s: float = 0.0  # with uniform ranks
+    is_measured: bool = False  # True if the prediction uses measured profiles
+    has_sampled_lengths: bool = False  # True if it uses sampled lengths
+    observed_tokens_per_s: Mapping[tuple[int, ...], float] = field(
         default_factory=dict
     )  # by `ExpertSplit.to_list`
     window: tuple[str, MeasuredWork] | None = (
         None  # the process, and its work at the begin of the window
     )
-    changes: int = 0
-    why: str = ""
-    begun: bool = False  # a core has run: repeated steps use the same split
-    priced: str = ""  # inputs of the last prediction: `encode_prediction_inputs`
+    change_count: int = 0
+    reason: str = ""
+    has_started: bool = False  # a core has run: repeated steps use the same split
+    predicted_inputs: str = ""  # inputs of the last prediction: `encode_prediction_inputs`
 
     def estimate_tokens_per_s(self, expert_split: ExpertSplit | None) -> float:
         """Return the measured or predicted rate of a split. If uniform ranks were measured slower
         than predicted, scale the predictions of splits down too. Do not scale up, so that a
         disappointing split is compared with the measured uniform ranks.
         """
-        if (key := _encode_split(expert_split)) in self.observed:
-            return self.observed[key]
+        if (key := _encode_split(expert_split)) in self.observed_tokens_per_s:
+            return self.observed_tokens_per_s[key]
         if expert_split is None:
-            return self.alike
-        off = self.observed[()] / self.alike if self.alike and () in self.observed else 1.0
-        return self.predicted * min(off, 1.0) if expert_split == self.best else 0.0
+            return self.uniform_tokens_per_s
+        off = (
+            self.observed_tokens_per_s[()] / self.uniform_tokens_per_s
+            if self.uniform_tokens_per_s and () in self.observed_tokens_per_s
+            else 1.0
+        )
+        return (
+            self.predicted_tokens_per_s * min(off, 1.0)
+            if expert_split == self.predicted_split
+            else 0.0
+        )
 
 
 def choose_expert_split(
     draft: PoolDraft, job: PlannedJob, previous: ExpertSplitState | None
 ) -> tuple[PlannedJob, ExpertSplitState | None]:
     """Return the job with the expert split of its core, and the state to remember."""
-    if not job.need.divides:
+    if not job.requirements.auto_expert_split:
         return job, None
     core = draft.get_instances(job.id).core
     if previous is None and core is None and draft.snapshot.is_gathering_workers:
@@ -80,39 +88,51 @@ def choose_expert_split(
     found = _update_prediction(draft, job, previous or ExpertSplitState())
     if core is not None:
         found = _record_throughput(job, core, found)
-        running = found.observed.get(
-            _encode_split(core.instance.apart), 0.0
+        running = found.observed_tokens_per_s.get(
+            _encode_split(core.instance.expert_split), 0.0
         )  # 0: measured for too short a time
-        found = _choose_split(found, core.instance.apart, bool(running))
-        found, core = _apply_split(draft, job, core, replace(found, begun=True))
-    elif not found.begun:
+        found = _choose_split(found, core.instance.expert_split, bool(running))
+        found, core = _apply_split(draft, job, core, replace(found, has_started=True))
+    elif not found.has_started:
         found = _choose_split(found, None, True)
-    apart = core.instance.apart if core is not None else found.wanted
-    attention = apart.attention if apart is not None else 0
+    apart = core.instance.expert_split if core is not None else found.desired_split
+    attention = apart.attention_ranks if apart is not None else 0
     kinds = found.kinds if apart is not None else found.kinds[:1]  # if there are enough of that
-    need = replace(job.need, attention=attention, apart=apart, kinds=kinds)
+    need = replace(
+        job.requirements, attention_ranks=attention, expert_split=apart, expert_split_kinds=kinds
+    )
     draft.requirements_by_job[job.id] = need
-    return replace(job, need=need), found
+    return replace(job, requirements=need), found
 
 
 def describe_expert_split(state: ExpertSplitState) -> str:
     """Describe the split for users."""
     if not state.kinds:
-        return f"its ranks are all alike: {state.why}"
+        return f"its ranks are all alike: {state.reason}"
     fast, slow = state.kinds
-    by = "as ranks have measured" if state.profiled else "as declared"
-    best = state.best
+    by = "as ranks have measured" if state.is_measured else "as declared"
+    best = state.predicted_split
     assert best is not None
     parts = [
-        f"attention on {best.attention} ranks of {fast} and experts on {slow}, {best.micro_batches}"
-        f" micro-batches: {state.predicted:,.0f} tokens a second predicted ({by}), "
-        + (f"{state.alike:,.0f} with ranks all alike" if state.alike else "alike do not fit")
+        f"attention on {best.attention_ranks} ranks of {fast} and experts on {slow}, {best.micro_batches}"
+        f" micro-batches: {state.predicted_tokens_per_s:,.0f} tokens a second predicted ({by}), "
+        + (
+            f"{state.uniform_tokens_per_s:,.0f} with ranks all alike"
+            if state.uniform_tokens_per_s
+            else "alike do not fit"
+        )
     ]
-    for key, rate in state.observed.items():
+    for key, rate in state.observed_tokens_per_s.items():
         what = f"{key[0]} with attention and {key[1]} micro-batches" if key else "ranks all alike"
         parts.append(f"{what}: {rate:,.0f} observed")
-    now = "all alike" if state.wanted is None else f"{state.wanted.attention} with attention"
-    return "; ".join([*parts, f"its ranks are {now}" + (f": {state.why}" if state.why else "")])
+    now = (
+        "all alike"
+        if state.desired_split is None
+        else f"{state.desired_split.attention_ranks} with attention"
+    )
+    return "; ".join(
+        [*parts, f"its ranks are {now}" + (f": {state.reason}" if state.reason else "")]
+    )
 
 
 def _update_prediction(
@@ -121,30 +141,34 @@ def _update_prediction(
     """Update the prediction when more is known: measured profiles of both kinds, or sampled
     lengths.
     """
-    profiled = all(kind in job.measured.profiles for kind in previous.kinds)
-    sampled = job.measured.lengths is not None
-    less = previous.profiled > profiled or previous.sampled > sampled
-    if previous.kinds and (less or (previous.profiled, previous.sampled) == (profiled, sampled)):
+    profiled = all(kind in job.measurements.profiles for kind in previous.kinds)
+    sampled = job.measurements.lengths is not None
+    less = previous.is_measured > profiled or previous.has_sampled_lengths > sampled
+    if previous.kinds and (
+        less or (previous.is_measured, previous.has_sampled_lengths) == (profiled, sampled)
+    ):
         return previous
     there = _count_kinds(draft, job)
-    if previous.why and not previous.kinds and len(there) < 2:
+    if previous.reason and not previous.kinds and len(there) < 2:
         return previous  # unchanged
     inputs = encode_prediction_inputs(job, there)
-    if inputs == previous.priced:
+    if inputs == previous.predicted_inputs:
         return previous
     found = predict_expert_split(job, there)
     if not isinstance(found, ExpertSplitPrediction):
-        return replace(previous, priced=inputs, why=previous.why if previous.kinds else found)
+        return replace(
+            previous, predicted_inputs=inputs, reason=previous.reason if previous.kinds else found
+        )
     return replace(
         previous,
-        best=found.expert_split,
+        predicted_split=found.expert_split,
         kinds=found.kinds,
-        predicted=found.tokens_per_s,
-        alike=found.uniform_tokens_per_s,
-        profiled=found.is_measured,
-        sampled=sampled,
-        why="",
-        priced=inputs,
+        predicted_tokens_per_s=found.tokens_per_s,
+        uniform_tokens_per_s=found.uniform_tokens_per_s,
+        is_measured=found.is_measured,
+        has_sampled_lengths=sampled,
+        reason="",
+        predicted_inputs=inputs,
     )
 
 
@@ -166,7 +190,11 @@ def _record_throughput(
     job: PlannedJob, core: InstancePlacement, state: ExpertSplitState
 ) -> ExpertSplitState:
     """Return the state with the measured rate of a completed window of steps of the core."""
-    live = {name: work for name, work in job.measured.work.items() if work.steps >= WARMUP_STEPS}
+    live = {
+        name: work
+        for name, work in job.measurements.work_by_process.items()
+        if work.steps >= WARMUP_STEPS
+    }
     if not (core.is_awake and core.instance.is_reconciled) or len(live) != 1:
         return state
     [(process, work)] = live.items()
@@ -176,23 +204,29 @@ def _record_throughput(
     busy_s = done.busy_s - done.held_s
     if done.steps < job.config.window_steps or busy_s <= 0:
         return state
-    observed = {**state.observed, _encode_split(core.instance.apart): done.tokens / busy_s}
-    return replace(state, window=(process, work), observed=observed)
+    observed = {
+        **state.observed_tokens_per_s,
+        _encode_split(core.instance.expert_split): done.tokens / busy_s,
+    }
+    return replace(state, window=(process, work), observed_tokens_per_s=observed)
 
 
 def _choose_split(
     state: ExpertSplitState, current_split: ExpertSplit | None, is_judged: bool
 ) -> ExpertSplitState:
     """Return the state with the desired split, if the current one has been measured."""
-    if not is_judged or state.changes >= MAX_CHANGES or not state.kinds:
+    if not is_judged or state.change_count >= MAX_CHANGES or not state.kinds:
         return state
-    others = [ExpertSplit.from_list(key or None) for key in state.observed] + [None, state.best]
+    others = [ExpertSplit.from_list(key or None) for key in state.observed_tokens_per_s] + [
+        None,
+        state.predicted_split,
+    ]
     best = max(others, key=state.estimate_tokens_per_s)
     if best != current_split and state.estimate_tokens_per_s(
         best
     ) >= MIN_SPEEDUP * state.estimate_tokens_per_s(current_split):
-        return replace(state, wanted=best)
-    return replace(state, wanted=current_split)
+        return replace(state, desired_split=best)
+    return replace(state, desired_split=current_split)
 
 
 def _apply_split(
@@ -202,29 +236,39 @@ def _apply_split(
     core.
     """
     figures = {
-        "predicted": round(state.predicted, 1),
-        "alike": round(state.alike, 1),
-        "profiled": state.profiled,
-        "attention": state.wanted.attention if state.wanted is not None else 0,
+        "predicted": round(state.predicted_tokens_per_s, 1),
+        "alike": round(state.uniform_tokens_per_s, 1),
+        "profiled": state.is_measured,
+        "attention": state.desired_split.attention_ranks if state.desired_split is not None else 0,
     }
     why = Rationale(EXPERT_SPLIT_RULE, job.id, figures)
     if core.instance.tier == Tier.ABSENT:
         if core.instance.is_reconciled:
             draft.remove_instance(core, why)
             return state, None
-        since_ms = draft.snapshot.now_ms - core.instance.changed_ms
-        if since_ms > 1000 * draft.snapshot.settings.move_s:
+        since_ms = draft.snapshot.now_ms - core.instance.desired_since_ms
+        if since_ms > 1000 * draft.snapshot.settings.move_timeout_s:
             core = draft.update_instance(core, why, tier=Tier.ACCELERATOR)
             told = "it could not be left as a checkpoint"
-            return replace(state, wanted=core.instance.apart, changes=MAX_CHANGES, why=told), core
+            return replace(
+                state,
+                desired_split=core.instance.expert_split,
+                change_count=MAX_CHANGES,
+                reason=told,
+            ), core
         return state, core
-    able = core.is_awake and core.instance.is_reconciled and job.checkpointed and not job.held
-    if state.wanted == core.instance.apart or not able:
+    able = (
+        core.is_awake
+        and core.instance.is_reconciled
+        and job.has_checkpoint
+        and not job.block_reason
+    )
+    if state.desired_split == core.instance.expert_split or not able:
         return state, core
     for engine in draft.get_instances(job.id).time_sliced_engines:
         draft.remove_instance(engine, why)
     core = draft.update_instance(core, why, tier=Tier.ABSENT, turns=False)
-    return replace(state, changes=state.changes + 1, window=None), core
+    return replace(state, change_count=state.change_count + 1, window=None), core
 
 
 def _encode_split(expert_split: ExpertSplit | None) -> tuple[int, ...]:

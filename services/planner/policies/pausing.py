@@ -27,32 +27,33 @@ def update_admission(draft: PoolDraft, job: PlannedJob, division: PoolDivision) 
     refusal = _explain_waiting(draft, job, home) if admitted else division.rejected.get(job.id)
     kind = "paused" if has_started(job) else "waiting"
     held = f"{kind}: {refusal}" if refusal is not None else ""
-    if held == job.held or (
+    if held == job.block_reason or (
         draft.snapshot.is_gathering_workers and refusal is not None and not has_started(job)
     ):
         return
     rule = "share" if admitted else "preempt" if has_started(job) else "queue"
-    inputs = {"entitled": division.workers.get(job.id, 0), "priority": job.need.priority}
+    inputs = {"entitled": division.workers.get(job.id, 0), "priority": job.requirements.priority}
     draft.add_decision(SetBlockReason(job.id, held, Rationale(rule, job.id, inputs)))
 
 
 def free_accelerators(draft: PoolDraft, job: PlannedJob) -> None:
     """Free the accelerators of a job that does not run."""
     team = draft.get_instances(job.id)
-    why = Rationale("preempt", job.id, {"priority": job.need.priority})
+    why = Rationale("preempt", job.id, {"priority": job.requirements.priority})
     for seated in team.placements:
         out = any(worker not in draft.usable_workers for worker in seated.workers)
         # A starting core may take hours, so it does not sleep before it is ready.
         # Another start would repeat the work of this one.
         starting = seated.is_awake and seated.instance.phase == InstancePhase.STARTING
-        starting = starting and (job.checkpointed or not job.steps_done)
-        anew = (out and job.checkpointed) or starting
+        starting = starting and (job.has_checkpoint or not job.steps_done)
+        anew = (out and job.has_checkpoint) or starting
         if seated is not team.core or not has_started(job) or anew:
             draft.remove_instance(seated, why)
             continue
-        since_ms = draft.snapshot.now_ms - seated.instance.changed_ms
+        since_ms = draft.snapshot.now_ms - seated.instance.desired_since_ms
         late = (
-            not seated.instance.is_reconciled and since_ms > 1000 * draft.snapshot.settings.move_s
+            not seated.instance.is_reconciled
+            and since_ms > 1000 * draft.snapshot.settings.move_timeout_s
         )
         if seated.is_awake or seated.instance.phase == InstancePhase.FAILED or late:
             _put_core_to_sleep(draft, job, seated, why)
@@ -70,7 +71,7 @@ def wake_core(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     if any(worker not in draft.usable_workers for worker in core.workers) or any(
         other.instance.core for other in others
     ):
-        if job.checkpointed:
+        if job.has_checkpoint:
             draft.remove_instance(core, why)
         return
     for other in {seated.instance.id: seated for seated in others}.values():
@@ -88,7 +89,7 @@ def _explain_waiting(draft: PoolDraft, job: PlannedJob, core_place: str) -> str 
     """Explain why the core of an admitted job waits; None if it has its place."""
     if draft.get_instances(job.id).core is not None:
         return None
-    ranks = job.need.ranks
+    ranks = job.requirements.ranks
     needed = f"its core needs {ranks} of {core_place}" if ranks > 1 else "its core needs a worker"
     leaving = {
         s.instance.id: f"{s.instance.id} of {s.instance.job}"
@@ -113,7 +114,7 @@ def _put_core_to_sleep(
     tiers = [Tier.DISK, Tier.MEMORY]
     if not core.is_awake:  # it has failed to reach its tier
         tiers = tiers[tiers.index(core.instance.tier) + 1 :] if core.instance.tier in tiers else []
-    more = estimate_offload_bytes(core.instance, job.need)
+    more = estimate_offload_bytes(core.instance, job.requirements)
 
     def holds(worker: str, tier: Tier) -> bool:
         there = [
@@ -132,5 +133,5 @@ def _put_core_to_sleep(
         if all(holds(worker, tier) for worker in core.workers):
             draft.update_instance(core, rationale, tier=tier, turns=False)
             return
-    if job.checkpointed:
+    if job.has_checkpoint:
         draft.remove_instance(core, rationale)

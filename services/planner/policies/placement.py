@@ -46,9 +46,9 @@ def place_floor(
     """Place the core, one engine and the frozen models: the minimum of a job."""
     place_core(draft, job, share, core_place)
     _place_scoring(draft, job, share)
-    if not job.need.rolls_out:
+    if not job.requirements.needs_rollout:
         return
-    if share - _count_fixed_workers(job) >= job.need.smallest_engine:
+    if share - _count_fixed_workers(job) >= job.requirements.smallest_engine:
         if not draft.get_instances(job.id).engines:
             why, repair = (
                 _make_rationale("default", job, share),
@@ -57,7 +57,7 @@ def place_floor(
             engine_placement.place_only_engine(
                 draft, job, share - _count_fixed_workers(job), why, repair
             )
-    elif time_slicing and job.need.alternates:
+    elif time_slicing and job.requirements.can_time_slice:
         _start_time_slicing(draft, job, share)
 
 
@@ -70,7 +70,7 @@ def grow_job(draft: PoolDraft, job: PlannedJob, share: int) -> None:
         return
     _replace_disallowed_engines(draft, job, share)
     why = _make_rationale("default", job, share)
-    wanted = job.config.training - 1 - len(team.hybrids) if job.need.helped else 0
+    wanted = job.config.training - 1 - len(team.hybrids) if job.requirements.allows_hybrids else 0
     if (
         _add_hybrids(
             draft, job, min(wanted, share - draft.get_instances(job.id).awake_worker_count), why
@@ -80,7 +80,7 @@ def grow_job(draft: PoolDraft, job: PlannedJob, share: int) -> None:
         return
     left = share - draft.get_instances(job.id).awake_worker_count
     left -= engine_placement.add_engines(draft, job, left, why)
-    if job.need.smallest_engine > 1 and not draft.snapshot.is_gathering_workers:
+    if job.requirements.smallest_engine > 1 and not draft.snapshot.is_gathering_workers:
         _add_hybrids(draft, job, left, why)
 
 
@@ -88,10 +88,10 @@ def _add_hybrids(draft: PoolDraft, job: PlannedJob, max_hybrids: int, rationale:
     """Place at most `max_hybrids` hybrids on idle workers. Return their number, or `max_hybrids` if
     it is not positive.
     """
-    if not job.need.helped or max_hybrids <= 0:
+    if not job.requirements.allows_hybrids or max_hybrids <= 0:
         return max_hybrids
     for found in range(max_hybrids):
-        worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job.need, w))
+        worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job.requirements, w))
         if not worker:
             return found
         draft.place_instance([worker], job.id, Role.TRAINING, rationale)
@@ -100,13 +100,13 @@ def _add_hybrids(draft: PoolDraft, job: PlannedJob, max_hybrids: int, rationale:
 
 def _replace_disallowed_engines(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     """Replace engines of degrees that the job no longer allows."""
-    team, allowed = draft.get_instances(job.id), draft.requirements_by_job[job.id].degrees
+    team, allowed = draft.get_instances(job.id), draft.requirements_by_job[job.id].tensor_parallel
     there = [len(engine.workers) for engine in team.engines if not engine.instance.pinned]
     if set(there) <= set(allowed):
         return
     right = [degree for degree in there if degree in allowed]
     room = share - _count_fixed_workers(job) - len(team.hybrids) - sum(right)
-    wanted = right + [job.need.smallest_engine] * (room // job.need.smallest_engine)
+    wanted = right + [job.requirements.smallest_engine] * (room // job.requirements.smallest_engine)
     engine_placement.reshape_engines(
         draft, job, wanted, rationale=_make_rationale("default", job, share)
     )
@@ -119,19 +119,19 @@ def end_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     if (
         team.core is None
         or not ready
-        or share - _count_fixed_workers(job) < job.need.smallest_engine
+        or share - _count_fixed_workers(job) < job.requirements.smallest_engine
     ):
         return
     why = Rationale("share", job.id, {"entitled": share})
     for engine in team.time_sliced_engines:
         draft.remove_instance(engine, why)
-    if team.core.instance.turns:
+    if team.core.instance.time_sliced:
         draft.update_instance(team.core, why, turns=False)
 
 
 def _count_fixed_workers(job: PlannedJob) -> int:
     """Return the number of workers of the core and the frozen models."""
-    return job.need.ranks + int(job.need.scoring)
+    return job.requirements.ranks + int(job.requirements.needs_scoring)
 
 
 def _make_rationale(rule: str, job: PlannedJob, share: int) -> Rationale:
@@ -143,7 +143,7 @@ def _place_scoring(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     stop.
     """
     team = draft.get_instances(job.id)
-    if not job.need.scoring or team.scoring is not None:
+    if not job.requirements.needs_scoring or team.scoring is not None:
         return
     why, worker = _make_rationale("default", job, share), draft.find_free_worker()
     if not worker:
@@ -166,11 +166,11 @@ def _start_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     core = team.core
     if core is None or not core.is_awake or team.engines or team.time_sliced_engines:
         return
-    need = estimate_accelerator_bytes(Role.TRAINING, True, len(core.workers), job.need)
-    need += estimate_accelerator_bytes(Role.ROLLOUT, False, 1, job.need)
+    need = estimate_accelerator_bytes(Role.TRAINING, True, len(core.workers), job.requirements)
+    need += estimate_accelerator_bytes(Role.ROLLOUT, False, 1, job.requirements)
     if not all(has_room(draft.workers[w].budget, Tier.ACCELERATOR, 0, need) for w in core.workers):
         return
-    if not core.instance.turns:
+    if not core.instance.time_sliced:
         core = draft.update_instance(core, why, turns=True)
     for worker in core.workers:
         draft.place_instance([worker], job.id, Role.ROLLOUT, why, turns=True)

@@ -100,14 +100,18 @@ def _explain_rejection(
     if job.id not in division.workers:
         return f"{job.id} does not run: {division.rejected.get(job.id, 'it has ended')}"
     on = any(seated.instance.job == job.id for seated in draft.list_awake_on(worker.id))
-    if job.need.most and draft.get_instances(job.id).awake_worker_count >= job.need.most and not on:
-        return f"{job.id} has its most workers, {job.need.most}; raise pool.workers.most"
+    if (
+        job.requirements.max_workers
+        and draft.get_instances(job.id).awake_worker_count >= job.requirements.max_workers
+        and not on
+    ):
+        return f"{job.id} has its most workers, {job.requirements.max_workers}; raise pool.workers.most"
     if (
         _is_joining_engine(draft, request, job)
         and engine_placement.find_engine_around(draft, job, worker.id) is None
     ):
         return (
-            f"an engine of {job.id} takes {job.need.smallest_engine} workers of one host "
+            f"an engine of {job.id} takes {job.requirements.smallest_engine} workers of one host "
             f"(rollout.tensor_parallel), and {worker.host} has too few beside {worker.id} that are "
             "idle or help it; put another one of it aside first"
         )
@@ -139,7 +143,7 @@ def _grant_move(
         assert found is not None, "it was refused"
         engine_placement.place_engine(draft, job, found, why, details, pinned=True, op=request.op)
         cordoned -= set(found.workers)
-    elif same and not same[0].instance.turns:
+    elif same and not same[0].instance.time_sliced:
         move_worker(draft, same[0], role, why, details, worker=worker, pinned=True, op=request.op)
     else:
         for seated in there:
@@ -154,4 +158,4 @@ def _is_joining_engine(draft: PoolDraft, request: PoolRequest, job: PlannedJob) 
     """
     there = [s for s in draft.list_awake_on(request.worker) if s.instance.job == job.id]
     serves = any(seated.instance.role == Role.ROLLOUT for seated in there)
-    return request.role == Role.ROLLOUT and job.need.smallest_engine > 1 and not serves
+    return request.role == Role.ROLLOUT and job.requirements.smallest_engine > 1 and not serves

@@ -69,7 +69,9 @@ def make_reversible_move(
     back = {"job": job, "role": role, "pinned": pinned, "degrees": list(degrees)}
 
     def made(resident: str, gang: str) -> Move:
-        return Move(resident, gang, now_ms, now_ms + round(1000 * settings.move_s), back, told)
+        return Move(
+            resident, gang, now_ms, now_ms + round(1000 * settings.move_timeout_s), back, told
+        )
 
     return made
 
@@ -85,7 +87,7 @@ def finish_moves(draft: PoolDraft) -> None:
             _finish_move(draft, under_way, "")
         elif seated.instance.phase == InstancePhase.FAILED:
             _undo_move(draft, under_way, seated, f"it failed: {seated.instance.detail}")
-        elif draft.snapshot.now_ms > under_way.until_ms:
+        elif draft.snapshot.now_ms > under_way.deadline_ms:
             _undo_move(draft, under_way, seated, "it was not complete in time")
 
 
@@ -105,7 +107,7 @@ def read_progress(jobs: Sequence[PlannedJob], excluded_instance: str) -> dict[st
     return {
         resident: done
         for job in jobs
-        for resident, done in job.progress.items()
+        for resident, done in job.instance_progress.items()
         if resident != excluded_instance
     }
 
@@ -116,7 +118,7 @@ def _index_placements(draft: PoolDraft) -> dict[str, InstancePlacement]:
 
 def _undo_move(draft: PoolDraft, move: Move, placement: InstancePlacement, reason: str) -> None:
     _finish_move(draft, move, reason)
-    back = move.back
+    back = move.rollback
     why = Rationale("undo", back["job"], {"reason": reason})
     draft.remove_instance(placement, why)
     role, start = Role(back["role"]), 0
@@ -124,7 +126,7 @@ def _undo_move(draft: PoolDraft, move: Move, placement: InstancePlacement, reaso
     if role != Role.ROLLOUT:
         degrees = [1] * len(placement.workers)
     elif (need := draft.requirements_by_job.get(back["job"])) and not set(degrees) <= set(
-        need.degrees
+        need.tensor_parallel
     ):
         return
     elif sum(degrees) != len(placement.workers):
@@ -146,5 +148,5 @@ def _finish_move(draft: PoolDraft, move: Move, undo_reason: str) -> None:
     }
     if undo_reason:
         details["reason"] = undo_reason
-    why = Rationale(details.get("policy", "move"), move.back.get("job", ""))
+    why = Rationale(details.get("policy", "move"), move.rollback.get("job", ""))
     draft.add_decision(FinishMove(move, bool(undo_reason), details, why))

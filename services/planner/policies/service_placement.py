@@ -41,17 +41,17 @@ def place_services(
         for host in snapshot.hosts
         if not host.alive
         and (
-            host.draining == HOST_LEFT
+            host.drain_reason == HOST_LEFT
             or compute_absence_s(presence.away_since, host.name, snapshot.now_ms)
-            > snapshot.settings.lost_s
+            > snapshot.settings.worker_lost_s
         )
     }
     workers = Counter(worker.host for worker in presence.usable_workers)
     wanted: list[str] = []
     for job in jobs:
         if has_started(job) or job.id in division.workers:
-            wanted += [shard_name(job.id, number) for number in range(job.need.shards)]
-            wanted += [sandbox_name(job.id, number) for number in range(job.need.sandboxes)]
+            wanted += [shard_name(job.id, number) for number in range(job.requirements.shards)]
+            wanted += [sandbox_name(job.id, number) for number in range(job.requirements.sandboxes)]
     known = set(wanted)
     there: dict[str, list[str]] = {}
     placed: set[str] = set()
@@ -60,8 +60,8 @@ def place_services(
         kept = [name for name in kept if service_hosts.can_keep_service(host, name)]
         if host.name in presence.draining_hosts:
             away_s = compute_absence_s(presence.away_since, host.name, snapshot.now_ms)
-            late = away_s > snapshot.settings.move_s
-            leaves = {name for name in kept if late or name in snapshot.rests}
+            late = away_s > snapshot.settings.move_timeout_s
+            leaves = {name for name in kept if late or name in snapshot.evictable_services}
             kept = [
                 name for name in kept if name not in leaves or not service_hosts.find_hosts(name)
             ]

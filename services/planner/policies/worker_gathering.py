@@ -91,12 +91,12 @@ def _list_units(
     seen: set[str] = set()
     for worker in sorted(draft.placeable_workers, key=id_sort_key):
         gang = draft.gangs.get(draft.gang_by_worker.get(worker, ""))
-        if gang is None or not gang.residents:
+        if gang is None or not gang.instances:
             if can_host_engine(draft, requirements, worker, degree):
                 yield GatheredWorkers((worker,))
         elif gang.id not in seen:
             seen.add(gang.id)
-            leave = tuple(draft.placements_by_job[r.job][r.id] for r in gang.residents)
+            leave = tuple(draft.placements_by_job[r.job][r.id] for r in gang.instances)
             price = sum(map(cost, leave))
             workers = [w for w in gang.workers if w in draft.placeable_workers]
             fit = tuple(w for w in workers if can_host_engine(draft, requirements, w, degree))

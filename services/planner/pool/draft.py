@@ -28,7 +28,7 @@ class PoolDraft:
         self.snapshot = snapshot
         self.decisions: list[Decision] = []
         self.workers = {worker.id: worker for worker in snapshot.workers}
-        self.requirements_by_job = {job.id: job.need for job in snapshot.jobs}
+        self.requirements_by_job = {job.id: job.requirements for job in snapshot.jobs}
         self.gangs = {gang.id: gang for gang in snapshot.gangs}
         self.usable_workers = {worker.id for worker in usable}
         self.placeable_workers = {w for w in self.usable_workers if self.workers[w].alive}
@@ -40,7 +40,7 @@ class PoolDraft:
         self._job_instances: dict[str, JobInstances] = {}
         self._gangs_formed = snapshot.gangs_formed
         for gang in snapshot.gangs:
-            for resident in gang.residents:
+            for resident in gang.instances:
                 self._index_placement(gang, resident)
         self._job_instances.clear()
         free = (
@@ -89,7 +89,7 @@ class PoolDraft:
         """
         gang = self.gangs.get(self.gang_by_worker.get(worker, ""))
         seats = (
-            [self.placements_by_job[r.job][r.id] for r in gang.residents]
+            [self.placements_by_job[r.job][r.id] for r in gang.instances]
             if gang is not None
             else []
         )
@@ -121,14 +121,14 @@ class PoolDraft:
         """
         gang = self._get_or_form_gang(workers, rationale)
         resident = Instance(
-            id=f"{gang.id}.{gang.placed}",
+            id=f"{gang.id}.{gang.next_instance}",
             job=job,
             role=role,
             ranks=tuple(gang.workers.index(worker) for worker in workers),
-            changed_ms=self.snapshot.now_ms,
+            desired_since_ms=self.snapshot.now_ms,
             **fields,
         )
-        gang = self.gangs[gang.id] = replace(gang, placed=gang.placed + 1)
+        gang = self.gangs[gang.id] = replace(gang, next_instance=gang.next_instance + 1)
         made = move(resident.id, gang.id) if move is not None else None
         self.add_decision(PlaceInstance(gang.id, resident, rationale, made, op))
         return self._add_placement(gang, resident)
@@ -138,7 +138,9 @@ class PoolDraft:
     ) -> InstancePlacement:
         """Update the desired state of an instance, in the same process."""
         before = placement.instance
-        after = replace(before, epoch=before.epoch + 1, changed_ms=self.snapshot.now_ms, **fields)
+        after = replace(
+            before, epoch=before.epoch + 1, desired_since_ms=self.snapshot.now_ms, **fields
+        )
         self.add_decision(PlaceInstance(placement.gang, after, rationale))
         self._drop_placement(placement)
         return self._add_placement(self.gangs[placement.gang], after)
@@ -150,12 +152,12 @@ class PoolDraft:
         self.add_decision(RemoveInstance(placement.gang, placement.instance.id, rationale, op))
         self._drop_placement(placement)
         gang = self.gangs[placement.gang]
-        if len(gang.workers) > 1 and not gang.residents:
+        if len(gang.workers) > 1 and not gang.instances:
             self.dissolve_gang(gang, rationale)
 
     def dissolve_gang(self, gang: Gang, rationale: Rationale) -> None:
         """Dissolve a gang without instances."""
-        assert not self.gangs[gang.id].residents, f"somebody is on {gang.id}"
+        assert not self.gangs[gang.id].instances, f"somebody is on {gang.id}"
         self.add_decision(DissolveGang(gang.id, rationale))
         del self.gangs[gang.id]
         for worker in gang.workers:
@@ -163,7 +165,7 @@ class PoolDraft:
 
     def dissolve_empty_gangs(self) -> None:
         """Dissolve all gangs without instances."""
-        for gang in [gang for gang in self.gangs.values() if not gang.residents]:
+        for gang in [gang for gang in self.gangs.values() if not gang.instances]:
             self.dissolve_gang(gang, Rationale("idle"))
 
     # -- indexes -----------------------------------------------------------------------------------
@@ -182,8 +184,8 @@ class PoolDraft:
         return gang
 
     def _add_placement(self, gang: Gang, instance: Instance) -> InstancePlacement:
-        kept = tuple(r for r in self.gangs[gang.id].residents if r.id != instance.id)
-        self.gangs[gang.id] = replace(self.gangs[gang.id], residents=(*kept, instance))
+        kept = tuple(r for r in self.gangs[gang.id].instances if r.id != instance.id)
+        self.gangs[gang.id] = replace(self.gangs[gang.id], instances=(*kept, instance))
         seated = self._index_placement(gang, instance)
         self._update_free_workers(seated.workers)
         return seated
@@ -200,8 +202,8 @@ class PoolDraft:
 
     def _drop_placement(self, placement: InstancePlacement) -> None:
         gang, resident = self.gangs[placement.gang], placement.instance
-        kept = tuple(r for r in gang.residents if r.id != resident.id)
-        self.gangs[gang.id] = replace(gang, residents=kept)
+        kept = tuple(r for r in gang.instances if r.id != resident.id)
+        self.gangs[gang.id] = replace(gang, instances=kept)
         del self.placements_by_job[resident.job][resident.id]
         self._job_instances.pop(resident.job, None)
         for worker in placement.workers:

@@ -43,8 +43,8 @@ class JobInstances:
         return cls(
             core=next((s for s in trains if s.instance.core), None),
             scoring=next((s for s in placements if s.instance.role == Role.SCORING), None),
-            engines=tuple(s for s in engines if not s.instance.turns),
-            time_sliced_engines=tuple(s for s in engines if s.instance.turns),
+            engines=tuple(s for s in engines if not s.instance.time_sliced),
+            time_sliced_engines=tuple(s for s in engines if s.instance.time_sliced),
             hybrids=tuple(s for s in trains if not s.instance.core),
         )
 

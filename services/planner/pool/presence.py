@@ -18,11 +18,13 @@ from meshrl.common.state.pool.workers.rows import WorkerRow
 class PoolAbsences:
     """Absences of workers and hosts in the planner's memory."""
 
-    missing: Mapping[str, int] = field(default_factory=dict)  # worker -> since when
-    lost: frozenset[str] = frozenset()  # workers reported as lost that have not returned
-    away: Mapping[str, int] = field(default_factory=dict)  # dead or draining host -> since when
-    gone: frozenset[str] = frozenset()  # hosts reported as lost that have not returned
-    aside: frozenset[str] = frozenset()  # workers cordoned by a user
+    missing_since: Mapping[str, int] = field(default_factory=dict)  # worker -> since when
+    lost_workers: frozenset[str] = frozenset()  # workers reported as lost that have not returned
+    away_since: Mapping[str, int] = field(
+        default_factory=dict
+    )  # dead or draining host -> since when
+    lost_hosts: frozenset[str] = frozenset()  # hosts reported as lost that have not returned
+    cordoned: frozenset[str] = frozenset()  # workers cordoned by a user
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,39 +50,46 @@ def compute_presence(snapshot: PoolSnapshot, memory: PoolAbsences) -> PoolPresen
     """Compute the presence of workers and hosts at this snapshot."""
     now_ms, settings = snapshot.now_ms, snapshot.settings
     workers = sorted(snapshot.workers, key=lambda w: id_sort_key(w.id))
-    missing = {w.id: memory.missing.get(w.id, now_ms) for w in workers if not w.alive}
+    missing = {w.id: memory.missing_since.get(w.id, now_ms) for w in workers if not w.alive}
     lost = frozenset(
         worker
         for worker, since in missing.items()
-        if worker in memory.lost or now_ms - since > 1000 * settings.lost_s
+        if worker in memory.lost_workers or now_ms - since > 1000 * settings.worker_lost_s
     )
     drains = {r.host for r in snapshot.requests if r.kind == "drain"}
-    drains |= {host.name for host in snapshot.hosts if host.draining}
-    dead = {host.name for host in snapshot.hosts if not host.alive and host.draining != HOST_LEFT}
+    drains |= {host.name for host in snapshot.hosts if host.drain_reason}
+    dead = {
+        host.name for host in snapshot.hosts if not host.alive and host.drain_reason != HOST_LEFT
+    }
     gone = frozenset(
         host
         for host in dead
-        if host in memory.gone or now_ms - memory.away.get(host, now_ms) > 1000 * settings.lost_s
+        if host in memory.lost_hosts
+        or now_ms - memory.away_since.get(host, now_ms) > 1000 * settings.worker_lost_s
     )
-    back = {host.name for host in snapshot.hosts if host.alive} & memory.gone
+    back = {host.name for host in snapshot.hosts if host.alive} & memory.lost_hosts
     out = drains | {host.name for host in snapshot.hosts if not host.alive}
     return PoolPresence(
         missing_since=missing,
         lost_workers=lost,
-        newly_lost_workers=tuple(w.id for w in workers if w.id in lost and w.id not in memory.lost),
-        away_since={host: memory.away.get(host, now_ms) for host in sorted(out)},
+        newly_lost_workers=tuple(
+            w.id for w in workers if w.id in lost and w.id not in memory.lost_workers
+        ),
+        away_since={host: memory.away_since.get(host, now_ms) for host in sorted(out)},
         lost_hosts=gone,
-        newly_lost_hosts=tuple(sorted(gone - memory.gone)),
+        newly_lost_hosts=tuple(sorted(gone - memory.lost_hosts)),
         returned_hosts=tuple(sorted(back)),
         draining_hosts=frozenset(drains),
         schedulable_hosts=tuple(h.name for h in snapshot.hosts if h.alive and h.name not in drains),
         usable_workers=tuple(
             w
             for w in workers
-            if w.id not in lost and w.id not in memory.aside and w.host not in drains
+            if w.id not in lost and w.id not in memory.cordoned and w.host not in drains
         ),
         expected_workers=tuple(
-            w for w in workers if now_ms - missing.get(w.id, now_ms) <= 1000 * settings.gone_s
+            w
+            for w in workers
+            if now_ms - missing.get(w.id, now_ms) <= 1000 * settings.forget_after_s
         ),
     )
 

@@ -100,7 +100,7 @@ class EnvironmentChild:
         if code is None:  # it runs, and is killed because it does not answer
             why = f"it was killed: {error}"
             await self._reports.report(
-                ExitReport(name, KILLED_STATUS, why, job=job, log=log, charged=False)
+                ExitReport(name, KILLED_STATUS, why, job=job, log=log, charge_job=False)
             )
             return EnvironmentLost(f"environment process {name}: {error}")
         failure = self._mesh.host.find_failure(child.pid, self._log, code) if code else None
@@ -110,7 +110,7 @@ class EnvironmentChild:
         # (`FailureReporter`).
         charged = failure is not None
         await self._reports.report(
-            ExitReport(name, code, why, failure, job, final=final, log=log, charged=charged)
+            ExitReport(name, code, why, failure, job, final=final, log=log, charge_job=charged)
         )
         if failure is not None and failure.is_fatal:
             return ConfigError(failure.text, where=failure.where, fix=failure.fix)

@@ -45,9 +45,9 @@ def build_group(
         rewards=np.array(rewards, np.float64),
         truncated=np.array([e.reason == "length" for e in endings], np.bool_),
         **{role: concatenate_scores(members, role) for role in roles},
-        experts=experts,
+        expert_ids=experts,
         expert_shape=list(expert_shape()) if experts.size else [0, 0],
-        foreign_above=SINGLE_LINEAGE,
+        abandoned_above=SINGLE_LINEAGE,
     )
 
 

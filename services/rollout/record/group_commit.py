@@ -127,19 +127,19 @@ class GroupCommit:
         requests = np.concatenate([f.request_ids for f in flushes])
         finish = np.concatenate([f.finish_reasons for f in flushes])
         new = TokenRows(
-            ids=requests,
+            trajectory_ids=requests,
             counts=_concatenate([f.token_counts for f in flushes], np.int32),
             tokens=_concatenate([f.tokens for f in flushes], np.int32),
             logprobs=_concatenate([f.logprobs for f in flushes], np.float32),
             versions=_concatenate([f.token_versions for f in flushes], np.int32),
-            experts=concatenate_experts((f.expert_ids, len(f.tokens)) for f in flushes),
+            expert_ids=concatenate_experts((f.expert_ids, len(f.tokens)) for f in flushes),
         )
         rows = self._staging.find_rows(requests)
         wanted = (rows != NO_REQUEST) & (new.counts > 0) & self._staging.get_recorded(rows)
         if wanted.any():  # written to the ledger under the trajectories' numbers
             chosen = new if wanted.all() else select_rows(new, wanted)
             ids = self._staging.get_trajectory_ids(rows[wanted])
-            await self._writer.write_tokens(replace(chosen, ids=ids))
+            await self._writer.write_tokens(replace(chosen, trajectory_ids=ids))
             rows = self._staging.find_rows(requests)  # some may be closed now
         wanted = (rows != NO_REQUEST) & (new.counts > 0)
         taken = new if wanted.all() else select_rows(new, wanted)

@@ -327,7 +327,7 @@ class ShardLedger:
         await asyncio.shield(self._write_in_progress)
 
     async def write_tokens(self, new: TokenRows) -> None:
-        groups = np.unique(new.ids >> MEMBER_BITS).tolist()
+        groups = np.unique(new.trajectory_ids >> MEMBER_BITS).tolist()
         parts = ((RecordKind.TOKENS, part) for part in split_by_size(new, MAX_PART_BYTES))
         await self.write_records(*parts, groups=groups)
 

@@ -178,11 +178,11 @@ class Staging:
         self._tokens[at] = new.tokens
         self._logprobs[at] = new.logprobs
         self._versions[at] = new.versions
-        width = new.experts.shape[1]
+        width = new.expert_ids.shape[1]
         if width and not self._experts.shape[1]:
             self._widen(width)
         if self._experts.shape[1]:
-            self._experts[at] = new.experts if width else UNKNOWN_EXPERT
+            self._experts[at] = new.expert_ids if width else UNKNOWN_EXPERT
         self._used_tokens[rows] = used + counts
 
     # -- access by a trajectory's buffer ---------------------------------------------------------

@@ -159,7 +159,7 @@ class ServerJudge:
         if asked is None:
             return 0.0
         clock = self._mesh.job_clock
-        until, pause_s = clock.monotonic() + self._config.patience_s, FIRST_RETRY_S
+        until, pause_s = clock.monotonic() + self._config.retry_timeout_s, FIRST_RETRY_S
         with self._mesh.wait("a verdict", on=self._config.use):
             while True:
                 queued_at = clock.monotonic()
@@ -172,7 +172,7 @@ class ServerJudge:
                     wait_s = max(error.retry_after_s, pause_s * (0.5 + self._mesh.random.random()))
                     if clock.monotonic() + wait_s >= until:
                         raise JudgeFailed(
-                            f"no verdict in {self._config.patience_s:g} s; at last: {error}",
+                            f"no verdict in {self._config.retry_timeout_s:g} s; at last: {error}",
                             where=self._config.use,
                         ) from error
                 await clock.sleep(wait_s)

@@ -161,7 +161,7 @@ class SandboxClient:
             for name in self._jailed_tools
             if builtin.TOOLS[config.environment.tools[name]].has_session
         }
-        self._once_tools = set(config.environment.once) | self._session_tools
+        self._once_tools = set(config.environment.no_retry_tools) | self._session_tools
         self._sessions: dict[str, _ToolSession] = {}  # by trajectory
         self._end_tasks: set[asyncio.Task[None]] = (
             set()

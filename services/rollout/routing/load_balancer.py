@@ -20,8 +20,8 @@ class EngineTotalLoad:
 
     name: str
     max_running: int  # requests that it runs together
-    executing: int
-    pending: int
+    running: int
+    waiting: int
     plateau_batch: int  # batch size with constant throughput from there on; 0: not measured yet
     version: int
 
@@ -48,8 +48,8 @@ def plan_rebalance(engines: Sequence[EngineTotalLoad], min_version: int) -> list
     while step := _choose_waiting_move(list(state.values())):
         source, target = step
         moved[step] = moved.get(step, 0) + 1
-        state[source] = replace(state[source], pending=state[source].pending - 1)
-        state[target] = replace(state[target], executing=state[target].executing + 1)
+        state[source] = replace(state[source], waiting=state[source].waiting - 1)
+        state[target] = replace(state[target], running=state[target].running + 1)
     if moved:
         return [Rebalance(source, target, n, True) for (source, target), n in moved.items()]
     return _plan_running_moves(list(state.values()))
@@ -57,25 +57,25 @@ def plan_rebalance(engines: Sequence[EngineTotalLoad], min_version: int) -> list
 
 def _choose_waiting_move(engines: Sequence[EngineTotalLoad]) -> tuple[str, str] | None:
     """Choose source and target of the next waiting request to move."""
-    free = [e for e in engines if e.pending == 0 and e.executing < e.max_running]
-    crowded = [e for e in engines if e.pending > 0]
+    free = [e for e in engines if e.waiting == 0 and e.running < e.max_running]
+    crowded = [e for e in engines if e.waiting > 0]
     if not free or not crowded:
         return None
-    source = max(crowded, key=lambda e: (e.pending, e.name))
-    target = min(free, key=lambda e: (e.executing / e.max_running, e.name))
+    source = max(crowded, key=lambda e: (e.waiting, e.name))
+    target = min(free, key=lambda e: (e.running / e.max_running, e.name))
     return source.name, target.name
 
 
 def _plan_running_moves(engines: Sequence[EngineTotalLoad]) -> list[Rebalance]:
-    if any(e.pending for e in engines):
+    if any(e.waiting for e in engines):
         return []
-    idle = sorted((e for e in engines if not e.executing), key=lambda e: (-e.max_running, e.name))
-    busy = [e for e in engines if e.executing]
+    idle = sorted((e for e in engines if not e.running), key=lambda e: (-e.max_running, e.name))
+    busy = [e for e in engines if e.running]
     if not idle or not busy:
         return []
-    source = max(busy, key=lambda e: (e.executing, e.name))
-    above = source.executing - source.plateau_batch if source.plateau_batch else 0
+    source = max(busy, key=lambda e: (e.running, e.name))
+    above = source.running - source.plateau_batch if source.plateau_batch else 0
     count = min(
-        above, source.executing // 2, idle[0].max_running
+        above, source.running // 2, idle[0].max_running
     )  # beyond half, the target would be fuller
     return [Rebalance(source.name, idle[0].name, count, False)] if count >= MIN_MOVED else []

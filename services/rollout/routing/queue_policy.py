@@ -39,7 +39,7 @@ class EngineLoad:
     slots: int = 1 << 30  # trajectories in its KV cache
     used_slots: int = 0
     other_requests: int = 0  # requests from elsewhere
-    room: int = field(init=False, compare=False)  # trajectories that it could accept now
+    free_slots: int = field(init=False, compare=False)  # trajectories that it could accept now
 
     def __post_init__(self) -> None:
         room = max(0, min(self.max_requests - self.running, self.slots - self.used_slots))
@@ -68,7 +68,7 @@ def choose_engine(engines: Iterable[EngineLoad], request: QueuedRequest) -> str 
     admissible = [e for e in engines if e.version >= request.min_version]
     if any(e.name == request.cache_engine and e.running < e.max_requests for e in admissible):
         return request.cache_engine
-    free = [e for e in admissible if e.room]
+    free = [e for e in admissible if e.free_slots]
     best = min(free, key=lambda e: (e.bucket != request.bucket, *_sort_key(e)), default=None)
     return best.name if best else None
 
@@ -103,7 +103,7 @@ def choose_next(
     behind it. Room that no request prefers goes to the first admissible request.
     """
     homes = {e.name: e for e in engines}
-    free = sorted((e for e in engines if e.room), key=_sort_key)
+    free = sorted((e for e in engines if e.free_slots), key=_sort_key)
     if not free and not any(e.running < e.max_requests for e in engines):
         return None
     for index, request in enumerate(queue):

@@ -216,7 +216,7 @@ class Router:
 
     def find_target(self, name: str, version: int) -> EngineLink | None:
         link = self.links.get(name)
-        fits = link is not None and link.load.room and link.load.version >= version
+        fits = link is not None and link.load.free_slots and link.load.version >= version
         return link if fits else None
 
     def dispatch(self) -> None:

@@ -109,7 +109,7 @@ class LocalPlayer:
             with_tokenizer(shape, job.tokenizer_file),
             1,
             self.max_length,
-            backend=rollout.path,
+            backend=rollout.backend,
             dtype=rollout.dtype,
             decode=self.tokenizer.decode,
         )

@@ -37,10 +37,10 @@ class TokenBuffer:
     token. Staging may have the newest tokens.
     """
 
-    __slots__ = ("_experts", "_length", "_logprobs", "_row", "_tokens", "_versions")
+    __slots__ = ("_experts", "_length", "_logprobs", "_staged_row", "_tokens", "_versions")
 
     def __init__(self) -> None:
-        self._row: StagedRow | None = None  # while a request is running
+        self._staged_row: StagedRow | None = None  # while a request is running
         self._length = 0  # tokens in the columns
         self._tokens = np.zeros(INITIAL_TOKENS, np.int32)
         self._logprobs = np.zeros(INITIAL_TOKENS, np.float32)
@@ -50,9 +50,9 @@ class TokenBuffer:
     @property
     def length(self) -> int:
         """Number of tokens, with staged ones."""
-        if self._row is None:
+        if self._staged_row is None:
             return self._length
-        return self._length + self._row.staged_tokens
+        return self._length + self._staged_row.staged_tokens
 
     @property
     def tokens(self) -> Ints:
@@ -83,7 +83,7 @@ class TokenBuffer:
     def set_staged_row(self, row: StagedRow | None) -> None:
         """Set the staged row of the newest tokens; None: all are in the buffer."""
         self._unstage()
-        self._row = row
+        self._staged_row = row
 
     def append_sampled(
         self, tokens: Ints, logprobs: Floats, versions: Ints, experts: ExpertIds = NO_EXPERTS
@@ -107,8 +107,8 @@ class TokenBuffer:
         self._length = 0
 
     def _unstage(self) -> None:
-        if self._row is not None:
-            self._row.unstage()
+        if self._staged_row is not None:
+            self._staged_row.unstage()
 
     def _add_room(self, n: int) -> slice:
         end = self._length + n

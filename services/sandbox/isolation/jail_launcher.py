@@ -275,7 +275,7 @@ class JailLauncher:
             "user": resources.user_id,
         }
         if resources.scratch_path:
-            own = (*self._interpreter.places, *self._interpreter.packages, JAIL_PACKAGE)
+            own = (*self._interpreter.directories, *self._interpreter.packages, JAIL_PACKAGE)
             request |= {"scratch": resources.scratch_path, "readable": [*READABLE, *own]}
         if not resources.user_id and self.resource_pool.shares_users:
             request["limits"]["processes"] += _count_user_threads()

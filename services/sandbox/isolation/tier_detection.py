@@ -44,7 +44,7 @@ class DetectedTier:
     tier: str
     fix: str  # how to reach a better one; empty: it is the best
     runner: str = ""  # the program that starts its containers, in the runner tier
-    sure: bool = True  # a better one failed its probe, which may pass the next time
+    is_conclusive: bool = True  # a better one failed its probe, which may pass the next time
 
     @property
     def meaning(self) -> str:
@@ -70,10 +70,14 @@ async def detect_tier(host: Host, clock: Clock, log: Path | None = None) -> Dete
     if landlock.read_abi() >= landlock.TIER_MIN_ABI and not await probe_tier(
         "landlock", host, clock, log
     ):
-        return DetectedTier("landlock", describe_missing_bwrap(problem), sure=is_bwrap_blocked())
+        return DetectedTier(
+            "landlock", describe_missing_bwrap(problem), is_conclusive=is_bwrap_blocked()
+        )
     sure = is_bwrap_blocked() and landlock.read_abi() < landlock.TIER_MIN_ABI
     return DetectedTier(
-        "none", f"{describe_missing_bwrap(problem)}; {describe_missing_landlock()}", sure=sure
+        "none",
+        f"{describe_missing_bwrap(problem)}; {describe_missing_landlock()}",
+        is_conclusive=sure,
     )
 
 
@@ -85,7 +89,7 @@ async def detect_runner_tier(
     problem = await probe_tier("runner", host, clock, log, interpreter)
     if not problem:
         return DetectedTier("runner", "", runner.name)
-    return DetectedTier("none", f"sandbox.runner: {problem}", sure=False)
+    return DetectedTier("none", f"sandbox.runner: {problem}", is_conclusive=False)
 
 
 async def probe_tier(
@@ -94,7 +98,7 @@ async def probe_tier(
     """Return why a program does not run in this tier here; empty if it does."""
     interpreter = interpreter or Interpreter.default()
     launcher = JailLauncher(host, clock, tier, interpreter, None, log)
-    imports = "".join(f"import {name}\n" for name in interpreter.warm)
+    imports = "".join(f"import {name}\n" for name in interpreter.preloaded_modules)
     try:
         program = JailProgram(f"{imports}print({PROBE_OUTPUT!r})")
         ran = await launcher.run(program, PROBE)
@@ -232,7 +236,7 @@ async def _main() -> None:
             found = DetectedTier("none", error.fix or error.message)
             problem = error.message
     said = {"tier": found.tier, "fix": found.fix, "meaning": found.meaning, "problem": problem}
-    print(json.dumps({**said, "sure": found.sure}))
+    print(json.dumps({**said, "sure": found.is_conclusive}))
 
 
 if __name__ == "__main__":

@@ -65,30 +65,30 @@ class Bin:
     tokens: Ints
     targets: Ints
     positions: Ints
-    starts: Ints  # [sequences + 1]
-    mask: Bools  # the model wrote the target
-    fresh: Bools  # and sampled it, with its whole prefix, under the version being trained
-    behaviour: Floats
-    advantage: Floats
+    cu_seqlens: Ints  # [sequences + 1]
+    loss_mask: Bools  # the model wrote the target
+    fresh_mask: Bools  # and sampled it, with its whole prefix, under the version being trained
+    behaviour_logprobs: Floats
+    advantages: Floats
     weight: Floats
     extras: dict[str, Floats] = field(default_factory=dict)
-    experts: ExpertIds | None = None  # [n, layers, k]
+    expert_ids: ExpertIds | None = None  # [n, layers, k]
 
     @property
     def loss_token_count(self) -> int:
         """Number of tokens that carry loss."""
-        return int(self.mask.sum())
+        return int(self.loss_mask.sum())
 
     @property
     def lengths(self) -> Ints:
         """Number of positions of each sequence, int [s]."""
-        return np.diff(self.starts)
+        return np.diff(self.cu_seqlens)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the bin as named arrays, to be sent."""
         arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _DTYPES}
         arrays |= {EXTRA_PREFIX + name: array for name, array in self.extras.items()}
-        return arrays if self.experts is None else arrays | {"experts": self.experts}
+        return arrays if self.expert_ids is None else arrays | {"experts": self.expert_ids}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Bin:
@@ -114,7 +114,7 @@ class Bin:
             extras={
                 name.removeprefix(EXTRA_PREFIX): _make_writable(a) for name, a in extras.items()
             },
-            experts=None if experts is None else _make_writable(experts),
+            expert_ids=None if experts is None else _make_writable(experts),
         )
 
 
@@ -163,14 +163,14 @@ def build_bin(sequences: Many[TrainingSequence], version: int = UNKNOWN) -> Bin:
         tokens=_concatenate([s.tokens[:-1] for s in sequences], np.int32),
         targets=_concatenate([s.tokens[1:] for s in sequences], np.int32),
         positions=_concatenate([np.arange(s.position_count) for s in sequences], np.int32),
-        starts=starts,
-        mask=_concatenate([s.loss_mask[1:] for s in sequences], np.bool_),
-        fresh=_concatenate([find_fresh_tokens(s, version)[1:] for s in sequences], np.bool_),
-        behaviour=_concatenate([s.logprobs[1:] for s in sequences], np.float32),
-        advantage=_concatenate(advantages, np.float32),
+        cu_seqlens=starts,
+        loss_mask=_concatenate([s.loss_mask[1:] for s in sequences], np.bool_),
+        fresh_mask=_concatenate([find_fresh_tokens(s, version)[1:] for s in sequences], np.bool_),
+        behaviour_logprobs=_concatenate([s.logprobs[1:] for s in sequences], np.float32),
+        advantages=_concatenate(advantages, np.float32),
         weight=_concatenate([np.full(s.position_count, s.weight) for s in sequences], np.float32),
         extras={n: _concatenate([s.extras[n][1:] for s in sequences], np.float32) for n in names},
-        experts=_stack_expert_ids(sequences),
+        expert_ids=_stack_expert_ids(sequences),
     )
 
 

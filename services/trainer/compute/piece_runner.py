@@ -109,12 +109,12 @@ class PieceRunner:
         """Return the runner of a core with this placement."""
         turns = SliceClient(
             mesh,
-            placement.keeper,
+            placement.slice_scheduler,
             placement.resident,
             placement.generation,
-            enabled=placement.turns,
+            enabled=placement.time_sliced,
         )
-        text = data.config.training.pace
+        text = data.config.training.emulate
         paced = text and parse_emulation_scale(text) is None  # else each rank is emulated
         return cls(mesh, turns, parse_training_speed(text) if paced else None)
 

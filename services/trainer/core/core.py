@@ -94,7 +94,7 @@ class TrainerCore(Actor):
         self._phase_count = 0  # entered so far
         self.position = TrainingPosition()
         training, (model, parameters) = data.config.training, describe_model(data)
-        prior = estimate_from_flops(parameters, model.heads * model.head_dim, model.layers)
+        prior = estimate_from_flops(parameters, model.num_heads * model.head_dim, model.num_layers)
         costs = CostCalibration(prior, training.bin_tokens)
         self.gradients = GradientCollector(
             mesh, compute, placement.resident, training.bin_deadline_s, costs
@@ -236,7 +236,7 @@ class TrainerCore(Actor):
         return self.position.describe() | {
             "job": self.data.id,
             "tier": str(tier),
-            "ranks": self.compute.division.told,
+            "ranks": self.compute.division.encode,
             "checkpoint": self.checkpoints.last_name,
             "checkpoint_step": self.checkpoints.last_step,
         }

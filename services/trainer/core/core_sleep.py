@@ -146,9 +146,9 @@ class CoreSleeper:
         if found is None:
             return False
         tier, head = found
-        about: dict[str, Any] = head.about
+        about: dict[str, Any] = head.metadata
         mine = (about["job"], about["lineage"], about["version"], about["ranks"])
-        stands = (core.data.id, row.lineage, row.version, core.compute.division.told)
+        stands = (core.data.id, row.lineage, row.version, core.compute.division.encode)
         # Another process may have committed this step since, from other groups. Then the weights
         # are equal, but not the version number.
         same = about["manifest"] == row.manifest != ""

@@ -48,7 +48,7 @@ class Recovery:
             )
         # Ranks with another division than those of a checkpoint resume in a new lineage. In a
         # lineage that began there, records name the division of each step.
-        alike = checkpoint.account.get("ranks", 1) == self._compute.division.told
+        alike = checkpoint.account.get("ranks", 1) == self._compute.division.encode
         if (alike or row.lineage > checkpoint.lineage) and await self._replay_steps(
             checkpoint, row
         ):
@@ -100,17 +100,17 @@ class Recovery:
     async def _repeat_steps(self, records: list[steps.StepRecord]) -> bool:
         """Repeat the recorded steps; return False if one cannot be repeated."""
         for record in records:
-            if record.record.get("ranks") != self._compute.division.told:
+            if record.replay_data.get("ranks") != self._compute.division.encode:
                 return False
             self._core.enter_phase("replaying", record.step)
             found = await self._core.intake.fetch_groups(record.groups)
             groups = [group for group in found if group is not None]
             if len(groups) < len(found):
                 return False
-            config = restore_recorded(self._data.config, record.record.get("settings", {}))
+            config = restore_recorded(self._data.config, record.replay_data.get("settings", {}))
             await self._apply_config(config)
             step = self._core._make_step(record.step, "", config)
-            await step.replay(groups, record.record["updates"])
+            await step.replay(groups, record.replay_data["updates"])
         return True
 
     async def _apply_config(self, config: JobConfig) -> None:

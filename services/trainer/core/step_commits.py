@@ -36,7 +36,7 @@ async def wait_for_evaluation(mesh: Mesh, data: JobData, version: int) -> None:
     plan = plan_step_evaluation(data.config, version)
     if plan is None:
         return
-    until = mesh.job_clock.monotonic() + data.config.evaluation.hold_s
+    until = mesh.job_clock.monotonic() + data.config.evaluation.max_wait_s
     waited_for = f"the evaluation of version {version}"
     while True:
         held = mesh.job_clock.is_paused  # the deadline restarts after a pause
@@ -99,7 +99,7 @@ class StepCommitter:
             await checkpoints.wait_until_written(required=True)
         core.enter_phase("committing", step)
         record = {
-            "ranks": core.compute.division.told,
+            "ranks": core.compute.division.encode,
             "updates": result.updates,
             "settings": select_recorded(self._data.config),
         }

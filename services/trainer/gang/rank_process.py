@@ -25,7 +25,7 @@ from meshrl.services.trainer.zebra.zebra_learner import ZebraLearner
 
 def make_rank(data: JobData, placement: Placement, accelerator: str = "") -> Rank:
     """Return a rank on this accelerator, in no group; ConfigError for an undeclared one."""
-    division = build_division(data, placement.ranks, placement.apart)
+    division = build_division(data, placement.ranks, placement.expert_split)
     pace = build_emulation(data, accelerator)
 
     def make(group: DeviceMesh) -> RowShardedLearner:
@@ -51,9 +51,12 @@ def build_division(
 ) -> RoundDivision:
     """Return the division of rounds over ranks, with the planner's `expert_split` if any."""
     if expert_split is not None:
-        experts = ranks - expert_split.attention
+        experts = ranks - expert_split.attention_ranks
         return ZebraDivision(
-            expert_split.attention, experts, expert_split.micro_batches, expert_split.hosted
+            expert_split.attention_ranks,
+            experts,
+            expert_split.micro_batches,
+            expert_split.hosted_experts,
         )
     training = data.config.training
     zebra = training.zebra

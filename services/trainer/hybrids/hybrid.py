@@ -61,12 +61,12 @@ class Hybrid(StatelessSleeper, Actor):
         self.outbox = GradientOutbox(mesh, placement.resident)
         self.time_slices = SliceClient(
             mesh,
-            placement.keeper,
+            placement.slice_scheduler,
             placement.resident,
             placement.generation,
-            enabled=placement.turns,
+            enabled=placement.time_sliced,
         )
-        pace = data.config.training.pace
+        pace = data.config.training.emulate
         self._emulation = parse_training_speed(pace) if pace else None
         self._emulation_timer = EmulationTimer(mesh.clock)
         self.rounds, self.bins = 0, 0

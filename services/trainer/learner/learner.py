@@ -106,7 +106,7 @@ class Learner:
         weight = select_positions(bin.weight, outputs.loss_positions)
         found = compute_objective(terms, weight, self._algorithm_config)
         fresh = (
-            select_positions(bin.fresh, outputs.loss_positions)
+            select_positions(bin.fresh_mask, outputs.loss_positions)
             if self._has_behaviour_policy
             else None
         )
@@ -138,7 +138,7 @@ class Learner:
             scores = critic.compute_values(self._compute_model, bin)
         else:
             scores = self._forward(bin).logprobs
-        found[bin.mask] = scores.cpu().numpy()
+        found[bin.loss_mask] = scores.cpu().numpy()
         return found
 
     def apply_gradient(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
@@ -318,7 +318,7 @@ class Learner:
         return run_forward(self._compute_model, bin, self._temperature)
 
     def _build_loss_terms(self, bin: Bin, outputs: ForwardOutputs) -> LossTerms:
-        behaviour = select_positions(bin.behaviour, outputs.loss_positions)
+        behaviour = select_positions(bin.behaviour_logprobs, outputs.loss_positions)
         extras = {
             name: select_positions(array, outputs.loss_positions)
             for name, array in bin.extras.items()
@@ -327,9 +327,9 @@ class Learner:
             logprobs=outputs.logprobs,
             behaviour_logprobs=behaviour,
             proximal_logprobs=extras.get("proximal", outputs.logprobs.detach()),
-            advantages=select_positions(bin.advantage, outputs.loss_positions),
+            advantages=select_positions(bin.advantages, outputs.loss_positions),
             sequence_ids=outputs.sequence_ids,
-            sequence_count=len(bin.starts) - 1,
+            sequence_count=len(bin.cu_seqlens) - 1,
             extras=extras,
         )
 
@@ -347,7 +347,7 @@ def sum_gradients(results: Iterable[tuple[Tensor, BinStats]]) -> tuple[Tensor, B
 
 def compute_balance_weight(bin: Bin) -> float:
     """Return the weight of an MoE balance loss: that of one token's loss."""
-    weight = bin.weight[bin.mask]
+    weight = bin.weight[bin.loss_mask]
     return float(weight.sum(dtype=np.float64) / max(1, len(weight)))
 
 

@@ -22,10 +22,10 @@ class BinStats:
     tokens: int = 0
     loss_sum: float = 0.0  # weighted
     entropy_sum: float = 0.0
-    clipped: int = 0  # tokens with an advantage that get no gradient for it
-    clipped_high: int = 0  # those of them that the policy has made likelier
-    corrected: int = 0  # tokens whose importance weight met a bound
-    sampled: int = 0  # sampled tokens: KL and ratios are sums over these
+    clipped_tokens: int = 0  # tokens with an advantage that get no gradient for it
+    clipped_high_tokens: int = 0  # those of them that the policy has made likelier
+    corrected_tokens: int = 0  # tokens whose importance weight met a bound
+    sampled_tokens: int = 0  # sampled tokens: KL and ratios are sums over these
     kl_sum: float = 0.0  # KL of behaviour from the trained policy, Schulman's k3 estimate
     ratio_max: float = 0.0  # probability under the trained policy / under behaviour
     ratio_min: float = math.inf
@@ -144,20 +144,20 @@ def build_update_metrics(
     tokens, fresh = max(1, stats.tokens), stats.fresh_tokens
     # Effective sample size as a share of the sampled tokens: (sum w)^2 / (n sum w^2) of the
     # importance weights w (Kong 1992).
-    squares = stats.sampled * stats.ratio_square_sum
+    squares = stats.sampled_tokens * stats.ratio_square_sum
     metrics: dict[str, Any] = {
         "bins": bins,
         "grad_norm": norm,
         "loss": stats.loss_sum / denominator if denominator else 0.0,
         "entropy": stats.entropy_sum / tokens,
-        "clipped": stats.clipped / tokens,
-        "clipped_high": stats.clipped_high / tokens,
-        "clipped_low": (stats.clipped - stats.clipped_high) / tokens,
-        "corrected": stats.corrected / tokens,
-        "kl": stats.kl_sum / stats.sampled if stats.sampled else None,
-        "ratio_max": stats.ratio_max if stats.sampled else None,
-        "ratio_min": stats.ratio_min if stats.sampled else None,
-        "effective_sample_size": stats.ratio_sum**2 / squares if stats.sampled else None,
+        "clipped": stats.clipped_tokens / tokens,
+        "clipped_high": stats.clipped_high_tokens / tokens,
+        "clipped_low": (stats.clipped_tokens - stats.clipped_high_tokens) / tokens,
+        "corrected": stats.corrected_tokens / tokens,
+        "kl": stats.kl_sum / stats.sampled_tokens if stats.sampled_tokens else None,
+        "ratio_max": stats.ratio_max if stats.sampled_tokens else None,
+        "ratio_min": stats.ratio_min if stats.sampled_tokens else None,
+        "effective_sample_size": stats.ratio_sum**2 / squares if stats.sampled_tokens else None,
         "logprob_gap": stats.gap_max if fresh else None,
         "logprob_gap_mean": stats.gap_sum / fresh if fresh else None,
         "logprob_kl": stats.gap_kl_sum / fresh if fresh else None,

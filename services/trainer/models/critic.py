@@ -104,9 +104,9 @@ def compute_values(policy: Decoder, bin: Bin) -> Tensor:
     def there(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    attention = VarlenAttention(bin.starts, len(bin.tokens), device)
+    attention = VarlenAttention(bin.cu_seqlens, len(bin.tokens), device)
     every: Tensor = critic(there(bin.tokens), there(bin.positions), attention)
-    return every.index_select(0, there(np.flatnonzero(bin.mask)))
+    return every.index_select(0, there(np.flatnonzero(bin.loss_mask)))
 
 
 def compute_value_losses(

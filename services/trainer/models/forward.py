@@ -58,16 +58,16 @@ def move_bin_to_device(bin: Bin, device: torch.device) -> DeviceBin:
             array = np.pad(array, pad, constant_values=value)
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    trained = np.flatnonzero(bin.mask)
+    trained = np.flatnonzero(bin.loss_mask)
     return DeviceBin(
         tokens=there(bin.tokens, padding),
         positions=there(bin.positions, padding),
-        attention=VarlenAttention(bin.starts, size + padding, device),
-        loss_mask=there(bin.mask, padding),
-        expert_ids=there(bin.experts, padding, UNKNOWN) if bin.experts is not None else None,
+        attention=VarlenAttention(bin.cu_seqlens, size + padding, device),
+        loss_mask=there(bin.loss_mask, padding),
+        expert_ids=there(bin.expert_ids, padding, UNKNOWN) if bin.expert_ids is not None else None,
         loss_positions=there(trained),
         targets=there(bin.targets[trained].astype(np.int64)),
-        sequence_ids=there(np.searchsorted(bin.starts[1:], trained, side="right")),
+        sequence_ids=there(np.searchsorted(bin.cu_seqlens[1:], trained, side="right")),
     )
 
 

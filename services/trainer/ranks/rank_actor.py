@@ -124,7 +124,7 @@ class SleepingRows:
         if found is None:
             raise Refused("nothing whole is kept here", where=self._process)
         tier, head = found
-        if any(head.about.get(key) != saved_state[key] for key in SHARED_STATE_KEYS):
+        if any(head.metadata.get(key) != saved_state[key] for key in SHARED_STATE_KEYS):
             raise Refused("what is kept here is of another step", where=self._process)
         memory = await self._run_blocking(
             partial(self._rank.collect_memory, include_gradients=False)

@@ -101,7 +101,7 @@ class ExpertParallel:
         self, rows: Tensor, expert_ends: Tensor, experts: MixtureOfExperts
     ) -> Tensor:
         group = self._expert_group
-        ranks, count = group.size(), experts.config.experts // group.size()
+        ranks, count = group.size(), experts.config.num_experts // group.size()
         counts = torch.diff(expert_ends, prepend=expert_ends.new_zeros(1)).view(ranks, count)
         came = torch.empty_like(counts)
         dist.all_to_all_single(came, counts, group=group)

@@ -191,7 +191,7 @@ def select_scored_rewards(group: TrajectoryGroup) -> NDArray[np.float64]:
 
 def compute_staleness(group: TrajectoryGroup, version: int) -> int:
     """Return the number of versions that the oldest sampled token is behind `version`."""
-    sampled = clamp_versions(group.sampled_versions, group.foreign_above)
+    sampled = clamp_versions(group.sampled_versions, group.abandoned_above)
     return version - int(sampled.min()) if len(sampled) else 0
 
 
@@ -218,7 +218,7 @@ def build_sequences(group: TrajectoryGroup) -> list[TrainingSequence]:
                     expert_ids=None if experts is None else np.array(experts[where]),
                     group_id=group.group,
                     member_index=member,
-                    abandoned_above=group.foreign_above,
+                    abandoned_above=group.abandoned_above,
                     is_truncated=bool(truncated[member]),
                 )
             )
@@ -247,11 +247,11 @@ def validate_group(group: TrajectoryGroup) -> TrajectoryGroup:
 
 def _reshape_expert_ids(group: TrajectoryGroup) -> NDArray[np.int16] | None:
     """Return the expert ids [tokens, layers, k]; None for a dense model's group."""
-    if not group.experts.size:
+    if not group.expert_ids.size:
         return None
     shape = len(group.tokens), *group.expert_shape
-    if group.experts.shape != (shape[0], shape[1] * shape[2]):
+    if group.expert_ids.shape != (shape[0], shape[1] * shape[2]):
         raise BadMessage(
-            f"group {group.group} has experts {list(group.experts.shape)}, not {list(shape)}"
+            f"group {group.group} has experts {list(group.expert_ids.shape)}, not {list(shape)}"
         )
-    return group.experts.reshape(shape)
+    return group.expert_ids.reshape(shape)

@@ -84,7 +84,7 @@ class GroupIntake:
         began, asleep = self._mesh.clock.monotonic(), 0.0
         answer = await self._try_lease(step, yielded)
         while answer.wait is not None and not answer.groups:
-            on, held = answer.wait.on or shard_name(self._job, 0), self._mesh.job_clock.is_paused
+            on, held = answer.wait.shard or shard_name(self._job, 0), self._mesh.job_clock.is_paused
             # A new wait begins after a sleep or a pause; a pause counts as no wait.
             with nullcontext() if held else self._mesh.wait("ready groups", on):
                 while answer.wait is not None and not answer.groups:
@@ -121,7 +121,8 @@ class GroupIntake:
             about = self._mesh, self._bulk, row.digest, f"group {row.group}"
             content = await fetch_chunk(*about, job=self._job, space=GROUPS)
             return replace(
-                validate_group(unpack(TrajectoryGroup, content)), foreign_above=row.foreign_above
+                validate_group(unpack(TrajectoryGroup, content)),
+                abandoned_above=row.abandoned_above,
             )
         except (NotFound, CorruptData, BadMessage) as error:
             self._mesh.telemetry.log.error("group", group=row.group, error=str(error))

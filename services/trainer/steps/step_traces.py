@@ -56,7 +56,7 @@ class StepTraceWriter:
         self._traces.write(
             {
                 "kind": "step",
-                "at": round(phases.began, 6),
+                "at": round(phases.started_at, 6),
                 "step": self._step,
                 "tokens": tokens,
                 "parts": phases.list_parts(),

@@ -107,7 +107,7 @@ class CheckpointWriter:
             lineage=lineage,
             step=step,
             weights=weights.manifest,
-            account=account | {"ranks": self._compute.division.told},
+            account=account | {"ranks": self._compute.division.encode},
             files={},
             image=weights.published_identity,
             masters=weights.masters_identity,
@@ -204,7 +204,7 @@ class CheckpointWriter:
             deadline_s=SAVE_TIMEOUT_S,
         )
         if (base := decode_manifest(manifest).base) is not None:
-            content = await fetch_chunk(mesh, bulk, base.digest, "weights", job=request.job)
+            content = await fetch_chunk(mesh, bulk, base.manifest, "weights", job=request.job)
             await run(
                 (scratch / STATE_FOLDER / BASE_MANIFEST_FILE).write_bytes,
                 content,

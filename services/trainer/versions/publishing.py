@@ -138,8 +138,11 @@ class VersionPublisher:
         made = build_version(self._data.id, lineage, version, outline, laid, base, scale)
         types = frozenset(one.dtype for one in made.manifest.tensors)
         if base is not None:  # many versions share one base
-            if self._base_dtypes[0] != base.digest:
-                self._base_dtypes = base.digest, await self._read_dtypes(base.digest, model=True)
+            if self._base_dtypes[0] != base.manifest:
+                self._base_dtypes = (
+                    base.manifest,
+                    await self._read_dtypes(base.manifest, model=True),
+                )
             types |= self._base_dtypes[1]
         self._dtypes = types
         self._remember(made.digest, made.manifest)
@@ -260,9 +263,12 @@ async def rechunk_tensors(
     """
     cut, last = group_by_tensor(staged_pieces), ("", b"")  # neighbours mostly share a chunk
     for digest, pieces in group_by_chunk(target_pieces).items():
-        found = np.empty(max(piece.offset + piece.size for piece in pieces), np.uint8)
+        found = np.empty(max(piece.offset + piece.size_bytes for piece in pieces), np.uint8)
         for piece in pieces:
-            into, item = found[piece.offset : piece.offset + piece.size], get_element_bytes(piece)
+            into, item = (
+                found[piece.offset : piece.offset + piece.size_bytes],
+                get_element_bytes(piece),
+            )
             for one in cut[piece.name]:
                 begin, end = max(one.begin, piece.begin), min(one.end, piece.end)
                 if begin >= end:

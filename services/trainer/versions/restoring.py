@@ -144,7 +144,7 @@ class CheckpointRestorer:
     async def _check_version(self, manifest: str) -> None:
         """Raise CorruptData or NotFound unless the store has a version's chunks and base."""
         found = await WeightReceiver(self._mesh, self._bulk).fetch_manifest(manifest)
-        base = [found.base.digest] if found.base is not None else []
+        base = [found.base.manifest] if found.base is not None else []
         for digest in dict.fromkeys([manifest, *base, *(one.chunk for one in found.tensors)]):
             examine = ChunkVerification(digest, "weights", self._data.id)
             if not await self._call_store(Weights.verify_chunk, examine):
@@ -244,7 +244,7 @@ class VersionRebuilder:
     def build_chunk(self, digest: str) -> memoryview:
         """Return the content of a chunk of the manifest; it differs if its digest does."""
         pieces = self.chunks[digest]
-        found = torch.empty(max(p.offset + p.size for p in pieces), dtype=torch.uint8)
+        found = torch.empty(max(p.offset + p.size_bytes for p in pieces), dtype=torch.uint8)
         for piece in pieces:
             dtype, shape = DTYPES[piece.dtype], torch.Size(piece.shape)
             if piece.name in self._adapters:
@@ -256,5 +256,5 @@ class VersionRebuilder:
                 rows = torch.empty(last - first, *shape[1:], dtype=dtype)
                 self._parameters.fill_rows(piece.name, shape, first, rows)
                 flat = rows.reshape(-1)[piece.begin - first * width : piece.end - first * width]
-            found[piece.offset : piece.offset + piece.size].copy_(flat.view(torch.uint8))
+            found[piece.offset : piece.offset + piece.size_bytes].copy_(flat.view(torch.uint8))
         return found.numpy().data

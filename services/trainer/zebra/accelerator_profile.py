@@ -55,11 +55,11 @@ USABLE_MEMORY_SHARE = 0.9  # of a memory; the rest is for buffers and a task's w
 
 @dataclass(frozen=True, slots=True)
 class MeasuredProfile:
-    kind: AcceleratorCosts
+    costs: AcceleratorCosts
     backward_factor: float  # backward / forward seconds, of layers whose activations are retained
 
     def encode(self) -> dict[str, Any]:
-        return {"kind": asdict(self.kind), "backward": self.backward_factor}
+        return {"kind": asdict(self.costs), "backward": self.backward_factor}
 
 
 def measure_profile(
@@ -78,7 +78,7 @@ def measure_profile(
     fuse_pointwise(model)
     measure = _PassTimer(model, device, clock)
     lengths = _list_doubled_sizes(MIN_SEQUENCE_TOKENS, max_tokens)
-    most = max_tokens * config.experts_per_token
+    most = max_tokens * config.num_experts_per_token
     attention, back = measure.measure_curve(measure.measure_attention, lengths)
     experts, experts_back = measure.measure_curve(
         measure.measure_experts, _list_doubled_sizes(MIN_EXPERT_ROWS, max(MIN_EXPERT_ROWS, most))
@@ -98,11 +98,11 @@ def _make_one_layer_config(config: ModelConfig) -> ModelConfig:
     first = config.sparse_layers[0]
     return replace(
         config,
-        layers=1,
+        num_layers=1,
         dense_layers=(),
         sliding_layers=(0,) if first in config.sliding_layers else (),
-        unrotated_layers=(0,) if first in config.unrotated_layers else (),
-        experts=max(config.experts_per_token, min(config.experts, MEASURED_EXPERTS)),
+        no_rope_layers=(0,) if first in config.no_rope_layers else (),
+        num_experts=max(config.num_experts_per_token, min(config.num_experts, MEASURED_EXPERTS)),
     )
 
 
@@ -149,7 +149,7 @@ class _PassTimer:
                 torch.ones_like(ends.residual),
                 torch.ones_like(ends.routing_weights),
                 torch.ones_like(ends.expert_inputs),
-                torch.full_like(ends.balance_loss, config.balance_coefficient),
+                torch.full_like(ends.balance_loss, config.router_aux_loss_coef),
             )
             return partial(cut.backward, ones)
 
@@ -158,7 +158,7 @@ class _PassTimer:
     def measure_experts(self, rows: int) -> tuple[float, float]:
         """Measure one expert on `rows` rows; return forward and backward seconds."""
         experts = self._pieces.get_moe_layer(0).experts
-        count = experts.config.experts
+        count = experts.config.num_experts
         x = self._draw_normal(rows * count, experts)
         ends = torch.arange(1, count + 1, device=self._device) * rows
 
@@ -173,7 +173,7 @@ class _PassTimer:
     def measure_head(self, tokens: int) -> tuple[float, float]:
         """Measure the last piece: norm, head and log-probabilities."""
         given, experts = self._make_device_bin(tokens), self._pieces.get_moe_layer(0).experts
-        k = experts.config.experts_per_token
+        k = experts.config.num_experts_per_token
         residual, apart = self._draw_normal(tokens, experts), self._draw_normal(tokens * k, experts)
         shares = torch.ones(tokens, k, device=self._device) / k
 
@@ -212,11 +212,11 @@ class _PassTimer:
             tokens=tokens,
             targets=tokens,
             positions=np.arange(length, dtype=np.int32),
-            starts=np.array([0, length], np.int32),
-            mask=np.ones(length, np.bool_),
-            fresh=np.ones(length, np.bool_),
-            behaviour=nothing,
-            advantage=nothing,
+            cu_seqlens=np.array([0, length], np.int32),
+            loss_mask=np.ones(length, np.bool_),
+            fresh_mask=np.ones(length, np.bool_),
+            behaviour_logprobs=nothing,
+            advantages=nothing,
             weight=nothing,
         )
         return move_bin_to_device(whole, self._device)

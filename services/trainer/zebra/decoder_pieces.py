@@ -61,7 +61,7 @@ class DecoderPieces:
         model = self._model
         hidden = self._combine_experts(len(self.moe_layers), inputs)
         hidden = self._run_dense_layers(
-            device_bin, hidden, self.moe_layers[-1] + 1, model.config.layers
+            device_bin, hidden, self.moe_layers[-1] + 1, model.config.num_layers
         )
         return model.pointwise.rms_norm(hidden, model.final_norm, model.config.norm_eps)
 
@@ -81,7 +81,7 @@ class DecoderPieces:
         x = model.pointwise.rms_norm(hidden, layer.mlp_norm, model.config.norm_eps)
         sent = device_bin.expert_ids[..., number, :] if device_bin.expert_ids is not None else None
         chosen = layer.experts.route(x, sent, device_bin.loss_mask)
-        if model.config.shared_ffn_size:
+        if model.config.shared_expert_ffn_size:
             hidden = hidden + layer.experts.compute_shared_expert(x)
         return PieceOutputs(hidden, chosen.expert_weights, x, chosen.balance_loss), chosen.experts
 

@@ -80,7 +80,7 @@ def build_emulation(data: JobData, accelerator: str) -> ZebraEmulation | None:
     Raise ConfigError for an accelerator of no declared kind.
     """
     training = data.config.training
-    pace = parse_emulation_scale(training.pace)
+    pace = parse_emulation_scale(training.emulate)
     if pace is None:
         return None
     kind = match_kind(accelerator)

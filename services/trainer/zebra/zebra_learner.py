@@ -163,7 +163,7 @@ class ZebraLearner(RowShardedLearner):
         config, rank = model.config, mesh.get_local_rank()
         check_zebra_config(config, settings.algorithm, division)
         self._division, self.emulation = division, emulation
-        about = tuple(config.sparse_layers), config.experts, division.hosted_experts
+        about = tuple(config.sparse_layers), config.num_experts, division.hosted_experts
         owners = ZebraOwnership(division.attention_ranks, division.expert_ranks, *about)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         within = timedelta(seconds=deadline_s)
@@ -225,7 +225,7 @@ class ZebraLearner(RowShardedLearner):
         def head(_: int, given: DeviceBin, coming: PieceInputs) -> None:
             with torch.no_grad():
                 logprobs = self._compute_outputs(given, coming).logprobs
-            found[bin.mask] = logprobs.cpu().numpy()
+            found[bin.loss_mask] = logprobs.cpu().numpy()
 
         self.zebra_round.run_tasks(given, 1, head, forward_only=True)
         return found
@@ -249,7 +249,7 @@ class ZebraLearner(RowShardedLearner):
     def _make_micro_batch(self, bin: Bin) -> MicroBatch:
         config = self.model.config
         weight = (
-            config.balance_coefficient / len(config.sparse_layers) * compute_balance_weight(bin)
+            config.router_aux_loss_coef / len(config.sparse_layers) * compute_balance_weight(bin)
         )
         balance = torch.tensor(weight, device=self.device)
         return MicroBatch(move_bin_to_device(bin, self.device), bin.lengths.tolist(), balance)
@@ -274,13 +274,13 @@ def check_zebra_config(
             where=where,
             fix="choose an algorithm without one, or leave training.zebra out",
         )
-    left = [config.experts - division.attention_ranks * count for count in hosted]
+    left = [config.num_experts - division.attention_ranks * count for count in hosted]
     idle = max(left) < division.expert_ranks if division.expert_ranks else max(left) > 0
     if len(hosted) != len(mixture) or min(left) < 0 or idle:
         raise ConfigError(
             f"{list(hosted)} hosted experts and {division.expert_ranks} ranks for the others "
             "do not fit "
-            f"{len(mixture)} layers of {config.experts}",
+            f"{len(mixture)} layers of {config.num_experts}",
             where=f"{where}.hosted",
             fix="Give one number for each mixture layer, or one for all",
         )

@@ -223,7 +223,7 @@ class ZebraRound:
         assert slope is not None
         returned = self._receive_combined(True, number, j, passed.routings[number])
         with self._time_task(task, passed.lengths):
-            k = self._pieces.get_moe_layer(number).experts.config.experts_per_token
+            k = self._pieces.get_moe_layer(number).experts.config.num_experts_per_token
             x = returned.view(-1, k, self._hidden_size).sum(1)
             gradients = PieceOutputs(
                 slope.residual, slope.routing_weights, x, passed.balance_weight
@@ -238,7 +238,7 @@ class ZebraRound:
         apart = self._receive_combined(
             False, number - 1, micro_batch_index, passed.routings[number - 1]
         )
-        k = self._pieces.get_moe_layer(number - 1).experts.config.experts_per_token
+        k = self._pieces.get_moe_layer(number - 1).experts.config.num_experts_per_token
         return PieceInputs(
             ends.residual, ends.routing_weights, apart.view(-1, k, self._hidden_size)
         )

@@ -83,7 +83,7 @@ def pin_version(chunks: ChunkStore, job: str, manifest_digest: str, new_pin: Ver
 def mark_version_written(chunks: ChunkStore, manifest_digest: str) -> Manifest:
     """Mark the version's chunks as written now and return its manifest. NotFound, CorruptData."""
     found = read_complete_manifest(chunks.read, manifest_digest)
-    base = [] if found.base is None else [found.base.digest]
+    base = [] if found.base is None else [found.base.manifest]
     missing = [
         digest
         for digest in [manifest_digest, *base, *list_chunks(found)]
@@ -109,7 +109,7 @@ def compute_chunk_sizes(manifests: Iterable[Manifest]) -> dict[str, int]:
     found: dict[str, int] = {}
     for manifest in manifests:
         for piece in manifest.tensors:
-            found[piece.chunk] = max(found.get(piece.chunk, 0), piece.offset + piece.size)
+            found[piece.chunk] = max(found.get(piece.chunk, 0), piece.offset + piece.size_bytes)
     return found
 
 

@@ -191,7 +191,7 @@ class ChunkSweeper:
                 NotFound, CorruptData, BadMessage, Refused
             ):  # `_list_contents` reports the error
                 if (base := (await self._read_manifest(digest)).base) is not None:
-                    need.manifests.add(base.digest)
+                    need.manifests.add(base.manifest)
         live = need.groups | await self._list_contents(need.manifests, are_needed=True)
         live |= self._deltas.retain_live(need.manifests)
         passed = {m for versions in held.values() for m in versions} - need.manifests

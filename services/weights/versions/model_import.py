@@ -80,7 +80,7 @@ def import_model(directory: Path, run: Path, name: str, dtype: str) -> dict[str,
                 raise
             raise Refused(f"{run} has come to be meanwhile", fix="Name another --out") from error
         fsync_path(run.parent)
-    sizes = sum(piece.size for piece in version.manifest.tensors)
+    sizes = sum(piece.size_bytes for piece in version.manifest.tensors)
     told = {"manifest": version.digest, "image": version.published_identity, "bytes": sizes}
     return {"run": str(run), "job": name} | told
 

@@ -213,7 +213,7 @@ def _list_versions(run: RunVersions, record: JobRecord) -> list[VersionSummary]:
     )
     current = numbers.get(last, record.newest if record.newest_manifest else NO_COMMIT)
     asked = find_requested(numbers, current, run.document.get("weights", {}))
-    bases = {one.base.digest for one in manifests.values() if one.base}
+    bases = {one.base.manifest for one in manifests.values() if one.base}
     reference = run.document.get("models", {}).get("reference", {}).get("path")
     users = Counter(chunk for one in manifests.values() for chunk in compute_chunk_sizes([one]))
 
@@ -247,9 +247,9 @@ def _summarize(
     is_current: bool,
 ) -> VersionSummary:
     chunks, kinds = compute_chunk_sizes([manifest]), Counter[str]()
-    base = manifest.base.digest if manifest.base else ""
+    base = manifest.base.manifest if manifest.base else ""
     for piece in manifest.tensors:
-        kinds[piece.dtype] += piece.size
+        kinds[piece.dtype] += piece.size_bytes
     return VersionSummary(
         manifest.lineage,
         manifest.version,

@@ -94,7 +94,7 @@ class SimCluster:
         self.judged_moves: list[MoveRecord] = []
         self._switches = switches
         self._memory = PlannerMemory()
-        self._pool = _build_pool(hosts, replace(settings or PoolSettings(), turns=False))
+        self._pool = _build_pool(hosts, replace(settings or PoolSettings(), time_slicing=False))
         self._kinds = {
             worker.id: parse_accelerator_kind(worker.accelerator) for worker in self._pool.workers
         }
@@ -152,7 +152,7 @@ class SimCluster:
     def _apply_decisions(self, decisions: Sequence[Decision]) -> None:
         now_s = self.event_queue.now_s
         begin = self._pool.apply_decisions(decisions, now_s)
-        there = {r.id for gang in self._pool.gangs.values() for r in gang.residents}
+        there = {r.id for gang in self._pool.gangs.values() for r in gang.instances}
         for gone in [one for one in self._job_of_instance if one not in there]:
             self.jobs[self._job_of_instance.pop(gone)].remove_instance(gone)
         for gang, resident in begin:
@@ -160,8 +160,8 @@ class SimCluster:
                 self.jobs[resident.job].remove_instance(resident.id)
             self._start_instance(gang, resident)
         for one in decisions:
-            if isinstance(one, FinishMove) and one.why.rule in SPEEDUP_RULES:
-                self.moves.append(MoveRecord(now_s, one.why.job, one.details))
+            if isinstance(one, FinishMove) and one.rationale.rule in SPEEDUP_RULES:
+                self.moves.append(MoveRecord(now_s, one.rationale.job, one.details))
             if isinstance(one, FailJob):
                 raise ConfigError(one.error, where=f"job {one.job}")
             if isinstance(one, ReportMoveOutcome):

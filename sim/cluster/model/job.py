@@ -223,11 +223,11 @@ class SimJob:
             spec.steps,
             training.requeued_trajectories,
             steps_done=training.version,
-            measured=self._collect_measurements(),
-            pace=spec.emulated_engine,
-            training_pace=spec.emulated_training,
-            model=spec.name,
-            shape=spec.shape,
+            measurements=self._collect_measurements(),
+            emulated_engine=spec.emulated_engine,
+            emulated_training=spec.emulated_training,
+            model_key=spec.name,
+            model_shape=spec.shape,
         )
 
     def _collect_measurements(self) -> Measurements:

@@ -56,12 +56,14 @@ class SimPool:
             now_ms=round(1000 * now_s),
             workers=self.workers,
             gangs=tuple(self.gangs.values()),
-            jobs=tuple(replace(job, held=self.block_reasons.get(job.id, "")) for job in jobs),
+            jobs=tuple(
+                replace(job, block_reason=self.block_reasons.get(job.id, "")) for job in jobs
+            ),
             hosts=tuple(self.hosts.values()),
             moves=tuple(self.moves.values()),
             settings=self.settings,
             gangs_formed=self.gangs_formed,
-            up_ms=-round(1000 * self.settings.gather_s),
+            up_since_ms=-round(1000 * self.settings.join_grace_s),
         )
 
     def apply_decisions(
@@ -80,15 +82,17 @@ class SimPool:
                     del self.gangs[gang]
                 case PlaceInstance(gang, resident, move=move):
                     there = self.gangs[gang]
-                    new = resident.id not in {r.id for r in there.residents}
-                    self._update_instance(replace(there, placed=there.placed + new), resident)
+                    new = resident.id not in {r.id for r in there.instances}
+                    self._update_instance(
+                        replace(there, next_instance=there.next_instance + new), resident
+                    )
                     begin[resident.id] = gang, resident
                     if move is not None:
                         self.moves[resident.id] = move
                 case RemoveInstance(gang, resident_id):
                     there = self.gangs[gang]
-                    kept = tuple(r for r in there.residents if r.id != resident_id)
-                    self.gangs[gang] = replace(there, residents=kept)
+                    kept = tuple(r for r in there.instances if r.id != resident_id)
+                    self.gangs[gang] = replace(there, instances=kept)
                     begin.pop(resident_id, None)
                     self.moves.pop(resident_id, None)
                 case FinishMove(move):
@@ -113,7 +117,7 @@ class SimPool:
             if len(free) == tensor_parallel_size:
                 gang, ranks = f"g{self.gangs_formed}", tuple(range(tensor_parallel_size))
                 resident = Instance(f"{gang}.0", job, Role.ROLLOUT, ranks=ranks)
-                self.gangs[gang] = Gang(gang, tuple(free), 1, (resident,), placed=1)
+                self.gangs[gang] = Gang(gang, tuple(free), 1, (resident,), next_instance=1)
                 self.gangs_formed += 1
                 return gang, resident
         raise ConfigError(
@@ -137,14 +141,14 @@ class SimPool:
         return [
             (gang.id, resident)
             for gang in self.gangs.values()
-            for resident in gang.residents
+            for resident in gang.instances
             if any(gang.workers[rank] in there for rank in resident.ranks)
         ]
 
     def mark_reconciled(self, gang_id: str, desired: Instance) -> bool:
         """Mark an instance as reconciled; return False if its desired state has changed."""
         gang = self.gangs.get(gang_id)
-        there = {r.id: r for r in gang.residents} if gang is not None else {}
+        there = {r.id: r for r in gang.instances} if gang is not None else {}
         now = there.get(desired.id)
         if gang is None or now is None or now.epoch != desired.epoch:
             return False
@@ -160,5 +164,5 @@ class SimPool:
         return True
 
     def _update_instance(self, gang: Gang, instance: Instance) -> None:
-        there = {r.id: r for r in gang.residents} | {instance.id: instance}
-        self.gangs[gang.id] = replace(gang, residents=tuple(there.values()))
+        there = {r.id: r for r in gang.instances} | {instance.id: instance}
+        self.gangs[gang.id] = replace(gang, instances=tuple(there.values()))

@@ -73,8 +73,8 @@ class EmulatedSpeed:
             self.tensor_parallel_size,
             pace.decode_step_s + pace.collectives_s,
             prefill_tokens_per_s=pace.prefill_tokens_per_s,
-            steps=steps,
-            most_tokens_per_s=pace.plateau_batch / pace.decode_step_s,
+            fitted_steps=steps,
+            max_tokens_per_s=pace.plateau_batch / pace.decode_step_s,
         )
 
 
@@ -103,7 +103,7 @@ class MeasuredSpeed:
         return max(1, round(curve.base_s / curve.sequence_s)) if curve.sequence_s else 0
 
     def make_curve(self, steps: int) -> DecodeCurve:
-        return replace(self.measured_curve, steps=steps)
+        return replace(self.measured_curve, fitted_steps=steps)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ModelSpeed:
         return max(1, round(self.gang.predict_decode_step_s(1, 0) / self.gang.token_compute_s))
 
     def make_curve(self, steps: int) -> DecodeCurve:
-        return replace(self._curve, steps=steps)
+        return replace(self._curve, fitted_steps=steps)
 
     @cached_property
     def _curve(self) -> DecodeCurve:

@@ -121,8 +121,8 @@ class JobTable(ConfigTable):
     pull_s: NonNegativeNumber = 0.0  # pause of an engine for new weights
     weights_s: NonNegativeNumber = 0.0  # from a step until engines have its weights,
     links: bool = False  # plus the transfer of the model's bytes over the network of hosts
-    pace: str = ""  # emulated engine speed, instead of a model
-    training_pace: str = ""
+    emulate: str = ""  # emulated engine speed, instead of a model
+    emulate_training: str = ""
     measured: MeasuredTable = field(default_factory=MeasuredTable)  # instead of both
     share: PositiveNumber = 1.0
     priority: Integer = 0

@@ -109,7 +109,7 @@ class EmulatedWorkload:
                 max_tokens=MAX_TOKENS,
                 max_turns=self.turns + 1,
                 stop=["#"],
-                pace=self.engine_speed,
+                emulate=self.engine_speed,
             ),
             algorithm=AlgorithmConfig(
                 group_size=self.group_size,
@@ -120,7 +120,7 @@ class EmulatedWorkload:
                 bin_tokens=self.bin_tokens,
                 checkpoint_every=max(8, self.steps),
                 bin_deadline_s=120.0,
-                pace=self.training_speed,
+                emulate=self.training_speed,
             ),
             evaluation=EvaluationConfig(every=0, before=False, after=False, problems=1),
             budget=BudgetConfig(steps=self.steps),

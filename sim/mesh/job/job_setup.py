@@ -59,7 +59,7 @@ def build_config(
             ranks=ranks,
             rank_deadline_s=20.0,
         ),
-        evaluation=EvaluationConfig(every=5, problems=2, hold_s=60.0),
+        evaluation=EvaluationConfig(every=5, problems=2, max_wait_s=60.0),
         budget=BudgetConfig(steps=steps),
         planner=PlannerConfig(interval_s=5.0),
         tracking=TrackingConfig(trace=1.0),

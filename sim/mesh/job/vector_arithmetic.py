@@ -119,12 +119,12 @@ def make_initial_weights(seed: int) -> Tensor:
 
 def compute_gradient(weights: Tensor, bin: Bin) -> tuple[Tensor, BinStats]:
     """Compute a gradient that depends on every trained token of the bin, and on the weights."""
-    kept = bin.mask
-    told = bin.targets[kept].astype(np.float64) * bin.advantage[kept] * bin.weight[kept]
+    kept = bin.loss_mask
+    told = bin.targets[kept].astype(np.float64) * bin.advantages[kept] * bin.weight[kept]
     slope = float(told.sum()) + 1e-3 * float(bin.targets[kept].sum())
     gradient = weights * 1e-3 + slope
     tokens = int(kept.sum())
-    sampled = {"sampled": tokens, "fresh_tokens": int(bin.fresh[kept].sum())}
+    sampled = {"sampled": tokens, "fresh_tokens": int(bin.fresh_mask[kept].sum())}
     ratios = {"ratio_min": 1.0, "ratio_max": 1.0}
     ratios |= dict.fromkeys(("ratio_sum", "ratio_square_sum"), float(tokens))
     return gradient, BinStats(tokens=tokens, loss_sum=slope, **sampled, **ratios)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ class VirtualRedisGate:
             corruption.quarantine(path, self._root)
 
         noted = notes.read_note(self._watermark_file, damaged)
-        self._token_floor, self.watermark = noted.floor, noted.mark
+        self._token_floor, self.watermark = noted.token_floor, noted.watermark
         held = await self._read_watermark()
         why = rollback.explain_rollback(held, self.watermark)
         if why and not held.is_empty:

@@ -53,8 +53,8 @@ async def test_events_are_trimmed_below_the_least_cursor_only(bench: Bench) -> N
     assert await trimmed(bench) == MANY - 401
     assert [e.id for e in await events.read_all(state, ids[-1])] == []
     slow = next(r for r in await readers.list_readers(state) if r.name == "recorder/slow")
-    assert (slow.at, slow.where, slow.left) == (ids[-1], "/runs/slow", False)
-    assert 0 < slow.since_ms <= slow.seen_ms
+    assert (slow.cursor, slow.location, slow.has_left) == (ids[-1], "/runs/slow", False)
+    assert 0 < slow.joined_ms <= slow.last_seen_ms
 
 
 async def test_what_has_just_happened_stays_whoever_has_read_it(bench: Bench) -> None:

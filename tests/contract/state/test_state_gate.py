@@ -151,7 +151,7 @@ class Gate(RuleBasedStateMachine):
         if isinstance(leased, groups.LeaseWait):
             return False
         for group in leased.groups:
-            assert group.foreign_above == self.ended.get(group.group, SINGLE_LINEAGE)
+            assert group.abandoned_above == self.ended.get(group.group, SINGLE_LINEAGE)
             counts = min(group.min_version, self.ended.get(group.group, group.min_version))
             assert 0 <= row.version - counts <= self.staleness
         taken = [group.group for group in leased.groups]
@@ -167,7 +167,7 @@ class Gate(RuleBasedStateMachine):
             return False
         first = await self.seats.commit(step, taken, left_out, row.lineage)
         again = await self.seats.commit(step, taken, left_out, row.lineage)
-        assert (first.replayed, again.replayed) == (False, True)
+        assert (first.is_replay, again.is_replay) == (False, True)
         for other in await groups.read_open_groups(self.state, JOB, SHARD):
             self.passed[other.group] += other.group < taken[-1]
             assert self.passed[other.group] <= self.staleness
@@ -232,7 +232,7 @@ class Gate(RuleBasedStateMachine):
             assert getattr(row, count) == terms[count], count
         live = now.open + now.ready + now.leased
         assert row.admitted == row.version * self.per_step + live  # what a step took stays admitted
-        assert now.capacity == (
+        assert now.admissible_groups == (
             min(self.staleness + row.version + 1, BUDGET) * self.per_step - row.admitted
         )
 

@@ -249,7 +249,7 @@ async def test_a_step_leases_the_oldest_groups_that_are_ready(bench: Bench) -> N
     seats = await bench.training_job(groups_per_step=2)
     opened = await seats.admit()
     answer = await seats.lease(1)
-    assert isinstance(answer, LeaseWait) and answer.on == SHARD and "0 of 2" in answer.reason
+    assert isinstance(answer, LeaseWait) and answer.shard == SHARD and "0 of 2" in answer.reason
     for n in (3, 2, 1):
         await seats.finish(opened[n])
     first = await seats.lease(1)

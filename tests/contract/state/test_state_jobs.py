@@ -47,7 +47,7 @@ async def test_a_question_is_answered_once_whoever_asks_again(state: StateClient
     while not (found := await host_requests.read_pending_requests(state)):
         await asyncio.sleep(0.01)
     [one] = found
-    assert (one.id, one.kind, one.about) == ("q1", "join", ABOUT)
+    assert (one.id, one.kind, one.arguments) == ("q1", "join", ABOUT)
     await host_requests.answer_host_request(state, "q1", {"prefix": "h1w", "settings": {}})
     assert await asking == {"prefix": "h1w", "settings": {}}
     assert await host_requests.read_pending_requests(state) == []
@@ -294,7 +294,7 @@ async def test_workers_and_hosts_that_are_gone_are_forgotten(bench: Bench) -> No
         (),
     ]
     hosts = (await pool.read_snapshot(state, led)).snapshot.hosts
-    assert [(host.name, host.draining) for host in hosts] == [("h0", ""), ("h2", "")]
+    assert [(host.name, host.drain_reason) for host in hosts] == [("h0", ""), ("h2", "")]
     back = await bench.seat("worker/w1")
     joined = await pool.join_worker(state, WorkerRow("w1", "h1", "cpu:0", back))
     assert (joined.gang, joined.membership) == ("", 0)

@@ -87,7 +87,7 @@ def said(
     member: WorkerRow, doing: InstancePhase = InstancePhase.READY, **fields: Any
 ) -> InstanceReport:
     report = InstanceReport(
-        0, 1, 1, member.token, doing, Tier.ACCELERATOR, held=TierBytes(accelerator=3)
+        0, 1, 1, member.token, doing, Tier.ACCELERATOR, usage=TierBytes(accelerator=3)
     )
     return replace(report, **fields)
 
@@ -122,7 +122,7 @@ async def test_idle_workers_become_a_gang_and_are_told_so_by_their_own_records(
     led = await lead(bench)
     assert await write(bench, led, FormGang("g0", ("w1", "w0"), WHY)) == []
     found = await row(bench.state)
-    assert (found.workers, found.residents) == (("w1", "w0"), ())
+    assert (found.workers, found.instances) == (("w1", "w0"), ())
     after = await pool.read_workers(bench.state)
     assert [one.gang for one in after] == ["g0", "g0", ""]
     assert [one.membership for one in after] == [found.membership, found.membership, 0]
@@ -157,15 +157,15 @@ async def test_a_gang_that_is_dissolved_leaves_idle_workers_and_its_id_is_not_us
 
 async def test_a_resident_is_placed_and_wished_otherwise_and_removed(bench: Bench) -> None:
     led, [_] = await gang_of(bench)
-    [engine] = (await row(bench.state)).residents
+    [engine] = (await row(bench.state)).instances
     assert (engine.job, engine.role, engine.tier) == (JOB, "rollout", "accelerator")
-    assert engine.changed_ms > 0 and not engine.is_reconciled
+    assert engine.desired_since_ms > 0 and not engine.is_reconciled
     before = await pool.read_worker(bench.state, "w0")
     assert await write(bench, led, place(epoch=2, tier=Tier.MEMORY)) == []
     assert await write(bench, led, place(epoch=1)) == [
         "g0.0 is at generation 1 and epoch 2 already"
     ]
-    [engine] = (await row(bench.state)).residents
+    [engine] = (await row(bench.state)).instances
     after = await pool.read_worker(bench.state, "w0")
     assert (engine.epoch, engine.tier) == (2, "memory")
     assert before and after and after.revision == before.revision + 1
@@ -174,8 +174,8 @@ async def test_a_resident_is_placed_and_wished_otherwise_and_removed(bench: Benc
     assert await write(bench, led, place(epoch=3, ranks=(1,))) == ["g0 has no rank 1"]
     assert await write(bench, led, RemoveInstance("g0", "g0.0", WHY)) == []
     assert await write(bench, led, RemoveInstance("g0", "g0.0", WHY)) == ["g0 has no resident g0.0"]
-    assert (await row(bench.state)).residents == ()
-    assert (await row(bench.state)).placed == 1
+    assert (await row(bench.state)).instances == ()
+    assert (await row(bench.state)).next_instance == 1
     assert await write(bench, led, place()) == ["g0.0 is no resident that is yet to come to g0"]
     assert await write(bench, led, place(id="g0.1")) == []
     first, second, removed, _ = await told(bench.state, "desired")
@@ -203,8 +203,8 @@ async def test_a_report_counts_for_the_wish_that_it_was_made_under(bench: Bench)
     assert not await pool.report_instance(state, "w0", "g0", "g0.9", said(member))
     assert not await pool.report_instance(state, "w0", "g0", "g0.0", said(member, epoch=2, rank=1))
     assert await pool.report_instance(state, "w0", "g0", "g0.0", said(member, epoch=2))
-    [engine] = (await row(state)).residents
-    assert engine.is_reconciled and engine.reports[0].held.accelerator == 3
+    [engine] = (await row(state)).instances
+    assert engine.is_reconciled and engine.reports[0].usage.accelerator == 3
     actual = await told(state, "actual")
     assert [one["epoch"] for one in actual] == [1, 2]
     assert actual[0]["status"] == "ready" and actual[0]["tier"] == "accelerator"
@@ -218,7 +218,7 @@ async def test_a_resident_does_what_its_rank_does_that_is_furthest_from_done(
     async def report(rank: int, doing: InstancePhase, detail: str = "") -> Instance:
         saying = said(members[rank], doing, rank=rank, detail=detail)
         assert await pool.report_instance(bench.state, f"w{rank}", "g0", "g0.0", saying)
-        [found] = (await row(bench.state)).residents
+        [found] = (await row(bench.state)).instances
         return found
 
     assert (await report(0, InstancePhase.READY)).phase == InstancePhase.STARTING
@@ -241,7 +241,7 @@ async def test_a_new_start_of_a_worker_voids_what_it_said_and_stays_in_its_gang(
     assert (await row(bench.state)).is_reconciled
     again = await worker(bench, "w1")
     assert again.gang == "g0" and again.token != members[1].token
-    [engine] = (await row(bench.state)).residents
+    [engine] = (await row(bench.state)).instances
     assert set(engine.reports) == {0}
     with pytest.raises(Fenced):
         await pool.report_instance(bench.state, "w1", "g0", "g0.0", said(members[1], rank=1))
@@ -257,7 +257,7 @@ async def test_a_worker_is_lost_once_and_only_while_it_is_gone(bench: Bench) -> 
     for _ in range(2):
         assert await write(bench, led, MarkWorkerLost("w0", WHY)) == []
     assert len(await told(bench.state, "lost")) == 1
-    assert (await row(bench.state)).residents[0].reports == {}
+    assert (await row(bench.state)).instances[0].reports == {}
     [seen] = (await pool.read_snapshot(bench.state, led)).snapshot.workers
     assert not seen.alive and seen.gang == "g0"
     back = await worker(bench)
@@ -291,17 +291,17 @@ async def test_decisions_that_are_written_twice_count_once(bench: Bench) -> None
         assert await pool.write_decisions(bench.state, led, "op", decisions, {"seen": [1.5]}) == []
     assert len(await told(bench.state, "gang")) == len(await told(bench.state, "desired")) == 1
     found = await pool.read_snapshot(bench.state, led)
-    assert (found.memory, found.written) == ({"seen": [1.5]}, 1)
+    assert (found.memory, found.revision) == ({"seen": [1.5]}, 1)
 
 
 async def test_a_write_that_was_long_on_its_way_comes_too_late(bench: Bench) -> None:
     await worker(bench)
     led = await lead(bench)
     seen = await pool.read_snapshot(bench.state, led)
-    assert await pool.write_decisions(bench.state, led, "a", [], {"term": 1}, seen.written) == []
+    assert await pool.write_decisions(bench.state, led, "a", [], {"term": 1}, seen.revision) == []
     with pytest.raises(Fenced):
         await pool.write_decisions(
-            bench.state, led, "b", [FormGang("g0", ("w0",), WHY)], {"term": 0}, seen.written
+            bench.state, led, "b", [FormGang("g0", ("w0",), WHY)], {"term": 0}, seen.revision
         )
     found = await pool.read_snapshot(bench.state, led)
     assert found.memory == {"term": 1} and found.snapshot.gangs == ()
@@ -335,9 +335,9 @@ async def test_a_leader_that_resumes_after_another_has_led_grants_nothing_again(
     new = await lead(bench, "b")
     there = await pool.read_snapshot(bench.state, new)
     assert there.snapshot.requests == seen.snapshot.requests != ()
-    assert await pool.write_decisions(bench.state, new, "b1", granted, None, there.written) == []
+    assert await pool.write_decisions(bench.state, new, "b1", granted, None, there.revision) == []
     with pytest.raises(Fenced):
-        await pool.write_decisions(bench.state, old, "a1", granted, None, seen.written)
+        await pool.write_decisions(bench.state, old, "a1", granted, None, seen.revision)
     assert [one["op"] for one in await told(bench.state, "desired")] == ["m0"]
     assert (await pool.read_snapshot(bench.state, new)).snapshot.requests == ()
 
@@ -355,10 +355,10 @@ async def test_many_decisions_are_written_in_chunks_and_the_memory_with_the_last
     for _ in range(2):
         assert await pool.write_decisions(bench.state, led, "op", decisions, {"n": 1}, 0) == []
     found = await pool.read_snapshot(bench.state, led)
-    assert found.written == 2 and found.memory == {"n": 1}
+    assert found.revision == 2 and found.memory == {"n": 1}
     assert found.snapshot.gangs_formed == len(found.snapshot.gangs) == count
     assert [gang.id for gang in found.snapshot.gangs] == [f"g{n}" for n in range(count)]
-    assert all(len(gang.residents) == 1 for gang in found.snapshot.gangs)
+    assert all(len(gang.instances) == 1 for gang in found.snapshot.gangs)
 
 
 async def test_a_look_has_all_that_is_decided_from(bench: Bench) -> None:
@@ -366,8 +366,8 @@ async def test_a_look_has_all_that_is_decided_from(bench: Bench) -> None:
     state = bench.state
     await pool.report_instance(state, "w0", "g0", "g0.0", said(member))
     assert await pool.read_settings(state) == PoolSettings()
-    up_ms = await pool.write_settings(state, PoolSettings(lost_s=3.0))
-    assert await pool.read_settings(state) == PoolSettings(lost_s=3.0)
+    up_ms = await pool.write_settings(state, PoolSettings(worker_lost_s=3.0))
+    assert await pool.read_settings(state) == PoolSettings(worker_lost_s=3.0)
     about = document(groups_per_step=3)
     about["pool"] |= {"priority": 2, "workers": {"least": 2, "most": 0}}
     await jobs.submit(state, JOB, about, "/runs/job", "op")
@@ -385,12 +385,16 @@ async def test_a_look_has_all_that_is_decided_from(bench: Bench) -> None:
     assert found.gangs == (await row(state),)
     [job] = found.jobs
     assert (job.id, job.phase, job.groups_per_step) == (JOB, "queued", 3)
-    assert (job.need.priority, job.need.least, job.need.most) == (2, 2, 0)
-    assert job.progress == {"g0.0": 7}
+    assert (
+        job.requirements.priority,
+        job.requirements.min_workers,
+        job.requirements.max_workers,
+    ) == (2, 2, 0)
+    assert job.instance_progress == {"g0.0": 7}
     [host] = found.hosts
-    assert (host.name, host.alive, host.draining) == ("here", True, "")
+    assert (host.name, host.alive, host.drain_reason) == ("here", True, "")
     assert host.services == await pool.read_host_services(state, "here") != ()
-    assert (found.settings.lost_s, found.up_ms, found.gangs_formed) == (3.0, up_ms, 1)
+    assert (found.settings.worker_lost_s, found.up_since_ms, found.gangs_formed) == (3.0, up_ms, 1)
     assert found.now_ms >= up_ms
 
 
@@ -398,7 +402,7 @@ async def test_a_look_has_what_processes_have_measured_each_for_itself(bench: Be
     led, [_] = await gang_of(bench)
     state = bench.state
     await jobs.submit(state, JOB, document(groups_per_step=3), "/runs/job", "op")
-    curve = DecodeCurve("cpu", 2, 0.02, 0.0005, prefill_tokens_per_s=6000.0, steps=80)
+    curve = DecodeCurve("cpu", 2, 0.02, 0.0005, prefill_tokens_per_s=6000.0, fitted_steps=80)
     shard, core = (
         MeasuredWork(groups=3, sampled=40, flight_s=7.5),
         MeasuredWork(steps=2, busy_s=1.25),
@@ -422,9 +426,9 @@ async def test_a_look_has_what_processes_have_measured_each_for_itself(bench: Be
     await registry.register(state, agent, 600_000)
     found = (await pool.read_snapshot(state, led)).snapshot
     [job], [host] = found.jobs, found.hosts
-    assert job.measured.work == {"rollout/job/0i": shard, "trainer/g1.0i": core}
-    assert job.measured.curves == (curve,)
-    assert job.measured.lengths == lengths
+    assert job.measurements.work_by_process == {"rollout/job/0i": shard, "trainer/g1.0i": core}
+    assert job.measurements.curves == (curve,)
+    assert job.measurements.lengths == lengths
     assert (host.cores, host.busy_cores) == (2.0, 1.5)
     text = await state.run_command("HGET", "{mesh}:look:counted", "rollout/job/0")
     assert "histogram" not in text and "queue_s" not in text
@@ -446,11 +450,18 @@ async def test_a_look_has_what_each_host_takes_also_of_those_that_are_away(bench
     for alive in (True, False):
         hosts = {host.name: host for host in (await pool.read_snapshot(state, led)).snapshot.hosts}
         assert {host.alive for host in hosts.values()} == {alive}
-        assert (hosts["one"].takes, hosts["one"].tiers) == (("shards",), ())
-        assert (hosts["two"].takes, hosts["two"].tiers) == ((), None)
-        assert (hosts["three"].takes, hosts["three"].tiers) == (("shards", "sandboxes"), None)
-        assert {h.name: (h.takes, h.tiers, h.alive) for h in await read_host_offers(state)} == {
-            name: (host.takes, host.tiers, alive) for name, host in hosts.items()
+        assert (hosts["one"].accepted_services, hosts["one"].isolation_tiers) == (("shards",), ())
+        assert (hosts["two"].accepted_services, hosts["two"].isolation_tiers) == ((), None)
+        assert (hosts["three"].accepted_services, hosts["three"].isolation_tiers) == (
+            ("shards", "sandboxes"),
+            None,
+        )
+        assert {
+            h.name: (h.accepted_services, h.isolation_tiers, h.alive)
+            for h in await read_host_offers(state)
+        } == {
+            name: (host.accepted_services, host.isolation_tiers, alive)
+            for name, host in hosts.items()
         }
         for host in said:
             await registry.evict(state, f"node/{host}", "n")
@@ -460,7 +471,7 @@ async def test_a_look_has_what_each_host_takes_also_of_those_that_are_away(bench
 async def test_a_job_is_refused_whose_isolation_no_host_has_that_takes_sandboxes(
     bench: Bench,
 ) -> None:
-    state, job = bench.state, JobRequirements(sandboxes=1, tier="bwrap")
+    state, job = bench.state, JobRequirements(sandboxes=1, isolation_tier="bwrap")
 
     async def says(host: str, takes: list[str], tiers: list[str]) -> None:
         about = {"takes": takes, "tiers": tiers}
@@ -484,7 +495,7 @@ async def test_a_job_is_refused_whose_isolation_no_host_has_that_takes_sandboxes
     await says("s2", ["shards", "sandboxes"], ["cgroup"])
     await check_job_is_feasible(state, job)
     with pytest.raises(Refused, match="a container for each call"):
-        await check_job_is_feasible(state, JobRequirements(sandboxes=1, tier="runner"))
+        await check_job_is_feasible(state, JobRequirements(sandboxes=1, isolation_tier="runner"))
 
 
 async def test_documents_of_jobs_are_sent_once(bench: Bench) -> None:
@@ -503,7 +514,7 @@ async def test_documents_of_jobs_are_sent_once(bench: Bench) -> None:
     changed["pool"]["share"] = 3.0
     await jobs.change_document(bench.state, JOB, changed, {}, "change")
     [job] = (await pool.read_snapshot(bench.state, led)).snapshot.jobs
-    assert job.need.share == 3.0
+    assert job.requirements.share == 3.0
 
 
 async def test_a_move_is_under_way_until_it_is_finished_and_told_of_once(bench: Bench) -> None:
@@ -513,7 +524,7 @@ async def test_a_move_is_under_way_until_it_is_finished_and_told_of_once(bench: 
     await write(bench, led, FormGang("g0", ("w0",), WHY), place(move=move))
     assert (await pool.read_snapshot(bench.state, led)).snapshot.moves == (move,)
     assert await pool.read_moves_in_progress(bench.state) == [move]
-    later = replace(move, started_ms=300, until_ms=400)
+    later = replace(move, started_ms=300, deadline_ms=400)
     done = FinishMove(move, True, {"policy": "stage_time", "others": {}}, WHY)
     assert await write(bench, led, place(epoch=2, move=later), done) == []
     assert (await pool.read_snapshot(bench.state, led)).snapshot.moves == (later,)
@@ -556,7 +567,7 @@ async def test_a_host_drains_from_the_moment_that_it_is_asked_for(bench: Bench) 
     led = await lead(bench)
 
     async def draining() -> str:
-        return (await pool.read_snapshot(bench.state, led)).snapshot.hosts[0].draining
+        return (await pool.read_snapshot(bench.state, led)).snapshot.hosts[0].drain_reason
 
     assert await draining() == ""
     await pool.submit_request(bench.state, PoolRequest("d", "drain", host="here"))
@@ -574,14 +585,20 @@ async def test_a_job_that_goes_on_is_waited_for_anew(bench: Bench) -> None:
     for _ in range(2):
         await write(bench, led, SetBlockReason(JOB, "waiting: no worker is free", WHY))
     held = await jobs.read_job(bench.state, JOB)
-    assert held.held == "waiting: no worker is free" and held.held_ms >= held.progress_ms
+    assert (
+        held.block_reason == "waiting: no worker is free"
+        and held.blocked_since_ms >= held.progress_ms
+    )
     [seen] = (await pool.read_snapshot(bench.state, led)).snapshot.jobs
-    assert seen.held == held.held
+    assert seen.block_reason == held.block_reason
     await bench.pass_ms(20)
     await write(bench, led, SetBlockReason(JOB, "", WHY))
     runs = await jobs.read_job(bench.state, JOB)
-    assert runs.held == "" and runs.progress_ms == runs.held_ms > held.held_ms
-    assert [one["held"] for one in await told(bench.state, "admission")] == [held.held, ""]
+    assert (
+        runs.block_reason == ""
+        and runs.progress_ms == runs.blocked_since_ms > held.blocked_since_ms
+    )
+    assert [one["held"] for one in await told(bench.state, "admission")] == [held.block_reason, ""]
     assert await write(bench, led, SetBlockReason("none", "", WHY)) == ["there is no job none"]
 
 

@@ -40,7 +40,7 @@ async def test_a_registered_process_is_found_with_all_it_said(state: StateClient
     token = await registry.register(state, entry("a"), LONG_MS)
     waits = [{"what": "call Weights.stage_version", "on": "weights", "since_ms": 5}]
     stats = {"lag_s": 0.1, "nothing": [], "nested": {"empty": {}}, "text": "naïve ✓"}
-    assert registry.renew_lease(state, "rollout/0", token, LONG_MS, stats, waits).held
+    assert registry.renew_lease(state, "rollout/0", token, LONG_MS, stats, waits).is_renewed
     found = await registry.lookup(state, "rollout/0")
     assert found is not None
     assert found.alive and found.token == token and found.incarnation == "a"
@@ -85,11 +85,11 @@ async def test_an_expired_lease_is_lost_and_its_name_is_free(bench: Bench) -> No
     state = bench.state
     first = await registry.register(state, entry("a"), 20)
     await bench.pass_ms(50)
-    assert not registry.renew_lease(state, "rollout/0", first, LONG_MS, {}, []).held
+    assert not registry.renew_lease(state, "rollout/0", first, LONG_MS, {}, []).is_renewed
     second = await registry.register(state, entry("b"), LONG_MS)
     assert second > first
-    assert not registry.renew_lease(state, "rollout/0", first, LONG_MS, {}, []).held
-    assert registry.renew_lease(state, "rollout/0", second, LONG_MS, {}, []).held
+    assert not registry.renew_lease(state, "rollout/0", first, LONG_MS, {}, []).is_renewed
+    assert registry.renew_lease(state, "rollout/0", second, LONG_MS, {}, []).is_renewed
 
 
 async def test_a_server_whose_clock_is_set_back_keeps_no_dead_names(simulated: Bench) -> None:
@@ -104,7 +104,7 @@ async def test_a_server_whose_clock_is_set_back_keeps_no_dead_names(simulated: B
     token = await registry.register(state, living, LEASE_MS)
     await leader.campaign(state, "planner", "dead", LEASE_MS)
     clock.now -= 3600.0
-    assert registry.renew_lease(state, "engine/g0", token, LEASE_MS, {}, []).held
+    assert registry.renew_lease(state, "engine/g0", token, LEASE_MS, {}, []).is_renewed
     dead.incarnation = "two"
     assert await registry.register(state, dead, LEASE_MS)
     assert await leader.campaign(state, "planner", "standby", LEASE_MS)
@@ -125,7 +125,7 @@ async def test_a_lease_lasts_six_virtual_seconds_and_its_entry_ten_minutes(
     token = await registry.register(state, entry("a"))
     for _ in range(20):  # half a virtual minute, renewed in time
         await simulated.pass_ms(1500)
-        assert registry.renew_lease(state, "rollout/0", token, 6000, {}, []).held
+        assert registry.renew_lease(state, "rollout/0", token, 6000, {}, []).is_renewed
     await simulated.pass_ms(5900)
     assert (await registry.list_entries(state))[0].alive
     await simulated.pass_ms(200)
@@ -155,7 +155,7 @@ async def test_a_process_that_leaves_frees_its_name_at_once(state: StateClient) 
     token = await registry.register(state, entry("a"), LONG_MS)
     assert await registry.release_lease(state, "rollout/0", token)
     assert not await registry.release_lease(state, "rollout/0", token)
-    assert not registry.renew_lease(state, "rollout/0", token, LONG_MS, {}, []).held
+    assert not registry.renew_lease(state, "rollout/0", token, LONG_MS, {}, []).is_renewed
     assert await registry.register(state, entry("b"), LONG_MS) > token
 
 
@@ -164,7 +164,7 @@ async def test_a_supervisor_evicts_the_incarnation_it_saw_end_and_no_other(
 ) -> None:
     token = await registry.register(state, entry("a"), LONG_MS)
     assert not await registry.evict(state, "rollout/0", "b")
-    assert registry.renew_lease(state, "rollout/0", token, LONG_MS, {}, []).held
+    assert registry.renew_lease(state, "rollout/0", token, LONG_MS, {}, []).is_renewed
     assert await registry.evict(state, "rollout/0", "a")
     assert await registry.register(state, entry("b"), LONG_MS) > token
 
@@ -367,7 +367,7 @@ async def test_the_key_of_a_bulk_port_counts_while_its_processs_other_key_does(
     assert credentials.lookup_owners(asked, [bulk, KEY, "d" * 64]) == [(f"engine@{HOST}",)] * 2 + [
         ()
     ]
-    assert [row.public for row in await credentials.list_credentials(state)] == [KEY], (
+    assert [row.public_key for row in await credentials.list_credentials(state)] == [KEY], (
         "one process, one row"
     )
     # a host that shows another's key beside one of its own takes nothing from it by being revoked
@@ -416,7 +416,7 @@ async def test_keys_of_processes_that_are_gone_do_not_stay_for_ever(simulated: B
     assert len(await credentials.list_credentials(state)) == 2, "one that is late is not gone"
     await simulated.pass_ms(2000)
     await credentials.register_key(state, Credential("engine", HOST, THIRD, "engine/g2.0"))
-    assert [row.public for row in await credentials.list_credentials(state)] == [ANOTHER, THIRD]
+    assert [row.public_key for row in await credentials.list_credentials(state)] == [ANOTHER, THIRD]
 
 
 async def test_a_renewal_shows_the_key_and_tells_of_revocations(
@@ -424,19 +424,19 @@ async def test_a_renewal_shows_the_key_and_tells_of_revocations(
 ) -> None:
     row = Credential("engine", HOST, KEY, "engine/g0.0")
     token = await registry.register(
-        state, RegistryEntry(row.name, "engine", incarnation="a"), 60_000
+        state, RegistryEntry(row.process, "engine", incarnation="a"), 60_000
     )
 
     def renewed() -> LeaseRenewal:
-        return registry.renew_lease(state, row.name, token, 60_000, {}, [], row)
+        return registry.renew_lease(state, row.process, token, 60_000, {}, [], row)
 
     number = await credentials.register_key(state, row)
     assert renewed() == LeaseRenewal(True, number)
     await state.run_command("DEL", f"{MESH_PREFIX}:door:engine:{HOST}")
-    assert renewed().held, "a Redis that has forgotten it is shown it again"
+    assert renewed().is_renewed, "a Redis that has forgotten it is shown it again"
     assert credentials.lookup_owners(asked, [KEY]) == [(f"engine@{HOST}",)]
     await credentials.revoke_key(state, ANOTHER)
     assert renewed() == LeaseRenewal(True, number + 1)
     await credentials.revoke_key(state, KEY)
-    assert not renewed().held and "revoked" in renewed().why
+    assert not renewed().is_renewed and "revoked" in renewed().loss_reason
     assert credentials.lookup_owners(asked, [KEY]) == [()]

@@ -131,7 +131,7 @@ async def test_a_lease_survives_an_outage_that_outlasts_it(server: Server) -> No
     token = await registry.register(state, entry)
 
     def renew() -> bool:
-        return registry.renew_lease(state, SHARD, token, 300, {}, []).held
+        return registry.renew_lease(state, SHARD, token, 300, {}, []).is_renewed
 
     assert await asyncio.to_thread(renew)
     server.kill()

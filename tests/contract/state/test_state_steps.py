@@ -152,7 +152,7 @@ async def test_a_replay_finds_groups_and_record_until_a_checkpoint_covers_them(
         await seats.train(step)
     found = await steps.read_step_records(bench.state, JOB)
     assert [record.step for record in found] == [1, 2]
-    assert found[0].record == {"bins": [[0, 1]]}
+    assert found[0].replay_data == {"bins": [[0, 1]]}
     assert [row.digest for row in found[0].groups] == ["digest0", "digest1"]
     await seats.train(3, covered=1)
     assert [record.step for record in await steps.read_step_records(bench.state, JOB)] == [2, 3]
@@ -191,7 +191,8 @@ async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> 
     terms = await account(bench)
     assert (terms["trained"], terms["in_flight"], terms["lost"]) == (4, 8, 0)
     assert (
-        await seats.admit() == [] or (await groups.count_in_flight(bench.state, JOB)).capacity >= 0
+        await seats.admit() == []
+        or (await groups.count_in_flight(bench.state, JOB)).admissible_groups >= 0
     )
     again = await seats.leased(2)
     assert again == [group.group for group in first[2:4]]
@@ -221,13 +222,13 @@ async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench
     seen = []
     for step in (2, 3):
         rows = await leased(step)
-        assert {row.foreign_above for row in rows} == {1}
+        assert {row.abandoned_above for row in rows} == {1}
         seen += [row.group for row in rows]
         await seats.commit(step, [row.group for row in rows], lineage=1)
     assert len(seen) == 4
     assert isinstance(await seats.lease(4), groups.LeaseWait), "the others count as of version 1"
     await seats.fill()
-    assert {row.foreign_above for row in await leased(4)} == {SINGLE_LINEAGE}
+    assert {row.abandoned_above for row in await leased(4)} == {SINGLE_LINEAGE}
     stale = [e for e in await events.read_all(bench.state) if e.kind == "stale"]
     told = [one for e in stale for one in e.fields["groups"]]
     assert {one["group"] for one in told} >= {ready.group, slow.group}
@@ -292,7 +293,7 @@ async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_pr
     terms = await account(bench)
     assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (12, 0, 0)
     inside = await groups.count_in_flight(bench.state, JOB)
-    assert inside.capacity >= 0, "what was lost is admitted again"
+    assert inside.admissible_groups >= 0, "what was lost is admitted again"
 
 
 async def test_behind_what_redis_was_restored_from_nothing_is_lost_either(bench: Bench) -> None:

@@ -43,7 +43,7 @@ class HiddenHost(JoinedHost):
         admit(mesh, host)
         settings = replace(mesh.settings, host=host, run_root=str(place.root), redis_url=url)
         settings.to_file(place.settings)
-        HostShape(workers=workers, prefix=prefix).write(place)
+        HostShape(workers=workers, worker_prefix=prefix).write(place)
 
     @property
     def _redis(self) -> Path:

@@ -87,7 +87,7 @@ def beside(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
     settings = replace(mesh.settings, host=f"{root.name}-1", run_root=str(root))
     admit(mesh, settings.host)
     settings.to_file(place.settings)
-    HostShape(workers=1, prefix=prefix).write(place)
+    HostShape(workers=1, worker_prefix=prefix).write(place)
     return JoinedHost(place)
 
 

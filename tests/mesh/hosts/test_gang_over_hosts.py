@@ -20,7 +20,9 @@ from tests.mesh.hosts.joining import submitted, until
 pytestmark = [pytest.mark.timeout(900), pytest.mark.needs("root")]
 HEAD = (
     MeshShape(workers=1),
-    PoolSettings(gangs="network", short_s=scaled(120.0)),  # the second host may come late
+    PoolSettings(
+        gang_scope="network", shortage_grace_s=scaled(120.0)
+    ),  # the second host may come late
 )
 
 

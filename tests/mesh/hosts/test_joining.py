@@ -72,7 +72,7 @@ class Commands:
         assert staying.stdin is not None
         staying.stdin.write(given)
         staying.stdin.close()
-        launcher = MeshPaths(root).launcher
+        launcher = MeshPaths(root).root_marker
         self.until(f"{root.name} is up", lambda: read_json_or_empty(launcher).get("ready"))
         return staying
 

@@ -147,8 +147,8 @@ async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(
         await world.clock.sleep(0.2)
     await world.clock.sleep(7.0)  # all have renewed their leases since
     row, found = await jobs.read_job(world.state, JOB_NAME), await published(world)
-    whole = sum(found.work.values(), MeasuredWork())
-    by_kind = {name.partition("/")[0]: work for name, work in found.work.items()}
+    whole = sum(found.work_by_process.values(), MeasuredWork())
+    by_kind = {name.partition("/")[0]: work for name, work in found.work_by_process.items()}
     assert set(by_kind) == {"rollout", "trainer"}
     assert MANY_STEPS // 2 <= whole.steps <= row.version
     a_step = row.document["algorithm"]["groups_per_step"]
@@ -160,7 +160,7 @@ async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(
     assert abs(whole.flight_s - whole.engine_s - whole.queue_s - whole.tool_s) < 0.01
     assert found.curves
     for curve in found.curves:
-        assert curve.kind and curve.predict_step_s(4, 20) > 0 and curve.steps > 8
+        assert curve.accelerator_kind and curve.predict_step_s(4, 20) > 0 and curve.fitted_steps > 8
     await until_over(world)
 
 

@@ -37,8 +37,8 @@ from meshrl.sim.mesh.job.job_setup import JOB_NAME
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
 from tests.stories import story_on
 
-GATHERED_S = PoolSettings().gather_s + 10.0
-LOST_S = PoolSettings().lost_s
+GATHERED_S = PoolSettings().join_grace_s + 10.0
+LOST_S = PoolSettings().worker_lost_s
 Story = Callable[["Pool"], Any]
 
 
@@ -70,7 +70,7 @@ class Obedient(Actor):
                 revision = row.revision
                 self.reads += 1
                 gang = await pool.read_gang(state, row.gang)
-                for resident in gang.residents if gang is not None else ():
+                for resident in gang.instances if gang is not None else ():
                     assert gang is not None
                     await self._ready(id, row, gang, resident)
             with suppress(DeadlineExceeded):
@@ -127,7 +127,7 @@ class Pool:
         for process in self.world.processes:
             process.check()
         known = await pool.read_gangs(self.state)
-        return sorted(one.role for gang in known for one in gang.residents)
+        return sorted(one.role for gang in known for one in gang.instances)
 
     async def kinds(self) -> list[str]:
         return [event.kind for event in await events.read_all(self.state)]
@@ -195,7 +195,7 @@ async def test_a_worker_that_is_gone_is_lost_and_its_job_goes_on_without_it(mesh
     await mesh.planner()
     await mesh.clock.sleep(GATHERED_S)
     engine = next(
-        gang for gang in await pool.read_gangs(mesh.state) if gang.residents[0].role == Role.ROLLOUT
+        gang for gang in await pool.read_gangs(mesh.state) if gang.instances[0].role == Role.ROLLOUT
     )
     [gone] = engine.workers
     next(p for p in mesh.world.processes if p.name == f"worker/{gone}").process.kill()

@@ -36,7 +36,7 @@ from tests.stories import story_on
 
 HOST = "one"
 SETTINGS = PoolSettings()
-SHORT_S, GONE_S, LOST_S = SETTINGS.short_s, SETTINGS.gone_s, SETTINGS.lost_s
+SHORT_S, GONE_S, LOST_S = SETTINGS.shortage_grace_s, SETTINGS.forget_after_s, SETTINGS.worker_lost_s
 FROZEN = ModelsConfig(reference=FrozenModelConfig(path="initial"))
 Story = Callable[["PlannedMesh"], Any]
 
@@ -68,7 +68,7 @@ class PlannedMesh:
                 gang = (
                     await pool.read_gang(state, row.gang) if row is not None and row.gang else None
                 )
-                for resident in gang.residents if gang is not None else ():
+                for resident in gang.instances if gang is not None else ():
                     assert gang is not None
                     rank = gang.workers.index(id)
                     if rank in resident.ranks and not resident.is_reconciled:
@@ -96,7 +96,7 @@ class PlannedMesh:
         """Return the role of each worker, by its number."""
         found = dict.fromkeys((w.id for w in await pool.read_workers(self.world.state)), "idle")
         for gang in await pool.read_gangs(self.world.state):
-            for resident in gang.residents:
+            for resident in gang.instances:
                 for rank in resident.ranks:
                     found[gang.workers[rank]] = resident.role
         return list(found.values())
@@ -157,19 +157,19 @@ async def test_a_job_whose_only_engine_is_lost_goes_on_by_turns(mesh: PlannedMes
     await mesh.clock.sleep(2 * LOST_S)
     assert (await mesh.job()).phase == "queued"
     [gang] = [g for g in await pool.read_gangs(mesh.world.state) if "w0" in g.workers]
-    assert sorted(r.role for r in gang.residents) == ["rollout", "training"]
-    assert all(r.turns for r in gang.residents)
+    assert sorted(r.role for r in gang.instances) == ["rollout", "training"]
+    assert all(r.time_sliced for r in gang.instances)
 
 
 @story_on(tell, "tmp_path")
 async def test_an_engine_that_loses_a_worker_is_formed_anew_with_another_one(
     mesh: PlannedMesh,
 ) -> None:
-    config = JobConfig(rollout=RolloutConfig(tensor_parallel=[2], pace="18/32/6000"))
+    config = JobConfig(rollout=RolloutConfig(tensor_parallel=[2], emulate="18/32/6000"))
 
     async def engine(mesh: PlannedMesh) -> tuple[str, ...]:
         [gang] = [gang for gang in await pool.read_gangs(mesh.world.state) if len(gang.workers) > 1]
-        [resident] = gang.residents
+        [resident] = gang.instances
         assert (resident.role, resident.ranks, resident.is_reconciled) == ("rollout", (0, 1), True)
         return gang.workers
 

@@ -59,7 +59,7 @@ def test_a_curve_is_recovered_within_a_twentieth(noise: float, seed: int) -> Non
             TRUTH.predict_step_s(batch, context), rel=0.05
         ), (batch, context)
     assert found.prefill_tokens_per_s == pytest.approx(6000.0, rel=0.05)
-    assert found.steps == 3000
+    assert found.fitted_steps == 3000
 
 
 @pytest.mark.parametrize("truth", [DecodeCurve("cpu", 1, 0.03), DecodeCurve("cpu", 1, 0.0, 1e-3)])

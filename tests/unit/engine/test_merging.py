@@ -80,5 +80,7 @@ def test_who_is_told_does_not_choose() -> None:
 def test_an_sglang_server_that_was_started_without_adapters_is_never_tried_with_them(
     engine: Literal["torch", "sglang"], asked: AdapterMode, does: AdapterMode, tmp_path: Path
 ) -> None:
-    config = JobConfig(rollout=RolloutConfig(engine=engine), lora=LoraConfig(rank=4, engines=asked))
+    config = JobConfig(
+        rollout=RolloutConfig(engine=engine), lora=LoraConfig(rank=4, engine_mode=asked)
+    )
     assert _choose_adapter_mode(JobData("job", config, tmp_path, tmp_path)) == does

@@ -134,7 +134,9 @@ async def test_its_steps_and_judged_moves_are_seen_with_the_token(house: House, 
             found = await onlooker.read_frame(client)
             [now] = found.jobs
             assert (now.rewards, now.wait_share) == ((0.25, 0.5), 0.25)
-            assert [(m.job, m.gang, m.paid) for m in found.judged] == [(handle.name, "g1", True)]
+            assert [(m.job, m.gang, m.paid) for m in found.move_outcomes] == [
+                (handle.name, "g1", True)
+            ]
         await handle.stop()
         assert (await onlooker.read_frame(client)).jobs[0].phase == "stopped"
         await handle.delete()
@@ -221,7 +223,7 @@ async def test_holders_of_tokens_pin_versions_of_their_jobs_alone(
         assert (await client.versions("j"))[0]["why"] == ["current"]
         for act in ("diff", "export", "import", "--help", ""):
             with pytest.raises(Refused, match="nothing that a token can ask"):
-                await client.on_versions("j", act, "0")
+                await client.run_versions_command("j", act, "0")
     async with Client(token=house.token("bob")) as other:
         with pytest.raises(NotFound, match="of yours"):
             await other.pin("j", 0)

@@ -133,15 +133,17 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 async def test_a_host_is_let_in_with_roles_of_its_own_and_a_secret_told_once(mesh: Mesh) -> None:
     first = await mesh.join(mesh.token())
-    assert (first.redis_url, first.authority) == ("rediss://head:1/0", "PEM")
+    assert (first.redis_url, first.ca_pem) == ("rediss://head:1/0", "PEM")
     assert first.settings == {"stall_s": 7.0}
-    assert (first.prefix, first.planner) == ("h1w", "planner/2")
+    assert (first.worker_prefix, first.planner) == ("h1w", "planner/2")
     passwords = mesh.users.known["gpu1-aa"]
     assert passwords.keys() == HOST_ROLES | {PLANNER_ROLE}
     told = AdmittedHost.from_secret("gpu1-aa", first.secret, passwords, 0.0)
     assert told.passwords == passwords
     second = await mesh.join(mesh.token("another"), "gpu2-bb")
-    assert (second.prefix, second.planner) == ("h2w", ""), "one planner stands by, no name twice"
+    assert (second.worker_prefix, second.planner) == ("h2w", ""), (
+        "one planner stands by, no name twice"
+    )
     assert mesh.users.known["gpu2-bb"].keys() == HOST_ROLES
     kept = "\n".join(p.read_text() for p in mesh.house.root.rglob("*.json"))
     assert first.secret not in kept and derive_redis_password(first.secret, "node") not in kept
@@ -197,7 +199,7 @@ async def test_an_answer_that_a_gateway_has_forgotten_is_given_anew(mesh: Mesh) 
     second = await mesh.join(token)
     told = AdmittedHost.from_secret("gpu1-aa", second.secret, mesh.users.known["gpu1-aa"], 0.0)
     assert mesh.users.known == {"gpu1-aa": told.passwords}
-    assert mesh.joined["gpu1-aa"].prefix == "h1w"
+    assert mesh.joined["gpu1-aa"].worker_prefix == "h1w"
 
 
 async def test_a_host_that_joined_long_ago_is_not_told_its_secret_again(mesh: Mesh) -> None:
@@ -273,7 +275,7 @@ async def test_who_was_not_let_in_so_far_has_nothing_drained(mesh: Mesh, host: s
                 await line.call(asked, request)
     assert await pool.read_drain_reasons(state) == {HEAD: SHUTDOWN_NOTICE}
     if host != HEAD:  # it asks again, by the key that is on file
-        assert (await mesh.join(token, host)).prefix == "h1w"
+        assert (await mesh.join(token, host)).worker_prefix == "h1w"
         async with line_to(mesh.member(token, host)) as line:
             assert await line.call(Gateway.drain, None)
 
@@ -298,7 +300,7 @@ async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
             await mesh.join(asking, "gpu1-aa")
     assert digest_key(mesh.pair("gpu1-aa").public) not in mesh.house.file.read_text()
     again = await mesh.join(mesh.token("third"), "gpu1-bb")
-    assert (again.prefix, again.planner) == ("h2w", "planner/2")
+    assert (again.worker_prefix, again.planner) == ("h2w", "planner/2")
 
 
 async def test_a_member_that_comes_back_is_told_where_redis_is_now(mesh: Mesh) -> None:

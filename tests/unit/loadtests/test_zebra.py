@@ -23,7 +23,7 @@ def test_all_arms_compute_as_many_sequences() -> None:
 @pytest.mark.parametrize("model", ["D1", "W1", "W2"])
 def test_rows_go_to_all_experts_evenly(model: str) -> None:
     setting = Setting(model, 4096)
-    chosen = bin_of(setting, 1).experts
+    chosen = bin_of(setting, 1).expert_ids
     assert chosen is not None and chosen.shape[1:] == (setting.profile.layers, 2)
     for layer in range(setting.profile.layers):
         counts = np.bincount(chosen[:, layer].ravel(), minlength=setting.profile.experts)

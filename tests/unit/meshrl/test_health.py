@@ -110,8 +110,8 @@ def test_a_log_of_this_host_is_shown_when_redis_does_not_let_ask_for_others(
     place = MeshPaths(tmp_path)
     place.logs.mkdir(parents=True)
     place.log_path("redis").write_text("one\nwhy it went down\n")
-    place.joined.write_text("damaged")
-    write_json(place.launcher, {"pid": os.getpid(), "start_time": read_start_time(os.getpid())})
+    place.joined_hosts.write_text("damaged")
+    write_json(place.root_marker, {"pid": os.getpid(), "start_time": read_start_time(os.getpid())})
     with running_server(embedded_server.find_server()) as server:
         wrong = server.url.replace("://", "://:wrong@")
         settings = MeshSettings(redis_url=wrong, run_root=str(tmp_path), secret="5e" * 32)

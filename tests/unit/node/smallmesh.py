@@ -128,7 +128,7 @@ class SmallMesh:
         """As it is on record."""
         found = await pool.read_gang(self.state, id.partition(".")[0])
         assert found is not None, self.logs()
-        [resident] = [one for one in found.residents if one.id == id]
+        [resident] = [one for one in found.instances if one.id == id]
         return resident
 
     async def until(self, what: str, id: str, holds: Callable[[Instance], bool]) -> Instance:

@@ -114,7 +114,7 @@ GANG = Gang(
     ("w3", "w1"),
     7,
     (
-        Instance("g1.0", "calc", Role.ROLLOUT, ranks=(1,), generation=3, turns=True),
+        Instance("g1.0", "calc", Role.ROLLOUT, ranks=(1,), generation=3, time_sliced=True),
         Instance("g1.1", "calc", Role.TRAINING, core=True, ranks=(0, 1), generation=4),
         Instance("g1.2", "calc", Role.TRAINING, generation=4),
         Instance("g1.3", "calc", Role.SCORING, tier=Tier.ABSENT),

@@ -151,7 +151,7 @@ async def test_a_process_of_a_job_that_nobody_knows_is_told_too(
     await role.start()
     await clock.sleep(5.0)
     (end,) = await read_last_exits(mesh.state)
-    assert end.told.startswith("ConfigError: no job") and end.job == "unknown"
+    assert end.description.startswith("ConfigError: no job") and end.job == "unknown"
     await role.stop("done", worker_stops=True)
 
 
@@ -290,7 +290,7 @@ class World:
     async def resident(self, id: str = "g0.0") -> Instance:
         found = await pool.read_gang(self.state, "g0")
         assert found is not None
-        return next(one for one in found.residents if one.id == id)
+        return next(one for one in found.instances if one.id == id)
 
     def keep(self) -> None:
         """What a process that fell asleep on the disk leaves."""
@@ -324,7 +324,7 @@ async def test_what_is_whole_waits_for_its_turn_without_a_process(world: World) 
     asleep = await world.resident()
     assert asleep.is_reconciled and asleep.phase == InstancePhase.READY
     assert asleep.reports[0].tier == Tier.DISK
-    assert asleep.reports[0].held.disk == world.file.stat().st_size
+    assert asleep.reports[0].usage.disk == world.file.stat().st_size
     await world.place(epoch=3)
     assert (world.running, world.starts) == (1, 2) and world.file.exists()
 

@@ -32,7 +32,7 @@ async def test_residents_of_two_jobs_share_a_worker_and_none_hears_of_anothers_c
     engine, trainer = await mesh.pid_of("engine/g0.0"), await mesh.pid_of("trainer/k")
 
     asleep = await mesh.settle("g0.1", Role.TRAINING, "k", core=True, tier=Tier.MEMORY, epoch=2)
-    assert asleep.reports[0].held.memory and not asleep.reports[0].held.accelerator
+    assert asleep.reports[0].usage.memory and not asleep.reports[0].usage.accelerator
     assert await mesh.pid_of("trainer/k") == trainer, "another wish is no other process"
 
     await mesh.place("g0.0", generation=2, epoch=2)

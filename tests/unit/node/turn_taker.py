@@ -74,7 +74,9 @@ async def main(kind: str, seat: Placement) -> None:
     settings = MeshSettings.from_env()
     mesh = await Mesh.open(f"{kind}/{seat.resident}", kind, settings)
     await mesh.join(None)
-    turns = SliceClient(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
+    turns = SliceClient(
+        mesh, seat.slice_scheduler, seat.resident, seat.generation, enabled=seat.time_sliced
+    )
     work = generate if kind == "engine" else train
     await work(mesh, turns, Path(settings.run_root) / kind)
 

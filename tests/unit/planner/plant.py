@@ -88,7 +88,7 @@ class Plant:
     @property
     def measured(self) -> Measurements:
         """Return what the job's processes have published so far."""
-        curve = DecodeCurve("cpu", 1, self.base_s, self.sequence_s, steps=1000)
+        curve = DecodeCurve("cpu", 1, self.base_s, self.sequence_s, fitted_steps=1000)
         return Measurements({"everybody": self.total}, (curve,))
 
 
@@ -135,10 +135,12 @@ class Tall:
     def curve(self, degree: int) -> DecodeCurve:
         """Return the decode curve of a gang of `degree` workers."""
         if degree == 1:
-            return DecodeCurve("cpu", 1, self.base_s, self.sequence_s, steps=100 + 300 * self.steps)
+            return DecodeCurve(
+                "cpu", 1, self.base_s, self.sequence_s, fitted_steps=100 + 300 * self.steps
+            )
         base_s = self.drag * self.base_s * (1 / degree + self.waits)
         each_s = self.drag * self.sequence_s / degree
-        return DecodeCurve("cpu", degree, base_s, each_s, steps=100 + 300 * self.steps)
+        return DecodeCurve("cpu", degree, base_s, each_s, fitted_steps=100 + 300 * self.steps)
 
     def rollout_s(self, degrees: Sequence[int]) -> float:
         """Return the rollout seconds of a step."""

@@ -62,12 +62,12 @@ def job(id: str = "job", **other: Any) -> PlannedJob:
     needs = {key: other.pop(key) for key in list(other) if key in JobRequirements.__slots__}
     about: dict[str, Any] = {"phase": Phase.TRAINING, "steps_done": 10, "groups_per_step": 16}
     about |= {"group_size": 8, "slots": 64, "steps": 1000}
-    return PlannedJob(id, need=JobRequirements(**needs), **(about | other))
+    return PlannedJob(id, requirements=JobRequirements(**needs), **(about | other))
 
 
 def settled(gang: Gang) -> Gang:
     """Return the gang with all instances at their desired state."""
-    return replace(gang, residents=tuple(does(r, InstancePhase.READY) for r in gang.residents))
+    return replace(gang, instances=tuple(does(r, InstancePhase.READY) for r in gang.instances))
 
 
 def does(resident: Instance, doing: InstancePhase) -> Instance:
@@ -97,21 +97,21 @@ def applied(
                 gangs[gang] = Gang(gang, workers, 1, (), snapshot.now_ms)
                 formed += 1
             case DissolveGang(gang):
-                assert not gangs.pop(gang).residents
+                assert not gangs.pop(gang).instances
             case PlaceInstance(gang, resident):
                 _placed(gangs, gang, resident)
-                requests.pop(decision.op, None)
+                requests.pop(decision.request_id, None)
                 if decision.move is not None:
                     moves[resident.id] = decision.move
             case RemoveInstance(gang, resident_id):
                 before = gangs[gang]
-                kept = tuple(r for r in before.residents if r.id != resident_id)
-                assert len(kept) == len(before.residents) - 1
-                gangs[gang] = replace(before, residents=kept)
+                kept = tuple(r for r in before.instances if r.id != resident_id)
+                assert len(kept) == len(before.instances) - 1
+                gangs[gang] = replace(before, instances=kept)
                 left.append(resident_id)
-                requests.pop(decision.op, None)
+                requests.pop(decision.request_id, None)
             case SetBlockReason(id, held):
-                jobs[id] = replace(jobs[id], held=held)
+                jobs[id] = replace(jobs[id], block_reason=held)
             case FailJob(id):
                 del jobs[id]
             case AssignServices(host, services):
@@ -123,7 +123,7 @@ def applied(
     assert not set(left) & set(moves), "Redis strikes these off: they must be told of"
     where = {worker: gang.id for gang in gangs.values() for worker in gang.workers}
     for id, planned in jobs.items():
-        has_core = any(r.core and r.job == id for g in gangs.values() for r in g.residents)
+        has_core = any(r.core and r.job == id for g in gangs.values() for r in g.instances)
         if planned.phase == Phase.QUEUED and has_core:
             jobs[id] = replace(planned, phase=Phase.TRAINING)
     return replace(
@@ -141,8 +141,8 @@ def applied(
 
 def _placed(gangs: dict[str, Gang], gang: str, resident: Instance) -> None:
     before = gangs[gang]
-    there = {r.id: r for r in before.residents}
-    placed = before.placed
+    there = {r.id: r for r in before.instances}
+    placed = before.next_instance
     if resident.id in there:
         assert resident.epoch == there[resident.id].epoch + 1
         assert resident.generation == there[resident.id].generation
@@ -151,7 +151,7 @@ def _placed(gangs: dict[str, Gang], gang: str, resident: Instance) -> None:
         placed += 1
     assert set(resident.ranks) <= set(range(len(before.workers)))
     residents = (there | {resident.id: resident}).values()
-    gangs[gang] = replace(before, residents=tuple(residents), placed=placed)
+    gangs[gang] = replace(before, instances=tuple(residents), next_instance=placed)
 
 
 class Looks:
@@ -190,7 +190,7 @@ class Looks:
     def drain(self, host: str) -> None:
         """Drain a host: nothing new is to be placed on it."""
         hosts = self.snapshot.hosts
-        found = [replace(h, draining="maintenance") if h.name == host else h for h in hosts]
+        found = [replace(h, drain_reason="maintenance") if h.name == host else h for h in hosts]
         self.change(hosts=tuple(found))
 
     def job(self, id: str, **other: Any) -> None:
@@ -203,7 +203,7 @@ class Looks:
         found = [
             (gang.workers[resident.ranks[0]], resident)
             for gang in self.snapshot.gangs
-            for resident in gang.residents
+            for resident in gang.instances
             if resident.job == job
         ]
         return sorted(found, key=lambda one: (len(one[0]), one[0], one[1].id))
@@ -214,7 +214,7 @@ class Looks:
         """
         found: dict[str, str] = {}
         for gang in self.snapshot.gangs:
-            for r in gang.residents:
+            for r in gang.instances:
                 if r.job == job:
                     name = "core" if r.core else str(r.role)
                     name = name if r.tier == Tier.ACCELERATOR else f"{name}@{r.tier}"
@@ -239,7 +239,7 @@ def awake(snapshot: PoolSnapshot, job: str) -> set[str]:
     return {
         gang.workers[rank]
         for gang in snapshot.gangs
-        for resident in gang.residents
+        for resident in gang.instances
         if resident.job == job and resident.tier == Tier.ACCELERATOR
         for rank in resident.ranks
     }
@@ -264,19 +264,19 @@ def check(snapshot: PoolSnapshot) -> None:
         )
         hosts = [there_are[worker].host for worker in gang.workers]
         assert sum(one != other for one, other in pairwise(hosts)) == len(set(hosts)) - 1
-        cores += [resident.job for resident in gang.residents if resident.core]
-        for resident in gang.residents:
+        cores += [resident.job for resident in gang.instances if resident.core]
+        for resident in gang.instances:
             if resident.role == Role.ROLLOUT:
                 degree = len(resident.ranks)
                 assert len({hosts[rank] for rank in resident.ranks}) == 1
-                assert degree == 1 or not resident.turns
+                assert degree == 1 or not resident.time_sliced
         for rank in range(len(gang.workers)):
-            there = [r for r in gang.residents if rank in r.ranks and r.tier == Tier.ACCELERATOR]
+            there = [r for r in gang.instances if rank in r.ranks and r.tier == Tier.ACCELERATOR]
             if len(there) > 1:
-                assert len(there) == 2 and all(r.turns for r in there)
+                assert len(there) == 2 and all(r.time_sliced for r in there)
                 assert {r.job for r in there} == {there[0].job}
                 assert {r.role for r in there} == {Role.TRAINING, Role.ROLLOUT}
     assert len(cores) == len(set(cores))
 
 
-QUIET = PoolSettings(turns=False)
+QUIET = PoolSettings(time_slicing=False)

@@ -23,7 +23,7 @@ from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.presence import compute_presence
 from tests.unit.planner.pools import QUIET, Looks, applied, begun, check, does, job, pool, settled
 
-SHORT_MS = round(1000 * PoolSettings().short_s) + 1
+SHORT_MS = round(1000 * PoolSettings().shortage_grace_s) + 1
 
 
 def degrees(looks: Looks, id: str = "job") -> list[int]:
@@ -67,7 +67,7 @@ def test_workers_too_small_for_a_whole_model_form_the_next_degree() -> None:
         looks.worker(worker, budget=TierBytes(accelerator=30))
     looks.settle()
     assert degrees(looks) == [2] and looks.roles()["w0"] == "core"
-    assert looks.snapshot.jobs[0].need.degrees == (1, 2, 4)
+    assert looks.snapshot.jobs[0].requirements.tensor_parallel == (1, 2, 4)
 
 
 def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
@@ -84,7 +84,7 @@ def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
 def test_a_job_without_room_for_both_is_told(hosts: list[int], ranks: int, says: str) -> None:
     wanted = job(degrees=(2,), ranks=ranks, alternates=False)
     looks = Looks(pool(hosts, wanted))
-    told = explain_infeasible(wanted.need, looks.snapshot.workers, PoolSettings())
+    told = explain_infeasible(wanted.requirements, looks.snapshot.workers, PoolSettings())
     assert says in told and bool(told) == bool(says)
 
 
@@ -216,9 +216,9 @@ def test_a_merge_that_fails_is_undone(eight: Looks) -> None:
     reshape_engines(draft, snapshot.jobs[0], [8])
     looks.snapshot = applied(snapshot, draft.decisions, ready=False)
     [gang] = [g for g in looks.snapshot.gangs if len(g.workers) == 8]
-    failed = tuple(does(r, InstancePhase.FAILED) for r in gang.residents)
+    failed = tuple(does(r, InstancePhase.FAILED) for r in gang.instances)
     others = [settled(g) for g in looks.snapshot.gangs if g is not gang]
-    looks.change(gangs=(*others, replace(gang, residents=failed)))
+    looks.change(gangs=(*others, replace(gang, instances=failed)))
     looks.settle()
     assert degrees(looks) == [4, 4]
     assert not looks.snapshot.moves
@@ -269,6 +269,6 @@ def more(*ids: str) -> list[WorkerRow]:
 
 def test_degrees_that_fit_no_worker_are_not_thought_of() -> None:
     workers = pool([2]).workers
-    need = job(degrees=(1, 2, 4), alternates=True).need
-    assert drop_infeasible_degrees(need, workers).degrees == (1, 2)
-    assert drop_infeasible_degrees(job(degrees=(4,)).need, workers).degrees == (4,)
+    need = job(degrees=(1, 2, 4), alternates=True).requirements
+    assert drop_infeasible_degrees(need, workers).tensor_parallel == (1, 2)
+    assert drop_infeasible_degrees(job(degrees=(4,)).requirements, workers).tensor_parallel == (4,)

@@ -47,12 +47,12 @@ def test_a_higher_priority_pauses_a_lower_one_which_comes_back_bit_by_bit() -> N
     looks.settle()
     assert looks.workers_of("b") == 4
     assert looks.roles("a") == {"w0": "core@disk"}
-    assert looks.snapshot.jobs[0].held.startswith("paused: it needs")
+    assert looks.snapshot.jobs[0].block_reason.startswith("paused: it needs")
     looks.change(jobs=looks.snapshot.jobs[:1])
     looks.settle()
     after = next(r for _, r in looks.residents("a") if r.core)
     assert (after.id, after.generation) == (core.id, core.generation), "the same process goes on"
-    assert looks.workers_of("a") == 4 and looks.snapshot.jobs[0].held == ""
+    assert looks.workers_of("a") == 4 and looks.snapshot.jobs[0].block_reason == ""
 
 
 def test_a_worker_is_not_given_away_before_who_sleeps_there_is_asleep() -> None:
@@ -89,7 +89,7 @@ def sleepers_do(looks: Looks, doing: InstancePhase) -> None:
     gangs = [
         replace(
             gang,
-            residents=tuple(does(r, doing) if r.tier == Tier.DISK else r for r in gang.residents),
+            instances=tuple(does(r, doing) if r.tier == Tier.DISK else r for r in gang.instances),
         )
         for gang in looks.snapshot.gangs
     ]
@@ -144,12 +144,15 @@ def test_four_jobs_on_six_workers_by_turns() -> None:
 def test_an_engine_that_takes_no_turns_has_a_worker_of_its_own() -> None:
     """Two such jobs on three workers: one waits; one of another engine goes before it."""
     jobs = [job(id, phase=Phase.QUEUED, submitted_ms=at) for at, id in enumerate("abc")]
-    jobs[:2] = [replace(one, need=replace(one.need, alternates=False)) for one in jobs[:2]]
+    jobs[:2] = [
+        replace(one, requirements=replace(one.requirements, can_time_slice=False))
+        for one in jobs[:2]
+    ]
     looks = begun([3], *jobs)
     assert sorted(looks.roles("a").values()) == ["core", "rollout"]
-    assert looks.roles("b") == {} and "it needs 2 workers" in looks.snapshot.jobs[1].held
+    assert looks.roles("b") == {} and "it needs 2 workers" in looks.snapshot.jobs[1].block_reason
     assert list(looks.roles("c").values()) == ["core+rollout"]
-    told = explain_infeasible(jobs[0].need, looks.snapshot.workers[:1], PoolSettings())
+    told = explain_infeasible(jobs[0].requirements, looks.snapshot.workers[:1], PoolSettings())
     assert "2 workers (1 for its core, 1 to roll out)" in told
 
 
@@ -180,7 +183,7 @@ def test_two_cores_do_not_sleep_on_a_disk_that_has_room_for_one() -> None:
     assert looks.roles("a") == {"w0": "core@disk"}
     assert looks.roles("b") == {"w0": "core@memory"}
     assert looks.roles("c") == {"w0": "core+rollout"}
-    assert looks.snapshot.jobs[0].held.endswith("beside c")
+    assert looks.snapshot.jobs[0].block_reason.endswith("beside c")
 
 
 needs = st.fixed_dictionaries(
@@ -208,12 +211,14 @@ def looks_at(drawn: tuple[Any, ...]) -> Looks:
         job(f"j{n}", phase=Phase.QUEUED, submitted_ms=n, checkpointed=True, **need)
         for n, need in enumerate(asked)
     ]
-    about = PoolSettings(turns=turns, gangs=gangs, short_s=1e6)
+    about = PoolSettings(time_slicing=turns, gang_scope=gangs, shortage_grace_s=1e6)
     return Looks(pool(hosts, *jobs, settings=about))
 
 
 def possible(looks: Looks, planned: PlannedJob) -> bool:
-    return not explain_infeasible(planned.need, looks.snapshot.workers, looks.snapshot.settings)
+    return not explain_infeasible(
+        planned.requirements, looks.snapshot.workers, looks.snapshot.settings
+    )
 
 
 @given(pools)
@@ -225,13 +230,15 @@ def test_a_constant_snapshot_settles_and_every_job_that_runs_has_its_floor(
     looks.settle()
     for planned in looks.snapshot.jobs:
         has = looks.workers_of(planned.id)
-        if planned.held:
+        if planned.block_reason:
             assert has == 0
         elif has:
-            assert has >= count_min_workers(planned.need, looks.snapshot.settings.turns)
+            assert has >= count_min_workers(
+                planned.requirements, looks.snapshot.settings.time_slicing
+            )
             roles = "+".join(looks.roles(planned.id).values())
             assert "core" in roles and "rollout" in roles
-            assert not planned.need.most or has <= planned.need.most
+            assert not planned.requirements.max_workers or has <= planned.requirements.max_workers
         else:
             raise AssertionError(f"{planned.id} is said to run and has nothing")
 
@@ -285,7 +292,7 @@ def test_a_priority_gets_its_least_and_paused_jobs_come_back(drawn: tuple[Any, .
     looks.settle()
     if possible(looks, urgent):
         assert looks.workers_of("urgent") == total
-        assert all(j.held for j in looks.snapshot.jobs if j.id != "urgent")
+        assert all(j.block_reason for j in looks.snapshot.jobs if j.id != "urgent")
     looks.change(jobs=tuple(j for j in looks.snapshot.jobs if j.id != "urgent"))
     looks.settle()
     assert ran <= {j.id for j in looks.snapshot.jobs if looks.workers_of(j.id)}
@@ -298,7 +305,9 @@ def test_jobs_have_the_workers_that_max_min_gives_them(workers: int, weights: li
     if workers < 2 * len(jobs):
         return
     looks = begun([workers], *jobs)
-    wanted = fill_shares({j.id: ShareBounds(2, float("inf"), j.need.share) for j in jobs}, workers)
+    wanted = fill_shares(
+        {j.id: ShareBounds(2, float("inf"), j.requirements.share) for j in jobs}, workers
+    )
     assert {j.id: looks.workers_of(j.id) for j in jobs} == wanted
 
 
@@ -325,9 +334,9 @@ def test_ids_of_residents_are_never_used_again() -> None:
         looks.change(jobs=(*jobs, *more))
         decisions = looks.settle()
         seen += [
-            d.resident.id
+            d.instance.id
             for d in decisions
-            if isinstance(d, PlaceInstance) and d.resident.epoch == 1
+            if isinstance(d, PlaceInstance) and d.instance.epoch == 1
         ]
     assert len(seen) == len(set(seen))
 

@@ -73,17 +73,20 @@ def core(looks: Looks) -> Instance:
 
 def kinds_of(looks: Looks) -> list[str]:
     """Return the accelerator kinds of the core's ranks."""
-    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
+    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.instances)]
     known = {worker.id: worker.accelerator for worker in looks.snapshot.workers}
-    [ranks] = [r.ranks for r in gang.residents if r.core]
+    [ranks] = [r.ranks for r in gang.instances if r.core]
     return ["A40" if "A40" in known[gang.workers[rank]] else "V100" for rank in ranks]
 
 
 def trained(looks: Looks, tokens_per_s: float, steps: float, start: str = "") -> None:
     """Report this training rate of the core in each of so many seconds, with one step each."""
     work = MeasuredWork(steps=steps, busy_s=steps, tokens=tokens_per_s * steps)
-    about = looks.snapshot.jobs[0].measured
-    looks.job("job", measured=replace(about, work={f"trainer/job{start or core(looks).id}": work}))
+    about = looks.snapshot.jobs[0].measurements
+    looks.job(
+        "job",
+        measured=replace(about, work_by_process={f"trainer/job{start or core(looks).id}": work}),
+    )
 
 
 def watched(looks: Looks, tokens_per_s: float) -> list[Decision]:
@@ -100,9 +103,9 @@ def left(looks: Looks) -> None:
     gangs = []
     for gang in looks.snapshot.gangs:
         some = tuple(
-            r if r.tier != Tier.ABSENT else replace(r, reports=reports(r)) for r in gang.residents
+            r if r.tier != Tier.ABSENT else replace(r, reports=reports(r)) for r in gang.instances
         )
-        gangs.append(replace(gang, residents=some))
+        gangs.append(replace(gang, instances=some))
     looks.change(gangs=tuple(gangs))
 
 
@@ -112,16 +115,18 @@ def reports(r: Instance) -> dict[int, InstanceReport]:
 
 
 def ranks_told(looks: Looks) -> str:
-    return decode_predictions(looks.memory.encode())["job"].ranks
+    return decode_predictions(looks.memory.encode())["job"].expert_split_reason
 
 
 def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
     looks = at_rest()
-    apart = core(looks).apart
-    assert apart is not None and 1 <= apart.attention <= 3
-    assert kinds_of(looks) == ["A40"] * apart.attention + ["V100"] * (4 - apart.attention)
+    apart = core(looks).expert_split
+    assert apart is not None and 1 <= apart.attention_ranks <= 3
+    assert kinds_of(looks) == ["A40"] * apart.attention_ranks + ["V100"] * (
+        4 - apart.attention_ranks
+    )
     said = ranks_told(looks)
-    assert f"attention on {apart.attention} ranks of A40 and experts on V100" in said
+    assert f"attention on {apart.attention_ranks} ranks of A40 and experts on V100" in said
     assert "as declared" in said and "with ranks all alike" in said
 
 
@@ -134,80 +139,84 @@ def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
 )
 def test_without_two_kinds_ranks_are_alike_and_it_is_said_why(kinds: list[str], why: str) -> None:
     looks = at_rest(kinds)
-    assert core(looks).apart is None
+    assert core(looks).expert_split is None
     assert why in ranks_told(looks)
 
 
 def test_enough_fast_accelerators_train_alone() -> None:
     looks = at_rest(["cuda:0 Tesla T4"] * 4 + ["cuda:0 NVIDIA H100"] * 4)
-    assert core(looks).apart is None
-    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
+    assert core(looks).expert_split is None
+    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.instances)]
     assert gang.workers == ("w4", "w5", "w6", "w7")
 
 
 def test_who_does_not_ask_for_it_is_left_alone() -> None:
     looks = at_rest(divides=False)
-    assert core(looks).apart is None
-    assert not looks.memory.mixtures
+    assert core(looks).expert_split is None
+    assert not looks.memory.expert_splits
 
 
 def test_a_new_mesh_is_waited_for() -> None:
     looks = mixed(TWO_KINDS[:5], up_ms=999_000)
-    looks.change(settings=replace(QUIET, gather_s=5.0))
+    looks.change(settings=replace(QUIET, join_grace_s=5.0))
     looks.look()
-    assert not looks.memory.mixtures, "the slow ones may still be coming"
+    assert not looks.memory.expert_splits, "the slow ones may still be coming"
 
 
 def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
     looks = at_rest()
-    before = core(looks).apart
+    before = core(looks).expert_split
     declared = build_declared_profile(SHAPE, "A40", "T4")
     told = [replace(declared.fast), replace(declared.slow, name="V100")]
     profiles = {kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in told}
     looks.job("job", measured=Measurements(profiles=profiles))
     looks.look()
-    assert looks.memory.mixtures["job"].best != before, "it would be another one now"
-    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
+    assert looks.memory.expert_splits["job"].predicted_split != before, (
+        "it would be another one now"
+    )
+    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.instances)]
     looks.worker(gang.workers[0], alive=False)
     looks.change(now_ms=looks.snapshot.now_ms + 60_000)
     looks.look()
     looks.change(now_ms=looks.snapshot.now_ms + 60_000)
     looks.settle()
-    assert gang.workers[0] not in looks.roles() and core(looks).apart == before
+    assert gang.workers[0] not in looks.roles() and core(looks).expert_split == before
 
 
 def test_what_trains_as_much_as_was_predicted_stays() -> None:
     looks = at_rest()
-    mixture = looks.memory.mixtures["job"]
-    watched(looks, mixture.predicted)
-    assert core(looks).tier == Tier.ACCELERATOR and core(looks).apart == mixture.best
+    mixture = looks.memory.expert_splits["job"]
+    watched(looks, mixture.predicted_tokens_per_s)
+    assert (
+        core(looks).tier == Tier.ACCELERATOR and core(looks).expert_split == mixture.predicted_split
+    )
     assert "observed" in ranks_told(looks)
 
 
 def test_what_trains_less_than_ranks_all_alike_would_is_undone_and_the_better_one_stays() -> None:
     looks = at_rest()
-    mixture = looks.memory.mixtures["job"]
+    mixture = looks.memory.expert_splits["job"]
     first = core(looks)
-    watched(looks, mixture.alike / 2)
+    watched(looks, mixture.uniform_tokens_per_s / 2)
     assert core(looks).id == first.id and core(looks).tier == Tier.ABSENT
     looks.look()
     assert core(looks).tier == Tier.ABSENT, "it writes its checkpoint"
     left(looks)
     looks.settle()
     second = core(looks)
-    assert second.id != first.id and second.apart is None
-    watched(looks, mixture.alike / 4)  # it is worse still
+    assert second.id != first.id and second.expert_split is None
+    watched(looks, mixture.uniform_tokens_per_s / 4)  # it is worse still
     left(looks)
     looks.settle()
-    assert core(looks).apart == first.apart
-    watched(looks, mixture.alike / 2)
+    assert core(looks).expert_split == first.expert_split
+    watched(looks, mixture.uniform_tokens_per_s / 2)
     assert core(looks).tier == Tier.ACCELERATOR, "the best that was measured stays"
 
 
 def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -> None:
     looks = at_rest()
-    before = looks.memory.mixtures["job"]
-    assert not before.profiled
+    before = looks.memory.expert_splits["job"]
+    assert not before.is_measured
     declared = build_declared_profile(SHAPE, "A40", "V100")
     slower = replace(
         declared.slow,
@@ -218,24 +227,24 @@ def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -
     }
     looks.job("job", measured=Measurements(profiles=profiles))
     looks.look()
-    after = looks.memory.mixtures["job"]
-    assert after.profiled and after.predicted < before.predicted
-    assert sum(after.best.hosted) > sum(before.best.hosted)  # type: ignore[union-attr]
-    assert core(looks).apart == before.best, "nothing has been measured of it yet"
-    watched(looks, after.predicted / 2)
+    after = looks.memory.expert_splits["job"]
+    assert after.is_measured and after.predicted_tokens_per_s < before.predicted_tokens_per_s
+    assert sum(after.predicted_split.hosted_experts) > sum(before.predicted_split.hosted_experts)  # type: ignore[union-attr]
+    assert core(looks).expert_split == before.predicted_split, "nothing has been measured of it yet"
+    watched(looks, after.predicted_tokens_per_s / 2)
     left(looks)
     looks.settle()
-    assert core(looks).apart in (after.best, None)
+    assert core(looks).expert_split in (after.predicted_split, None)
     assert "as ranks have measured" in ranks_told(looks)
 
 
 def test_what_is_not_predicted_to_pay_is_not_tried_because_predictions_are_too_high() -> None:
     looks = at_rest(["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Tesla V100-SXM2-32GB"] * 4)
-    mixture = looks.memory.mixtures["job"]
-    assert core(looks).apart is None and mixture.best is not None
-    assert mixture.predicted < mixture.alike
-    watched(looks, mixture.alike / 10)
-    assert core(looks).apart is None and core(looks).tier == Tier.ACCELERATOR
+    mixture = looks.memory.expert_splits["job"]
+    assert core(looks).expert_split is None and mixture.predicted_split is not None
+    assert mixture.predicted_tokens_per_s < mixture.uniform_tokens_per_s
+    watched(looks, mixture.uniform_tokens_per_s / 10)
+    assert core(looks).expert_split is None and core(looks).tier == Tier.ACCELERATOR
 
 
 def test_a_core_without_a_checkpoint_is_not_divided_anew() -> None:
@@ -291,39 +300,43 @@ def test_longer_sequences_have_more_ranks_with_attention() -> None:
     there = {"A40": 5, "V100": 5}
     short, long = (predict_expert_split(of(tokens), there) for tokens in (1.0 * K, 32.0 * K))
     assert isinstance(short, ExpertSplitPrediction) and isinstance(long, ExpertSplitPrediction)
-    assert short.expert_split.attention < long.expert_split.attention
+    assert short.expert_split.attention_ranks < long.expert_split.attention_ranks
 
 
 def test_a_place_decision_says_by_which_figures() -> None:
     looks = at_rest()
     found = watched(looks, 1.0)
-    [place] = [one for one in found if isinstance(one, PlaceInstance) and one.resident.core]
-    assert place.why.rule == "mixture" and place.why.inputs["predicted"] > 0
+    [place] = [one for one in found if isinstance(one, PlaceInstance) and one.instance.core]
+    assert place.rationale.rule == "mixture" and place.rationale.inputs["predicted"] > 0
 
 
 def test_at_a_declared_pace_as_much_less_is_predicted_as_everything_takes_longer() -> None:
     looks, paced = at_rest(), at_rest(training_pace="declared/50")
-    own, slower = looks.memory.mixtures["job"], paced.memory.mixtures["job"]
-    assert slower.predicted == pytest.approx(own.predicted / 50)
-    assert slower.alike == pytest.approx(own.alike / 50)
-    assert slower.best == own.best
+    own, slower = looks.memory.expert_splits["job"], paced.memory.expert_splits["job"]
+    assert slower.predicted_tokens_per_s == pytest.approx(own.predicted_tokens_per_s / 50)
+    assert slower.uniform_tokens_per_s == pytest.approx(own.uniform_tokens_per_s / 50)
+    assert slower.predicted_split == own.predicted_split
     long = at_rest(training_pace="declared/1/2", bin_tokens=8 * K)
-    assert long.memory.mixtures["job"].predicted == pytest.approx(own.predicted / 2)
+    assert long.memory.expert_splits["job"].predicted_tokens_per_s == pytest.approx(
+        own.predicted_tokens_per_s / 2
+    )
 
 
 def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
     looks = at_rest()
-    before = looks.memory.mixtures["job"]
+    before = looks.memory.expert_splits["job"]
     longer = LengthQuantiles(100, (12.0 * K,) * len(QUANTILES), 2.0 * K)
     looks.job("job", measured=Measurements(lengths=longer))
     looks.look()
-    after = looks.memory.mixtures["job"]
-    assert not before.sampled and after.sampled
-    assert after.predicted < before.predicted, "attention of long sequences takes longer"
+    after = looks.memory.expert_splits["job"]
+    assert not before.has_sampled_lengths and after.has_sampled_lengths
+    assert after.predicted_tokens_per_s < before.predicted_tokens_per_s, (
+        "attention of long sequences takes longer"
+    )
     assert from_json_value(ExpertSplitState, to_json_value(after)) == after
     looks.job("job", measured=Measurements())
     looks.look()
-    assert looks.memory.mixtures["job"] == after, "what is known stays known"
+    assert looks.memory.expert_splits["job"] == after, "what is known stays known"
 
 
 def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
@@ -336,14 +349,14 @@ def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
     looks.settle()
 
     def looked(**about: Any) -> str:
-        marked = replace(looks.memory.mixtures["job"], why="marked")
-        looks.memory = replace(looks.memory, mixtures={"job": marked})
+        marked = replace(looks.memory.expert_splits["job"], reason="marked")
+        looks.memory = replace(looks.memory, expert_splits={"job": marked})
         looks.job("job", **about)
         looks.look()
-        return looks.memory.mixtures["job"].why
+        return looks.memory.expert_splits["job"].reason
 
-    near = replace(lengths, count=200, prompt=1.01 * K)
+    near = replace(lengths, trajectories=200, mean_prompt_tokens=1.01 * K)
     assert looked() == looked(measured=Measurements(lengths=near)) == "marked"
-    longer = replace(lengths, sampled=(4.0 * K,) * len(QUANTILES))
+    longer = replace(lengths, sampled_tokens=(4.0 * K,) * len(QUANTILES))
     for change in ({"measured": Measurements(lengths=longer)}, {"group_size": 3}):
         assert "no division of 4 ranks" in looked(**change)

@@ -27,7 +27,7 @@ def moved(looks: Looks, plant: Plant) -> PlaceInstance:
         places = [d for d in looks.decisions if isinstance(d, PlaceInstance)]
         if places:
             [place] = places
-            assert place.move is not None and place.why.rule == "stage_time"
+            assert place.move is not None and place.rationale.rule == "stage_time"
             return place
     raise AssertionError("nothing moves")
 
@@ -44,7 +44,7 @@ def test_the_last_engine_helps_a_slow_trainer_and_the_rest_is_left_alone() -> No
     place = moved(looks, plant)
     after = {r.id for _, r in looks.residents()}
     assert looks.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout", "w3": "training"}
-    assert after - before == {place.resident.id} and len(before - after) == 1
+    assert after - before == {place.instance.id} and len(before - after) == 1
     assert place.gang == "g3", "its workers stay in their gang"
 
 
@@ -52,7 +52,7 @@ def test_a_move_tells_what_the_others_did_meanwhile() -> None:
     looks, plant = slow()
     looks.job("job", progress={"g0.0": 11, "g1.0": 100})
     place = moved(looks, plant)
-    looks.job("job", progress={"g0.0": 12, "g1.0": 180, place.resident.id: 3})
+    looks.job("job", progress={"g0.0": 12, "g1.0": 180, place.instance.id: 3})
     looks.look()
     finish = next(d for d in looks.look() if isinstance(d, FinishMove))
     assert not finish.undone and not looks.snapshot.moves
@@ -68,16 +68,16 @@ def test_a_move_that_does_not_arrive_is_undone_and_not_tried_again_at_once(how: 
     looks, plant = slow()
     place = moved(looks, plant)
     if how == "late":
-        move_ms = round(1000 * looks.snapshot.settings.move_s)
+        move_ms = round(1000 * looks.snapshot.settings.move_timeout_s)
         looks.change(now_ms=looks.snapshot.now_ms + move_ms + 1)
     else:
         looks.change(
             gangs=tuple(
                 replace(
                     gang,
-                    residents=tuple(
-                        does(r, InstancePhase.FAILED) if r.id == place.resident.id else r
-                        for r in gang.residents
+                    instances=tuple(
+                        does(r, InstancePhase.FAILED) if r.id == place.instance.id else r
+                        for r in gang.instances
                     ),
                 )
                 for gang in looks.snapshot.gangs
@@ -109,7 +109,7 @@ def test_two_jobs_move_at_once() -> None:
         took_s = max(stepped(looks, plant, name) for name, plant in plants.items())
         looks.change(now_ms=looks.snapshot.now_ms + round(1000 * took_s))
         looks.look(ready=False)
-        at_once = max(at_once, len({move.back["job"] for move in looks.snapshot.moves}))
+        at_once = max(at_once, len({move.rollback["job"] for move in looks.snapshot.moves}))
     assert at_once == 2
 
 
@@ -126,18 +126,18 @@ def test_what_is_remembered_survives_its_record() -> None:
     looks.look()
     document = json.loads(json.dumps(looks.memory.encode()))
     assert PlannerMemory.decode(document).encode() == document
-    assert looks.memory.missing == {"w1": looks.snapshot.now_ms - LOOK_MS}
-    assert looks.memory.reset_after_outage().missing == {}
+    assert looks.memory.missing_since == {"w1": looks.snapshot.now_ms - LOOK_MS}
+    assert looks.memory.reset_after_outage().missing_since == {}
 
 
 def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
     looks = begun([4], job(config=PlannerConfig(training=2)))
     assert "training" in looks.roles().values()
-    need = looks.snapshot.jobs[0].need
-    looks.job("job", need=replace(need, helped=False))
+    need = looks.snapshot.jobs[0].requirements
+    looks.job("job", need=replace(need, allows_hybrids=False))
     decisions = looks.settle()
     assert sorted(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
-    assert next(d for d in decisions if isinstance(d, PlaceInstance)).why.rule == "unhelped"
+    assert next(d for d in decisions if isinstance(d, PlaceInstance)).rationale.rule == "unhelped"
     looks.job("job", need=need)
     looks.settle()
     run(looks, Plant(**SLOW_TRAINER), 12)
@@ -160,8 +160,8 @@ def failed(looks: Looks, tier: Tier) -> None:
     gangs = [
         replace(
             gang,
-            residents=tuple(
-                does(r, InstancePhase.FAILED) if r.tier == tier else r for r in gang.residents
+            instances=tuple(
+                does(r, InstancePhase.FAILED) if r.tier == tier else r for r in gang.instances
             ),
         )
         for gang in looks.snapshot.gangs
@@ -182,15 +182,15 @@ def test_what_a_core_said_of_an_earlier_wish_does_not_count_for_the_next() -> No
 
 def test_a_core_that_does_not_sleep_in_time_counts_as_failed_and_who_waits_is_told() -> None:
     looks = paused(1, checkpointed=True)
-    told = [j.held for j in looks.snapshot.jobs if j.id == "b"]
+    told = [j.block_reason for j in looks.snapshot.jobs if j.id == "b"]
     assert told == ["waiting: its core needs a worker; not yet asleep: g0.0 of a"]
-    late_ms = round(1000 * looks.snapshot.settings.move_s) + 1
+    late_ms = round(1000 * looks.snapshot.settings.move_timeout_s) + 1
     for roles in ({"w0": "core@memory"}, {}):
         looks.change(now_ms=looks.snapshot.now_ms + late_ms)
         looks.look(ready=False)
         assert looks.roles("a") == roles
     looks.settle()
-    assert looks.workers_of("b") == 1 and looks.snapshot.jobs[1].held == ""
+    assert looks.workers_of("b") == 1 and looks.snapshot.jobs[1].block_reason == ""
 
 
 def test_a_paused_core_leaves_a_host_that_drains_once_a_checkpoint_has_it() -> None:
@@ -199,7 +199,7 @@ def test_a_paused_core_leaves_a_host_that_drains_once_a_checkpoint_has_it() -> N
     looks.drain("host0")
     looks.change(requests=(PoolRequest("op", "drain", host="host0"),))
     looks.settle()
-    looks.job("b", need=replace(looks.snapshot.jobs[1].need, least=2))
+    looks.job("b", need=replace(looks.snapshot.jobs[1].requirements, min_workers=2))
     looks.settle()
     assert looks.roles("a") == {"w0": "core@disk"} and looks.snapshot.requests
     looks.job("a", checkpointed=True)
@@ -211,14 +211,14 @@ def test_a_paused_core_leaves_a_host_that_drains_once_a_checkpoint_has_it() -> N
 def test_a_job_gives_back_where_a_core_is_to_wake_and_keeps_its_engine() -> None:
     asleep = Instance("g1.0", "a", Role.TRAINING, core=True, tier=Tier.DISK)
     there = (
-        Gang("g0", ("w0",), 1, (Instance("g0.0", "d", Role.TRAINING, core=True),), placed=1),
-        Gang("g1", ("w1",), 1, (asleep, Instance("g1.1", "d", Role.ROLLOUT)), placed=2),
-        Gang("g2", ("w2",), 1, (Instance("g2.0", "d", Role.ROLLOUT),), placed=1),
+        Gang("g0", ("w0",), 1, (Instance("g0.0", "d", Role.TRAINING, core=True),), next_instance=1),
+        Gang("g1", ("w1",), 1, (asleep, Instance("g1.1", "d", Role.ROLLOUT)), next_instance=2),
+        Gang("g2", ("w2",), 1, (Instance("g2.0", "d", Role.ROLLOUT),), next_instance=1),
     )
     jobs = (job("d"), job("a", rolls_out=False, most=1, submitted_ms=1))
     before = replace(pool([3], *jobs, gangs_formed=3), gangs=tuple(map(settled, there)))
     looks = Looks(before)
     decisions = looks.look()
-    assert [d.resident for d in decisions if isinstance(d, RemoveInstance)] == ["g1.1"]
+    assert [d.instance for d in decisions if isinstance(d, RemoveInstance)] == ["g1.1"]
     assert looks.roles("a") == {"w1": "core"}
     assert {r.id for _, r in looks.residents("d")} == {"g0.0", "g2.0"}

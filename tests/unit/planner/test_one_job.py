@@ -24,8 +24,8 @@ from meshrl.launch.up_down import make_default_pool
 from tests.unit.planner.plant import Plant, run
 from tests.unit.planner.pools import NOW_MS, QUIET, Looks, begun, job, pool
 
-LOST_MS = round(1000 * PoolSettings().lost_s) + 1
-SHORT_MS = round(1000 * PoolSettings().short_s) + 1
+LOST_MS = round(1000 * PoolSettings().worker_lost_s) + 1
+SHORT_MS = round(1000 * PoolSettings().shortage_grace_s) + 1
 DAY_MS = 86_400_000
 
 
@@ -54,7 +54,7 @@ def test_a_worker_that_joins_rolls_out() -> None:
     looks.change(workers=pool([3]).workers[:2] + pool([3]).workers[2:])
     decisions = looks.settle()
     assert list(looks.roles().values()) == ["core", "rollout", "rollout"]
-    assert [d.resident.role for d in decisions if isinstance(d, PlaceInstance)] == [Role.ROLLOUT]
+    assert [d.instance.role for d in decisions if isinstance(d, PlaceInstance)] == [Role.ROLLOUT]
 
 
 def lose(looks: Looks, worker: str) -> None:
@@ -78,7 +78,7 @@ def test_a_lost_core_is_repaired_by_a_helper_which_has_the_model() -> None:
     decisions = looks.settle()
     assert isinstance(decisions[0], MarkWorkerLost) and decisions[0].worker == "w0"
     assert looks.roles() == {"w1": "rollout", "w2": "core", "w3": "rollout"}
-    assert next(d for d in decisions if isinstance(d, PlaceInstance)).why.rule == "repair"
+    assert next(d for d in decisions if isinstance(d, PlaceInstance)).rationale.rule == "repair"
 
 
 def test_a_lost_worker_that_comes_back_is_used_again() -> None:
@@ -107,8 +107,8 @@ def test_the_last_two_workers_less_one_take_turns_and_end_them_when_it_is_back()
     decisions = looks.settle()
     assert looks.roles() == {"w0": "rollout", "w1": "core"}
     core = next(r for _, r in looks.residents() if r.core)
-    assert not core.turns and core.generation == 1
-    assert all(d.resident.generation == 1 for d in decisions if isinstance(d, PlaceInstance))
+    assert not core.time_sliced and core.generation == 1
+    assert all(d.instance.generation == 1 for d in decisions if isinstance(d, PlaceInstance))
 
 
 def test_without_turns_a_job_goes_on_with_what_is_left() -> None:
@@ -116,7 +116,7 @@ def test_without_turns_a_job_goes_on_with_what_is_left() -> None:
     lose(looks, "w1")
     looks.settle()
     assert looks.roles() == {"w0": "core"}
-    assert looks.snapshot.jobs[0].held == ""
+    assert looks.snapshot.jobs[0].block_reason == ""
 
 
 def test_a_rank_lost_takes_its_core_with_it_which_forms_anew() -> None:
@@ -135,11 +135,11 @@ def test_ranks_are_of_one_host() -> None:
 
 def test_a_mesh_that_is_new_is_waited_for_and_then_a_job_takes_turns() -> None:
     looks = begun([1], job(phase=Phase.QUEUED), up_ms=NOW_MS)
-    assert looks.snapshot.jobs[0].held == "", "nobody waits while workers may still join"
+    assert looks.snapshot.jobs[0].block_reason == "", "nobody waits while workers may still join"
     looks.change(now_ms=NOW_MS + 6000)
     looks.settle()
     assert looks.roles() == {"w0": "core+rollout"}
-    assert looks.snapshot.jobs[0].held == ""
+    assert looks.snapshot.jobs[0].block_reason == ""
 
 
 def test_a_job_that_can_never_fit_is_waited_with_and_fails_with_the_way_out() -> None:
@@ -221,15 +221,15 @@ def test_a_host_that_vanishes_is_told_once_with_what_was_on_it_and_again_when_it
     vanish(looks, "host1")
     assert told(looks.settle()) == [], "its agent may only be starting again"
     [lost] = told(later(looks, GONE_MS))
-    assert (lost.host, lost.back) == ("host1", False)
-    inputs = lost.why.inputs
+    assert (lost.host, lost.is_back) == ("host1", False)
+    inputs = lost.rationale.inputs
     assert inputs["workers"] == ["w2", "w3"]
     assert {resident.partition(".")[0] for resident in inputs["residents"]} == there != set()
     assert inputs["services"] == list(services) != []
     assert told(later(looks, GONE_MS)) == []
     assert looks.snapshot.hosts[1].services == ()
     vanish(looks, "host1", alive=True)
-    assert [(one.host, one.back) for one in told(looks.settle())] == [("host1", True)]
+    assert [(one.host, one.is_back) for one in told(looks.settle())] == [("host1", True)]
     vanish(looks, "host1")
     looks.settle()
     assert len(told(later(looks, GONE_MS))) == 1, "it has vanished once more"
@@ -252,7 +252,7 @@ def test_a_small_host_is_given_fewer_services_than_a_large_one() -> None:
 
 def test_a_single_shard_is_on_the_host_of_its_jobs_core() -> None:
     looks = begun([2, 2], job(shards=0))
-    core = next(g.workers[0] for g in looks.snapshot.gangs for r in g.residents if r.core)
+    core = next(g.workers[0] for g in looks.snapshot.gangs for r in g.instances if r.core)
     home = next(w.host for w in looks.snapshot.workers if w.id == core)
     names = tuple(reversed(looks.snapshot.hosts))  # whichever comes first
     for hosts in (looks.snapshot.hosts, names):

@@ -193,7 +193,7 @@ def test_of_many_jobs_a_few_are_played_at_a_look_and_each_gets_its_turn() -> Non
     watches, now_ms, seen = {f"j{n}": SplitState() for n in range(10)}, 100_000, []
     for _ in range(10):
         plays = SimulationBudget(now_ms)
-        for name in sorted(watches, key=lambda name: watches[name].played_ms):
+        for name in sorted(watches, key=lambda name: watches[name].simulated_ms):
             if taken := plays.take(watches[name]):
                 watches[name] = taken
                 seen.append(name)
@@ -228,13 +228,16 @@ def test_a_move_that_slows_everybody_down_is_undone_and_asked_more_of_next_time(
     assert split(looks) == (3, 1)
     assert [one["paid"] for one in verdicts] == [False] and verdicts[0]["undone"]
     assert verdicts[0]["regret_s"] > 0
-    watch = looks.memory.watches["job"]
-    assert watch.failures == {"training": 1} and watch.bias["training"] > 1
+    watch = looks.memory.split_states["job"]
+    assert watch.failed_moves == {"training": 1} and watch.bias["training"] > 1
 
 
 def test_demand_that_grows_meanwhile_is_not_held_against_a_move() -> None:
     looks, plant = configured(), replace(SLOW_TRAINER)
-    while looks.memory.watches.get("job") is None or looks.memory.watches["job"].trial is None:
+    while (
+        looks.memory.split_states.get("job") is None
+        or looks.memory.split_states["job"].trial is None
+    ):
         run(looks, plant, 1)
     before_s = plant.step_s(3, 1)
     plant.tokens, plant.work_s = 2.2 * plant.tokens, 2.2 * plant.work_s
@@ -263,7 +266,7 @@ def test_nothing_moves_where_the_host_has_no_core_left() -> None:
     looks, plant = configured(), replace(SLOW_TRAINER)
     looks.change(hosts=(PoolHost("host0", cores=2.0, busy_cores=1.9),))
     assert judged(looks, plant, 30) == [] and split(looks) == (3, 1)
-    assert looks.memory.watches["job"].explained["binds"] == "cores"
+    assert looks.memory.split_states["job"].explanation["binds"] == "cores"
     looks.change(hosts=(PoolHost("host0", cores=2.0, busy_cores=0.5),))
     run(looks, plant, 20)
     assert split(looks) == (2, 2)
@@ -295,7 +298,7 @@ def test_what_is_remembered_of_a_trial_survives_its_record() -> None:
         run(looks, plant, 1)
         document = json.loads(json.dumps(looks.memory.encode()))
         assert PlannerMemory.decode(document).encode() == document
-    assert looks.memory.watches["job"].verdicts
+    assert looks.memory.split_states["job"].verdicts
 
 
 jobs = given(
@@ -350,8 +353,8 @@ def test_a_verdict_tells_its_regret_and_its_error() -> None:
 
 def test_engines_that_begin_anew_take_nothing_of_what_was_learnt_of_them() -> None:
     known = update_curves(
-        {}, [DecodeCurve("cpu", 1, 0.02, 0.001, steps=1000, most_tokens_per_s=900.0)]
+        {}, [DecodeCurve("cpu", 1, 0.02, 0.001, fitted_steps=1000, max_tokens_per_s=900.0)]
     )
-    assert update_curves(known, [DecodeCurve("cpu", 1, 1.0, steps=8)]) == known
-    again = update_curves(known, [DecodeCurve("cpu", 1, 0.03, 0.001, steps=300)])
+    assert update_curves(known, [DecodeCurve("cpu", 1, 1.0, fitted_steps=8)]) == known
+    again = update_curves(known, [DecodeCurve("cpu", 1, 0.03, 0.001, fitted_steps=300)])
     assert again["cpu", 1].base_s == 0.03

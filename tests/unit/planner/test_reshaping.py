@@ -74,15 +74,15 @@ def test_gangs_that_are_slower_than_predicted_are_split_again_and_stay_so() -> N
     [verdict] = told(looks, plant, 80)
     assert verdict["undone"] and verdict["predicted_s"] < verdict["observed_s"]
     assert degrees_of(looks) == ONES and helpers_of(looks) == 0
-    assert looks.memory.watches["job"].failures == {"degrees": 1}
+    assert looks.memory.split_states["job"].failed_moves == {"degrees": 1}
 
 
 @pytest.mark.deep
 def test_short_trajectories_are_left_to_engines_of_one_worker() -> None:
     looks, plant = mesh(), Tall(SHORT, sequence_s=0.01, waits=0.5)
     assert told(looks, plant, 60) == [] and degrees_of(looks) == ONES
-    assert "degrees" in looks.memory.watches["job"].explained["verdict"] or (
-        "rollout of" in looks.memory.watches["job"].explained["verdict"]
+    assert "degrees" in looks.memory.split_states["job"].explanation["verdict"] or (
+        "rollout of" in looks.memory.split_states["job"].explanation["verdict"]
     )
 
 
@@ -117,7 +117,7 @@ def test_a_wish_is_remembered_and_pursued_over_looks_until_all_is_there() -> Non
         document = json.loads(json.dumps(looks.memory.encode()))
         assert PlannerMemory.decode(document).encode() == document
         looks.look()
-    assert looks.memory.watches["job"].wish is None and looks.snapshot.moves == ()
+    assert looks.memory.split_states["job"].desired_shape is None and looks.snapshot.moves == ()
     assert max(degrees_of(looks)) > 1
 
 
@@ -132,7 +132,7 @@ def test_a_worker_that_is_lost_meanwhile_ends_in_engines_of_the_others(lost: str
     looks.worker(lost, alive=True, token=99)
     run_tall(looks, plant, 40)
     assert takes_s(looks, plant) < 0.6 * plant.rollout_s(ONES)
-    assert looks.memory.watches["job"].wish is None
+    assert looks.memory.split_states["job"].desired_shape is None
 
 
 def test_what_was_predicted_of_a_degree_is_shown_beside_what_was_measured() -> None:
@@ -155,7 +155,9 @@ def test_curves_of_degrees_that_nobody_has_are_those_of_one_worker_corrected() -
     assert slower is not None and slower.predict_step_s(8) == pytest.approx(
         2 * four.predict_step_s(8)
     )
-    paced = engine_curves.get_curve(("cpu", 4), known, replace(JOB, pace="a100-7b"), none)
+    paced = engine_curves.get_curve(
+        ("cpu", 4), known, replace(JOB, emulated_engine="a100-7b"), none
+    )
     assert paced is not None and paced.base_s != four.base_s
     assert engine_curves.get_curve(("gpu", 4), known, JOB, none) is None
     measured = engine_curves.update_curves(known, [LONG.curve(4)])
@@ -170,13 +172,13 @@ def test_each_rank_of_a_core_counts_as_one_that_trains() -> None:
     assert (split.engines, split.trainers) == (len(degrees_of(looks)), 3 + helpers_of(looks))
 
 
-WIDE = PoolSettings(gangs="network")
+WIDE = PoolSettings(gang_scope="network")
 
 
 def core_on(looks: Looks) -> list[str]:
     """Return the hosts of the core's ranks, in their order."""
     host = {worker.id: worker.host for worker in looks.snapshot.workers}
-    gangs = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
+    gangs = [g for g in looks.snapshot.gangs if any(r.core for r in g.instances)]
     return [host[worker] for gang in gangs for worker in gang.workers]
 
 
@@ -186,7 +188,7 @@ def test_a_core_spans_hosts_only_where_the_pool_says_so() -> None:
         looks = Looks(pool([2, 3], wanted, settings=settings_))
         looks.settle()
         assert sorted(core_on(looks)) == hosts
-        assert bool(explain_infeasible(wanted.need, looks.snapshot.workers, settings_)) == (
+        assert bool(explain_infeasible(wanted.requirements, looks.snapshot.workers, settings_)) == (
             not hosts
         )
 
@@ -199,7 +201,7 @@ def test_a_core_that_fits_on_a_host_is_on_one() -> None:
 def test_hosts_of_different_networks_do_not_form_a_gang() -> None:
     wanted = job(ranks=4)
     looks = Looks(pool([2, 2], wanted, networks=["", "ib"], settings=WIDE))
-    told = explain_infeasible(wanted.need, looks.snapshot.workers, WIDE)
+    told = explain_infeasible(wanted.requirements, looks.snapshot.workers, WIDE)
     assert "no network of this mesh has more than 2 workers" in told
     looks = begun([2, 2, 3], wanted, networks=["", "ib", "ib"], settings=WIDE)
     assert sorted(set(core_on(looks))) == ["host1", "host2"] and len(core_on(looks)) == 4
@@ -219,7 +221,7 @@ def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
                 if worker.host == "host1":
                     looks.worker(worker.id, alive=False)
             looks.settle()
-            looks.change(now_ms=looks.snapshot.now_ms + round(1000 * WIDE.lost_s) + 1)
+            looks.change(now_ms=looks.snapshot.now_ms + round(1000 * WIDE.worker_lost_s) + 1)
         else:
             looks.change(requests=(PoolRequest("op", "drain", host="host1"),))
         looks.settle()
@@ -234,7 +236,7 @@ def test_a_gang_that_may_span_hosts_no_more_ends_when_a_checkpoint_has_it() -> N
     looks.settle()
     assert set(core_on(looks)) == {"host0", "host1"}
     looks.worker("w2", alive=True)
-    looks.change(settings=replace(WIDE, gangs="host"))
+    looks.change(settings=replace(WIDE, gang_scope="host"))
     looks.settle()
     assert core_on(looks) == ["host1"] * 3
 

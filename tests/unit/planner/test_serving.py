@@ -49,7 +49,7 @@ def test_a_job_that_waits_has_no_shards_and_a_paused_one_keeps_its_own() -> None
     small = job("c", phase=Phase.QUEUED, submitted_ms=2)
     looks.change(jobs=(*looks.snapshot.jobs, urgent, small))
     looks.settle()
-    held = {j.id: j.held.partition(":")[0] for j in looks.snapshot.jobs}
+    held = {j.id: j.block_reason.partition(":")[0] for j in looks.snapshot.jobs}
     assert held == {"a": "paused", "b": "", "c": "waiting"}
     assert looks.snapshot.hosts[0].services == ("rollout/a/0", "rollout/b/0")
 
@@ -113,7 +113,7 @@ def test_whatever_drains_each_service_is_on_one_host_and_none_leaves_its_work(se
         names = [name for host in looks.snapshot.hosts for name in host.services]
         rests = frozenset(name for name in names if drawn.random() < 0.3)
         hosts = tuple(
-            replace(host, draining="maintenance" if drawn.random() < 0.4 else "")
+            replace(host, drain_reason="maintenance" if drawn.random() < 0.4 else "")
             for host in looks.snapshot.hosts
         )
         looks.change(rests=rests, hosts=hosts)
@@ -124,11 +124,11 @@ def test_whatever_drains_each_service_is_on_one_host_and_none_leaves_its_work(se
         for name, place in after.items():
             was = before[name]
             if place != was.name:
-                assert was.draining and name in rests
-                assert not next(host for host in hosts if host.name == place).draining
+                assert was.drain_reason and name in rests
+                assert not next(host for host in hosts if host.name == place).drain_reason
             else:
-                stays = not was.draining or name not in rests
-                assert stays or all(host.draining for host in hosts)
+                stays = not was.drain_reason or name not in rests
+                assert stays or all(host.drain_reason for host in hosts)
 
 
 def settled_drains(decisions: list[Decision]) -> list[str]:
@@ -179,13 +179,13 @@ def test_a_job_whose_services_no_host_takes_waits_and_takes_no_workers() -> None
     offers(looks, "host0", takes=("shards",))
     looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, submitted_ms=1)))
     looks.settle()
-    assert looks.snapshot.jobs[0].held == (
+    assert looks.snapshot.jobs[0].block_reason == (
         "waiting: no host takes its sandboxes now: host0 takes shards"
     )
     assert looks.workers_of("b") == 2 and list(where(looks)) == ["rollout/b/0"]
-    looks.change(hosts=(*looks.snapshot.hosts, PoolHost("host1", takes=("sandboxes",))))
+    looks.change(hosts=(*looks.snapshot.hosts, PoolHost("host1", accepted_services=("sandboxes",))))
     looks.settle()
-    assert looks.snapshot.jobs[0].held == "" and where(looks)["sandbox/a/0"] == "host1"
+    assert looks.snapshot.jobs[0].block_reason == "" and where(looks)["sandbox/a/0"] == "host1"
 
 
 def test_sandboxes_go_where_the_isolation_is_that_their_job_asks_for() -> None:
@@ -199,18 +199,20 @@ def test_sandboxes_go_where_the_isolation_is_that_their_job_asks_for() -> None:
     offers(looks, "host1", tiers=("trying",))
     looks.settle()
     assert {name for name in where(looks) if name.startswith("sandbox/a")} == set()
-    assert looks.snapshot.jobs[0].held == "", "it has begun: its host may turn out as it was"
+    assert looks.snapshot.jobs[0].block_reason == "", (
+        "it has begun: its host may turn out as it was"
+    )
     offers(looks, "host1", tiers=("cgroup",))
     looks.settle()
     assert {where(looks)[f"sandbox/a/{n}"] for n in range(2)} == {"host1"}
     assert {where(looks)[f"sandbox/b/{n}"] for n in range(2)} == {"host0"}, "there is more room"
-    assert looks.snapshot.jobs[2].held == (
+    assert looks.snapshot.jobs[2].block_reason == (
         "waiting: no host takes its sandboxes with sandbox.tier = runner now: "
         "host0 has landlock; host1 has cgroup"
     )
     offers(looks, "host1", tiers=("cgroup", "runner"))
     looks.settle()
-    assert where(looks)["sandbox/c/0"] == "host1" and looks.snapshot.jobs[2].held == ""
+    assert where(looks)["sandbox/c/0"] == "host1" and looks.snapshot.jobs[2].block_reason == ""
 
 
 def test_a_job_is_paused_whose_only_host_has_come_back_without_what_it_took() -> None:
@@ -222,18 +224,18 @@ def test_a_job_is_paused_whose_only_host_has_come_back_without_what_it_took() ->
     offers(looks, "host1", alive=False)
     looks.change(now_ms=looks.snapshot.now_ms + 11_000)
     looks.settle()
-    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].held
+    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].block_reason
     offers(looks, "host1", alive=True, tiers=("trying",))
     looks.settle()
-    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].held
+    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].block_reason
     offers(looks, "host1", tiers=())
     looks.settle()
     assert list(where(looks)) == ["rollout/job/0"]
-    assert looks.snapshot.jobs[0].held.startswith("paused: no host takes its sandboxes")
-    assert "host1 has no isolation" in looks.snapshot.jobs[0].held
+    assert looks.snapshot.jobs[0].block_reason.startswith("paused: no host takes its sandboxes")
+    assert "host1 has no isolation" in looks.snapshot.jobs[0].block_reason
     offers(looks, "host1", tiers=("bwrap",))
     looks.settle()
-    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].held
+    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].block_reason
 
 
 def test_a_drain_is_settled_of_what_no_other_host_takes() -> None:
@@ -247,7 +249,7 @@ def test_a_drain_is_settled_of_what_no_other_host_takes() -> None:
     )
     assert settled_drains(looks.settle()) == [""], "nobody else could have it"
     assert where(looks)["sandbox/job/0"] == "host1"
-    looks.change(hosts=(*looks.snapshot.hosts, PoolHost("host2", takes=("sandboxes",))))
+    looks.change(hosts=(*looks.snapshot.hosts, PoolHost("host2", accepted_services=("sandboxes",))))
     looks.settle()
     assert where(looks)["sandbox/job/0"] == "host2"
 
@@ -283,7 +285,7 @@ def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_take
         looks.change(now_ms=looks.snapshot.now_ms + 121_000)
         looks.settle(within=40)
         hosts = {host.name: host for host in looks.snapshot.hosts}
-        needs = {planned.id: planned.need for planned in looks.snapshot.jobs}
+        needs = {planned.id: planned.requirements for planned in looks.snapshot.jobs}
         there = where(looks)
         for name, host in there.items():
             kind, of, _ = parse_service_name(name)
@@ -291,7 +293,7 @@ def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_take
                 assert not explain_rejected_service(hosts[host], kind, needs[of]), (
                     "what is new is taken"
                 )
-                assert hosts[host].alive and not hosts[host].draining
+                assert hosts[host].alive and not hosts[host].drain_reason
             if hosts[host].alive and not hosts[host].is_probing_isolation:
                 assert not explain_rejected_service(hosts[host], kind, needs[of])
         for planned in looks.snapshot.jobs:
@@ -300,10 +302,12 @@ def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_take
                     host
                     for host in hosts.values()
                     if host.alive
-                    and not host.draining
-                    and not explain_rejected_service(host, kind, planned.need)
+                    and not host.drain_reason
+                    and not explain_rejected_service(host, kind, planned.requirements)
                 ]
                 names = [f"{kind}/{planned.id}/{n}" for n in range(2)]
                 assert not fits or set(names) <= set(there), "what may be somewhere is"
-                why = planned.held or explain_unplaced_service(hosts.values(), kind, planned.need)
-                assert fits or why or all(h.draining == HOST_LEFT for h in hosts.values())
+                why = planned.block_reason or explain_unplaced_service(
+                    hosts.values(), kind, planned.requirements
+                )
+                assert fits or why or all(h.drain_reason == HOST_LEFT for h in hosts.values())

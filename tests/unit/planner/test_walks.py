@@ -40,7 +40,7 @@ def test_decisions_apply_whatever_comes_and_goes(seed: int) -> None:
     """
     drawn = random.Random(seed)
     hosts = [drawn.randint(2, 5) for _ in range(drawn.randint(1, 2))]
-    about = PoolSettings(gangs="network" if seed % 3 == 0 else "host")
+    about = PoolSettings(gang_scope="network" if seed % 3 == 0 else "host")
     looks = Looks(pool(hosts, job("first", ranks=2), settings=about))
     for number in range(STEPS):
         step(looks, drawn, number, [(1,)])
@@ -56,7 +56,7 @@ def test_decisions_apply_where_engines_are_gangs(seed: int) -> None:
     """
     drawn = random.Random(seed)
     hosts = [drawn.randint(2, 6) for _ in range(drawn.randint(1, 3))]
-    about = PoolSettings(gangs="network" if seed % 3 == 0 else "host")
+    about = PoolSettings(gang_scope="network" if seed % 3 == 0 else "host")
     looks = Looks(pool(hosts, job("first", degrees=(2,), alternates=False), settings=about))
     for number in range(STEPS):
         step(looks, drawn, number, [(1,), (1, 2), (2,), (2, 4), (1, 4), (4,)])
@@ -69,7 +69,9 @@ def of_allowed_degrees(looks: Looks) -> None:
     """Assert that all engines have degrees that their jobs allow."""
     for planned in looks.snapshot.jobs:
         engines = [r for _, r in looks.residents(planned.id) if r.role == Role.ROLLOUT]
-        assert {len(engine.ranks) for engine in engines} <= set(planned.need.degrees)
+        assert {len(engine.ranks) for engine in engines} <= set(
+            planned.requirements.tensor_parallel
+        )
 
 
 @pytest.mark.rotating(3)
@@ -80,7 +82,7 @@ def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None
     degrees = drawn.choice([(1, 2), (2,), (2, 4), (4,)])
     ranks = drawn.choice([1, 1, 2])
     wanted = job("first", degrees=degrees, ranks=ranks, alternates=degrees[0] == 1)
-    if explain_infeasible(wanted.need, pool(hosts).workers, PoolSettings()):
+    if explain_infeasible(wanted.requirements, pool(hosts).workers, PoolSettings()):
         return
     looks = Looks(pool(hosts, wanted))
     for number in range(STEPS):
@@ -136,7 +138,7 @@ def step(
 
 def resident(id: str, of: str, role: Role, *ranks: int, tier: Tier = Tier.ACCELERATOR) -> Instance:
     core = role == Role.TRAINING
-    return Instance(id, of, role, core, ranks, tier, changed_ms=NOW_MS)
+    return Instance(id, of, role, core, ranks, tier, desired_since_ms=NOW_MS)
 
 
 def gangs(*found: Gang) -> tuple[Gang, ...]:
@@ -148,8 +150,8 @@ def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_befor
     asleep = resident("g0.0", "a", Role.TRAINING, 0, 1, tier=Tier.DISK)
     engine = resident("g0.1", "d", Role.ROLLOUT, 1)
     there = gangs(
-        Gang("g0", ("w0", "w1"), 1, (asleep, engine), placed=2),
-        Gang("g1", ("w2",), 1, (resident("g1.0", "d", Role.TRAINING, 0),), placed=1),
+        Gang("g0", ("w0", "w1"), 1, (asleep, engine), next_instance=2),
+        Gang("g1", ("w2",), 1, (resident("g1.0", "d", Role.TRAINING, 0),), next_instance=1),
     )
     jobs = (
         job("b", ranks=2, rolls_out=False, priority=9, phase=Phase.QUEUED),
@@ -158,9 +160,9 @@ def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_befor
     )
     looks = Looks(replace(pool([4], *jobs, gangs_formed=2), gangs=there))
     decisions = looks.look()
-    gone = {d.resident for d in decisions if isinstance(d, RemoveInstance)}
-    core = next(d for d in decisions if isinstance(d, PlaceInstance) and d.resident.core)
-    assert gone == {"g0.0", "g0.1"} and core.resident.job == "b"
+    gone = {d.instance for d in decisions if isinstance(d, RemoveInstance)}
+    core = next(d for d in decisions if isinstance(d, PlaceInstance) and d.instance.core)
+    assert gone == {"g0.0", "g0.1"} and core.instance.job == "b"
     looks.change(requests=(PoolRequest("op", "move", "w1", Role.IDLE),))
     looks.settle()
     assert looks.roles("d") == {"w2": "core+rollout"}, "w1 was put aside, and the planner lives"
@@ -172,7 +174,7 @@ def test_a_gang_of_a_core_is_broken_up_once_a_checkpoint_has_it(checkpointed: bo
     engine that makes way; the core of the first one needs a new gang.
     """
     core, engine = resident("g0.0", "d", Role.TRAINING, 0), resident("g0.1", "d", Role.ROLLOUT, 1)
-    there = gangs(Gang("g0", ("w0", "w1"), 1, (core, engine), placed=2))
+    there = gangs(Gang("g0", ("w0", "w1"), 1, (core, engine), next_instance=2))
     jobs = (
         job("b", ranks=2, rolls_out=False, priority=9, phase=Phase.QUEUED),
         job("d", submitted_ms=1, checkpointed=checkpointed),
@@ -184,10 +186,10 @@ def test_a_gang_of_a_core_is_broken_up_once_a_checkpoint_has_it(checkpointed: bo
         assert looks.roles("b") == {"w1": "core", "w2": "core"}
     else:
         assert "g0.0" in {r.id for _, r in looks.residents("d")}
-        assert looks.snapshot.jobs[0].held.startswith("waiting: its core needs 2 of host0")
+        assert looks.snapshot.jobs[0].block_reason.startswith("waiting: its core needs 2 of host0")
         looks.job("d", checkpointed=True)
         looks.settle()
-    assert looks.workers_of("b") == 2 and looks.snapshot.jobs[0].held == ""
+    assert looks.workers_of("b") == 2 and looks.snapshot.jobs[0].block_reason == ""
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_who_has_lost_no_rank_stays_while_who_gives_turns_is_there(
         resident("g0.1", "d", Role.ROLLOUT, 2),
         resident("g0.2", "d", Role.TRAINING, 0),
     )
-    there = gangs(Gang("g0", ("w0", "w1", "w2"), 1, here, placed=3))
+    there = gangs(Gang("g0", ("w0", "w1", "w2"), 1, here, next_instance=3))
     jobs = (
         job("d", priority=5, least=2),
         job("a", ranks=2, rolls_out=False, least=3, submitted_ms=2),
@@ -212,7 +214,7 @@ def test_who_has_lost_no_rank_stays_while_who_gives_turns_is_there(
     looks.settle()
     looks.change(now_ms=looks.snapshot.now_ms + 11_000)
     looks.settle()
-    left = {r.id for gang in looks.snapshot.gangs for r in gang.residents}
+    left = {r.id for gang in looks.snapshot.gangs for r in gang.instances}
     assert left & {r.id for r in here} == stays
 
 
@@ -265,7 +267,7 @@ def test_shares_are_within_one_of_weighted_max_min(claims: list[ShareBounds], mo
 def shares(
     workers: int, *jobs: PlannedJob, turns: bool = True, **claims: ShareClaim
 ) -> dict[str, int]:
-    ordered = sorted(jobs, key=lambda j: (-j.need.priority, j.submitted_ms))
+    ordered = sorted(jobs, key=lambda j: (-j.requirements.priority, j.submitted_ms))
     return divide_pool(ordered, {"host": workers}, claims, turns).workers
 
 

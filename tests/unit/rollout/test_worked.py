@@ -113,12 +113,16 @@ async def test_lengths_of_training_trajectories_that_ended_well_are_kept(bench: 
     await asyncio.gather(*[await bench.group() for _ in range(5)])
     lengths = bench.job.runner.work_counters.length_summary
     assert (
-        lengths is not None and lengths.count == bench.job.runner.work_counters.trajectories == 30
+        lengths is not None
+        and lengths.trajectories == bench.job.runner.work_counters.trajectories == 30
     )
     sampled = work(bench).sampled
-    assert lengths.sampled[0] <= sampled / 30 <= lengths.sampled[-1] and lengths.prompt > 0
+    assert (
+        lengths.sampled_tokens[0] <= sampled / 30 <= lengths.sampled_tokens[-1]
+        and lengths.mean_prompt_tokens > 0
+    )
     assert bench.job.stats().lengths == lengths.encode()
-    assert work(bench).prompted == pytest.approx(30 * lengths.prompt)
+    assert work(bench).prompted == pytest.approx(30 * lengths.mean_prompt_tokens)
 
 
 async def told(bench: ShardBench) -> list[dict[str, Any]]:

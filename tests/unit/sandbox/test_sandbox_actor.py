@@ -384,7 +384,7 @@ OTHERS = {
     "a server": replace(TOLD, mcp={"files": ["sh", "-c", "true"]}),
     "another interpreter": replace(TOLD, jail=JailSettings(python="/tmp/python")),
     "a runner": replace(TOLD, jail=JailSettings(runner=["sh"])),
-    "a weaker jail": replace(TOLD, jail=JailSettings(tier="none")),
+    "a weaker jail": replace(TOLD, jail=JailSettings(min_tier="none")),
 }
 
 

@@ -291,6 +291,6 @@ def test_of_the_sources_costs_no_swap_is_faster_either() -> None:
 
 
 def test_another_order_wins_where_the_last_piece_and_transfers_cost_nothing() -> None:
-    bare = MicroBatchCosts(attention=1.0, experts=0.5)
+    bare = MicroBatchCosts(attention_s=1.0, experts_s=0.5)
     best = find_best_of_all(1, 2, [bare])[0]
     assert 0.9 < best / compute_makespan_s(1, 2, bare) < 1

@@ -212,7 +212,7 @@ class StoreBench:
                 steps.VersionReferences(manifest, checkpoint),
                 {},
                 {},
-                covered=step,
+                checkpointed_version=step,
             ),
         )
 

@@ -45,10 +45,10 @@ class ForkRequest:
     module: str
     arguments: list[str]
     environment: dict[str, str]
-    passed: list[str]
+    descriptor_names: list[str]
     executable: str
     niceness: int
-    guarded: bool = False  # see `guard`
+    is_guarded: bool = False  # see `guard`
 
     @classmethod
     def decode(cls, message: bytes) -> ForkRequest:
@@ -142,7 +142,9 @@ class ForkedProcess:
             try:
                 connection.settimeout(ANSWER_TIMEOUT_S)
                 connect(connection, fork_server)
-                socket.send_fds(connection, [message], [descriptors[n] for n in request.passed])
+                socket.send_fds(
+                    connection, [message], [descriptors[n] for n in request.descriptor_names]
+                )
                 answer = json.loads(connection.recv(MAX_REQUEST_BYTES) or b"{}")
             except (OSError, ValueError) as error:
                 raise ForkUnavailable(f"{fork_server}: {error}") from error

@@ -77,7 +77,7 @@ class ForkServer:
                     self._selector.register(connection, selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
                     self._selector.unregister(key.fileobj)
-                    if (forked := self._answer(key.fileobj)) is not None:
+                    if (forked := self._fork_requested(key.fileobj)) is not None:
                         # A selector is part of a reference cycle. Its collection would close the
                         # descriptors of its sockets, whose numbers may be reused by then.
                         self._selector.close()
@@ -87,7 +87,7 @@ class ForkServer:
                 else:
                     self._report_exits()
 
-    def _answer(self, connection: socket.socket) -> ForkContext | None:
+    def _fork_requested(self, connection: socket.socket) -> ForkContext | None:
         """Fork as requested, or answer with the reason for a rejection; return a ForkContext in the
         child.
         """
@@ -106,9 +106,9 @@ class ForkServer:
             return None
         if pid == 0:
             os.setsid()  # a kill of the fork server's group must not reach the child
-            passed = dict(zip(order.passed, descriptors, strict=True))
+            passed = dict(zip(order.descriptor_names, descriptors, strict=True))
             about: dict[str, object] = {}
-            if order.guarded:
+            if order.is_guarded:
                 about = {"guard": os.getpid()}
                 passed |= insert_guard(order, passed)
             send_answer(connection, {"pid": os.getpid(), **about})
@@ -122,8 +122,8 @@ class ForkServer:
     ) -> None:
         if not is_same_user(connection):
             raise ValueError("the order of another user")
-        if len(descriptors) != len(request.passed):
-            raise ValueError(f"{len(descriptors)} descriptors for {request.passed}")
+        if len(descriptors) != len(request.descriptor_names):
+            raise ValueError(f"{len(descriptors)} descriptors for {request.descriptor_names}")
         if request.executable != sys.executable:
             raise ValueError(f"this interpreter is {sys.executable}")
         wanted = select_load_time_variables(request.environment)

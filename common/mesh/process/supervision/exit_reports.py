@@ -46,7 +46,7 @@ class LastExit:
     log: str = ""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Error of the process, or else the reason of its exit."""
         return format_failure(self.error) or self.why
 
@@ -61,13 +61,15 @@ class ExitReport:
     failure: Failure | None = None
     job: str = ""  # the only job that the process works for
     final: bool = False  # it is not restarted
-    spent: bool = False  # its budget is exhausted: its job fails, if it may be the cause
+    is_budget_exhausted: bool = (
+        False  # its budget is exhausted: its job fails, if it may be the cause
+    )
     log: str = ""
-    event: bool = True  # False: the event is published, and this report is its outcome
-    charged: bool = True  # False: it never fails its job, which bounds its exits otherwise
-    ran_s: float = 0.0  # run time: a process that was ready can succeed
-    count: int = 1  # such exits of this name since the last report
-    operation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    emit_event: bool = True  # False: the event is published, and this report is its outcome
+    charge_job: bool = True  # False: it never fails its job, which bounds its exits otherwise
+    run_time_s: float = 0.0  # run time: a process that was ready can succeed
+    exit_count: int = 1  # such exits of this name since the last report
+    operation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 async def report_exit(state: StateClient, report: ExitReport) -> bool:
@@ -76,7 +78,7 @@ async def report_exit(state: StateClient, report: ExitReport) -> bool:
     restart = failure.restart if report.failure is not None else CRASH
     job = report.job or failure.job
     args = asdict(replace(report, failure=None)) | {
-        "op": report.operation,
+        "op": report.operation_id,
         "job": job,
         "restart": restart,
         "error": failure.to_event_fields(),
@@ -84,7 +86,7 @@ async def report_exit(state: StateClient, report: ExitReport) -> bool:
         "advice": compose_advice(report, restart),
     }
     # The exit of a job's own code fails no job: its reporter may not read jobs.
-    script = "process_ended" if report.charged or restart != CRASH else "end_seen"
+    script = "process_ended" if report.charge_job or restart != CRASH else "end_seen"
     answer = await state.run_script(script, [job_prefix(job) if job else MESH_PREFIX], args)
     return bool(answer["failed"])
 
@@ -190,4 +192,4 @@ class ExitReportSender:
 
 def to_document(end: LastExit) -> dict[str, Any]:
     """Convert an exit to a JSON document."""
-    return asdict(end) | {"told": end.told}
+    return asdict(end) | {"told": end.description}

@@ -67,20 +67,20 @@ class DecodeCurve:
     token of their contexts together.
     """
 
-    kind: str  # of the accelerators
-    degree: int  # of tensor parallelism
+    accelerator_kind: str  # of the accelerators
+    tensor_parallel: int  # of tensor parallelism
     base_s: float
     sequence_s: float = 0.0
     context_s: float = 0.0
     prefill_tokens_per_s: float = 0.0  # 0: not known
-    steps: int = 0  # that it was fitted to
+    fitted_steps: int = 0  # that it was fitted to
     # upper limit over all batch sizes, measured where throughput stopped growing; 0: no limit seen
-    most_tokens_per_s: float = 0.0
+    max_tokens_per_s: float = 0.0
 
     def predict_step_s(self, batch: float, context: float = 0.0) -> float:
         """Return the seconds of a decode step of `batch` sequences with `context` tokens each."""
         grows_s = self.base_s + batch * (self.sequence_s + context * self.context_s)
-        return max(grows_s, batch / self.most_tokens_per_s) if self.most_tokens_per_s else grows_s
+        return max(grows_s, batch / self.max_tokens_per_s) if self.max_tokens_per_s else grows_s
 
     def encode(self) -> list[float]:
         """Return the numbers that an engine publishes as `curve`.
@@ -90,11 +90,11 @@ class DecodeCurve:
         steps = self.base_s, self.sequence_s, self.context_s, self.prefill_tokens_per_s
         figures = (float(f"{x:.{SIGNIFICANT_DIGITS}g}") for x in steps)
         most = (
-            [float(f"{self.most_tokens_per_s:.{SIGNIFICANT_DIGITS}g}")]
-            if self.most_tokens_per_s
+            [float(f"{self.max_tokens_per_s:.{SIGNIFICANT_DIGITS}g}")]
+            if self.max_tokens_per_s
             else []
         )
-        return [self.degree, *figures, self.steps, *most]
+        return [self.tensor_parallel, *figures, self.fitted_steps, *most]
 
 
 def parse_accelerator_kind(accelerator: str) -> str:
@@ -119,13 +119,17 @@ QUANTILES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97,
 class LengthQuantiles:
     """Lengths of a job's latest trajectories."""
 
-    count: int  # trajectories
-    sampled: tuple[float, ...]  # tokens of a trajectory, at each of `QUANTILES`
-    prompt: float = 0.0  # tokens of a prompt, mean
+    trajectories: int  # trajectories
+    sampled_tokens: tuple[float, ...]  # tokens of a trajectory, at each of `QUANTILES`
+    mean_prompt_tokens: float = 0.0  # tokens of a prompt, mean
 
     def encode(self) -> list[float]:
         """Return the numbers that a shard publishes as `lengths`."""
-        return [self.count, *(round(tokens, 1) for tokens in self.sampled), round(self.prompt, 1)]
+        return [
+            self.trajectories,
+            *(round(tokens, 1) for tokens in self.sampled_tokens),
+            round(self.mean_prompt_tokens, 1),
+        ]
 
 
 def decode_lengths(published: Sequence[float]) -> LengthQuantiles:
@@ -140,15 +144,15 @@ def merge_lengths(shards: Sequence[LengthQuantiles]) -> LengthQuantiles | None:
     Each level is the mean over shards, weighted by their trajectories: the shards of a job have the
     same prompts.
     """
-    count = sum(one.count for one in shards)
+    count = sum(one.trajectories for one in shards)
     if not count:
         return None
-    levels = zip(*(one.sampled for one in shards), strict=True)
+    levels = zip(*(one.sampled_tokens for one in shards), strict=True)
     sampled = (
-        sum(one.count * tokens for one, tokens in zip(shards, level, strict=True)) / count
+        sum(one.trajectories * tokens for one, tokens in zip(shards, level, strict=True)) / count
         for level in levels
     )
-    prompt = sum(one.count * one.prompt for one in shards) / count
+    prompt = sum(one.trajectories * one.mean_prompt_tokens for one in shards) / count
     return LengthQuantiles(count, tuple(sampled), prompt)
 
 
@@ -156,7 +160,9 @@ def merge_lengths(shards: Sequence[LengthQuantiles]) -> LengthQuantiles | None:
 class Measurements:
     """Work measurements of a job's live processes."""
 
-    work: Mapping[str, MeasuredWork] = field(default_factory=dict)  # by process and incarnation
+    work_by_process: Mapping[str, MeasuredWork] = field(
+        default_factory=dict
+    )  # by process and incarnation
     curves: tuple[DecodeCurve, ...] = ()  # one for each engine that has one
     lengths: LengthQuantiles | None = None  # of all shards together
     # costs of a mixture, measured by ranks, by the name of the accelerator kind

@@ -56,37 +56,37 @@ def build_planned_job(
     need, trainers = derive_requirements(document), (p for p in processes if p.kind == "trainer")
     there = {name for process in trainers for name in CoreStats.decode(process.stats).published}
     if explain_no_hybrids(there, document["training"]["dtype"]):
-        need = replace(need, helped=False)
+        need = replace(need, allows_hybrids=False)
     bundle, rollout = document.get("bundle", {}), document["rollout"]
     shape, parameters = bundle.get("shape"), bundle.get("parameters", 0)
     model = (f"{parameters} parameters", rollout.get("dtype", ""), rollout.get("pace", ""))
     return PlannedJob(
         id=row["id"],
         phase=Phase(row["phase"]),
-        need=need,
+        requirements=need,
         config=PlannerConfig(**document.get("planner", {})),
         groups_per_step=row["groups_per_step"],
         group_size=document["algorithm"]["group_size"],
         max_staleness=document["algorithm"]["max_staleness"],
         slots=rollout["slots"],
         bin_tokens=document["training"]["bin_tokens"],
-        recomputes=document["training"].get("activation_checkpointing", False),
-        steps=document["budget"]["steps"],
-        rejected=row["stale_requeued"],
+        activation_checkpointing=document["training"].get("activation_checkpointing", False),
+        total_steps=document["budget"]["steps"],
+        rejected_trajectories=row["stale_requeued"],
         submitted_ms=row["submitted_ms"],
         steps_done=row["steps_done"],
-        held=row["held"],
-        checkpointed=bool(row["checkpoint"]),
-        progress={
+        block_reason=row["held"],
+        has_checkpoint=bool(row["checkpoint"]),
+        instance_progress={
             process.stats["resident"]: int(process.stats.get(PROGRESS_STATS[process.kind], 0))
             for process in processes
             if process.kind in PROGRESS_STATS and process.stats.get("resident")
         },
-        measured=collect_measurements(processes, kinds_by_gang or {}),
-        pace=rollout.get("pace", ""),
-        training_pace=document["training"].get("pace", ""),
-        model=" ".join(filter(None, model)),
-        shape=ModelShape(**shape) if shape else None,
+        measurements=collect_measurements(processes, kinds_by_gang or {}),
+        emulated_engine=rollout.get("pace", ""),
+        emulated_training=document["training"].get("pace", ""),
+        model_key=" ".join(filter(None, model)),
+        model_shape=ModelShape(**shape) if shape else None,
     )
 
 

@@ -24,38 +24,40 @@ class JobRequirements:
     ranks: int = 1  # of its core, one worker each
     # Number of attention ranks, which come first and need faster accelerators than the expert ranks
     # of a mixture; 0: all ranks are alike.
-    attention: int = 0
-    divides: bool = False  # True if the planner chooses `attention`
-    apart: ExpertSplit | None = None  # the planner's choice; None: none
-    kinds: tuple[str, ...] = ()  # accelerator kinds of that choice
-    rolls_out: bool = True  # True if the job generates trajectories
-    alternates: bool = True  # True if its engines can share workers with its core by time slices
-    scoring: bool = False  # True if it has frozen models, which one worker hosts
+    attention_ranks: int = 0
+    auto_expert_split: bool = False  # True if the planner chooses `attention`
+    expert_split: ExpertSplit | None = None  # the planner's choice; None: none
+    expert_split_kinds: tuple[str, ...] = ()  # accelerator kinds of that choice
+    needs_rollout: bool = True  # True if the job generates trajectories
+    can_time_slice: bool = (
+        True  # True if its engines can share workers with its core by time slices
+    )
+    needs_scoring: bool = False  # True if it has frozen models, which one worker hosts
     shards: int = 1
     sandboxes: int = 0
     # Isolation tier that its sandboxes need on a host, if they run the model's code; empty: any.
-    tier: str = ""
-    least: int = 0  # minimum number of workers; 0: its floor
-    most: int = 0  # maximum number of workers; 0: unlimited
+    isolation_tier: str = ""
+    min_workers: int = 0  # minimum number of workers; 0: its floor
+    max_workers: int = 0  # maximum number of workers; 0: unlimited
     priority: int = 0  # jobs of higher priority take workers from lower ones
     share: float = 1.0  # weight among jobs of the same priority
-    bytes: int = 0  # of its trained model's parameters in float32; 0: unknown
+    parameter_bytes: int = 0  # of its trained model's parameters in float32; 0: unknown
     adapters: bool = False  # low-rank adapters are trained instead of the model
-    moments: int = 2  # of the optimizer, each as large as the trained parameters
-    helped: bool = True  # True if hybrids can compute gradients for its core
-    half: bool = False  # its engines hold the parameters in 16 bits
+    optimizer_moments: int = 2  # of the optimizer, each as large as the trained parameters
+    allows_hybrids: bool = True  # True if hybrids can compute gradients for its core
+    half_precision_engines: bool = False  # its engines hold the parameters in 16 bits
     # ascending: possible numbers of workers of an engine, on one host
-    degrees: tuple[int, ...] = (1,)
+    tensor_parallel: tuple[int, ...] = (1,)
 
     @property
     def worker_floor(self) -> int:
         """Workers for the core, the smallest engine and the frozen models, without time slices."""
-        return self.ranks + self.smallest_engine * int(self.rolls_out) + int(self.scoring)
+        return self.ranks + self.smallest_engine * int(self.needs_rollout) + int(self.needs_scoring)
 
     @property
     def smallest_engine(self) -> int:
         """Workers of its smallest engine."""
-        return self.degrees[0]
+        return self.tensor_parallel[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class PlannedJob:
 
     id: str
     phase: Phase
-    need: JobRequirements = JobRequirements()
+    requirements: JobRequirements = JobRequirements()
     # of the policy that splits its workers
     config: PlannerConfig = field(default_factory=PlannerConfig)
     groups_per_step: int = 1
@@ -72,19 +74,19 @@ class PlannedJob:
     max_staleness: int = 2
     slots: int = 64  # sequences in an engine's decode batch
     bin_tokens: int = 0  # of a bin, which one worker computes; 0: unknown
-    steps: int = 0  # in its budget; 0: unknown
-    rejected: int = 0  # stale trajectories so far
+    total_steps: int = 0  # in its budget; 0: unknown
+    rejected_trajectories: int = 0  # stale trajectories so far
     submitted_ms: int = 0
     steps_done: int = 0
-    held: str = ""  # block reason, `waiting: WHY` or `paused: WHY`; empty: it runs
-    checkpointed: bool = False  # True if a committed checkpoint holds all state to resume from
-    measured: Measurements = field(default_factory=Measurements)
-    pace: str = ""  # emulated speed of its engines; empty: none
-    training_pace: str = ""  # emulated speed of its training; empty: none
-    model: str = ""  # key under which its workers' speeds are stored
-    shape: ModelShape | None = None  # of that model; None: unknown
-    progress: dict[str, int] = field(default_factory=dict)  # work of each instance so far
-    recomputes: bool = False  # True if training recomputes activations
+    block_reason: str = ""  # block reason, `waiting: WHY` or `paused: WHY`; empty: it runs
+    has_checkpoint: bool = False  # True if a committed checkpoint holds all state to resume from
+    measurements: Measurements = field(default_factory=Measurements)
+    emulated_engine: str = ""  # emulated speed of its engines; empty: none
+    emulated_training: str = ""  # emulated speed of its training; empty: none
+    model_key: str = ""  # key under which its workers' speeds are stored
+    model_shape: ModelShape | None = None  # of that model; None: unknown
+    instance_progress: dict[str, int] = field(default_factory=dict)  # work of each instance so far
+    activation_checkpointing: bool = False  # True if training recomputes activations
 
 
 def derive_requirements(
@@ -102,27 +104,27 @@ def derive_requirements(
     degrees = tuple(sorted(set(rollout["tensor_parallel"])))
     return JobRequirements(
         ranks=training["ranks"],
-        attention=training.get("zebra", {}).get("attention", 0),
-        divides=training.get("zebra", {}).get("auto", False),
-        rolls_out=document["algorithm"]["name"] != "sft",
-        scoring=any(model["path"] for model in models.values()),
+        attention_ranks=training.get("zebra", {}).get("attention", 0),
+        auto_expert_split=training.get("zebra", {}).get("auto", False),
+        needs_rollout=document["algorithm"]["name"] != "sft",
+        needs_scoring=any(model["path"] for model in models.values()),
         # A server cannot be paused, and an engine of several workers uses all of them at once.
-        alternates=rollout["engine"] != "sglang" and degrees[0] == 1,
+        can_time_slice=rollout["engine"] != "sglang" and degrees[0] == 1,
         shards=rollout["shards"],
         sandboxes=document["sandbox"]["processes"] if sandboxed else 0,
-        tier=_isolation_tier(document),
-        least=pool["workers"]["least"],
-        most=pool["workers"]["most"],
+        isolation_tier=_isolation_tier(document),
+        min_workers=pool["workers"]["least"],
+        max_workers=pool["workers"]["most"],
         priority=pool["priority"],
         share=pool["share"],
-        bytes=4 * parameters,
+        parameter_bytes=4 * parameters,
         adapters=bool(document["lora"]["rank"]),
-        moments=1 if document["optimizer"]["muon_lr"] else 2,  # Muon has one, AdamW two
+        optimizer_moments=1 if document["optimizer"]["muon_lr"] else 2,  # Muon has one, AdamW two
         # Not where ranks emulate a speed of their own.
-        helped=parse_emulation_scale(training.get("pace", "")) is None
+        allows_hybrids=parse_emulation_scale(training.get("pace", "")) is None
         and not explain_no_hybrids([rollout["dtype"]], training["dtype"]),
-        half=rollout["dtype"] != "float32",
-        degrees=degrees,
+        half_precision_engines=rollout["dtype"] != "float32",
+        tensor_parallel=degrees,
     )
 
 

@@ -28,7 +28,7 @@ class FormGang:
 
     gang: str
     workers: tuple[str, ...]
-    why: Rationale
+    rationale: Rationale
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class DissolveGang:
     """Decision to end a gang without instances or live workers; its workers become idle."""
 
     gang: str
-    why: Rationale
+    rationale: Rationale
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class PlaceInstance:
     """
 
     gang: str
-    resident: Instance
-    why: Rationale
+    instance: Instance
+    rationale: Rationale
     move: Move | None = None  # set for a move: reported when complete, undone when late
-    op: str = ""  # the request that this decision grants
+    request_id: str = ""  # the request that this decision grants
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class RemoveInstance:
     """Decision to remove an instance from its gang: its processes drain and exit."""
 
     gang: str
-    resident: str
-    why: Rationale
-    op: str = ""
+    instance: str
+    rationale: Rationale
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class MarkWorkerLost:
     """
 
     worker: str
-    why: Rationale
+    rationale: Rationale
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class ReportHostPresence:
     """
 
     host: str
-    back: bool
-    why: Rationale
+    is_back: bool
+    rationale: Rationale
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class SetBlockReason:
     """
 
     job: str
-    held: str
-    why: Rationale
+    block_reason: str
+    rationale: Rationale
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class FailJob:
 
     job: str
     error: str
-    why: Rationale
+    rationale: Rationale
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class AssignServices:
 
     host: str
     services: tuple[str, ...]
-    why: Rationale
+    rationale: Rationale
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +123,16 @@ class FinishMove:
     move: Move
     undone: bool
     details: dict[str, Any]
-    why: Rationale
+    rationale: Rationale
 
 
 @dataclass(frozen=True, slots=True)
 class RejectRequest:
     """Decision to reject a user's request with a reason, or to close it (`reason` empty)."""
 
-    op: str
+    request_id: str
     reason: str
-    why: Rationale
+    rationale: Rationale
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class ReportMoveOutcome:
 
     job: str
     details: dict[str, Any]
-    why: Rationale
+    rationale: Rationale
 
 
 Decision = (

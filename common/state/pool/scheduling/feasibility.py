@@ -21,16 +21,20 @@ def estimate_accelerator_bytes(
     core with separate expert ranks the bytes are unknown, as the share of the experts is.
     """
     if role == Role.ROLLOUT:
-        return (requirements.bytes // 2 if requirements.half else requirements.bytes) // ranks
+        return (
+            requirements.parameter_bytes // 2
+            if requirements.half_precision_engines
+            else requirements.parameter_bytes
+        ) // ranks
     if role != Role.TRAINING:
         return 0
-    if core and requirements.attention:
+    if core and requirements.attention_ranks:
         return 0
-    trained = 0 if requirements.adapters else requirements.bytes
+    trained = 0 if requirements.adapters else requirements.parameter_bytes
     return (
-        (requirements.bytes + trained * (1 + requirements.moments)) // ranks
+        (requirements.parameter_bytes + trained * (1 + requirements.optimizer_moments)) // ranks
         if core
-        else requirements.bytes + trained
+        else requirements.parameter_bytes + trained
     )
 
 
@@ -41,9 +45,9 @@ def estimate_offload_bytes(instance: Instance, requirements: JobRequirements) ->
     """
     if not instance.core:
         return 0
-    trained = 0 if requirements.adapters else requirements.bytes
-    return (requirements.bytes + trained * requirements.moments) // (
-        len(instance.ranks) - requirements.attention
+    trained = 0 if requirements.adapters else requirements.parameter_bytes
+    return (requirements.parameter_bytes + trained * requirements.optimizer_moments) // (
+        len(instance.ranks) - requirements.attention_ranks
     )
 
 
@@ -62,8 +66,8 @@ def has_room(budget: TierBytes, tier: Tier, used_bytes: int, needed_bytes: int) 
 def count_time_sliced_floor(requirements: JobRequirements) -> int:
     """Return the minimum number of workers where engines and cores share workers by time slices."""
     return (
-        requirements.ranks + int(requirements.scoring)
-        if requirements.alternates
+        requirements.ranks + int(requirements.needs_scoring)
+        if requirements.can_time_slice
         else requirements.worker_floor
     )
 
@@ -71,7 +75,7 @@ def count_time_sliced_floor(requirements: JobRequirements) -> int:
 def count_min_workers(requirements: JobRequirements, time_slicing: bool) -> int:
     """Return the minimum number of workers on which a job runs."""
     return max(
-        requirements.least,
+        requirements.min_workers,
         count_time_sliced_floor(requirements) if time_slicing else requirements.worker_floor,
     )
 
@@ -84,18 +88,20 @@ def drop_infeasible_degrees(
     A degree needs that many workers of one host, each with the bytes of its part. If no degree
     fits, return the requirements unchanged.
     """
-    if len(requirements.degrees) == 1:
+    if len(requirements.tensor_parallel) == 1:
         return requirements
     alike = Counter((worker.host, worker.budget) for worker in workers)
     degrees = tuple(
         d
-        for d in requirements.degrees
+        for d in requirements.tensor_parallel
         if _count_host_workers_with_room(requirements, alike, d) >= d
     )
-    if not degrees or degrees == requirements.degrees:
+    if not degrees or degrees == requirements.tensor_parallel:
         return requirements
     return replace(
-        requirements, degrees=degrees, alternates=requirements.alternates and degrees[0] == 1
+        requirements,
+        tensor_parallel=degrees,
+        can_time_slice=requirements.can_time_slice and degrees[0] == 1,
     )
 
 
@@ -119,17 +125,17 @@ def explain_too_few_workers(
 
     `workers_by_location` counts the workers of each location that can hold a gang.
     """
-    turns = settings.turns
+    turns = settings.time_slicing
     total, least = sum(workers_by_location.values()), count_min_workers(requirements, turns)
     if total < least:
         roles = {
             f"{requirements.ranks} for its core": True,
-            f"{requirements.smallest_engine} to roll out": requirements.rolls_out
-            and not (turns and requirements.alternates),
-            "1 for its frozen models": requirements.scoring,
+            f"{requirements.smallest_engine} to roll out": requirements.needs_rollout
+            and not (turns and requirements.can_time_slice),
+            "1 for its frozen models": requirements.needs_scoring,
         }
         parts = ", ".join(role for role, wanted in roles.items() if wanted)
-        asked = "pool.workers.least" if requirements.least == least else parts
+        asked = "pool.workers.least" if requirements.min_workers == least else parts
         return (
             f"the job needs {least} workers ({asked}), and this mesh has {total}: start one with "
             f"`meshrl up --workers {least}`, or, when workers of this one were lost, go on with "
@@ -137,7 +143,7 @@ def explain_too_few_workers(
         )
     largest = max(workers_by_location.values(), default=0)
     if largest < requirements.ranks:
-        kind = settings.gangs
+        kind = settings.gang_scope
         wider = ', or set pool.gangs = "network" where hosts have one' if kind == "host" else ""
         return (
             f"the job trains with ranks = {requirements.ranks}, and no {kind} of this mesh has "
@@ -145,9 +151,9 @@ def explain_too_few_workers(
             f"{largest} workers: set training.ranks to {largest} or less, or join a larger {kind}"
             f"{wider}"
         )
-    if requirements.most and requirements.most < least:
+    if requirements.max_workers and requirements.max_workers < least:
         return (
-            f"the job needs {least} workers, and pool.workers.most is {requirements.most}: "
+            f"the job needs {least} workers, and pool.workers.most is {requirements.max_workers}: "
             "raise it to "
             f"{least}, or set 0 for as many as there are"
         )
@@ -169,10 +175,13 @@ def explain_too_little_memory(
         )
     ]
     alike = Counter((worker.host, worker.budget) for worker in workers)
-    if requirements.rolls_out and not any(
-        _count_host_workers_with_room(requirements, alike, d) >= d for d in requirements.degrees
+    if requirements.needs_rollout and not any(
+        _count_host_workers_with_room(requirements, alike, d) >= d
+        for d in requirements.tensor_parallel
     ):
-        count = requirements.degrees[-1]  # the largest engine has the fewest bytes on each rank
+        count = requirements.tensor_parallel[
+            -1
+        ]  # the largest engine has the fewest bytes on each rank
         roles.append(
             ("engine", count, estimate_accelerator_bytes(Role.ROLLOUT, False, count, requirements))
         )
@@ -189,8 +198,8 @@ def explain_too_little_memory(
         spread = f", or raise {more_ranks[role]}"
         return (
             f"the job's {role} takes {more} bytes of each of {count} accelerators of one "
-            f"{settings.gangs} (its model has {requirements.bytes} in float32), no "
-            f"{settings.gangs} has "
+            f"{settings.gang_scope} (its model has {requirements.parameter_bytes} in float32), no "
+            f"{settings.gang_scope} has "
             f"them, and the largest has {largest}: "
             f"join larger ones (`--accelerator-bytes`), or train a smaller model{spread}"
         )
@@ -204,7 +213,7 @@ def explain_no_common_location(
 
     Each takes workers of one location. Empty if they fit.
     """
-    if not requirements.rolls_out or requirements.smallest_engine == 1:
+    if not requirements.needs_rollout or requirements.smallest_engine == 1:
         return ""
     hosts = Counter((settings.get_gang_location(worker), worker.host) for worker in workers)
     places = Counter(map(settings.get_gang_location, workers))
@@ -217,7 +226,7 @@ def explain_no_common_location(
             return ""
     sizes = ", ".join(str(count) for count in sorted(hosts.values(), reverse=True))
     return (
-        f"the job's core takes {requirements.ranks} workers of one {settings.gangs} and an engine "
+        f"the job's core takes {requirements.ranks} workers of one {settings.gang_scope} and an engine "
         f"{requirements.smallest_engine} of one host (rollout.tensor_parallel), and the hosts "
         "of this mesh, with "
         f"{sizes}, have no room for both: lower either, or join a larger host"

@@ -40,18 +40,18 @@ def explain_rejected_service(host: PoolHost, kind: str, requirements: JobRequire
 
     Empty if it accepts the service, whether or not the host is alive.
     """
-    if SERVICE_NAMES[kind] not in host.takes:
-        return f"takes {' and '.join(host.takes) or 'no services'}"
+    if SERVICE_NAMES[kind] not in host.accepted_services:
+        return f"takes {' and '.join(host.accepted_services) or 'no services'}"
     if (
         kind != "sandbox"
-        or not requirements.tier
-        or host.tiers is None
-        or has_sufficient_tier(host.tiers, requirements.tier)
+        or not requirements.isolation_tier
+        or host.isolation_tiers is None
+        or has_sufficient_tier(host.isolation_tiers, requirements.isolation_tier)
     ):
         return ""
     if host.is_probing_isolation:
         return "still finds out which isolation it has"
-    return f"has {' and '.join(host.tiers) or 'no isolation'}"
+    return f"has {' and '.join(host.isolation_tiers) or 'no isolation'}"
 
 
 def explain_unplaced_service(
@@ -63,16 +63,16 @@ def explain_unplaced_service(
     """
     said = []
     for host in hosts:
-        if host.draining == HOST_LEFT:
+        if host.drain_reason == HOST_LEFT:
             continue
         why = explain_rejected_service(host, kind, requirements)
-        away = "drains" if host.alive and host.draining else "is away"
+        away = "drains" if host.alive and host.drain_reason else "is away"
         said.append(f"{host.name} {why or f'takes them and {away}'}")
     if not said:
         return ""
     inside = (
-        f" with sandbox.tier = {requirements.tier}"
-        if kind == "sandbox" and requirements.tier
+        f" with sandbox.tier = {requirements.isolation_tier}"
+        if kind == "sandbox" and requirements.isolation_tier
         else ""
     )
     more = f"; and {len(said) - MAX_NAMED_HOSTS} more" if len(said) > MAX_NAMED_HOSTS else ""

@@ -21,20 +21,20 @@ class PoolHost:
 
     name: str
     alive: bool = True
-    draining: str = ""  # why nothing new is placed there; empty: placement is allowed
+    drain_reason: str = ""  # why nothing new is placed there; empty: placement is allowed
     services: tuple[str, ...] = ()  # names of its assigned shards and sandboxes
-    takes: tuple[str, ...] = tuple(SERVICE_NAMES.values())  # accepted services
+    accepted_services: tuple[str, ...] = tuple(SERVICE_NAMES.values())  # accepted services
     # Isolation tiers of a sandbox there (see
     # `meshrl.common.job.isolation.tiers.has_sufficient_tier`); None: not probed, as in a mesh of
     # one host.
-    tiers: tuple[str, ...] | None = None
+    isolation_tiers: tuple[str, ...] | None = None
     cores: float = 0.0  # processors that its processes share; 0: unknown
     busy_cores: float = 0.0  # recently busy processors
 
     @property
     def is_probing_isolation(self) -> bool:
         """True if the host is still probing its isolation tiers."""
-        return self.tiers is not None and PROBING in self.tiers
+        return self.isolation_tiers is not None and PROBING in self.isolation_tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PoolRequest:
     role: str = ""  # move: to which role, as the user wrote it
     job: str = ""  # move: of which job; empty: the only one
     host: str = ""  # drain
-    asked_ms: int = 0
+    requested_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Move:
     id: str  # of the arriving instance
     gang: str
     started_ms: int
-    until_ms: int
-    back: dict[str, Any]  # documents of the decisions that undo the move
+    deadline_ms: int
+    rollback: dict[str, Any]  # documents of the decisions that undo the move
     details: dict[str, Any]  # figures of the decision
 
 
@@ -73,12 +73,14 @@ class PoolSnapshot:
     hosts: tuple[PoolHost, ...] = ()
     requests: tuple[PoolRequest, ...] = ()  # in the order of submission
     moves: tuple[Move, ...] = ()
-    rests: frozenset[str] = frozenset()  # shards and sandboxes that can stop without loss of work
+    evictable_services: frozenset[str] = (
+        frozenset()
+    )  # shards and sandboxes that can stop without loss of work
     settings: PoolSettings = field(default_factory=PoolSettings)
     gangs_formed: int = 0  # so far: the next one is g<gangs_formed>
-    up_ms: int = 0  # start time of the mesh
+    up_since_ms: int = 0  # start time of the mesh
 
     @property
     def is_gathering_workers(self) -> bool:
         """True if workers of a new mesh may still be joining."""
-        return self.now_ms - self.up_ms < 1000 * self.settings.gather_s
+        return self.now_ms - self.up_since_ms < 1000 * self.settings.join_grace_s

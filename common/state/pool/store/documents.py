@@ -58,7 +58,7 @@ DECISION_KINDS: Mapping[type, str] = {
 
 def encode_instance(instance: Instance) -> dict[str, Any]:
     """Return the desired state of an instance; workers write its reports."""
-    apart = instance.apart.to_list() if instance.apart is not None else None
+    apart = instance.expert_split.to_list() if instance.expert_split is not None else None
     wanted = {name: getattr(instance, name) for name in DESIRED_FIELDS}
     return wanted | {"ranks": list(instance.ranks), "apart": apart}
 
@@ -115,9 +115,9 @@ def decode_gang(row: Mapping[str, Any]) -> Gang:
         id=row["id"],
         workers=tuple(row["workers"]),
         membership=row["membership"],
-        residents=tuple(sorted(residents, key=lambda one: id_sort_key(one.id))),
+        instances=tuple(sorted(residents, key=lambda one: id_sort_key(one.id))),
         formed_ms=row["formed_ms"],
-        placed=row["placed"],
+        next_instance=row["placed"],
     )
 
 
@@ -137,7 +137,7 @@ def encode_decision(decision: Decision, index: int) -> dict[str, Any]:
     `extra` is what its event contains beside the fields that the script adds.
     """
     row = _encode_fields(decision)
-    why = decision.why
+    why = decision.rationale
     extra = why.inputs | ({"job": why.job} if why.job else {}) | row.pop("extra", {})
     return row | {"index": index, "rule": why.rule, "extra": json.dumps(extra)}
 
@@ -169,7 +169,7 @@ def _encode_fields(decision: Decision) -> dict[str, Any]:
 
 
 def _encode_placement(decision: PlaceInstance) -> dict[str, Any]:
-    resident, move = decision.resident, decision.move
+    resident, move = decision.instance, decision.move
     row = encode_instance(resident)
     told = {key: row[key] for key in ("job", "role", "core", "tier", "generation", "epoch")}
     about = {"gang": decision.gang, "resident": resident.id, "pinned": resident.pinned}
@@ -180,7 +180,7 @@ def _encode_placement(decision: PlaceInstance) -> dict[str, Any]:
         "generation": resident.generation,
         "epoch": resident.epoch,
         "row": json.dumps(row),
-        "op": decision.op,
-        "extra": told | about | {"reason": decision.why.rule},
+        "op": decision.request_id,
+        "extra": told | about | {"reason": decision.rationale.rule},
     }
     return found | ({"move": json.dumps(encode_move(move))} if move is not None else {})

@@ -25,10 +25,10 @@ class JobPrediction:
     rollout_s: float = 0.0
     train_s: float = 0.0
     host_s: float = 0.0  # processor time of the busiest host
-    binds: str = ""  # bottleneck of a step: rollout, training, cores
+    bottleneck: str = ""  # bottleneck of a step: rollout, training, cores
     verdict: str = ""  # sentence: why no move is made, or which one is
-    error: float | None = None  # median of |predicted / observed - 1| over judged moves
-    ranks: str = ""  # sentence: how the ranks of its core divide a mixture, and why
+    median_error: float | None = None  # median of |predicted / observed - 1| over judged moves
+    expert_split_reason: str = ""  # sentence: how the ranks of its core divide a mixture, and why
 
 
 @dataclass(frozen=True, slots=True)

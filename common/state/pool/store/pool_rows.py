@@ -48,7 +48,7 @@ class PlannerInput:
 
     snapshot: PoolSnapshot
     memory: dict[str, Any] | None  # memory of the leaders; None: there is none yet
-    written: int  # writes so far: a write based on another snapshot is rejected
+    revision: int  # writes so far: a write based on another snapshot is rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,12 +332,12 @@ def _decode_snapshot(answer: dict[str, Any]) -> PoolSnapshot:
             for row in answer["jobs"]
         ),
         hosts=_decode_hosts(answer, known, processes),
-        requests=tuple(sorted(requests, key=lambda one: (one.asked_ms, one.op))),
+        requests=tuple(sorted(requests, key=lambda one: (one.requested_ms, one.op))),
         moves=tuple(Move(id, **row) for id, row in sorted(answer["moves"].items())),
-        rests=frozenset(p.name for p in processes if p.stats.get("rests")),
+        evictable_services=frozenset(p.name for p in processes if p.stats.get("rests")),
         settings=PoolSettings(**settings.get("pool", {})),
         gangs_formed=answer["formed"],
-        up_ms=settings.get("up_ms", 0),
+        up_since_ms=settings.get("up_ms", 0),
     )
 
 
@@ -354,7 +354,7 @@ def _decode_hosts(
         PoolHost(
             name,
             alive=name in agents,
-            draining=draining.get(name, "")
+            drain_reason=draining.get(name, "")
             or (str(agents[name].stats.get("draining") or "") if name in agents else ""),
             services=services.get(name, ()),
             **_decode_offer(said.get(agent_process(name), {})),
@@ -366,7 +366,9 @@ def _decode_hosts(
 def decode_host(agent: RegistryEntry) -> PoolHost:
     """Return a host from its agent's entry in the registry, without its services."""
     draining = str(agent.stats.get("draining") or "")
-    return PoolHost(agent.host, alive=agent.alive, draining=draining, **_decode_offer(agent.stats))
+    return PoolHost(
+        agent.host, alive=agent.alive, drain_reason=draining, **_decode_offer(agent.stats)
+    )
 
 
 def _decode_offer(stats: Mapping[str, Any]) -> dict[str, Any]:
@@ -382,7 +384,7 @@ async def list_remaining(state: StateClient, host: str) -> list[str]:
     there = {worker.id for worker in await read_workers(state) if worker.host == host}
     found = set(await read_host_services(state, host))
     for gang in await read_gangs(state):
-        for resident in gang.residents:
+        for resident in gang.instances:
             if there.intersection(gang.workers[rank] for rank in resident.ranks):
                 found.add(resident.id)
     entries = await registry.list_entries(state)

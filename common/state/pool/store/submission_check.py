@@ -50,7 +50,7 @@ def explain_missing_isolation(hosts: Sequence[PoolHost], requirements: JobRequir
 
     Hosts report their isolation. If no host accepts sandboxes the job waits for one.
     """
-    takes = [host for host in hosts if SERVICE_NAMES["sandbox"] in host.takes]
+    takes = [host for host in hosts if SERVICE_NAMES["sandbox"] in host.accepted_services]
     if not requirements.sandboxes or not takes:
         return ""
     why = {host.name: explain_rejected_service(host, "sandbox", requirements) for host in takes}
@@ -58,7 +58,7 @@ def explain_missing_isolation(hosts: Sequence[PoolHost], requirements: JobRequir
         return ""
     said = "; ".join(f"{name} {said}" for name, said in sorted(why.items()))
     return (
-        f"the job runs code that the model wrote in {TIER_DESCRIPTIONS[requirements.tier]} "
+        f"the job runs code that the model wrote in {TIER_DESCRIPTIONS[requirements.isolation_tier]} "
         "(sandbox.tier = "
-        f"{requirements.tier}), and no host that takes sandboxes has it: {said}"
+        f"{requirements.isolation_tier}), and no host that takes sandboxes has it: {said}"
     )

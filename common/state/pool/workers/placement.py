@@ -21,10 +21,10 @@ class Placement:
     core: bool = False  # of training: owns parameters and optimizer
     rank: int = 0  # among the instance's ranks
     ranks: int = 1
-    turns: bool = False  # computes in time slices with the gang's other instances
-    keeper: str = ""  # the worker's process that schedules the gang's time slices
+    time_sliced: bool = False  # computes in time slices with the gang's other instances
+    slice_scheduler: str = ""  # the worker's process that schedules the gang's time slices
     # how a core's ranks divide a mixture; None: as in its job file
-    apart: ExpertSplit | None = None
+    expert_split: ExpertSplit | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Placement:
@@ -35,14 +35,14 @@ class Placement:
     def to_args(self) -> list[str]:
         """Return the command line arguments that `build_parser` parses."""
         found = ["--gang", self.gang, "--resident", self.resident, "--job", self.job]
-        found += ["--generation", str(self.generation), "--keeper", self.keeper]
+        found += ["--generation", str(self.generation), "--keeper", self.slice_scheduler]
         if self.core:
             found.append("--core")
         if self.ranks > 1:
             found += ["--rank", str(self.rank), "--ranks", str(self.ranks)]
-        if self.apart is not None:
-            found += ["--apart", json.dumps(self.apart.to_list())]
-        return [*found, "--turns"] if self.turns else found
+        if self.expert_split is not None:
+            found += ["--apart", json.dumps(self.expert_split.to_list())]
+        return [*found, "--turns"] if self.time_sliced else found
 
     def initial_stats(self) -> dict[str, Any]:
         """Return the stats that each role process publishes at its start."""

@@ -74,10 +74,10 @@ class InstanceReport:
     generation: int  # of the process
     epoch: int  # of the desired state that it follows
     token: int  # of the worker's lease
-    doing: InstancePhase
+    phase: InstancePhase
     tier: Tier  # where the tensors are now
     detail: str = ""
-    held: TierBytes = TierBytes()  # bytes that it uses of each tier
+    usage: TierBytes = TierBytes()  # bytes that it uses of each tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ class ExpertSplit:
     The first ranks hold attention, the others experts.
     """
 
-    attention: int  # ranks with it
+    attention_ranks: int  # ranks with it
     micro_batches: int  # bins of each attention rank in a round
-    hosted: tuple[int, ...]  # by MoE layer: experts that each attention rank hosts
+    hosted_experts: tuple[int, ...]  # by MoE layer: experts that each attention rank hosts
 
     def to_list(self) -> list[int]:
         """Return all fields as a JSON list."""
-        return [self.attention, self.micro_batches, *self.hosted]
+        return [self.attention_ranks, self.micro_batches, *self.hosted_experts]
 
     @classmethod
     def from_list(cls, numbers: Sequence[int] | None) -> ExpertSplit | None:
@@ -117,12 +117,12 @@ class Instance:
     core: bool = False  # in a training role: owns parameters and optimizer
     ranks: tuple[int, ...] = (0,)  # of the gang
     tier: Tier = Tier.ACCELERATOR  # desired
-    turns: bool = False  # computes in time slices with the other instances of its gang
+    time_sliced: bool = False  # computes in time slices with the other instances of its gang
     pinned: bool = False  # placed by a user: the policy does not move it
-    apart: ExpertSplit | None = None  # of a core's ranks; None: as in its job file
+    expert_split: ExpertSplit | None = None  # of a core's ranks; None: as in its job file
     generation: int = 1
     epoch: int = 1
-    changed_ms: int = 0  # when the desired state was written
+    desired_since_ms: int = 0  # when the desired state was written
     reports: Mapping[int, InstanceReport] = field(default_factory=dict)  # by rank
 
     @property
@@ -139,7 +139,7 @@ class Instance:
     def detail(self) -> str:
         """First detail reported by the ranks in `phase`."""
         far = self.phase
-        told = (r.detail for r in self.reports.values() if r.doing == self._rank_phase(r) == far)
+        told = (r.detail for r in self.reports.values() if r.phase == self._rank_phase(r) == far)
         return next(filter(None, told), "")
 
     def _rank_phase(self, report: InstanceReport | None) -> InstancePhase:
@@ -148,17 +148,17 @@ class Instance:
         """
         if report is None or report.generation != self.generation:
             return InstancePhase.STARTING
-        if report.epoch == self.epoch or report.doing == InstancePhase.STARTING:
-            return report.doing
+        if report.epoch == self.epoch or report.phase == InstancePhase.STARTING:
+            return report.phase
         return InstancePhase.MOVING
 
     def _is_rank_reconciled(self, report: InstanceReport | None) -> bool:
         if report is None or (report.generation, report.epoch) != (self.generation, self.epoch):
             return False
         # a process that exited while offloaded restarts at its wake-up
-        if report.doing == InstancePhase.GONE:
+        if report.phase == InstancePhase.GONE:
             return self.tier != Tier.ACCELERATOR
-        return report.doing == InstancePhase.READY and report.tier == self.tier != Tier.ABSENT
+        return report.phase == InstancePhase.READY and report.tier == self.tier != Tier.ABSENT
 
 
 _PHASE_ORDER = (
@@ -178,11 +178,11 @@ class Gang:
     id: str
     workers: tuple[str, ...]  # ids, in rank order
     membership: int  # of its workers' records
-    residents: tuple[Instance, ...] = ()
+    instances: tuple[Instance, ...] = ()
     formed_ms: int = 0
-    placed: int = 0  # instances so far: the next one is <gang>.<placed>
+    next_instance: int = 0  # instances so far: the next one is <gang>.<placed>
 
     @property
     def is_reconciled(self) -> bool:
         """True if all instances have reached their latest desired state."""
-        return all(resident.is_reconciled for resident in self.residents)
+        return all(resident.is_reconciled for resident in self.instances)

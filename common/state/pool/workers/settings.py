@@ -13,19 +13,21 @@ from meshrl.common.state.pool.workers.rows import WorkerRow
 class PoolSettings(ConfigTable):
     """Settings by which the planner shares the pool between jobs."""
 
-    turns: bool = True  # True: engine and core of a job may share a worker if workers are few
-    gangs: Literal["host", "network"] = "host"  # common location of the workers of a gang
-    move_s: PositiveNumber = 120.0  # time limit of a move until it is undone
+    time_slicing: bool = (
+        True  # True: engine and core of a job may share a worker if workers are few
+    )
+    gang_scope: Literal["host", "network"] = "host"  # common location of the workers of a gang
+    move_timeout_s: PositiveNumber = 120.0  # time limit of a move until it is undone
     # time for workers of a new mesh to join before the first placement
-    gather_s: NonNegativeNumber = 5.0
-    lost_s: PositiveNumber = 10.0  # a worker without a lease for this long is lost
-    gone_s: PositiveNumber = 300.0  # a worker away for this long is removed
+    join_grace_s: NonNegativeNumber = 5.0
+    worker_lost_s: PositiveNumber = 10.0  # a worker without a lease for this long is lost
+    forget_after_s: PositiveNumber = 300.0  # a worker away for this long is removed
     # a mesh too small for a job for this long is not waiting for workers to join
-    short_s: NonNegativeNumber = 15.0
+    shortage_grace_s: NonNegativeNumber = 15.0
     keep_days: NonNegativeNumber = 30.0  # retention of the records of ended jobs
 
     def get_gang_location(self, worker: WorkerRow) -> str:
         """Return the common location of a gang's workers: the name of a host, or of a network."""
-        if self.gangs == "host":
+        if self.gang_scope == "host":
             return worker.host
         return f"network {worker.network}" if worker.network else "the head's network"

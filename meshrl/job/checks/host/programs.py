@@ -51,7 +51,7 @@ def check_sglang(job: JobFile) -> None:
 
 def _check_read_back(job: JobFile) -> None:
     """Check that SGLang can return weights for comparison with a version."""
-    if not job.config.rollout.read_back:
+    if not job.config.rollout.verify_weights:
         return
     why = ""
     if job.config.mesh.device != "cpu":
@@ -76,7 +76,7 @@ def _check_kv_tiers(job: JobFile) -> None:
 def _check_adapters(job: JobFile, python: Path, key: str) -> None:
     """Check that SGLang starts with adapters beside the model. `key`: its interpreter's setting."""
     config = job.config
-    if not config.lora.rank or config.lora.engines != "beside" or config.mesh.device != "cpu":
+    if not config.lora.rank or config.lora.engine_mode != "beside" or config.mesh.device != "cpu":
         return
     status, said = _run_python(python, PINNED_MEMORY_PROBE, IMPORT_TIMEOUT_S)
     if status is None:

@@ -48,8 +48,8 @@ def check_emulated_accelerators(job: JobFile) -> None:
     """Check that the accelerators which the job emulates are known."""
     config = job.config
     for key, pace, read in (
-        ("rollout.pace", config.rollout.pace, parse_engine_speed),
-        ("training.pace", config.training.pace, parse_training_emulation),
+        ("rollout.pace", config.rollout.emulate, parse_engine_speed),
+        ("training.pace", config.training.emulate, parse_training_emulation),
     ):
         if pace:
             with job.locate_errors(key, "{error.message}"):
@@ -108,7 +108,7 @@ def check_tensor_parallel(job: JobFile) -> None:
         )
     if max(given) == 1:
         return
-    if rollout.engine != "sglang" and not rollout.pace:
+    if rollout.engine != "sglang" and not rollout.emulate:
         wrong = (
             f"{TENSOR_PARALLEL_KEY} has {max(given)}, and the built-in engine computes on one "
             "worker"
@@ -128,16 +128,16 @@ def check_heads_divisible(job: JobFile) -> None:
 
     An emulated engine represents another model than the one that it computes.
     """
-    if job.config.rollout.pace or max(job.config.rollout.tensor_parallel) == 1:
+    if job.config.rollout.emulate or max(job.config.rollout.tensor_parallel) == 1:
         return
     model = load_shape(job.config)
     for degree in job.config.rollout.tensor_parallel:
-        shared = model.kv_heads % degree and degree % model.kv_heads
-        if model.heads % degree or shared:
+        shared = model.num_kv_heads % degree and degree % model.num_kv_heads
+        if model.num_heads % degree or shared:
             raise job.make_error(
                 TENSOR_PARALLEL_KEY,
-                f"{TENSOR_PARALLEL_KEY} has {degree}, and the model's {model.heads} heads with "
-                f"{model.kv_heads} of "
+                f"{TENSOR_PARALLEL_KEY} has {degree}, and the model's {model.num_heads} heads with "
+                f"{model.num_kv_heads} of "
                 "keys and values cannot be divided among so many workers",
                 "Leave that degree out",
             )

@@ -22,13 +22,13 @@ def check_experts(job: JobFile) -> None:
         f"{ZEBRA_TABLE}.attention": zebra.attention > 0,
         f"{ZEBRA_TABLE}.auto": zebra.auto,
         EXPERT_PARALLEL_KEY: training.expert_parallel > 1,
-        TRAINING_EMULATE_KEY: parse_emulation_scale(training.pace) is not None,
+        TRAINING_EMULATE_KEY: parse_emulation_scale(training.emulate) is not None,
     }
     key = next((key for key, given in keys.items() if given), None)
     if key is None:
         return
     model = load_shape(job.config)
-    if not model.experts:
+    if not model.num_experts:
         raise job.make_error(
             key, f"{key} is set, and the model is no mixture of experts", "Leave it out"
         )
@@ -40,7 +40,7 @@ def check_experts(job: JobFile) -> None:
         _check_zebra_auto(job)
     if keys[TRAINING_EMULATE_KEY] and training.ranks == 1:
         wrong = (
-            f"{TRAINING_EMULATE_KEY} = {training.pace!r} is of ranks of a mixture, and "
+            f"{TRAINING_EMULATE_KEY} = {training.emulate!r} is of ranks of a mixture, and "
             "training.ranks is 1"
         )
         raise job.make_error(
@@ -56,7 +56,7 @@ def _check_expert_parallel(job: JobFile, model: ModelConfig) -> None:
             f"the {ranks} ranks of training.ranks",
             "Set it to training.ranks, or a part of it",
         ),
-        (model.experts, f"the model's {model.experts} experts", "Set it to one that does"),
+        (model.num_experts, f"the model's {model.num_experts} experts", "Set it to one that does"),
     ):
         if count % parallel:
             raise job.make_error(
@@ -105,7 +105,7 @@ def _check_zebra_supports_job(job: JobFile, key: str) -> None:
         wrong = f"{ZEBRA_TABLE} trains no critic, and ppo has one"
         fix = "Choose an algorithm without one, or leave training.zebra out"
         raise job.make_error("algorithm.name", wrong, fix)
-    if job.config.training.pace and parse_emulation_scale(job.config.training.pace) is None:
+    if job.config.training.emulate and parse_emulation_scale(job.config.training.emulate) is None:
         wrong = f"{TRAINING_EMULATE_KEY} is of one kind of accelerators, and {ZEBRA_TABLE} has two"
         fix = "Set it to declared/SCALE, by which each rank has the pace of its own accelerator"
         raise job.make_error(TRAINING_EMULATE_KEY, wrong, fix)
@@ -123,15 +123,15 @@ def _check_hosted_experts(job: JobFile, model: ModelConfig) -> None:
         wrong = f"{key} has {len(hosted)} numbers, and the model {layers} mixture layers"
         raise job.make_error(key, wrong, "Give one for each of them, or one for all")
     most = max(hosted, default=0) * zebra.attention
-    if most > model.experts:
+    if most > model.num_experts:
         raise job.make_error(
             key,
             f"{key}: {zebra.attention} ranks would host {most} experts of a layer, which has "
-            f"{model.experts}",
+            f"{model.num_experts}",
             "Lower it",
         )
     left, ranks = (
-        model.experts - min(hosted, default=0) * zebra.attention,
+        model.num_experts - min(hosted, default=0) * zebra.attention,
         job.config.training.ranks,
     )
     if left < ranks - zebra.attention:

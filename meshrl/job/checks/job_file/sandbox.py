@@ -77,7 +77,7 @@ def _check_tools(job: JobFile) -> None:
             known = ", ".join(builtin.TOOLS)
             wrong = f"{key}: {use!r} is no built-in tool; there are {known}"
             raise job.make_error(key, wrong, "One of your own is written module:function")
-    for name in environment.once:
+    for name in environment.no_retry_tools:
         if name not in environment.tools:
             raise job.make_error("environment.once", f"environment.once: there is no tool {name!r}")
     for server, command in environment.mcp.items():

@@ -28,7 +28,7 @@ async def run_tests(
         if size > frames.MAX_FRAME_BYTES - FRAME_BYTES:  # more than a jail reads at once
             most = f"{frames.MAX_FRAME_BYTES >> 20} MiB at most"
             raise UnsupportedTests(f"arguments of {size} bytes as JSON; {most}")
-    program = JailProgram(source, "calls", function, graded=True)
+    program = JailProgram(source, "calls", function, is_graded=True)
 
     async def trial() -> _FunctionTrial:
         jail = await attempt.launcher.open(program, attempt.limits)

@@ -40,7 +40,10 @@ async def _open_jail_pair(attempt: GradingAttempt, source: str, tests: str) -> _
         undone.callback(solution.close)
         files = launcher.tier != "landlock"  # there, /tmp is that of the host
         program = JailProgram(
-            tests, "tests", files=files, patience_s=UNREPORTED_WAIT_SHARE * limits.wall_s
+            tests,
+            "tests",
+            shares_files=files,
+            unreported_wait_s=UNREPORTED_WAIT_SHARE * limits.wall_s,
         )
         # The wall clock includes the tests' waits for the solution; CPU time counts as usual.
         limits = replace(limits, wall_s=MAX_SLOWDOWN * limits.wall_s + MAX_SOLUTION_WAIT_S)

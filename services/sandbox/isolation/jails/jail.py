@@ -176,10 +176,10 @@ class Jail:
 
     def _build_result(self, report: InitReport, over_output_limit: bool) -> ProgramResult:
         status, error = self._classify_exit(report, over_output_limit)
-        refused = tuple(syscall_table.get_name(number) for number in report.refused)
+        refused = tuple(syscall_table.get_name(number) for number in report.denied_calls)
         if status == REFUSED:
             error = describe_denial(refused)
-        used = report.exit, report.cpu_s, report.wall_s
+        used = report.exit_code, report.cpu_s, report.wall_s
         starved = report.timeout == "starved"
         by_clock = starved or report.timeout == "wall"
         out, err = self.stdout, self.stderr
@@ -188,7 +188,7 @@ class Jail:
         )
 
     def _classify_exit(self, report: InitReport, over_output_limit: bool) -> tuple[str, str]:
-        limits, code = self.limits, report.exit
+        limits, code = self.limits, report.exit_code
         if over_output_limit:
             return OUTPUT_LIMIT, f"over {limits.output_bytes} bytes of output"
         if report.timeout == "wall":
@@ -198,7 +198,7 @@ class Jail:
         if report.timeout:
             return TIMEOUT, f"over {limits.cpu_s:g} s of CPU time"
         out = code == guest.OUT_OF_MEMORY_EXIT or (code == -9 and self._is_out_of_memory())
-        if report.memory or out:
+        if report.out_of_memory or out:
             return OUT_OF_MEMORY, f"over {limits.memory_bytes >> 20} MiB of memory"
         if code == guest.DENIED_EXIT:
             return REFUSED, describe_denial(())

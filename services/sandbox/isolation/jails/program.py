@@ -13,10 +13,12 @@ class JailProgram:
     source: str | None = None
     mode: str = "program"  # | shell | cells | calls | objects | tests | suite
     function: str = ""  # function to call: `calls`
-    graded: bool = False  # a judge's memory and stack limits
+    is_graded: bool = False  # a judge's memory and stack limits
     tests: str = ""  # tests to run beside the source, or to collect without one: `suite`
-    files: bool = False  # the scratch directories of both sides have one path: `tests`
-    patience_s: float = 0.0  # of waiting for the solution, before the tests report it: `tests`
+    shares_files: bool = False  # the scratch directories of both sides have one path: `tests`
+    unreported_wait_s: float = (
+        0.0  # of waiting for the solution, before the tests report it: `tests`
+    )
 
     @property
     def has_guest_channel(self) -> bool:
@@ -38,13 +40,13 @@ class JailProgram:
 class InitReport:
     """Report of an init process on its guest's end; the defaults stand for a missing report."""
 
-    exit: int = -9
+    exit_code: int = -9
     timeout: str = ""  # cpu | wall | starved; empty: none
     cpu_s: float = 0.0
     wall_s: float = 0.0
     laps: int = 0  # that had begun
-    memory: bool = False  # it exceeded its limit
-    refused: tuple[int, ...] = ()  # numbers of system calls
+    out_of_memory: bool = False  # it exceeded its limit
+    denied_calls: tuple[int, ...] = ()  # numbers of system calls
 
     @classmethod
     def from_frame(cls, frame: dict[str, Any]) -> InitReport:

@@ -41,8 +41,8 @@ class Interpreter:
 
     python: str
     isolated: bool  # only the standard library
-    places: tuple[str, ...]  # directories of the interpreter and its packages
-    warm: tuple[str, ...] = ()
+    directories: tuple[str, ...]  # directories of the interpreter and its packages
+    preloaded_modules: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()  # of another directory, to import in advance if it lacks them
     runner: tuple[str, ...] = ()  # starts a container for each call, in place of bubblewrap
     root: str = ""  # the root file system that has it, where that is not the host's
@@ -80,7 +80,7 @@ def select_interpreter(jail: JailSettings) -> Interpreter:
     if runner and not ContainerRunner(runner).needs_bundle:
         python = jail.python or "python3"
         return Interpreter(python, False, (), tuple(jail.imports), runner=runner)
-    return replace(_select_local(jail), warm=tuple(jail.imports), runner=runner)
+    return replace(_select_local(jail), preloaded_modules=tuple(jail.imports), runner=runner)
 
 
 def _select_local(jail: JailSettings) -> Interpreter:
@@ -109,7 +109,9 @@ def add_pytest(interpreter: Interpreter) -> Interpreter:
     specs = [importlib.util.find_spec(name) for name in PYTEST]
     places = [next(iter(s.submodule_search_locations or ()), s.origin or "") for s in specs if s]
     packages = tuple(places) if len(places) == len(PYTEST) and all(places) else interpreter.packages
-    return replace(interpreter, warm=(*interpreter.warm, "pytest"), packages=packages)
+    return replace(
+        interpreter, preloaded_modules=(*interpreter.preloaded_modules, "pytest"), packages=packages
+    )
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def list_root_content(interpreter: Interpreter, image: str = "") -> RootContent:
     links = {inside: os.readlink(place) for inside, place in tops.items() if os.path.islink(place)}
     binds = {place: place for place in shown}
     binds |= {inside: place for inside, place in tops.items() if inside not in links}
-    binds |= {place: place for place in interpreter.places}  # it may be below one of those
+    binds |= {place: place for place in interpreter.directories}  # it may be below one of those
     binds |= {
         f"{PACKAGES_MOUNT_POINT}/{os.path.basename(each)}": each for each in interpreter.packages
     }

@@ -53,7 +53,7 @@ def build_command(
         for p in interpreter.packages
     ]
     searched_last = next(iter(packages), "")
-    zygote += [str(control), tier, json.dumps(interpreter.warm), searched_last]
+    zygote += [str(control), tier, json.dumps(interpreter.preloaded_modules), searched_last]
     if tier != "bwrap":
         return zygote
     argv = ["bwrap", *UNSHARED, "--die-with-parent", "--new-session"]
@@ -111,7 +111,12 @@ def main() -> None:
         # Written by root it is also the minimum that a jail can set: jails are killed first.
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
         if tier == "bwrap":
-            places = [*interpreter.places, *interpreter.packages, JAIL_PACKAGE, interpreter.root]
+            places = [
+                *interpreter.directories,
+                *interpreter.packages,
+                JAIL_PACKAGE,
+                interpreter.root,
+            ]
             gathered = bind_paths(list(filter(None, places)))
             own_users = users.create_user_namespace(users.PLAIN_ID)
             syscalls.switch_user(users.PLAIN_ID)

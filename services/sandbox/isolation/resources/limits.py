@@ -16,7 +16,7 @@ class JailLimits:
     processes: int = 32  # threads included
     open_files: int = 128
     scratch_bytes: int = 64 * MIB  # files in its scratch directory, which is in memory
-    files: int = 4096
+    max_files: int = 4096
     output_bytes: int = 64 * 1024  # standard output and error together
 
     def to_document(self) -> dict[str, Any]:

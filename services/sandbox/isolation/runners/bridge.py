@@ -367,7 +367,7 @@ def sanitize_report(report: dict[str, Any]) -> dict[str, Any]:
     try:
         found = InitReport.from_frame(report)
         timeout = found.timeout if found.timeout in TIMEOUTS else ""
-        found = replace(found, timeout=timeout, refused=found.refused[:CALLS])
+        found = replace(found, timeout=timeout, denied_calls=found.denied_calls[:CALLS])
         return {"nonce": str(report["nonce"]), **asdict(found)}
     except (KeyError, TypeError, ValueError) as error:
         raise NoContainer(f"the keeper's report is none: {error}") from None

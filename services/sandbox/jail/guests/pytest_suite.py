@@ -299,7 +299,7 @@ class _PlaceholderMeta(type):
 class _PlaceholderValue(metaclass=_PlaceholderMeta):
     """Placeholder of any one object."""
 
-    _stands = True
+    _is_placeholder = True
 
     def __getattr__(self, name: str) -> Any:
         return _get_attribute(name)

@@ -30,9 +30,9 @@ TINY = ModelConfig(
     architecture="qwen3",
     vocab_size=VOCAB,
     hidden_size=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
     head_dim=8,
     ffn_size=48,
     qk_norm=True,
@@ -43,12 +43,12 @@ TINY = ModelConfig(
 MOE = replace(
     TINY,
     architecture="qwen3_moe",
-    layers=3,
-    experts=6,
-    experts_per_token=2,
+    num_layers=3,
+    num_experts=6,
+    num_experts_per_token=2,
     expert_ffn_size=24,
     normalise_routing=True,
-    balance_coefficient=0.01,
+    router_aux_loss_coef=0.01,
     dense_layers=(1,),
 )
 
@@ -95,7 +95,7 @@ def adapter(
     """Random factors, large enough that tokens change."""
     draw, found = torch.Generator().manual_seed(seed), {}
     parts = build_projections(config)
-    for layer in range(config.layers):
+    for layer in range(config.num_layers):
         for name in resolve_targets(config, targets):
             part = parts[name]
             for factor, shape in (("a", (rank, part.columns)), ("b", (part.rows, rank))):

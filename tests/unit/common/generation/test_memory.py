@@ -117,22 +117,25 @@ class Memory(RuleBasedStateMachine):
     )
     def place(self, slot: int, tokens: np.ndarray, kept: int, adapter: int) -> None:
         """A request whose first tokens may be those that the slot has."""
-        if self.slots.adapter[slot] != adapter:
-            self.slots.adapter[slot], self.slots.computed[slot] = adapter, 0
-        have = int(self.slots.computed[slot])
+        if self.slots.adapter_index[slot] != adapter:
+            self.slots.adapter_index[slot], self.slots.num_computed_tokens[slot] = adapter, 0
+        have = int(self.slots.num_computed_tokens[slot])
         kept = min(kept, have)
         whole = np.concatenate((self.slots.tokens[slot, :kept], tokens, [0, 1]))[: self.LENGTH - 1]
         self.slots.tokens[slot, : len(whole)] = whole
-        self.slots.known[slot] = len(whole)
-        self.slots.computed[slot] = min(kept, len(whole) - 1)
-        if self.slots.computed[slot] == 0:
+        self.slots.num_tokens[slot] = len(whole)
+        self.slots.num_computed_tokens[slot] = min(kept, len(whole) - 1)
+        if self.slots.num_computed_tokens[slot] == 0:
             self.slots.cache_weights_id[slot] = self.slots.get_weights_id(slot)
         self.memory.prepare_slot(slot)
         self.memory.reuse_prefix(slot)
 
     @rule(slot=st.integers(0, 3), count=st.integers(1, 3 * BLOCK_TOKENS))
     def compute(self, slot: int, count: int) -> None:
-        known, computed = int(self.slots.known[slot]), int(self.slots.computed[slot])
+        known, computed = (
+            int(self.slots.num_tokens[slot]),
+            int(self.slots.num_computed_tokens[slot]),
+        )
         end = min(known, computed + count)
         if end == computed or not self.memory.allocate_blocks(slot, end):
             return
@@ -140,15 +143,15 @@ class Memory(RuleBasedStateMachine):
             self.slots.cache_weights_id[slot] = self.slots.get_weights_id(slot)
         for position in range(computed, end):
             block = self.memory.block_table[slot, position // BLOCK_TOKENS]
-            about = self.slots.tokens[slot, position], self.slots.adapter[slot]
+            about = self.slots.tokens[slot, position], self.slots.adapter_index[slot]
             self.written[block, position % BLOCK_TOKENS] = about
-        self.slots.computed[slot] = end
+        self.slots.num_computed_tokens[slot] = end
         self.memory.publish_prefix(slot, include_tail=end % 2 == 0)
 
     @rule(slot=st.integers(0, 3))
     def free(self, slot: int) -> None:
         self.memory.free_slot(slot)
-        self.slots.known[slot] = 0
+        self.slots.num_tokens[slot] = 0
 
     @rule()
     def swap(self) -> None:
@@ -165,11 +168,11 @@ class Memory(RuleBasedStateMachine):
     @invariant()
     def every_slot_reads_its_own_tokens(self) -> None:
         for slot in range(self.SLOTS):
-            for position in range(int(self.slots.computed[slot])):
+            for position in range(int(self.slots.num_computed_tokens[slot])):
                 block = self.memory.block_table[slot, position // BLOCK_TOKENS]
                 token, adapter = self.written[block, position % BLOCK_TOKENS]
                 assert token == self.slots.tokens[slot, position]
-                assert adapter == self.slots.adapter[slot]
+                assert adapter == self.slots.adapter_index[slot]
 
     @invariant()
     def every_holder_is_counted(self) -> None:

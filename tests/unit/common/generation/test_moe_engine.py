@@ -36,7 +36,7 @@ from tests.unit.common.generation.engines_under_test import (
 
 Make = Callable[..., BuiltinEngine]
 SHAPE = MOE.routing_shape
-THREE = replace(MOE, experts_per_token=3)
+THREE = replace(MOE, num_experts_per_token=3)
 
 
 @pytest.fixture(params=[pytest.param("native", marks=pytest.mark.needs("compiler")), "graphs"])

@@ -21,7 +21,7 @@ H100 = "NVIDIA H100"
 ALIKE = [Device(uuid, H100, 80, index) for index, uuid in enumerate((A, B, C, D))]
 UNLIKE = [Device(A, "NVIDIA L4", 24, 0), Device(B, H100, 80, 1)]
 SLICED = [
-    Device(A, H100, 80, 0, sliced=True),
+    Device(A, H100, 80, 0, is_mig_enabled=True),
     Device(M1, "1g.10gb", 10, 0, A, (7, 0)),
     Device(M2, "2g.20gb", 20, 0, A, (9, 0)),
     Device(B, H100, 80, 1),
@@ -179,7 +179,7 @@ def test_both_hold_together() -> None:
 
 
 def test_a_lost_gpu_is_left_out_and_refused_where_it_is_named() -> None:
-    devices = [Device("", "NVIDIA GPU", 0, 0, lost="GPU is lost"), Device(B, H100, 80, 1)]
+    devices = [Device("", "NVIDIA GPU", 0, 0, lost_reason="GPU is lost"), Device(B, H100, 80, 1)]
     assert named(devices) == [B]
     with pytest.raises(ConfigError, match=r"cuda:0 NVIDIA GPU: GPU is lost"):
         named(devices, CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER=BY_BUS)
@@ -190,8 +190,8 @@ def test_none_at_all_says_what_was_looked_for() -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
     said = explain_no_devices(ALIKE, hidden)
     assert said.startswith("the driver lists 4 GPUs (CUDA_VISIBLE_DEVICES=''; NVIDIA_")
-    bare = [Device(A, H100, 80, 0, sliced=True)]
+    bare = [Device(A, H100, 80, 0, is_mig_enabled=True)]
     assert select_visible(bare, {}) == []
     assert "in MIG mode without an instance: cuda:0 NVIDIA H100" in explain_no_devices(bare, {})
-    lost = [Device("", "NVIDIA GPU", 0, 0, lost="GPU is lost")]
+    lost = [Device("", "NVIDIA GPU", 0, 0, lost_reason="GPU is lost")]
     assert "lost: cuda:0 NVIDIA GPU: GPU is lost" in explain_no_devices(lost, {})

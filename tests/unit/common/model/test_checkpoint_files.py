@@ -35,9 +35,9 @@ CONFIG = ModelConfig(
     architecture="llama",
     vocab_size=16,
     hidden_size=8,
-    layers=2,
-    heads=2,
-    kv_heads=1,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
     head_dim=4,
     ffn_size=12,
 )
@@ -100,7 +100,7 @@ def of(architecture: str) -> ModelConfig:
         architecture=architecture,
         qk_norm=architecture.startswith("qwen3"),
         attention_bias=architecture in ("qwen2", "qwen2_moe"),
-        shared_ffn_size=10 * (architecture == "qwen2_moe"),
+        shared_expert_ffn_size=10 * (architecture == "qwen2_moe"),
         **(sparse if ARCHITECTURES[architecture].experts_module else {}),
     )
 
@@ -235,7 +235,7 @@ def test_a_tensor_that_no_part_of_the_model_uses_is_refused(model: Path) -> None
     weight_files.check_weights(model, CONFIG)
     whole = shards(model)[0].read_bytes()
     for name in (
-        f"model.layers.{CONFIG.layers}.input_layernorm.weight",
+        f"model.layers.{CONFIG.num_layers}.input_layernorm.weight",
         "model.layers.0.self_attn.q_proj.bias",
         "mtp.fc.weight",
     ):

@@ -89,8 +89,8 @@ def test_all_parts_compute_with_the_operators_they_are_given(experts: int) -> No
         config = replace(
             config,
             architecture="qwen3_moe",
-            experts=experts,
-            experts_per_token=2,
+            num_experts=experts,
+            num_experts_per_token=2,
             expert_ffn_size=32,
         )
     decoder = Decoder(config)
@@ -98,9 +98,9 @@ def test_all_parts_compute_with_the_operators_they_are_given(experts: int) -> No
     counting = Counting()
     decoder.set_pointwise(counting)
     decoder(torch.arange(6)[None], torch.arange(6)[None], causal_attention)
-    assert counting.asked["split_norm_rotate_heads"] == config.layers
-    assert counting.asked["swiglu"] >= config.layers
-    assert counting.asked["rms_norm"] == 2 * config.layers + 1
+    assert counting.asked["split_norm_rotate_heads"] == config.num_layers
+    assert counting.asked["swiglu"] >= config.num_layers
+    assert counting.asked["rms_norm"] == 2 * config.num_layers + 1
 
 
 def tiny_decoder(seed: int = 0) -> Decoder:
@@ -354,7 +354,9 @@ def test_perfect_balance_is_k_a_token() -> None:
 
 
 def test_a_dense_decoder_has_no_routing() -> None:
-    dense = replace(MOE, experts=0, experts_per_token=0, dense_layers=(), architecture="qwen3")
+    dense = replace(
+        MOE, num_experts=0, num_experts_per_token=0, dense_layers=(), architecture="qwen3"
+    )
     _, routing = run(built(dense), tokens_of(5), counted=torch.ones(1, 5, dtype=torch.bool))
     assert routing.experts is None and routing.balance_loss is None
 

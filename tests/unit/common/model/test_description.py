@@ -31,9 +31,9 @@ TINY = ModelConfig(
     architecture="llama",
     vocab_size=20,
     hidden_size=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
     head_dim=8,
     ffn_size=24,
 )
@@ -56,12 +56,12 @@ def test_a_key_that_is_absent_has_the_value_that_transformers_gives_it(architect
             assert theirs[key] == value, key
     ours = of(architecture)
     assert ours.rope_theta == theirs["rope_theta"] and ours.norm_eps == theirs["rms_norm_eps"]
-    assert ours.kv_heads == (theirs["num_key_value_heads"] or 32)
+    assert ours.num_kv_heads == (theirs["num_key_value_heads"] or 32)
     assert ours.head_dim == (theirs.get("head_dim") or 2)
     assert ours.tie_embeddings == theirs["tie_word_embeddings"]
     assert ours.max_positions == theirs["max_position_embeddings"]
     if "no_rope_layers" in theirs:
-        assert ours.unrotated_layers == (3,)
+        assert ours.no_rope_layers == (3,)
     assert bool(ours.sliding_layers) == (architecture == "mistral")
 
 

@@ -201,7 +201,7 @@ def test_a_merged_directory_is_a_plain_model(tmp_path: Path) -> None:
 
 
 MIXTURE = dataclasses.replace(
-    SHAPE, architecture="mixtral", experts=4, experts_per_token=2, expert_ffn_size=16
+    SHAPE, architecture="mixtral", num_experts=4, num_experts_per_token=2, expert_ffn_size=16
 )
 
 

@@ -52,7 +52,7 @@ def opened(group: int, member: int) -> tuple[RecordKind, list[object]]:
 def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[RecordKind, TokenRows]:
     n = len(tokens)
     return RecordKind.TOKENS, TokenRows(
-        ids=np.array([trajectory], np.int64),
+        trajectory_ids=np.array([trajectory], np.int64),
         counts=np.array([n], np.int32),
         tokens=np.array(tokens, np.int32),
         logprobs=np.full(n, -0.5, np.float32),
@@ -199,7 +199,7 @@ def test_of_a_damaged_trajectory_counts_what_came_before_the_gap_and_what_begins
     apply(opened(1, 0), sampled(one, [10], 0))
     restored.mark_gap()
     both = TokenRows(
-        ids=np.array([one, other]),
+        trajectory_ids=np.array([one, other]),
         counts=np.array([1, 2], np.int32),
         tokens=np.array([11, 20, 21], np.int32),
         logprobs=np.zeros(3, np.float32),

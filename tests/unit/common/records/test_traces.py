@@ -41,12 +41,16 @@ def rows_of(made: list, width: int = 0, least: int = -1, most: int = 300) -> Tok
     tokens = [t for *_, ts in made for t in ts]
     draw = np.random.default_rng(len(tokens))
     return TokenRows(
-        ids=np.array([group << MEMBER_BITS | member for group, member, _ in made], np.int64),
+        trajectory_ids=np.array(
+            [group << MEMBER_BITS | member for group, member, _ in made], np.int64
+        ),
         counts=np.array([len(ts) for *_, ts in made], np.int32),
         tokens=np.array([t[0] for t in tokens], np.int32),
         logprobs=np.array([t[1] for t in tokens], np.uint32).view(np.float32),
         versions=np.array([t[2] for t in tokens], np.int32),
-        experts=draw.integers(least, most, (len(tokens) if width else 0, width)).astype(np.int16),
+        expert_ids=draw.integers(least, most, (len(tokens) if width else 0, width)).astype(
+            np.int16
+        ),
     )
 
 
@@ -55,7 +59,7 @@ def in_flight(n: int, vocabulary: int) -> TokenRows:
     draw = np.random.default_rng(0)
     trajectories = np.arange(n)
     return TokenRows(
-        ids=(5000 + trajectories // 8) << MEMBER_BITS | trajectories % 8,
+        trajectory_ids=(5000 + trajectories // 8) << MEMBER_BITS | trajectories % 8,
         counts=np.ones(n, np.int32),
         tokens=draw.integers(0, vocabulary, n).astype(np.int32),
         logprobs=draw.normal(size=n).astype(np.float32),
@@ -87,7 +91,9 @@ def test_parts_are_the_rows_in_their_order_and_small(made: list, width: int, mos
         joined = np.concatenate([getattr(part, name) for part in parts])
         assert joined.tobytes() == getattr(rows, name).tobytes()
     for part in parts:
-        assert len(part.ids) == 1 or len(encode_token_rows(part)) <= most + 32  # and the head
+        assert (
+            len(part.trajectory_ids) == 1 or len(encode_token_rows(part)) <= most + 32
+        )  # and the head
 
 
 @given(st.lists(row, min_size=1, max_size=4), st.integers(0, 10_000))

@@ -146,8 +146,8 @@ def test_a_version_has_one_manifest_in_a_lineage_and_a_group_number_is_given_onc
 
 def test_a_core_whose_experts_lie_apart_is_not_refused_for_a_part_that_nobody_knows() -> None:
     alike, apart = (
-        JobRequirements(ranks=4, bytes=1000),
-        JobRequirements(ranks=4, attention=2, bytes=1000),
+        JobRequirements(ranks=4, parameter_bytes=1000),
+        JobRequirements(ranks=4, attention_ranks=2, parameter_bytes=1000),
     )
     assert (
         estimate_accelerator_bytes(Role.TRAINING, True, 4, alike) == 1000
@@ -170,8 +170,12 @@ def test_only_what_there_is_is_published_and_it_reads_the_same() -> None:
 
 
 def test_a_curve_is_published_in_few_digits() -> None:
-    read = decode_curve(CURVE.kind, CURVE.encode())
-    assert (read.kind, read.degree, read.steps) == ("NVIDIA H200", 4, 400)
+    read = decode_curve(CURVE.accelerator_kind, CURVE.encode())
+    assert (read.accelerator_kind, read.tensor_parallel, read.fitted_steps) == (
+        "NVIDIA H200",
+        4,
+        400,
+    )
     assert read.predict_step_s(8, 500) == pytest.approx(CURVE.predict_step_s(8, 500), rel=1e-3)
     assert len(str(CURVE.encode())) < 60
 
@@ -181,8 +185,8 @@ def test_lengths_are_published_in_short_and_those_of_shards_are_one() -> None:
     long = LengthQuantiles(300, tuple(4.0 * n for n in range(len(QUANTILES))), 40.0)
     assert decode_lengths(short.encode()) == short and len(str(short.encode())) < 120
     both = merge_lengths([short, long])
-    assert both is not None and (both.count, both.prompt) == (400, 35.0)
-    assert both.sampled[-1] == pytest.approx(3.25 * short.sampled[-1])
+    assert both is not None and (both.trajectories, both.mean_prompt_tokens) == (400, 35.0)
+    assert both.sampled_tokens[-1] == pytest.approx(3.25 * short.sampled_tokens[-1])
     assert merge_lengths([]) is None
 
 
@@ -210,5 +214,7 @@ def test_a_process_that_starts_again_is_another_one_and_engines_have_their_gangs
         ],
         {"g0": "NVIDIA H200"},
     )
-    assert found.work == {"rollout/j/0a": SHARD, "trainer/g1.0b": MeasuredWork(steps=1)}
-    assert [(curve.kind, curve.degree) for curve in found.curves] == [("NVIDIA H200", 4)]
+    assert found.work_by_process == {"rollout/j/0a": SHARD, "trainer/g1.0b": MeasuredWork(steps=1)}
+    assert [(curve.accelerator_kind, curve.tensor_parallel) for curve in found.curves] == [
+        ("NVIDIA H200", 4)
+    ]

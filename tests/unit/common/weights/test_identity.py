@@ -263,7 +263,7 @@ def read(version: StagedVersion, chunks: dict[str, bytes]) -> dict[str, torch.Te
     found = {}
     for name, tensor in TENSORS.items():
         pieces = [piece for piece in version.manifest.tensors if piece.name == name]
-        raw = b"".join(chunks[p.chunk][p.offset : p.offset + p.size] for p in pieces)
+        raw = b"".join(chunks[p.chunk][p.offset : p.offset + p.size_bytes] for p in pieces)
         dtype = DTYPES[pieces[0].dtype]
         found[name] = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tensor.shape)
     return found

@@ -130,7 +130,7 @@ async def test_a_bundle_is_fetched_by_its_digests_and_once_for_all_processes(hou
     one = found[0]
     assert not one.is_on_run_host and one.run_dir == house.run and one.shared_bundle == house.packed
     assert (
-        one.local_run_dir == house.second / "runs" / JOB / str(row.since_ms)
+        one.local_run_dir == house.second / "runs" / JOB / str(row.created_ms)
         and one.local_run_dir.is_dir()
     )
     # chunks of the store are further names of the same bytes, and go as chunks do

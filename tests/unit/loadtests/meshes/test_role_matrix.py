@@ -80,12 +80,12 @@ async def test_each_role_may_call_what_the_table_says_and_nothing_else(
 ) -> None:
     ran: list[str] = []
     processes = [await opened(kind, ran=ran) for kind in (*ANSWERS, "gateway")]
-    before = {(row.role, row.name) for row in await credentials.list_credentials(state)}
+    before = {(row.role, row.process) for row in await credentials.list_credentials(state)}
     matrix = await role_matrix(dict.fromkeys(ROLES, state), HOST, processes)
     assert matrix.errors == []
     assert matrix.tried > len(ROLES) * len(processes) * len(methods()) * 9 // 10
     assert not ran
-    assert {(row.role, row.name) for row in await credentials.list_credentials(state)} == before
+    assert {(row.role, row.process) for row in await credentials.list_credentials(state)} == before
 
 
 async def test_a_table_that_is_not_the_mesh_s_own_is_found_out(

@@ -164,7 +164,11 @@ def test_who_expels_a_host_is_told_of_the_token_that_would_let_it_in_again(tmp_p
 
 
 SHAPE = HostShape(
-    workers=2, market="spot", memory_bytes=GIB, planner="planner/2", takes=("shards",)
+    workers=2,
+    market="spot",
+    memory_bytes=GIB,
+    planner_name="planner/2",
+    accepted_services=("shards",),
 )
 SETTINGS = MeshSettings("", "here", host="gpu1-aa", metrics="off", network="ib", chunks_bytes=GIB)
 
@@ -190,7 +194,7 @@ def test_what_the_head_need_not_know_is_taken() -> None:
     )
     shape, settings, kept = apply_offer(SHAPE, SETTINGS, offer)
     sizes: dict[str, Any] = {"memory_bytes": 3 * GIB, "disk_bytes": 4 * GIB}
-    assert shape == replace(SHAPE, market="lent", takes=("sandboxes",), **sizes)
+    assert shape == replace(SHAPE, market="lent", accepted_services=("sandboxes",), **sizes)
     now: dict[str, Any] = {"metrics": "127.0.0.1:9", "network": "", "chunks_bytes": 5 * GIB}
     now |= {"rate_up": 20_000_000, "rate_down": 500_000}
     assert settings == replace(SETTINGS, **now)

@@ -120,11 +120,11 @@ def test_degrees_become_what_the_job_asks_of_the_pool(tiny: Given) -> None:
     need = derive_requirements(
         tiny.load("rollout.tensor_parallel=[4, 2]", PACED, MANY).to_document()
     )
-    assert (need.degrees, need.worker_floor, need.alternates) == ((2, 4), 3, False)
+    assert (need.tensor_parallel, need.worker_floor, need.can_time_slice) == ((2, 4), 3, False)
     assert derive_requirements(
         tiny.load("rollout.tensor_parallel=[1, 2]", PACED, MANY).to_document()
-    ).alternates
-    assert derive_requirements(tiny.load().to_document()).degrees == (1,)
+    ).can_time_slice
+    assert derive_requirements(tiny.load().to_document()).tensor_parallel == (1,)
 
 
 @pytest.mark.parametrize("example", ["calculator", "chat", "code"])

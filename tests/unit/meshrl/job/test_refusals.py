@@ -162,7 +162,7 @@ def test_a_job_that_does_is_refused_with_the_fix_where_there_is_too_little(
 def test_the_isolation_that_is_found_is_one_that_a_program_ran_in() -> None:
     found = isolation_probe.probe_isolation()
     assert found.tier in ("bwrap", "cgroup")
-    assert found.meaning.startswith("bwrap + seccomp")
+    assert found.description.startswith("bwrap + seccomp")
     assert bool(found.fix) == (found.tier != "cgroup")
     config, _ = job_reader.load_config(EXAMPLE.with_name("code.toml"), [])
     isolation_probe.require_isolation(config)

@@ -102,7 +102,7 @@ def test_it_tells_how_long_its_end_may_take_and_leaves_when_it_was_asked_to(tmp_
     hosting._directory_lock.acquire()
     try:
         assert not hosting.leaves_on_stop, "that was asked of the one before"
-        assert read_json_or_empty(hosting.mesh_paths.launcher)["end_s"] == 300.0 + STOP_TIMEOUT_S
+        assert read_json_or_empty(hosting.mesh_paths.root_marker)["end_s"] == 300.0 + STOP_TIMEOUT_S
         hosting.mesh_paths.leave_marker.touch()
         assert hosting.leaves_on_stop
     finally:
@@ -180,7 +180,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_what_it_does_not_say_is_by_default(file: Path) -> None:
     file.write_text("[pool]\nkeep_days = 2.5\nturns = false\n")
-    assert read_mesh_file(file) == MeshFile(PoolSettings(keep_days=2.5, turns=False))
+    assert read_mesh_file(file) == MeshFile(PoolSettings(keep_days=2.5, time_slicing=False))
 
 
 @pytest.mark.parametrize(

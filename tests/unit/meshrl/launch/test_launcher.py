@@ -140,7 +140,9 @@ async def test_a_redis_that_goes_back_while_the_mesh_starts_is_begun_anew_once_i
 
     async def noted() -> int:
         return (
-            notes.read_note(mesh.mesh_paths.redis_note).mark.jobs.get(JOB, JobWatermark()).version
+            notes.read_note(mesh.mesh_paths.redis_note)
+            .watermark.jobs.get(JOB, JobWatermark())
+            .version
         )
 
     async def begin() -> None:

@@ -36,7 +36,7 @@ async def test_processes_of_two_hosts_call_each_other_until_one_is_revoked(hosts
             await sandbox.join(answering("sandbox", ran))
             await rollout.join(None)
             shown = {
-                (row.role, row.host, row.public)
+                (row.role, row.host, row.public_key)
                 for row in await credentials.list_credentials(owner)
             }
             assert shown == {

@@ -125,8 +125,8 @@ class Mesh:
         size = self.file.stat().st_size
         async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
-                files = notes.read_note(self.place.redis_note).files
-                if self.file.name in files and files[self.file.name].length >= size:
+                files = notes.read_note(self.place.redis_note).file_extents
+                if self.file.name in files and files[self.file.name].length_bytes >= size:
                     return
                 await asyncio.sleep(0.02)
 
@@ -308,7 +308,7 @@ async def test_while_jobs_are_put_back_none_is_missed_and_a_start_that_was_cut_o
 
 async def test_a_lineage_that_was_given_out_is_durable_before_anybody_uses_it(mesh: Mesh) -> None:
     def noted() -> rollback.JobWatermark:
-        return notes.read_note(mesh.place.redis_note).mark.jobs[JOB]
+        return notes.read_note(mesh.place.redis_note).watermark.jobs[JOB]
 
     async with mesh.up() as bench:
         await bench.training_job()

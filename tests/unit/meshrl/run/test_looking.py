@@ -54,7 +54,7 @@ class Heard:
 
     def say(self, text: str) -> None:
         self.said.append(text)
-        if self.place.launcher.exists():
+        if self.place.root_marker.exists():
             self.server.start()
 
     def looking(self, state: StateClient) -> Callable[[], Awaitable[str]]:
@@ -79,7 +79,7 @@ async def test_a_redis_that_is_away_is_asked_again_while_the_mesh_lives(
         MeshSettings(redis_url=server.url, run_root=str(tmp_path)).to_file(place.settings)
         if lives:
             write_json(
-                place.launcher, {"pid": os.getpid(), "start_time": read_start_time(os.getpid())}
+                place.root_marker, {"pid": os.getpid(), "start_time": read_start_time(os.getpid())}
             )
         heard = Heard(place, server)
         async with asyncio.timeout(scaled(WITHIN_S)):

@@ -77,7 +77,14 @@ def resident(
     reports = {0: report} if report else {}
     changed_ms = NOW - int(age_s * 1000)
     return Instance(
-        id, job, role, tier=tier, generation=3, epoch=3, changed_ms=changed_ms, reports=reports
+        id,
+        job,
+        role,
+        tier=tier,
+        generation=3,
+        epoch=3,
+        desired_since_ms=changed_ms,
+        reports=reports,
     )
 
 
@@ -325,7 +332,7 @@ def at_work(quiet_s: float, slowest_s: float = 0.0, phase: Phase = Phase.TRAININ
         admitted=0,
         error="",
         progress_ms=NOW - int(quiet_s * 1000),
-        slowest_ms=int(slowest_s * 1000),
+        slowest_progress_ms=int(slowest_s * 1000),
         **counts,
     )
 
@@ -343,7 +350,7 @@ def test_a_job_without_progress_is_never_nothing_though_nobody_waits() -> None:
 
 def test_a_job_that_waits_or_is_paused_is_not_without_progress() -> None:
     for held in ("waiting: it needs 2 workers, and 1 is idle", "paused: job big has priority 1"):
-        assert diagnose([], NOTHING, NOW, jobs=[replace(at_work(900.0), held=held)]) == []
+        assert diagnose([], NOTHING, NOW, jobs=[replace(at_work(900.0), block_reason=held)]) == []
     assert diagnose([], NOTHING, NOW, jobs=[at_work(900.0)]), "it was let go on"
 
 
@@ -362,9 +369,9 @@ def asleep() -> list[RegistryEntry]:
 
 
 def test_the_waits_of_a_paused_job_stand_still_and_those_of_others_do_not() -> None:
-    paused = replace(at_work(600.0), held="paused: job big has priority 1")
+    paused = replace(at_work(600.0), block_reason="paused: job big has priority 1")
     assert diagnose(asleep(), NOTHING, NOW, jobs=[paused]) == []
-    runs = replace(paused, held="", progress_ms=NOW)
+    runs = replace(paused, block_reason="", progress_ms=NOW)
     assert {s.job for s in diagnose(asleep(), NOTHING, NOW, jobs=[runs])} == {"calc"}
 
 
@@ -407,9 +414,9 @@ def test_a_shard_that_is_planned_and_not_there_is_its_agent_s() -> None:
     assert ends.culprit == "rollout/calc/0" and "ValueError: odd" in ends.reason
     (away,) = diagnose([*there, entry("node/h0", renewed_s=30.0)], planned, NOW, jobs=[job])
     assert "node/h0 lost its lease" in away.reason
-    assert diagnose(there, planned, NOW, jobs=[replace(job, held="waiting: workers")]) == []
+    assert diagnose(there, planned, NOW, jobs=[replace(job, block_reason="waiting: workers")]) == []
     assert diagnose(there, planned, NOW, jobs=[at_work(10.0)]) == [], "it may still come"
-    further = replace(at_work(0.0), held_ms=NOW - 60_000)  # other shards bring it on
+    further = replace(at_work(0.0), blocked_since_ms=NOW - 60_000)  # other shards bring it on
     (stall,) = diagnose(there, planned, NOW, jobs=[further])
     assert stall.culprit == "node/h0"
 

@@ -50,7 +50,7 @@ def row(name: str, held: str = "", phase: Phase = Phase.TRAINING, **pool: Any) -
         cursor=0,
         admitted=0,
         error="it broke" if phase == Phase.FAILED else "",
-        held=held,
+        block_reason=held,
         **cast(dict[str, Any], dict.fromkeys(COUNT_FIELDS, 0)),
     )
 
@@ -198,8 +198,12 @@ def shown(*rows: JobRow) -> tuple[MeshSnapshot, MeshFrame]:
 
 def test_each_job_has_its_own_figures() -> None:
     a, b = shown()[1].jobs
-    assert (a.rolled_out_s, a.trained_s, a.in_flight) == pytest.approx((100.0, 250.0, 7))
-    assert (b.rolled_out_s, b.trained_s, b.in_flight) == pytest.approx((10.0, 0.0, 3))
+    assert (a.rollout_tokens_per_s, a.trained_tokens_per_s, a.in_flight) == pytest.approx(
+        (100.0, 250.0, 7)
+    )
+    assert (b.rollout_tokens_per_s, b.trained_tokens_per_s, b.in_flight) == pytest.approx(
+        (10.0, 0.0, 3)
+    )
     assert (a.rewards, b.rewards) == ((0.25, 0.5), ())
     assert (
         format_roles(list(list_worker_lines(mesh())), "a")
@@ -216,8 +220,8 @@ def test_a_rate_is_of_the_last_seconds_and_of_one_process() -> None:
 def test_a_job_that_stands_still_is_named_and_one_that_waits_is_not() -> None:
     still = tuple(replace(row, progress_ms=1) for row in ROWS)
     a, b = shown(*still)[1].jobs
-    assert "no group, step or evaluation has come" in a.quiet
-    assert b.quiet == ""
+    assert "no group, step or evaluation has come" in a.no_progress_reason
+    assert b.no_progress_reason == ""
 
 
 def test_the_screen_has_all_jobs_and_all_workers() -> None:
@@ -237,8 +241,11 @@ def test_without_a_terminal_there_is_a_line_for_each_news(
     for at_s, rows in (
         (1.0, ROWS),
         (2.0, ROWS),
-        (3.0, (replace(a, steps_done=4), replace(b, held=""))),
-        (4.0, (replace(a, steps_done=4, held="paused: job b"), replace(b, held=""))),
+        (3.0, (replace(a, steps_done=4), replace(b, block_reason=""))),
+        (
+            4.0,
+            (replace(a, steps_done=4, block_reason="paused: job b"), replace(b, block_reason="")),
+        ),
     ):
         printed_lines.show(*shown(*rows), at_s)
     printed = capsys.readouterr().out.splitlines()

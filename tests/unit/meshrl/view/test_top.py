@@ -76,7 +76,8 @@ def steps(*took_s: float) -> list[dict[str, Any]]:
 
 def made(*rows: Any) -> MeshFrame:
     told = {
-        name: JobPrediction(0.8, binds="latency", verdict="no split is better") for name in "ab"
+        name: JobPrediction(0.8, bottleneck="latency", verdict="no split is better")
+        for name in "ab"
     }
     mesh = replace(
         MESH,
@@ -97,8 +98,8 @@ def test_a_job_has_its_rates_and_what_is_predicted_of_it() -> None:
     assert (a.workers, a.entitled, a.in_flight) == (1, 2, 7)
     assert (a.running, a.waiting) == (31, 6)
     assert a.steps_per_min == 15.0 and a.wait_share == 0.25
-    assert a.now is not None and a.now.binds == "latency"
-    assert (b.held, b.steps_per_min, b.running, b.now) == (WAITS, None, 0, None)
+    assert a.prediction is not None and a.prediction.bottleneck == "latency"
+    assert (b.block_reason, b.steps_per_min, b.running, b.prediction) == (WAITS, None, 0, None)
 
 
 def test_steps_a_minute_are_of_the_median_step_or_of_the_one_that_takes_longer() -> None:
@@ -116,7 +117,7 @@ def test_the_trainers_wait_is_of_the_steps_that_tell_of_it() -> None:
 
 def test_gangs_residents_hosts_and_moves_are_told() -> None:
     found = made()
-    core, engine, asleep = found.residents
+    core, engine, asleep = found.instances
     assert (core.role, core.gang, core.workers, core.tensor_parallel) == (
         "core",
         "g0",
@@ -124,14 +125,19 @@ def test_gangs_residents_hosts_and_moves_are_told() -> None:
         None,
     )
     assert (engine.role, engine.tier, engine.state) == ("rollout", "accelerator", "ready")
-    assert engine.tensor_parallel == 2 and engine.doing == "31 running, version 9"
-    assert (asleep.job, asleep.tier, asleep.doing) == ("b", "disk", "asleep")
+    assert engine.tensor_parallel == 2 and engine.activity == "31 running, version 9"
+    assert (asleep.job, asleep.tier, asleep.activity) == ("b", "disk", "asleep")
     assert (found.idle, found.lost) == (("w2",), ("w3",))
     [host] = found.hosts
     assert (host.host, host.cores, host.busy_cores) == ("h0", 2.0, 1.26)
     [move] = found.moves
-    assert (move.job, move.was, move.to, move.rule) == ("b", "training", "rollout", "stage_time")
-    assert (move.since_s, move.left_s, move.predicted_s) == (4.0, 26.0, 0.81)
+    assert (move.job, move.from_role, move.to_role, move.rule) == (
+        "b",
+        "training",
+        "rollout",
+        "stage_time",
+    )
+    assert (move.elapsed_s, move.remaining_s, move.predicted_s) == (4.0, 26.0, 0.81)
 
 
 def shown(found: MeshFrame) -> list[str]:
@@ -167,7 +173,7 @@ def test_a_mesh_without_jobs_says_so() -> None:
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.FINISHED])
 def test_a_job_that_is_over_has_no_rate_and_no_prediction(phase: Phase) -> None:
     [job] = made(row("a", phase=phase)).jobs
-    assert (job.steps_per_min, job.entitled, job.now) == (None, None, None)
+    assert (job.steps_per_min, job.entitled, job.prediction) == (None, None, None)
     assert job.error == ("it broke" if phase == Phase.FAILED else "")
 
 

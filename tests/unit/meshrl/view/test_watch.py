@@ -144,7 +144,7 @@ def reading(at: float, tokens: float, *events: Event) -> RunReading:
         mesh=replace(
             MESH,
             entries=[rollout, other, engine],
-            jobs=[job("training", 3), replace(job("queued", 0), id="big", held=WAITS)],
+            jobs=[job("training", 3), replace(job("queued", 0), id="big", block_reason=WAITS)],
         ),
         evaluations=list(map(parse_evaluation, EVALUATIONS)),
         events=events,
@@ -191,7 +191,7 @@ def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[st
     lines, history = RunLines(), RunHistory()
     for held in ("", paused, paused, ""):
         look = reading(10.0, 0)
-        look.job = replace(look.job, held=held)
+        look.job = replace(look.job, block_reason=held)
         shot = build_snapshot(look, history)
         lines.show(shot, [])
         if held:

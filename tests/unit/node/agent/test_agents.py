@@ -96,7 +96,7 @@ async def test_only_what_no_job_goes_on_with_is_removed(tmp_path: Path) -> None:
     for job in ("going", "ended"):
         await jobs.submit(state, job, JobConfig(name=job).to_document(), "/runs", job)
     await jobs.cancel(state, "ended", "stop")
-    since = {job: (await jobs.read_job(state, job)).since_ms for job in ("going", "ended")}
+    since = {job: (await jobs.read_job(state, job)).created_ms for job in ("going", "ended")}
     kept = [f"going/{since['going']}", "unknown/7", "going/notes"]
     gone = ["going/1", f"ended/{since['ended']}", "forgotten/8"]
     for name in (*kept, *gone):

@@ -83,7 +83,7 @@ async def test_an_engine_of_two_sees_both_devices_and_waits_until_nobody_fills_t
     await mesh.until("awaiting", "g0.0", lambda r: 0 in r.reports and r.reports[0].detail == waits)
     gpus.gpu(B, used=0)
     found = await mesh.until_settled("g0.0")
-    assert found.reports[1].held.accelerator == 2_000_000_000
+    assert found.reports[1].usage.accelerator == 2_000_000_000
     seen = environment_of(await mesh.pid_of("engine/g0.0"))
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MESHRL_DEVICE"]) == (f"{A},{B}", "cuda")
 

@@ -32,8 +32,8 @@ GANG = Gang(
     ("w0",),
     1,
     (
-        Instance("g0.0", "j", Role.ROLLOUT, turns=True),
-        Instance("g0.1", "j", Role.TRAINING, core=True, turns=True),
+        Instance("g0.0", "j", Role.ROLLOUT, time_sliced=True),
+        Instance("g0.1", "j", Role.TRAINING, core=True, time_sliced=True),
     ),
 )
 PLENTY = 20  # pieces of each
@@ -64,7 +64,7 @@ async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_
     children: dict[str, SystemChild] = {}
 
     def start(kind: str, resident: str) -> None:
-        seat = Placement("g0", resident, "j", 1, turns=True, keeper="worker/w0")
+        seat = Placement("g0", resident, "j", 1, time_sliced=True, slice_scheduler="worker/w0")
         children[resident] = mesh.host.spawn(
             [sys.executable, "-m", "tests.unit.node.turn_taker", "--kind", kind, *seat.to_args()],
             name=kind,
@@ -165,7 +165,7 @@ async def test_an_engine_has_one_process_on_its_first_worker(mesh: SmallMesh) ->
     engine = await mesh.pid_of("engine/g0.1")
     assert await gone(leaves), "it begins when nobody else is on the accelerators of its gang"
     found = await mesh.until_settled("g0.1")
-    assert {report.doing for report in found.reports.values()} == {InstancePhase.READY}
+    assert {report.phase for report in found.reports.values()} == {InstancePhase.READY}
     assert found.reports[1].token != found.reports[0].token
 
     worker = await mesh.pid_of("worker/w0")

@@ -61,9 +61,9 @@ class Stage:
             ("w0", "w1"),
             1,
             (
-                Instance("g0.0", "j", Role.ROLLOUT, turns=True),
-                Instance("g0.1", "j", Role.TRAINING, core=True, ranks=(0, 1), turns=True),
-                Instance("g0.2", "k", Role.ROLLOUT, ranks=(1,), turns=True),
+                Instance("g0.0", "j", Role.ROLLOUT, time_sliced=True),
+                Instance("g0.1", "j", Role.TRAINING, core=True, ranks=(0, 1), time_sliced=True),
+                Instance("g0.2", "k", Role.ROLLOUT, ranks=(1,), time_sliced=True),
             ),
         )
 
@@ -135,7 +135,7 @@ async def test_those_that_share_a_worker_compute_one_after_the_other_and_all_pro
     for _, _begin, end in [row for row in stage.computing if row[0] == "b"][:18]:
         after = [n for n, b, _ in stage.computing if end <= b < end + 0.6]
         assert "a" in after  # nobody waits for more than one turn of another
-    assert {t.taken for t in (a, b, c)} == {20}
+    assert {t.slice_count for t in (a, b, c)} == {20}
     assert a.estimate_s("generate") == pytest.approx(0.2)
 
 
@@ -247,7 +247,7 @@ async def test_a_keeper_that_starts_again_is_asked_again(stage: Stage) -> None:
 @story_on(on_stage)
 async def test_who_asks_before_the_keeper_has_read_of_it_is_served_soon_after(stage: Stage) -> None:
     whole = stage.gang
-    stage.gang = replace(whole, residents=whole.residents[:1])
+    stage.gang = replace(whole, instances=whole.instances[:1])
     _, keeper = await stage.worker("w0")
     _, core = await stage.resident(1)
     asking = asyncio.create_task(stage.computes("core", core, 0.1))
@@ -267,7 +267,7 @@ async def test_a_resident_that_leaves_the_record_is_ended_unless_it_gives_its_tu
     (_, engine), (_, core) = [await stage.resident(i) for i in (0, 1)]
     core._longest_s["train_step"] = 30.0  # by the pieces before
     await core.acquire_slice("train_step")
-    keeper.set_gang(replace(stage.gang, residents=stage.gang.residents[:1]))
+    keeper.set_gang(replace(stage.gang, instances=stage.gang.instances[:1]))
     began = stage.clock.monotonic()
     await stage.computes("engine", engine, 0.2)
     assert stage.clock.monotonic() - began == pytest.approx(REMOVED_INSTANCE_GRACE_S + 1.0, abs=1.5)

@@ -213,7 +213,7 @@ def test_a_curve_meets_the_steps_at_its_ends_and_is_never_below_them(
 ) -> None:
     gang = EngineGang(QWEN_14B, A800, degree)
     line = gang.predict_curve(batch)
-    assert (line.kind, line.degree, line.steps) == ("A800", degree, 0)
+    assert (line.accelerator_kind, line.tensor_parallel, line.fitted_steps) == ("A800", degree, 0)
     for at in (1, batch):
         assert line.predict_step_s(at, context) == pytest.approx(
             gang.predict_decode_step_s(at, context)
@@ -239,7 +239,7 @@ def test_the_released_formula_is_as_many_times_too_fast_as_there_are_ranks() -> 
 def test_the_shape_of_a_config() -> None:
     config = ModelConfig(
         "qwen3_moe", 1000, 64, 4, 8, 2, 8, 0,
-        experts=16, experts_per_token=2, expert_ffn_size=32,
+        num_experts=16, num_experts_per_token=2, expert_ffn_size=32,
     )  # fmt: skip
     shape = ModelShape.from_config(config)
     assert shape.parameters == config.num_parameters
@@ -319,18 +319,20 @@ def test_it_goes_through_json_and_stays_within_what_was_seen(
 
 
 TERMS = StepTerms(groups_per_step=4, group_size=6, max_staleness=2, engine_slots=64, bin_tokens=0)
-ALIKE = StepDemand(trajectories=24, sampled=50.0, tool_s=0.0, trained=1250.0)
-RATES = StepRates(DecodeCurve("cpu", 1, 0.02), friction=1.0, work_s=0.5, fixed_s=0.1, cores=0.0)
+ALIKE = StepDemand(trajectories=24, sampled_tokens=50.0, tool_s=0.0, trained_tokens=1250.0)
+RATES = StepRates(
+    DecodeCurve("cpu", 1, 0.02), friction=1.0, gradient_s=0.5, fixed_s=0.1, core_share=0.0
+)
 
 
 def tailed(sigma: float) -> StepDemand:
     """Return lengths whose logarithm has this deviation."""
     drawn = np.random.default_rng(3).lognormal(0.0, sigma, 4000)
-    return replace(ALIKE, shape=tuple(map(float, np.quantile(drawn, QUANTILES))))
+    return replace(ALIKE, length_quantiles=tuple(map(float, np.quantile(drawn, QUANTILES))))
 
 
 def test_a_slow_trainer_takes_its_own_time_whatever_the_lengths() -> None:
-    slow = replace(RATES, work_s=30.0)
+    slow = replace(RATES, gradient_s=30.0)
     assert simulate_step_s(ALIKE, slow, WorkerSplit(3, 1), TERMS) == pytest.approx(30.1)
     assert simulate_step_s(ALIKE, slow, WorkerSplit(2, 2), TERMS) == pytest.approx(15.1)
     assert simulate_step_s(tailed(0.8), slow, WorkerSplit(3, 1), TERMS) == pytest.approx(
@@ -349,21 +351,21 @@ def test_engines_that_are_full_share_what_they_generate() -> None:
     """Check that a token's time is the mean over an engine's load: two engines generate twice as
     much.
     """
-    full = replace(RATES, curve=DecodeCurve("cpu", 1, 0.0, 0.002), work_s=0.0, fixed_s=0.0)
+    full = replace(RATES, curve=DecodeCurve("cpu", 1, 0.0, 0.002), gradient_s=0.0, fixed_s=0.0)
     one, two = (simulate_step_s(ALIKE, full, WorkerSplit(n, 1), TERMS) for n in (1, 2))
     assert one == pytest.approx(24 * 50 * 0.002, rel=0.05) and two == pytest.approx(one / 2)
 
 
 def test_slots_bound_what_is_generated_together() -> None:
     few = replace(TERMS, engine_slots=2)
-    idle = replace(RATES, work_s=0.0, fixed_s=0.0)
+    idle = replace(RATES, gradient_s=0.0, fixed_s=0.0)
     assert simulate_step_s(ALIKE, idle, WorkerSplit(1, 1), few) == pytest.approx(
         24 * 50 * 0.02 / 2, rel=0.05
     )
 
 
 def test_a_long_tail_takes_longer_although_the_mean_is_the_same() -> None:
-    bound = replace(RATES, curve=DecodeCurve("cpu", 1, 0.05), work_s=0.2)
+    bound = replace(RATES, curve=DecodeCurve("cpu", 1, 0.05), gradient_s=0.2)
     takes = [
         simulate_step_s(tailed(sigma), bound, WorkerSplit(3, 1), TERMS) for sigma in (0.1, 0.5, 1.0)
     ]
@@ -372,7 +374,7 @@ def test_a_long_tail_takes_longer_although_the_mean_is_the_same() -> None:
 
 def test_tools_are_waited_for_and_nothing_else_is_where_engines_are_fast() -> None:
     tools = replace(ALIKE, tool_s=9.0)
-    fast = replace(RATES, curve=DecodeCurve("cpu", 1, 1e-6), work_s=0.0, fixed_s=0.0)
+    fast = replace(RATES, curve=DecodeCurve("cpu", 1, 1e-6), gradient_s=0.0, fixed_s=0.0)
     assert simulate_step_s(tools, fast, WorkerSplit(4, 1), TERMS) == pytest.approx(
         9.0 / 3, rel=0.01
     )
@@ -391,17 +393,19 @@ def test_no_step_is_shorter_than_its_training_or_longer_than_all_after_another(
 ) -> None:
     terms = replace(TERMS, groups_per_step=groups)
     now = replace(tailed(sigma), tool_s=tool_s)
-    then = replace(RATES, curve=DecodeCurve("cpu", 1, base_s), work_s=work_s)
+    then = replace(RATES, curve=DecodeCurve("cpu", 1, base_s), gradient_s=work_s)
     found = simulate_step_s(now, then, WorkerSplit(2, 1), terms)
     assert found == simulate_step_s(now, then, WorkerSplit(2, 1), terms), "it is no chance"
     assert found >= 0.7 * (then.fixed_s + work_s)
-    longest_s = 50 * max(now.shape) / float(np.mean(now.shape)) * base_s + tool_s
+    longest_s = (
+        50 * max(now.length_quantiles) / float(np.mean(now.length_quantiles)) * base_s + tool_s
+    )
     assert found <= 4 * (longest_s + then.fixed_s + work_s)
 
 
 def test_fewer_engines_that_are_as_fast_are_no_slower_alone_and_slower_when_full() -> None:
-    narrow = WorkerSplit(3, 1, speed=1.0, width=1 / 3)
-    idle = replace(RATES, work_s=0.0, fixed_s=0.0)
+    narrow = WorkerSplit(3, 1, relative_speed=1.0, relative_width=1 / 3)
+    idle = replace(RATES, gradient_s=0.0, fixed_s=0.0)
     assert simulate_step_s(ALIKE, idle, narrow, TERMS) == simulate_step_s(
         ALIKE, idle, WorkerSplit(1, 1), TERMS
     )

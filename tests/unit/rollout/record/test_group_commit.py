@@ -56,7 +56,7 @@ class Written:
             await self.clock.sleep(0.5)
         self.records += 1
         at = 0
-        for identity, count in zip(rows.ids.tolist(), rows.counts.tolist(), strict=True):
+        for identity, count in zip(rows.trajectory_ids.tolist(), rows.counts.tolist(), strict=True):
             assert count > 0
             self.tokens_of.setdefault(identity, []).extend(rows.tokens[at : at + count].tolist())
             at += count
@@ -341,12 +341,12 @@ async def test_experts_that_misfit_tokens_are_refused(bench: Bench, wrong: np.nd
 def token_rows(*rows: tuple[int, list[int]], experts: bool = True) -> TokenRows:
     tokens = np.array([token for _, ts in rows for token in ts], np.int32)
     return TokenRows(
-        ids=np.array([trajectory for trajectory, _ in rows], np.int64),
+        trajectory_ids=np.array([trajectory for trajectory, _ in rows], np.int64),
         counts=np.array([len(ts) for _, ts in rows], np.int32),
         tokens=tokens,
         logprobs=np.zeros(len(tokens), np.float32),
         versions=np.zeros(len(tokens), np.int32),
-        experts=sent(tokens) if experts else NO_EXPERTS,
+        expert_ids=sent(tokens) if experts else NO_EXPERTS,
     )
 
 
@@ -421,12 +421,12 @@ def test_a_group_is_stored_with_them() -> None:
         logprobs=np.zeros(6, np.float32),
         versions=np.zeros(6, np.int32),
         rewards=np.zeros(2, np.float32),
-        experts=concatenate_experts([(NO_EXPERTS, 2), (sent(tokens[2:]), 4)]),
+        expert_ids=concatenate_experts([(NO_EXPERTS, 2), (sent(tokens[2:]), 4)]),
         expert_shape=[2, 2],
     )
     again = blob.unpack(TrajectoryGroup, blob.pack(group))
     assert again.expert_shape == [2, 2]
-    assert again.experts.tolist() == [[UNKNOWN_EXPERT] * 4] * 2 + sent(tokens[2:]).tolist()
+    assert again.expert_ids.tolist() == [[UNKNOWN_EXPERT] * 4] * 2 + sent(tokens[2:]).tolist()
 
 
 def ended(member: int, reason: str, reward: float | None) -> Trajectory:

@@ -135,7 +135,7 @@ async def test_records_go_on_in_new_segments_and_finished_ones_are_struck_off(be
     def tokens(group: int) -> TokenRows:
         n = 200_000  # a segment is full after six
         return TokenRows(
-            ids=np.array([group << MEMBER_BITS], np.int64),
+            trajectory_ids=np.array([group << MEMBER_BITS], np.int64),
             counts=np.array([n], np.int32),
             tokens=np.arange(n, dtype=np.int32),
             logprobs=np.zeros(n, np.float32),
@@ -214,7 +214,7 @@ def flip(path: Path, place: int) -> None:
 
 def said(group: int, *tokens: int) -> TokenRows:
     return TokenRows(
-        ids=np.array([make_trajectory_id(group, 0)]),
+        trajectory_ids=np.array([make_trajectory_id(group, 0)]),
         counts=np.array([len(tokens)], np.int32),
         tokens=np.array(tokens, np.int32),
         logprobs=np.zeros(len(tokens), np.float32),

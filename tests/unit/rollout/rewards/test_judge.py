@@ -172,7 +172,9 @@ async def test_a_server_that_stays_away_fails_the_trajectory_in_time() -> None:
         with pytest.raises(JudgeFailed, match=r"no verdict in 3600 s; at last: status 429"):
             await judge.judge_trajectory(ROW, TURNS)
         assert time.monotonic() - began < scaled(5.0), "the server has said that it is too early"
-    config = JudgeConfig(use="http://127.0.0.1:9", template=TEMPLATE, model="x", patience_s=0.5)
+    config = JudgeConfig(
+        use="http://127.0.0.1:9", template=TEMPLATE, model="x", retry_timeout_s=0.5
+    )
     with pytest.raises(JudgeFailed, match="no verdict in"):
         gone = ServerJudge(mesh(), config, "prompt")
         try:

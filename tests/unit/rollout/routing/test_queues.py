@@ -155,7 +155,7 @@ def test_who_is_next_is_who_the_definition_names(
                 e
                 for e in may
                 if (e.name == request.cache_engine and e.running < e.max_requests)
-                or (not at_home and e.bucket == request.bucket and e.room)
+                or (not at_home and e.bucket == request.bucket and e.free_slots)
             ]
             if fits:
                 return index, min(fits, key=lambda e: (e.load_share, e.used_slots, e.name)).name
@@ -226,7 +226,7 @@ engines = st.lists(
 
 def after(fleet: list[EngineTotalLoad], moves: list[Rebalance]) -> dict[str, tuple[int, int]]:
     """(executing, pending) of each engine once the moves are done."""
-    state = {e.name: [e.executing, e.pending] for e in fleet}
+    state = {e.name: [e.running, e.waiting] for e in fleet}
     for move in moves:
         state[move.source][1 if move.waiting else 0] -= move.count
         state[move.target][0] += move.count
@@ -257,10 +257,10 @@ def test_running_requests_leave_only_for_an_idle_engine_and_never_below_the_plat
         if move.waiting:
             continue
         source, target = by_name[move.source], by_name[move.target]
-        assert not any(e.pending for e in fleet)
-        assert target.executing == 0 and source.plateau_batch > 0
-        assert source.executing - move.count >= source.plateau_batch
-        assert source.executing == max(e.executing for e in fleet)
+        assert not any(e.waiting for e in fleet)
+        assert target.running == 0 and source.plateau_batch > 0
+        assert source.running - move.count >= source.plateau_batch
+        assert source.running == max(e.running for e in fleet)
 
 
 def makespan(executing: list[int], plateau: int) -> float:

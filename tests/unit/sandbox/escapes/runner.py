@@ -50,7 +50,7 @@ LIMITS = JailLimits(
     processes=16,
     open_files=64,
     scratch_bytes=32 * MIB,
-    files=500,
+    max_files=500,
     output_bytes=64 * 1024,
 )
 BRIEFLY = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for what can but run out of time

@@ -351,8 +351,8 @@ print("all four")
 def test_a_runner_is_a_tier_of_its_own_if_it_runs_a_program() -> None:
     works = SandboxConfig(runner=[STANDIN], python="/usr/bin/python3")
     found = isolation_probe.probe_isolation(works)
-    assert (found.tier, found.problem) == ("runner", "")
-    assert found.meaning == "a container for each call (standin)"
+    assert (found.tier, found.interpreter_problem) == ("runner", "")
+    assert found.description == "a container for each call (standin)"
     broken = isolation_probe.probe_isolation(
         SandboxConfig(runner=["false"], python="/usr/bin/python3")
     )

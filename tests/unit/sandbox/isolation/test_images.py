@@ -163,11 +163,11 @@ def test_an_old_python_and_a_missing_module_are_named(bundle: tuple[Path, str]) 
     try:
         said = isolation_probe.probe_isolation(
             SandboxConfig(root=str(place), python="/etc/python3")
-        ).problem
+        ).interpreter_problem
     finally:
         old.unlink()
     assert "3.8 or newer, this is 3.7.3" in said
     found = isolation_probe.probe_isolation(
         SandboxConfig(root=str(place), python=python, imports=["only_here", "absent_here"])
     )
-    assert "No module named 'absent_here'" in found.problem
+    assert "No module named 'absent_here'" in found.interpreter_problem

@@ -277,7 +277,7 @@ async def test_another_interpreter_brings_its_packages(tmp_path: Path) -> None:
     (tmp_path / "venv" / "bin").mkdir()
     python = tmp_path / "venv" / "bin" / "python"
     python.symlink_to(real)
-    places = (*base.places, str(tmp_path / "venv"))
+    places = (*base.directories, str(tmp_path / "venv"))
     interpreter = Interpreter(str(python), False, places, ("brought",))
     async with launching(tmp_path / "log", interpreter=interpreter) as launcher:
         found = await ran(launcher, "import brought\nprint(brought.VALUE)")

@@ -107,7 +107,9 @@ def test_a_planned_layout_has_everybody_do_something(tmp_path: Path) -> None:
         if plan == "uniform":
             assert len(
                 set(spec.initial_tensor_parallel_sizes)
-            ) == 1 and spec.requirements.degrees == tuple(set(spec.initial_tensor_parallel_sizes))
+            ) == 1 and spec.requirements.tensor_parallel == tuple(
+                set(spec.initial_tensor_parallel_sizes)
+            )
 
 
 def test_engines_that_are_there_at_the_beginning_are_what_was_planned(tmp_path: Path) -> None:

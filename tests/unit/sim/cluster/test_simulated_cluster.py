@@ -79,7 +79,7 @@ def test_trajectories_go_on_where_their_engine_has_gone() -> None:
 
 
 def test_two_jobs_share_a_cluster() -> None:
-    one = replace(spec_of(TRAINED, 1), name="one", requirements=JobRequirements(most=3))
+    one = replace(spec_of(TRAINED, 1), name="one", requirements=JobRequirements(max_workers=3))
     other = replace(spec_of(TRAINED.with_static_split(0), 2), name="other")
     cluster = SimCluster([SimHosts(2, 4)], [one, other])
     cluster.run(3600.0)
@@ -93,7 +93,9 @@ def test_engines_of_several_degrees_have_buckets_by_length() -> None:
         workers=8, steps=40, log_sigma=LinearDrift(1.3, 1.3), training_speed="4000/20"
     )
     spec = replace(
-        spec_of(tailed, 1), requirements=JobRequirements(degrees=(1, 2, 4)), has_length_buckets=True
+        spec_of(tailed, 1),
+        requirements=JobRequirements(tensor_parallel=(1, 2, 4)),
+        has_length_buckets=True,
     )
     assert "lengths" in {one.details["policy"] for one in ran(spec, workers=8).judged_moves}
     there = replace(
@@ -127,7 +129,7 @@ def test_a_job_that_gives_its_workers_away_does_nothing_meanwhile() -> None:
     taking = replace(
         spec_of(TRAINED.with_static_split(0), 2),
         name="taking",
-        requirements=JobRequirements(priority=1, least=4),
+        requirements=JobRequirements(priority=1, min_workers=4),
     )
     cluster = SimCluster([SimHosts(1, 4)], [first, taking])
     cluster.run(3600.0)
@@ -332,7 +334,9 @@ class Linear:
         return 0
 
     def make_curve(self, steps: int) -> DecodeCurve:
-        return DecodeCurve("cpu", 1, self.base_s, self.sequence_s, self.context_s, steps=steps)
+        return DecodeCurve(
+            "cpu", 1, self.base_s, self.sequence_s, self.context_s, fitted_steps=steps
+        )
 
 
 class Bench:

@@ -41,9 +41,9 @@ MODEL = ModelConfig(
     architecture="llama",
     vocab_size=32,
     hidden_size=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
     head_dim=8,
     ffn_size=24,
     tie_embeddings=True,
@@ -116,10 +116,10 @@ def test_scores_under_the_sampling_weights_leave_no_gap() -> None:
     one, made = learner(), sequences(version=3)
     bins = make_bins(made, 2560, version=3)
     for bin in bins:
-        bin.behaviour[:] = one.score(bin)
+        bin.behaviour_logprobs[:] = one.score(bin)
     _, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
     assert stats.fresh_tokens == stats.tokens and stats.gap_max < 1e-5
-    assert stats.kl_sum < 1e-6 * stats.tokens and stats.clipped == 0
+    assert stats.kl_sum < 1e-6 * stats.tokens and stats.clipped_tokens == 0
     assert 0 < stats.entropy_sum / stats.tokens <= np.log(32)
 
 
@@ -135,7 +135,7 @@ def test_clipped_tokens_are_counted() -> None:
     made[0].advantages = np.ones((), np.float32)
     made[0].logprobs -= 9.0  # as if the engine had sampled very unlikely tokens
     _, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, 2560))
-    assert stats.clipped == stats.tokens
+    assert stats.clipped_tokens == stats.tokens
 
 
 def test_the_sum_is_divided_by_the_tokens_once() -> None:
@@ -158,7 +158,7 @@ def test_steps_on_good_trajectories_make_them_likelier() -> None:
     before = sum(one.score(bin).sum() for bin in bins)
     for _ in range(5):
         for bin in bins:
-            bin.behaviour[:] = one.score(bin)
+            bin.behaviour_logprobs[:] = one.score(bin)
         gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
         one.apply_gradient(gradient, stats.tokens, 1.0)
     assert sum(one.score(bin).sum() for bin in bins) > before + 1
@@ -197,7 +197,7 @@ def test_the_supervised_gradient_is_that_of_the_cross_entropy() -> None:
         sequence.advantages = np.ones((), np.float32)
     bins = make_bins(made, 2560)
     for bin in bins:
-        bin.behaviour[:] = one.score(bin)  # the ratio is 1 everywhere
+        bin.behaviour_logprobs[:] = one.score(bin)  # the ratio is 1 everywhere
     taught = Learner(one.model, OptimizerConfig(), AlgorithmConfig(name="sft"))
     supervised, stats = taught.compute_round_gradient(bins)
     policy, _ = sum_gradients(one.compute_gradient(bin) for bin in bins)
@@ -294,7 +294,7 @@ def sampled(
         logprobs=np.concatenate([t.logprobs for t in members]),
         versions=np.concatenate([t.versions for t in members]),
         rewards=np.arange(len(members), dtype=np.float32),
-        experts=concatenate_experts((t.experts, t.length) for t in members),
+        expert_ids=concatenate_experts((t.experts, t.length) for t in members),
         expert_shape=list(THREE.routing_shape),
     )
     return blob.unpack(TrajectoryGroup, blob.pack(group))
@@ -315,7 +315,7 @@ def gap(model: Decoder, bins: list[Bin]) -> float:
     for made in bins:
         with torch.no_grad():
             out = run_forward(model, made)
-        difference = out.logprobs.numpy() - made.behaviour[out.loss_positions.numpy()]
+        difference = out.logprobs.numpy() - made.behaviour_logprobs[out.loss_positions.numpy()]
         worst = max(worst, float(np.abs(difference).max()))
     return worst
 
@@ -347,8 +347,8 @@ def test_what_keeps_experts_busy_adds_up_over_trained_places_and_reaches_the_rou
         out = run_forward(model, made)
         assert out.aux_loss is not None
         total, trained = total + out.aux_loss, trained + len(out.loss_positions)
-    each = total.item() / trained / THREE.balance_coefficient
-    assert THREE.experts_per_token <= each < 2 * THREE.experts_per_token
+    each = total.item() / trained / THREE.router_aux_loss_coef
+    assert THREE.num_experts_per_token <= each < 2 * THREE.num_experts_per_token
     total.backward()
     gradient = cast(MoeDecoderLayer, model.layers[0]).experts.router.grad
     assert gradient is not None and gradient.abs().max() > 0

@@ -32,7 +32,7 @@ def good_bins(one: Learner, count: int = 12) -> list[Bin]:
         sequence.advantages = np.ones((), np.float32)
     bins = make_bins(made, 2560)
     for bin in bins:
-        bin.behaviour[:] = one.score(bin)
+        bin.behaviour_logprobs[:] = one.score(bin)
     return bins
 
 
@@ -42,7 +42,7 @@ def trained(one: Learner, steps: int = 4) -> tuple[float, float]:
     before = sum(float(one.score(bin).sum()) for bin in bins)
     for _ in range(steps):
         for bin in bins:
-            bin.behaviour[:] = one.score(bin)
+            bin.behaviour_logprobs[:] = one.score(bin)
         gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
         assert gradient.dtype == torch.float32 and gradient.numel() == one.parameter_count
         one.apply_gradient(gradient, stats.tokens, 1.0)
@@ -94,13 +94,13 @@ def test_a_mixture_of_experts_is_balanced_by_its_own_loss(coefficient: float) ->
         MODEL,
         architecture="qwen3_moe",
         qk_norm=True,
-        experts=4,
-        experts_per_token=2,
+        num_experts=4,
+        num_experts_per_token=2,
         expert_ffn_size=16,
-        balance_coefficient=coefficient,
+        router_aux_loss_coef=coefficient,
     )
     one = learner(config)
     (bin,) = make_bins(sequences(), 2560)
-    bin.advantage[:] = 0.0  # nothing but the balance is left to learn
+    bin.advantages[:] = 0.0  # nothing but the balance is left to learn
     gradient, _ = one.compute_gradient(bin)
     assert bool(gradient.any()) == (coefficient > 0)

@@ -120,9 +120,9 @@ def test_bounds_of_corrections_are_counted_apart_from_clips() -> None:
     tokens = plain.batch(6, 0.8, count=12)
     ratios = every(tokens, lambda i, t: math.exp(tokens.proximal[i][t] - tokens.behaviour[i][t]))
     masked = described(tokens, correction="mis")
-    assert masked.corrected == sum(not 0.5 <= r <= 5.0 for r in ratios) > 0
-    assert described(tokens, correction="tis").corrected == sum(r > 2.0 for r in ratios) > 0
-    assert described(tokens).corrected == 0
+    assert masked.corrected_tokens == sum(not 0.5 <= r <= 5.0 for r in ratios) > 0
+    assert described(tokens, correction="tis").corrected_tokens == sum(r > 2.0 for r in ratios) > 0
+    assert described(tokens).corrected_tokens == 0
 
 
 def test_a_sequence_that_gspo_clips_is_clipped_whole_and_on_one_side() -> None:
@@ -134,7 +134,7 @@ def test_a_sequence_that_gspo_clips_is_clipped_whole_and_on_one_side() -> None:
         below = math.exp(gone) < 1 - 3e-4 and worth[0] < 0
         total, high = total + len(now) * (above or below), high + len(now) * above
     found = described(tokens, "gspo")
-    assert 0 < high < total and (found.clipped, found.clipped_high) == (total, high)
+    assert 0 < high < total and (found.clipped_tokens, found.clipped_high_tokens) == (total, high)
 
 
 def test_sums_over_bins_are_those_of_the_whole() -> None:

@@ -62,9 +62,9 @@ MODEL = ModelConfig(
     architecture="llama",
     vocab_size=16,
     hidden_size=16,
-    layers=1,
-    heads=2,
-    kv_heads=1,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
     head_dim=8,
     ffn_size=24,
     tie_embeddings=True,
@@ -160,17 +160,17 @@ def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer: Tokenizer) -
         MODEL,
         architecture="qwen3_moe",
         qk_norm=True,
-        experts=4,
-        experts_per_token=1,
+        num_experts=4,
+        num_experts_per_token=1,
         expert_ffn_size=16,
     )
     bin = shown(tokenizer)
     plain, cross_entropy = fresh(sparse, "sft").compute_gradient(bin)
-    both, stats = fresh(replace(sparse, balance_coefficient=0.1), "sft").compute_gradient(bin)
+    both, stats = fresh(replace(sparse, router_aux_loss_coef=0.1), "sft").compute_gradient(bin)
     assert stats == cross_entropy  # on supervised tokens, the reported loss is unchanged
-    balanced = fresh(replace(sparse, balance_coefficient=0.1))
+    balanced = fresh(replace(sparse, router_aux_loss_coef=0.1))
     balanced_bin = shown(tokenizer)
-    balanced_bin.advantage[:] = 0.0
+    balanced_bin.advantages[:] = 0.0
     alone, _ = balanced.compute_gradient(balanced_bin)
     assert alone.any()
     torch.testing.assert_close(both, plain + alone, rtol=1e-4, atol=1e-5)

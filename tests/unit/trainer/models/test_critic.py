@@ -33,9 +33,9 @@ MODEL = ModelConfig(
     architecture="llama",
     vocab_size=32,
     hidden_size=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
     head_dim=8,
     ffn_size=24,
     tie_embeddings=False,
@@ -110,7 +110,7 @@ def test_values_are_those_of_each_sequence_alone(budget: int) -> None:
     for members in pack_sequences(made, budget):
         bin = build_bin(members, 0)
         scores = one.score(bin, "values")
-        for sequence, (start, end) in zip(members, itertools.pairwise(bin.starts), strict=True):
+        for sequence, (start, end) in zip(members, itertools.pairwise(bin.cu_seqlens), strict=True):
             own = plain_values(one, sequence).detach().numpy()
             expected = np.where(sequence.loss_mask[1:], own, 0)
             assert scores[start:end] == pytest.approx(expected, abs=1e-5)

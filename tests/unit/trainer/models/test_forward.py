@@ -35,9 +35,9 @@ CONFIG = ModelConfig(
     architecture="qwen3",
     vocab_size=40,
     hidden_size=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
     head_dim=16,
     ffn_size=48,
     qk_norm=True,
@@ -127,7 +127,7 @@ def test_outputs_know_their_places_and_sequences() -> None:
     made = sequences([9, 2, 30])
     bin = build_bin(made)
     out = run_forward(decoder(), bin)
-    assert out.loss_positions.tolist() == np.flatnonzero(bin.mask).tolist()
+    assert out.loss_positions.tolist() == np.flatnonzero(bin.loss_mask).tolist()
     belongs = [j for j, one in enumerate(made) for trained in one.loss_mask[1:] if trained]
     assert out.sequence_ids.tolist() == belongs
     assert out.hidden.shape == (len(belongs), 32) and out.aux_loss is None
@@ -238,7 +238,7 @@ def sequence(length: int, seed: int = 0, version: int = 0) -> TrainingSequence:
 def unpacked(bins: Iterable[Bin]) -> Iterator[dict[str, NDArray[Any]]]:
     """Return the positions of every sequence as tuples of arrays, in no particular order."""
     for bin in bins:
-        for start, end in itertools.pairwise(bin.starts):
+        for start, end in itertools.pairwise(bin.cu_seqlens):
             arrays = bin.to_arrays()
             del arrays["starts"]
             yield {name: array[start:end] for name, array in arrays.items()}

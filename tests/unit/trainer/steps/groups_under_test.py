@@ -42,4 +42,4 @@ def group(
         rewards=np.array(rewards, np.float32),
     )
     scores = draw.uniform(-2, 0, total).astype(np.float32)
-    return replace(made, reference=scores) if reference else made
+    return replace(made, reference_logprobs=scores) if reference else made

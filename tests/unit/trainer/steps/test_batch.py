@@ -28,7 +28,7 @@ def test_a_groups_members_become_sequences_with_what_is_known_of_them() -> None:
     first, second = batch.add(given_)
     assert [first.member_index, second.member_index] == [0, 2] and first.group_id == 7
     assert (second.tokens == given_.tokens[-8:]).all()
-    assert (second.extras["reference"] == given_.reference[-8:]).all()
+    assert (second.extras["reference"] == given_.reference_logprobs[-8:]).all()
     assert float(first.advantages) == pytest.approx(-float(second.advantages), rel=1e-5) != 0
     assert batch.sequences == [first, second] and first.loss_token_count == 4
 
@@ -36,7 +36,7 @@ def test_a_groups_members_become_sequences_with_what_is_known_of_them() -> None:
 def test_scores_that_do_not_fit_the_tokens_are_refused() -> None:
     given_ = group([1.0, 0.0], reference=True)
     with pytest.raises(BadMessage, match="reference"):
-        StepBatch(3, job()).add(replace(given_, reference=given_.reference[:-1]))
+        StepBatch(3, job()).add(replace(given_, reference_logprobs=given_.reference_logprobs[:-1]))
 
 
 @pytest.mark.parametrize("name", ["tokens", "logprobs", "versions", "rewards", "lengths"])
@@ -57,7 +57,7 @@ def test_what_is_not_trained_makes_no_group_stale() -> None:
 def test_where_experts_sent_tokens_goes_with_them() -> None:
     given_ = group([1.0, np.nan, 0.0])
     experts = np.arange(len(given_.tokens) * 6, dtype=np.int16).reshape(-1, 6)
-    routed = replace(given_, experts=experts, expert_shape=[3, 2])
+    routed = replace(given_, expert_ids=experts, expert_shape=[3, 2])
     _, second = StepBatch(3, job()).add(routed)
     assert second.expert_ids is not None
     assert second.expert_ids.shape == (8, 3, 2)
@@ -158,7 +158,9 @@ def test_divergence_is_paid_by_the_reward_of_the_trajectory() -> None:
     rewards, start = [], 0
     for length, reward in zip(given_.lengths, given_.rewards, strict=True):
         own = slice(start + 2, start + length)
-        rewards.append(reward - 0.1 * float((given_.logprobs[own] - given_.reference[own]).sum()))
+        rewards.append(
+            reward - 0.1 * float((given_.logprobs[own] - given_.reference_logprobs[own]).sum())
+        )
         start += length
     expected = np.array(rewards) - np.mean(rewards)
     assert [float(s.advantages) for s in found] == pytest.approx(expected, rel=1e-5)
@@ -188,7 +190,7 @@ def test_trained_tokens_are_counted_by_how_stale_they_are() -> None:
 
 
 def test_tokens_of_an_abandoned_lineage_are_as_stale_as_the_version_that_it_ended_at() -> None:
-    given_ = replace(group([1.0, 0.0], lengths=[4, 4], version=12), foreign_above=8)
+    given_ = replace(group([1.0, 0.0], lengths=[4, 4], version=12), abandoned_above=8)
     for version, lag in ((8, 0), (10, 2), (13, 5)):
         batch = StepBatch(version, job(max_staleness=2))
         assert compute_staleness(given_, version) == lag

@@ -178,7 +178,7 @@ async def test_a_group_that_cannot_be_read_goes_back_to_the_cursor_and_another_c
 
 async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: Rollout) -> None:
     made = group([1.0, 0.0], version=0, reference=True)
-    await rollout.hand_in(replace(made, reference=made.reference[:-1]))
+    await rollout.hand_in(replace(made, reference_logprobs=made.reference_logprobs[:-1]))
     (good,) = await rollout.finish([1.0, 0.0])
     await rollout.replaces(good)
 

@@ -36,9 +36,9 @@ MODEL = ModelConfig(
     architecture="llama",
     vocab_size=32,
     hidden_size=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
     head_dim=8,
     ffn_size=24,
     tie_embeddings=True,
@@ -61,7 +61,7 @@ def groups(silent: Collection[int] = (), count: int = 4) -> list[TrajectoryGroup
         rewards = [1.0, 1.0, 1.0] if number in silent else [1.0, 0.0, 0.5]
         one = group(rewards, number=number, reference=True, seed=number)
         one = replace(one, logprobs=np.where(one.versions < 0, 0, -3.4).astype(np.float32))
-        found.append(replace(one, teacher=one.reference - np.float32(0.5)))
+        found.append(replace(one, teacher_logprobs=one.reference_logprobs - np.float32(0.5)))
     return found
 
 
@@ -163,7 +163,7 @@ async def test_a_step_tells_the_divisors_of_its_sums(name: AlgorithmName, update
 async def test_supervised_tokens_have_no_gap_to_an_engine() -> None:
     config = job("sft")
     done = await step(learner(config), config).run(as_they_come())
-    assert done.stats.tokens > 0 == done.stats.fresh_tokens == done.stats.sampled
+    assert done.stats.tokens > 0 == done.stats.fresh_tokens == done.stats.sampled_tokens
     assert done.stats.gap_max == done.stats.kl_sum == 0.0
 
 
@@ -209,7 +209,7 @@ def test_a_gradient_does_not_depend_on_how_sequences_are_packed(name: AlgorithmN
         gradient, again = sum_gradients(one.compute_gradient(bin) for bin in bins)
         assert len(bins) > 1 and torch.allclose(gradient, whole, rtol=1e-3, atol=1e-5)
         assert again.loss_sum == pytest.approx(stats.loss_sum, rel=1e-4)
-        assert (again.tokens, again.clipped) == (stats.tokens, stats.clipped)
+        assert (again.tokens, again.clipped_tokens) == (stats.tokens, stats.clipped_tokens)
 
 
 CHANGES: dict[str, dict[str, Any]] = {

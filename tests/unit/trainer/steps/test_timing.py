@@ -137,7 +137,7 @@ class Bench:
         config = JobConfig(
             dataset=DatasetConfig(held_out="held_out.jsonl"),
             reward=RewardConfig(use="m:f"),
-            evaluation=EvaluationConfig(every=4, hold_s=HOLD_S),
+            evaluation=EvaluationConfig(every=4, max_wait_s=HOLD_S),
             budget=BudgetConfig(steps=8),
         )
         self.data = JobData("calc", config, Path(), Path())

@@ -282,7 +282,7 @@ def planned_helped(bench: Trained, config: JobConfig) -> bool:
     told = ProcessStats("core", "trainer", "1", {"published": bench.publisher.published_dtypes})
     row = {"id": JOB, "phase": "training", "groups_per_step": 1, "submitted_ms": 0}
     row |= {"steps_done": 0, "held": "", "checkpoint": "", "stale_requeued": 0}
-    return build_planned_job(row, config.to_document(), [told]).need.helped
+    return build_planned_job(row, config.to_document(), [told]).requirements.allows_hybrids
 
 
 def test_adapters_published_in_float32_from_now_on_keep_that_of_their_base(tmp_path: Path) -> None:

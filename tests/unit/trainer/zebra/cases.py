@@ -98,8 +98,8 @@ def bins(case: Case, number: int) -> list[Bin]:
                 [random.choice(case.experts, case.top, replace=False) for _ in range(layers)]
                 for _ in bin.tokens
             ]
-            bin.experts = np.array(rows, np.int16)
-            bin.experts[::7] = -1  # without recorded routing
+            bin.expert_ids = np.array(rows, np.int16)
+            bin.expert_ids[::7] = -1  # without recorded routing
         found.append(bin)
     return found
 

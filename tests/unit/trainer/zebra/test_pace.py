@@ -222,7 +222,7 @@ class CpuClock(SystemClock):
 @pytest.mark.deep
 def test_a_profile_is_of_one_layer_whatever_the_model_has() -> None:
     found = measure_profile(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock(), "here")
-    kind = found.kind
+    kind = found.costs
     assert kind.name == "here" and kind.memory_bytes > 1e6 and found.backward_factor > 0
     assert kind.attention is not None and kind.head is not None
     assert kind.attention.at == (128, 256, 512, 1024) == kind.head.at
@@ -236,15 +236,15 @@ def test_a_profile_is_of_one_layer_whatever_the_model_has() -> None:
 def test_each_architecture_is_measured(model: dict[str, Any]) -> None:
     shape = ModelConfig.from_hf(model)
     found = measure_profile(shape, CPU, torch.float32, 64, CpuClock())
-    assert found.kind.attention is not None and found.kind.attention.at == (64,)
+    assert found.costs.attention is not None and found.costs.attention.at == (64,)
 
 
 def test_what_takes_long_is_measured_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator_profile, "BUDGET_S", 0.0)
     found = measure_profile(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock())
-    assert found.kind.experts.at == (16,)
-    assert found.kind.experts.interpolate_s(32) == pytest.approx(
-        2 * found.kind.experts.interpolate_s(16)
+    assert found.costs.experts.at == (16,)
+    assert found.costs.experts.interpolate_s(32) == pytest.approx(
+        2 * found.costs.experts.interpolate_s(16)
     )
 
 

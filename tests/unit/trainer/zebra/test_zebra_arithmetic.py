@@ -42,7 +42,7 @@ def assert_as_one_process(name: str, case: Case, files: list[dict[str, Tensor]])
     config, shape = case.config, case.shape
     mixture = tuple(config.sparse_layers)
     owners = ZebraOwnership(
-        shape.attention_ranks, shape.expert_ranks, mixture, config.experts, shape.hosted_experts
+        shape.attention_ranks, shape.expert_ranks, mixture, config.num_experts, shape.hosted_experts
     )
 
     def assert_gradient(key: str, whole: Tensor) -> None:

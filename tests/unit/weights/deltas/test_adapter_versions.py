@@ -96,20 +96,20 @@ async def test_who_has_the_base_receives_the_adapters(store: Store, versions: Ve
 
 
 async def test_a_version_whose_base_is_gone_is_refused(store: Store, versions: Versions) -> None:
-    base = await versions.manifest(versions.base.digest, alone=True)
+    base = await versions.manifest(versions.base.manifest, alone=True)
     for digest, pieces in group_by_chunk(base.tensors).items():
         if pieces[0].name in model():
             store.chunks.chunk_path(digest).unlink()
     with pytest.raises(MeshError, match="is not stored"):
         await versions.add(1)
-    store.chunks.chunk_path(versions.base.digest).unlink()
+    store.chunks.chunk_path(versions.base.manifest).unlink()
     with pytest.raises(MeshError):
         await versions.add(1)
 
 
 async def test_the_adapters_of_the_base_may_be_gone(store: Store, versions: Versions) -> None:
     """Check that a version restaged from its own checkpoint needs none of the base's adapters."""
-    base = await versions.manifest(versions.base.digest, alone=True)
+    base = await versions.manifest(versions.base.manifest, alone=True)
     own = {piece.chunk for piece in base.tensors if piece.name in adapters(0)}
     others = {piece.chunk for piece in base.tensors} - own
     if own & others:

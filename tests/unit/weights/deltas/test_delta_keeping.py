@@ -160,7 +160,7 @@ async def test_parts_that_there_cannot_be_are_refused(
     asked = BeginDelta(JOB, target, anchors, part, parts)
     with pytest.raises(BadMessage, match="of a delta"):
         await store.trainer.ref(STORE_NAME).call(Weights.begin_deltas, asked)
-    assert await begun(store, 1, target.digest, parts=MAX_PARTS)
+    assert await begun(store, 1, target.manifest, parts=MAX_PARTS)
 
 
 @story_on(on_store, "tmp_path")

@@ -104,7 +104,7 @@ class Engine:
     async def receive(self, version: VersionRef) -> int:
         """Return the bytes received for a version, once all of it is here and valid."""
         before = self.hosts.way.carried
-        image = await self.receiver.receive(version.digest)
+        image = await self.receiver.receive(version.manifest)
         for place, tensor in enumerate(self.hosts.weights):
             if version == self.hosts.versions[-1]:
                 assert torch.equal(image.tensors[f"layers.{place}"], tensor)
@@ -184,13 +184,13 @@ async def test_one_who_fell_behind_catches_up_from_an_anchor(hosts: Hosts) -> No
 async def test_what_a_host_has_whole_is_a_base_and_nothing_else(hosts: Hosts) -> None:
     first, engine = await hosts.stage(None), await hosts.engine()
     part = dict.fromkeys(["layers.0", "layers.1"])
-    await engine.receiver.receive(first.digest, part)
+    await engine.receiver.receive(first.manifest, part)
     assert await hosts.bases() == []
     await WeightReceiver(engine.mesh, engine.bulk).receive(
-        first.digest
+        first.manifest
     )  # it is not there for the next
     assert await hosts.bases() == []
-    await engine.receiver.receive(first.digest, part)
+    await engine.receiver.receive(first.manifest, part)
     assert await hosts.bases() == [first], "all of it is there by now"
 
 
@@ -216,7 +216,7 @@ async def test_an_unforeseen_error_is_told_and_versions_go_in_full(hosts: Hosts)
     async with hosts.deltas() as deltas:
         await engine.receive(first := await hosts.stage(deltas))
         told = await hosts.trainer.ref(STORE_NAME).call(
-            Weights.fetch_manifest, ManifestRequest(first.digest)
+            Weights.fetch_manifest, ManifestRequest(first.manifest)
         )
         broken = hosts.store.chunk_path(told.tensors[0].chunk)
         broken.unlink()
@@ -227,7 +227,7 @@ async def test_an_unforeseen_error_is_told_and_versions_go_in_full(hosts: Hosts)
         assert line["log_level"] == "error" and line["exc_info"]
         assert hosts.trainer.telemetry.counters["deltas_failed"] == 1
         assert deltas.stats()["deltas_trouble"].startswith("IsADirectoryError: ")
-        asked = DeltaQuery(newest.digest, "second")
+        asked = DeltaQuery(newest.manifest, "second")
         assert not (await hosts.trainer.ref(STORE_NAME).call(Weights.fetch_deltas, asked)).has_more
         assert await engine.receive(newest) > SIZE / 2
         assert await engine.receive(await hosts.stage(deltas)) < SIZE * SHARE * 3
@@ -239,7 +239,7 @@ async def test_an_error_is_not_told_of_once_nobody_wants_deltas(hosts: Hosts) ->
     async with hosts.deltas() as deltas:
         await engine.receive(first := await hosts.stage(deltas))
         told = await hosts.trainer.ref(STORE_NAME).call(
-            Weights.fetch_manifest, ManifestRequest(first.digest)
+            Weights.fetch_manifest, ManifestRequest(first.manifest)
         )
         broken = hosts.store.chunk_path(told.tensors[0].chunk)
         broken.unlink()
@@ -253,14 +253,14 @@ async def test_an_error_is_not_told_of_once_nobody_wants_deltas(hosts: Hosts) ->
 
 async def missing(engine: Engine, version: VersionRef) -> dict[str, int]:
     """Return the bytes by digest of the chunks that a host misses of a version."""
-    image = VersionImage(await engine.receiver.fetch_manifest(version.digest))
+    image = VersionImage(await engine.receiver.fetch_manifest(version.manifest))
     return {d: size for d, size in image.chunk_sizes.items() if not engine.cache.has(d)}
 
 
 async def made_of_deltas(
     engine: Engine, newest: VersionRef, lacking: dict[str, int], needed: Collection[str] = ()
 ) -> set[str]:
-    version = VersionToFetch("", newest.digest, lacking, needed)
+    version = VersionToFetch("", newest.manifest, lacking, needed)
     return await make_chunks_from_deltas(engine.mesh, engine.bulk, version, engine.cache)
 
 
@@ -314,7 +314,7 @@ async def test_what_a_delta_does_not_make_is_pulled(hosts: Hosts, harm: str) -> 
         await engine.receive(await hosts.stage(deltas))
         newest = await hosts.stage(deltas)
         told = await hosts.trainer.ref(STORE_NAME).call(
-            Weights.fetch_deltas, DeltaQuery(newest.digest, "")
+            Weights.fetch_deltas, DeltaQuery(newest.manifest, "")
         )
         delta = told.chunks[0]
         flipped = {
@@ -345,7 +345,7 @@ async def test_a_delta_from_another_chunk_is_refused(hosts: Hosts) -> None:
         await engine.receive(first := await hosts.stage(deltas))
         newest = await hosts.stage(None)
     asked = [
-        store.call(Weights.fetch_manifest, ManifestRequest(one.digest)) for one in (first, newest)
+        store.call(Weights.fetch_manifest, ManifestRequest(one.manifest)) for one in (first, newest)
     ]
     pairs = pair_chunks(*[(await one).tensors for one in asked])
     assert (await store.call(Weights.begin_deltas, BeginDelta("j", newest, 0))).bases == [first]

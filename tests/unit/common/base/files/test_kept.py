@@ -88,7 +88,7 @@ def test_what_is_kept_comes_back(place: Callable[..., OffloadMedium]) -> None:
     write(place(fresh=True), content)
     medium = place()
     head = offloaded_tensors.read_header(medium)
-    assert head.about == ABOUT and dict(head.sizes_bytes) == SIZES
+    assert head.metadata == ABOUT and dict(head.sizes_bytes) == SIZES
     offloaded_tensors.restore(medium, head, back)
     assert back.equals(content)
 
@@ -197,7 +197,7 @@ def test_any_byte_that_has_changed_is_found(place: Callable[..., OffloadMedium])
 
 def _is_padding(head: offloaded_tensors.OffloadHeader, at: int) -> bool:
     written = (
-        len(offloaded_tensors._encode_description(head.about, head.sizes_bytes))
+        len(offloaded_tensors._encode_description(head.metadata, head.sizes_bytes))
         + offloaded_tensors.HEADER_BYTES
         + 16 * len(SIZES)
     )

@@ -110,9 +110,9 @@ def test_costs_are_the_profiles() -> None:
     batches = pack_micro_batches({1024: 8}, 4, ATTENDS)
     assert batches is not None and batches.max_tokens == 2048
     costs, elsewhere = compute_costs(PROFILE, RankCounts(4, 2), batches)
-    assert costs.attention == pytest.approx(0.002)
-    assert costs.experts == elsewhere == pytest.approx(2048 * 2 * 4 / 2 * 1e-6)
-    assert costs.dispatch == pytest.approx(2048 * 2 * 2 * 4096 / 1e10)  # two send to each
+    assert costs.attention_s == pytest.approx(0.002)
+    assert costs.experts_s == elsewhere == pytest.approx(2048 * 2 * 4 / 2 * 1e-6)
+    assert costs.dispatch_s == pytest.approx(2048 * 2 * 2 * 4096 / 1e10)  # two send to each
 
 
 @given(
@@ -144,11 +144,11 @@ def groups(draw: st.DrawFn) -> tuple[int, int, RankCounts, MicroBatchCosts, floa
     ranks = draw(st.sampled_from(RANKS))
     experts = ranks.experts * draw(st.integers(1, 4))
     costs = MicroBatchCosts(
-        attention=draw(st.floats(0.05, 1.5)),
-        experts=draw(st.floats(0.05, 1.5)),
-        head=draw(st.floats(0, 1)),
-        dispatch=(sent := draw(st.floats(0, 0.3))),
-        combine=sent,
+        attention_s=draw(st.floats(0.05, 1.5)),
+        experts_s=draw(st.floats(0.05, 1.5)),
+        head_s=draw(st.floats(0, 1)),
+        dispatch_s=(sent := draw(st.floats(0, 0.3))),
+        combine_s=sent,
     )
     return draw(st.integers(1, 4)), experts, ranks, costs, draw(st.floats(0.05, 1.5))
 
@@ -184,7 +184,7 @@ def test_no_expert_is_lost_and_memory_is_kept_to(
     except ConfigError:
         assert not all_hostings(layers, experts, ranks, bounds)
         return
-    forward = ForwardCosts(costs.attention, costs.experts, elsewhere)
+    forward = ForwardCosts(costs.attention_s, costs.experts_s, elsewhere)
     for one in (found, gather_and_squeeze(layers, experts, ranks, forward, bounds)):
         pairs = list(zip(one.on_attention_ranks, one.on_expert_ranks, strict=True))
         assert all(ranks.attention * h + ranks.experts * k == experts for h, k in pairs)
@@ -261,6 +261,9 @@ def test_costs_follow_what_is_hosted() -> None:
     moved = ExpertHosting(RankCounts(2, 4), (0, 2), (3, 2)).apply_to_costs(
         MicroBatchCosts(1.0, 3.0), hosted_experts_s=1.5
     )
-    assert moved.hosted == (0.0, 1.0) and list(moved.kept) == [1.0, pytest.approx(2 / 3)]
+    assert moved.hosted_s == (0.0, 1.0) and list(moved.expert_rank_shares) == [
+        1.0,
+        pytest.approx(2 / 3),
+    ]
     nothing = MicroBatchCosts(1.0, 3.0)
     assert ExpertHosting(RankCounts(2, 4), (0, 0), (3, 3)).apply_to_costs(nothing, 1.5) is nothing

@@ -200,14 +200,14 @@ def steps(draw: st.DrawFn) -> tuple[int, int, MicroBatchCosts]:
     layers, micros = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     hosted = draw(st.lists(st.sampled_from((0.0, 0.3)), min_size=layers, max_size=layers))
     costs = MicroBatchCosts(
-        attention=draw(seconds),
-        experts=draw(seconds),
-        head=draw(seconds),
-        dispatch=draw(seconds),
-        combine=draw(seconds),
-        hosted=tuple(hosted),
-        kept=tuple(0.5 if one else 1.0 for one in hosted),
-        backward=draw(st.floats(1, 3)),
+        attention_s=draw(seconds),
+        experts_s=draw(seconds),
+        head_s=draw(seconds),
+        dispatch_s=draw(seconds),
+        combine_s=draw(seconds),
+        hosted_s=tuple(hosted),
+        expert_rank_shares=tuple(0.5 if one else 1.0 for one in hosted),
+        backward_factor=draw(st.floats(1, 3)),
     )
     return layers, micros, costs
 
@@ -286,7 +286,7 @@ def test_one_micro_batch_hides_nothing(step: tuple[int, int, MicroBatchCosts]) -
     layers, _, costs = step
     assert compute_serial_s(layers, 1, costs) == pytest.approx(compute_makespan_s(layers, 1, costs))
     assert compute_serial_s(layers, 3, costs) >= compute_makespan_s(layers, 3, costs) - 1e-9
-    if costs.dispatch + costs.combine > 1e-3:
+    if costs.dispatch_s + costs.combine_s > 1e-3:
         assert build_timeline(layers, 1, costs).hidden_transfer_share == pytest.approx(
             0.0, abs=1e-6
         )
@@ -301,7 +301,7 @@ def test_more_micro_batches_keep_experts_busy() -> None:
     assert busy[0] < 0.63 and busy[-1] > 0.98
     assert (
         build_timeline(
-            8, 6, MicroBatchCosts(0.6, 1.0, dispatch=0.2, combine=0.2)
+            8, 6, MicroBatchCosts(0.6, 1.0, dispatch_s=0.2, combine_s=0.2)
         ).hidden_transfer_share
         > 0.9
     )
@@ -309,14 +309,19 @@ def test_more_micro_batches_keep_experts_busy() -> None:
 
 def test_backward_costs_more_unless_it_was_measured() -> None:
     costs = MicroBatchCosts(
-        1.0, 2.0, head=3.0, hosted=(1.0,), kept=(0.5,), backward=CHECKPOINTED_BACKWARD_FACTOR
+        1.0,
+        2.0,
+        head_s=3.0,
+        hosted_s=(1.0,),
+        expert_rank_shares=(0.5,),
+        backward_factor=CHECKPOINTED_BACKWARD_FACTOR,
     )
     assert costs.get_task_s(ScheduledTask(True, 0, 0)) == 3.0 and costs.get_head_s(True) == 9.0
     assert (
         costs.get_task_s(ScheduledTask(True, 0, 0, E)) == 3.0
         and costs.get_task_s(ScheduledTask(True, 0, 0, H)) == 3.0
     )
-    assert replace(costs, head_backward=7.0).get_head_s(True) == 7.0
+    assert replace(costs, head_backward_s=7.0).get_head_s(True) == 7.0
 
 
 def test_tasks_that_wait_for_each_other_are_refused() -> None:
@@ -341,7 +346,9 @@ def test_what_is_no_time_is_refused(costs: dict[str, Any]) -> None:
 
 def test_layers_have_to_be_told_of_all_or_none() -> None:
     with pytest.raises(ConfigError, match="1 of 2 layers"):
-        compute_makespan_s(2, 1, MicroBatchCosts(1, 1, hosted=(0.5,), kept=(0.5, 1.0)))
+        compute_makespan_s(
+            2, 1, MicroBatchCosts(1, 1, hosted_s=(0.5,), expert_rank_shares=(0.5, 1.0))
+        )
 
 
 def written(order: list[ScheduledTask]) -> str:

@@ -139,8 +139,8 @@ async def test_processes_of_two_hosts_call_each_other_by_their_roles(joined: Joi
 async def test_who_has_left_stands_at_no_door(joined: Joined, state: StateClient) -> None:
     mesh = await joined("rollout/job/0", JOINED)
     [row] = await credentials.list_credentials(state)
-    assert (row.name, row.role, row.host) == ("rollout/job/0", "rollout", JOINED)
-    assert row.public == format_key(parse_key(mesh.transport.address))
+    assert (row.process, row.role, row.host) == ("rollout/job/0", "rollout", JOINED)
+    assert row.public_key == format_key(parse_key(mesh.transport.address))
     await mesh.leave()
     assert await credentials.list_credentials(state) == []
 
@@ -199,12 +199,12 @@ async def test_a_host_that_shows_the_keys_of_others_keeps_nobody_from_anybody(
         assert mesh.credentials is not None
         row = mesh.credentials.row
         theirs = f"{MESH_PREFIX}:door:{row.role}:{HEAD}"
-        await state.run_command("HDEL", theirs, row.public)
+        await state.run_command("HDEL", theirs, row.public_key)
         await state.run_command(
-            "HSET", f"{MESH_PREFIX}:door:worker:{JOINED}", row.public, "0 worker/w0"
+            "HSET", f"{MESH_PREFIX}:door:worker:{JOINED}", row.public_key, "0 worker/w0"
         )
-        assert mesh.credentials.keys.refresh_key(row.public) == (f"worker@{JOINED}",)
-    assert rollout.credentials.keys.find_holders(engine.credentials.row.public) == (
+        assert mesh.credentials.keys.refresh_key(row.public_key) == (f"worker@{JOINED}",)
+    assert rollout.credentials.keys.find_holders(engine.credentials.row.public_key) == (
         f"worker@{JOINED}",
     )
     for mesh in (engine, rollout):
@@ -278,7 +278,7 @@ async def test_a_revoked_key_is_refused_on_a_connection_that_is_open(
     assert await mesh.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
     assert await good.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
     assert mesh.credentials is not None
-    await credentials.revoke_key(state, mesh.credentials.row.public)
+    await credentials.revoke_key(state, mesh.credentials.row.public_key)
 
     with pytest.raises((NotAllowed, HandshakeFailed)):
         await call_until_refused(mesh.ref("engine/g0.0"), Talk.echo, HELLO)
@@ -299,7 +299,7 @@ async def test_what_runs_for_a_revoked_process_ends(joined: Joined, state: State
     await anext(numbers)
     await until(lambda: talker.sleeping, SOON_S)
     assert mesh.credentials is not None
-    await credentials.revoke_key(state, mesh.credentials.row.public)
+    await credentials.revoke_key(state, mesh.credentials.row.public_key)
     await asyncio.wait_for(talker.closed.wait(), scaled(SOON_S))
     await asyncio.wait_for(talker.cancelled.wait(), scaled(SOON_S))
     assert not talker.sleeping
@@ -341,15 +341,17 @@ async def test_a_process_without_a_lease_keeps_its_key_at_its_door() -> None:
         time.now += REREGISTER_S / 2
         await staying.refresh()
     await entered("person/3")
-    assert {row.name for row in await credentials.list_credentials(state)} == {
+    assert {row.process for row in await credentials.list_credentials(state)} == {
         "person/1",
         "person/3",
     }
-    await credentials.revoke_key(state, staying.row.public)
+    await credentials.revoke_key(state, staying.row.public_key)
     time.now += 2 * REREGISTER_S
     with pytest.raises(Refused, match="was revoked"):
         await staying.refresh()
-    assert gone.row.public not in {row.public for row in await credentials.list_credentials(state)}
+    assert gone.row.public_key not in {
+        row.public_key for row in await credentials.list_credentials(state)
+    }
 
 
 async def test_while_redis_is_silent_a_stranger_waits_and_the_known_go_on(

@@ -150,7 +150,7 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
             await client.fetch_chunk(entry, digest)
         entry.address = store.transport.address
         assert trainer.credentials is not None
-        await mesh_doors.revoke_key(owner, trainer.credentials.row.public)
+        await mesh_doors.revoke_key(owner, trainer.credentials.row.public_key)
         assert store.credentials is not None
         store.credentials.keys.refresh_keys(1 << 40)
         with pytest.raises(HandshakeFailed, match=r"keys\?"):

@@ -20,7 +20,9 @@ sender = BroadcastSender(**told["senders"][0])
 gathered = BroadcastPlan(**told | {"senders": [sender], "backend": "gloo"})
 group = BroadcastGroup(gathered, sender, {"hostname": "127.0.0.1"})
 group.join(
-    open_rendezvous_store(gathered.where, gathered.members, timedelta(seconds=gathered.wait_s))
+    open_rendezvous_store(
+        gathered.rendezvous_url, gathered.world_size, timedelta(seconds=gathered.max_wait_s)
+    )
 )
-next(group.receive(sender.chunks.values()))
+next(group.receive(sender.chunk_bytes.values()))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -282,7 +282,7 @@ async def test_who_comes_when_a_broadcast_has_begun_is_told_at_once(tmp_path: Pa
         first = await bench.broadcasts.join_broadcast(
             asked
         )  # nobody comes to meet it: it still waits
-        assert first.where and first.members == 2
+        assert first.rendezvous_url and first.world_size == 2
         assert await bench.broadcasts.join_broadcast(asked) == BroadcastPlan()
 
 
@@ -327,7 +327,7 @@ async def test_a_member_that_is_killed_ends_it_for_all_and_what_came_stays(
         joining = asyncio.create_task(bench.broadcasts.join_broadcast(asked))
         receiving = asyncio.create_task(way.receive(bench.version, into))
         told = await joining
-        assert told.members == 3
+        assert told.world_size == 3
         stranger.stdin.write(json.dumps(asdict(told)).encode() + b"\n")
         await stranger.stdin.drain()
         with pytest.raises(PeerLost):
@@ -352,7 +352,7 @@ async def test_a_member_that_never_comes_keeps_the_others_for_a_bounded_time(
         async with asyncio.timeout(scaled(20.0)):
             with pytest.raises(PeerLost):
                 await way.receive(bench.version, into)
-            assert (await absent).members == 3
+            assert (await absent).world_size == 3
 
 
 async def test_a_core_that_ends_ends_its_broadcast(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def resident(
     id: str, job: str, *ranks: int, tier: Tier = Tier.ACCELERATOR, turns: bool = False
 ) -> Instance:
     reports = {rank: InstanceReport(rank, 1, 1, 7, InstancePhase.READY, tier) for rank in ranks}
-    return Instance(id, job, Role.ROLLOUT, ranks=ranks, turns=turns, reports=reports)
+    return Instance(id, job, Role.ROLLOUT, ranks=ranks, time_sliced=turns, reports=reports)
 
 
 def mesh(*gangs: Gang) -> MeshSnapshot:
@@ -195,7 +195,7 @@ def test_accelerators_are_charged_to_whose_tensors_are_on_them() -> None:
     a, b = JobUsage(), JobUsage()
     for now_s in (10.0, 20.0, 30.0):
         for tally, job in ((a, "a"), (b, "b")):
-            tally.see_workers(mesh(TWO, BOTH, ASLEEP), job, now_s)
+            tally.update_workers(mesh(TWO, BOTH, ASLEEP), job, now_s)
     assert a.accelerator_s == pytest.approx(20 * 2.5)
     assert b.accelerator_s == pytest.approx(20 * 0.5)
 
@@ -207,8 +207,8 @@ def test_a_resident_that_takes_turns_is_charged_what_it_computed() -> None:
     for now_s, turn_s in ((10.0, 4.0), (20.0, 5.5), (30.0, 7.0)):
         said = {"resident": "g1.0", "job": "a", "turn_held_s": turn_s}
         entry = RegistryEntry("engine/g1.0", "engine", incarnation="i", alive=True, stats=said)
-        a.see_workers(replace(mesh(by_turns), entries=[entry]), "a", now_s)
-        alone.see_workers(replace(mesh(BOTH), entries=[entry]), "a", now_s)
+        a.update_workers(replace(mesh(by_turns), entries=[entry]), "a", now_s)
+        alone.update_workers(replace(mesh(BOTH), entries=[entry]), "a", now_s)
     assert alone.accelerator_s == pytest.approx(10.0), "it takes no turns"
     assert a.accelerator_s == pytest.approx(3.0), "what it had computed before is another's count"
 

@@ -153,7 +153,7 @@ async def test_everything_is_shown_once_and_in_order(program: Program, tmp_path:
 
 @pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
 async def test_a_resumed_run_shows_only_what_is_new(program: Program) -> None:
-    program.tracker.progress.step, program.tracker.progress.evaluations = 4, ["before"]
+    program.tracker.progress.step, program.tracker.progress.shown_evaluations = 4, ["before"]
     program.all.enqueue(rows(1, 6), [evaluation("before", 0), evaluation("after", 6)])
     await program.all.close()
     assert program.steps() == [5, 6, 6]
@@ -176,12 +176,12 @@ async def test_a_version_that_is_evaluated_in_another_lineage_is_shown_again(
     program: Program,
 ) -> None:
     program.all.enqueue(rows(1, 5), [evaluation("step-4", 4)])
-    await until(lambda: bool(program.tracker.progress.evaluations))
+    await until(lambda: bool(program.tracker.progress.shown_evaluations))
     program.all.rewind(3)
     program.all.enqueue(rows(4, 4), [evaluation("step-4", 4, lineage=1)])
     await program.all.close()
     assert program.steps() == [1, 2, 3, 4, 5, 4, 3, 4, 4]
-    assert program.tracker.progress.evaluations == ["step-4", "step-4@1"]
+    assert program.tracker.progress.shown_evaluations == ["step-4", "step-4@1"]
 
 
 @pytest.mark.parametrize("program", [HANGING], indirect=True)
@@ -201,7 +201,7 @@ async def test_one_that_hangs_costs_its_records_and_no_time(
 @pytest.mark.parametrize("program", [BROKEN], indirect=True)
 async def test_one_that_does_not_start_is_given_up(program: Program) -> None:
     program.all.enqueue(rows(1, 2), [])
-    await until(lambda: "given up" in program.tracker.progress.trouble)
+    await until(lambda: "given up" in program.tracker.progress.last_error)
     program.all.enqueue(rows(3, 3), [])
     await program.all.close()
     assert program.tracker.progress.dropped == 3
@@ -211,7 +211,7 @@ async def test_one_that_does_not_start_is_given_up(program: Program) -> None:
 @pytest.mark.parametrize("program", [FORGETFUL], indirect=True)
 async def test_what_a_dying_process_did_not_confirm_is_shown_again(program: Program) -> None:
     program.all.enqueue(rows(1, 2), [])
-    await until(lambda: "given up" in program.tracker.progress.trouble)
+    await until(lambda: "given up" in program.tracker.progress.last_error)
     assert program.steps() == [1] * LIMITS.max_failures
     await program.all.close()
 
