@@ -92,7 +92,7 @@ async def admit_groups(
     budget) * groups_per_step - admitted. Requeued prompts go first.
     """
     args = {"shard": shard, "token": token, "want": max_groups, "op": op_id}
-    return _decode_admitted(await state.run_job_script("admit", job, **args))
+    return _decode_admitted(await state.run_job_script("admit_groups", job, **args))
 
 
 async def mark_group_ready(
@@ -100,7 +100,7 @@ async def mark_group_ready(
 ) -> None:
     """Record that the group is finished and its bytes are durable: it may be trained on."""
     await state.run_job_script(
-        "group_ready", job, shard=shard, token=token, op=op_id, **asdict(finished)
+        "mark_group_ready", job, shard=shard, token=token, op=op_id, **asdict(finished)
     )
 
 
@@ -166,7 +166,7 @@ async def record_segment(
 ) -> None:
     """Record a segment before its first byte is written (-1), and its length when it is sealed."""
     args = {"shard": shard, "token": token, "name": name, "sealed_length": sealed_length}
-    await state.run_job_script("note_segment", job, **args)
+    await state.run_job_script("record_segment", job, **args)
 
 
 async def read_ledger_location(state: StateClient, job: str, shard: str) -> str:
@@ -179,13 +179,13 @@ async def record_ledger_location(
     state: StateClient, job: str, shard: str, token: int, location: str
 ) -> None:
     """Record the new location of the shard's segments."""
-    await state.run_job_script("note_segment", job, shard=shard, token=token, place=location)
+    await state.run_job_script("record_segment", job, shard=shard, token=token, place=location)
 
 
 async def remove_segment(state: StateClient, job: str, shard: str, token: int, name: str) -> None:
     """Remove the record of a segment whose groups have all ended."""
     await state.run_job_script(
-        "note_segment", job, shard=shard, token=token, name=name, forget=True
+        "record_segment", job, shard=shard, token=token, name=name, forget=True
     )
 
 
@@ -204,9 +204,9 @@ async def lease_groups(
     of an abandoned version counts as old as the version at which its lineage ended. The answer
     leaves out `known_groups`, which the trainer has. Refused if `step` is not next.
     """
-    args = {"trainer": trainer, "token": token, "step": step, "given": list(known_groups)}
+    args = {"trainer": trainer, "token": token, "step": step, "known": list(known_groups)}
     answer = await state.run_job_script("lease_groups", job, **args)
-    waiting = LeaseWait(answer["waiting"], answer["on"]) if "waiting" in answer else None
+    waiting = LeaseWait(answer["waiting"], answer["shard"]) if "waiting" in answer else None
     return LeasedGroups([decode_group_row(row) for row in answer["groups"] or []], waiting)
 
 
@@ -217,7 +217,7 @@ async def count_in_flight(state: StateClient, job: str) -> InFlightCounts:
 
 async def read_live_digests(state: StateClient, job: str) -> set[str]:
     """Return the digests of the bytes of groups that a step, or its replay, may still need."""
-    return set((await state.run_job_script("digests", job))["digests"] or [])
+    return set((await state.run_job_script("live_digests", job))["digests"] or [])
 
 
 def decode_group_row(row: dict[str, Any]) -> GroupRow:
@@ -234,7 +234,7 @@ async def _return_group(
     """
     args = {"job": job, "name": name, "token": token, "group": group, "op": op_id}
     args |= dict(zip(("reason", "counter", "kind", "requeue"), ends, strict=True))
-    await state.run_script("group_returned", [job_prefix(job)], args)
+    await state.run_script("return_group", [job_prefix(job)], args)
 
 
 def _decode_admitted(answer: dict[str, Any]) -> list[AdmittedGroup]:

@@ -101,7 +101,7 @@ def initial_counters() -> dict[str, Any]:
         "manifest": "",
         "checkpoint": "",
         "steps_done": 0,
-        "covered": -1,
+        "checkpointed_version": -1,
         "cursor": 0,
         "next_group": 0,
         "admitted": 0,
@@ -143,16 +143,16 @@ async def create_job(
 
 async def read_jobs(state: StateClient) -> list[JobRow]:
     """Return all jobs of the mesh in the order of submission."""
-    args = {"index": JOBS, "prefix": "{", "suffix": "}:job", "beside": "}:given"}
-    rows = (await state.run_mesh_script("rows", **args))["rows"]
+    args = {"index": JOBS, "prefix": "{", "suffix": "}:job", "extra_key": "}:submission"}
+    rows = (await state.run_mesh_script("read_rows", **args))["rows"]
     return [_decode_job(row) for row in rows or []]
 
 
 async def read_job(state: StateClient, job: str) -> JobRow:
     """Return one job; NotFound if the mesh has none of that name."""
     prefix = job_prefix(job)
-    args = {"key": f"{prefix}:job", "beside": f"{prefix}:given"}
-    row = (await state.run_script("row", [prefix], args))["row"]
+    args = {"key": f"{prefix}:job", "extra_key": f"{prefix}:submission"}
+    row = (await state.run_script("read_row", [prefix], args))["row"]
     if not row or "phase" not in row:
         raise NotFound(f"there is no job {job}", fix="`meshrl status` lists the jobs of this mesh.")
     return _decode_job(row | {"id": job})
@@ -175,7 +175,7 @@ async def set_phase(
     args = {"job": job, "phase": phase, "name": name, "token": token, "error": error}
     if lineage is not None:
         args["lineage"] = lineage
-    await state.run_script("phase", [job_prefix(job)], args)
+    await state.run_script("set_phase", [job_prefix(job)], args)
 
 
 async def reopen(state: StateClient, job: str, op_id: str) -> None:
@@ -205,7 +205,7 @@ async def change_document(
     contains `changes`: (old, new) by key.
     """
     answer = await state.run_job_script(
-        "change",
+        "change_document",
         job,
         op=op_id,
         **_encode_document(document),
@@ -250,14 +250,14 @@ async def record_evaluation(
     }
     if evaluation.value is not None:
         args["value"] = evaluation.value
-    return bool((await state.run_script("evaluation", [job_prefix(job)], args))["recorded"])
+    return bool((await state.run_script("record_evaluation", [job_prefix(job)], args))["recorded"])
 
 
 async def is_evaluation_pending(state: StateClient, job: str, tag: str) -> bool:
     """Return True if a result under `tag` is still possible: none is recorded, and the job has not
     ended.
     """
-    found = await state.run_job_script("evaluated", job, tag=tag)
+    found = await state.run_job_script("evaluation_status", job, tag=tag)
     return not found["recorded"] and found["phase"] not in TERMINAL_PHASES
 
 
@@ -269,7 +269,7 @@ async def is_paused(state: StateClient, job: str) -> bool:
 async def read_evaluations(state: StateClient, job: str) -> list[dict[str, Any]]:
     """Return `{tag, step, at_ms, by, result}` of each evaluation, by step."""
     prefix = job_prefix(job)
-    rows = (await state.run_script("row", [prefix], {"key": f"{prefix}:evaluations"}))["row"]
+    rows = (await state.run_script("read_row", [prefix], {"key": f"{prefix}:evaluations"}))["row"]
     found = [json.loads(row) for row in (rows or {}).values()]
     return sorted(
         (row | {"result": json.loads(row["result"])} for row in found),

@@ -15,7 +15,7 @@ async def campaign(state: StateClient, election: str, owner: str, ttl_ms: int) -
 def renew_leadership(state: StateClient, election: str, token: int, ttl_ms: int) -> bool:
     """Prolong leadership; False if it has lapsed. Blocks, for the renewal thread."""
     args = {"election": election, "token": token, "ttl_ms": ttl_ms}
-    return bool(state.run_script_sync("keep", [MESH_PREFIX], args)["held"])
+    return bool(state.run_script_sync("renew_leadership", [MESH_PREFIX], args)["is_renewed"])
 
 
 async def read_leader(state: StateClient, election: str) -> tuple[str, int]:

@@ -47,7 +47,7 @@ async def join(state: StateClient, name: str, cursor: str, location: str) -> str
     recorder does not need what a mesh did before its job.
     """
     return str(
-        (await state.run_mesh_script("join_reader", name=name, at=cursor, where=location))["from"]
+        (await state.run_mesh_script("join_reader", name=name, cursor=cursor, location=location))["from"]
     )
 
 
@@ -65,7 +65,7 @@ async def record_cursor(
     It has also stored the rows of its job's steps up to `step`. `has_left`: it reads no more.
     """
     await state.run_mesh_script(
-        "note_reader", name=name, at=cursor, where=location, step=step, left=has_left
+        "record_cursor", name=name, cursor=cursor, location=location, step=step, has_left=has_left
     )
 
 
@@ -77,10 +77,10 @@ async def record_history_loss(
     The event `history_lost` has the counts from which the account of trajectories continues.
     """
     answer = await state.run_job_script(
-        "history_lost",
+        "record_history_loss",
         job,
         name=recorder_name(job),
-        where=location,
+        location=location,
         since=lost.since,
         through=lost.through,
         counts=list(COUNT_FIELDS),
@@ -90,7 +90,7 @@ async def record_history_loss(
 
 async def list_readers(state: StateClient) -> list[EventReader]:
     """Return all readers on record, by name, including those that have left."""
-    row = (await state.run_mesh_script("row", key=READERS))["row"] or {}
+    row = (await state.run_mesh_script("read_row", key=READERS))["row"] or {}
     names = EventReader.__dataclass_fields__
     found = [
         EventReader(name, **{key: value for key, value in json.loads(text).items() if key in names})

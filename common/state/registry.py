@@ -111,7 +111,7 @@ def renew_lease(
         "waits": json.dumps(waits),
         "away_ms": state.get_outage_ms(),
         **_encode_snapshot_stats(name, stats),
-        **({"door": asdict(credential)} if credential is not None else {}),
+        **({"credential": asdict(credential)} if credential is not None else {}),
     }
     return LeaseRenewal(**state.run_script_sync("renew", [MESH_PREFIX], args))
 
@@ -119,7 +119,7 @@ def renew_lease(
 async def release_lease(state: StateClient, name: str, token: int) -> bool:
     """End the caller's own lease; False if it was no longer its own."""
     return bool(
-        (await state.run_mesh_script("vacate", name=name, token=token, why="released"))["vacated"]
+        (await state.run_mesh_script("end_lease", name=name, token=token, event="released"))["ended"]
     )
 
 
@@ -128,8 +128,8 @@ async def evict(state: StateClient, name: str, incarnation: str) -> bool:
 
     Return False if another process has the name by now.
     """
-    args = {"name": name, "incarnation": incarnation, "why": "evicted"}
-    return bool((await state.run_mesh_script("vacate", **args))["vacated"])
+    args = {"name": name, "incarnation": incarnation, "event": "evicted"}
+    return bool((await state.run_mesh_script("end_lease", **args))["ended"])
 
 
 async def lookup(state: StateClient, name: str) -> RegistryEntry | None:
@@ -142,7 +142,7 @@ async def lookup(state: StateClient, name: str) -> RegistryEntry | None:
 
 async def lookup_all(state: StateClient, names: Sequence[str]) -> dict[str, RegistryEntry]:
     """Return the entries of these names, by name, as `lookup` finds them."""
-    found = (await state.run_mesh_script("entries", names=list(names)))["entries"]
+    found = (await state.run_mesh_script("list_entries", names=list(names)))["entries"]
     return {row["name"]: _decode_entry(row, json.loads(row["about"])) for row in found or []}
 
 
@@ -150,7 +150,7 @@ async def list_entries(state: StateClient, kind: str = "") -> list[RegistryEntry
     """Return all entries, of one kind if given, including those that died in the last ten
     minutes.
     """
-    rows = (await state.run_mesh_script("entries"))["entries"]
+    rows = (await state.run_mesh_script("list_entries"))["entries"]
     told = [(row, json.loads(row["about"])) for row in rows or []]
     return [_decode_entry(row, about) for row, about in told if not kind or about["kind"] == kind]
 
@@ -160,7 +160,7 @@ def _encode_snapshot_stats(name: str, stats: dict[str, Any]) -> dict[str, str]:
     if kind not in SNAPSHOT_KINDS:
         return {}
     counts = {key: stats[key] for key in SNAPSHOT_STATS if key in stats}
-    return {"counted": json.dumps({"name": name, "kind": kind, "stats": counts})}
+    return {"snapshot_stats": json.dumps({"name": name, "kind": kind, "stats": counts})}
 
 
 def _decode_entry(row: dict[str, Any], registration: dict[str, Any]) -> RegistryEntry:

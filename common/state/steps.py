@@ -109,10 +109,10 @@ async def commit_step(
         metrics=json.dumps(commit.metrics),
         metrics_field=json.dumps({"metrics": commit.metrics}),
         record=json.dumps(commit.replay_data),
-        covered=commit.checkpointed_version,
+        checkpointed_version=commit.checkpointed_version,
         **asdict(commit.references),
     )
-    return StepCommitResult(answer["version"], answer["replayed"])
+    return StepCommitResult(answer["version"], answer["is_replay"])
 
 
 async def record_checkpoint(
@@ -124,7 +124,7 @@ async def record_checkpoint(
     """
     args = {"trainer": trainer, "token": token, "lineage": lineage}
     args |= {"step": step, "checkpoint": checkpoint}
-    await state.run_script("cover", [job_prefix(job)], args)
+    await state.run_script("record_checkpoint", [job_prefix(job)], args)
 
 
 async def read_step_rows(state: StateClient, job: str, after_step: int = 0) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ async def open_lineage(
     }
     if account is not None:  # that of version 0 is empty: nothing was opened before
         counts = account.get("counts", {})
-        args["back"] = {
+        args["rollback"] = {
             "counts": {field: counts.get(field, 0) for field in UNDONE_COUNTS},
             "cursor": account.get("cursor", 0),
             "requeue": account.get("requeue", []),
@@ -249,13 +249,13 @@ async def restore_job(
         "manifest": checkpoint["manifest"],
         "checkpoint": checkpoint.get("checkpoint", ""),
         "steps_done": version,
-        "covered": version,
+        "checkpointed_version": version,
         "cursor": checkpoint["cursor"],
         "next_group": past * GROUP_ID_GAP,
         "admitted": version * size,
         "counts": counts,
         "requeue": checkpoint["requeue"],
-        "kept": checkpoint.get("kept", {})
+        "retained_fields": checkpoint.get("kept", {})
         | {key: checkpoint.get(key, "") for key in ("image", "masters")},
     }
     phase = Phase.TRAINING if version < document["budget"]["steps"] else Phase.EVALUATION

@@ -71,87 +71,87 @@ _EVENT_APPEND = _mesh(writes="events")
 _LEASE_CHECK = _mesh(reads="entry:*")  # only holders of a lease
 _LEADER_CHECK = _mesh(reads="leader:*")  # only the leader
 _PROGRESS = _job(both="job")
-_JOB_ROW = _job(reads="job given")  # `given` is its document, written by its submitter
+_JOB_ROW = _job(reads="job submission")  # `submission` is its document, written by its submitter
 _PHASE = (
     _job(writes="job")
-    | _mesh(reads="jobs", writes="jobs:going jobs:ended jobs:paused")
+    | _mesh(reads="jobs", writes="jobs:active jobs:ended jobs:paused")
     | _EVENT_APPEND
 )
 _EVENT_READERS = _mesh(both="readers")
 _TOKENS = _mesh(both="token")
 # removal of entries that have been dead for long
-_DEAD_ENTRIES = _mesh(both="entries", writes="entry:* look:counted")
-_CREDENTIALS = _mesh(reads="door:* admitted doors revoked home")
+_DEAD_ENTRIES = _mesh(both="entries", writes="entry:* snapshot:stats")
+_CREDENTIALS = _mesh(reads="credentials:* admitted revocations revoked run_host")
 _GROUP_INDEXES = "open ready leased"
 
 # Keys that each script reads and writes. Idempotent scripts also use `op:<script>:*`, and `row` and
 # `rows` read the keys in their arguments.
 SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     # registry
-    "register": _mesh(reads="epoch", writes="entries look:counted", both="entry:*")
+    "register": _mesh(reads="epoch", writes="entries snapshot:stats", both="entry:*")
     | _TOKENS
     | _EVENT_APPEND,
-    "renew": _mesh(writes="outage_ms look:counted", both="entry:* entries epoch")
+    "renew": _mesh(writes="outage_ms snapshot:stats", both="entry:* entries epoch")
     | _CREDENTIALS
     | _EVENT_APPEND,
-    "vacate": _mesh(writes="entries look:counted", both="entry:*") | _EVENT_APPEND,
-    "entries": _LEASE_CHECK | _DEAD_ENTRIES,
+    "end_lease": _mesh(writes="entries snapshot:stats", both="entry:*") | _EVENT_APPEND,
+    "list_entries": _LEASE_CHECK | _DEAD_ENTRIES,
     "append": _LEASE_CHECK | _EVENT_APPEND,
-    "process_ended": _mesh(reads="entries entry:*", both="ended outage_ms") | _PROGRESS | _PHASE,
-    "end_seen": _mesh(reads="jobs jobs:going", both="ended") | _EVENT_APPEND,
-    "row": KeyPermissions(),
-    "rows": KeyPermissions(),
+    "charge_exit": _mesh(reads="entries entry:*", both="exits outage_ms") | _PROGRESS | _PHASE,
+    "record_exit": _mesh(reads="jobs jobs:active", both="exits") | _EVENT_APPEND,
+    "read_row": KeyPermissions(),
+    "read_rows": KeyPermissions(),
     # credentials; a process writes only those of its own role and host
-    "enter": _CREDENTIALS,
-    "withdraw": _CREDENTIALS,
-    "who": _CREDENTIALS,
-    "door_rows": _CREDENTIALS,
-    "admit_host": _mesh(both="admitted door:* doors"),
-    "revoke": _mesh(both="admitted door:* doors revoked") | _EVENT_APPEND,
+    "register_key": _CREDENTIALS,
+    "withdraw_key": _CREDENTIALS,
+    "key_owners": _CREDENTIALS,
+    "list_keys": _CREDENTIALS,
+    "admit_host": _mesh(both="admitted credentials:* revocations"),
+    "revoke_keys": _mesh(both="admitted credentials:* revocations revoked") | _EVENT_APPEND,
     # leaders
     "campaign": _mesh(both="leader:*") | _TOKENS | _EVENT_APPEND,
-    "keep": _mesh(both="leader:*"),
+    "renew_leadership": _mesh(both="leader:*"),
     "leader": _LEADER_CHECK,
     # admission and removal of hosts
-    "ask": _mesh(reads="answered:*", writes="asked"),
-    "asked": _mesh(both="asked"),
-    "answer": _mesh(writes="asked answered:*"),
-    "mark_host": _mesh(both="draining requests") | _EVENT_APPEND,
+    "submit_host_request": _mesh(reads="host_answers:*", writes="host_requests"),
+    "pending_host_requests": _mesh(both="host_requests"),
+    "answer_host_request": _mesh(writes="host_requests host_answers:*"),
+    "set_drain_reason": _mesh(both="draining requests") | _EVENT_APPEND,
     # the pool
-    "look": _LEADER_CHECK
+    "snapshot": _LEADER_CHECK
     | _mesh(
-        reads="entries entry:* look:counted look:workers look:gangs jobs:going hosts services:*"
-        " draining requests moving planner settings"
+        reads="entries entry:* snapshot:stats snapshot:workers snapshot:gangs jobs:active hosts services:*"
+        " draining requests moves planner settings"
     )
     | _JOB_ROW,
-    "write": _LEADER_CHECK
+    "write_decisions": _LEADER_CHECK
     | _LEASE_CHECK
     | _PHASE
     | _mesh(
-        writes="gangs hosts look:workers look:gangs moving jobs:paused",
+        writes="gangs hosts snapshot:workers snapshot:gangs moves jobs:paused",
         both="planner worker:* gang:* requests services:* draining",
     )
     | _job(both="job"),
-    "forget_gone": _LEADER_CHECK
+    "remove_gone": _LEADER_CHECK
     | _LEASE_CHECK
     | _DEAD_ENTRIES
     | _mesh(
         reads="gang:*",
-        writes="services:* look:workers",
-        both="worker:* workers hosts draining ended",
+        writes="services:* snapshot:workers",
+        both="worker:* workers hosts draining exits",
     )
     | _EVENT_APPEND,
     "join_worker": _LEASE_CHECK
-    | _mesh(writes="workers look:workers look:gangs", both="worker:* gang:*")
+    | _mesh(writes="workers snapshot:workers snapshot:gangs", both="worker:* gang:*")
     | _EVENT_APPEND,
-    "report": _LEASE_CHECK | _mesh(writes="look:gangs", both="gang:*") | _EVENT_APPEND,
+    "report_instance": _LEASE_CHECK | _mesh(writes="snapshot:gangs", both="gang:*") | _EVENT_APPEND,
     "pool_rows": _LEASE_CHECK | _mesh(reads="gangs gang:* workers worker:*"),
-    "request": _mesh(writes="requests draining") | _EVENT_APPEND,
+    "submit_request": _mesh(writes="requests draining") | _EVENT_APPEND,
     "write_settings": _mesh(writes="settings"),
     # readers of events
     "join_reader": _EVENT_READERS,
-    "note_reader": _EVENT_READERS | _mesh(reads="jobs:deleted") | _job(reads="job"),
-    "history_lost": _EVENT_READERS
+    "record_cursor": _EVENT_READERS | _mesh(reads="jobs:deleted") | _job(reads="job"),
+    "record_history_loss": _EVENT_READERS
     | _EVENT_APPEND
     | _job(reads=f"job steps step:* group:* {_GROUP_INDEXES}"),
     "trim_events": _EVENT_READERS
@@ -162,37 +162,37 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     | _PHASE
     | _EVENT_READERS
     | _mesh(reads="jobs:deleting", writes="jobs", both="jobs:in_store")
-    | _job(writes="requeue given"),
+    | _job(writes="requeue submission"),
     "reopen": _PROGRESS | _PHASE | _EVENT_READERS,
-    "change": _PROGRESS | _PHASE | _EVENT_READERS | _job(writes="given", both="evaluations"),
+    "change_document": _PROGRESS | _PHASE | _EVENT_READERS | _job(writes="submission", both="evaluations"),
     "cancel": _PROGRESS | _PHASE,
-    "phase": _LEASE_CHECK | _PROGRESS | _PHASE,
-    "evaluated": _job(reads="job evaluations"),
-    "evaluation": _LEASE_CHECK | _PROGRESS | _EVENT_APPEND | _job(writes="evaluations"),
-    "job_marks": _mesh(reads="jobs jobs:deleted") | _JOB_ROW,
+    "set_phase": _LEASE_CHECK | _PROGRESS | _PHASE,
+    "evaluation_status": _job(reads="job evaluations"),
+    "record_evaluation": _LEASE_CHECK | _PROGRESS | _EVENT_APPEND | _job(writes="evaluations"),
+    "job_watermarks": _mesh(reads="jobs jobs:deleted") | _JOB_ROW,
     "old_jobs": _LEADER_CHECK | _mesh(reads="jobs:ended jobs:deleting"),
     "delete_job": _PROGRESS
-    | _job(reads="given")
-    | KeyPermissions(deletes=frozenset({f"{ANY_JOB}:given"}))
-    | _mesh(writes="jobs jobs:deleting readers", both="jobs:ended jobs:deleted ended")
+    | _job(reads="submission")
+    | KeyPermissions(deletes=frozenset({f"{ANY_JOB}:submission"}))
+    | _mesh(writes="jobs jobs:deleting readers", both="jobs:ended jobs:deleted exits")
     | _EVENT_APPEND,
-    "delete_rest": _mesh(writes="jobs:in_store", both="jobs:deleting")
+    "delete_remaining_rows": _mesh(writes="jobs:in_store", both="jobs:deleting")
     | _job(
         writes="group:* step:* shard:* requeue evaluations", both=f"steps shards {_GROUP_INDEXES}"
     ),
     # groups
-    "admit": _LEASE_CHECK
+    "admit_groups": _LEASE_CHECK
     | _PROGRESS
     | _EVENT_APPEND
     | _job(reads="shard:*", writes="group:* open", both="requeue"),
     "claim_shard": _LEASE_CHECK | _job(writes="shards", both="shard:*"),
-    "note_segment": _LEASE_CHECK | _job(both="shard:*"),
+    "record_segment": _LEASE_CHECK | _job(both="shard:*"),
     "open_groups": _job(reads="job open group:*"),
-    "group_ready": _LEASE_CHECK
+    "mark_group_ready": _LEASE_CHECK
     | _PROGRESS
     | _EVENT_APPEND
     | _job(writes="open ready", both="group:*"),
-    "group_returned": _LEASE_CHECK
+    "return_group": _LEASE_CHECK
     | _PROGRESS
     | _EVENT_APPEND
     | _job(writes=f"requeue {_GROUP_INDEXES}", both="group:*"),
@@ -201,14 +201,14 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     | _EVENT_APPEND
     | _job(reads="open", writes="requeue", both="ready leased group:*"),
     "in_flight": _job(reads=f"job group:* {_GROUP_INDEXES}"),
-    "digests": _job(reads="job ready leased group:* steps step:*"),
+    "live_digests": _job(reads="job ready leased group:* steps step:*"),
     # steps
     "commit_initial": _LEASE_CHECK | _PROGRESS | _EVENT_APPEND,
     "commit_step": _LEASE_CHECK
     | _PROGRESS
     | _PHASE
     | _job(reads="open", both="leased group:* steps step:*"),
-    "cover": _LEASE_CHECK | _PROGRESS | _job(reads="steps", writes="step:*"),
+    "record_checkpoint": _LEASE_CHECK | _PROGRESS | _job(reads="steps", writes="step:*"),
     "checkpoint_state": _job(reads=f"job requeue group:* {_GROUP_INDEXES}"),
     "open_lineage": _LEASE_CHECK
     | _PROGRESS
@@ -219,51 +219,51 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
 }
 # Scripts that apply an operation once, however often they are called with its id.
 _IDEMPOTENT_NAMES = (
-    "append process_ended end_seen write request submit reopen change cancel delete_job admit"
-    " group_ready group_returned open_lineage"
+    "append charge_exit record_exit write_decisions submit_request submit reopen change_document cancel delete_job admit_groups"
+    " mark_group_ready return_group open_lineage"
 )
 IDEMPOTENT_SCRIPTS = frozenset(_IDEMPOTENT_NAMES.split())
 
 # Scripts of every process of a mesh: it has a name and a lease, and looks up other processes and
 # their keys.
-_COMMON_NAMES = "register renew vacate entries append row enter withdraw who"
+_COMMON_NAMES = "register renew end_lease list_entries append read_row register_key withdraw_key key_owners"
 COMMON_SCRIPTS = frozenset(_COMMON_NAMES.split())
 _PAUSED_JOBS = _mesh(reads="jobs:paused")
 _EVENTS = _mesh(reads="events trimmed")
-_DELETION_SCRIPTS = "delete_job delete_rest"
+_DELETION_SCRIPTS = "delete_job delete_remaining_rows"
 
 # Additional scripts of each role, and the keys of its other commands.
 _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
     "node": ("process_ended end_seen", _JOB_ROW | _mesh(reads="services:* draining")),
     "worker": (
-        "join_worker report pool_rows process_ended end_seen",
+        "join_worker report_instance pool_rows charge_exit record_exit",
         _JOB_ROW | _mesh(reads="worker:*"),
     ),
     "engine": ("", _JOB_ROW),
     "hybrid": ("", _JOB_ROW | _PAUSED_JOBS),
     "rank": ("", _JOB_ROW | _PAUSED_JOBS),
-    "scoring": ("phase", _JOB_ROW),
-    "sandbox": ("end_seen", _PAUSED_JOBS),
+    "scoring": ("set_phase", _JOB_ROW),
+    "sandbox": ("record_exit", _PAUSED_JOBS),
     "rollout": (
-        "admit claim_shard note_segment open_groups group_ready group_returned evaluation phase"
-        " process_ended end_seen",
+        "admit_groups claim_shard record_segment open_groups mark_group_ready return_group record_evaluation set_phase"
+        " charge_exit record_exit",
         _JOB_ROW | _job(reads="evaluations") | _mesh(reads="draining"),
     ),
     "trainer": (
-        "phase evaluated lease_groups group_returned commit_initial commit_step cover"
+        "set_phase evaluation_status lease_groups return_group commit_initial commit_step record_checkpoint"
         " checkpoint_state open_lineage step_rows",
         _JOB_ROW | _PAUSED_JOBS,
     ),
     "weights": (
-        "rows digests step_rows",
+        "read_rows live_digests step_rows",
         _JOB_ROW | _mesh(reads="jobs jobs:deleted settings", both="jobs:in_store"),
     ),
     "planner": (
-        f"campaign keep look write forget_gone old_jobs {_DELETION_SCRIPTS}",
+        f"campaign renew_leadership snapshot write_decisions remove_gone old_jobs {_DELETION_SCRIPTS}",
         _mesh(reads="planner"),
     ),
     "gateway": (
-        f"rows submit cancel pool_rows ask {_DELETION_SCRIPTS}",
+        f"read_rows submit cancel pool_rows submit_host_request {_DELETION_SCRIPTS}",
         _JOB_ROW
         | _EVENTS
         | _mesh(reads="jobs jobs:deleted settings services:* draining")
@@ -275,7 +275,7 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
         _JOB_ROW
         | _EVENTS
         | _mesh(
-            reads="token epoch planner settings services:* worker:* draining ended readers jobs"
+            reads="token epoch planner settings services:* worker:* draining exits readers jobs"
             " jobs:deleted jobs:in_store jobs:paused trimmed",
             both="probe",
         )
@@ -293,7 +293,7 @@ def list_role_scripts(role: str) -> frozenset[str]:
 def compute_role_permissions(role: str, host: str) -> KeyPermissions:
     """Return the keys that processes of a role on a host may access."""
     others = _ROLE_PERMISSIONS[role][1]
-    own = _mesh(both=f"door:{role}:{host}")
+    own = _mesh(both=f"credentials:{role}:{host}")
     # The prefix that a script gets as its key: no key has that name.
     found = KeyPermissions(frozenset({ANY_JOB}), frozenset({ANY_JOB})) | own | others
     for script in list_role_scripts(role):

@@ -60,12 +60,12 @@ async def register_key(state: StateClient, credential: Credential) -> int:
     Keys of processes that have gone for long are removed. Refused: host or key is not admitted any
     more.
     """
-    return int((await state.run_mesh_script("enter", **asdict(credential)))["doors"])
+    return int((await state.run_mesh_script("register_key", **asdict(credential)))["revocations"])
 
 
 async def withdraw_key(state: StateClient, credential: Credential) -> None:
     """Withdraw the key of a process."""
-    await state.run_mesh_script("withdraw", **asdict(credential))
+    await state.run_mesh_script("withdraw_key", **asdict(credential))
 
 
 def lookup_owners(client: SyncRedisClient, public_keys: Sequence[str]) -> list[tuple[str, ...]]:
@@ -75,24 +75,24 @@ def lookup_owners(client: SyncRedisClient, public_keys: Sequence[str]) -> list[t
     impersonate that one. Blocks; StateUnavailable.
     """
     answer = run_script_once(
-        client, "who", [MESH_PREFIX], {"keys": list(public_keys), "roles": _ROLES}
+        client, "key_owners", [MESH_PREFIX], {"keys": list(public_keys), "roles": _ROLES}
     )
-    return [tuple(sorted(holders.split())) for holders in answer["who"]]
+    return [tuple(sorted(holders.split())) for holders in answer["owners"]]
 
 
 async def revoke_host(state: StateClient, host: str) -> bool:
     """Revoke all keys of this host, present and future; return True if any was registered."""
-    return bool((await state.run_mesh_script("revoke", host=host, roles=_ROLES))["revoked"])
+    return bool((await state.run_mesh_script("revoke_keys", host=host, roles=_ROLES))["revoked"])
 
 
 async def revoke_key(state: StateClient, public_key: str) -> bool:
     """Revoke one key; False if it was revoked before."""
-    return bool((await state.run_mesh_script("revoke", public=public_key, roles=_ROLES))["revoked"])
+    return bool((await state.run_mesh_script("revoke_keys", public_key=public_key, roles=_ROLES))["revoked"])
 
 
 async def list_credentials(state: StateClient) -> list[Credential]:
     """Return all registered keys, by host, role and name."""
-    found = (await state.run_mesh_script("door_rows", roles=_ROLES))["rows"] or []
+    found = (await state.run_mesh_script("list_keys", roles=_ROLES))["rows"] or []
     return sorted(
         (Credential(**row) for row in found), key=lambda row: (row.host, row.role, row.process)
     )

@@ -45,13 +45,13 @@ async def submit_host_request(
     """
     until = clock.monotonic() + deadline_s
     while True:
-        text = (await state.run_mesh_script("ask", id=id, kind=kind, about=dict(arguments)))[
+        text = (await state.run_mesh_script("submit_host_request", id=id, kind=kind, arguments=dict(arguments)))[
             "answer"
         ]
         if text:
             answer: dict[str, Any] = json.loads(text)
-            if "refusal" in answer:
-                raise from_wire(*answer["refusal"])
+            if "error" in answer:
+                raise from_wire(*answer["error"])
             return answer
         if clock.monotonic() > until:
             raise DeadlineExceeded(
@@ -63,16 +63,16 @@ async def submit_host_request(
 
 async def read_pending_requests(state: StateClient) -> list[HostRequest]:
     """Return the requests without an answer, in the order of submission."""
-    rows = (await state.run_mesh_script("asked", waits_ms=int(1000 * ANSWER_TIMEOUT_S)))["rows"]
+    rows = (await state.run_mesh_script("pending_host_requests", waits_ms=int(1000 * ANSWER_TIMEOUT_S)))["rows"]
     found = [json.loads(text) for text in rows or []]
-    return [HostRequest(row["id"], row["kind"], row["about"] or {}) for row in found]
+    return [HostRequest(row["id"], row["kind"], row["arguments"] or {}) for row in found]
 
 
 async def answer_host_request(
     state: StateClient, id: str, answer: Mapping[str, Any] | MeshError
 ) -> None:
     """Answer a request, or reject it."""
-    told = {"refusal": to_wire(answer)} if isinstance(answer, MeshError) else dict(answer)
+    told = {"error": to_wire(answer)} if isinstance(answer, MeshError) else dict(answer)
     await state.run_mesh_script(
-        "answer", id=id, answer=json.dumps(told), kept_ms=int(1000 * ANSWER_RETENTION_S)
+        "answer_host_request", id=id, answer=json.dumps(told), kept_ms=int(1000 * ANSWER_RETENTION_S)
     )

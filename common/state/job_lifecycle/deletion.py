@@ -46,7 +46,7 @@ async def delete_old_jobs(state: StateClient, token: int, retention_days: float)
         "most": MAX_JOBS,
     }
     found = await state.run_mesh_script("old_jobs", **args)
-    for job in found["begun"] or []:
+    for job in found["unfinished"] or []:
         await _delete_remaining_rows(state, job)
     old: list[str] = found["old"] or []
     for job in old:
@@ -75,5 +75,5 @@ async def confirm_store_deletion(state: StateClient, job: str) -> None:
 
 
 async def _delete_remaining_rows(state: StateClient, job: str) -> None:
-    while (await state.run_job_script("delete_rest", job, most=ROWS_PER_SCRIPT))["more"]:
+    while (await state.run_job_script("delete_remaining_rows", job, most=ROWS_PER_SCRIPT))["more"]:
         pass

@@ -196,7 +196,7 @@ class StateClient:
         operation = args[0].get("op") if args and isinstance(args[0], dict) else None
         told = list(islice(self._acknowledged_ops, MAX_ACKNOWLEDGED)) if operation else []
         if told:
-            args = ({**args[0], "answered": told}, *args[1:])
+            args = ({**args[0], "acknowledged": told}, *args[1:])
         source, sha = load_script(script)
         words = [len(keys), *keys, *map(_encode_argument, args)]
         try:
@@ -357,6 +357,6 @@ def _decode_reply(script: str, reply: Any) -> Any:
     if not isinstance(reply, str):
         raise RedisError(f"script {script} answered {reply!r}, not JSON")
     answer = json.loads(reply)
-    if isinstance(answer, dict) and "refusal" in answer:
-        raise from_wire(answer["refusal"], answer["text"])
+    if isinstance(answer, dict) and "error_code" in answer:
+        raise from_wire(answer["error_code"], answer["text"])
     return answer

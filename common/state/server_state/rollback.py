@@ -113,7 +113,7 @@ async def read_watermark(state: StateClient, expected: StateWatermark) -> StateW
     trimmed = str(await state.run_command("GET", TRIMMED_KEY) or FIRST_EVENT_ID)
     event = max(rows[0][0] if rows else FIRST_EVENT_ID, trimmed, key=parse_event_id)
     token = int(await state.run_command("GET", TOKEN_KEY) or 0)
-    rows = await state.run_mesh_script("job_marks", known=list(expected.jobs))
+    rows = await state.run_mesh_script("job_watermarks", known=list(expected.jobs))
     jobs = {row.pop("job"): JobWatermark(**row) for row in rows["jobs"] or []}
     deleted = {row["job"]: row["at_ms"] for row in rows["deleted"] or []}
     return StateWatermark(event, token, jobs, deleted)

@@ -9,7 +9,7 @@ from meshrl.common.base.files.run_host import RunHost
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX
 
-RUN_HOST_KEY = f"{MESH_PREFIX}:home"
+RUN_HOST_KEY = f"{MESH_PREFIX}:run_host"
 
 
 async def write_run_host(state: StateClient, run_host: RunHost) -> None:

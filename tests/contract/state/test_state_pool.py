@@ -502,10 +502,10 @@ async def test_documents_of_jobs_are_sent_once(bench: Bench) -> None:
     led = await lead(bench)
     await jobs.submit(bench.state, JOB, document() | {"long": "x" * 4096}, "/runs/job", "op")
     args: dict[str, Any] = {"election": "planner", "token": led, "known": []}
-    [sent] = (await bench.state.run_script("look", ["{mesh}"], args))["jobs"]
+    [sent] = (await bench.state.run_script("snapshot", ["{mesh}"], args))["jobs"]
     assert sent["document"]["long"]
     args["known"] = [sent["digest"]]
-    [again] = (await bench.state.run_script("look", ["{mesh}"], args))["jobs"]
+    [again] = (await bench.state.run_script("snapshot", ["{mesh}"], args))["jobs"]
     assert again["document"] is None
     for _ in range(2):
         [job] = (await pool.read_snapshot(bench.state, led)).snapshot.jobs

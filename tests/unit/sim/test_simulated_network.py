@@ -164,7 +164,7 @@ def test_a_lease_is_kept_and_ends_when_it_is_taken_away() -> None:
         a = await world.join("a", Talker())
         await world.clock.sleep(900)
         assert not world.lost
-        key = await world.state.run_script("vacate", ["{mesh}"], _eviction(a))
+        key = await world.state.run_script("end_lease", ["{mesh}"], _eviction(a))
         assert key["vacated"]
         await world.clock.sleep(3)
         assert len(world.lost) == 1 and world.lost[0].startswith("a (")
@@ -177,7 +177,7 @@ def test_a_stopped_process_is_a_lost_peer_once_its_lease_has_ended() -> None:
     async def story(world: World) -> float:
         a, b = await world.join("a", Talker()), await world.join("b")
         world.network.pause(a.transport.address)
-        await world.state.run_script("vacate", ["{mesh}"], _eviction(a))
+        await world.state.run_script("end_lease", ["{mesh}"], _eviction(a))
         start = world.clock.monotonic()
         with pytest.raises(PeerLost):
             await b.ref("a").call(Talk.count, Number(1), deadline_s=300)
@@ -190,7 +190,7 @@ def test_a_stopped_process_is_a_lost_peer_once_its_lease_has_ended() -> None:
         world.network.pause(a.transport.address)
         call = asyncio.create_task(ref.call(Talk.count, Number(1), deadline_s=300))
         await world.clock.sleep(1)
-        await world.state.run_script("vacate", ["{mesh}"], _eviction(a))
+        await world.state.run_script("end_lease", ["{mesh}"], _eviction(a))
         with pytest.raises(PeerLost, match="a has gone"):
             await call
         return world.clock.monotonic()

@@ -19,7 +19,7 @@ from meshrl.common.mesh.process.diagnosis.failure import Failure, format_failure
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX, job_prefix
 
-EXITS_KEY = f"{MESH_PREFIX}:ended"
+EXITS_KEY = f"{MESH_PREFIX}:exits"
 REPORT_TIMEOUT_S = 2.0  # seconds; a report must not delay a restart
 RETRY_LIMIT_S = 60.0  # seconds of retries while Redis is unavailable
 RETRY_S = 1.0
@@ -82,11 +82,11 @@ async def report_exit(state: StateClient, report: ExitReport) -> bool:
         "job": job,
         "restart": restart,
         "error": failure.to_event_fields(),
-        "told": f"{report.name} ended by {report.failure or format_exit(report.code, report.why)}",
+        "message": f"{report.name} ended by {report.failure or format_exit(report.code, report.why)}",
         "advice": compose_advice(report, restart),
     }
     # The exit of a job's own code fails no job: its reporter may not read jobs.
-    script = "process_ended" if report.charge_job or restart != CRASH else "end_seen"
+    script = "charge_exit" if report.charge_job or restart != CRASH else "record_exit"
     answer = await state.run_script(script, [job_prefix(job) if job else MESH_PREFIX], args)
     return bool(answer["failed"])
 
@@ -133,7 +133,7 @@ def advise_on_status(code: int) -> str:
 
 async def read_last_exits(state: StateClient) -> list[LastExit]:
     """Return the last unexpected exit of every process, the latest first."""
-    row = (await state.run_mesh_script("row", key=EXITS_KEY))["row"] or {}
+    row = (await state.run_mesh_script("read_row", key=EXITS_KEY))["row"] or {}
     known = LastExit.__dataclass_fields__
     rows = map(json.loads, row.values())
     found = [LastExit(**{name: one[name] for name in known if name in one}) for one in rows]

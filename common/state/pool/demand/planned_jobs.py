@@ -75,7 +75,7 @@ def build_planned_job(
         rejected_trajectories=row["stale_requeued"],
         submitted_ms=row["submitted_ms"],
         steps_done=row["steps_done"],
-        block_reason=row["held"],
+        block_reason=row["block_reason"],
         has_checkpoint=bool(row["checkpoint"]),
         instance_progress={
             process.stats["resident"]: int(process.stats.get(PROGRESS_STATS[process.kind], 0))

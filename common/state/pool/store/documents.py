@@ -35,24 +35,24 @@ from meshrl.common.state.pool.workers.rows import (
     WorkerRow,
 )
 
-INSTANCE_PREFIX, REPORT_PREFIX = "resident:", "report:"  # of field names of a gang's row
+INSTANCE_PREFIX, REPORT_PREFIX = "instance:", "report:"  # of field names of a gang's row
 # Untyped fields of an instance's desired state, and of a worker's registration.
 DESIRED_FIELDS = ("job", "role", "core", "tier", "turns", "pinned", "generation", "epoch")
 WORKER_FIELDS = ("host", "accelerator", "uuid", "market", "network")
 # Names of decisions in the script.
 DECISION_KINDS: Mapping[type, str] = {
-    FormGang: "form",
-    DissolveGang: "dissolve",
-    PlaceInstance: "place",
-    RemoveInstance: "remove",
-    MarkWorkerLost: "lose",
-    ReportHostPresence: "host_gone",
-    SetBlockReason: "admit",
-    FailJob: "fail",
-    AssignServices: "serve",
-    FinishMove: "finish",
-    RejectRequest: "decline",
-    ReportMoveOutcome: "judge",
+    FormGang: "form_gang",
+    DissolveGang: "dissolve_gang",
+    PlaceInstance: "place_instance",
+    RemoveInstance: "remove_instance",
+    MarkWorkerLost: "mark_worker_lost",
+    ReportHostPresence: "report_host_presence",
+    SetBlockReason: "set_block_reason",
+    FailJob: "fail_job",
+    AssignServices: "assign_services",
+    FinishMove: "finish_move",
+    RejectRequest: "reject_request",
+    ReportMoveOutcome: "report_move_outcome",
 }
 
 
@@ -96,8 +96,8 @@ def encode_worker(worker: WorkerRow) -> dict[str, Any]:
 def decode_worker(row: Mapping[str, Any]) -> WorkerRow:
     """Return the worker of a row."""
     rest = {name: row[name] for name in ("id", "token", "gang", "membership", "revision")}
-    typed = {"alive": row.get("alive", True), "budget": TierBytes(**row["about"]["budget"])}
-    return WorkerRow(**{**row["about"], **rest, **typed})
+    typed = {"alive": row.get("alive", True), "budget": TierBytes(**row["details"]["budget"])}
+    return WorkerRow(**{**row["details"], **rest, **typed})
 
 
 def decode_gang(row: Mapping[str, Any]) -> Gang:
@@ -117,7 +117,7 @@ def decode_gang(row: Mapping[str, Any]) -> Gang:
         membership=row["membership"],
         instances=tuple(sorted(residents, key=lambda one: id_sort_key(one.id))),
         formed_ms=row["formed_ms"],
-        next_instance=row["placed"],
+        next_instance=row["next_instance"],
     )
 
 
@@ -175,12 +175,12 @@ def _encode_placement(decision: PlaceInstance) -> dict[str, Any]:
     about = {"gang": decision.gang, "resident": resident.id, "pinned": resident.pinned}
     found = {
         "gang": decision.gang,
-        "resident": resident.id,
+        "instance": resident.id,
         "ranks": list(resident.ranks),
         "generation": resident.generation,
         "epoch": resident.epoch,
         "row": json.dumps(row),
-        "op": decision.request_id,
+        "request_id": decision.request_id,
         "extra": told | about | {"reason": decision.rationale.rule},
     }
     return found | ({"move": json.dumps(encode_move(move))} if move is not None else {})

@@ -33,13 +33,13 @@ from meshrl.common.state.registry import RegistryEntry
 WORKER = f"{MESH_PREFIX}:worker:"
 SERVICES, HOSTS = f"{MESH_PREFIX}:services:", f"{MESH_PREFIX}:hosts"
 PLANNER_KEY = f"{MESH_PREFIX}:planner"  # memory that leaders pass to their successors
-MOVES_KEY = f"{MESH_PREFIX}:moving"  # moves in progress, by the arriving instance
+MOVES_KEY = f"{MESH_PREFIX}:moves"  # moves in progress, by the arriving instance
 # Decisions of one script: each blocks Redis for up to about 50 us.
 DECISIONS_PER_SCRIPT = 128
 EXIT_RETENTION_S = 3600.0  # how long the last exit of a removed instance's process is kept
 # stats that a host's agent reports
 SERVICE_STATS, CORE_STATS = (("takes", "tiers"), ("cores", "busy_cores"))
-_POLLED_FIELDS = ("about", "token", "gang", "membership", "revision")
+_POLLED_FIELDS = ("details", "token", "gang", "membership", "revision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ async def join_worker(state: StateClient, worker: WorkerRow) -> WorkerRow:
         token=worker.token,
         host=worker.host,
         accelerator=worker.accelerator,
-        about=json.dumps(encode_worker(worker)),
+        details=json.dumps(encode_worker(worker)),
     )
     return decode_worker(answer["row"])
 
@@ -89,7 +89,7 @@ async def read_worker(state: StateClient, id: str) -> WorkerRow | None:
         return None
     found = dict(zip(_POLLED_FIELDS, row, strict=True))
     numbers = {name: int(found[name]) for name in ("token", "membership", "revision")}
-    return decode_worker(found | numbers | {"id": id, "about": json.loads(found["about"])})
+    return decode_worker(found | numbers | {"id": id, "details": json.loads(found["details"])})
 
 
 async def read_workers(state: StateClient) -> list[WorkerRow]:
@@ -108,11 +108,11 @@ async def report_instance(
     worker's process.
     """
     answer = await state.run_mesh_script(
-        "report",
+        "report_instance",
         worker=worker_id,
         token=report.token,
         gang=gang,
-        resident=instance_id,
+        instance=instance_id,
         rank=report.rank,
         generation=report.generation,
         epoch=report.epoch,
@@ -188,7 +188,7 @@ async def submit_request(state: StateClient, request: PoolRequest) -> None:
     The request stays on record until the leader grants it (the event of the decision has its `op`)
     or rejects it (event `move_declined`). A host to be drained is marked as draining at once.
     """
-    await state.run_mesh_script("request", **asdict(request))
+    await state.run_mesh_script("submit_request", **asdict(request))
 
 
 async def set_drain_reason(
@@ -198,8 +198,8 @@ async def set_drain_reason(
 
     With `expected`, only if the current reason equals it. Return True if this changed anything.
     """
-    args = {"host": host, "why": reason} | ({} if expected is None else {"was": expected})
-    return bool((await state.run_mesh_script("mark_host", **args))["changed"])
+    args = {"host": host, "reason": reason} | ({} if expected is None else {"expected": expected})
+    return bool((await state.run_mesh_script("set_drain_reason", **args))["changed"])
 
 
 async def read_drain_reasons(state: StateClient) -> dict[str, str]:
@@ -237,7 +237,7 @@ async def read_snapshot(state: StateClient, token: int) -> PlannerInput:
     """Return one snapshot of everything, read by one script; Fenced for a former leader."""
     known = _documents.setdefault(state, {})
     found = await state.run_mesh_script(
-        "look", election=PLANNER_ELECTION, token=token, known=list(known)
+        "snapshot", election=PLANNER_ELECTION, token=token, known=list(known)
     )
     documents = {}
     for row in found["jobs"]:
@@ -245,7 +245,7 @@ async def read_snapshot(state: StateClient, token: int) -> PlannerInput:
         if row["digest"]:
             documents[row["digest"]] = row["document"]
     _documents[state] = documents
-    return PlannerInput(_decode_snapshot(found), found["memory"], found["written"])
+    return PlannerInput(_decode_snapshot(found), found["memory"], found["revision"])
 
 
 async def write_decisions(
@@ -265,7 +265,7 @@ async def write_decisions(
     """
     documents = [encode_decision(decision, index) for index, decision in enumerate(decisions)]
     # Finish moves first: the removal of a finished move must not remove a move that begins here.
-    documents.sort(key=lambda row: row["kind"] != "finish")
+    documents.sort(key=lambda row: row["kind"] != "finish_move")
     chunks = [
         documents[i : i + DECISIONS_PER_SCRIPT]
         for i in range(0, len(documents), DECISIONS_PER_SCRIPT)
@@ -284,9 +284,9 @@ async def write_decisions(
             args["after"] = expected_revision + number
         if memory is not None and number == len(chunks) - 1:
             args["memory"] = json.dumps(memory)
-        answer = await state.run_script("write", [MESH_PREFIX], args)
+        answer = await state.run_script("write_decisions", [MESH_PREFIX], args)
         refused += [
-            RejectedDecision(decisions[r["index"]], r["reason"]) for r in answer["refused"] or []
+            RejectedDecision(decisions[r["index"]], r["reason"]) for r in answer["rejected"] or []
         ]
     return refused
 
@@ -300,7 +300,7 @@ async def remove_gone(
     the number of removed workers. Fenced for a former leader.
     """
     answer = await state.run_mesh_script(
-        "forget_gone",
+        "remove_gone",
         election=PLANNER_ELECTION,
         token=token,
         gone_ms=int(1000 * gone_s),
@@ -333,7 +333,7 @@ def _decode_snapshot(answer: dict[str, Any]) -> PoolSnapshot:
         ),
         hosts=_decode_hosts(answer, known, processes),
         requests=tuple(sorted(requests, key=lambda one: (one.requested_ms, one.op))),
-        moves=tuple(Move(id, **row) for id, row in sorted(answer["moves"].items())),
+        moves=tuple(Move(id, **row) for id, row in sorted(answer["moves_in_progress"].items())),
         evictable_services=frozenset(p.name for p in processes if p.stats.get("rests")),
         settings=PoolSettings(**settings.get("pool", {})),
         gangs_formed=answer["formed"],
@@ -345,7 +345,7 @@ def _decode_hosts(
     answer: dict[str, Any], workers: Sequence[WorkerRow], processes: Sequence[ProcessStats]
 ) -> tuple[PoolHost, ...]:
     agents = {p.name.partition("/")[2]: p for p in processes if p.kind == "node"}
-    said = {row["name"]: row["stats"] for row in answer["away"]}
+    said = {row["name"]: row["stats"] for row in answer["offline_agents"]}
     said |= {agent.name: agent.stats for agent in agents.values()}
     services = {row["name"]: tuple(row["services"]) for row in answer["hosts"]}
     draining = answer["draining"]

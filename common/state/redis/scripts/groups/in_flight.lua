@@ -3,15 +3,15 @@
 -- would admit.
 local answer = {samples = 0}
 for _, state in ipairs({'open', 'ready', 'leased'}) do
-  local groups = redis.call('ZRANGE', index(state), 0, -1)
+  local groups = redis.call('ZRANGE', index_key(state), 0, -1)
   answer[state] = #groups
   for _, group in ipairs(groups) do
     answer.samples = answer.samples + tonumber(redis.call('HGET', group_key(group), 'samples'))
   end
 end
-local job = hash(JOB .. ':job')
-if not job.version then return refuse('not_found', 'there is no job ' .. a.job) end
+local job = read_hash(JOB .. ':job')
+if not job.version then return reject('not_found', 'there is no job ' .. args.job) end
 local steps = math.min(tonumber(job.max_staleness) + tonumber(job.version) + 1,
   tonumber(job.budget_steps))
-answer.capacity = steps * tonumber(job.groups_per_step) - tonumber(job.admitted)
+answer.admissible_groups = steps * tonumber(job.groups_per_step) - tonumber(job.admitted)
 return cjson.encode(answer)

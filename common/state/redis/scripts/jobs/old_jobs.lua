@@ -1,10 +1,10 @@
 -- Jobs that ended before a time, the oldest of them, and those whose deletion somebody has begun.
-if not leads(a.election, a.token) then return fenced('the leader of ' .. a.election) end
+if not is_leader(args.election, args.token) then return reject_fenced('the leader of ' .. args.election) end
 local old = {}
-for _, job in ipairs(redis.call('ZRANGE', MESH .. ':jobs:ended', 0, a.most - 1)) do
-  if tonumber(redis.call('ZSCORE', MESH .. ':jobs:ended', job)) < NOW - a.keep_ms then
+for _, job in ipairs(redis.call('ZRANGE', MESH .. ':jobs:ended', 0, args.most - 1)) do
+  if tonumber(redis.call('ZSCORE', MESH .. ':jobs:ended', job)) < NOW - args.keep_ms then
     old[#old + 1] = job
   end
 end
 return cjson.encode({old = old,
-  begun = redis.call('ZRANGE', MESH .. ':jobs:deleting', 0, a.most - 1)})
+  unfinished = redis.call('ZRANGE', MESH .. ':jobs:deleting', 0, args.most - 1)})

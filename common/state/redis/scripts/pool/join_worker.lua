@@ -1,22 +1,22 @@
 -- uses: pool
 -- A worker announces itself, or takes up its record again: it stays in its gang. A new start of it
 -- has no role process: they die with their worker.
-local name = worker_process(a.worker)
-if not holds(name, a.token) then return fenced(name) end
-if string.find(a.worker, '[%s:"\\{}]') then
-  return refuse('refused', a.worker .. ' cannot be the name of a worker')
+local name = worker_name(args.worker)
+if not has_lease(name, args.token) then return reject_fenced(name) end
+if string.find(args.worker, '[%s:"\\{}]') then
+  return reject('refused', args.worker .. ' cannot be the name of a worker')
 end
-local key = WORKER .. a.worker
+local key = WORKER .. args.worker
 local held = redis.call('HGET', key, 'token')
 if not held then
   redis.call('HSET', key, 'gang', '', 'membership', 0, 'revision', 0)
-  redis.call('ZADD', WORKERS, NOW, a.worker)
+  redis.call('ZADD', WORKERS, NOW, args.worker)
 end
-redis.call('HSET', key, 'about', a.about, 'token', a.token)
-if not held or tonumber(held) ~= a.token then
-  void_reports(a.worker)
+redis.call('HSET', key, 'details', args.details, 'token', args.token)
+if not held or tonumber(held) ~= args.token then
+  delete_reports(args.worker)
   redis.call('HINCRBY', key, 'revision', 1)
-  event('joined', {worker = a.worker, host = a.host, accelerator = a.accelerator})
+  append_event('joined', {worker = args.worker, host = args.host, accelerator = args.accelerator})
 end
-show_worker(a.worker)
-return '{"row":' .. worker_text(a.worker) .. '}'
+update_worker_snapshot(args.worker)
+return '{"row":' .. worker_json(args.worker) .. '}'

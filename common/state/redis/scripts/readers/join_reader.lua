@@ -1,9 +1,9 @@
 -- uses: readers
--- A reader begins, having read up to `at`: the answer is where it goes on. That is later where
+-- A reader begins, having read up to `cursor`: the answer is where it goes on. That is later where
 -- nothing that it reads for lies between.
-local row = reader(a.name) or {at = '0-0', done = '0-0', since_ms = NOW}
-local from = a.at
-if not below(from, row.done) and below(from, row.at) and not row.left then from = row.at end
-row.at, row.done, row.where, row.seen_ms, row.left = from, from, a.where, NOW, nil
-keep_reader(a.name, row)
+local row = read_reader(args.name) or {cursor = '0-0', done = '0-0', joined_ms = NOW}
+local from = args.cursor
+if not is_before(from, row.done) and is_before(from, row.cursor) and not row.has_left then from = row.cursor end
+row.cursor, row.done, row.location, row.last_seen_ms, row.has_left = from, from, args.location, NOW, nil
+write_reader(args.name, row)
 return cjson.encode({from = from})

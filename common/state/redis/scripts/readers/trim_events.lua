@@ -7,12 +7,12 @@ local STEPS = 500 -- of a job at a time, so that no script takes long
 
 local function trim_steps(job, recorded)
   local prefix = '{' .. job .. '}'
-  local covered = tonumber(redis.call('HGET', prefix .. ':job', 'covered') or '-1')
+  local covered = tonumber(redis.call('HGET', prefix .. ':job', 'checkpointed_version') or '-1')
   local last = math.min(covered - 1, recorded) -- the checkpoint's own row may yet be asked for
   local freed = 0
   for _, id in ipairs(redis.call('ZRANGE', prefix .. ':steps', 0, STEPS - 1)) do
     local row = redis.call('HMGET', prefix .. ':step:' .. id, 'step', 'committed_ms')
-    if tonumber(row[1]) > last or tonumber(row[2]) > NOW - a.keep_ms then break end
+    if tonumber(row[1]) > last or tonumber(row[2]) > NOW - args.keep_ms then break end
     redis.call('DEL', prefix .. ':step:' .. id)
     redis.call('ZREM', prefix .. ':steps', id)
     freed = freed + 1
@@ -20,18 +20,18 @@ local function trim_steps(job, recorded)
   return freed
 end
 
-local recent = string.format('%.0f-0', NOW - a.keep_ms)
-local least, crowded, steps = recent, redis.call('XLEN', EVENTS) > a.most, 0
-for name, text in pairs(hash(READERS)) do
+local recent = string.format('%.0f-0', NOW - args.keep_ms)
+local least, crowded, steps = recent, redis.call('XLEN', EVENTS) > args.most, 0
+for name, text in pairs(read_hash(READERS)) do
   local row = cjson.decode(text)
-  local silent = NOW - math.max(row.seen_ms, a.up_since_ms) > a.gone_ms
-  if not row.left and below(row.at, recent) and (silent or crowded) then
-    row.left = true
-    keep_reader(name, row)
-    event('reader_gone', {reader = name, where = row.where, at = row.at, seen_ms = row.seen_ms,
+  local silent = NOW - math.max(row.last_seen_ms, args.up_since_ms) > args.gone_ms
+  if not row.has_left and is_before(row.cursor, recent) and (silent or crowded) then
+    row.has_left = true
+    write_reader(name, row)
+    append_event('reader_gone', {reader = name, where = row.location, at = row.cursor, seen_ms = row.last_seen_ms,
       reason = silent and 'it is silent' or 'there are too many events'})
-  elseif not row.left and below(row.at, least) then
-    least = row.at
+  elseif not row.has_left and is_before(row.cursor, least) then
+    least = row.cursor
   end
   local job = string.match(name, '^recorder/(.+)$')
   if job then steps = steps + trim_steps(job, row.step or 0) end

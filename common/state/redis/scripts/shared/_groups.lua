@@ -3,21 +3,21 @@
 local JOB = KEYS[1]
 
 local function group_key(group) return JOB .. ':group:' .. group end
-local function index(state) return JOB .. ':' .. state end
-local function count(field, n) redis.call('HINCRBY', JOB .. ':job', field, n) end
+local function index_key(state) return JOB .. ':' .. state end
+local function add_count(field, n) redis.call('HINCRBY', JOB .. ':job', field, n) end
 
-local function move(group, from, to)
-  redis.call('ZREM', index(from), group)
-  redis.call('ZADD', index(to), group, group)
+local function move_group(group, from, to)
+  redis.call('ZREM', index_key(from), group)
+  redis.call('ZADD', index_key(to), group, group)
   redis.call('HSET', group_key(group), 'state', to)
 end
 
 -- Ends a group that will not train: its admission returns to the gate, and its prompt, unless it is
 -- to blame, to the cursor with the count of steps that have passed it over, so that slow prompts
 -- are not passed over for ever.
-local function give_back(group, row, requeue)
-  redis.call('ZREM', index(row.state), group)
+local function return_group(group, row, requeue)
+  redis.call('ZREM', index_key(row.state), group)
   redis.call('DEL', group_key(group))
-  count('admitted', -1)
+  add_count('admitted', -1)
   if requeue then redis.call('RPUSH', JOB .. ':requeue', row.prompt .. ':' .. row.passed) end
 end

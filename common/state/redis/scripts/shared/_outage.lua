@@ -7,12 +7,12 @@ local function raise_epoch(away_ms)
   local epoch = redis.call('INCR', MESH .. ':epoch')
   for _, name in ipairs(redis.call('ZRANGEBYSCORE', MESH .. ':entries', NOW - away_ms, NOW)) do
     local key = MESH .. ':entry:' .. name
-    if redis.call('HGET', key, 'gone') ~= '1' then
+    if redis.call('HGET', key, 'is_released') ~= '1' then
       redis.call('HSET', key, 'expires_ms', NOW + GRACE_MS)
       redis.call('ZADD', MESH .. ':entries', NOW + GRACE_MS, name)
     end
   end
   redis.call('SET', MESH .. ':outage_ms', NOW)
-  event('epoch', {epoch = epoch, away_ms = away_ms})
+  append_event('epoch', {epoch = epoch, away_ms = away_ms})
   return epoch
 end

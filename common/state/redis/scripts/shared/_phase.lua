@@ -1,22 +1,22 @@
 -- Phases only go forward; the last three end a job.
-local ORDER = {queued = 0, warm_start = 1, baseline = 2, training = 3, evaluation = 4,
+local PHASE_ORDER = {queued = 0, warm_start = 1, baseline = 2, training = 3, evaluation = 4,
   finished = 5, failed = 5, stopped = 5}
 
 -- Jobs that have not ended have an index of their own, by submission: a look reads no others. Those
 -- that have are kept by the time of their end.
-local function enter_phase(phase, error_text, job)
-  job = job or a.job
+local function set_phase(phase, error_text, job)
+  job = job or args.job
   local key = '{' .. job .. '}:job'
   redis.call('HSET', key, 'phase', phase, 'error', error_text, 'progress_ms', NOW)
-  if ORDER[phase] == ORDER.stopped then
-    redis.call('HSET', key, 'held', '', 'held_ms', NOW)
+  if PHASE_ORDER[phase] == PHASE_ORDER.stopped then
+    redis.call('HSET', key, 'block_reason', '', 'blocked_since_ms', NOW)
     redis.call('ZREM', MESH .. ':jobs:paused', job)
-    redis.call('ZREM', MESH .. ':jobs:going', job)
+    redis.call('ZREM', MESH .. ':jobs:active', job)
     redis.call('ZADD', MESH .. ':jobs:ended', NOW, job)
   else
     redis.call('ZREM', MESH .. ':jobs:ended', job)
     local submitted = redis.call('ZSCORE', MESH .. ':jobs', job) or NOW
-    redis.call('ZADD', MESH .. ':jobs:going', submitted, job)
+    redis.call('ZADD', MESH .. ':jobs:active', submitted, job)
   end
-  return event('phase', {job = job, phase = phase, error = error_text})
+  return append_event('phase', {job = job, phase = phase, error = error_text})
 end

@@ -4,22 +4,22 @@
 -- lease. `show_worker` and `show_gang` bring that up to date; whoever changes a row calls them.
 local WORKERS, WORKER = MESH .. ':workers', MESH .. ':worker:'
 local GANGS, GANG = MESH .. ':gangs', MESH .. ':gang:'
-local WORKERS_SHOWN, GANGS_SHOWN = MESH .. ':look:workers', MESH .. ':look:gangs'
-local REQUESTS, MOVING = MESH .. ':requests', MESH .. ':moving'
+local WORKERS_SNAPSHOT, GANGS_SHOWN = MESH .. ':snapshot:workers', MESH .. ':snapshot:gangs'
+local REQUESTS, MOVING = MESH .. ':requests', MESH .. ':moves'
 local SERVICES, HOSTS, DRAINING = MESH .. ':services:', MESH .. ':hosts', MESH .. ':draining'
-local POOL = MESH .. ':planner' -- {formed, written, memory, memory_ms}
+local PLANNER = MESH .. ':planner' -- {formed, revision, memory, memory_ms}
 
-local function worker_process(id) return 'worker/' .. id end
+local function worker_name(id) return 'worker/' .. id end
 
 -- A worker's row, of fields that are JSON as they are stored; nothing without a row.
-local function worker_text(id)
-  local row = redis.call('HMGET', WORKER .. id, 'about', 'token', 'gang', 'membership', 'revision')
-  return row[1] and '{"id":"' .. id .. '","about":' .. row[1] .. ',"token":' .. row[2]
+local function worker_json(id)
+  local row = redis.call('HMGET', WORKER .. id, 'details', 'token', 'gang', 'membership', 'revision')
+  return row[1] and '{"id":"' .. id .. '","details":' .. row[1] .. ',"token":' .. row[2]
     .. ',"gang":"' .. row[3] .. '","membership":' .. row[4] .. ',"revision":' .. row[5] .. '}'
 end
 
 -- A gang's row: all its values are JSON as they are stored.
-local function gang_text(id)
+local function gang_json(id)
   local flat = redis.call('HGETALL', GANG .. id)
   if #flat == 0 then return nil end
   local out = {'{"id":"', id, '"'}
@@ -27,11 +27,11 @@ local function gang_text(id)
   return table.concat(out) .. '}'
 end
 
-local function show(key, id, text)
+local function update_entry(key, id, text)
   if text then redis.call('HSET', key, id, text) else redis.call('HDEL', key, id) end
 end
-local function show_worker(id) show(WORKERS_SHOWN, id, worker_text(id)) end
-local function show_gang(id) show(GANGS_SHOWN, id, gang_text(id)) end
+local function update_worker_snapshot(id) update_entry(WORKERS_SNAPSHOT, id, worker_json(id)) end
+local function update_gang_snapshot(id) update_entry(GANGS_SNAPSHOT, id, gang_json(id)) end
 
 local function workers_of(gang)
   local text = redis.call('HGET', GANG .. gang, 'workers')
@@ -39,18 +39,18 @@ local function workers_of(gang)
 end
 
 -- What a lost or restarted worker has said of its gang's residents is true no more.
-local function void_reports(worker)
+local function delete_reports(worker)
   local gang = redis.call('HGET', WORKER .. worker, 'gang')
   local workers = gang and gang ~= '' and workers_of(gang)
   if not workers then return end
-  for place, other in ipairs(workers) do
+  for index, other in ipairs(workers) do
     if other == worker then
-      for field in pairs(hash(GANG .. gang)) do
-        if string.match(field, '^report:.*:' .. (place - 1) .. '$') then
+      for field in pairs(read_hash(GANG .. gang)) do
+        if string.match(field, '^report:.*:' .. (index - 1) .. '$') then
           redis.call('HDEL', GANG .. gang, field)
         end
       end
-      show_gang(gang)
+      update_gang_snapshot(gang)
     end
   end
 end

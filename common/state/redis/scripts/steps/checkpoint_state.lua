@@ -2,15 +2,15 @@
 -- What a checkpoint must hold for the job to go on from it when Redis has lost everything. Groups
 -- that the step at hand is about to train count as trained: the checkpoint is written before the
 -- step commits and named in it.
-local job = hash(JOB .. ':job')
-if not job.version then return refuse('not_found', 'there is no job ' .. a.job) end
+local job = read_hash(JOB .. ':job')
+if not job.version then return reject('not_found', 'there is no job ' .. args.job) end
 local counts = {}
-for _, field in ipairs(a.counts) do counts[field] = tonumber(job[field]) end
+for _, field in ipairs(args.counts) do counts[field] = tonumber(job[field]) end
 local filtered, taken = {}, {}
-for _, group in ipairs(a.filtered) do filtered[group] = true end
-for _, group in ipairs(a.groups) do
+for _, group in ipairs(args.filtered) do filtered[group] = true end
+for _, group in ipairs(args.groups) do
   local row = redis.call('HMGET', group_key(group), 'state', 'samples', 'scored')
-  if row[1] ~= 'leased' then return refuse('refused', 'group ' .. group .. ' is not leased') end
+  if row[1] ~= 'leased' then return reject('refused', 'group ' .. group .. ' is not leased') end
   local field = filtered[group] and 'filtered' or 'trained'
   counts[field] = counts[field] + tonumber(row[3])
   counts.typed_drops = counts.typed_drops + tonumber(row[2]) - tonumber(row[3])
@@ -21,7 +21,7 @@ for _, entry in ipairs(redis.call('LRANGE', JOB .. ':requeue', 0, -1)) do
   prompts[#prompts + 1] = tonumber(string.match(entry, '^%d+'))
 end
 for _, state in ipairs({'leased', 'ready', 'open'}) do
-  for _, group in ipairs(redis.call('ZRANGE', index(state), 0, -1)) do
+  for _, group in ipairs(redis.call('ZRANGE', index_key(state), 0, -1)) do
     if not taken[tonumber(group)] then
       local row = redis.call('HMGET', group_key(group), 'prompt', 'samples')
       prompts[#prompts + 1] = tonumber(row[1])
@@ -30,7 +30,7 @@ for _, state in ipairs({'leased', 'ready', 'open'}) do
   end
 end
 return cjson.encode({lineage = tonumber(job.lineage),
-  version = tonumber(job.version) + (#a.groups > 0 and 1 or 0), cursor = tonumber(job.cursor),
+  version = tonumber(job.version) + (#args.groups > 0 and 1 or 0), cursor = tonumber(job.cursor),
   next_group = tonumber(job.next_group), requeue = prompts, in_flight = in_flight, counts = counts,
   phase = job.phase, kept = {initial_manifest = job.initial_manifest or '',
   best_version = job.best_version or '-1', best_manifest = job.best_manifest or '',

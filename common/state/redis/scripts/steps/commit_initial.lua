@@ -1,19 +1,19 @@
 -- Version 0: the weights that the first groups are sampled from.
-if not holds(a.trainer, a.token) then return fenced(a.trainer) end
+if not has_lease(args.trainer, args.token) then return reject_fenced(args.trainer) end
 local key = KEYS[1] .. ':job'
-local job = hash(key)
-if not job.version then return refuse('not_found', 'there is no job ' .. a.job) end
+local job = read_hash(key)
+if not job.version then return reject('not_found', 'there is no job ' .. args.job) end
 if tonumber(job.version) >= 0 then
-  if job.initial_manifest == a.manifest then
+  if job.initial_manifest == args.manifest then
     return cjson.encode({version = tonumber(job.version)})
   end
-  return refuse('refused', a.job .. ' has version ' .. job.version ..
+  return reject('refused', args.job .. ' has version ' .. job.version ..
     ' already, begun from other weights')
 end
-redis.call('HSET', key, 'lineage', a.lineage, 'version', 0, 'manifest', a.manifest,
-  'checkpoint', a.checkpoint, 'image', a.image, 'masters', a.masters,
-  'initial_manifest', a.manifest, 'steps_done', 0)
-progressed(KEYS[1])
-event('initial', {job = a.job, lineage = a.lineage, version = 0, manifest = a.manifest,
-  checkpoint = a.checkpoint, image = a.image, masters = a.masters})
+redis.call('HSET', key, 'lineage', args.lineage, 'version', 0, 'manifest', args.manifest,
+  'checkpoint', args.checkpoint, 'image', args.image, 'masters', args.masters,
+  'initial_manifest', args.manifest, 'steps_done', 0)
+record_progress(KEYS[1])
+append_event('initial', {job = args.job, lineage = args.lineage, version = 0, manifest = args.manifest,
+  checkpoint = args.checkpoint, image = args.image, masters = args.masters})
 return cjson.encode({version = 0})

@@ -1,0 +1,14 @@
+-- uses: credentials
+-- Keys of this host come in from now on. `first`: only while no host's do. `alone`: no other
+-- host's do.
+if args.first and #redis.call('SMEMBERS', ADMITTED) > 0 then return cjson.encode({new = false}) end
+if args.alone then
+  for _, host in ipairs(redis.call('SMEMBERS', ADMITTED)) do
+    if host ~= args.host then
+      redis.call('SREM', ADMITTED, host)
+      for _, role in ipairs(args.roles) do redis.call('DEL', keys_of_role(role, host)) end
+      redis.call('INCR', REVOCATIONS)
+    end
+  end
+end
+return cjson.encode({new = redis.call('SADD', ADMITTED, args.host) == 1})

@@ -1,0 +1,14 @@
+-- Names a segment file of a shard, or its length once it is sealed, or forgets one that was
+-- deleted; or says where its segments lie.
+local key = KEYS[1] .. ':shard:' .. args.shard
+if not has_lease(args.shard, args.token) or tonumber(redis.call('HGET', key, 'owner')) ~= args.token then
+  return reject_fenced(args.shard)
+end
+if args.place then
+  redis.call('HSET', key, 'place', args.place)
+elseif args.forget then
+  redis.call('HDEL', key, 'segment:' .. args.name)
+else
+  redis.call('HSET', key, 'segment:' .. args.name, args.sealed_length)
+end
+return cjson.encode({})

@@ -1,5 +1,0 @@
--- Whether there is a result under a tag, and the job's phase: for who looks often, and waits.
-local phase = redis.call('HGET', KEYS[1] .. ':job', 'phase')
-if not phase then return refuse('not_found', 'there is no job ' .. a.job) end
-local recorded = redis.call('HEXISTS', KEYS[1] .. ':evaluations', a.tag) == 1
-return cjson.encode({recorded = recorded, phase = phase})

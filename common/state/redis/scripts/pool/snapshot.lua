@@ -1,0 +1,100 @@
+-- uses: pool snapshot_stats
+-- All that the leader decides from, in one look. Of the registry: which processes live, the counts
+-- of those whose work matters, and what agents said that are `away`. Of jobs: those that have not
+-- ended, and only such documents as the caller does not know.
+if not is_leader(args.election, args.token) then return reject_fenced('the leader of ' .. args.election) end
+local ENTRY, ENTRIES = MESH .. ':entry:', MESH .. ':entries'
+local FAR_MS = 60000 -- a lease that lasts longer may be from before the clock was set back
+
+local out, n = {}, 0
+local function put(...)
+  for i = 1, select('#', ...) do out[n + i] = (select(i, ...)) end
+  n = n + select('#', ...)
+end
+
+-- Texts that are JSON already, as they are: put together first, they would be copied once more.
+local function put_all(texts)
+  for i = 1, #texts do
+    if i > 1 then n = n + 1; out[n] = ',' end
+    n = n + 1
+    out[n] = texts[i]
+  end
+end
+
+-- Scores are read of those leases only that seem to last too long: as text they are slow.
+put('{"now_ms":', string.format('%.0f', NOW), ',"alive":')
+local alive, names = {}, {}
+local function add_live(name)
+  alive[name] = true
+  if string.sub(name, 1, 7) == 'worker/' then names[#names + 1] = string.sub(name, 8) end
+end
+local far_ms = string.format('%.0f', NOW + FAR_MS)
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', ENTRIES, string.format('(%.0f', NOW), far_ms)) do
+  add_live(name)
+end
+local leases = redis.call('ZRANGEBYSCORE', ENTRIES, '(' .. far_ms, '+inf', 'WITHSCORES')
+for i = 1, #leases, 2 do
+  if is_live(leases[i + 1], redis.call('HGET', ENTRY .. leases[i], 'renewed_ms')) then
+    add_live(leases[i])
+  end
+end
+put(#names > 0 and cjson.encode(names) or '[]', ',"processes":[')
+local stats, texts, offline = redis.call('HGETALL', STATS_SNAPSHOT), {}, {}
+for i = 1, #stats, 2 do
+  if alive[stats[i]] then
+    texts[#texts + 1] = stats[i + 1]
+  elseif string.sub(stats[i], 1, 5) == 'node/' then
+    offline[#offline + 1] = stats[i + 1]
+  end
+end
+put_all(texts)
+put('],"offline_agents":[')
+put_all(offline)
+put('],"workers":[')
+put_all(redis.call('HVALS', WORKERS_SNAPSHOT))
+put('],"gangs":[')
+put_all(redis.call('HVALS', GANGS_SNAPSHOT))
+put(']')
+
+local known = {}
+for _, digest in ipairs(args.known) do known[digest] = true end
+local active = redis.call('ZRANGE', MESH .. ':jobs:active', 0, -1, 'WITHSCORES')
+put(',"jobs":[')
+for i = 1, #active, 2 do
+  local key = '{' .. active[i] .. '}:job'
+  local row = redis.call('HMGET', key, 'phase', 'groups_per_step', 'steps_done', 'block_reason',
+    'checkpoint', 'digest', 'stale_requeued')
+  local document = 'null'
+  if not row[6] or not known[row[6]] then
+    document = redis.call('HGET', '{' .. active[i] .. '}:submission', 'document')
+  end
+  put(i > 1 and ',' or '', '{"id":', cjson.encode(active[i]), ',"phase":"', row[1],
+    '","groups_per_step":', row[2], ',"steps_done":', row[3], ',"block_reason":',
+    cjson.encode(row[4] or ''), ',"checkpoint":', cjson.encode(row[5]),
+    ',"stale_requeued":', row[7] or '0', ',"digest":"',
+    row[6] or '', '","submitted_ms":', active[i + 1], ',"document":', document, '}')
+end
+
+put('],"hosts":[')
+for i, host in ipairs(redis.call('ZRANGE', HOSTS, 0, -1)) do
+  put(i > 1 and ',' or '', '{"name":', cjson.encode(host), ',"services":',
+    redis.call('GET', SERVICES .. host) or '[]', '}')
+end
+put(']')
+
+-- A hash whose values are JSON as they are stored.
+local function put_object(key)
+  local flat = redis.call('HGETALL', key)
+  put('{')
+  for i = 1, #flat, 2 do put(i > 1 and ',' or '', cjson.encode(flat[i]), ':', flat[i + 1]) end
+  put('}')
+end
+
+put(',"draining":', cjson.encode(read_hash(DRAINING)), ',"requests":')
+put_object(REQUESTS)
+put(',"moves_in_progress":')
+put_object(MOVES)
+local planner = redis.call('HMGET', PLANNER, 'formed', 'revision', 'memory')
+put(',"settings":', redis.call('GET', MESH .. ':settings') or '{}', ',"formed":',
+  planner[1] or '0', ',"revision":', planner[2] or '0', ',"memory":', planner[3] or 'null', '}')
+return table.concat(out)
