@@ -31,15 +31,27 @@ from meshrl.common.state.pool.scheduling.decisions import (
     SetBlockReason,
 )
 from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
-from meshrl.common.state.pool.store.documents import DECISION_KINDS
 from meshrl.common.state.pool.store.snapshot_documents import decode_snapshot
 from meshrl.services.planner.admission.service_hosts import ServiceHosts
 from meshrl.services.planner.decision import decide
 from meshrl.services.planner.memory import PlannerMemory
 from meshrl.services.planner.pool.presence import compute_presence
 
-# Kinds whose JSON name differs from the class name.
-_JSON_KINDS: Mapping[type, str] = {ReportHostPresence: "hostgone", FailJob: "failjob"}
+# Names of decisions in the JSON output, which do not change.
+_JSON_KINDS: Mapping[type, str] = {
+    FormGang: "form",
+    DissolveGang: "dissolve",
+    PlaceInstance: "place",
+    RemoveInstance: "remove",
+    MarkWorkerLost: "lose",
+    ReportHostPresence: "hostgone",
+    SetBlockReason: "admit",
+    FailJob: "failjob",
+    AssignServices: "serve",
+    FinishMove: "finish",
+    RejectRequest: "decline",
+    ReportMoveOutcome: "judge",
+}
 
 
 def describe_decision(decision: Decision) -> str:
@@ -119,7 +131,7 @@ def encode_decisions(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
 
 def get_decision_kind(decision: Decision) -> str:
     """Return the name of a decision in JSON, which is independent of its class name."""
-    return _JSON_KINDS.get(type(decision), DECISION_KINDS[type(decision)])
+    return _JSON_KINDS[type(decision)]
 
 
 def list_unplaced_services(
