@@ -41,6 +41,10 @@ from meshrl.common.state.redis import embedded_server
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.server_state import rollback
 from meshrl.common.state.server_state.rollback import StateWatermark
+from meshrl.common.state.server_state.state_format import (
+    require_state_format,
+    write_state_format,
+)
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.redis import redis_watchdog
 from meshrl.launch.redis.access.redis_network import RedisNetwork, resolve_remote_url
@@ -114,7 +118,8 @@ class MeshRedis(SupervisorHooks):
     async def connect(self) -> StateClient:
         """Return the owner's connection once the server answers it; no other process is admitted.
 
-        A file that differs from the note, or does not load, has been quarantined.
+        A file that differs from the note, or does not load, has been quarantined. Raises
+        ConfigError for a state of another format.
         """
         await asyncio.to_thread(self._progress.load)
         if not self._is_own_server:
@@ -127,6 +132,7 @@ class MeshRedis(SupervisorHooks):
                 await self._quarantine_data(why, DISK_SPACE_TIMEOUT_S)
             await self._start_or_start_empty(first=True)
         self._state = await StateClient.open(self._owner_url)
+        await require_state_format(self._state)
         if self._users is not None and not self._is_own_server:
             await self._users.disable_all(self._state)
         return self._state
@@ -351,6 +357,7 @@ class MeshRedis(SupervisorHooks):
             await rollback.read_watermark(self._owner_state, self.watermark)
         )
         await self._write_when_space(self._progress.write, space_timeout_s)
+        await write_state_format(self._owner_state)
         await rollback.raise_token_floor(self._owner_state, floor)
         if self._has_pending_rollback_event:
             then = corruption.RECOVERY_BY_KIND["redis"]
