@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -30,6 +31,7 @@ from meshrl.common.job.constraints import (
     PositiveInteger,
     PositiveNumber,
 )
+from meshrl.common.job.renamed_keys import RENAMED_JOB_KEYS, replace_old_keys
 
 
 @dataclass(frozen=True)
@@ -562,8 +564,10 @@ class JobConfig(ConfigTable):
     def from_document(cls, document: dict[str, Any]) -> JobConfig:
         """Return the job of a document from `to_document`; its values were validated at submission.
 
-        ConfigError for an unknown key.
+        Old names of renamed keys are accepted. ConfigError for an unknown key.
         """
+        document = copy.deepcopy(document)
+        replace_old_keys(document, RENAMED_JOB_KEYS)
         built: JobConfig = _build_value(cls, document, "")
         return built
 

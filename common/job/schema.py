@@ -5,10 +5,11 @@ Validation is by pydantic; this module translates its errors into the terms of t
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import date, time
 from types import UnionType
@@ -21,6 +22,11 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.type_hints import resolve_hints
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.constraints import NestedValueError
+from meshrl.common.job.renamed_keys import (
+    RENAMED_JOB_KEYS,
+    describe_old_keys,
+    replace_old_keys,
+)
 
 MakeError = Callable[[str, str, str], ConfigError]  # key, message, fix
 T = TypeVar("T")
@@ -53,11 +59,15 @@ class Schema(Generic[T]):
     tables.
     """
 
-    def __init__(self, top: type[T], fallback_fix: str) -> None:
-        """Create a schema; `fallback_fix` is the fix for an unknown key without a similar valid
-        key.
+    def __init__(
+        self, top: type[T], fallback_fix: str, renamed: Mapping[str, str] | None = None
+    ) -> None:
+        """Create a schema.
+
+        `fallback_fix` is the fix for an unknown key without a similar valid key; `renamed` has the
+        new names of old keys, which are accepted.
         """
-        self._top, self._fallback_fix = top, fallback_fix
+        self._top, self._fallback_fix, self._renamed = top, fallback_fix, renamed or {}
         # dotted key -> type, for every key of a file; tables map to their dataclass
         self.types_by_key = _collect_types(top)
         self._adapter = TypeAdapter(top)
@@ -68,6 +78,10 @@ class Schema(Generic[T]):
         For an invalid document, raise `make_error` of its first mistake. Unknown keys come first,
         as they often explain a missing key.
         """
+        document = copy.deepcopy(document)
+        old_by_new = {new: old for old, new in replace_old_keys(document, self._renamed).items()}
+        if old_by_new:
+            make_error = _locate_old_keys(make_error, old_by_new)
         try:
             return self._adapter.validate_python(document)
         except ValidationError as error:
@@ -84,6 +98,10 @@ class Schema(Generic[T]):
         raise make_error(
             *self._format_error(key, first, ", or ".join(said)), self._suggest_fix(key, first)
         )
+
+    def describe_old_keys(self, document: dict[str, Any]) -> list[str]:
+        """Return a notice for each old key of a document."""
+        return describe_old_keys(replace_old_keys(copy.deepcopy(document), self._renamed))
 
     def find_nearest_key(self, key: str) -> str:
         """Return the valid key that a mistyped one most likely means; empty if none is close."""
@@ -190,6 +208,15 @@ class Schema(Generic[T]):
         return ""
 
 
+def _locate_old_keys(make_error: MakeError, old_by_new: Mapping[str, str]) -> MakeError:
+    """Return `make_error` that looks up a renamed key under the name that the file has."""
+
+    def make(key: str, message: str, fix: str) -> ConfigError:
+        return make_error(old_by_new.get(key, key), message, fix)
+
+    return make
+
+
 def _collect_types(cls: type[Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     hints = resolve_hints(cls)
@@ -230,4 +257,4 @@ def _format_value(value: Any) -> str:
     return reprlib.repr(value)
 
 
-JOB_SCHEMA = Schema(JobConfig, "`meshrl run --dry-run` prints all keys")
+JOB_SCHEMA = Schema(JobConfig, "`meshrl run --dry-run` prints all keys", RENAMED_JOB_KEYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,6 +16,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files.remote_directory import is_url
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.named_files import replace_paths
+from meshrl.common.job.renamed_keys import RENAMED_JOB_KEYS
 from meshrl.common.job.schema import JOB_SCHEMA
 from meshrl.job.checks.job_file import all_checks, chat_format, judge_and_evaluation, sandbox
 from meshrl.job.job_file import JobFile
@@ -81,7 +83,7 @@ def apply_override(document: dict[str, Any], override: str) -> str:
         value: Any = tomllib.loads(f"x = {raw}")["x"]
     except tomllib.TOMLDecodeError:
         value = raw.strip()
-    if JOB_SCHEMA.types_by_key.get(key) is str and not isinstance(value, str):
+    if JOB_SCHEMA.types_by_key.get(RENAMED_JOB_KEYS.get(key, key)) is str and not isinstance(value, str):
         value = raw.strip()
     *tables, last = key.split(".")
     place = document
@@ -98,6 +100,8 @@ def _check_document(
 ) -> JobFile:
     """Return the checked job of a document from the file `path`, with the locations of its keys."""
     fail = partial(reader.make_error, path, locations)
+    for notice in JOB_SCHEMA.describe_old_keys(document):
+        print(f"{path}: {notice}", file=sys.stderr)
     found = JobFile(JOB_SCHEMA.validate(document, fail), base, fail, document)
     config = _resolve_paths(found.config, base)
     config = replace_paths(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.host.listen_addresses import EPHEMERAL_PORTS, parse_listen_address
 from meshrl.common.base.host.settings import METRICS_OFF
 from meshrl.common.job.constraints import ConfigTable
+from meshrl.common.job.renamed_keys import RENAMED_POOL_KEYS
 from meshrl.common.job.schema import Schema
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory import directory_paths, process_user
@@ -46,7 +48,9 @@ class MeshFile(ConfigTable):
     durable: DurableConfig = field(default_factory=DurableConfig)
 
 
-MESH_SCHEMA = Schema(MeshFile, "docs/operate/operations.md lists all keys of mesh.toml")
+MESH_SCHEMA = Schema(
+    MeshFile, "docs/operate/mesh.md lists all keys of mesh.toml", RENAMED_POOL_KEYS
+)
 
 
 def read_mesh_file(path: Path) -> MeshFile:
@@ -56,6 +60,8 @@ def read_mesh_file(path: Path) -> MeshFile:
     def fail(key: str, message: str, fix: str) -> ConfigError:
         return reader.make_error(path, places, key, message, fix)
 
+    for notice in MESH_SCHEMA.describe_old_keys(document):
+        print(f"{path}: {notice}", file=sys.stderr)
     return MESH_SCHEMA.validate(document, fail)
 
 

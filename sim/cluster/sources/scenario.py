@@ -28,6 +28,7 @@ from meshrl.common.job.constraints import (
     PositiveInteger,
     PositiveNumber,
 )
+from meshrl.common.job.renamed_keys import RENAMED_POOL_KEYS
 from meshrl.common.job.schema import Schema
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.job.toml import reader
@@ -165,7 +166,11 @@ class Scenario(ConfigTable):
     arms: list[ArmTable] = field(default_factory=list)
 
 
-SCENARIO_SCHEMA = Schema(Scenario, "docs/develop/simulator.md lists all keys of a scenario")
+RENAMED_SCENARIO_KEYS = RENAMED_POOL_KEYS | {
+    "jobs[].pace": "jobs[].emulate",
+    "jobs[].training_pace": "jobs[].emulate_training",
+}
+SCENARIO_SCHEMA = Schema(Scenario, "docs/develop/simulator.md lists all keys of a scenario", RENAMED_SCENARIO_KEYS)
 
 
 @dataclass(frozen=True)
