@@ -47,7 +47,9 @@ async def join(state: StateClient, name: str, cursor: str, location: str) -> str
     recorder does not need what a mesh did before its job.
     """
     return str(
-        (await state.run_mesh_script("join_reader", name=name, cursor=cursor, location=location))["from"]
+        (await state.run_mesh_script("join_reader", name=name, cursor=cursor, location=location))[
+            "from"
+        ]
     )
 
 

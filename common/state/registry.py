@@ -119,7 +119,9 @@ def renew_lease(
 async def release_lease(state: StateClient, name: str, token: int) -> bool:
     """End the caller's own lease; False if it was no longer its own."""
     return bool(
-        (await state.run_mesh_script("end_lease", name=name, token=token, event="released"))["ended"]
+        (await state.run_mesh_script("end_lease", name=name, token=token, event="released"))[
+            "ended"
+        ]
     )
 
 

@@ -83,7 +83,9 @@ def apply_override(document: dict[str, Any], override: str) -> str:
         value: Any = tomllib.loads(f"x = {raw}")["x"]
     except tomllib.TOMLDecodeError:
         value = raw.strip()
-    if JOB_SCHEMA.types_by_key.get(RENAMED_JOB_KEYS.get(key, key)) is str and not isinstance(value, str):
+    if JOB_SCHEMA.types_by_key.get(RENAMED_JOB_KEYS.get(key, key)) is str and not isinstance(
+        value, str
+    ):
         value = raw.strip()
     *tables, last = key.split(".")
     place = document

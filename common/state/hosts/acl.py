@@ -164,7 +164,10 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     | _mesh(reads="jobs:deleting", writes="jobs", both="jobs:in_store")
     | _job(writes="requeue submission"),
     "reopen": _PROGRESS | _PHASE | _EVENT_READERS,
-    "change_document": _PROGRESS | _PHASE | _EVENT_READERS | _job(writes="submission", both="evaluations"),
+    "change_document": _PROGRESS
+    | _PHASE
+    | _EVENT_READERS
+    | _job(writes="submission", both="evaluations"),
     "cancel": _PROGRESS | _PHASE,
     "set_phase": _LEASE_CHECK | _PROGRESS | _PHASE,
     "evaluation_status": _job(reads="job evaluations"),
@@ -226,7 +229,9 @@ IDEMPOTENT_SCRIPTS = frozenset(_IDEMPOTENT_NAMES.split())
 
 # Scripts of every process of a mesh: it has a name and a lease, and looks up other processes and
 # their keys.
-_COMMON_NAMES = "register renew end_lease list_entries append read_row register_key withdraw_key key_owners"
+_COMMON_NAMES = (
+    "register renew end_lease list_entries append read_row register_key withdraw_key key_owners"
+)
 COMMON_SCRIPTS = frozenset(_COMMON_NAMES.split())
 _PAUSED_JOBS = _mesh(reads="jobs:paused")
 _EVENTS = _mesh(reads="events trimmed")

@@ -87,7 +87,9 @@ async def revoke_host(state: StateClient, host: str) -> bool:
 
 async def revoke_key(state: StateClient, public_key: str) -> bool:
     """Revoke one key; False if it was revoked before."""
-    return bool((await state.run_mesh_script("revoke_keys", public_key=public_key, roles=_ROLES))["revoked"])
+    return bool(
+        (await state.run_mesh_script("revoke_keys", public_key=public_key, roles=_ROLES))["revoked"]
+    )
 
 
 async def list_credentials(state: StateClient) -> list[Credential]:

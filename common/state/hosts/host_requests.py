@@ -45,9 +45,11 @@ async def submit_host_request(
     """
     until = clock.monotonic() + deadline_s
     while True:
-        text = (await state.run_mesh_script("submit_host_request", id=id, kind=kind, arguments=dict(arguments)))[
-            "answer"
-        ]
+        text = (
+            await state.run_mesh_script(
+                "submit_host_request", id=id, kind=kind, arguments=dict(arguments)
+            )
+        )["answer"]
         if text:
             answer: dict[str, Any] = json.loads(text)
             if "error" in answer:
@@ -63,7 +65,9 @@ async def submit_host_request(
 
 async def read_pending_requests(state: StateClient) -> list[HostRequest]:
     """Return the requests without an answer, in the order of submission."""
-    rows = (await state.run_mesh_script("pending_host_requests", waits_ms=int(1000 * ANSWER_TIMEOUT_S)))["rows"]
+    rows = (
+        await state.run_mesh_script("pending_host_requests", waits_ms=int(1000 * ANSWER_TIMEOUT_S))
+    )["rows"]
     found = [json.loads(text) for text in rows or []]
     return [HostRequest(row["id"], row["kind"], row["arguments"] or {}) for row in found]
 
@@ -74,5 +78,8 @@ async def answer_host_request(
     """Answer a request, or reject it."""
     told = {"error": to_wire(answer)} if isinstance(answer, MeshError) else dict(answer)
     await state.run_mesh_script(
-        "answer_host_request", id=id, answer=json.dumps(told), kept_ms=int(1000 * ANSWER_RETENTION_S)
+        "answer_host_request",
+        id=id,
+        answer=json.dumps(told),
+        kept_ms=int(1000 * ANSWER_RETENTION_S),
     )

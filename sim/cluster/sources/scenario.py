@@ -170,7 +170,9 @@ RENAMED_SCENARIO_KEYS = RENAMED_POOL_KEYS | {
     "jobs[].pace": "jobs[].emulate",
     "jobs[].training_pace": "jobs[].emulate_training",
 }
-SCENARIO_SCHEMA = Schema(Scenario, "docs/develop/simulator.md lists all keys of a scenario", RENAMED_SCENARIO_KEYS)
+SCENARIO_SCHEMA = Schema(
+    Scenario, "docs/develop/simulator.md lists all keys of a scenario", RENAMED_SCENARIO_KEYS
+)
 
 
 @dataclass(frozen=True)

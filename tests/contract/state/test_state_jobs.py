@@ -246,7 +246,9 @@ async def test_a_deletion_that_was_cut_off_is_brought_to_its_end_by_the_leader(
     led = await leader.campaign(bench.state, "planner", "a", 600_000)
     args = {"job": JOB, "op": "op", "by": "a person"}
     await bench.state.run_script("delete_job", [f"{{{JOB}}}"], args)
-    piece = await bench.state.run_script("delete_remaining_rows", [f"{{{JOB}}}"], {"job": JOB, "most": 3})
+    piece = await bench.state.run_script(
+        "delete_remaining_rows", [f"{{{JOB}}}"], {"job": JOB, "most": 3}
+    )
     assert piece["more"]
     with pytest.raises(Refused, match="being deleted"):
         await jobs.submit(bench.state, JOB, document(), "/runs/job", "again")
