@@ -35,7 +35,7 @@ def extract_answer(
     """Return the model's last turn without its end tokens and without its reasoning.
 
     Args:
-        turns: Turns as rewards get them (docs/use/job-file.md, "What a reward is given").
+        turns: Turns as rewards get them (docs/use/job-file.md, "Reward arguments").
         options: The reward's; `strip` names further ends that are removed.
         keep_reasoning: Keep the reasoning.
 

@@ -3,7 +3,7 @@ r"""Parser of the choice that an answer names by its letter, also used for gold 
 An answer names a choice in a mark (`\boxed{B}`, `<answer>B</answer>`), in a statement ("The answer
 is B", "B is correct", "so it is (B)"), or as a line of its own at its beginning or end ("B", "B.
 Paris"). The last of these counts. A letter elsewhere, and a mark or statement that names several,
-is no choice. docs/use/sandbox.md, "Answers with a letter", documents the rule.
+is no choice. docs/use/rewards.md, "Answers with a letter", documents the rule.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def resume(run: RunArgument, set_: ChangeOption = None) -> None:
     """Continues a run that was stopped or cut off, or a finished one with more steps to do.
 
     With the mesh's Redis data in the run directory everything goes on where it was; without it the
-    job starts again from its newest checkpoint. docs/operate/operations.md lists what may change.
+    job starts again from its newest checkpoint. docs/operate/jobs.md lists what may change.
 
     Examples:
 

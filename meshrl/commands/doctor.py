@@ -200,7 +200,7 @@ def _check_runsc() -> Finding:
 
     path = shutil.which(RUNSC)
     if path is None:
-        fix = 'docs/use/sandbox.md, "Runners"; only for sandbox.runner = ["runsc"]'
+        fix = 'See docs/use/sandbox.md, "Runners"; only for sandbox.runner = ["runsc"]'
         return Finding(NOTE, "runsc", "not installed", fix)
     found = isolation_probe.probe_isolation(SandboxConfig(runner=[RUNSC]))
     if found.tier != "runner":

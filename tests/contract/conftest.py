@@ -1,4 +1,4 @@
-"""The real servers that a contract holds a simulated one to."""
+"""Real servers that the simulated ones are compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.contract.state.state_bench import Server, binary_of, running_server
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Callable[[str], Server]]:
-    """Start one server per backend and session, that is per worker, at its first use."""
+    """Start one server per backend and session (per pytest worker) at its first use."""
     with ExitStack() as stack:
         started: dict[str, Server] = {}
 

@@ -37,9 +37,9 @@ from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.common.weights.store.weight_store_client import put_chunk
 from meshrl.job import bundle, job_reader
+from tests.fork_server import TestForkServer
 from tests.load import scaled
 from tests.meshes import SECRET
-from tests.nursery import TestNursery
 
 ROOT = Path(__file__).parents[2]
 JOB_FILE = Path(__file__).parent / "jobs/digits.toml"
@@ -61,7 +61,7 @@ class ElasticMesh:
         self.directory = directory
         self.host = SystemHost()
         self.children: dict[str, SystemChild] = {}
-        self._nursery = TestNursery()
+        self._nursery = TestForkServer()
         self.state: StateClient
         self.mesh: Mesh  # as a trainer, which may request weights
         self.worker: Mesh  # as a role that may request a drain

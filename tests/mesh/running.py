@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).parent / "jobs/digits.toml"
 UP_S = 90.0
 END_S = 180.0
-LOOK_S = 0.03  # between two polls of a run's progress: each queries its Redis
+POLL_S = 0.03  # between two polls of a run's progress: each queries its Redis
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Run:
             if found:
                 return found
             assert self.program.poll() is None, f"the run ended before {what}:\n{self.said}"
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         raise AssertionError(f"not {what} within {within_s:g} s:\n{self.said}\n{self.logs()}")
 
     def logs(self) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.nursery import TestNursery
+from tests.fork_server import TestForkServer
 from tests.runner import costs, tiers, timeouts, workers
 
-NURSERY = pytest.StashKey[TestNursery]()
+FORK_SERVER = pytest.StashKey[TestForkServer]()
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -26,11 +26,11 @@ def configure(config: pytest.Config) -> None:
         counted = costs.Costs(config)
         config.pluginmanager.register(counted, "costs")
         workers.Workers(config, counted)
-        config.stash[NURSERY] = TestNursery()  # too slow to start for a single test
-        config.stash[NURSERY].start()
+        config.stash[FORK_SERVER] = TestForkServer()  # too slow to start for a single test
+        config.stash[FORK_SERVER].start()
 
 
 def unconfigure(config: pytest.Config) -> None:
     """Stop everything that `configure` has started."""
-    if NURSERY in config.stash:
-        config.stash[NURSERY].close()
+    if FORK_SERVER in config.stash:
+        config.stash[FORK_SERVER].close()

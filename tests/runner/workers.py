@@ -38,8 +38,8 @@ from _pytest.reports import TestReport
 
 from meshrl.common.mesh.process.entry.child import tie_to_parent
 from tests import ends
+from tests.fork_server import TestForkServer
 from tests.load import scaled
-from tests.nursery import TestNursery
 from tests.runner import WORKER_ENV
 from tests.runner.costs import Costs
 from tests.runner.groups import Account, Tree, open_account
@@ -326,10 +326,10 @@ def run_worker(
         reporter = Reporter(config, connection)
         config.pluginmanager.register(reporter)
         reporter.listens = True
-        nursery = TestNursery()
-        account.add(nursery.start_of_own())
+        fork_server = TestForkServer()
+        account.add(fork_server.start_of_own())
         run_units(config, items, reporter, account)
-        nursery.close()
+        fork_server.close()
         code = 0
     except BaseException:
         ends.report(traceback.format_exc())

@@ -23,7 +23,7 @@ from tests.sglang import served
 from tests.sglang.processes import scheduler_of
 from tests.unit.common.generation.engines_under_test import Listener, built_in, request
 
-LOOK_S, ANSWER_S = 0.2, 2.0
+POLL_S, ANSWER_S = 0.2, 2.0
 
 
 @contextmanager
@@ -48,8 +48,8 @@ def test_a_server_that_stands_or_sleeps_is_not_lost_and_one_that_hangs_is() -> N
     server = served.server()
     served.release()
     answer_s = scaled(ANSWER_S)
-    struck_s = (MAX_FAILURES + 1) * (LOOK_S + answer_s)  # one that answers nothing is lost by then
-    watch = HealthWatch(server.http, server.get_exit_error, LOOK_S, answer_s)
+    struck_s = (MAX_FAILURES + 1) * (POLL_S + answer_s)  # one that answers nothing is lost by then
+    watch = HealthWatch(server.http, server.get_exit_error, POLL_S, answer_s)
     weights = create_transport(
         "auto", server.http, server.launch_config.model_directory.parent / "weights", 1, "cpu"
     )

@@ -18,47 +18,51 @@ QUARANTINE_DIRECTORY = "quarantine"
 CORRUPTION_EVENT = "damaged"
 
 
-# docs/operate/operations.md has this as a table, with the check of each kind.
+# docs/operate/recovery.md has this as a table, with the check of each kind.
 RECOVERY_BY_KIND: dict[str, str] = {
     "checkpoint": (
-        "set aside; the newest kept one before it is used, under a new lineage: what steps in "
-        "between trained counts as host_lost, its prompts come again; without one the job "
-        "fails"
+        "quarantined; the newest retained one before it is used, in a new lineage: what the "
+        "steps in between trained counts as host_lost, and its prompts are generated again; "
+        "without one the job fails"
     ),
     "weights": (
-        "set aside; written again by the trainer that has them, or from the checkpoint's own "
+        "quarantined; written again by a trainer that has them, or from the checkpoint's own "
         "model; else as for a checkpoint"
     ),
     "group": (
-        "set aside; its prompt goes back, counted as host_lost; of a step that is repeated: a "
-        "new lineage at the checkpoint"
+        "quarantined; its prompt goes back to the queue and counts as host_lost; if a step is "
+        "being repeated: a new lineage at the checkpoint"
     ),
     "versions": (
-        "set aside; made again from Redis and the checkpoints, and nothing is swept until then"
+        "quarantined; rebuilt from Redis and the checkpoints, and nothing is swept until then"
     ),
     "kept": (
-        "set aside; the process that slept goes on from the job's checkpoint, as after its death"
+        "quarantined; the sleeping process continues from the job's checkpoint, as after its death"
     ),
-    "warm start": "set aside beside the cache; the warm start is made again",
+    "warm start": "quarantined beside the cache; the warm start runs again",
     "ledger": (
-        "set aside; what it told before the damage counts, other groups start from their prompts"
+        "quarantined; records before the corruption count, other groups start from their prompts"
     ),
-    "lengths": "set aside; the lines that are whole are kept",
-    "redis": "set aside; jobs go on from their newest checkpoints, each under a new lineage",
-    "redis note": "set aside; the records of the runs tell how far Redis had come",
+    "lengths": "quarantined; intact lines are retained",
+    "redis": "quarantined; jobs continue from their newest checkpoints, each in a new lineage",
+    "redis note": "quarantined; the records of the runs show how far Redis had come",
     "bundle": (
-        "a named failure: of resume before it starts anything, of the process that reads it after"
+        "an error that names the file: from resume before it starts anything, later from the "
+        "process that reads it"
     ),
-    "job": "set aside; written again from memory, or from the copy in Redis, else a named failure",
-    "events": "set aside; made again from the stream in Redis and the lines that are whole",
-    "metrics": "set aside; made again from the steps in Redis and the lines that are whole",
-    "usage": "set aside; counted anew",
-    "mark": "set aside; counted from ledgers and events",
-    "tracking": "set aside; trackers are shown the run anew",
-    "summary": "the events tell how the run stands",
-    "samples": "the lines that are whole are shown",
-    "mesh": "set aside and written again while the mesh runs, or by its next start",
-    "pointer": "a named failure; the next start writes it",
+    "job": (
+        "quarantined; written again from memory or from the copy in Redis, else an error that "
+        "names the file"
+    ),
+    "events": "quarantined; rebuilt from the stream in Redis and the intact lines",
+    "metrics": "quarantined; rebuilt from the steps in Redis and the intact lines",
+    "usage": "quarantined; counting starts again",
+    "mark": "quarantined; counted from ledgers and events",
+    "tracking": "quarantined; trackers receive the run from its beginning",
+    "summary": "the events show how the run ended",
+    "samples": "the intact lines are shown",
+    "mesh": "quarantined and written again while the mesh runs, or by its next start",
+    "pointer": "an error that names the file; the next start writes it",
 }
 
 

@@ -18,7 +18,7 @@ MAX_LINKS = 40  # followed for one path, as many as Linux follows
 # e_machine of the ELF header by uname's machine (elf.h).
 MACHINES = {"x86_64": 62, "aarch64": 183, "riscv64": 243, "ppc64le": 21, "s390x": 22}
 PT_INTERP = 3  # segment type of the program's loader
-IMAGE_FIX = 'docs/use/sandbox.md, "Images", says how to make one'
+IMAGE_FIX = 'See docs/use/sandbox.md, "Images"'
 
 
 def find_root(place: str) -> Path:

@@ -91,5 +91,5 @@ def require_isolation(config: JobConfig) -> None:
         raise Refused(
             f"{key}: the interpreter of the model's code does not run in a jail: "
             f"{isolation.interpreter_problem}",
-            fix='docs/use/sandbox.md, "Images", says what it takes',
+            fix='See docs/use/sandbox.md, "Images"',
         )

@@ -49,7 +49,7 @@ class ContainerRunner:
     def check(self) -> None:
         """Raise ConfigError if the runner cannot be started."""
         if shutil.which(self.command[0]) is None:
-            fix = 'docs/use/sandbox.md, "Runners", says how to install gVisor\'s runsc'
+            fix = 'Install it: see docs/use/sandbox.md, "Runners"'
             raise ConfigError(f"there is no program {self.command[0]}", fix=fix)
         if self._is_template and not any(ID_PLACEHOLDER in word for word in self.command):
             wrong = f"{' '.join(self.command)} takes {BUNDLE_PLACEHOLDER}, but no {ID_PLACEHOLDER}"

@@ -1,8 +1,8 @@
-"""A guessing game: the model finds a hidden letter, told after each guess which way it lies.
+"""A guessing game: the model finds a hidden letter with the help of hints.
 
-The prompt says among which letters it is hidden, as in `c-h:`. Each turn of the model is a letter.
-The game answers `<` when the hidden one comes before it, `>` when after it, and ends when it is
-found or the guesses are used up. Run as a script, this file writes data and tokenizer anew.
+The prompt is the range of the hidden letter, such as `c-h:`. Each turn of the model is one letter.
+The game answers `<` if the hidden letter comes before it, and `>` if it comes after it. The game
+ends when the letter is found or no guesses are left. Run this file to write data and tokenizer.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 LETTERS = "abcdefghijkl"
 GUESSES = 3
-WIDEST = 7  # letters to choose among: as many as halving finds with three guesses
+WIDEST = 7  # letters in a range: bisection finds one of seven with three guesses
 HELD_OUT = 8  # ranges that are never trained on
 
 # ---- the environment -----------------------------------------------------------------------------
@@ -22,28 +22,28 @@ class Game:
     """One game, which is one trajectory."""
 
     def open(self, row: dict[str, Any]) -> str:
-        """The text that the trajectory begins with."""
+        """Return the text that the trajectory begins with."""
         self.hidden = str(row["hidden"])
         self.guesses = 0
         return str(row["prompt"])
 
     def step(self, text: str) -> dict[str, Any]:
-        """What follows a turn of the model, which wrote `text`."""
+        """Return what follows a turn in which the model wrote `text`."""
         self.guesses += 1
         if text == self.hidden or text not in tuple(LETTERS) or self.guesses == GUESSES:
             return {"done": True}
         return {"append": "<" if self.hidden < text else ">"}
 
     def result(self, value: Any) -> dict[str, Any]:
-        """What follows a tool's answer; this game has no tools."""
+        """Return what follows a tool's answer. This game has no tools."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Release resources. This game has none."""
 
 
 def game() -> Game:
-    """The environment: called once for each trajectory."""
+    """Return an environment; called once per trajectory."""
     return Game()
 
 
@@ -51,7 +51,7 @@ def game() -> Game:
 
 
 def reward(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-    """1 for the hidden letter; else 0.1 for each guess that could have been right."""
+    """Return 1 for the hidden letter, else 0.1 per guess that the hints allowed."""
     first, last = row["prompt"][0], row["prompt"][2]
     sensible = 0
     for guess in (turn["text"] for turn in turns if turn["role"] == "model"):
@@ -71,7 +71,7 @@ def reward(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
 
 
 def rows(ranges: list[tuple[int, int]]) -> str:
-    """A row for every letter that may be hidden in each of the ranges, one a line."""
+    """Return one JSON row per range and hidden letter."""
     games = [
         {"prompt": f"{LETTERS[first]}-{LETTERS[last]}:", "hidden": hidden}
         for first, last in ranges
@@ -81,7 +81,7 @@ def rows(ranges: list[tuple[int, int]]) -> str:
 
 
 def main() -> None:
-    """Writes train.jsonl, held_out.jsonl and tokenizer.json beside this file."""
+    """Write train.jsonl, held_out.jsonl and tokenizer.json beside this file."""
     from tokenizers import Tokenizer, decoders, models
 
     here = Path(__file__).parent

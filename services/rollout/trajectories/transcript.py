@@ -1,6 +1,6 @@
 """Text of a trajectory's tokens: its prompt, and its turns for rewards and users.
 
-See docs/use/job-file.md, "What a reward is given", for each turn's keys.
+See docs/use/job-file.md, "Reward arguments", for each turn's keys.
 """
 
 from __future__ import annotations

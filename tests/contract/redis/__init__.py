@@ -1,1 +1,1 @@
-"""The simulated Redis answers as the real servers do: commands, scripts, JSON, a full server."""
+"""Contract of the simulated Redis: commands, scripts, JSON and a full server."""

@@ -1,4 +1,4 @@
-"""A real server and a simulated one, which are given the same words."""
+"""A real and a simulated server that receive the same commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REAL = [
 
 
 def outcome(client: Any, words: tuple[Any, ...]) -> Any:
-    """Return the reply, or the class and code of the error: servers word the rest differently."""
+    """Return the reply, or the class and code of the error: servers differ in the other words."""
     try:
         return client.execute_command(*words)
     except redis.ResponseError as error:
@@ -30,7 +30,7 @@ def outcome(client: Any, words: tuple[Any, ...]) -> Any:
 
 @dataclass
 class Pair:
-    """`both` asserts that the two answer alike, and returns the answer."""
+    """Pair of clients; `both` asserts equal replies and returns the reply."""
 
     real: redis.Redis
     simulated: SimulatedSyncRedisClient = field(
@@ -54,6 +54,6 @@ class Pair:
 def pair(request: pytest.FixtureRequest, servers: Callable[[str], Server]) -> Iterator[Pair]:
     url = servers(request.param).url
     with redis.Redis.from_url(url, decode_responses=True, protocol=2) as client:
-        found = Pair(client)
-        found.clear()
-        yield found
+        client_pair = Pair(client)
+        client_pair.clear()
+        yield client_pair

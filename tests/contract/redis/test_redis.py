@@ -1,4 +1,4 @@
-"""Random commands, and Lua with its numbers, replies and JSON, on each server."""
+"""Random commands, Lua scripts and JSON on a real and a simulated server."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from meshrl.sim.redis.server import FullResource, SimulatedRedisServer
 from tests.contract.redis.conftest import Pair, outcome
 from tests.contract.state.state_bench import HandClock
 
-KEYS = st.sampled_from(["one", "two", "three"])  # few, so that kinds meet
+KEYS = st.sampled_from(
+    ["one", "two", "three"]
+)  # few, so that commands of different types hit one key
 FIELDS = st.sampled_from(["f", "g", "é", ""])
 TEXTS = st.sampled_from(["", "x", "ü \x00 \n", "12", "-7", "007", "1.5", "0"])
 MEMBERS = st.sampled_from(["a", "b", "ab", "9", "10"])
 SCORES = st.sampled_from(["1", "2", "2.5", "-3", "1e3", "inf", "-inf", "1750000000000", "x", "nan"])
 BOUNDS = st.sampled_from(["-inf", "+inf", "1", "(1", "2", "(2", "2.5", "(-3", "1e3", "(inf", "no"])
 PLACES = st.sampled_from(["0", "1", "2", "-1", "-2", "-9", "9", "1.0"])
-PASSED = "return redis.call(unpack(ARGV))"
-CAUGHT = """local r = redis.pcall(unpack(ARGV))
+CALL = "return redis.call(unpack(ARGV))"
+PROTECTED_CALL = """local r = redis.pcall(unpack(ARGV))
 return type(r) == 'table' and r.err and string.match(r.err, '^%S+') or 'fine'"""
-# What a script returns, and so what a client gets.
+# Return values of a script, and thus replies to a client.
 REPLIES = r"""
 3.99 | -3.99 | 0 | -1 | 1e15 | true | false | nil | 'x' | 12345678901 | {} | {1,2.7,'x'}
 {1,nil,3} | {false,1,true} | {{1,{}},'a'} | {ok='fine'} | {err='ERR_not fine'} | {a=1}
@@ -44,7 +46,7 @@ type(redis.call('HMGET', 'none', 'f')[1]) | type(redis.call('SET', 'text', 'x', 
 FAILURES = r"""
 undefined | 1 + nil | error('mine') | error({err='MY error'}) | undefined() | ('x').y.z | #nil
 """
-# What cjson encodes.
+# Values that cjson encodes.
 VALUES = r"""
 {} | {1,2,3} | {[1]=1,[3]=3} | {[1]=1,[10]=2} | {[1]=1,[11]=2} | {[1]=1,[100]=2} | {a=1} | {[0]=1}
 {[1.5]=1} | {1,2,a=3} | {[-1]=1} | 0.1 | 1/3 | 1e14 | 12345678901234 | 1e100 | 1/0 | 0/0 | 5
@@ -59,7 +61,7 @@ null | [null] | {"a":null} | [1,2.5,-3e2,1E+2] |  [ 1 , 2 ]  | 0 | -0 | 1e5x | -
 {"a" 1} | {"a":1,} | {1:2} | nul | tru | nullx | 1 2 | ] | {"a":1,"a":2} | {"1":2} | {"a":[{}]}
 12345678901234567890 | 0.30000000000000004 | "tab	here" | truefalse | [1}
 """
-ROUND = "return cjson.encode(cjson.decode(ARGV[1]))"
+JSON_ROUND_TRIP = "return cjson.encode(cjson.decode(ARGV[1]))"
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 documents = st.recursive(
@@ -74,62 +76,64 @@ STEPS: list[tuple[Any, ...]] = [
     ("EVAL", "return redis.call('HGET', 'h', 'f')", 0),
     ("EVAL", "return redis.call('HSET', 'h', 'f', '2') + 0", 0),
     ("EVAL", "return redis.pcall('HSET', 'h', 'f', '2').err", 0),
-    # A script that has written, deletions included, runs to its end.
+    # A script that has written anything, deletions included, runs to completion.
     ("EVAL", "redis.call('DEL', 'none'); return redis.call('HSET', 'h', 'g', '2')", 0),
     ("DEL", "text"),
     ("PING",),
 ]
 
 
-def words(name: str, *parts: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+def command(name: str, *parts: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
     return st.tuples(st.just(name), *parts)
 
 
-def many(name: str, *parts: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+def command_with_repeats(
+    name: str, *parts: st.SearchStrategy[Any]
+) -> st.SearchStrategy[tuple[Any, ...]]:
     """Draw the command on a key, with one to three repetitions of its repeatable part."""
     repeated = st.lists(st.tuples(*parts), min_size=1, max_size=3)
     return st.builds(lambda key, more: (name, key, *sum(more, ())), KEYS, repeated)
 
 
 COMMANDS = st.one_of(
-    words("GET", KEYS),
-    words("SET", KEYS, TEXTS),
-    words("SET", KEYS, TEXTS, st.just("NX")),
-    words("SET", KEYS, TEXTS, st.just("PX"), st.sampled_from(["600000", "0", "x"])),
-    words("INCR", KEYS),
-    words("PEXPIRE", KEYS, st.sampled_from(["600000", "x"])),
-    words("EXISTS", KEYS, KEYS),
-    words("DEL", KEYS, KEYS),
-    many("HSET", FIELDS, TEXTS),
-    words("HSET", KEYS, FIELDS),
-    words("HSETNX", KEYS, FIELDS, TEXTS),
-    words("HGET", KEYS, FIELDS),
-    words("HEXISTS", KEYS, FIELDS),
-    many("HMGET", FIELDS),
-    words("HGETALL", KEYS),
-    many("HDEL", FIELDS),
-    words("HINCRBY", KEYS, FIELDS, st.sampled_from(["1", "-2", "x", "01"])),
-    many("RPUSH", TEXTS),
-    words("LPOP", KEYS),
-    words("LRANGE", KEYS, PLACES, PLACES),
-    many("SADD", MEMBERS),
-    many("SREM", MEMBERS),
-    words("SISMEMBER", KEYS, MEMBERS),
-    words("SMEMBERS", KEYS),
-    many("ZADD", SCORES, MEMBERS),
-    many("ZREM", MEMBERS),
-    words("ZCARD", KEYS),
-    words("ZRANGE", KEYS, PLACES, PLACES),
-    words("ZRANGEBYSCORE", KEYS, BOUNDS, BOUNDS),
-    words("ZREMRANGEBYSCORE", KEYS, BOUNDS, BOUNDS),
+    command("GET", KEYS),
+    command("SET", KEYS, TEXTS),
+    command("SET", KEYS, TEXTS, st.just("NX")),
+    command("SET", KEYS, TEXTS, st.just("PX"), st.sampled_from(["600000", "0", "x"])),
+    command("INCR", KEYS),
+    command("PEXPIRE", KEYS, st.sampled_from(["600000", "x"])),
+    command("EXISTS", KEYS, KEYS),
+    command("DEL", KEYS, KEYS),
+    command_with_repeats("HSET", FIELDS, TEXTS),
+    command("HSET", KEYS, FIELDS),
+    command("HSETNX", KEYS, FIELDS, TEXTS),
+    command("HGET", KEYS, FIELDS),
+    command("HEXISTS", KEYS, FIELDS),
+    command_with_repeats("HMGET", FIELDS),
+    command("HGETALL", KEYS),
+    command_with_repeats("HDEL", FIELDS),
+    command("HINCRBY", KEYS, FIELDS, st.sampled_from(["1", "-2", "x", "01"])),
+    command_with_repeats("RPUSH", TEXTS),
+    command("LPOP", KEYS),
+    command("LRANGE", KEYS, PLACES, PLACES),
+    command_with_repeats("SADD", MEMBERS),
+    command_with_repeats("SREM", MEMBERS),
+    command("SISMEMBER", KEYS, MEMBERS),
+    command("SMEMBERS", KEYS),
+    command_with_repeats("ZADD", SCORES, MEMBERS),
+    command_with_repeats("ZREM", MEMBERS),
+    command("ZCARD", KEYS),
+    command("ZRANGE", KEYS, PLACES, PLACES),
+    command("ZRANGEBYSCORE", KEYS, BOUNDS, BOUNDS),
+    command("ZREMRANGEBYSCORE", KEYS, BOUNDS, BOUNDS),
 )
 
 
-VIA = st.sampled_from(["", "", PASSED, CAUGHT])
+VIA = st.sampled_from(["", "", CALL, PROTECTED_CALL])
 
 
-def alike(name: str, answer: Any) -> Any:
-    """HGETALL and SMEMBERS have no order."""
+def normalize_order(name: str, answer: Any) -> Any:
+    """Normalize replies of HGETALL and SMEMBERS, which have no order."""
     if name == "SMEMBERS" and isinstance(answer, list):
         return set(answer)
     if name == "HGETALL" and isinstance(answer, list):
@@ -139,12 +143,12 @@ def alike(name: str, answer: Any) -> Any:
 
 @settings(max_examples=60)
 @given(commands=st.lists(st.tuples(COMMANDS, VIA), min_size=10, max_size=40))
-def test_random_commands_are_answered_alike(pair: Pair, commands: list[Any]) -> None:
+def test_random_commands_get_the_same_replies(pair: Pair, commands: list[Any]) -> None:
     pair.clear()
     for command, script in commands:
         sent = ("EVAL", script, 0, *command) if script else command
         expected, answer = outcome(pair.real, sent), outcome(pair.simulated, sent)
-        assert alike(command[0], answer) == alike(command[0], expected), sent
+        assert normalize_order(command[0], answer) == normalize_order(command[0], expected), sent
 
 
 @settings(max_examples=20)
@@ -161,52 +165,54 @@ def test_random_commands_are_answered_alike(pair: Pair, commands: list[Any]) -> 
         max_size=10,
     ),
 )
-def test_streams_are_read_alike_by_the_ids_that_each_server_gave(
+def test_stream_ranges_match_relative_to_each_servers_ids(
     pair: Pair, added: list[str], ranges: list[Any]
 ) -> None:
     pair.clear()
 
-    def read(client: Any) -> list[Any]:
+    def add_and_read(client: Any) -> list[Any]:
         ids = [client.execute_command("XADD", "s", "*", "f", text) for text in added]
         assert sorted(ids, key=lambda i: tuple(map(int, i.split("-")))) == ids
-        seen = []
+        replies = []
         for name, low, high, leave_out, count in ranges:
             first = leave_out + ids[low] if 0 <= low < len(ids) else "-"
             last = leave_out + ids[high] if 0 <= high < len(ids) else "+"
             ends = (first, last) if name == "XRANGE" else (last, first)
             rows = outcome(client, (name, "s", *ends, *count))
-            seen.append([(ids.index(row_id), fields) for row_id, fields in rows])
-        return seen
+            replies.append([(ids.index(row_id), fields) for row_id, fields in rows])
+        return replies
 
-    assert read(pair.simulated) == read(pair.real)
+    assert add_and_read(pair.simulated) == add_and_read(pair.real)
 
 
 @settings(max_examples=20)
 @given(added=st.integers(1, 8), cuts=st.lists(st.integers(0, 8), max_size=4))
-def test_streams_are_trimmed_alike_and_give_no_id_twice(
+def test_stream_trimming_matches_and_ids_are_unique(
     pair: Pair, added: int, cuts: list[int]
 ) -> None:
     pair.clear()
 
-    def trimmed(client: Any) -> list[Any]:
+    def add_and_trim(client: Any) -> list[Any]:
         def add() -> str:
             return str(client.execute_command("XADD", "s", "*", "f", "x"))
 
         ids = [add() for _ in range(added)]
-        seen: list[Any] = []
+        replies: list[Any] = []
         for cut in cuts:
-            least = ids[cut] if cut < len(ids) else f"{int(ids[-1].split('-')[0]) + 1}"
-            seen.append(client.execute_command("XTRIM", "s", "MINID", least))
-            seen.append(client.execute_command("XLEN", "s"))
+            min_id = ids[cut] if cut < len(ids) else f"{int(ids[-1].split('-')[0]) + 1}"
+            replies.append(client.execute_command("XTRIM", "s", "MINID", min_id))
+            replies.append(client.execute_command("XLEN", "s"))
             ids.append(add())
-            seen.append([ids.index(i) for i, _ in client.execute_command("XRANGE", "s", "-", "+")])
+            replies.append(
+                [ids.index(i) for i, _ in client.execute_command("XRANGE", "s", "-", "+")]
+            )
         assert len(set(ids)) == len(ids)
-        return seen
+        return replies
 
-    assert trimmed(pair.simulated) == trimmed(pair.real)
+    assert add_and_trim(pair.simulated) == add_and_trim(pair.real)
 
 
-def test_streams_are_read_by_times_and_refuse_what_is_no_id(pair: Pair) -> None:
+def test_stream_ranges_accept_times_and_reject_invalid_ids(pair: Pair) -> None:
     pair.clear()
     for word in ("0", "(0-0", "5-1", "x", "1-x", "(-", ""):
         pair.both("XRANGE", "s", word, "+")
@@ -220,14 +226,14 @@ def test_streams_are_read_by_times_and_refuse_what_is_no_id(pair: Pair) -> None:
     pair.both("XRANGE", "s", "-", "+")
 
 
-def test_an_entry_may_be_added_under_an_id_above_all_others(pair: Pair) -> None:
+def test_stream_entry_ids_must_exceed_all_previous_ids(pair: Pair) -> None:
     pair.clear()
     for word in ("5-1", "5-1", "4-9", "5-2", "6-0"):
         pair.both("XADD", "s", word, "f", word)
     pair.both("XRANGE", "s", "-", "+")
 
 
-def test_what_the_client_makes_of_replies_is_what_redis_py_makes_of_them(pair: Pair) -> None:
+def test_simulated_client_decodes_replies_like_redis_py(pair: Pair) -> None:
     pair.clear()
     for sent in (
         ("PING",),
@@ -259,7 +265,7 @@ def test_what_the_client_makes_of_replies_is_what_redis_py_makes_of_them(pair: P
         max_size=120,
     )
 )
-def test_a_sorted_set_keeps_its_order_through_many_writes(
+def test_sorted_set_stays_ordered_through_many_writes(
     writes: list[tuple[str, ...]],
 ) -> None:
     client = SimulatedSyncRedisClient(SimulatedRedisServer(HandClock()))
@@ -274,12 +280,12 @@ def test_a_sorted_set_keeps_its_order_through_many_writes(
     assert client.execute_command("ZRANGE", "z", 0, -1) == expected
 
 
-def cases(listed: str) -> list[str]:
-    return [case for line in listed.strip("\n").splitlines() for case in line.split(" | ")]
+def cases(rows: str) -> list[str]:
+    return [case for line in rows.strip("\n").splitlines() for case in line.split(" | ")]
 
 
-def told(answer: Any) -> Any:
-    """Normalise an answer: JSON is decoded, as its fields have no order, and all errors are
+def normalize_json(answer: Any) -> Any:
+    """Normalize a reply: decode JSON, as its fields have no order, and treat all errors as
     equal.
     """
     if isinstance(answer, tuple):
@@ -287,39 +293,41 @@ def told(answer: Any) -> Any:
     return json.loads(answer) if isinstance(answer, str) else answer
 
 
-def runs_alike(pair: Pair, script: str, *arguments: Any) -> None:
+def assert_same_result(pair: Pair, script: str, *arguments: Any) -> None:
     sent = ("EVAL", script, 0, *arguments)
-    assert told(outcome(pair.simulated, sent)) == told(outcome(pair.real, sent)), sent
+    assert normalize_json(outcome(pair.simulated, sent)) == normalize_json(
+        outcome(pair.real, sent)
+    ), sent
 
 
 @pytest.fixture(autouse=True)
-def some_keys(pair: Pair) -> None:
+def stored_keys(pair: Pair) -> None:
     pair.clear()
     pair.both("HSET", "h", "f", "1")
     pair.both("SET", "text", "no number")
 
 
 @pytest.mark.parametrize("returned", cases(REPLIES))
-def test_a_script_returns_what_it_returns_on_a_real_server(pair: Pair, returned: str) -> None:
+def test_script_returns_the_same_value_as_on_a_real_server(pair: Pair, returned: str) -> None:
     pair.script(f"return {returned}", "argument")
 
 
 @pytest.mark.parametrize("source", cases(FAILURES))
-def test_a_script_that_fails_is_an_error_of_the_same_class(pair: Pair, source: str) -> None:
+def test_failing_script_raises_the_same_error_class(pair: Pair, source: str) -> None:
     sent = ("EVAL", f"local x = {source}", 0)
     assert outcome(pair.simulated, sent)[0] is outcome(pair.real, sent)[0]
 
 
-def test_a_script_makes_no_globals(pair: Pair) -> None:
+def test_scripts_cannot_create_globals(pair: Pair) -> None:
     sent = ("EVAL", "made = 1", 0)
     assert outcome(pair.simulated, sent)[0] is outcome(pair.real, sent)[0]
-    runs_alike(
+    assert_same_result(
         pair, "return type(rawget) == 'function' and tostring(pcall(function() return made end))"
     )
 
 
 @pytest.mark.parametrize("value", cases(VALUES))
-def test_json_is_written_alike(pair: Pair, value: str) -> None:
+def test_json_encoding_matches(pair: Pair, value: str) -> None:
     sent = ("EVAL", f"return cjson.encode({value})", 0)
     expected, answer = outcome(pair.real, sent), outcome(pair.simulated, sent)
     if isinstance(expected, tuple):
@@ -329,9 +337,9 @@ def test_json_is_written_alike(pair: Pair, value: str) -> None:
 
 
 @pytest.mark.parametrize("text", [*cases(JSON_TEXTS), ""])
-def test_json_is_read_alike(pair: Pair, text: str) -> None:
-    runs_alike(pair, ROUND, text)
-    runs_alike(
+def test_json_decoding_matches(pair: Pair, text: str) -> None:
+    assert_same_result(pair, JSON_ROUND_TRIP, text)
+    assert_same_result(
         pair,
         "return {type(cjson.decode(ARGV[1])), tostring(cjson.decode(ARGV[1]) == cjson.null)}",
         text,
@@ -339,31 +347,31 @@ def test_json_is_read_alike(pair: Pair, text: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1000, 1001])
-def test_json_of_many_levels_is_read_up_to_the_same_one(pair: Pair, depth: int) -> None:
-    pair.script(ROUND, "[" * depth + "]" * depth)
+def test_json_nesting_limit_matches(pair: Pair, depth: int) -> None:
+    pair.script(JSON_ROUND_TRIP, "[" * depth + "]" * depth)
 
 
 @settings(max_examples=100)
 @given(document=documents)
-def test_any_document_passes_through_alike(pair: Pair, document: Any) -> None:
-    runs_alike(pair, ROUND, json.dumps(document))
-    runs_alike(pair, ROUND, json.dumps(document, ensure_ascii=False, indent=1))
+def test_any_document_round_trips_identically(pair: Pair, document: Any) -> None:
+    assert_same_result(pair, JSON_ROUND_TRIP, json.dumps(document))
+    assert_same_result(pair, JSON_ROUND_TRIP, json.dumps(document, ensure_ascii=False, indent=1))
 
 
 @settings(max_examples=150)
 @given(document=documents, at=st.integers(0), change=st.sampled_from(list('"\\{}[],:0x tu')))
-def test_a_broken_document_is_refused_or_read_alike(
+def test_corrupt_documents_are_rejected_or_parsed_identically(
     pair: Pair, document: Any, at: int, change: str
 ) -> None:
     text = json.dumps({"a": [document]}, separators=(",", ":"))
     at %= len(text)
-    runs_alike(pair, ROUND, text[:at] + change + text[at + 1 :])
+    assert_same_result(pair, JSON_ROUND_TRIP, text[:at] + change + text[at + 1 :])
 
 
 @settings(max_examples=100)
 @given(number=numbers)
-def test_numbers_reach_commands_as_the_same_number(pair: Pair, number: float) -> None:
-    """Check the values of numbers in commands: servers differ in how they write fractions."""
+def test_numbers_reach_commands_with_the_same_value(pair: Pair, number: float) -> None:
+    """Check only the values of numbers in commands: servers differ in how they write fractions."""
     passed = "redis.call('SET', 'n', tonumber(ARGV[1])); return redis.call('GET', 'n')"
     for arguments in ((repr(number),), (repr(int(number)),)):
         expected = outcome(pair.real, ("EVAL", passed, 0, *arguments))
@@ -376,7 +384,7 @@ def test_numbers_reach_commands_as_the_same_number(pair: Pair, number: float) ->
 
 
 @pytest.fixture
-def full(pair: Pair) -> Iterator[Pair]:
+def full_pair(pair: Pair) -> Iterator[Pair]:
     pair.clear()
     pair.both("SET", "text", "t")
     pair.both("HSET", "h", "f", "1")
@@ -387,8 +395,8 @@ def full(pair: Pair) -> Iterator[Pair]:
     pair.simulated.server.faults.full_resource = FullResource.NO
 
 
-def test_a_server_without_memory_refuses_what_grows(full: Pair) -> None:
-    answers = [full.both(*step) for step in STEPS]
+def test_server_out_of_memory_rejects_growing_writes(full_pair: Pair) -> None:
+    answers = [full_pair.both(*step) for step in STEPS]
     refused = [answer[0] for answer in answers if isinstance(answer, tuple)]
     assert refused == [OutOfMemoryError] * 3
     assert answers[6] == 1

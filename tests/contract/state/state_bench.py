@@ -1,4 +1,4 @@
-"""Bench of the contract tests: servers that can be killed, time, a job's shard and trainer."""
+"""Bench of the contract tests: killable servers, time, and a job's shard and trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HandClock:
 
 @dataclass
 class Server:
-    """A real server, which a test may kill and start again on the data it left."""
+    """Real server that a test may kill and restart on the same data."""
 
     directory: Path
     binary: str
@@ -51,19 +51,19 @@ class Server:
     url: str = field(init=False)
 
     def start(self) -> None:
-        found = embedded_server.prepare_server(self.directory, server=self.binary)
+        prepared = embedded_server.prepare_server(self.directory, server=self.binary)
         log = (self.directory / "log").open("ab")
-        self.process = subprocess.Popen(found.argv, stdout=log, stderr=log)
-        self.url = found.url
-        client = redis.Redis.from_url(found.url)
+        self.process = subprocess.Popen(prepared.argv, stdout=log, stderr=log)
+        self.url = prepared.url
+        client = redis.Redis.from_url(prepared.url)
         until = time.monotonic() + scaled(5.0)
         while True:
             try:
                 client.ping()
                 return
             except redis.ConnectionError:
-                see = self.directory / "log"
-                assert time.monotonic() < until, f"no answer from {found.argv}; see {see}"
+                log_path = self.directory / "log"
+                assert time.monotonic() < until, f"no answer from {prepared.argv}; see {log_path}"
                 time.sleep(0.01)
 
     def kill(self) -> None:
@@ -73,7 +73,7 @@ class Server:
 
 @contextmanager
 def running_server(binary: str) -> Iterator[Server]:
-    # A short path: it contains the socket, and the kernel accepts no long ones.
+    # The path is short: it contains the socket, and the kernel limits the length of such paths.
     directory = Path(tempfile.mkdtemp(prefix="state-"))
     server = Server(directory, binary)
     try:
@@ -94,7 +94,7 @@ def binary_of(backend: str) -> str:
 
 @dataclass
 class Bench:
-    """An empty State, and time that passes on it."""
+    """Empty state store with a clock that a test can advance."""
 
     state: StateClient
     clock: HandClock | None
@@ -208,8 +208,8 @@ class Seats:
     async def go_back(self, version: int, saved: dict[str, Any] | None = None) -> int:
         """Open a lineage from a version of the first one."""
         names = steps.VersionReferences(f"m0.{version}", f"c{version}")
-        whose = self.state, JOB, TRAINER, self.trainer
-        return await steps.open_lineage(*whose, version, names, "op", saved)
+        caller = self.state, JOB, TRAINER, self.trainer
+        return await steps.open_lineage(*caller, version, names, "op", saved)
 
     async def step(self, step: int) -> list[int]:
         """Run a complete step: lease and commit."""

@@ -16,7 +16,7 @@ from meshrl.common.state.redis.client import StateClient
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 
-async def test_a_submitted_job_is_queued_and_comes_back_as_it_was_written(bench: Bench) -> None:
+async def test_submitted_job_is_queued_and_read_back_unchanged(bench: Bench) -> None:
     for _ in range(2):
         await jobs.submit(bench.state, JOB, document(), "/runs/job", "op")
     row = await jobs.read_job(bench.state, JOB)
@@ -27,7 +27,7 @@ async def test_a_submitted_job_is_queued_and_comes_back_as_it_was_written(bench:
     assert kinds == ["submitted"]
 
 
-async def test_a_job_name_is_taken_once_and_must_be_a_name(state: StateClient) -> None:
+async def test_job_name_must_be_valid_and_unused(state: StateClient) -> None:
     await jobs.submit(state, JOB, document(), "", "op1")
     with pytest.raises(Refused, match="already"):
         await jobs.submit(state, JOB, document(), "", "op2")
@@ -38,7 +38,7 @@ async def test_a_job_name_is_taken_once_and_must_be_a_name(state: StateClient) -
         await jobs.read_job(state, "other")
 
 
-async def test_phases_only_go_forward_and_only_for_a_lease(bench: Bench) -> None:
+async def test_phase_only_advances_and_only_under_a_valid_lease(bench: Bench) -> None:
     token = await bench.seat("planner/0")
     await jobs.submit(bench.state, JOB, document(), "", "op")
     await jobs.set_phase(bench.state, JOB, jobs.Phase.WARM_START, token, "planner/0")
@@ -58,7 +58,7 @@ async def test_phases_only_go_forward_and_only_for_a_lease(bench: Bench) -> None
     assert [e.fields["phase"] for e in phases] == ["warm_start", "training", "failed"]
 
 
-async def test_a_stopped_job_goes_on_where_it_was(bench: Bench) -> None:
+async def test_reopened_job_continues_in_its_phase(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.train(1)
     await jobs.set_phase(bench.state, JOB, jobs.Phase.STOPPED, seats.trainer, TRAINER)
@@ -72,7 +72,7 @@ async def test_a_stopped_job_goes_on_where_it_was(bench: Bench) -> None:
         await jobs.reopen(bench.state, JOB, "op2")
 
 
-async def test_a_person_stops_a_job_without_a_lease_and_it_goes_on_where_it_was(
+async def test_cancel_needs_no_lease_and_reopen_continues_the_job(
     bench: Bench,
 ) -> None:
     seats = await bench.training_job()
@@ -92,7 +92,7 @@ async def test_a_person_stops_a_job_without_a_lease_and_it_goes_on_where_it_was(
         await jobs.cancel(bench.state, "other", "op5")
 
 
-async def test_an_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
+async def test_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
     token = await bench.seat("evaluator")
     await jobs.submit(bench.state, JOB, document(), "", "op")
     first = {"greedy": 0.5, "wrong": []}
@@ -109,7 +109,7 @@ async def test_an_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
     assert [(row["tag"], row["result"]) for row in found] == [("before", {}), ("s10", first)]
 
 
-async def test_the_gate_admits_what_the_staleness_bound_allows(bench: Bench) -> None:
+async def test_gate_admits_groups_within_the_staleness_bound(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2, max_staleness=2)
     opened = await seats.admit(4) + await seats.admit(4)
     assert [group.group for group in opened] == [0, 1, 2, 3, 4, 5]
@@ -123,7 +123,7 @@ async def test_the_gate_admits_what_the_staleness_bound_allows(bench: Bench) -> 
     assert (row.opened, row.trained, row.admitted, row.cursor) == (16, 4, 8, 8)
 
 
-async def test_nothing_is_admitted_before_training_nor_beyond_the_budget(bench: Bench) -> None:
+async def test_no_group_is_admitted_before_training_or_beyond_the_budget(bench: Bench) -> None:
     shard, trainer = await bench.seat(SHARD), await bench.seat(TRAINER)
     await jobs.submit(bench.state, JOB, document(steps=1), "", "op")
     assert await groups.admit_groups(bench.state, JOB, SHARD, shard, 9, "op1") == []
@@ -135,30 +135,30 @@ async def test_nothing_is_admitted_before_training_nor_beyond_the_budget(bench: 
     assert len(await groups.admit_groups(bench.state, JOB, SHARD, shard, 9, "op3")) == 2
 
 
-async def test_nothing_is_admitted_while_the_job_is_paused(bench: Bench) -> None:
+async def test_no_group_is_admitted_while_the_job_is_paused(bench: Bench) -> None:
     seats = await bench.training_job()
     led = await leader.campaign(bench.state, "planner", "planner/0", 600_000)
 
-    async def hold(held: str) -> None:
-        admit = SetBlockReason(JOB, held, Rationale("preempt"))
-        assert await pool.write_decisions(bench.state, led, f"hold {held}", [admit], None) == []
+    async def set_block_reason(reason: str) -> None:
+        admit = SetBlockReason(JOB, reason, Rationale("preempt"))
+        assert await pool.write_decisions(bench.state, led, f"hold {reason}", [admit], None) == []
 
-    await hold("paused: preempted by another")
+    await set_block_reason("paused: preempted by another")
     assert await seats.admit() == []
     assert (await jobs.read_job(bench.state, JOB)).is_paused and await jobs.is_paused(
         bench.state, JOB
     )
-    await hold("")
+    await set_block_reason("")
     assert len(await seats.admit()) == 6
     assert not await jobs.is_paused(bench.state, JOB)
-    await hold("paused: preempted again")
+    await set_block_reason("paused: preempted again")
     assert await jobs.cancel(bench.state, JOB, "cancel")
     assert not await jobs.is_paused(bench.state, JOB) and not await jobs.is_paused(
         bench.state, "other"
     )
 
 
-async def test_an_admission_sent_twice_opens_its_groups_once(bench: Bench) -> None:
+async def test_resent_admission_opens_its_groups_once(bench: Bench) -> None:
     seats = await bench.training_job()
     first = await groups.admit_groups(bench.state, JOB, SHARD, seats.shard, 3, "op")
     again = await groups.admit_groups(bench.state, JOB, SHARD, seats.shard, 3, "op")
@@ -166,7 +166,7 @@ async def test_an_admission_sent_twice_opens_its_groups_once(bench: Bench) -> No
     assert (await groups.count_in_flight(bench.state, JOB)).open == 3
 
 
-async def test_a_shard_that_lost_its_lease_can_do_nothing(bench: Bench) -> None:
+async def test_shard_without_its_lease_is_fenced_from_all_operations(bench: Bench) -> None:
     seats = await bench.training_job()
     [group] = await seats.admit(1)
     old = seats.shard
@@ -183,7 +183,7 @@ async def test_a_shard_that_lost_its_lease_can_do_nothing(bench: Bench) -> None:
         await groups.claim_shard(bench.state, JOB, SHARD, old)
 
 
-async def test_a_new_incarnation_takes_over_groups_and_segments(bench: Bench) -> None:
+async def test_new_incarnation_takes_over_groups_and_segments(bench: Bench) -> None:
     seats = await bench.training_job()
     opened = await seats.admit(3)
     assert await groups.claim_shard(bench.state, JOB, SHARD, seats.shard) == {}
@@ -205,7 +205,7 @@ async def test_a_new_incarnation_takes_over_groups_and_segments(bench: Bench) ->
     assert await groups.read_open_groups(bench.state, JOB, SHARD) == opened[1:]
 
 
-async def test_a_finished_group_is_ready_once(bench: Bench) -> None:
+async def test_finished_group_becomes_ready_once(bench: Bench) -> None:
     seats = await bench.training_job()
     [group] = await seats.admit(1)
     for _ in range(2):
@@ -223,7 +223,7 @@ async def test_a_finished_group_is_ready_once(bench: Bench) -> None:
     assert (now.open, now.ready, now.samples) == (0, 1, 2)
 
 
-async def test_a_dropped_group_returns_its_admission_but_not_its_prompt(bench: Bench) -> None:
+async def test_dropped_group_returns_its_admission_but_not_its_prompt(bench: Bench) -> None:
     seats = await bench.training_job()
     opened = await seats.admit()
     for _ in range(2):
@@ -234,7 +234,7 @@ async def test_a_dropped_group_returns_its_admission_but_not_its_prompt(bench: B
     assert (row.typed_drops, row.host_lost, row.admitted) == (2, 0, 6)
 
 
-async def test_a_lost_group_returns_its_admission_and_its_prompt_goes_first(bench: Bench) -> None:
+async def test_requeued_groups_prompt_is_admitted_first(bench: Bench) -> None:
     seats = await bench.training_job()
     opened = await seats.admit()
     for _ in range(2):
@@ -245,7 +245,7 @@ async def test_a_lost_group_returns_its_admission_and_its_prompt_goes_first(benc
     assert (row.typed_drops, row.host_lost, row.cursor) == (0, 2, 6)
 
 
-async def test_a_step_leases_the_oldest_groups_that_are_ready(bench: Bench) -> None:
+async def test_step_leases_the_oldest_ready_groups(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2)
     opened = await seats.admit()
     answer = await seats.lease(1)
@@ -261,13 +261,13 @@ async def test_a_step_leases_the_oldest_groups_that_are_ready(bench: Bench) -> N
     assert await seats.lease(1) == first
 
 
-async def test_a_step_that_is_not_next_leases_nothing(bench: Bench) -> None:
+async def test_lease_of_a_step_that_is_not_next_is_rejected(bench: Bench) -> None:
     seats = await bench.training_job()
     with pytest.raises(Refused, match="current version is 0"):
         await seats.lease(2)
 
 
-async def test_a_new_trainer_leases_what_its_predecessor_had(bench: Bench) -> None:
+async def test_new_trainer_leases_its_predecessors_groups(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.fill()
     old = seats.trainer
@@ -280,7 +280,7 @@ async def test_a_new_trainer_leases_what_its_predecessor_had(bench: Bench) -> No
     assert (now.ready, now.leased) == (4, 2)
 
 
-async def test_a_group_that_became_stale_goes_back_to_the_cursor(bench: Bench) -> None:
+async def test_stale_groups_prompt_returns_to_the_cursor(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2, max_staleness=1)
     opened = await seats.admit()
     await seats.finish(opened[0], age=2)
@@ -294,7 +294,7 @@ async def test_a_group_that_became_stale_goes_back_to_the_cursor(bench: Bench) -
     assert [e.fields["groups"][0]["group"] for e in told] == [0]
 
 
-async def test_a_slow_group_is_passed_over_so_often_and_then_waited_for(bench: Bench) -> None:
+async def test_step_waits_for_a_slow_group_after_max_staleness_skips(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=1, max_staleness=2)
     slow, *others = await seats.admit()
     for step in (1, 2):
@@ -308,7 +308,7 @@ async def test_a_slow_group_is_passed_over_so_often_and_then_waited_for(bench: B
     assert await seats.leased(3) == [slow.group]
 
 
-async def test_a_requeued_prompt_is_not_passed_over_for_longer(bench: Bench) -> None:
+async def test_requeued_prompt_inherits_its_skip_count(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=1, max_staleness=1)
     slow, other = await seats.admit()
     await seats.finish(other)
@@ -321,7 +321,7 @@ async def test_a_requeued_prompt_is_not_passed_over_for_longer(bench: Bench) -> 
     assert await seats.lease(2) == LeaseWait(reason, SHARD)
 
 
-async def test_with_no_staleness_a_step_waits_for_every_older_group(bench: Bench) -> None:
+async def test_step_without_staleness_waits_for_every_older_group(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2, max_staleness=0)
     opened = await seats.admit()
     assert len(opened) == 2
@@ -331,7 +331,7 @@ async def test_with_no_staleness_a_step_waits_for_every_older_group(bench: Bench
     assert await seats.leased(1) == [0, 1]
 
 
-async def test_groups_are_leased_as_they_become_ready(bench: Bench) -> None:
+async def test_ready_groups_are_leased_before_the_step_is_complete(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2)
     opened = await seats.admit()
     await seats.finish(opened[1])
@@ -342,7 +342,7 @@ async def test_groups_are_leased_as_they_become_ready(bench: Bench) -> None:
     assert await seats.leased(1) == [0, 1]
 
 
-async def test_the_trainer_gives_back_a_group_whose_bytes_are_bad(bench: Bench) -> None:
+async def test_trainer_requeues_a_poisoned_group(bench: Bench) -> None:
     seats = await bench.training_job()
     for group in await seats.admit(3):
         await seats.finish(group)
@@ -355,7 +355,7 @@ async def test_the_trainer_gives_back_a_group_whose_bytes_are_bad(bench: Bench) 
     assert await seats.leased(1) == [1, 2]
 
 
-async def test_of_twenty_zombies_none_takes_a_group(bench: Bench) -> None:
+async def test_zombie_shards_admit_no_group(bench: Bench) -> None:
     seats = await bench.training_job()
     tokens = [await bench.seat(SHARD) for _ in range(20)]
     for token in tokens[:-1]:
@@ -367,7 +367,7 @@ async def test_of_twenty_zombies_none_takes_a_group(bench: Bench) -> None:
     assert found and found.token == tokens[-1]
 
 
-async def test_bytes_are_kept_while_a_step_or_its_replay_may_ask_for_them(bench: Bench) -> None:
+async def test_digests_stay_live_while_a_step_or_its_replay_needs_them(bench: Bench) -> None:
     seats = await bench.training_job()
     assert await groups.read_live_digests(bench.state, JOB) == set()
     for group in (await seats.admit())[:4]:
@@ -378,7 +378,7 @@ async def test_bytes_are_kept_while_a_step_or_its_replay_may_ask_for_them(bench:
     assert await groups.read_live_digests(bench.state, JOB) == {"digest2", "digest3"}
 
 
-async def test_a_group_that_teaches_nothing_gives_its_place_to_another(bench: Bench) -> None:
+async def test_filtered_group_frees_its_admission_for_another(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2, group_size=3, max_staleness=0)
     admitted = await seats.admit()
     assert len(admitted) == 2 and await seats.admit() == []
@@ -401,7 +401,7 @@ async def test_a_group_that_teaches_nothing_gives_its_place_to_another(bench: Be
     assert (account["filtered"], account["typed_drops"]) == (2, 1)
 
 
-async def test_only_the_trainer_that_leased_a_group_may_filter_it(bench: Bench) -> None:
+async def test_only_the_leasing_trainer_can_filter_a_group(bench: Bench) -> None:
     seats = await bench.training_job()
     group, *_ = await seats.admit()
     await seats.finish(group)

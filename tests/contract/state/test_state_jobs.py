@@ -35,60 +35,62 @@ from tests.contract.state.state_bench import (
     trained_to,
 )
 
-ABOUT = {"host": "gpu1-1f3a9c", "nested": {"roles": ["node"]}}
+REQUEST_FIELDS = {"host": "gpu1-1f3a9c", "nested": {"roles": ["node"]}}
 WHY = Rationale("default")
 
 
-async def test_a_question_is_answered_once_whoever_asks_again(state: StateClient) -> None:
+async def test_host_request_is_answered_once_despite_resends(state: StateClient) -> None:
     clock = SystemClock()
-    asking = asyncio.create_task(
-        host_requests.submit_host_request(state, clock, "q1", host_requests.JOIN, ABOUT)
+    submission = asyncio.create_task(
+        host_requests.submit_host_request(state, clock, "q1", host_requests.JOIN, REQUEST_FIELDS)
     )
     while not (found := await host_requests.read_pending_requests(state)):
         await asyncio.sleep(0.01)
     [one] = found
-    assert (one.id, one.kind, one.arguments) == ("q1", "join", ABOUT)
+    assert (one.id, one.kind, one.arguments) == ("q1", "join", REQUEST_FIELDS)
     await host_requests.answer_host_request(state, "q1", {"prefix": "h1w", "settings": {}})
-    assert await asking == {"prefix": "h1w", "settings": {}}
+    assert await submission == {"prefix": "h1w", "settings": {}}
     assert await host_requests.read_pending_requests(state) == []
-    again = await host_requests.submit_host_request(state, clock, "q1", host_requests.JOIN, ABOUT)
-    assert again["prefix"] == "h1w" and await host_requests.read_pending_requests(state) == []
+    reply = await host_requests.submit_host_request(
+        state, clock, "q1", host_requests.JOIN, REQUEST_FIELDS
+    )
+    assert reply["prefix"] == "h1w" and await host_requests.read_pending_requests(state) == []
 
 
-async def test_what_was_asked_is_told_in_that_order(bench: Bench) -> None:
-    ids = [f"q{7 * i % 30}" for i in range(30)]  # a hash lists them in an order of its own
+async def test_pending_host_requests_are_listed_in_order_of_submission(bench: Bench) -> None:
+    ids = [f"q{7 * i % 30}" for i in range(30)]  # a hash lists them in its own order
     for id in ids:
         with pytest.raises(DeadlineExceeded):
             await host_requests.submit_host_request(
-                bench.state, SystemClock(), id, host_requests.RETURN, ABOUT, -1.0
+                bench.state, SystemClock(), id, host_requests.RETURN, REQUEST_FIELDS, -1.0
             )
         await bench.pass_ms(2)
     assert [one.id for one in await host_requests.read_pending_requests(bench.state)] == ids
 
 
-async def test_a_refusal_comes_back_as_its_error(state: StateClient) -> None:
+async def test_rejected_host_request_raises_its_error(state: StateClient) -> None:
     await host_requests.answer_host_request(
         state, "q2", Refused("a host called x is in the mesh", fix="Join anew")
     )
     with pytest.raises(Refused, match=r"a host called x is in the mesh.*Join anew"):
         await host_requests.submit_host_request(
-            state, SystemClock(), "q2", host_requests.JOIN, ABOUT
+            state, SystemClock(), "q2", host_requests.JOIN, REQUEST_FIELDS
         )
 
 
-async def test_who_asks_in_vain_gives_up_and_is_forgotten(bench: Bench) -> None:
+async def test_unanswered_host_request_times_out_and_expires(bench: Bench) -> None:
     with pytest.raises(DeadlineExceeded, match=r"launcher.*log"):
         await host_requests.submit_host_request(
-            bench.state, SystemClock(), "q3", host_requests.LEAVE, ABOUT, 0.0
+            bench.state, SystemClock(), "q3", host_requests.LEAVE, REQUEST_FIELDS, 0.0
         )
     assert [one.id for one in await host_requests.read_pending_requests(bench.state)] == ["q3"]
-    if bench.clock is None:  # a real server's clock is nobody's to move
+    if bench.clock is None:  # a test cannot advance a real server's clock
         return
     bench.clock.now += host_requests.ANSWER_TIMEOUT_S + 1
     assert await host_requests.read_pending_requests(bench.state) == []
 
 
-async def test_a_host_is_marked_and_used_again(state: StateClient) -> None:
+async def test_drain_reasons_are_set_compared_and_cleared(state: StateClient) -> None:
     await pool.submit_request(state, PoolRequest("op", "drain", host="a"))
     assert await pool.read_drain_reasons(state) == {"a": "asked for"}
     assert await pool.set_drain_reason(state, "b", "has left")
@@ -107,21 +109,21 @@ async def test_a_host_is_marked_and_used_again(state: StateClient) -> None:
     assert await pool.read_drain_reasons(state) == {"b": "has left"}
 
 
-async def change(bench: Bench, op: str, **budget_or_staleness: int) -> bool:
+async def change_job(bench: Bench, op: str, **budget_or_staleness: int) -> bool:
     row = await jobs.read_job(bench.state, JOB)
     keys = {"steps": "budget.steps", "staleness": "algorithm.max_staleness"}
     values = {keys[name]: value for name, value in budget_or_staleness.items()}
-    told = {key: (None, value) for key, value in values.items()}
+    changes = {key: (None, value) for key, value in values.items()}
     return await jobs.change_document(
-        bench.state, JOB, apply_changes(row.document, values), told, op
+        bench.state, JOB, apply_changes(row.document, values), changes, op
     )
 
 
-async def finished(bench: Bench, steps: int) -> tuple[Seats, int]:
+async def finish_job(bench: Bench, steps: int) -> tuple[Seats, int]:
     """Return a job that has done its two steps and was evaluated after them."""
     seats = await bench.training_job()
     token = await bench.seat(EVALUATOR)
-    await change(bench, "two steps", steps=steps)
+    await change_job(bench, "two steps", steps=steps)
     await trained_to(bench, seats, steps)
     result = {"sampled": 0.5}
     state = bench.state
@@ -132,10 +134,10 @@ async def finished(bench: Bench, steps: int) -> tuple[Seats, int]:
     return seats, token
 
 
-async def test_a_finished_job_with_more_steps_to_do_trains_again(bench: Bench) -> None:
-    seats, token = await finished(bench, 2)
+async def test_finished_job_resumes_training_when_steps_are_added(bench: Bench) -> None:
+    seats, token = await finish_job(bench, 2)
     for _ in range(2):  # a resend changes nothing
-        assert await change(bench, "more", steps=3)
+        assert await change_job(bench, "more", steps=3)
     row = await jobs.read_job(bench.state, JOB)
     assert (row.phase, row.version, row.document["budget"]["steps"]) == ("training", 2, 3)
     [before] = await jobs.read_evaluations(bench.state, JOB)
@@ -145,44 +147,50 @@ async def test_a_finished_job_with_more_steps_to_do_trains_again(bench: Bench) -
     assert await jobs.record_evaluation(
         bench.state, JOB, jobs.EvaluationRecord("after", 0, 3, {}), EVALUATOR, token
     )
-    [told] = [e.fields for e in await events.read_all(bench.state) if e.kind == "changed"][1:]
-    assert (told["version"], told["lineage"], told["extended"]) == (2, 0, True)
-    assert told["changes"] == {"budget.steps": [None, 3]}
+    [change_event] = [e.fields for e in await events.read_all(bench.state) if e.kind == "changed"][
+        1:
+    ]
+    assert (change_event["version"], change_event["lineage"], change_event["extended"]) == (
+        2,
+        0,
+        True,
+    )
+    assert change_event["changes"] == {"budget.steps": [None, 3]}
 
 
-async def test_a_change_that_adds_no_steps_leaves_a_finished_job_so(bench: Bench) -> None:
-    await finished(bench, 2)
-    assert not await change(bench, "staleness", staleness=1)
+async def test_change_without_new_steps_leaves_a_job_finished(bench: Bench) -> None:
+    await finish_job(bench, 2)
+    assert not await change_job(bench, "staleness", staleness=1)
     assert (await jobs.read_job(bench.state, JOB)).phase == "finished"
 
 
-async def test_a_job_that_has_done_as_many_steps_as_it_is_to_is_evaluated(bench: Bench) -> None:
+async def test_job_is_evaluated_when_its_budget_shrinks_to_the_steps_done(bench: Bench) -> None:
     seats = await bench.training_job()
     await trained_to(bench, seats, 2)
-    assert not await change(bench, "fewer", steps=2)
+    assert not await change_job(bench, "fewer", steps=2)
     assert (await jobs.read_job(bench.state, JOB)).phase == "evaluation"
 
 
-async def test_the_gate_goes_by_the_new_staleness(bench: Bench) -> None:
+async def test_gate_applies_the_changed_staleness(bench: Bench) -> None:
     seats = await bench.training_job(max_staleness=0)
     first = await seats.admit()
     assert first and await seats.admit() == []
-    await change(bench, "wider", staleness=1)
+    await change_job(bench, "wider", staleness=1)
     assert len(await seats.admit()) == len(first)
 
 
-async def test_only_a_job_that_is_there_changes(bench: Bench) -> None:
+async def test_change_of_an_unknown_job_raises_not_found(bench: Bench) -> None:
     with pytest.raises(NotFound):
         await jobs.change_document(bench.state, "other", document(), {}, "op")
 
 
-async def keys_of(state: StateClient, job: str) -> list[str]:
+async def list_keys(state: StateClient, job: str) -> list[str]:
     """Return all keys of a job except answers to operations, which expire by themselves."""
     found = await state.run_command("KEYS", f"{{{job}}}:*")
     return sorted(key for key in found if ":op:" not in key)
 
 
-async def ended_job(bench: Bench, steps: int = 3) -> None:
+async def stop_job(bench: Bench, steps: int = 3) -> None:
     """Stop a job that has done some steps and has groups in every state."""
     seats = await bench.training_job()
     await groups.claim_shard(bench.state, JOB, SHARD, seats.shard)
@@ -200,27 +208,25 @@ async def ended_job(bench: Bench, steps: int = 3) -> None:
     await jobs.cancel(bench.state, JOB, "stop")
 
 
-async def test_nothing_is_left_of_a_job_that_is_deleted(bench: Bench) -> None:
-    await ended_job(bench)
-    assert len(await keys_of(bench.state, JOB)) > 8
+async def test_deleted_job_leaves_no_keys_readers_or_exits(bench: Bench) -> None:
+    await stop_job(bench)
+    assert len(await list_keys(bench.state, JOB)) > 8
     for _ in range(2):
         await deletion.delete_job(bench.state, JOB, "op")
-    assert await keys_of(bench.state, JOB) == []
+    assert await list_keys(bench.state, JOB) == []
     assert await jobs.read_jobs(bench.state) == []
     assert (
         await readers.list_readers(bench.state) == []
         and await exit_reports.read_last_exits(bench.state) == []
     )
-    told = [e.fields for e in await events.read_all(bench.state) if e.kind == "deleted"]
-    assert [(one["job"], one["run_dir"]) for one in told] == [(JOB, "/runs/job")]
+    deletions = [e.fields for e in await events.read_all(bench.state) if e.kind == "deleted"]
+    assert [(one["job"], one["run_dir"]) for one in deletions] == [(JOB, "/runs/job")]
     assert await deletion.read_pending_store_deletions(bench.state) == [JOB]
     with pytest.raises(NotFound):
         await deletion.delete_job(bench.state, JOB, "another")
     at = await events.read_last_id(bench.state)
     await readers.record_cursor(bench.state, readers.recorder_name(JOB), at, "/runs/job")
-    assert (
-        await readers.list_readers(bench.state) == []
-    )  # a recorder that is late holds nothing back
+    assert await readers.list_readers(bench.state) == []  # a late recorder does not block trimming
     with pytest.raises(Refused, match="being deleted"):
         await jobs.submit(bench.state, JOB, document(), "/runs/again", "early")
     await deletion.confirm_store_deletion(bench.state, JOB)
@@ -228,7 +234,7 @@ async def test_nothing_is_left_of_a_job_that_is_deleted(bench: Bench) -> None:
     assert (await jobs.read_job(bench.state, JOB)).steps_done == 0
 
 
-async def test_a_job_that_has_not_ended_is_not_deleted(bench: Bench) -> None:
+async def test_active_job_cannot_be_deleted(bench: Bench) -> None:
     await jobs.submit(bench.state, JOB, document(), "/runs/job", "op")
     with pytest.raises(Refused, match="queued"):
         await deletion.delete_job(bench.state, JOB, "op")
@@ -239,11 +245,11 @@ async def test_a_job_that_has_not_ended_is_not_deleted(bench: Bench) -> None:
     assert (await jobs.read_job(bench.state, JOB)).phase == "queued"
 
 
-async def test_a_deletion_that_was_cut_off_is_brought_to_its_end_by_the_leader(
+async def test_leader_completes_an_interrupted_deletion(
     bench: Bench,
 ) -> None:
-    await ended_job(bench, steps=6)
-    led = await leader.campaign(bench.state, "planner", "a", 600_000)
+    await stop_job(bench, steps=6)
+    leader_token = await leader.campaign(bench.state, "planner", "a", 600_000)
     args = {"job": JOB, "op": "op", "by": "a person"}
     await bench.state.run_script("delete_job", [f"{{{JOB}}}"], args)
     piece = await bench.state.run_script(
@@ -252,61 +258,63 @@ async def test_a_deletion_that_was_cut_off_is_brought_to_its_end_by_the_leader(
     assert piece["more"]
     with pytest.raises(Refused, match="being deleted"):
         await jobs.submit(bench.state, JOB, document(), "/runs/job", "again")
-    assert await deletion.delete_old_jobs(bench.state, led, retention_days=30) == []
-    assert await keys_of(bench.state, JOB) == []
+    assert await deletion.delete_old_jobs(bench.state, leader_token, retention_days=30) == []
+    assert await list_keys(bench.state, JOB) == []
 
 
-async def test_jobs_that_ended_long_ago_are_deleted_by_the_leader(bench: Bench) -> None:
-    led = await leader.campaign(bench.state, "planner", "a", 600_000)
+async def test_leader_deletes_jobs_past_their_retention(bench: Bench) -> None:
+    leader_token = await leader.campaign(bench.state, "planner", "a", 600_000)
     for n in range(deletion.MAX_JOBS + 2):
         await jobs.submit(bench.state, f"job{n}", document(), "/runs/job", f"op{n}")
         await jobs.cancel(bench.state, f"job{n}", f"stop{n}")
     await jobs.submit(bench.state, JOB, document(), "/runs/job", "op")
-    assert await deletion.delete_old_jobs(bench.state, led, retention_days=1) == []
+    assert await deletion.delete_old_jobs(bench.state, leader_token, retention_days=1) == []
     await bench.pass_ms(20)
     with pytest.raises(Fenced):
-        await deletion.delete_old_jobs(bench.state, led + 1, retention_days=0)
-    first = await deletion.delete_old_jobs(bench.state, led, retention_days=0)
+        await deletion.delete_old_jobs(bench.state, leader_token + 1, retention_days=0)
+    first = await deletion.delete_old_jobs(bench.state, leader_token, retention_days=0)
     assert len(first) == deletion.MAX_JOBS
-    assert len(await deletion.delete_old_jobs(bench.state, led, retention_days=0)) == 2
+    assert len(await deletion.delete_old_jobs(bench.state, leader_token, retention_days=0)) == 2
     assert [row.id for row in await jobs.read_jobs(bench.state)] == [JOB]
 
 
-async def test_workers_and_hosts_that_are_gone_are_forgotten(bench: Bench) -> None:
+async def test_lost_workers_and_hosts_are_removed(bench: Bench) -> None:
     state = bench.state
     for n in range(3):
         token = await bench.seat(f"worker/w{n}")
         await pool.join_worker(state, WorkerRow(f"w{n}", f"h{n}", "cpu:0", token))
-    led = await leader.campaign(state, "planner", "a", 600_000)
+    leader_token = await leader.campaign(state, "planner", "a", 600_000)
     serve = [AssignServices(f"h{n}", ("rollout/job/0",), WHY) for n in range(3)]
     node = registry.RegistryEntry("node/h0", "node", incarnation="n")
     await registry.register(state, node, 600_000)
-    await pool.write_decisions(state, led, "op", [FormGang("g0", ("w2",), WHY), *serve], None)
+    await pool.write_decisions(
+        state, leader_token, "op", [FormGang("g0", ("w2",), WHY), *serve], None
+    )
     await pool.submit_request(state, PoolRequest("d", "drain", host="h1"))
     for n in (1, 2):
         entry = await registry.lookup(state, f"worker/w{n}")
         assert entry and await registry.release_lease(state, f"worker/w{n}", entry.token)
-    assert await pool.remove_gone(state, led, 300.0) == 0
+    assert await pool.remove_gone(state, leader_token, 300.0) == 0
     await bench.pass_ms(30)
-    assert await pool.remove_gone(state, led, 0.02) == 1
+    assert await pool.remove_gone(state, leader_token, 0.02) == 1
     assert [worker.id for worker in await pool.read_workers(state)] == ["w0", "w2"]
     assert [await pool.read_host_services(state, f"h{n}") for n in range(3)] == [
         serve[0].services,
         (),
         (),
     ]
-    hosts = (await pool.read_snapshot(state, led)).snapshot.hosts
+    hosts = (await pool.read_snapshot(state, leader_token)).snapshot.hosts
     assert [(host.name, host.drain_reason) for host in hosts] == [("h0", ""), ("h2", "")]
-    back = await bench.seat("worker/w1")
-    joined = await pool.join_worker(state, WorkerRow("w1", "h1", "cpu:0", back))
+    token = await bench.seat("worker/w1")
+    joined = await pool.join_worker(state, WorkerRow("w1", "h1", "cpu:0", token))
     assert (joined.gang, joined.membership) == ("", 0)
 
 
-async def test_a_job_that_is_held_is_not_charged_with_ends(simulated: Bench) -> None:
-    led = await leader.campaign(simulated.state, "planner", "a", 600_000_000)
+async def test_paused_job_is_not_charged_with_exits(simulated: Bench) -> None:
+    leader_token = await leader.campaign(simulated.state, "planner", "a", 600_000_000)
     await jobs.submit(simulated.state, JOB, document(), "/runs/job", "op")
 
-    async def ends(count: int) -> bool:
+    async def report_exits(count: int) -> bool:
         failed = False
         for _ in range(count):
             await simulated.pass_ms(6_000)
@@ -314,13 +322,15 @@ async def test_a_job_that_is_held_is_not_charged_with_ends(simulated: Bench) -> 
             failed = await exit_reports.report_exit(simulated.state, end) or failed
         return failed
 
-    async def admit(held: str) -> None:
+    async def set_block_reason(reason: str) -> None:
         op = uuid.uuid4().hex
-        await pool.write_decisions(simulated.state, led, op, [SetBlockReason(JOB, held, WHY)], None)
+        await pool.write_decisions(
+            simulated.state, leader_token, op, [SetBlockReason(JOB, reason, WHY)], None
+        )
 
-    assert not await ends(4)
-    await admit("paused: another job has its workers")
-    assert not await ends(12)
-    await admit("")
-    assert not await ends(4)  # those before it was held are forgotten
-    assert await ends(4)
+    assert not await report_exits(4)
+    await set_block_reason("paused: another job has its workers")
+    assert not await report_exits(12)
+    await set_block_reason("")
+    assert not await report_exits(4)  # exits before the pause are not counted
+    assert await report_exits(4)

@@ -1,4 +1,4 @@
-"""Servers that are killed, lose replies or come back older, and jobs that are restored."""
+"""Servers that are killed, lose replies or return with older data, and restored jobs."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ SERVERS = [
 
 @pytest.fixture(params=SERVERS)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with running_server(binary_of(request.param)) as found:
-        yield found
+    with running_server(binary_of(request.param)) as server:
+        yield server
 
 
 @asynccontextmanager
 async def losing_replies(server: Server) -> AsyncIterator[str]:
-    """Return the address of a relay to the server that loses every second reply to a script, with
-    its connection.
+    """Yield the address of a relay to the server that drops every second reply to a script, and
+    closes its connection.
 
-    To the client, each loss is a SIGKILL between the reply and its receipt.
+    To the client, each loss looks like a SIGKILL between the reply and its receipt.
     """
     scripts = 0
 
@@ -71,14 +71,14 @@ async def losing_replies(server: Server) -> AsyncIterator[str]:
             writer.close()
 
     path = str(server.directory / "lossy.sock")
-    listening = await asyncio.start_unix_server(relay, path)
+    relay_server = await asyncio.start_unix_server(relay, path)
     try:
         yield f"unix://{path}"
     finally:
-        listening.close()
+        relay_server.close()
 
 
-async def test_replies_that_are_lost_change_nothing(server: Server) -> None:
+async def test_lost_replies_do_not_repeat_operations(server: Server) -> None:
     async with losing_replies(server) as url:
         state = await StateClient.open(url)
         bench = Bench(state, None)
@@ -100,7 +100,7 @@ async def test_replies_that_are_lost_change_nothing(server: Server) -> None:
     assert (terms["lost"], terms["trained_twice"]) == (0, 0)
 
 
-async def test_a_server_that_is_killed_has_all_that_it_acknowledged(server: Server) -> None:
+async def test_killed_server_retains_all_acknowledged_writes(server: Server) -> None:
     state = await StateClient.open(server.url)
     bench = Bench(state, None)
     seats = await bench.training_job()
@@ -111,10 +111,10 @@ async def test_a_server_that_is_killed_has_all_that_it_acknowledged(server: Serv
         await asyncio.to_thread(server.start)
 
     server.kill()
-    back = asyncio.create_task(restart())
+    restarting = asyncio.create_task(restart())
     for group in opened:  # the first one waits for the server to return
         await seats.finish(group)
-    await back
+    await restarting
     assert (await groups.count_in_flight(state, JOB)).ready == len(opened)
     await seats.step(1)
     server.kill()
@@ -125,7 +125,7 @@ async def test_a_server_that_is_killed_has_all_that_it_acknowledged(server: Serv
     await state.close()
 
 
-async def test_a_lease_survives_an_outage_that_outlasts_it(server: Server) -> None:
+async def test_lease_survives_an_outage_longer_than_itself(server: Server) -> None:
     state = await StateClient.open(server.url)
     entry = registry.RegistryEntry(SHARD, "rollout", incarnation="a")
     token = await registry.register(state, entry)
@@ -146,12 +146,12 @@ async def test_a_lease_survives_an_outage_that_outlasts_it(server: Server) -> No
     await state.close()
 
 
-async def test_a_server_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
+async def test_absent_server_raises_an_error_with_its_name_and_fix(tmp_path: Path) -> None:
     with pytest.raises(StateUnavailable, match=r"nowhere.*MESHRL_REDIS_URL"):
         await StateClient.open(f"unix://{tmp_path}/nowhere", connect_timeout_s=0.2)
 
 
-async def test_a_server_that_is_full_is_unavailable_until_there_is_room(server: Server) -> None:
+async def test_full_server_is_unavailable_until_memory_is_free(server: Server) -> None:
     state = await StateClient.open(server.url)
     await events.append(state, "before", {})
     await state.run_command("CONFIG", "SET", "maxmemory", "1")
@@ -163,7 +163,7 @@ async def test_a_server_that_is_full_is_unavailable_until_there_is_room(server: 
     await state.close()
 
 
-async def test_a_fault_of_a_script_is_not_taken_for_an_absent_server(server: Server) -> None:
+async def test_script_error_is_not_reported_as_an_unavailable_server(server: Server) -> None:
     state = await StateClient.open(server.url)
     with pytest.raises(ResponseError, match="WRONGTYPE"):
         await state.run_command("SET", "{mesh}:events", "not a stream")
@@ -171,7 +171,7 @@ async def test_a_fault_of_a_script_is_not_taken_for_an_absent_server(server: Ser
     await state.close()
 
 
-async def trained(bench: Bench, upto: int) -> Seats:
+async def train_to(bench: Bench, upto: int) -> Seats:
     seats = await bench.training_job()
     for step in range(1, upto + 1):
         for group in await seats.admit(2):
@@ -180,11 +180,11 @@ async def trained(bench: Bench, upto: int) -> Seats:
     return seats
 
 
-async def test_what_redis_holds_is_as_far_as_itself_and_as_what_was_known_before(
+async def test_no_rollback_is_reported_while_watermarks_only_advance(
     bench: Bench,
 ) -> None:
     before = await rollback.read_watermark(bench.state, StateWatermark())
-    await trained(bench, 2)
+    await train_to(bench, 2)
     now = await rollback.read_watermark(bench.state, before)
     assert now.jobs[JOB].version == 2 and now.jobs[JOB].next_group == 4
     again = await rollback.read_watermark(bench.state, now)
@@ -194,23 +194,25 @@ async def test_what_redis_holds_is_as_far_as_itself_and_as_what_was_known_before
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", ["event", "token", "version", "lineage", "group", "job"])
-async def test_each_thing_that_only_rises_tells_an_older_state(bench: Bench, what: str) -> None:
-    await trained(bench, 2)
+async def test_each_monotonic_value_reveals_a_rollback(bench: Bench, what: str) -> None:
+    await train_to(bench, 2)
     now = await rollback.read_watermark(bench.state, StateWatermark())
-    one = now.jobs[JOB]
+    job_watermark = now.jobs[JOB]
     ms, _ = events.parse_event_id(now.event)
     known = {
         "event": dataclasses.replace(now, event=f"{ms + 1}-0"),
         "token": dataclasses.replace(now, token=now.token + 1),
-        "version": StateWatermark(jobs={JOB: JobWatermark(one.lineage, one.version + 1)}),
-        "lineage": StateWatermark(jobs={JOB: JobWatermark(one.lineage + 1, 0)}),
-        "group": StateWatermark(jobs={JOB: JobWatermark(next_group=one.next_group + 1)}),
+        "version": StateWatermark(
+            jobs={JOB: JobWatermark(job_watermark.lineage, job_watermark.version + 1)}
+        ),
+        "lineage": StateWatermark(jobs={JOB: JobWatermark(job_watermark.lineage + 1, 0)}),
+        "group": StateWatermark(jobs={JOB: JobWatermark(next_group=job_watermark.next_group + 1)}),
         "job": StateWatermark(jobs={"another": JobWatermark(0, 0)}),
     }[what]
     assert rollback.explain_rollback(await rollback.read_watermark(bench.state, known), known)
 
 
-async def test_events_that_were_added_to_an_older_stream_do_not_hide_it(bench: Bench) -> None:
+async def test_new_events_do_not_hide_a_rolled_back_stream(bench: Bench) -> None:
     await events.append(bench.state, "note", {})
     now = await rollback.read_watermark(bench.state, StateWatermark())
     ms, number = events.parse_event_id(now.event)
@@ -220,7 +222,7 @@ async def test_events_that_were_added_to_an_older_stream_do_not_hide_it(bench: B
     assert rollback.explain_rollback(await rollback.read_watermark(bench.state, known), known)
 
 
-async def test_events_that_were_read_and_trimmed_are_not_missed(bench: Bench) -> None:
+async def test_trimmed_events_are_not_reported_as_a_rollback(bench: Bench) -> None:
     for _ in range(3):
         await events.append(bench.state, "note", {})
     known = await rollback.read_watermark(bench.state, StateWatermark())
@@ -230,8 +232,8 @@ async def test_events_that_were_read_and_trimmed_are_not_missed(bench: Bench) ->
     assert rollback.explain_rollback(await rollback.read_watermark(bench.state, known), known) == ""
 
 
-async def test_an_empty_redis_is_older_than_anything(bench: Bench) -> None:
-    await trained(bench, 1)
+async def test_empty_redis_is_reported_as_a_rollback(bench: Bench) -> None:
+    await train_to(bench, 1)
     now = await rollback.read_watermark(bench.state, StateWatermark())
     await bench.state.run_command("FLUSHALL")
     assert (
@@ -246,11 +248,11 @@ async def test_an_empty_redis_is_older_than_anything(bench: Bench) -> None:
     )
 
 
-async def test_who_acted_before_the_rollback_cannot_commit_after_it(bench: Bench) -> None:
-    """Check that a token from before a rollback cannot commit. The state goes back to before the
-    trainer registered, whose token would be issued again.
+async def test_process_from_before_a_rollback_cannot_commit_after_it(bench: Bench) -> None:
+    """Check that a token from before a rollback cannot commit. The state returns to a time before
+    the trainer registered, whose token would be issued again.
     """
-    seats = await trained(bench, 1)
+    seats = await train_to(bench, 1)
     known = await rollback.read_watermark(bench.state, StateWatermark())
     await bench.state.run_command("SET", rollback.TOKEN_KEY, seats.trainer - 1)
     await registry.evict(bench.state, TRAINER, (await _incarnation(bench)))
@@ -267,7 +269,7 @@ async def test_who_acted_before_the_rollback_cannot_commit_after_it(bench: Bench
     assert [row["step"] for row in await steps.read_step_rows(bench.state, JOB)] == [1, 2]
 
 
-async def test_tokens_are_whole_numbers_after_many_generations(bench: Bench) -> None:
+async def test_tokens_stay_exact_integers_after_many_generations(bench: Bench) -> None:
     floor = 2_000_000_000_000 + 1_000_000 * rollback.TOKEN_GAP
     await rollback.raise_token_floor(bench.state, floor)
     tokens = [await bench.seat(SHARD) for _ in range(3)]
@@ -276,7 +278,7 @@ async def test_tokens_are_whole_numbers_after_many_generations(bench: Bench) -> 
     assert await bench.seat(SHARD) == floor + 4
 
 
-async def test_a_first_token_is_above_the_clock_so_that_it_rises_without_any_record(
+async def test_first_token_exceeds_the_clock_time(
     bench: Bench,
 ) -> None:
     await rollback.raise_token_floor(bench.state, rollback.TOKEN_GAP)
@@ -289,7 +291,7 @@ async def _incarnation(bench: Bench) -> str:
     return entry.incarnation
 
 
-def test_joined_marks_are_as_far_as_the_furthest() -> None:
+def test_merged_watermarks_take_the_highest_values() -> None:
     one = StateWatermark("10-1", 5, {"a": JobWatermark(1, 3, 7, "/a"), "b": JobWatermark(0, 1)})
     two = StateWatermark("9-4", 6, {"a": JobWatermark(0, 9, 8, phase="training")})
     assert rollback.merge_watermarks([one, two]) == StateWatermark(
@@ -297,8 +299,8 @@ def test_joined_marks_are_as_far_as_the_furthest() -> None:
     )
 
 
-async def test_a_job_that_was_deleted_is_not_missed(bench: Bench) -> None:
-    await trained(bench, 2)
+async def test_deleted_job_is_not_reported_as_a_rollback(bench: Bench) -> None:
+    await train_to(bench, 2)
     known = await rollback.read_watermark(bench.state, StateWatermark())
     await jobs.cancel(bench.state, JOB, "stop")
     await deletion.delete_job(bench.state, JOB, "delete")
@@ -308,7 +310,7 @@ async def test_a_job_that_was_deleted_is_not_missed(bench: Bench) -> None:
     assert rollback.explain_rollback(dataclasses.replace(now, deleted={}), known)
 
 
-async def test_two_losses_from_one_checkpoint_share_neither_lineage_nor_groups(
+async def test_repeated_restores_of_a_checkpoint_get_new_lineages_and_groups(
     bench: Bench,
 ) -> None:
     seats = await bench.training_job()
@@ -316,23 +318,23 @@ async def test_two_losses_from_one_checkpoint_share_neither_lineage_nor_groups(
     saved = await steps.read_checkpoint_state(bench.state, JOB)
     saved |= {"manifest": "m0.1", "checkpoint": "c1"}
 
-    lineages, seen, last = [], set[int](), 0
+    lineages, previous, last_lineage = [], set[int](), 0
     for _ in range(3):
         await bench.state.run_command("FLUSHALL")
-        for _ in range(2):  # its answer may be lost
-            await steps.restore_job(bench.state, JOB, document(), "/runs", saved, last)
+        for _ in range(2):  # its reply may be lost
+            await steps.restore_job(bench.state, JOB, document(), "/runs", saved, last_lineage)
         seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
         opened = {group.group for group in await seats.admit()}
-        assert opened and opened.isdisjoint(seen) and min(opened) > max(seen, default=0)
-        seen |= opened
-        last = (await jobs.read_job(bench.state, JOB)).lineage
-        lineages.append(last)
+        assert opened and opened.isdisjoint(previous) and min(opened) > max(previous, default=0)
+        previous |= opened
+        last_lineage = (await jobs.read_job(bench.state, JOB)).lineage
+        lineages.append(last_lineage)
     assert lineages == [1, 2, 3]
-    told = [e.fields for e in await events.read_all(bench.state) if e.kind == "opened"]
-    assert {group for one in told for group in one["groups"]} == opened
+    opened_events = [e.fields for e in await events.read_all(bench.state) if e.kind == "opened"]
+    assert {group for event in opened_events for group in event["groups"]} == opened
 
 
-async def test_ids_rise_above_those_of_a_checkpoint_that_had_run_through_its_share(
+async def test_restored_group_ids_skip_to_the_next_id_gap(
     bench: Bench,
 ) -> None:
     seats = await bench.training_job()

@@ -28,7 +28,7 @@ async def account(bench: Bench) -> dict[str, int]:
     )
 
 
-async def test_the_first_weights_are_version_zero_once(bench: Bench) -> None:
+async def test_initial_weights_are_committed_once_as_version_zero(bench: Bench) -> None:
     seats = await bench.training_job()
     await steps.commit_initial(
         bench.state, JOB, TRAINER, seats.trainer, 0, steps.VersionReferences("m0", "c0")
@@ -41,7 +41,9 @@ async def test_the_first_weights_are_version_zero_once(bench: Bench) -> None:
     assert (row.version, row.manifest, row.checkpoint) == (0, "m0", "c0")
 
 
-async def test_a_step_becomes_the_current_version_and_ends_its_groups(bench: Bench) -> None:
+async def test_committed_step_becomes_the_current_version_and_removes_its_groups(
+    bench: Bench,
+) -> None:
     seats = await bench.training_job(groups_per_step=2)
     await seats.fill()
     taken = await seats.leased(1)
@@ -49,16 +51,16 @@ async def test_a_step_becomes_the_current_version_and_ends_its_groups(bench: Ben
     row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.steps_done, row.manifest, row.checkpoint) == (1, 1, "m0.1", "c1")
     assert (row.trained, row.filtered) == (2, 2)
-    [told] = [e for e in await events.read_all(bench.state) if e.kind == "step"]
-    assert told.fields["groups"] == [
+    [step_event] = [e for e in await events.read_all(bench.state) if e.kind == "step"]
+    assert step_event.fields["groups"] == [
         {"group": 0, "samples": 2, "scored": 2, "filtered": True},
         {"group": 1, "samples": 2, "scored": 2, "filtered": False},
     ]
-    assert told.fields["metrics"] == {"reward": 0.5, "lengths": []}
+    assert step_event.fields["metrics"] == {"reward": 0.5, "lengths": []}
     assert not await bench.state.run_command("EXISTS", "{job}:group:0", "{job}:group:1")
 
 
-async def test_a_step_tells_which_share_of_what_has_ended_since_the_last_one_failed(
+async def test_step_records_the_share_of_samples_failed_since_the_last_step(
     bench: Bench,
 ) -> None:
     seats = await bench.training_job(groups_per_step=1)
@@ -76,7 +78,7 @@ async def test_a_step_tells_which_share_of_what_has_ended_since_the_last_one_fai
     assert (await steps.read_step_rows(bench.state, JOB))[-1]["failed_share"] == 0.0
 
 
-async def test_a_commit_sent_twice_is_one_step(bench: Bench) -> None:
+async def test_resent_commit_counts_as_one_step(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.fill()
     taken = await seats.leased(1)
@@ -87,7 +89,7 @@ async def test_a_commit_sent_twice_is_one_step(bench: Bench) -> None:
         await seats.commit(1, taken, manifest="other")
 
 
-async def test_a_zombie_trainer_commits_nothing(bench: Bench) -> None:
+async def test_zombie_trainer_cannot_commit(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.fill()
     taken = await seats.leased(1)
@@ -103,7 +105,7 @@ async def test_a_zombie_trainer_commits_nothing(bench: Bench) -> None:
         await zombie.commit(2, taken)
 
 
-async def test_a_step_takes_all_that_it_leased_and_nothing_else(bench: Bench) -> None:
+async def test_commit_must_account_for_exactly_the_leased_groups(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.fill()
     taken = await seats.leased(1)
@@ -117,7 +119,7 @@ async def test_a_step_takes_all_that_it_leased_and_nothing_else(bench: Bench) ->
         await seats.commit(1, taken, lineage=1)
 
 
-async def test_members_that_failed_are_typed_drops_of_the_step(bench: Bench) -> None:
+async def test_failed_group_members_are_typed_drops_of_the_step(bench: Bench) -> None:
     seats = await bench.training_job(group_size=4)
     await seats.fill(scored=3)
     await seats.step(1)
@@ -126,7 +128,7 @@ async def test_members_that_failed_are_typed_drops_of_the_step(bench: Bench) -> 
     assert (await jobs.read_job(bench.state, JOB)).typed_drops == 2
 
 
-async def test_the_last_step_of_the_budget_starts_the_evaluation(bench: Bench) -> None:
+async def test_last_step_of_the_budget_starts_the_evaluation(bench: Bench) -> None:
     seats = await bench.training_job(steps=1)
     await seats.train(1)
     assert (await jobs.read_job(bench.state, JOB)).phase == "evaluation"
@@ -144,7 +146,7 @@ async def test_steps_are_read_in_order_with_their_metrics(bench: Bench) -> None:
     ]
 
 
-async def test_a_replay_finds_groups_and_record_until_a_checkpoint_covers_them(
+async def test_step_records_are_kept_for_replay_until_a_checkpoint_covers_them(
     bench: Bench,
 ) -> None:
     seats = await bench.training_job()
@@ -159,14 +161,14 @@ async def test_a_replay_finds_groups_and_record_until_a_checkpoint_covers_them(
     assert len(await steps.read_step_rows(bench.state, JOB)) == 3
 
 
-async def test_a_checkpoint_beside_the_steps_covers_the_current_version(bench: Bench) -> None:
+async def test_checkpoint_outside_a_step_covers_the_current_version(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.train(1)
     open_before = await steps.read_checkpoint_state(bench.state, JOB)
     for lineage, step in ((0, 0), (1, 1)):
         with pytest.raises(Refused, match="not the current one"):
-            about = lineage, step, "other"
-            await steps.record_checkpoint(bench.state, JOB, TRAINER, seats.trainer, *about)
+            checkpoint = lineage, step, "other"
+            await steps.record_checkpoint(bench.state, JOB, TRAINER, seats.trainer, *checkpoint)
     with pytest.raises(Fenced):
         await steps.record_checkpoint(bench.state, JOB, TRAINER, seats.trainer - 1, 0, 1, "other")
     for _ in range(2):  # the request may be repeated
@@ -175,10 +177,10 @@ async def test_a_checkpoint_beside_the_steps_covers_the_current_version(bench: B
     assert (row.version, row.checkpoint) == (1, "beside")
     assert await steps.read_step_records(bench.state, JOB) == []
     assert await steps.read_checkpoint_state(bench.state, JOB) == open_before
-    await seats.train(2)  # goes on
+    await seats.train(2)  # training continues
 
 
-async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> None:
+async def test_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> None:
     seats = await bench.training_job()
     first = await seats.fill()
     for step in (1, 2):
@@ -201,42 +203,46 @@ async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> 
     assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (8, 0, 0)
 
 
-async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench: Bench) -> None:
+async def test_versions_of_an_abandoned_lineage_are_foreign_in_its_successor(bench: Bench) -> None:
     seats = await bench.training_job(max_staleness=1)
     for step in (1, 2, 3):
         await seats.train(step)
-    ready, slow = (await seats.admit())[:2]  # version 3; two more were open before
+    ready, slow_group = (await seats.admit())[:2]  # version 3; two more were open before
     await seats.finish(ready)
     await seats.go_back(1)
 
     open_ = {group.group: group for group in await groups.read_open_groups(bench.state, JOB, SHARD)}
-    assert open_[slow.group].version == 1, "an engine of the new lineage must be able to serve it"
+    assert open_[slow_group.group].version == 1, (
+        "an engine of the new lineage must be able to serve it"
+    )
     for group in open_.values():
-        await seats.finish(slow if group.group == slow.group else group)
+        await seats.finish(slow_group if group.group == slow_group.group else group)
 
     async def leased(step: int) -> list[groups.GroupRow]:
         answer = await seats.lease(step)
         assert isinstance(answer, groups.LeasedGroups), answer
         return answer.groups
 
-    seen = []
+    leased_groups = []
     for step in (2, 3):
         rows = await leased(step)
         assert {row.abandoned_above for row in rows} == {1}
-        seen += [row.group for row in rows]
+        leased_groups += [row.group for row in rows]
         await seats.commit(step, [row.group for row in rows], lineage=1)
-    assert len(seen) == 4
+    assert len(leased_groups) == 4
     assert isinstance(await seats.lease(4), groups.LeaseWait), "the others count as of version 1"
     await seats.fill()
     assert {row.abandoned_above for row in await leased(4)} == {SINGLE_LINEAGE}
     stale = [e for e in await events.read_all(bench.state) if e.kind == "stale"]
-    told = [one for e in stale for one in e.fields["groups"]]
-    assert {one["group"] for one in told} >= {ready.group, slow.group}
-    assert {one["min_version"] for one in told} <= {0, 1}
+    records = [record for e in stale for record in e.fields["groups"]]
+    assert {record["group"] for record in records} >= {ready.group, slow_group.group}
+    assert {record["min_version"] for record in records} <= {0, 1}
     assert (await account(bench))["lost"] == 0
 
 
-async def test_no_lineage_opens_behind_what_a_checkpoint_covers(bench: Bench) -> None:
+async def test_lineage_cannot_open_below_a_covered_version_without_saved_state(
+    bench: Bench,
+) -> None:
     seats = await bench.training_job()
     for step in (1, 2):
         await seats.train(step, covered=step)
@@ -248,7 +254,7 @@ async def test_no_lineage_opens_behind_what_a_checkpoint_covers(bench: Bench) ->
         )
 
 
-async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_prompts_come_again(
+async def test_lineage_below_a_covered_version_requeues_the_lost_groups_prompts(
     bench: Bench,
 ) -> None:
     seats = await bench.training_job(max_staleness=2)
@@ -258,8 +264,8 @@ async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_pr
     await seats.commit(1, taken, covered=1)
     for step in (2, 3, 4):
         await seats.train(step, covered=2)
-    slow = (await seats.admit())[0]
-    await seats.drop(slow.group, "bad", "drop")
+    slow_group = (await seats.admit())[0]
+    await seats.drop(slow_group.group, "bad", "drop")
     before = await account(bench)
     assert (before["lost"], before["typed_drops"]) == (0, 2)
 
@@ -270,33 +276,33 @@ async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_pr
     assert row.host_lost == 4 + 2, "of step 2, which is covered, and of what was dropped"
     terms = await account(bench)
     assert terms["in_flight"] == before["in_flight"] + 8, "of steps 3 and 4, which are on record"
-    ends = {term: terms[term] for term in ("trained", "host_lost", "typed_drops", "lost")}
-    assert ends == {"trained": 4, "host_lost": 6, "typed_drops": 0, "lost": 0}
+    terms_at_end = {term: terms[term] for term in ("trained", "host_lost", "typed_drops", "lost")}
+    assert terms_at_end == {"trained": 4, "host_lost": 6, "typed_drops": 0, "lost": 0}
 
-    told = await events.read_all(bench.state)
-    gone = {slow.group} | {
+    all_events = await events.read_all(bench.state)
+    lost_groups = {slow_group.group} | {
         one["group"]
-        for e in told
+        for e in all_events
         if e.kind == "step" and e.fields["step"] == 2
         for one in e.fields["groups"]
     }
-    given = {
+    prompts = {
         group: prompt
-        for e in told
+        for e in all_events
         if e.kind == "opened"
         for group, prompt in zip(e.fields["groups"], e.fields["prompts"], strict=True)
     }
     waiting = await bench.state.run_command("LRANGE", "{job}:requeue", 0, -1)
-    assert waiting == [f"{prompt}:0" for prompt in sorted(given[group] for group in gone)]
+    assert waiting == [f"{prompt}:0" for prompt in sorted(prompts[group] for group in lost_groups)]
     for step in (2, 3):
         await seats.train(step, lineage=1)
     terms = await account(bench)
     assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (12, 0, 0)
-    inside = await groups.count_in_flight(bench.state, JOB)
-    assert inside.admissible_groups >= 0, "what was lost is admitted again"
+    in_flight = await groups.count_in_flight(bench.state, JOB)
+    assert in_flight.admissible_groups >= 0, "what was lost is admitted again"
 
 
-async def test_behind_what_redis_was_restored_from_nothing_is_lost_either(bench: Bench) -> None:
+async def test_lineage_below_the_restored_checkpoint_loses_no_sample(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2)
     saved = {}
     for step in (1, 2):
@@ -317,7 +323,7 @@ async def test_behind_what_redis_was_restored_from_nothing_is_lost_either(bench:
     assert (terms["lost"], terms["trained_twice"]) == (0, 0)
 
 
-async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(bench: Bench) -> None:
+async def test_job_resumes_from_its_checkpoint_after_redis_lost_all_data(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2)
     opened = await seats.admit()
     for group in opened[:4]:
@@ -352,14 +358,14 @@ async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(benc
     assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (12, 0, 0)
 
 
-async def test_tokens_rise_even_when_redis_lost_everything(simulated: Bench) -> None:
+async def test_tokens_rise_even_after_redis_lost_all_data(simulated: Bench) -> None:
     before = await simulated.seat(SHARD)
     await simulated.state.run_command("FLUSHALL")
     await simulated.pass_ms(1000)
     assert await simulated.seat(SHARD) > before
 
 
-async def judged(
+async def record_value(
     bench: Bench, token: int, step: int, value: float | None, lineage: int = 0
 ) -> bool:
     return await jobs.record_evaluation(
@@ -371,17 +377,17 @@ async def judged(
     )
 
 
-async def test_the_highest_value_makes_the_current_version_the_best_one(bench: Bench) -> None:
+async def test_version_with_the_highest_value_becomes_the_best(bench: Bench) -> None:
     seats = await bench.training_job()
     token = await bench.seat(EVALUATOR)
     for version, value in ((0, 0.25), (1, 0.5), (2, 0.5), (3, 0.125)):
         await trained_to(bench, seats, version)
-        assert await judged(bench, token, version, value)
+        assert await record_value(bench, token, version, value)
     row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.best_version, row.best_manifest) == (3, 1, "m0.1")
-    told = [e.fields for e in await events.read_all(bench.state) if e.kind == "evaluation"]
-    assert [e["value"] for e in told] == [0.25, 0.5, 0.5, 0.125]
-    assert [(e["step"], e["best"], e["manifest"]) for e in told] == [
+    evaluations = [e.fields for e in await events.read_all(bench.state) if e.kind == "evaluation"]
+    assert [e["value"] for e in evaluations] == [0.25, 0.5, 0.5, 0.125]
+    assert [(e["step"], e["best"], e["manifest"]) for e in evaluations] == [
         (0, True, "m0"),
         (1, True, "m0.1"),
         (2, False, "m0.2"),
@@ -389,54 +395,54 @@ async def test_the_highest_value_makes_the_current_version_the_best_one(bench: B
     ]
 
 
-async def test_a_value_of_a_version_that_is_no_longer_current_judges_nothing(
+async def test_evaluation_of_an_old_version_does_not_set_the_best(
     bench: Bench,
 ) -> None:
     seats = await bench.training_job()
     token = await bench.seat(EVALUATOR)
     await trained_to(bench, seats, 1)
-    assert await judged(bench, token, 0, 0.9)
+    assert await record_value(bench, token, 0, 0.9)
     assert (await jobs.read_job(bench.state, JOB)).best_version == -1
-    assert not await judged(bench, token, 0, 0.9), "one result per tag"
+    assert not await record_value(bench, token, 0, 0.9), "one result per tag"
 
 
-async def test_an_evaluation_without_the_figure_judges_nothing(bench: Bench) -> None:
+async def test_evaluation_without_a_value_does_not_set_the_best(bench: Bench) -> None:
     await bench.training_job()
     token = await bench.seat(EVALUATOR)
-    assert await judged(bench, token, 0, None)
+    assert await record_value(bench, token, 0, None)
     assert (await jobs.read_job(bench.state, JOB)).best_manifest == ""
 
 
-async def test_what_was_evaluated_above_a_new_lineages_beginning_is_forgotten(bench: Bench) -> None:
+async def test_new_lineage_discards_evaluations_of_abandoned_versions(bench: Bench) -> None:
     seats = await bench.training_job()
     token = await bench.seat(EVALUATOR)
     for version, value in ((1, 0.25), (2, 0.5)):
         await trained_to(bench, seats, version)
-        assert await judged(bench, token, version, value)
+        assert await record_value(bench, token, version, value)
     await seats.go_back(1)
     row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.best_version, row.best_manifest) == (1, -1, "")
     assert [e["tag"] for e in await jobs.read_evaluations(bench.state, JOB)] == ["step-1"]
 
-    assert not await judged(bench, token, 2, 0.9, lineage=0), "of the abandoned version 2"
+    assert not await record_value(bench, token, 2, 0.9, lineage=0), "of the abandoned version 2"
     await seats.commit(2, await seats.leased(2), lineage=1)
-    assert await judged(bench, token, 2, 0.375, lineage=1)
+    assert await record_value(bench, token, 2, 0.375, lineage=1)
     row = await jobs.read_job(bench.state, JOB)
     assert (row.best_version, row.best_manifest) == (2, "m1.2")
 
 
-async def test_a_best_version_that_the_new_lineage_has_stays(bench: Bench) -> None:
+async def test_best_version_within_the_new_lineage_is_retained(bench: Bench) -> None:
     seats = await bench.training_job()
     token = await bench.seat(EVALUATOR)
     await trained_to(bench, seats, 1)
-    await judged(bench, token, 1, 0.5)
+    await record_value(bench, token, 1, 0.5)
     await trained_to(bench, seats, 2)
     await seats.go_back(1)
     row = await jobs.read_job(bench.state, JOB)
     assert (row.best_version, row.best_manifest) == (1, "m0.1")
 
 
-async def test_a_phase_that_follows_from_an_abandoned_lineage_does_not_begin(bench: Bench) -> None:
+async def test_phase_change_from_an_abandoned_lineage_is_ignored(bench: Bench) -> None:
     seats = await bench.training_job(steps=2)
     token = await bench.seat(EVALUATOR)
     await trained_to(bench, seats, 2)
@@ -449,16 +455,18 @@ async def test_a_phase_that_follows_from_an_abandoned_lineage_does_not_begin(ben
     assert (await jobs.read_job(bench.state, JOB)).phase == "finished"
 
 
-async def test_a_job_that_is_restored_knows_its_best_and_its_first_version(bench: Bench) -> None:
+async def test_restored_job_has_its_best_and_initial_versions(bench: Bench) -> None:
     seats = await bench.training_job()
     token = await bench.seat(EVALUATOR)
     await trained_to(bench, seats, 1)
-    await judged(bench, token, 1, 0.5)
-    held = await steps.read_checkpoint_state(bench.state, JOB)
+    await record_value(bench, token, 1, 0.5)
+    checkpoint_state = await steps.read_checkpoint_state(bench.state, JOB)
     await bench.state.run_command("FLUSHALL")
-    await steps.restore_job(bench.state, JOB, document(), "/run", held | {"manifest": "m0.1"})
+    await steps.restore_job(
+        bench.state, JOB, document(), "/run", checkpoint_state | {"manifest": "m0.1"}
+    )
     row = await jobs.read_job(bench.state, JOB)
     assert (row.initial_manifest, row.best_version, row.best_manifest) == ("m0", 1, "m0.1")
     token = await bench.seat(EVALUATOR)
-    assert await judged(bench, token, 1, 0.25, lineage=1)
+    assert await record_value(bench, token, 1, 0.25, lineage=1)
     assert (await jobs.read_job(bench.state, JOB)).best_version == 1

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.fork_server import TestForkServer
 from tests.mesh.weights.weather import Weather, weather
-from tests.nursery import TestNursery
 
 
 @pytest.fixture(scope="session", autouse=True)
 def forks() -> Iterator[None]:
     """Start one fork server for all tests, where the run has none."""
-    nursery = TestNursery()
+    nursery = TestForkServer()
     nursery.start()
     yield
     nursery.close()

@@ -19,7 +19,7 @@ from loadtests.weights.scene import Member, OrderFailed
 from meshrl.common.state import jobs
 from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from tests.load import scaled
-from tests.mesh.weights.weather import ENDLESS, LOOK_S, MODEL, WHOLE, WITHIN_S, Weather, until
+from tests.mesh.weights.weather import ENDLESS, MODEL, POLL_S, WHOLE, WITHIN_S, Weather, until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 
@@ -45,11 +45,11 @@ def chunks(directory: Path) -> set[Path]:
 async def test_a_bit_that_is_flipped_on_the_wire(made: Weather) -> None:
     await made.begin()
     await made.publish()
-    made.road.spoils = INTO_A_CHUNK  # of each connection: a host that is new has new ones
+    made.road.corrupt_at = INTO_A_CHUNK  # of each connection: a host that is new has new ones
     engine = await made.new_engine(host=3)
-    await until(lambda: made.road.spoiled, "a bit is flipped")
+    await until(lambda: made.road.corrupted_count, "a bit is flipped")
     assert await made.serves(engine) in (-1, 1)
-    made.road.spoils = -1
+    made.road.corrupt_at = -1
     await made.arrives(engine)
 
 
@@ -111,15 +111,15 @@ class Versions:
 
     async def carried(self, receiver: Member, digest: str) -> int:
         """Return the bytes that arrived for a version, once the receiver has all of it."""
-        before = self.made.road.carried
+        before = self.made.road.carried_bytes
         await receiver.ask("receive", digest=digest)
         assert await receiver.ask("identity") == self.identity
-        return self.made.road.carried - before
+        return self.made.road.carried_bytes - before
 
     async def in_the_middle(self, digest: str) -> Any:
         """Return the order to receive a version, once half of its delta has arrived."""
         road = self.made.road
-        road.stands_at = road.carried + int(SHARE * SIZE)
+        road.stall_at_bytes = road.carried_bytes + int(SHARE * SIZE)
         order = self.made.scene.tell(self.receiver, "receive", digest=digest)
         await self.made.stands()
         return order
@@ -376,10 +376,10 @@ async def test_a_host_that_is_killed_as_it_serves_is_left_for_another(made: Weat
     await made.stands(road)
     await first.kill()
     assert await made.serves(engine) == -1
-    road.stands_at = other.stands_at = ENDLESS
-    given, before = other.carried, made.road.carried
+    road.stall_at_bytes = other.stall_at_bytes = ENDLESS
+    given, before = other.carried_bytes, made.road.carried_bytes
     await made.arrives(engine)
-    assert other.carried - given > 0.3 * WHOLE > made.road.carried - before
+    assert other.carried_bytes - given > 0.3 * WHOLE > made.road.carried_bytes - before
 
 
 OTHERS_BYTES_S = 20 << 20
@@ -436,7 +436,7 @@ async def until_served(made: Weather, engine: Member) -> None:
     """Wait until the engine has the newest version, whatever it answers before."""
     async with asyncio.timeout(scaled(WITHIN_S)):
         while (await engine.ask("serves"))["version"] < len(made.seeds) - 1:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 OTHER = 70  # seed of what the successor publishes

@@ -34,8 +34,8 @@ from tests.load import scaled
 from tests.mesh.elastic import GROUPS, JOB_FILE, MEMBERS, STEPS, WITHIN_S, group
 from tests.mesh.weights.weather import (
     ENDLESS,
-    LOOK_S,
     MODEL,
+    POLL_S,
     Said,
     Weather,
     said_with,
@@ -107,7 +107,7 @@ class TrainedWeather(Weather):
         elsewhere = self.scene.directory / "nowhere"  # as if each host had a disk of its own
         await run_host.write_run_host(state, RunHost("h0", str(elsewhere), ""))
         self.store, self.road = await self.on_a_road("weights", 0, "meshrl.services.weights")
-        self.road.both_ways = True
+        self.road.stalls_both_directions = True
         settings = MeshSettings.from_file(self.scene.settings(0))
         self._here = await Mesh.open("test", "trainer", settings)
         self._meshes.append(self._here)
@@ -167,7 +167,7 @@ class TrainedWeather(Weather):
             await self.stands()
             return
         calls = self.calls["weights"]
-        calls.stands_at = calls.carried
+        calls.stall_at_bytes = calls.carried_bytes
         await self.release()
         staged = "the version is in the store"
         await until(lambda: self.newest in self._on_record(), staged, self.within_s)
@@ -179,7 +179,7 @@ class TrainedWeather(Weather):
 
     def goes_on(self) -> None:
         super().goes_on()
-        self.calls["weights"].stands_at = ENDLESS
+        self.calls["weights"].stall_at_bytes = ENDLESS
 
     @property
     def newest(self) -> int:
@@ -208,7 +208,7 @@ class TrainedWeather(Weather):
         end = time.monotonic() + scaled(self.within_s)
         while not holds(row := await self.row()):
             assert time.monotonic() < end, f"{row.phase}, version {row.version}\n{self._said}"
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return row
 
     @property

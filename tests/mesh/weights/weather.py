@@ -24,14 +24,14 @@ from meshrl.common.generation.engine_contract import GenerationRequest
 from meshrl.common.mesh.transport.address import parse_endpoint
 from meshrl.common.state import registry
 from tests.load import scaled
-from tests.unit.common.weights.bulk.road import Road
+from tests.unit.common.weights.bulk.faulty_proxy import FaultyProxy
 
 MODEL = "little"  # nine chunks and more
 WHOLE = sum(tensor.nbytes for tensor in models.drawn(MODEL, 0).values())
 FAR = "127.0.0.2"  # where a road to a process begins
 SAID = 6  # tokens, which identify a version
 WITHIN_S = 60.0  # for what takes a second on a quiet machine
-LOOK_S = 0.01
+POLL_S = 0.01
 ENDLESS = 1 << 40
 
 
@@ -73,7 +73,7 @@ class Weather:
     def __init__(self, scene: Scene, opened: AsyncExitStack) -> None:
         self.scene, self._opened = scene, opened
         self.seeds: list[int] = []  # by version
-        self.calls: dict[str, Road] = {}  # to what processes are called at, by name
+        self.calls: dict[str, FaultyProxy] = {}  # to what processes are called at, by name
         self._engines = 0
 
     async def leave(self) -> None:
@@ -92,7 +92,7 @@ class Weather:
         self.engine = await self.new_engine()
         await self.arrives(self.engine)
 
-    async def on_a_road(self, name: str, host: int, module: str) -> tuple[Member, Road]:
+    async def on_a_road(self, name: str, host: int, module: str) -> tuple[Member, FaultyProxy]:
         """Start a process that others reach by roads alone, and return it with the road to its bulk
         port.
         """
@@ -100,17 +100,17 @@ class Weather:
         member = self.scene.start(name, host, module)
         return member, await self._roads_to(name, host)
 
-    async def agent_on_a_road(self, host: int) -> tuple[Member, Road]:
+    async def agent_on_a_road(self, host: int) -> tuple[Member, FaultyProxy]:
         """Start an agent that serves its host's chunks, reached by roads alone."""
         self.scene.settings(host, advertise=FAR)
         agent = await self.scene.agent(host)
         return agent, await self._roads_to(agent.name, host)
 
-    async def _roads_to(self, name: str, host: int) -> Road:
+    async def _roads_to(self, name: str, host: int) -> FaultyProxy:
         entry = await self.scene.registered(name)
         self.scene.settings(host, advertise="")
         ports = [_port(parse_endpoint(place)) for place in (entry.address, entry.bulk)]
-        calls, bulk = [self._opened.enter_context(Road(port, ENDLESS)) for port in ports]
+        calls, bulk = [self._opened.enter_context(FaultyProxy(port, ENDLESS)) for port in ports]
         self.calls[name] = calls
         return bulk
 
@@ -190,13 +190,13 @@ class Weather:
         while (now := await self.serves(engine)) < wanted:
             told = await engine.ask("serves")
             assert time.monotonic() < end, f"{now}, not {wanted}: {told}\n{engine.said}"
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def waits(self, member: Member, on: str) -> None:
         """Wait until a process reports to the mesh that it waits for this."""
         async with asyncio.timeout(scaled(WITHIN_S)):
             while not any(wait["on"] == on for wait in await self._waits(member)):
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
 
     async def _waits(self, member: Member) -> list[dict[str, Any]]:
         entry = await registry.lookup(self.scene.state, member.name)
@@ -204,19 +204,21 @@ class Weather:
 
     # -- roads -----------------------------------------------------------------------------------
 
-    def stand(self, share: float, road: Road | None = None) -> None:
+    def stand(self, share: float, road: FaultyProxy | None = None) -> None:
         """Stop a road, by default the one to the store, after so large a share of a version."""
         road = road or self.road
-        road.stands_at = road.carried + int(share * WHOLE)
+        road.stall_at_bytes = road.carried_bytes + int(share * WHOLE)
 
-    async def stands(self, road: Road | None = None) -> None:
+    async def stands(self, road: FaultyProxy | None = None) -> None:
         """Wait until the road has carried all that it may."""
         some = road or self.road
-        await until(lambda: some.carried >= some.stands_at, "the road stands", self.within_s)
+        await until(
+            lambda: some.carried_bytes >= some.stall_at_bytes, "the road stands", self.within_s
+        )
 
     def goes_on(self) -> None:
         """Let the road carry all again."""
-        self.road.stands_at = ENDLESS
+        self.road.stall_at_bytes = ENDLESS
 
 
 async def until(holds: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
@@ -225,7 +227,7 @@ async def until(holds: Callable[[], object], what: str, within_s: float = WITHIN
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 def _port(place: str) -> int:

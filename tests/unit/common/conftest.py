@@ -1,4 +1,4 @@
-"""Meshes over real sockets, with an in-process State, that are gone when the test ends."""
+"""Meshes over real sockets with an in-process state store, closed at the end of the test."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.unit.common.mesh.runtime.talking import Join, Talker
 
 @pytest.fixture
 async def join() -> AsyncIterator[Join]:
-    """`await join(name, actor)` -> its mesh."""
+    """Return `join`: `await join(name, actor)` opens a mesh and joins it."""
     clock = SystemClock()
     state = open_simulated_state(clock)
     meshes: list[Mesh] = []
 
-    async def joined(name: str, actor: Talker | None = None, **options: Any) -> Mesh:
+    async def join_mesh(name: str, actor: Talker | None = None, **options: Any) -> Mesh:
         mesh = on_sockets(name, state, clock, **options)
         if actor is not None:
             actor.mesh = mesh
@@ -29,7 +29,7 @@ async def join() -> AsyncIterator[Join]:
         await mesh.join(actor)
         return mesh
 
-    yield joined
+    yield join_mesh
     for mesh in meshes:
         await mesh.leave()
     await state.close()

@@ -104,11 +104,11 @@ def test_each_key_of_a_steps_row_has_one_unit_and_one_meaning() -> None:
 def test_each_key_of_a_summary_has_a_unit_and_a_meaning() -> None:
     account = dict.fromkeys((*ACCOUNT, *TWICE), 0)
     found = summarize(RunResult("j", Phase.TRAINING, 0, 1.0, account), [], [], [], JobUsage())
-    assert units("operate/operations.md", "## Accounting").keys() == found.keys()
+    assert units("operate/runs.md", "## Accounting").keys() == found.keys()
 
 
 def test_each_gauge_of_a_mesh_is_documented() -> None:
-    section = list(tables("operate/operations.md", "### Of a host as a whole"))
+    section = list(tables("operate/monitoring.md", "### Metrics of a host"))
     documented = {key for keys, *_ in section for key in re.findall(r"`(meshrl_\w+)`", keys)}
     page = (ROOT / "meshrl/launch/monitoring/health_endpoint.py").read_text()
     of_host = {f"meshrl_{name}" for name in re.findall(r'_make_gauge\(\s*"(\w+)"', page)}
@@ -120,7 +120,7 @@ def test_each_gauge_of_a_mesh_is_documented() -> None:
 def test_measurements_of_processes_have_the_documented_keys() -> None:
     files = [*(ROOT / "services").rglob("*.py"), *(ROOT / "common").rglob("*.py")]
     code = "".join(file.read_text() for file in files)
-    section = tables("operate/operations.md", "### What processes measure of their work")
+    section = tables("operate/monitoring.md", "### Measurements of processes")
     keys = [key for _, named, *_ in section for key in re.findall(r"`(\w+)`", named)]
     assert len(keys) > 15
     assert [

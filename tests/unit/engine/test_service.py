@@ -261,13 +261,13 @@ def test_an_update_that_fails_has_paused_too() -> None:
 
 JOBS = Path(__file__).parents[2] / "mesh/jobs"
 LACKING = compute_digest(b"a version that the store does not hold")
-LOOK_S = 100.0
+POLL_S = 100.0
 
 
 async def looks(bench: StoreBench, versions: VersionReceiver, seconds: float) -> None:
-    for _ in range(int(seconds / LOOK_S)):
+    for _ in range(int(seconds / POLL_S)):
         assert await versions.receive(LACKING) is None
-        await bench.clock.sleep(LOOK_S)
+        await bench.clock.sleep(POLL_S)
 
 
 @story_on(on_store, "tmp_path")

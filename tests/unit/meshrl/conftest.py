@@ -1,4 +1,4 @@
-"""A small complete job that the tests of the command line vary."""
+"""Small complete job that tests of the command line vary."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ group_size = 4
 """
 
 
-NO_TENSORS = b"\x02" + bytes(7) + b"{}"  # a safetensors file without any
+NO_TENSORS = b"\x02" + bytes(7) + b"{}"  # a safetensors file without tensors
 
 
 @pytest.fixture
 def shape() -> str:
-    """A config.json."""
+    """Return the text of a config.json."""
     return json.dumps(SHAPE)
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A valid job file with everything it refers to beside it."""
+    """Write a valid job file with all files that it refers to."""
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n\n{"prompt": "1+2="}\n')

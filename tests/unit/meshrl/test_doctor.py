@@ -1,4 +1,4 @@
-"""What is installed and told of it: `meshrl doctor`, engines, documents, the starter."""
+"""Installation and documentation: `meshrl doctor`, engines, documents, the starter."""
 
 from __future__ import annotations
 
@@ -33,51 +33,54 @@ from tests.load import scaled
 from tests.sglang.interpreter import python
 
 
-def doctored(tmp_path: Path, path: str, **more: str) -> str:
-    environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "250"}
-    environment |= more
+def run_doctor(tmp_path: Path, path: str, **more: str) -> str:
+    make_environment = {
+        **os.environ,
+        "PATH": path,
+        "XDG_CACHE_HOME": str(tmp_path),
+        "COLUMNS": "250",
+    }
+    make_environment |= more
     asked = subprocess.run(
         [sys.executable, "-m", "meshrl", "doctor"],
         capture_output=True,
         text=True,
         timeout=scaled(60),
-        env=environment,
+        env=make_environment,
         check=False,
     )
     return asked.stdout
 
 
-def line_of(output: str, what: str) -> str:
+def find_line(output: str, what: str) -> str:
     return next(line for line in output.splitlines() if line.split()[1:2] == [what])
 
 
 @pytest.mark.rotating(2)
-def test_without_a_compiler_engine_and_training_take_torch_and_say_why(tmp_path: Path) -> None:
-    output = doctored(tmp_path, str(tmp_path))
+def test_doctor_reports_torch_operators_without_a_compiler(tmp_path: Path) -> None:
+    output = run_doctor(tmp_path, str(tmp_path))
     for what, otherwise in (("engine", "torch eager"), ("training", "torch's operators")):
-        line = line_of(output, what)
+        line = find_line(output, what)
         assert line.startswith("note") and f"{otherwise}: no C++ compiler" in line
 
 
 @pytest.mark.deep
 @pytest.mark.needs("compiler")
-def test_with_a_compiler_they_take_the_native_ones(tmp_path: Path) -> None:
-    output = doctored(tmp_path, os.environ["PATH"])
+def test_doctor_reports_native_operators_with_a_compiler(tmp_path: Path) -> None:
+    output = run_doctor(tmp_path, os.environ["PATH"])
     for what in ("engine", "training"):
-        line = line_of(output, what)
+        line = find_line(output, what)
         assert line.startswith("ok") and "native, compiled at the first start" in line
 
 
 @pytest.mark.deep
 @pytest.mark.needs("compiler")
 @pytest.mark.skipif(devices.is_torch_built_for_cuda(), reason="this torch has CUDA")
-def test_gpus_are_listed_and_the_path_that_decoding_takes_on_them(
-    tmp_path: Path, gpus: Gpus
-) -> None:
-    output = doctored(tmp_path, str(tmp_path))
-    assert "no NVIDIA driver answers" in line_of(output, "gpu")
+def test_doctor_lists_gpus_and_the_decoding_backend(tmp_path: Path, gpus: Gpus) -> None:
+    output = run_doctor(tmp_path, str(tmp_path))
+    assert "no NVIDIA driver answers" in find_line(output, "gpu")
     gpus.gpu("GPU-a")
-    output = doctored(tmp_path, str(tmp_path), **gpus.environment)
+    output = run_doctor(tmp_path, str(tmp_path), **gpus.environment)
     listed, path = (line for line in output.splitlines() if line.split()[1:2] == ["gpu"])
     assert listed.startswith("ok") and "cuda:0 NVIDIA H100 (GPU-a)" in listed
     assert path.startswith("note") and 'mesh.device = "cuda" is refused' in path
@@ -90,7 +93,7 @@ KEYS = [key for key, kind in JOB_SCHEMA.types_by_key.items() if not is_dataclass
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("key", KEYS)
-def test_every_key_of_a_job_file_is_documented_with_its_default(key: str) -> None:
+def test_every_job_key_is_documented_with_its_default(key: str) -> None:
     text = (ROOT / "docs/use/job-file.md").read_text()
     row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
     assert row, f"{key} is not in docs/use/job-file.md"
@@ -100,20 +103,20 @@ def test_every_key_of_a_job_file_is_documented_with_its_default(key: str) -> Non
 @pytest.mark.parametrize(
     "key", [k for k, kind in MESH_SCHEMA.types_by_key.items() if not is_dataclass(kind)]
 )
-def test_every_key_of_a_mesh_toml_is_documented_with_its_default(key: str) -> None:
-    text = (ROOT / "docs/operate/operations.md").read_text()
+def test_every_mesh_key_is_documented_with_its_default(key: str) -> None:
+    text = (ROOT / "docs/operate/mesh.md").read_text()
     row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
     assert row and row.group(1) == json.dumps(get_value(MeshFile(), key))
 
 
-def test_no_document_names_a_key_that_is_not_there() -> None:
+def test_documented_keys_exist() -> None:
     rows = re.findall(
         r"^\| `([a-z_.]+)` \|", (ROOT / "docs/use/job-file.md").read_text(), re.MULTILINE
     )
     assert sorted(rows) == sorted(KEYS)
 
 
-def test_the_readme_is_short_and_names_commands_that_exist() -> None:
+def test_readme_is_short_and_its_commands_exist() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     commands = {match for line in lines for match in re.findall(r"bin/meshrl (\w+)", line)}
@@ -126,33 +129,33 @@ def test_the_readme_is_short_and_names_commands_that_exist() -> None:
     "name",
     ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))],
 )
-def test_links_between_documents_lead_somewhere(name: str) -> None:
+def test_links_between_documents_resolve(name: str) -> None:
     path = ROOT / name
     for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text()):
         file = path.parent / target if target else path
         assert file.exists(), target
-        assert not heading or heading in anchors(file), f"{target}#{heading}"
+        assert not heading or heading in list_anchors(file), f"{target}#{heading}"
 
 
-def anchors(document: Path) -> set[str]:
-    """What links may say after `#`, as GitHub makes it of headings."""
+def list_anchors(document: Path) -> set[str]:
+    """List the fragments that GitHub makes of a document's headings."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in headings}
 
 
-def test_every_command_shows_an_example() -> None:
+def test_every_command_has_an_example() -> None:
     for command in app.registered_commands:
         assert command.callback is not None and "Example" in (command.callback.__doc__ or "")
 
 
-def test_the_example_job_is_valid() -> None:
+def test_example_job_is_valid() -> None:
     result = CliRunner().invoke(app, ["run", str(ROOT / "examples/calculator.toml"), "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "worker/w2" in result.output
 
 
-def environment(place: Path, version: str) -> Path:
-    """What a virtual environment with SGLang looks like from outside."""
+def make_environment(place: Path, version: str) -> Path:
+    """Make the files of a virtual environment with SGLang."""
     package = place / f"lib/python3.11/site-packages/sglang-{version}.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
@@ -161,44 +164,42 @@ def environment(place: Path, version: str) -> Path:
     return place
 
 
-def test_an_unknown_engine_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_engine_is_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vllm"):
         engines.install_engine("vllm", tmp_path)
 
 
-def test_our_own_environment_is_never_installed_into() -> None:
+def test_own_environment_is_never_installed_into() -> None:
     with pytest.raises(ConfigError, match="own environment"):
         engines.install_engine("sglang", Path(sys.prefix))
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_other_files_is_not_installed_into(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("important")
     with pytest.raises(ConfigError, match="not empty"):
         engines.install_engine("sglang", tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_the_right_version_is_found_and_nothing_is_done(tmp_path: Path) -> None:
-    place = environment(tmp_path / "sglang", engines.ENGINE_VERSIONS["sglang"])
+def test_installed_version_is_found_and_not_reinstalled(tmp_path: Path) -> None:
+    place = make_environment(tmp_path / "sglang", engines.ENGINE_VERSIONS["sglang"])
     assert engines.install_engine("sglang", place) == place / "bin/python"
     assert engines.find_installed_version(tmp_path, "sglang") == ""
 
 
 @pytest.mark.deep
-def test_it_is_looked_for_below_a_folder_of_the_users_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_folder_is_configurable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHRL_ENGINES", str(tmp_path))
     assert locate_environment("sglang") == tmp_path / "sglang"
     lines = {line.subject: line for line in doctor.run_checks()}
     assert lines["sglang"].level == doctor.NOTE and "engine install" in lines["sglang"].fix
-    environment(locate_environment("sglang"), "0.5.23")
+    make_environment(locate_environment("sglang"), "0.5.23")
     lines = {line.subject: line for line in doctor.run_checks()}
     assert lines["sglang"].level == doctor.OK and "0.5.23" in lines["sglang"].detail
 
 
 @pytest.mark.needs("sglang")
-def test_the_command_prints_the_interpreter_of_the_sglang_that_is_there() -> None:
+def test_install_command_prints_the_interpreter() -> None:
     answer = CliRunner().invoke(
         app, ["engine", "install", "sglang", "--dir", str(python().parents[1])]
     )
@@ -210,8 +211,8 @@ INSTALLED = ("meshrl", "services", "common", "kernels", "sim")
 
 
 @pytest.mark.parametrize("package", INSTALLED)
-def test_files_that_are_no_modules_are_declared(package: str) -> None:
-    """A job, a script of Redis or C++ that the wheel lacked would be missed at its first use."""
+def test_data_files_are_declared_as_package_data(package: str) -> None:
+    """Check each file, because a missing one fails only at its first use."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     name = package if package == "meshrl" else f"meshrl.{package}"
     patterns = declared["package-data"].get(name, [])
@@ -221,13 +222,13 @@ def test_files_that_are_no_modules_are_declared(package: str) -> None:
     assert sorted(map(str, files - modules - held)) == []
 
 
-def init(directory: Path) -> tuple[int, str]:
+def run_init(directory: Path) -> tuple[int, str]:
     found = CliRunner().invoke(app, ["init", str(directory)])
     return found.exit_code, found.output + str(found.exception or "")
 
 
-def test_a_new_job_is_valid_and_called_as_its_directory(tmp_path: Path) -> None:
-    code, said = init(tmp_path / "mine")
+def test_new_job_is_valid_and_named_by_its_directory(tmp_path: Path) -> None:
+    code, said = run_init(tmp_path / "mine")
     assert code == 0 and f"meshrl run {tmp_path / 'mine/job.toml'}" in said
     assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == sorted(GAME_FILES)
     config, _ = job_reader.load_config(tmp_path / "mine/job.toml", [])
@@ -235,7 +236,7 @@ def test_a_new_job_is_valid_and_called_as_its_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLE_MODULES)
-def test_an_example_is_a_job_of_its_own(tmp_path: Path, example: str) -> None:
+def test_example_becomes_an_independent_job(tmp_path: Path, example: str) -> None:
     found = CliRunner().invoke(app, ["init", str(tmp_path / "own"), "--example", example])
     assert found.exit_code == 0 and f"meshrl run {tmp_path / 'own'}/{example}.toml" in found.output
     config, _ = job_reader.load_config(tmp_path / "own" / f"{example}.toml", [])
@@ -244,34 +245,34 @@ def test_an_example_is_a_job_of_its_own(tmp_path: Path, example: str) -> None:
     assert known == set(EXAMPLE_MODULES), "each example can be asked for"
 
 
-def test_an_example_that_there_is_not_is_said(tmp_path: Path) -> None:
+def test_unknown_example_is_reported_with_the_known_ones(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["init", str(tmp_path / "own"), "--example", "chess"])
     assert found.exit_code == 1 and "calculator, chat, code" in str(found.exception)
     assert not (tmp_path / "own").exists()
 
 
-def test_nothing_is_overwritten_and_a_bad_name_is_said(tmp_path: Path) -> None:
+def test_existing_directory_and_invalid_name_are_rejected(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "notes").write_text("mine")
-    code, said = init(taken)
+    code, said = run_init(taken)
     assert code == 1 and "is there already" in said
     assert [p.name for p in taken.iterdir()] == ["notes"]
-    code, said = init(tmp_path / "a b")
+    code, said = run_init(tmp_path / "a b")
     assert code == 1 and "cannot be the name" in said and not (tmp_path / "a b").exists()
     (tmp_path / "file").write_text("")
-    code, said = init(tmp_path / "file/job")
+    code, said = run_init(tmp_path / "file/job")
     assert code == 1 and "cannot be written" in said
 
 
-def test_its_script_writes_the_files_that_come_with_it(tmp_path: Path) -> None:
+def test_template_script_writes_the_shipped_files(tmp_path: Path) -> None:
     shutil.copy(GAME_DIR / "game.py", tmp_path)
     runpy.run_path(str(tmp_path / "game.py"), run_name="__main__")
     for name in ("train.jsonl", "held_out.jsonl", "tokenizer.json"):
         assert (tmp_path / name).read_bytes() == (GAME_DIR / name).read_bytes()
 
 
-def test_games_are_won_by_halving_and_rewarded_by_sense() -> None:
+def test_game_reward_favours_halving_and_sensible_guesses() -> None:
     code = runpy.run_path(str(GAME_DIR / "game.py"))
     rows = [json.loads(line) for line in (GAME_DIR / "train.jsonl").read_text().splitlines()]
     for row in rows:
@@ -287,7 +288,7 @@ def test_games_are_won_by_halving_and_rewarded_by_sense() -> None:
 def play(
     code: dict[str, object], row: dict[str, str], how: str
 ) -> tuple[list[dict[str, str]], Any]:
-    """The turns of a game, and what ended it; `how`: halve, or a letter that is always guessed."""
+    """Play a game and return its turns and outcome, by halving or with one repeated letter."""
     game = code["game"]()  # type: ignore[operator]
     prompt = game.open(row)
     low, high = ord(prompt[0]), ord(prompt[2])
@@ -302,7 +303,7 @@ def play(
 
 
 @pytest.mark.parametrize("file", ["job.toml", "game.py"])
-def test_the_document_shows_the_whole_of_the_files(file: str) -> None:
+def test_first_job_document_shows_the_complete_files(file: str) -> None:
     text = (ROOT / "docs/use/first-job.md").read_text()
     language = "toml" if file.endswith("toml") else "python"
     blocks = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

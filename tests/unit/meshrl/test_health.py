@@ -1,4 +1,4 @@
-"""What commands print on a terminal: health, logs, plans, and how they are shown."""
+"""Terminal output of commands: health, logs, plans and escaped control characters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from meshrl.view.terminal import Console
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled
 from tests.unit.common.base.test_texts import ATTACKS, is_plain
-from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
+from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held_mesh
 from tests.unit.meshrl.view.test_samples import sample
 
 HELD = Event()
@@ -62,7 +62,7 @@ class Page(BaseHTTPRequestHandler):
         pass
 
 
-def test_it_says_what_was_said_and_ends_in_time_whatever_answers() -> None:
+def test_probe_quotes_the_answer_and_ends_in_time() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
@@ -83,7 +83,7 @@ def test_it_says_what_was_said_and_ends_in_time_whatever_answers() -> None:
         assert not well and "is no URL of a page" in said
 
 
-def test_as_a_program_it_exits_by_the_answer_and_imports_little() -> None:
+def test_health_program_exits_by_the_answer_and_imports_little() -> None:
     code = (
         "import runpy, sys, json\n"
         "sys.argv = ['health', 'http://127.0.0.1:1/livez']\n"
@@ -103,7 +103,7 @@ def test_as_a_program_it_exits_by_the_answer_and_imports_little() -> None:
 LOOKS = 3
 
 
-def test_a_log_of_this_host_is_shown_when_redis_does_not_let_ask_for_others(
+def test_local_log_is_shown_when_other_hosts_cannot_be_queried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
@@ -121,8 +121,8 @@ def test_a_log_of_this_host_is_shown_when_redis_does_not_let_ask_for_others(
     assert "(whether another host has a newer log of redis is not known: " in found.stderr
 
 
-class Gone(RemoteLogs):
-    """An agent that tells of a long log once, and then is gone: nobody is waited for."""
+class VanishingAgent(RemoteLogs):
+    """Agent that returns part of a long log once and then stops answering."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -137,8 +137,8 @@ class Gone(RemoteLogs):
         raise PeerLost("its agent is gone")
 
 
-async def test_a_host_that_is_gone_within_a_long_log_is_asked_again_after_a_while() -> None:
-    gone, since = Gone(), asyncio.get_running_loop().time()
+async def test_vanished_host_is_polled_again_after_an_interval() -> None:
+    gone, since = VanishingAgent(), asyncio.get_running_loop().time()
     log = RemoteLog("second-1", LogFile("note", 1000, 0.0))
     follows = asyncio.create_task(logs._print_from_host(gone, log, 1, follow=True))
     async with asyncio.timeout(scaled(30.0)):
@@ -148,12 +148,10 @@ async def test_a_host_that_is_gone_within_a_long_log_is_asked_again_after_a_whil
     follows.cancel()
 
 
-__all__ = ["held"]
+__all__ = ["held_mesh"]
 
 
-def test_a_look_that_was_kept_is_explained(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_snapshot_is_explained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     snapshot = PoolSnapshot(
         now_ms=10_000_000, workers=(WorkerRow("w0", "here", "cpu:0", 1, alive=False),)
     )
@@ -165,26 +163,26 @@ def test_a_look_that_was_kept_is_explained(
     assert planning.print_plan(file, True, False, None) == 2
 
 
-def test_the_look_of_a_mesh_is_the_leaders(held: HeldMesh) -> None:
-    words = ["plan", "--mesh", str(held.root)]
+def test_plan_of_a_mesh_uses_the_leaders_snapshot(held_mesh: HeldMesh) -> None:
+    words = ["plan", "--mesh", str(held_mesh.root)]
     assert "no planner leads" in str(CliRunner().invoke(app, words).exception)
-    held.ask(lambda state: leader.campaign(state, PLANNER_ELECTION, "planner/0.one", 60_000))
+    held_mesh.ask(lambda state: leader.campaign(state, PLANNER_ELECTION, "planner/0.one", 60_000))
     found = json.loads(CliRunner().invoke(app, words).output)
     assert [job["id"] for job in found["snapshot"]["jobs"]] == [JOB]
 
 
 ATTACK = "".join(ATTACKS)
-# What rich itself writes: styles, cursor movements and erasures, without links and titles.
+# Escapes that rich writes: styles, cursor movements and erasures, without links and titles.
 OWN = re.compile(r"\x1b\[\??[\d;]*[A-Kmhl]|\r")
 MARKUP = "[bold]b[/] [/nothing] [link=http://x]l[/link] :smile:"
 
 
-def own_alone(printed: str) -> bool:
-    """True if a terminal obeys nothing in a text but what rich writes for styles and screens."""
+def has_only_rich_escapes(printed: str) -> bool:
+    """Return True if a text contains no escapes but those of rich."""
     return "\x1b[2J" not in printed and is_plain(OWN.sub("", printed))
 
 
-def test_a_console_writes_its_own_escapes_and_no_others() -> None:
+def test_console_escapes_control_characters_of_its_content() -> None:
     out = StringIO()
     console = Console(file=out, force_terminal=True, color_system="truecolor", width=500)
     table = Table("a", title=ATTACK)
@@ -195,20 +193,20 @@ def test_a_console_writes_its_own_escapes_and_no_others() -> None:
             live.update(part, refresh=True)
             console.print(part)
     printed = out.getvalue()
-    assert own_alone(printed) and "\x1b[1m" in printed and MARKUP in printed
+    assert has_only_rich_escapes(printed) and "\x1b[1m" in printed and MARKUP in printed
     assert "\\u001b[2J" in printed and "\\u202e" in printed
 
 
-def test_what_is_printed_above_a_live_screen_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_above_a_live_screen_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     out = StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     console = Console(force_terminal=True, width=500)
     with Live("screen", console=console, auto_refresh=False), escaped_output():
         print(f"said: {ATTACK}")
-    assert own_alone(out.getvalue()) and "\\u001b]8;;http" in out.getvalue()
+    assert has_only_rich_escapes(out.getvalue()) and "\\u001b]8;;http" in out.getvalue()
 
 
-def test_commands_show_control_characters_of_samples_and_logs(tmp_path: Path) -> None:
+def test_commands_escape_control_characters_of_samples_and_logs(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"job": "j", "document": {}}))
     turns = [{"role": "model", "text": ATTACK, "stop": "", "truncated": False}]
     kept = sample(1, None, turns=turns, prompt=ATTACK, error=ATTACK, failure=ATTACK)
@@ -224,7 +222,7 @@ def test_commands_show_control_characters_of_samples_and_logs(tmp_path: Path) ->
         assert "\\u001b" in ran.output
 
 
-def test_errors_show_control_characters(
+def test_errors_escape_control_characters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["meshrl", "status", f"no {ATTACKS[0]} run"])

@@ -1,4 +1,4 @@
-"""One small mesh for each test of this directory, and nothing of it left afterwards."""
+"""Fixture of one small mesh for each test, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.node.smallmesh import SmallMesh
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Short, because the path of a unix socket is."""
+    """Make a short directory, because the path of a Unix socket is limited."""
     with tempfile.TemporaryDirectory(prefix="n") as made:
         yield Path(made)
 
@@ -29,7 +29,7 @@ async def mesh(directory: Path) -> AsyncIterator[SmallMesh]:
     yield small
     await small.state.close()
     for pid in small.processes():
-        with contextlib.suppress(ProcessLookupError):  # it has ended since it was listed
+        with contextlib.suppress(ProcessLookupError):  # it has exited since it was listed
             os.kill(pid, signal.SIGKILL)
     small.redis.kill()
     await small.redis.wait(scaled(5))

@@ -1,4 +1,4 @@
-"""A small real mesh: a Redis, one agent, its workers, and stand-ins for their role processes."""
+"""Small real mesh: a Redis, one agent, its workers, and stand-ins for their role processes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from meshrl.common.state.redis.keys import PLANNER_ELECTION
 from tests.load import scaled
 from tests.meshes import SECRET
 
-LOOK_S = 0.03  # between two looks: each runs a script
-SOON_S = 60.0  # for whatever should happen, on a busy host
+POLL_S = 0.03  # between two polls, each of which runs a script
+SOON_S = 60.0  # limit for any expected change on a busy host
 WHY = Rationale("test")
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ ROOT = HERE.parents[2]
 
 
 class SmallMesh:
-    """What a test may do to the processes, and see of them in Redis."""
+    """Small mesh with operations on its processes and views of their records in Redis."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -61,7 +61,7 @@ class SmallMesh:
                     )
                     break
                 except StateUnavailable:
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
         self.leader_token = await leader.campaign(self.state, PLANNER_ELECTION, "test", 120_000)
 
     def start_agent(
@@ -84,24 +84,24 @@ class SmallMesh:
         )
 
     async def write(self, *decisions: Decision) -> None:
-        """What a leader decides; no hint is sent."""
+        """Write planner decisions to Redis without a change hint."""
         self._decisions += 1
         op = f"d{self._decisions}"
         refused = await pool.write_decisions(self.state, self.leader_token, op, decisions, None)
         assert not refused, refused
 
     async def form(self, *workers: str, gang: str = "g0") -> None:
-        """Waits for these workers, and makes them a gang."""
+        """Wait for these workers and form a gang of them."""
         for worker in workers:
             await self.pid_of(f"worker/{worker}")
             while await pool.read_worker(self.state, worker) is None:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
         await self.write(FormGang(gang, workers, WHY))
 
     async def place(
         self, id: str, role: Role = Role.ROLLOUT, job: str = "j", **fields: Any
     ) -> Instance:
-        """A resident, as its gang is to have it."""
+        """Write an instance with its desired state."""
         resident = Instance(id, job, role, **fields)
         await self.write(PlaceInstance(id.partition(".")[0], resident, WHY))
         return resident
@@ -109,12 +109,12 @@ class SmallMesh:
     async def settle(
         self, id: str, role: Role = Role.ROLLOUT, job: str = "j", **fields: Any
     ) -> Instance:
-        """A resident that is placed, once it does what is wished."""
+        """Place an instance and wait until it is reconciled."""
         await self.place(id, role, job, **fields)
         return await self.until_settled(id)
 
     async def begin(self, *options: str, workers: int = 1) -> SystemChild:
-        """The agent of workers, with an engine on the first that is ready."""
+        """Start an agent with its workers and an engine on the first ready worker."""
         agent = self.start_agent(*options, workers=workers)
         for number in range(workers):
             await self.form(f"w{number}", gang=f"g{number}")
@@ -125,52 +125,52 @@ class SmallMesh:
         await self.write(RemoveInstance(id.partition(".")[0], id, WHY))
 
     async def resident(self, id: str) -> Instance:
-        """As it is on record."""
+        """Return the instance's record."""
         found = await pool.read_gang(self.state, id.partition(".")[0])
         assert found is not None, self.logs()
         [resident] = [one for one in found.instances if one.id == id]
         return resident
 
     async def until(self, what: str, id: str, holds: Callable[[Instance], bool]) -> Instance:
-        for _ in range(int(scaled(SOON_S) / LOOK_S)):
+        for _ in range(int(scaled(SOON_S) / POLL_S)):
             found = await self.resident(id)
             if holds(found):
                 return found
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         raise AssertionError(f"{id} is not {what}: {found}\n{self.logs()}")
 
     async def until_settled(self, id: str) -> Instance:
         return await self.until("settled", id, lambda resident: resident.is_reconciled)
 
     async def pid_of(self, name: str, other_than: int = 0) -> int:
-        """The pid of the live process with that name."""
-        for _ in range(int(scaled(SOON_S) / LOOK_S)):
+        """Return the pid of the live process with that name."""
+        for _ in range(int(scaled(SOON_S) / POLL_S)):
             entry = await registry.lookup(self.state, name)
             if entry is not None and entry.alive and entry.pid != other_than:
                 return entry.pid
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         raise AssertionError(f"no {name} but {other_than}\n{self.logs()}")
 
     async def publishes(self, name: str, key: str, value: object) -> None:
-        """Waits until the process of that name has this among its stats."""
-        for _ in range(int(scaled(SOON_S) / LOOK_S)):
+        """Wait until the process of that name publishes this value in its stats."""
+        for _ in range(int(scaled(SOON_S) / POLL_S)):
             entry = await registry.lookup(self.state, name)
             if entry is not None and entry.stats.get(key) == value:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         raise AssertionError(f"{name} does not publish {key} = {value}\n{self.logs()}")
 
-    async def told(self, kind: str, count: int) -> list[dict[str, Any]]:
-        """The first `count` events of a kind."""
-        for _ in range(int(scaled(SOON_S) / LOOK_S)):
+    async def await_events(self, kind: str, count: int) -> list[dict[str, Any]]:
+        """Return the first `count` events of a kind."""
+        for _ in range(int(scaled(SOON_S) / POLL_S)):
             found = [e.fields for e in await events.read_page(self.state) if e.kind == kind]
             if len(found) >= count:
                 return found[:count]
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         raise AssertionError(f"not {count} times {kind}: {found}\n{self.logs()}")
 
     def processes(self) -> list[int]:
-        """All running processes that were started with this mesh's settings."""
+        """List all running processes that were started with this mesh's settings."""
         wanted = f"{SETTINGS_ENV}={self.directory / 'settings.json'}".encode()
         found = []
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -187,17 +187,17 @@ class SmallMesh:
         return "\n".join(f"--- {f.name}\n{f.read_text()[-2000:]}" for f in files if f.exists())
 
 
-async def gone(pid: int) -> bool:
-    for _ in range(int(scaled(SOON_S) / LOOK_S)):
+async def has_exited(pid: int) -> bool:
+    for _ in range(int(scaled(SOON_S) / POLL_S)):
         if not read_start_time(pid):
             return True
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     return False
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(int(scaled(SOON_S) / LOOK_S)):
+    for _ in range(int(scaled(SOON_S) / POLL_S)):
         if holds():
             return
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     raise AssertionError("it does not come about")

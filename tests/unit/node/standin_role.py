@@ -1,4 +1,6 @@
-"""A role process without a model: registers, says that it is ready, settles, drains."""
+"""Role process without a model: it registers, reports that it is ready, changes tiers and
+drains.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from meshrl.common.state.redis.client import StateClient
 from tests.load import scaled
 from tests.meshes import entered
 
-BYTES = 1000  # that it has, wherever they are
+BYTES = 1000  # size of its state, in any tier
 
 
 class Standin(Actor):

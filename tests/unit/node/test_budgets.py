@@ -1,4 +1,4 @@
-"""A worker's residents: which processes a record asks for, and what they take of its budget."""
+"""Instances of a worker: the processes that a record asks for and their use of its budget."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def budgets(host: SimulatedHost, **limits: int) -> Budgets:
     return Budgets(TierBytes(**limits), host, Path())
 
 
-def test_no_two_hold_more_of_the_accelerator_at_once_than_there_is(host: SimulatedHost) -> None:
+def test_accelerator_usage_never_exceeds_its_budget(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
     found.record_usage(A, TierBytes(accelerator=60))
     found.check_start(B)
@@ -60,7 +60,7 @@ def test_no_two_hold_more_of_the_accelerator_at_once_than_there_is(host: Simulat
     found.claim(A, Tier.ACCELERATOR)
 
 
-def test_a_full_accelerator_takes_nobody_more(host: SimulatedHost) -> None:
+def test_full_accelerator_rejects_further_instances(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
     found.record_usage(A, TierBytes(accelerator=100))
     with pytest.raises(StorageFull, match="others have 100"):
@@ -68,7 +68,7 @@ def test_a_full_accelerator_takes_nobody_more(host: SimulatedHost) -> None:
     found.check_start(A)
 
 
-def test_two_moves_that_begin_together_do_not_take_the_same_room(host: SimulatedHost) -> None:
+def test_concurrent_moves_do_not_claim_the_same_memory(host: SimulatedHost) -> None:
     found = budgets(host, memory=100)
     found.record_usage(A, TierBytes(accelerator=60))
     found.record_usage(B, TierBytes(accelerator=60))
@@ -80,7 +80,7 @@ def test_two_moves_that_begin_together_do_not_take_the_same_room(host: Simulated
     found.claim(B, Tier.ABSENT)
 
 
-def test_memory_and_disk_that_others_of_the_host_have_are_not_taken(host: SimulatedHost) -> None:
+def test_memory_and_disk_of_other_processes_are_not_used(host: SimulatedHost) -> None:
     found = budgets(host)
     found.record_usage(A, TierBytes(accelerator=60))
     host.left = FreeSpace(memory_bytes=SPARE_MEMORY_BYTES + 59, disk_bytes=SPARE_DISK_BYTES + 60)
@@ -93,20 +93,20 @@ def test_memory_and_disk_that_others_of_the_host_have_are_not_taken(host: Simula
     found.claim(A, Tier.DISK)
 
 
-def test_what_has_slept_needs_all_that_it_had_when_it_wakes(host: SimulatedHost) -> None:
+def test_sleeping_instance_needs_its_full_size_to_wake(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
     found.record_usage(A, TierBytes(accelerator=80))
-    found.record_usage(A, TierBytes(memory=10))  # its weights are in the store
+    found.record_usage(A, TierBytes(memory=10))  # its weights are in the weight store
     found.record_usage(B, TierBytes(accelerator=30))
     with pytest.raises(StorageFull, match="would take 80 bytes of accelerator"):
         found.claim(A, Tier.ACCELERATOR)
 
 
-def test_what_is_held_of_each_tier_is_told_beside_its_budget(host: SimulatedHost) -> None:
+def test_stats_report_usage_beside_each_budget(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
     found.record_usage(A, TierBytes(accelerator=60, memory=5))
-    told = {"accelerator": 60, "memory": 5, "disk": 0, "accelerator_budget": 100}
-    assert found.stats() == told
+    expected = {"accelerator": 60, "memory": 5, "disk": 0, "accelerator_budget": 100}
+    assert found.stats() == expected
 
 
 GANG = Gang(
@@ -122,7 +122,7 @@ GANG = Gang(
 )
 
 
-def test_a_worker_runs_what_occupies_its_rank_under_the_names_of_the_registry() -> None:
+def test_desired_roles_of_a_rank_have_registry_names() -> None:
     first, second = list_desired_roles(GANG, "w3"), list_desired_roles(GANG, "w1")
     assert list(first) == ["trainer/calc", "hybrid/g1.2", "scoring/calc"]
     assert list(second) == ["engine/g1.0", "rank/calc/1"]
@@ -130,7 +130,7 @@ def test_a_worker_runs_what_occupies_its_rank_under_the_names_of_the_registry() 
     assert list_desired_roles(GANG, "w0") == {} == list_desired_roles(None, "w3")
 
 
-def test_command_lines_say_whose_process_it_is_and_who_keeps_the_turns() -> None:
+def test_command_line_names_instance_and_slice_scheduler() -> None:
     found = list_desired_roles(GANG, "w1")
     assert found["engine/g1.0"].build_argv(COMMANDS) == [
         *[sys.executable, "-m", "meshrl.services.engine", "--gang", "g1", "--resident", "g1.0"],
@@ -142,7 +142,7 @@ def test_command_lines_say_whose_process_it_is_and_who_keeps_the_turns() -> None
         found["engine/g1.0"].build_argv({})
 
 
-def test_services_of_jobs_are_told_their_job() -> None:
+def test_job_services_receive_their_job() -> None:
     python = [sys.executable, "-m"]
     assert service_command("rollout/calc/2", []) == [
         *[*python, "meshrl.services.rollout", "--job", "calc", "--shard", "2"]
@@ -158,7 +158,7 @@ def test_services_of_jobs_are_told_their_job() -> None:
     ]
 
 
-def test_commands_are_replaced_by_role() -> None:
+def test_commands_can_be_replaced_by_role() -> None:
     commands = override_commands(["rollout=" + shlex.join(["python", "a b"]), "serving=x"])
     assert commands["rollout"] == ["python", "a b"] and commands["serving"] == ["x"]
     assert commands["training"] == COMMANDS["training"]
@@ -167,7 +167,7 @@ def test_commands_are_replaced_by_role() -> None:
             override_commands([wrong])
 
 
-def test_each_worker_sees_one_device_by_its_uuid() -> None:
+def test_each_worker_sees_one_device_by_uuid() -> None:
     assert [a.name for a in list_cpu_slots(2)] == ["cpu:0", "cpu:1"]
     assert [a.name for a in list_cpu_slots(3, ["A40", "v100"])] == [
         "cpu:0 A40",
@@ -187,10 +187,10 @@ def test_each_worker_sees_one_device_by_its_uuid() -> None:
     with pytest.raises(ConfigError, match=r"3 workers are asked for, and there are 2 GPUs"):
         list_gpus([whole, part], 3)
     with pytest.raises(ConfigError, match="by turns in a mesh that stands"):
-        list_gpus([whole], 2)  # which no run can do with less
+        list_gpus([whole], 2)  # a MIG instance is used only when there are too few whole GPUs
 
 
-async def test_a_gpu_stands_for_nothing_else() -> None:
+async def test_gpu_cannot_emulate_another_accelerator() -> None:
     with pytest.raises(ConfigError, match="MESHRL_STAND_FOR"):
         await discover_accelerators(SystemHost(), "cuda", 0, ["A40"])
 
@@ -203,7 +203,7 @@ def plenty() -> int:
 
 
 def write_and_end(path: str) -> None:
-    """In another process."""
+    """Write to the segment in another process, which then exits."""
     program = (
         "import sys, numpy as np; from meshrl.common.base.files import offloaded_tensors as files; "
         f"files.MemorySegment(sys.argv[1]).write_at({PAGE}, np.full(5, 7, np.uint8))"
@@ -211,7 +211,7 @@ def write_and_end(path: str) -> None:
     subprocess.run([sys.executable, "-c", program, path], check=True, timeout=scaled(60))
 
 
-async def test_what_a_process_wrote_is_there_after_its_death() -> None:
+async def test_segment_content_outlives_the_writing_process() -> None:
     async with MemorySegments(plenty) as segments:
         made = segments.create(CreateSegment("trainer/sums", 3 * PAGE))
         write_and_end(made.path)
@@ -221,7 +221,7 @@ async def test_what_a_process_wrote_is_there_after_its_death() -> None:
         assert segments.find("engine/g0.1").path == ""
 
 
-async def test_who_is_told_of_something_else_than_its_own_segment_writes_nothing(
+async def test_process_writes_only_to_its_own_segment(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "file"
@@ -237,7 +237,7 @@ async def test_who_is_told_of_something_else_than_its_own_segment_writes_nothing
     assert file.read_bytes() == b"as it was"
 
 
-async def test_they_end_with_the_worker() -> None:
+async def test_segments_end_with_the_worker() -> None:
     async with MemorySegments(plenty) as segments:
         path = segments.create(CreateSegment("trainer/sums", PAGE)).path
         assert segments.total_bytes == PAGE and segments.keys == ["trainer/sums"]
@@ -246,20 +246,20 @@ async def test_they_end_with_the_worker() -> None:
         os.stat(path)
 
 
-async def test_the_budget_is_of_all_together_and_a_refusal_changes_nothing() -> None:
+async def test_segment_budget_is_shared_and_a_rejection_changes_nothing() -> None:
     async with MemorySegments(plenty, budget_bytes=10 * PAGE) as segments:
         segments.create(CreateSegment("a", 6 * PAGE))
         with pytest.raises(StorageFull, match=f"{6 * PAGE} of the worker's {10 * PAGE}"):
             segments.create(CreateSegment("b", 5 * PAGE))
         assert segments.keys == ["a"]
-        segments.create(CreateSegment("a", 5 * PAGE))  # in place of its own
+        segments.create(CreateSegment("a", 5 * PAGE))  # replaces its own segment
         segments.create(CreateSegment("b", 5 * PAGE))
         segments.delete("a")
         segments.delete("a")
         assert segments.total_bytes == 5 * PAGE
 
 
-async def test_memory_that_another_process_has_taken_is_not_given_away() -> None:
+async def test_memory_taken_by_another_process_is_not_granted() -> None:
     left = SPARE_BYTES + 10 * PAGE
     async with MemorySegments(lambda: left) as segments:
         first = segments.create(CreateSegment("a", 4 * PAGE))
@@ -268,10 +268,10 @@ async def test_memory_that_another_process_has_taken_is_not_given_away() -> None
         with pytest.raises(StorageFull, match="the host has"):
             segments.create(CreateSegment("a", 6 * PAGE))
         assert MemorySegment(segments.find("a").path).read_at(0, 4 * PAGE).all()
-        segments.create(CreateSegment("a", 5 * PAGE))  # its own four are free then
+        segments.create(CreateSegment("a", 5 * PAGE))  # the old four pages count as free
 
 
-async def test_what_is_promised_and_not_filled_yet_is_not_given_twice() -> None:
+async def test_memory_of_a_granted_but_empty_segment_is_not_granted_twice() -> None:
     async with MemorySegments(lambda: SPARE_BYTES + 10 * PAGE) as segments:
         segments.create(CreateSegment("a", 6 * PAGE))
         with pytest.raises(StorageFull, match=f"the host has {SPARE_BYTES + 4 * PAGE}"):
@@ -279,7 +279,7 @@ async def test_what_is_promised_and_not_filled_yet_is_not_given_twice() -> None:
         segments.create(CreateSegment("b", 4 * PAGE))
 
 
-async def test_who_maps_one_can_rely_on_its_size() -> None:
+async def test_mapped_segment_cannot_be_resized() -> None:
     async with MemorySegments(plenty) as segments:
         path = segments.create(CreateSegment("a", PAGE)).path
         descriptor = os.open(path, os.O_RDWR)

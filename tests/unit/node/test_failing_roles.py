@@ -1,4 +1,4 @@
-"""Role processes and workers that fail, cannot be started, or die where all is asleep."""
+"""Role processes and workers that fail, cannot be started, or die while asleep."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.stories import story_on, virtually
-from tests.unit.node.standing import ENGINE, looking, role_process
+from tests.unit.node.virtual_role import ENGINE, poll_every_second, role_process
 
 DOCUMENT = {
     "algorithm": {"groups_per_step": 1, "group_size": 1, "max_staleness": 1},
@@ -49,9 +49,11 @@ Look = Callable[[JobRow, list[dict[str, Any]], SimulatedHost, RoleProcess], Awai
 
 
 def with_program(
-    error: Exception | None, tmp_path: Path, look: Look, for_s: float = 20.0, runs_s: float = 0.2
+    error: Exception | None, tmp_path: Path, check: Look, for_s: float = 20.0, runs_s: float = 0.2
 ) -> None:
-    """Runs an engine whose process ends by `error`, or with status 0, `runs_s` after its start."""
+    """Run an engine whose process exits with `error`, or with status 0, `runs_s` after its
+    start.
+    """
 
     async def fails(arguments: list[str], channel: SimulatedChannel) -> None:
         await asyncio.sleep(runs_s)
@@ -65,80 +67,80 @@ def with_program(
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
         role = role_process(mesh, tmp_path, ENGINE)
         await role.start()
-        await looking(role, for_s)
-        told = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
-        await look(await jobs.read_job(mesh.state, "calc"), told, host, role)
-        assert (await read_last_exits(mesh.state))[0].times == len(told)
+        await poll_every_second(role, for_s)
+        exits = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
+        await check(await jobs.read_job(mesh.state, "calc"), exits, host, role)
+        assert (await read_last_exits(mesh.state))[0].times == len(exits)
         await role.stop("done", worker_stops=True)
 
     run_virtual(main)
 
 
-def test_an_error_in_the_job_ends_it_at_once_and_nothing_is_started_again(tmp_path: Path) -> None:
-    async def look(
-        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+def test_error_in_the_job_fails_it_at_once_without_restarts(tmp_path: Path) -> None:
+    async def check(
+        row: JobRow, exits: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
     ) -> None:
         assert row.phase == "failed"
         assert "ConfigError: too long (at rollout.max_tokens). lower it" in row.error
-        assert len(host.children) == 1 and [t["final"] for t in told] == [True]
+        assert len(host.children) == 1 and [e["final"] for e in exits] == [True]
         assert role.phase == InstancePhase.FAILED and "too long" in role.detail
 
     error = ConfigError("too long", where="rollout.max_tokens", fix="lower it")
-    with_program(error, tmp_path, look)
+    with_program(error, tmp_path, check)
 
 
-def test_an_unforeseen_error_is_tried_again_and_then_ends_the_job(tmp_path: Path) -> None:
-    async def look(
-        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+def test_unexpected_error_is_retried_and_then_fails_the_job(tmp_path: Path) -> None:
+    async def check(
+        row: JobRow, exits: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
     ) -> None:
         assert row.phase == "failed" and "IndexError: beyond" in row.error
-        assert [t["times"] for t in told] == list(range(1, len(told) + 1)) and len(told) >= 3
-        assert told[0]["error"]["type"] == "IndexError"
-        assert "test_failing_roles.py:" in told[0]["error"]["where"]
+        assert [e["times"] for e in exits] == list(range(1, len(exits) + 1)) and len(exits) >= 3
+        assert exits[0]["error"]["type"] == "IndexError"
+        assert "test_failing_roles.py:" in exits[0]["error"]["where"]
 
-    with_program(IndexError("beyond"), tmp_path, look)
+    with_program(IndexError("beyond"), tmp_path, check)
 
 
-def test_a_lost_peer_is_told_and_the_job_goes_on(tmp_path: Path) -> None:
-    async def look(
-        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+def test_lost_peer_is_reported_and_the_job_continues(tmp_path: Path) -> None:
+    async def check(
+        row: JobRow, exits: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
     ) -> None:
         assert row.phase == "queued" and row.error == ""
-        assert len(told) >= 3 and told[0]["error"]["text"] == "it went"
+        assert len(exits) >= 3 and exits[0]["error"]["text"] == "it went"
 
-    with_program(PeerLost("it went"), tmp_path, look)
+    with_program(PeerLost("it went"), tmp_path, check)
 
 
-def test_a_peer_that_stays_lost_ends_the_job_with_its_name(tmp_path: Path) -> None:
-    async def look(
-        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+def test_peer_that_stays_lost_fails_the_job_with_its_name(tmp_path: Path) -> None:
+    async def check(
+        row: JobRow, exits: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
     ) -> None:
         assert row.phase == "failed" and "PeerLost: it went" in row.error
         assert "without a group, step or evaluation" in row.error
 
-    with_program(PeerLost("it went"), tmp_path, look, for_s=700.0)
+    with_program(PeerLost("it went"), tmp_path, check, for_s=700.0)
 
 
-def test_a_role_that_ends_as_if_it_were_done_ends_the_job_too(tmp_path: Path) -> None:
-    async def look(
-        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+def test_role_that_exits_with_status_0_fails_the_job(tmp_path: Path) -> None:
+    async def check(
+        row: JobRow, exits: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
     ) -> None:
         assert row.phase == "failed" and "engine/g0.0 ended by exit status 0" in row.error
 
-    with_program(None, tmp_path, look, for_s=300.0)
+    with_program(None, tmp_path, check, for_s=300.0)
 
 
-def test_a_role_that_comes_up_each_time_and_is_ended_does_not_end_its_job(tmp_path: Path) -> None:
-    async def look(
-        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+def test_role_that_dies_after_each_start_does_not_fail_its_job(tmp_path: Path) -> None:
+    async def check(
+        row: JobRow, exits: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
     ) -> None:
-        assert len(told) >= 7 and row.phase == "queued" and row.error == ""
+        assert len(exits) >= 7 and row.phase == "queued" and row.error == ""
 
-    with_program(None, tmp_path, look, for_s=600.0, runs_s=40.0)
+    with_program(None, tmp_path, check, for_s=600.0, runs_s=40.0)
 
 
 @virtually()
-async def test_a_process_of_a_job_that_nobody_knows_is_told_too(
+async def test_error_of_a_process_of_an_unknown_job_is_reported(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     async def fails(arguments: list[str], channel: SimulatedChannel) -> None:
@@ -160,7 +162,7 @@ async def forever(arguments: list[str], channel: SimulatedChannel) -> None:
 
 
 class FullHost(SimulatedHost):
-    """Has no process to give while it is `full`."""
+    """Host that cannot start a process while `full` is set."""
 
     full = True
 
@@ -178,7 +180,7 @@ def full_host(clock: VirtualClock, random: Random, root: Path) -> tuple[FullHost
     return host, alone("worker/w0", clock, random, host, settings=settings)
 
 
-def doing_of(role: RoleProcess) -> InstancePhase:
+def poll_phase(role: RoleProcess) -> InstancePhase:
     return role.phase
 
 
@@ -187,7 +189,7 @@ def alive(host: FullHost) -> list[str]:
 
 
 @virtually(limit_s=3600.0)
-async def test_a_role_that_cannot_be_started_says_why_and_is_started_when_it_can(
+async def test_unstartable_role_reports_the_reason_and_starts_later(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     host, mesh = full_host(clock, random, tmp_path)
@@ -200,13 +202,13 @@ async def test_a_role_that_cannot_be_started_says_why_and_is_started_when_it_can
     host.full = False
     await clock.sleep(TRY_AGAIN_S + 1)
     await role.poll()
-    assert doing_of(role) == InstancePhase.STARTING and role.pid
+    assert poll_phase(role) == InstancePhase.STARTING and role.pid
     await role.stop("the test ends")
-    assert doing_of(role) == InstancePhase.GONE and not alive(host)
+    assert poll_phase(role) == InstancePhase.GONE and not alive(host)
 
 
 @virtually(limit_s=3600.0)
-async def test_a_role_that_could_not_be_started_is_given_up_without_an_error(
+async def test_stopping_a_role_that_never_started_raises_no_error(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     _, mesh = full_host(clock, random, tmp_path)
@@ -217,7 +219,7 @@ async def test_a_role_that_could_not_be_started_is_given_up_without_an_error(
 
 
 @virtually(limit_s=3600.0)
-async def test_a_worker_whose_budget_is_spent_is_started_when_the_host_can_again(
+async def test_worker_with_exhausted_restart_budget_starts_when_the_host_can(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     host, mesh = full_host(clock, random, tmp_path)
@@ -227,7 +229,7 @@ async def test_a_worker_whose_budget_is_spent_is_started_when_the_host_can_again
     await agent.start()
     host.full = True
     host.children[1].kill()
-    await clock.sleep(900.0)  # the budget of restarts is spent
+    await clock.sleep(900.0)  # the restart budget is exhausted
     assert not alive(host)
     host.full = False
     await clock.sleep(WORKER_AGAIN_S + 5.0)
@@ -241,7 +243,7 @@ CORE: dict[str, Any] = {"job": "j", "role": Role.TRAINING, "core": True}
 
 
 class Tensor:
-    """The least that can be kept."""
+    """Tensor source with the smallest content that can be offloaded."""
 
     @property
     def sizes_bytes(self) -> dict[str, int]:
@@ -255,7 +257,7 @@ class Tensor:
 
 
 class World:
-    """One worker, in a gang of its own."""
+    """Worker in a gang of its own."""
 
     def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
         async def program(arguments: list[str], channel: Any) -> None:
@@ -292,8 +294,8 @@ class World:
         assert found is not None
         return next(one for one in found.instances if one.id == id)
 
-    def keep(self) -> None:
-        """What a process that fell asleep on the disk leaves."""
+    def write_offloaded_state(self) -> None:
+        """Write the files that a process leaves when it sleeps on disk."""
         medium = offloaded_tensors.OffloadFile(self.file, create=True)
         offloaded_tensors.offload(medium, {}, Tensor())
         medium.commit()
@@ -315,11 +317,12 @@ def in_world(root: Path, story: Callable[[World], Awaitable[None]]) -> None:
 
 
 @story_on(in_world, "tmp_path")
-async def test_what_is_whole_waits_for_its_turn_without_a_process(world: World) -> None:
+async def test_sleeping_instance_waits_without_a_process(world: World) -> None:
     await world.place()
     assert world.running == 1
-    world.keep()
-    await world.place(tier=Tier.DISK, epoch=2)  # it is not up: it was killed as it slept
+    world.write_offloaded_state()
+    # the process was killed while it slept, so none is running
+    await world.place(tier=Tier.DISK, epoch=2)
     assert world.running == 0, "it would compute beside whoever has the accelerator"
     asleep = await world.resident()
     assert asleep.is_reconciled and asleep.phase == InstancePhase.READY
@@ -330,7 +333,7 @@ async def test_what_is_whole_waits_for_its_turn_without_a_process(world: World) 
 
 
 @story_on(in_world, "tmp_path")
-async def test_one_that_kept_nothing_whole_is_as_good_as_asleep(world: World) -> None:
+async def test_incomplete_offload_counts_as_absent(world: World) -> None:
     await world.place()
     world.file.parent.mkdir(parents=True, exist_ok=True)
     world.file.write_bytes(b"half")
@@ -343,16 +346,16 @@ async def test_one_that_kept_nothing_whole_is_as_good_as_asleep(world: World) ->
 
 
 @story_on(in_world, "tmp_path")
-async def test_what_a_dead_sleeper_has_kept_goes_with_its_resident(world: World) -> None:
+async def test_saved_state_is_removed_with_its_instance(world: World) -> None:
     await world.place(tier=Tier.DISK)
-    world.keep()
+    world.write_offloaded_state()
     await world.write(RemoveInstance("g0", "g0.0", WHY))
     await world.clock.sleep(10.0)
     assert not world.file.exists() and world.starts == 0
 
 
 @story_on(in_world, "tmp_path")
-async def test_of_two_residents_with_one_name_the_second_is_told_as_failed(world: World) -> None:
+async def test_second_instance_of_one_role_name_fails(world: World) -> None:
     await world.place()
     await world.place("g0.1")
     first, second = await world.resident("g0.0"), await world.resident("g0.1")

@@ -1,4 +1,4 @@
-"""Agent, workers and role processes as real processes, under kills and stops."""
+"""Agent, workers and role processes as real processes that are killed and stopped."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meshrl.common.state.pool.scheduling.decisions import AssignServices
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import InstancePhase, Role, Tier
 from tests.load import scaled
-from tests.unit.node.smallmesh import WHY, SmallMesh, gone, until
+from tests.unit.node.smallmesh import WHY, SmallMesh, has_exited, until
 
 OUTAGE_S = 7.5  # longer than a lease
 
 
-async def test_residents_of_two_jobs_share_a_worker_and_none_hears_of_anothers_changes(
+async def test_instances_of_two_jobs_share_a_worker_independently(
     mesh: SmallMesh,
 ) -> None:
     agent = mesh.start_agent()
@@ -38,29 +38,29 @@ async def test_residents_of_two_jobs_share_a_worker_and_none_hears_of_anothers_c
     await mesh.place("g0.0", generation=2, epoch=2)
     again = await mesh.pid_of("engine/g0.0", other_than=engine)
     await mesh.until_settled("g0.0")
-    assert await gone(engine) and again != engine
+    assert await has_exited(engine) and again != engine
 
     await mesh.remove("g0.1")
-    assert await gone(trainer)
+    assert await has_exited(trainer)
     assert await mesh.pid_of("engine/g0.0") == again
     drained = (mesh.directory / "drained").read_text().splitlines()
     assert drained == [
         "g0.0 is wished in generation 2 after 1",
         "g0.1 is gone from the record",
     ]
-    told = [
+    states = [
         (e.fields["status"], e.fields["tier"], e.fields["epoch"])
         for e in await events.read_page(mesh.state)
         if e.kind == "actual" and e.fields["resident"] == "g0.1"
     ]
-    assert told[0] == ("starting", "absent", 1) and told[-1] == ("ready", "memory", 2)
+    assert states[0] == ("starting", "absent", 1) and states[-1] == ("ready", "memory", 2)
     agent.terminate()
     assert await agent.wait(scaled(20)) == 0
     assert mesh.processes() == []
 
 
 @pytest.mark.deep
-async def test_a_slow_or_failing_resident_does_not_hold_up_another(mesh: SmallMesh) -> None:
+async def test_slow_or_failing_instance_does_not_delay_another(mesh: SmallMesh) -> None:
     mesh.start_agent()
     await mesh.form("w0")
     await mesh.settle("g0.0", job="slow")
@@ -74,10 +74,10 @@ async def test_a_slow_or_failing_resident_does_not_hold_up_another(mesh: SmallMe
     failed = await mesh.until("failed", "g0.1", lambda r: r.phase == InstancePhase.FAILED)
     assert "exit status 9" in failed.detail and "engine-g0.1.log" in failed.detail
     assert (await mesh.resident("g0.2")).is_reconciled
-    assert await gone(slow)
+    assert await has_exited(slow)
 
 
-async def test_a_role_process_that_is_killed_or_stopped_is_replaced(mesh: SmallMesh) -> None:
+async def test_killed_or_stopped_role_process_is_replaced(mesh: SmallMesh) -> None:
     await mesh.begin()
     first = await mesh.pid_of("engine/g0.0")
     os.kill(first, signal.SIGKILL)
@@ -86,16 +86,16 @@ async def test_a_role_process_that_is_killed_or_stopped_is_replaced(mesh: SmallM
     os.kill(second, signal.SIGSTOP)
     await mesh.pid_of("engine/g0.0", other_than=second)
     await mesh.until_settled("g0.0")
-    assert await gone(second)
+    assert await has_exited(second)
 
 
-async def test_a_worker_outlives_an_outage_of_redis_that_outlasts_its_lease(
+async def test_worker_survives_a_redis_outage_longer_than_its_lease(
     mesh: SmallMesh,
 ) -> None:
     await mesh.begin()
     worker, engine = await mesh.pid_of("worker/w0"), await mesh.pid_of("engine/g0.0")
     os.kill(mesh.redis.pid, signal.SIGSTOP)
-    os.kill(engine, signal.SIGKILL)  # so that there is something to report
+    os.kill(engine, signal.SIGKILL)  # gives the worker an exit to report
     await asyncio.sleep(OUTAGE_S)
     os.kill(mesh.redis.pid, signal.SIGCONT)
     await mesh.pid_of("engine/g0.0", other_than=engine)
@@ -103,7 +103,7 @@ async def test_a_worker_outlives_an_outage_of_redis_that_outlasts_its_lease(
     assert await mesh.pid_of("worker/w0") == worker
 
 
-async def test_a_killed_worker_takes_its_role_processes_along_and_its_successor_starts_them_again(
+async def test_role_processes_die_with_their_worker_and_are_restarted(
     mesh: SmallMesh,
 ) -> None:
     mesh.start_agent()
@@ -115,7 +115,7 @@ async def test_a_killed_worker_takes_its_role_processes_along_and_its_successor_
     worker, engine = await mesh.pid_of("worker/w0"), await mesh.pid_of("engine/g0.0")
     trainer = await mesh.pid_of("trainer/k")
     os.kill(worker, signal.SIGKILL)
-    assert await gone(engine) and await gone(trainer)
+    assert await has_exited(engine) and await has_exited(trainer)
     await mesh.pid_of("worker/w0", other_than=worker)
     await mesh.pid_of("trainer/k", other_than=trainer)
     await mesh.pid_of("engine/g0.0", other_than=engine)
@@ -124,7 +124,7 @@ async def test_a_killed_worker_takes_its_role_processes_along_and_its_successor_
     assert after.reports[0].token > before.reports[0].token
 
 
-async def test_workers_outlive_the_agent_and_the_next_one_adopts_them(mesh: SmallMesh) -> None:
+async def test_workers_survive_their_agent_and_are_adopted(mesh: SmallMesh) -> None:
     agent = await mesh.begin(workers=2)
     names = ("worker/w0", "worker/w1", "engine/g0.0")
     before = [await mesh.pid_of(name) for name in names]
@@ -132,7 +132,7 @@ async def test_workers_outlive_the_agent_and_the_next_one_adopts_them(mesh: Smal
     await agent.wait(scaled(5))
     mesh.start_agent(workers=2)
     await mesh.pid_of("node/here", other_than=agent.pid)
-    ups = await mesh.told("worker_up", 4)
+    ups = await mesh.await_events("worker_up", 4)
     assert [(up["name"], up["pid"], up["how"]) for up in ups[2:]] == [
         ("worker/w0", before[0], "adopted"),
         ("worker/w1", before[1], "adopted"),
@@ -144,9 +144,7 @@ async def test_workers_outlive_the_agent_and_the_next_one_adopts_them(mesh: Smal
 
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize("redis_too", [False, True])
-async def test_without_an_agent_nothing_is_left_after_a_while(
-    mesh: SmallMesh, redis_too: bool
-) -> None:
+async def test_all_processes_exit_without_an_agent(mesh: SmallMesh, redis_too: bool) -> None:
     agent = await mesh.begin("--orphan-s", "3")
     await mesh.write(AssignServices("here", ("sandbox/j/0",), WHY))
     names = ("worker/w0", "engine/g0.0", "sandbox/j/0")
@@ -155,11 +153,11 @@ async def test_without_an_agent_nothing_is_left_after_a_while(
     if redis_too:
         mesh.redis.kill()
     for pid in pids:
-        assert await gone(pid)
+        assert await has_exited(pid)
     assert mesh.processes() == []
 
 
-async def test_a_move_without_room_is_refused_by_its_numbers_and_the_process_stays(
+async def test_move_without_memory_is_rejected_with_figures_and_keeps_the_process(
     mesh: SmallMesh,
 ) -> None:
     await mesh.begin("--memory-bytes", "999", "--accelerator-bytes", "1500")
@@ -178,7 +176,7 @@ async def test_a_move_without_room_is_refused_by_its_numbers_and_the_process_sta
     assert await mesh.pid_of("engine/g0.0") == engine
 
 
-async def test_what_is_reported_for_an_earlier_wish_is_refused_and_the_later_one_is_read(
+async def test_report_for_an_older_desired_state_is_rejected(
     mesh: SmallMesh,
 ) -> None:
     mesh.start_agent()
@@ -191,7 +189,7 @@ async def test_what_is_reported_for_an_earlier_wish_is_refused_and_the_later_one
     assert asleep.reports[0].tier == Tier.MEMORY
 
 
-async def test_what_a_resident_has_kept_on_disk_goes_with_it_and_not_with_its_worker(
+async def test_files_of_an_instance_are_removed_with_it_not_with_the_worker(
     mesh: SmallMesh,
 ) -> None:
     kept = Path(mesh.settings.make_offload_directory("worker/w0"))

@@ -1,4 +1,4 @@
-"""Cancels what it watches at a chosen await, and fails a chosen call or script."""
+"""Fault injection: cancel at a chosen await, fail a chosen call or script."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshrl.common.state.redis.client import StateClient
 
 
 class Interruption:
-    """Counts the awaits of the coroutines that it watches, and cancels `task` at the `at`-th."""
+    """Cancellation of `task` at the `at`-th await of the watched coroutines."""
 
     def __init__(self, at: int = 0) -> None:
         self.at, self.awaits = at, 0
         self.task: asyncio.Task[Any] | None = None
 
     @property
-    def happened(self) -> bool:
+    def has_cancelled(self) -> bool:
         return 0 < self.at <= self.awaits
 
     async def watch(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -47,8 +47,8 @@ class Interruption:
 
 
 class Faults:
-    """Fails the `at`-th of what is asked, or of what is asked by one name, once; `asked` names all
-    of it.
+    """Failure of the `at`-th call, or of the `at`-th call by one name, once; `calls` lists all
+    calls.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class Faults:
 
     def arm(self, at: int, make: Callable[[], MeshError] | None, name: str = "") -> None:
         self.at, self.make, self.name = at, make, name
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def check(self, what: str) -> None:
-        self.asked.append(what)
-        count = self.asked.count(self.name) if self.name else len(self.asked)
+        self.calls.append(what)
+        count = self.calls.count(self.name) if self.name else len(self.calls)
         if self.make is not None and what == (self.name or what) and count == self.at:
             raise self.make()
 
@@ -76,7 +76,7 @@ class FaultyRef(ActorRef):
 
 
 class FaultyMesh(Mesh):
-    """A process whose calls may fail."""
+    """Process whose calls may fail."""
 
     faults: Faults
 
@@ -85,7 +85,7 @@ class FaultyMesh(Mesh):
 
 
 class FaultyState(StateClient):
-    """A Redis whose scripts may fail."""
+    """Redis client whose scripts may fail."""
 
     faults: Faults
 

@@ -1,5 +1,6 @@
-"""A job's shard under virtual time, with all that it asks: engines that only count, environments,
-a sandbox whose tools and rewards are trivial, and the weight store.
+"""Shard of a job under virtual time with its engines, environments, sandbox and weight store.
+
+Engines only count; tools and rewards are trivial.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class OneCall:
 
 
 class TrivialSandbox(Actor):
-    """Every tool says what it was told, every reward is 1; knows which sessions are open."""
+    """Sandbox whose tools echo their input and whose rewards are 1; `sessions` has the open
+    ones.
+    """
 
     interface = Sandbox
 
@@ -97,7 +100,7 @@ class TrivialSandbox(Actor):
         self._clock = clock
         self.sessions: set[str] = set()
         self.scores: Callable[[RewardCall], CallOutcome] = lambda c: CallOutcome(c.id, OK, 1.0, "")
-        self.scores_most = -1  # calls that `scores` answers; every one
+        self.max_scores_per_batch = -1  # calls that `scores` answers; by default all
         self.takes_s = 0.0  # a batch of rewards
         self.scoring = 0  # batches of rewards so far
 
@@ -118,8 +121,10 @@ class TrivialSandbox(Actor):
             await self._clock.sleep(self.takes_s)
         outcomes = []
         for c in request.calls:
-            outcomes.append(self.scores(c) if self.scores_most else CallOutcome(c.id, OK, 1.0, ""))
-            self.scores_most -= self.scores_most > 0
+            outcomes.append(
+                self.scores(c) if self.max_scores_per_batch else CallOutcome(c.id, OK, 1.0, "")
+            )
+            self.max_scores_per_batch -= self.max_scores_per_batch > 0
         return Outcomes(outcomes)
 
     @cast(Sandbox.end_sessions)
@@ -128,7 +133,7 @@ class TrivialSandbox(Actor):
 
 
 class WatchedRunner(TrajectoryRunner):
-    """Its trajectories may be interrupted at any await."""
+    """Runner whose trajectories may be interrupted at any await."""
 
     interruption = Interruption()
 
@@ -137,7 +142,7 @@ class WatchedRunner(TrajectoryRunner):
 
 
 class WatchedJob(ShardJob):
-    """Its groups and trajectories may be interrupted at any await."""
+    """Job whose groups and trajectories may be interrupted at any await."""
 
     runner: WatchedRunner
 
@@ -151,7 +156,7 @@ class ShardBench:
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state = open_simulated_state_as(FaultyState, clock)
         self.calls, self.scripts = Faults(), Faults()
-        self.state.faults = Faults()  # of everybody but the shard
+        self.state.faults = Faults()  # all processes but the shard
         self.engines: list[EngineService] = []
         self.sandbox = TrivialSandbox(clock)
         self.tasks: list[asyncio.Task[Any]] = []
@@ -176,7 +181,7 @@ class ShardBench:
         self.job = WatchedJob(mesh, data, WatchedRunner(mesh, data, self.root))
         await self.job.take_over()
         self.job.enter_lineage(0, 0)
-        self.tasks.append(asyncio.create_task(self._look()))
+        self.tasks.append(asyncio.create_task(self._poll_engines()))
         await self.clock.sleep(3.0)
 
     def _write_bundle(self) -> None:
@@ -221,7 +226,7 @@ class ShardBench:
         await self.sandbox_mesh.join(self.sandbox)
 
     async def leave(self) -> None:
-        """The engines and the sandbox leave, and nobody looks."""
+        """Let the engines and the sandbox leave the mesh, and stop the polls."""
         for task in self.tasks:
             task.cancel()
         self.tasks.clear()
@@ -230,7 +235,7 @@ class ShardBench:
         await self.sandbox_mesh.leave()
 
     async def join_again(self) -> None:
-        """New processes in place of the sandbox and the engines, which have left."""
+        """Start new processes in place of the sandbox and the engines."""
         await self._serve_sandbox()
         self.engines.clear()
         for number in range(ENGINES, 2 * ENGINES):
@@ -274,30 +279,30 @@ class ShardBench:
             ),
         )
 
-    async def _look(self) -> None:
+    async def _poll_engines(self) -> None:
         while True:
             with suppress(StateUnavailable):
                 await self.job.poll_engines()
             await self.clock.sleep(0.5)
 
-    # -- what a test does ------------------------------------------------------------------------
+    # -- actions of a test ----------------------------------------------------------------------
 
     async def group(self) -> asyncio.Task[None]:
-        """Another group, admitted and begun."""
+        """Admit and begin another group."""
         mesh = self.mesh
         token = self.random.hex_token()
         (admitted,) = await groups.admit_groups(self.state, JOB, mesh.name, mesh.token, 1, token)
         self.job.start_group(admitted, [])
         return self.job._group_tasks[admitted.group]
 
-    async def settled(self) -> None:
-        """Long enough for whatever is under way to come to its end."""
+    async def wait_until_idle(self) -> None:
+        """Wait long enough for pending work to end."""
         await self.clock.sleep(5.0)
 
-    def left(self) -> dict[str, Any]:
-        """What somebody holds, by holder; empty when nothing goes on."""
+    def list_in_use(self) -> dict[str, Any]:
+        """Return resources in use by holder; empty when no work is in flight."""
         router = self.job.runner.router
-        found: dict[str, Any] = {
+        in_use: dict[str, Any] = {
             "stays": list(router.assignments),
             "queue": router.queue_length,
             "requests": self.job.runner.group_commit._staging.open_count,
@@ -308,14 +313,14 @@ class ShardBench:
             "missing engines": ENGINES - len(router.links),
         }
         for link in router.links.values():
-            found[f"seats of {link.name}"] = len(link.assignments)
-            found[f"turns of {link.name}"] = len(link.running_assignments)
+            in_use[f"seats of {link.name}"] = len(link.assignments)
+            in_use[f"turns of {link.name}"] = len(link.running_assignments)
         for service in self.engines:
-            found[f"requests at {service.mesh.name}"] = service.engine.num_running
-        return {what: held for what, held in found.items() if held}
+            in_use[f"requests at {service.mesh.name}"] = service.engine.num_running
+        return {what: amount for what, amount in in_use.items() if amount}
 
 
-def on_shard(root: Path, story: Callable[[ShardBench], Awaitable[None]]) -> None:
+def run_on_shard(root: Path, story: Callable[[ShardBench], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         OneCall.open_now = 0
         bench = ShardBench(clock, random, root)

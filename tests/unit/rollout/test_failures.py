@@ -1,4 +1,4 @@
-"""Failures of a job's own code are told as events: the first at once, then how often."""
+"""Failures of a job's own code as events: the first at once, the others as counts."""
 
 from __future__ import annotations
 
@@ -28,49 +28,49 @@ from meshrl.services.rollout.trajectories.failures import (
 )
 from tests.contract.state.state_bench import JOB
 from tests.stories import story_on
-from tests.unit.rollout.shard_bench import ShardBench, on_shard
+from tests.unit.rollout.shard_bench import ShardBench, run_on_shard
 
 RAISES = "ValueError: no (m.py:3 in f())"
 SLEEPS = "reward took more than 10 s (m.py:7 in g())"
 
 
-async def told(bench: ShardBench) -> list[dict[str, Any]]:
+async def read_failures(bench: ShardBench) -> list[dict[str, Any]]:
     return [e.fields for e in await events.read_all(bench.state) if e.kind == "failure"]
 
 
-def scoring(status: str, error: str) -> Callable[[RewardCall], CallOutcome]:
+def score_with(status: str, error: str) -> Callable[[RewardCall], CallOutcome]:
     return lambda call: CallOutcome(call.id, status, None, error)
 
 
-@story_on(on_shard, "tmp_path")
-async def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_by_their_number(
+@story_on(run_on_shard, "tmp_path")
+async def test_first_failure_is_reported_at_once_and_others_as_a_count(
     bench: ShardBench,
 ) -> None:
-    bench.sandbox.scores = scoring(RAISED, RAISES)
+    bench.sandbox.scores = score_with(RAISED, RAISES)
     await (await bench.group())
     await bench.clock.sleep(1.0)
-    (first,) = await told(bench)
+    (first,) = await read_failures(bench)
     text = "ValueError: no"
     assert first == first | {"kind": "reward raised", "text": text, "where": "m.py:3 in f()"}
     assert (first["job"], first["evaluation"], first["calls"]) == (JOB, False, 0)
     await (await bench.group())
     await bench.clock.sleep(REPORT_INTERVAL_S + 1.0)
-    every = await told(bench)
+    every = await read_failures(bench)
     assert len(every) <= 3, "one event of a kind in so many seconds"
     assert sum(event["count"] for event in every) == 6, "two groups of three"
 
 
-@story_on(on_shard, "tmp_path")
-async def test_what_two_tell_at_the_same_time_is_counted_whole(bench: ShardBench) -> None:
+@story_on(run_on_shard, "tmp_path")
+async def test_concurrent_failure_reports_are_all_counted(bench: ShardBench) -> None:
     failures = bench.job.runner.failures
     for text in (RAISES, SLEEPS, RAISES):
         failures.count_failure(TrajectoryFailed(text, kind="reward raised"))
         await asyncio.gather(*(failures.report(last=True) for _ in range(3)))
-    assert sum(event["count"] for event in await told(bench)) == 3
+    assert sum(event["count"] for event in await read_failures(bench)) == 3
 
 
-@story_on(on_shard, "tmp_path")
-async def test_a_kind_that_comes_up_while_others_are_told_is_told_next(bench: ShardBench) -> None:
+@story_on(run_on_shard, "tmp_path")
+async def test_new_failure_kind_during_a_report_is_reported_next(bench: ShardBench) -> None:
     failures = bench.job.runner.failures
     failures.count_failure(TrajectoryFailed("one", kind="reward raised"))
     telling = asyncio.ensure_future(failures.report(last=True))
@@ -78,19 +78,19 @@ async def test_a_kind_that_comes_up_while_others_are_told_is_told_next(bench: Sh
     failures.count_failure(TrajectoryFailed("two", kind="environment raised"))
     await telling
     await failures.report(last=True)
-    assert [event["text"] for event in await told(bench)] == ["one", "two"]
+    assert [event["text"] for event in await read_failures(bench)] == ["one", "two"]
 
 
-@story_on(on_shard, "tmp_path")
-async def test_a_second_job_of_a_shard_tells_its_own_first_failure(bench: ShardBench) -> None:
+@story_on(run_on_shard, "tmp_path")
+async def test_second_job_of_a_shard_reports_its_own_first_failure(bench: ShardBench) -> None:
     for failures in (bench.job.runner.failures, FailureReporter(bench.job.mesh, "another")):
         failures.count_failure(TrajectoryFailed("one", kind="reward raised"))
         await failures.report(last=True)
-    assert [event["job"] for event in await told(bench)] == [JOB, "another"]
+    assert [event["job"] for event in await read_failures(bench)] == [JOB, "another"]
 
 
-@story_on(on_shard, "tmp_path")
-async def test_a_tool_that_hangs_at_times_does_not_end_a_job_that_scores(bench: ShardBench) -> None:
+@story_on(run_on_shard, "tmp_path")
+async def test_occasionally_hanging_tool_does_not_fail_the_job(bench: ShardBench) -> None:
     failures = bench.job.runner.failures
     for _ in range(3 * MIN_HUNG_CALLS):
         failures.count_timeout(
@@ -101,21 +101,21 @@ async def test_a_tool_that_hangs_at_times_does_not_end_a_job_that_scores(bench: 
         assert not failures.hopeless_reason
 
 
-@story_on(on_shard, "tmp_path")
-async def test_a_reward_that_hangs_is_told_before_a_trajectory_fails(bench: ShardBench) -> None:
-    bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
-    bench.sandbox.scores_most = 1
+@story_on(run_on_shard, "tmp_path")
+async def test_hanging_reward_is_reported_before_its_trajectory_fails(bench: ShardBench) -> None:
+    bench.sandbox.scores = score_with(TIMEOUT, SLEEPS)
+    bench.sandbox.max_scores_per_batch = 1
     await (await bench.group())
     await bench.clock.sleep(1.0)
-    (first,) = await told(bench)
+    (first,) = await read_failures(bench)
     assert (first["kind"], first["where"]) == ("reward timed out", "m.py:7 in g()")
     assert (first["count"], first["calls"]) == (0, 1)
     assert first["fix"] == "make it finish, or raise reward.deadline_s"
 
 
-@story_on(on_shard, "tmp_path")
-async def test_a_job_whose_reward_always_hangs_ends_by_name_soon(bench: ShardBench) -> None:
-    bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
+@story_on(run_on_shard, "tmp_path")
+async def test_always_hanging_reward_fails_the_job_by_name(bench: ShardBench) -> None:
+    bench.sandbox.scores = score_with(TIMEOUT, SLEEPS)
     bench.sandbox.takes_s = 10.0
     began = bench.clock.monotonic()
     for _ in range(-(-MIN_HUNG_CALLS // (3 * MAX_TIMEOUTS)) + 2):
@@ -126,36 +126,38 @@ async def test_a_job_whose_reward_always_hangs_ends_by_name_soon(bench: ShardBen
     assert bench.clock.monotonic() - began < 200.0
 
 
-def test_a_place_is_the_authors_line_and_not_the_librarys(tmp_path: Path) -> None:
+def test_failure_location_is_in_the_authors_code(tmp_path: Path) -> None:
     (tmp_path / "authors.py").write_text(
         "import json\n\n\ndef reads(text):\n    return json.loads(text)\n"
     )
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     code = compile((tmp_path / "authors.py").read_text(), str(tmp_path / "authors.py"), "exec")
-    exec(code, found)
+    exec(code, namespace)
     try:
-        found["reads"]("{")
+        namespace["reads"]("{")
     except ValueError as error:
         place = locate_error(error, str(tmp_path))
     assert place == "authors.py:5 in reads()"
-    assert locate_function(found["reads"], str(tmp_path)) == "authors.py:4 in reads()"
+    assert locate_function(namespace["reads"], str(tmp_path)) == "authors.py:4 in reads()"
     text = append_location("x" * 1000 + " (", place)
     assert extract_location(text) == place and len(strip_location(text)) == 500
     assert extract_location("odd (text)") == "" and strip_location("odd (text)") == "odd (text)"
 
 
-@story_on(on_shard, "tmp_path")
-async def test_a_prompt_that_leaves_no_room_fails_its_trajectory_by_name(bench: ShardBench) -> None:
+@story_on(run_on_shard, "tmp_path")
+async def test_prompt_that_fills_the_context_fails_its_trajectory_by_name(
+    bench: ShardBench,
+) -> None:
     bench.job.train_rows = [{"prompt": "a" * 200}]
     await (await bench.group())
     await bench.clock.sleep(1.0)
-    (first,) = await told(bench)
+    (first,) = await read_failures(bench)
     assert (first["kind"], first["count"]) == ("prompt too long", 3)
     assert first["text"].endswith("its prompt has 200 tokens")
 
 
-@story_on(on_shard, "tmp_path")
-async def test_a_job_whose_document_cannot_be_read_fails_and_its_shard_ends_by_itself(
+@story_on(run_on_shard, "tmp_path")
+async def test_unreadable_job_document_fails_the_job_and_ends_its_shard(
     bench: ShardBench, tmp_path: Path
 ) -> None:
     row = await jobs.read_job(bench.state, JOB)

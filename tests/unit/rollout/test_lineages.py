@@ -1,4 +1,4 @@
-"""A shard whose job goes back to a checkpoint: what it evaluated, and what it waits for."""
+"""Shard whose job returns to a checkpoint: evaluations and waits."""
 
 from __future__ import annotations
 
@@ -47,16 +47,17 @@ from tests.stories import story_on
 EVERY = 2
 
 
-class World:
-    """A shard's mesh, a job in training, and what stands in for engines: `going` lets trajectories
-    of an evaluation end, each with the version that the job has then.
+class TrainingJob:
+    """Mesh of a shard, a job in training and a stand-in for engines.
+
+    Trajectories of an evaluation end while `released` is set, at the job's version of that time.
     """
 
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
         self.mesh = alone(SHARD, clock, random, SimulatedHost(clock, random.child("host")))
         self.state = self.mesh.state
-        self.going = asyncio.Event()
+        self.released = asyncio.Event()
         self.entered: list[int] = []
         self.sessions: list[int] = []
         self.shard = RolloutShard(self.mesh, Path())
@@ -65,14 +66,14 @@ class World:
     def _job(self) -> ShardJob:
         async def run(t: Trajectory, row: dict[str, Any]) -> None:
             self.sessions.append(t.id)
-            await self.going.wait()
+            await self.released.wait()
             version = (await jobs.read_job(self.state, JOB)).version
             t.set_prompt([1, 2])
             ones = np.ones(1, np.int32)
             t.append_sampled(ones, np.zeros(1, np.float32), version * ones)
             t.outcome = TrajectoryOutcome("done", 1.0)
 
-        async def look() -> None:
+        async def poll_engines() -> None:
             pass
 
         job = ShardJob.__new__(ShardJob)
@@ -90,9 +91,9 @@ class World:
         job.runner.work_counters = ShardWorkCounters(Occupancy(self.mesh.clock.monotonic))
         job.runner.router = router  # type: ignore[assignment]
         job.samples = SimpleNamespace(  # type: ignore[assignment]
-            write_evaluation_samples=lambda *drawn: None
+            write_evaluation_samples=lambda *samples: None
         )
-        job.runner.run, job.poll_engines = run, look  # type: ignore[assignment, method-assign]
+        job.runner.run, job.poll_engines = run, poll_engines  # type: ignore[assignment, method-assign]
         return job
 
     async def begin(self) -> None:
@@ -117,8 +118,8 @@ class World:
             *back, version, steps.VersionReferences(f"m0.{version}", "c"), f"back to {version}"
         )
 
-    async def turn(self) -> None:
-        """One look of the shard at the job, and what comes of it."""
+    async def poll_shard(self) -> None:
+        """Let the shard poll the job once and wait for the effects."""
         assert await self.shard._poll(self.job)
         await self.clock.sleep(1.0)
 
@@ -126,78 +127,80 @@ class World:
         return {e["tag"]: e["result"] for e in await jobs.read_evaluations(self.state, JOB)}
 
 
-def in_world(story: Callable[[World], Awaitable[None]]) -> None:
+def run_with_training_job(story: Callable[[TrainingJob], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
-        world = World(clock, random)
-        await world.begin()
-        await story(world)
+        training_job = TrainingJob(clock, random)
+        await training_job.begin()
+        await story(training_job)
 
     run_virtual(main, limit_s=3600.0)
 
 
-@story_on(in_world)
-async def test_a_version_of_a_new_lineage_is_evaluated_again(world: World) -> None:
-    world.going.set()
+@story_on(run_with_training_job)
+async def test_version_of_a_new_lineage_is_evaluated_again(training_job: TrainingJob) -> None:
+    training_job.released.set()
     for _ in range(EVERY):
-        await world.train(lineage=0)
-    await world.turn()
-    assert list(await world.results()) == ["step-2"]
-    await world.go_back(1)
-    await world.turn()
-    assert await world.results() == {}
-    await world.train(lineage=1)
-    await world.turn()
-    assert (await world.results())["step-2"]["figures"] == {"held_out.sampled": 1.0}
-    assert len(set(world.sessions)) == 2, "engines keep what they computed of a session"
-    assert world.entered == [0, 1]
+        await training_job.train(lineage=0)
+    await training_job.poll_shard()
+    assert list(await training_job.results()) == ["step-2"]
+    await training_job.go_back(1)
+    await training_job.poll_shard()
+    assert await training_job.results() == {}
+    await training_job.train(lineage=1)
+    await training_job.poll_shard()
+    assert (await training_job.results())["step-2"]["figures"] == {"held_out.sampled": 1.0}
+    assert len(set(training_job.sessions)) == 2, "engines keep what they computed of a session"
+    assert training_job.entered == [0, 1]
 
 
-@story_on(in_world)
-async def test_an_evaluation_of_an_abandoned_version_ends_without_a_result(world: World) -> None:
+@story_on(run_with_training_job)
+async def test_evaluation_of_an_abandoned_version_has_no_result(training_job: TrainingJob) -> None:
     for _ in range(EVERY):
-        await world.train(lineage=0)
-    await world.turn()
-    assert len(world.sessions) == 1
-    await world.go_back(1)
-    await world.train(lineage=1)
-    await world.turn()
-    world.going.set()
-    await world.clock.sleep(1.0)
-    assert len(world.sessions) == 2, "of each lineage's version 2"
-    result = (await world.results())["step-2"]
+        await training_job.train(lineage=0)
+    await training_job.poll_shard()
+    assert len(training_job.sessions) == 1
+    await training_job.go_back(1)
+    await training_job.train(lineage=1)
+    await training_job.poll_shard()
+    training_job.released.set()
+    await training_job.clock.sleep(1.0)
+    assert len(training_job.sessions) == 2, "of each lineage's version 2"
+    result = (await training_job.results())["step-2"]
     assert (result["mixed"], result["figures"]) == (0, {"held_out.sampled": 1.0})
-    assert not world.shard._evaluation_tasks
+    assert not training_job.shard._evaluation_tasks
 
 
-@story_on(in_world)
-async def test_nobody_waits_for_a_version_that_was_abandoned(world: World) -> None:
-    job = world.job
+@story_on(run_with_training_job)
+async def test_waits_for_an_abandoned_version_end(training_job: TrainingJob) -> None:
+    job = training_job.job
     under_way = Trajectory(0, 0, 0, 15, seed=0)
     router = job.runner.router
     router.assignments[under_way.id] = Assignment(router, under_way)
     job.enter_lineage(0, 15)
     assert under_way.version == 15
     job.enter_lineage(1, 8)
-    assert under_way.version == 8 and world.entered == [0, 1]
+    assert under_way.version == 8 and training_job.entered == [0, 1]
 
     async def group(number: int, prompt: int, version: int, members: Any) -> None:
         begun.append((number, version))
 
     begun: list[tuple[int, int]] = []
     job._run_group = group  # type: ignore[assignment, method-assign]
-    job.start_group(groups.AdmittedGroup(1, 0, 15, lineage=0), [])  # admitted before the news came
+    job.start_group(
+        groups.AdmittedGroup(1, 0, 15, lineage=0), []
+    )  # admitted before the shard read of it
     job.start_group(groups.AdmittedGroup(2, 0, 9, lineage=1), [])
     job.start_group(groups.AdmittedGroup(3, 0, 9, lineage=2), [])
     await asyncio.gather(*job._group_tasks.values())
-    assert begun == [(1, 8), (2, 9), (3, 9)] and world.entered == [0, 1, 2]
+    assert begun == [(1, 8), (2, 9), (3, 9)] and training_job.entered == [0, 1, 2]
 
 
 VERSION, LINEAGE = 4, 1
 PLAN = EvaluationPlan("step-4", VERSION, ("sampled", "greedy"))
 
 
-class Recorded(EvaluationRun):
-    """Keeps what it would have recorded."""
+class RetainedEvaluation(EvaluationRun):
+    """Recorder that retains results in place of publishing them."""
 
     result: dict[str, Any]
     value: float | None
@@ -209,10 +212,12 @@ class Recorded(EvaluationRun):
 
 def evaluation(
     tmp_path: Path, outcomes: dict[tuple[int, int, float], Any], problems: int = 2
-) -> Recorded:
-    """On two held-out problems, and a set of `problems` with two samples of each; `outcomes` are
-    (reward or None, version) by prompt, member and temperature, else reward 1 at the version. One
-    may be an error instead, or an event to wait for.
+) -> RetainedEvaluation:
+    """Run an evaluation on two held-out problems and a set of `problems` with two samples of each.
+
+    Args:
+        outcomes: (reward or None, version) by prompt, member and temperature, an error or an event
+            to wait for; otherwise reward 1 at the version.
     """
     (tmp_path / "more.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(problems + 1)))
     dataset = EvaluationDataset(
@@ -226,12 +231,12 @@ def evaluation(
     shard.config = config
     shard.job = JobData("calc", config, tmp_path, tmp_path)
     shard.held_out = [{"n": 0}, {"n": 1}, {"n": 2}]
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     under_way: set[int] = set()
 
     async def run(t: Trajectory, row: dict[str, Any]) -> None:
-        assert t.id not in seen and not t.is_recorded and row["n"] == t.prompt
-        seen.add(t.id)
+        assert t.id not in seen_ids and not t.is_recorded and row["n"] == t.prompt
+        seen_ids.add(t.id)
         under_way.add(t.id)
         try:
             outcome = outcomes.get((t.prompt, t.member, t.temperature), (1.0, VERSION))
@@ -255,17 +260,17 @@ def evaluation(
         telemetry=Telemetry("rollout/job/0"),
     )
     shard.samples = SampleWriter(shard.mesh, shard.job, Transcript(str, (), ()))
-    made = Recorded(shard, PLAN, LINEAGE)
+    made = RetainedEvaluation(shard, PLAN, LINEAGE)
     made.under_way = under_way
     return made
 
 
-async def test_figures_are_of_samples_of_the_version_alone(tmp_path: Path) -> None:
+async def test_result_covers_only_samples_of_its_version(tmp_path: Path) -> None:
     made = evaluation(
         tmp_path,
         {
             (0, 0, 1.0): (0.0, VERSION),
-            (1, 0, 0.0): (0.0, VERSION + 1),  # greedy, by a newer version in the end
+            (1, 0, 0.0): (0.0, VERSION + 1),  # greedy, finally by a newer version
             (0, 1, 0.5): (0.0, VERSION),
             (1, 0, 0.5): (None, VERSION),
         },
@@ -291,18 +296,18 @@ async def test_figures_are_of_samples_of_the_version_alone(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("lost", [(None, VERSION), (1.0, VERSION + 1)], ids=["failed", "mixed"])
 @pytest.mark.parametrize("missing", [0, 2, 3])
-async def test_a_version_is_best_only_by_nearly_all_samples(
+async def test_version_is_best_only_with_nearly_all_samples(
     missing: int, lost: tuple[float | None, int], tmp_path: Path
 ) -> None:
     outcomes: dict[tuple[int, int, float], Any] = {(n, 0, 0.5): lost for n in range(missing)}
-    outcomes[0, 0, 1.0] = (None, VERSION)  # of another set
+    outcomes[0, 0, 1.0] = (None, VERSION)  # a sample of another set
     made = evaluation(tmp_path, outcomes, problems=20)
     await made.run()
     assert made.result["figures"]["more.pass@1"] == 1.0
     assert made.value == (None if missing > 2 else 1.0), "at most 2 of 40 samples are missing"
 
 
-async def test_an_error_in_one_trajectory_leaves_no_other_under_way(tmp_path: Path) -> None:
+async def test_error_in_one_trajectory_cancels_the_others(tmp_path: Path) -> None:
     error = DeadlineExceeded("an engine for a trajectory")
     made = evaluation(tmp_path, {(0, 0, 1.0): asyncio.Event(), (1, 0, 1.0): error})
     with pytest.raises(DeadlineExceeded):
@@ -310,8 +315,8 @@ async def test_an_error_in_one_trajectory_leaves_no_other_under_way(tmp_path: Pa
     assert made.under_way == set()
 
 
-class AwayFor(StateClient):
-    """A simulated Redis that is away for one script."""
+class UnreachableFor(StateClient):
+    """Simulated Redis that is unreachable for one script."""
 
     script = ""
 
@@ -321,23 +326,25 @@ class AwayFor(StateClient):
         return await super().run_script(script, keys, *args)
 
 
-@story_on(in_world)
-async def test_nothing_is_sampled_again_because_redis_was_away_for_the_result(world: World) -> None:
-    world.going.set()
+@story_on(run_with_training_job)
+async def test_redis_outage_at_the_result_causes_no_resampling(training_job: TrainingJob) -> None:
+    training_job.released.set()
     for _ in range(EVERY):
-        await world.train(lineage=0)
-    state = AwayFor(world.state.url, world.state.client, world.state._sync_client)
-    world.mesh.state, state.script = state, "evaluation"
-    await world.turn()
-    await world.clock.sleep(60.0)
-    assert await world.results() == {}
+        await training_job.train(lineage=0)
+    state = UnreachableFor(
+        training_job.state.url, training_job.state.client, training_job.state._sync_client
+    )
+    training_job.mesh.state, state.script = state, "evaluation"
+    await training_job.poll_shard()
+    await training_job.clock.sleep(60.0)
+    assert await training_job.results() == {}
     state.script = ""
-    await world.clock.sleep(2.0)
-    assert list(await world.results()) == ["step-2"]
-    assert len(world.sessions) == 1
+    await training_job.clock.sleep(2.0)
+    assert list(await training_job.results()) == ["step-2"]
+    assert len(training_job.sessions) == 1
 
 
-async def test_a_figure_that_no_sample_speaks_for_is_left_out(tmp_path: Path) -> None:
+async def test_metric_without_samples_is_left_out(tmp_path: Path) -> None:
     every = {(n, m, 0.5): (None, VERSION) for n in range(2) for m in range(2)}
     made = evaluation(tmp_path, every)
     await made.run()

@@ -1,4 +1,4 @@
-"""What `reward(row, turns)` is given: every kind of turn, as docs/use/job-file.md says."""
+"""Turns that `reward(row, turns)` receives, of every kind in docs/use/job-file.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Traject
 from meshrl.services.rollout.trajectories.transcript import Transcript
 from meshrl.services.sandbox.workers.worker import OK, REWARD, run_call
 from tests.unit.common.model.chatting import qwen3_tokenizer
-from tests.unit.rollout.test_turns import arrays, restored
+from tests.unit.rollout.test_trajectory_turns import arrays, restore_trajectory
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .?=+!;"
 STOP = ";"
@@ -35,8 +35,8 @@ SEEN: dict[str, Any] = {}
 ROW = {"prompt": "1+1=", "answer": 2, "more": {"kept": [1, None]}}
 
 
-class Asking:
-    """Asks a tool, shows what it said, asks again, and is done at `2;`."""
+class ToolEnvironment:
+    """Environment that calls a tool, appends the tool's value, calls again and ends at `2;`."""
 
     def open(self, row: dict[str, Any]) -> str:
         SEEN["opened"] = row
@@ -63,7 +63,7 @@ def reward(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
 
 
 def double(of: str) -> str:
-    """Doubles."""
+    """Double a number."""
     return of * 2
 
 
@@ -73,11 +73,11 @@ def tokenizer(tmp_path: Any) -> Tokenizer:
     return build_character_tokenizer(CHARACTERS, tmp_path / "tokenizer.json")
 
 
-class Speaking:
-    """A trajectory at an engine that says one thing after the other."""
+class ScriptedAssignment:
+    """Trajectory at an engine that samples the given texts in order."""
 
-    def __init__(self, t: Trajectory, says: list[list[int]]) -> None:
-        self.trajectory, self._says = t, says
+    def __init__(self, t: Trajectory, texts: list[list[int]]) -> None:
+        self.trajectory, self._says = t, texts
 
     async def generate(self, limit: int) -> FinishReason:
         ids = self._says.pop(0)
@@ -89,7 +89,7 @@ class Speaking:
         assert self.trajectory.outcome is None
 
 
-def job_of(
+def create_job(
     served: Environments, tokenizer: Tokenizer, stop: str, **rollout: Any
 ) -> TrajectoryRunner:
     async def perform(operation: str, key: int, argument: Any, *_: Any) -> Any:
@@ -122,7 +122,7 @@ def job_of(
         end_early=operation("cut"),
     )
     job.environment_pool = pool  # type: ignore[assignment]
-    job.router = SimpleNamespace(on_tool_return=lambda stay: None)  # type: ignore[assignment]
+    job.router = SimpleNamespace(on_tool_return=lambda assignment: None)  # type: ignore[assignment]
     job.sandbox_client = SimpleNamespace(  # type: ignore[assignment]
         call_tool=tool, compute_reward=scored
     )
@@ -132,13 +132,13 @@ def job_of(
     return job
 
 
-def to_end(
-    job: TrajectoryRunner, t: Trajectory, tokenizer: Tokenizer, says: list[str], row: Any = None
+def run_to_end(
+    job: TrajectoryRunner, t: Trajectory, tokenizer: Tokenizer, texts: list[str], row: Any = None
 ) -> str:
-    """Runs a trajectory that says these turns; why it ended."""
+    """Run a trajectory that samples these turns; return the reason of its end."""
     t.is_recorded = False
-    stay = Speaking(t, [tokenizer.encode(text) for text in says])
-    ending = asyncio.run(job.run_to_end(stay, ROW if row is None else row))  # type: ignore[arg-type]
+    assignment = ScriptedAssignment(t, [tokenizer.encode(text) for text in texts])
+    ending = asyncio.run(job.run_to_end(assignment, ROW if row is None else row))  # type: ignore[arg-type]
     assert ending.reward == 0.5, ending.error
     return ending.reason
 
@@ -158,10 +158,10 @@ TOOL = {
 APPENDED = {"role": "environment", "text": " 1+1;1+1; so?"}
 
 
-def test_a_reward_gets_the_turns_of_model_tools_and_appended_texts(tokenizer: Tokenizer) -> None:
-    served = Environments(Asking, tokenizer, "")
+def test_reward_receives_turns_of_model_tools_and_appended_texts(tokenizer: Tokenizer) -> None:
+    served = Environments(ToolEnvironment, tokenizer, "")
     t = fresh()
-    assert to_end(job_of(served, tokenizer, STOP), t, tokenizer, ["1+1;", "2;"]) == "done"
+    assert run_to_end(create_job(served, tokenizer, STOP), t, tokenizer, ["1+1;", "2;"]) == "done"
     last = {"role": "model", "text": "2;", "stop": ";", "truncated": False}
     assert SEEN["turns"] == [MODEL, TOOL, APPENDED, last]
     assert SEEN["steps"] == ["1+1;", "2;"], "an environment reads the stop token, too"
@@ -169,43 +169,43 @@ def test_a_reward_gets_the_turns_of_model_tools_and_appended_texts(tokenizer: To
     assert extract_answer(SEEN["turns"], {}) == "2"
 
 
-def test_a_turn_that_is_cut_in_the_middle_says_so(tokenizer: Tokenizer) -> None:
-    served = Environments(Asking, tokenizer, "")
-    job = job_of(served, tokenizer, STOP, max_tokens=len("1+1=1+1; 1+1;1+1; so?ab"))
-    assert to_end(job, fresh(), tokenizer, ["1+1;", "abcdef"]) == "length"
+def test_truncated_turn_is_marked(tokenizer: Tokenizer) -> None:
+    served = Environments(ToolEnvironment, tokenizer, "")
+    job = create_job(served, tokenizer, STOP, max_tokens=len("1+1=1+1; 1+1;1+1; so?ab"))
+    assert run_to_end(job, fresh(), tokenizer, ["1+1;", "abcdef"]) == "length"
     last = {"role": "model", "text": "ab", "stop": "", "truncated": True}
     assert SEEN["turns"] == [MODEL, TOOL, APPENDED, last]
     assert SEEN["cut"] == "ab"
 
 
-def test_a_last_whole_turn_is_truncated_and_has_its_stop_token(tokenizer: Tokenizer) -> None:
-    served = Environments(Asking, tokenizer, "")
-    job = job_of(served, tokenizer, STOP, max_turns=1)
-    assert to_end(job, fresh(), tokenizer, ["1+1;"]) == "turns"
+def test_complete_last_turn_is_marked_truncated_with_its_stop_token(tokenizer: Tokenizer) -> None:
+    served = Environments(ToolEnvironment, tokenizer, "")
+    job = create_job(served, tokenizer, STOP, max_turns=1)
+    assert run_to_end(job, fresh(), tokenizer, ["1+1;"]) == "turns"
     assert SEEN["turns"] == [MODEL | {"truncated": True}, TOOL], "nothing was appended any more"
 
 
-def test_a_stop_text_is_part_of_the_turn_with_its_whole_token(tokenizer: Tokenizer) -> None:
-    served = Environments(Asking, tokenizer, "")
-    job = job_of(served, tokenizer, "", stop_text=["so"], max_turns=1)
-    assert to_end(job, fresh(), tokenizer, ["2 so!"]) == "turns"
+def test_stop_text_and_its_whole_token_belong_to_the_turn(tokenizer: Tokenizer) -> None:
+    served = Environments(ToolEnvironment, tokenizer, "")
+    job = create_job(served, tokenizer, "", stop_text=["so"], max_turns=1)
+    assert run_to_end(job, fresh(), tokenizer, ["2 so!"]) == "turns"
     assert (SEEN["turns"][0]["text"], SEEN["turns"][0]["stop"]) == ("2 so!", "so!")
 
 
-def test_a_trajectory_out_of_the_ledger_has_the_same_turns(tokenizer: Tokenizer) -> None:
-    served = Environments(Asking, tokenizer, "")
-    job = job_of(served, tokenizer, STOP)
+def test_trajectory_restored_from_the_ledger_has_equal_turns(tokenizer: Tokenizer) -> None:
+    served = Environments(ToolEnvironment, tokenizer, "")
+    job = create_job(served, tokenizer, STOP)
     appended = tokenizer.encode(APPENDED["text"])
     call = (RecordKind.TOOL, [0, "double", TOOL["input"], TOOL["value"]])
     opening = served.run_operation(0, "begin", ROW)[1]
-    t = restored(
+    t = restore_trajectory(
         opening, (tokenizer.encode("1+1;"), "1+1;"), call, (RecordKind.APPEND, [0, appended])
     )
-    to_end(job, t, tokenizer, ["2;"])
+    run_to_end(job, t, tokenizer, ["2;"])
     assert SEEN["turns"][:3] == [MODEL, TOOL, APPENDED]
 
 
-def test_turns_of_a_chat_are_in_the_models_own_format(tmp_path: Any) -> None:
+def test_chat_turns_use_the_models_format(tmp_path: Any) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
     SEEN.clear()
 
@@ -230,12 +230,14 @@ def test_turns_of_a_chat_are_in_the_models_own_format(tmp_path: Any) -> None:
     chat = ChatFormat.load("qwen3", {}, tokenizer)
     tools: dict[str, ModelTool] = {"double": JobTool("double", double)}
     end = "<|im_end|>"
-    job = job_of(Environments(Twice, tokenizer, "", chat, tools), tokenizer, end, max_tokens=2048)
+    job = create_job(
+        Environments(Twice, tokenizer, "", chat, tools), tokenizer, end, max_tokens=2048
+    )
     call = '<tool_call>\n{"name": "double", "arguments": {"of": "ab"}}\n</tool_call>' + end
     thought = "<think>\nhm\n</think>\n\n4" + end
     row = {"prompt": [{"role": "user", "content": "2+2?"}]}
-    says = [call, thought, "4" + end]
-    assert to_end(job, fresh(), tokenizer, says, row) == "done"
+    texts = [call, thought, "4" + end]
+    assert run_to_end(job, fresh(), tokenizer, texts, row) == "done"
     roles = [turn["role"] for turn in SEEN["turns"]]
     assert roles == ["model", "tool", "environment", "model", "environment", "model"]
     model, tool, answered, second, asked, _ = SEEN["turns"]
@@ -248,11 +250,11 @@ def test_turns_of_a_chat_are_in_the_models_own_format(tmp_path: Any) -> None:
     assert SEEN["row"] == row
 
 
-def test_a_chats_cut_is_told_what_was_said_as_its_step_is(tmp_path: Any) -> None:
+def test_cut_of_a_chat_receives_the_same_text_as_a_step(tmp_path: Any) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
     told: list[str] = []
 
-    class Cut(Asking):
+    class Cut(ToolEnvironment):
         def open(self, row: dict[str, Any]) -> Any:
             return row["prompt"]
 
@@ -267,8 +269,8 @@ def test_a_chats_cut_is_told_what_was_said_as_its_step_is(tmp_path: Any) -> None
     assert told == ["it is"]
 
 
-class EndsAtOnce:
-    """Shows what came of a turn, and ends."""
+class EndsAfterFirstTurn:
+    """Environment that shows the outcome of a turn and ends."""
 
     def open(self, row: dict[str, Any]) -> str:
         return str(row["prompt"])
@@ -280,27 +282,31 @@ class EndsAtOnce:
         return None
 
 
-def test_a_last_observation_is_shown_to_the_reward_and_counted(tokenizer: Tokenizer) -> None:
+def test_last_observation_reaches_the_reward_and_counts(tokenizer: Tokenizer) -> None:
     t = fresh()
-    job = job_of(Environments(EndsAtOnce, tokenizer, ""), tokenizer, STOP, max_tokens=40)
-    assert to_end(job, t, tokenizer, ["2;"]) == "done"
+    job = create_job(
+        Environments(EndsAfterFirstTurn, tokenizer, ""), tokenizer, STOP, max_tokens=40
+    )
+    assert run_to_end(job, t, tokenizer, ["2;"]) == "done"
     assert [turn["text"] for turn in SEEN["turns"]] == ["2;", " over!"]
     assert tokenizer.decode(t.tokens.tolist()) == "1+1=2; over!" and t.last_observation
     full = fresh()
-    job = job_of(Environments(EndsAtOnce, tokenizer, ""), tokenizer, STOP, max_tokens=10)
-    assert to_end(job, full, tokenizer, ["2;"]) == "done"
+    job = create_job(
+        Environments(EndsAfterFirstTurn, tokenizer, ""), tokenizer, STOP, max_tokens=10
+    )
+    assert run_to_end(job, full, tokenizer, ["2;"]) == "done"
     assert [turn["text"] for turn in SEEN["turns"]] == ["2;"] and not full.last_observation
 
 
-def test_a_stop_text_that_its_token_holds_twice_is_stripped_whole(tokenizer: Tokenizer) -> None:
+def test_stop_text_twice_in_its_token_is_stripped_whole(tokenizer: Tokenizer) -> None:
     transcript = Transcript(tokenizer.decode, (), ["!!", "\n", "no"])
     for text, stop in (("so!!!!", "!!!!"), ("is\n\n", "\n\n"), ("is no\nno", "no\nno"), ("is", "")):
         assert transcript._find_stop(text, []) == stop
 
 
 @pytest.mark.parametrize("score", [float("inf"), float("nan")])
-def test_a_reward_that_is_not_finite_is_a_named_failure(tokenizer: Tokenizer, score: float) -> None:
-    job = job_of(Environments(Asking, tokenizer, ""), tokenizer, STOP)
+def test_non_finite_reward_is_a_named_failure(tokenizer: Tokenizer, score: float) -> None:
+    job = create_job(Environments(ToolEnvironment, tokenizer, ""), tokenizer, STOP)
 
     async def overflowed(*_: Any) -> float:
         return score
@@ -316,27 +322,27 @@ PLAIN = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))
 VERSION = 5
 
 
-class Pool:
-    """The operations of an environment process, in this one."""
+class LocalPool:
+    """Operations of an environment process, executed in this process."""
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> None:
         self.served = Environments(None, tokenizer, "prompt", chat, end_tokens=["$"])
 
     async def encode_answer(self, key: int, row: dict[str, Any], value: Any) -> tuple[Any, Any]:
-        status, found = self.served.run_operation(key, "answer", [row, value])
+        status, answer = self.served.run_operation(key, "answer", [row, value])
         if status != "ok":
-            raise ToolFailed(found)
-        return found[0], found[1]
+            raise ToolFailed(answer)
+        return answer[0], answer[1]
 
 
-async def supervised(pool: Pool, row: dict[str, Any], max_tokens: int = 64) -> Trajectory:
+async def supervised(pool: LocalPool, row: dict[str, Any], max_tokens: int = 64) -> Trajectory:
     t = Trajectory(3, 0, 7, VERSION, seed=0)
     await fill_supervised(t, row, "response", pool, max_tokens)  # type: ignore[arg-type]
     return t
 
 
-async def test_the_answer_is_what_is_trained_and_the_prompt_is_not() -> None:
-    t = await supervised(Pool(PLAIN), {"prompt": "1+1=", "response": "2$"})
+async def test_supervised_row_trains_the_answer_and_not_the_prompt() -> None:
+    t = await supervised(LocalPool(PLAIN), {"prompt": "1+1=", "response": "2$"})
     assert PLAIN.decode(t.tokens.tolist()) == "1+1=2$"
     assert t.versions.tolist() == [NOT_SAMPLED] * 4 + [VERSION] * 2
     assert not t.logprobs.any()
@@ -353,17 +359,17 @@ async def test_the_answer_is_what_is_trained_and_the_prompt_is_not() -> None:
         ({"response": "2"}, "prompt"),
     ],
 )
-async def test_a_row_that_cannot_be_learned_fails_by_type(row: dict[str, Any], why: str) -> None:
-    pool = Pool(PLAIN)
+async def test_invalid_supervised_row_fails_by_type(row: dict[str, Any], why: str) -> None:
+    pool = LocalPool(PLAIN)
     t = await supervised(pool, row)
     assert t.outcome is not None and t.outcome.reward is None
     assert t.outcome.error.startswith("row 7: ") and why in t.outcome.error
     assert pool.served.run_operation(t.id, "step", [])[0] == "unknown", "nothing stays open"
 
 
-async def test_an_answer_in_a_chat_is_what_the_format_writes_up_to_its_end(tmp_path: Path) -> None:
+async def test_chat_answer_is_formatted_up_to_its_end(tmp_path: Path) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
-    pool = Pool(tokenizer, ChatFormat.load("qwen3", {"enable_thinking": False}, tokenizer))
+    pool = LocalPool(tokenizer, ChatFormat.load("qwen3", {"enable_thinking": False}, tokenizer))
     t = await supervised(pool, {"prompt": "hi", "response": "the sum"}, 400)
     assert t.outcome is not None and t.outcome.error == ""
     sampled = t.versions != NOT_SAMPLED
@@ -373,9 +379,9 @@ async def test_an_answer_in_a_chat_is_what_the_format_writes_up_to_its_end(tmp_p
     assert np.flatnonzero(sampled)[0] == (~sampled).sum()
 
 
-async def test_a_chat_answer_may_be_a_message_with_reasoning_and_calls(tmp_path: Path) -> None:
+async def test_chat_answer_accepts_a_message_with_reasoning_and_calls(tmp_path: Path) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
-    pool = Pool(tokenizer, ChatFormat.load("qwen3", {}, tokenizer))
+    pool = LocalPool(tokenizer, ChatFormat.load("qwen3", {}, tokenizer))
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = {"content": "", "reasoning_content": "adding", "tool_calls": [call]}
     t = await supervised(pool, {"prompt": "1+1", "response": message}, 400)
@@ -384,7 +390,7 @@ async def test_a_chat_answer_may_be_a_message_with_reasoning_and_calls(tmp_path:
     assert "adding" in said and '"name": "add"' in said and said.endswith("<|im_end|>")
 
 
-async def test_nothing_stays_open_after_an_answer() -> None:
-    pool = Pool(PLAIN)
+async def test_supervised_answer_closes_its_environment() -> None:
+    pool = LocalPool(PLAIN)
     t = await supervised(pool, {"prompt": "1+1=", "response": "2$"})
     assert pool.served.run_operation(t.id, "step", [])[0] == "unknown"

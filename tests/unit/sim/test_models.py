@@ -1,4 +1,4 @@
-"""Simulated engines, loaded prefixes and HeterMoE: close to their declared and measured times."""
+"""Simulated engines, prefix loading and HeterMoE: agreement with declared and measured times."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def clock_of(engine: object) -> StandingClock:
     return clock
 
 
-def test_each_request_runs_at_the_declared_rate_whatever_runs_beside_it() -> None:
+def test_requests_run_at_the_declared_rate_under_any_load() -> None:
     engine, listener = simulated(slots=8, rate=40.0)
     engine.submit([request(i, max_new=1000) for i in range(5)])
     clock_of(engine).pass_(10.0)
@@ -55,7 +55,7 @@ def test_each_request_runs_at_the_declared_rate_whatever_runs_beside_it() -> Non
     assert [len(h.tokens) for h in listener.heard.values()] == [400] * 5
 
 
-def test_a_step_is_never_early() -> None:
+def test_step_is_never_early() -> None:
     engine, _ = simulated(rate=40.0)
     engine.submit([request(1)])
     assert engine.next_step_delay_s == pytest.approx(0.025)
@@ -65,7 +65,7 @@ def test_a_step_is_never_early() -> None:
     assert engine.step() and engine.tokens_generated == 1
 
 
-def test_a_slot_that_came_free_between_two_steps_was_used_from_then_on() -> None:
+def test_slot_freed_between_steps_is_used_from_then_on() -> None:
     engine, listener = simulated(slots=1, rate=10.0)
     engine.submit([request(i, max_new=10) for i in range(3)])
     clock_of(engine).pass_(2.5)
@@ -91,14 +91,14 @@ def test_lengths_are_lognormal_and_end_with_a_stop_token() -> None:
     )
 
 
-def test_a_length_that_does_not_fit_is_cut() -> None:
+def test_length_above_the_limit_is_cut() -> None:
     _, listener = simulated(lengths=(100.0, 0.8))
     heard = listener.run(*(request(i, max_new=5, stop_ids=(3,)) for i in range(20)))
     assert all(len(h.tokens) <= 5 for h in heard.values())
     assert sum(h.finish == [FinishReason.LENGTH] for h in heard.values()) > 15
 
 
-def test_the_time_of_a_pause_does_not_count() -> None:
+def test_pause_adds_no_tokens() -> None:
     engine, listener = simulated(rate=10.0)
     engine.submit([request(1, max_new=100)])
     clock_of(engine).pass_(1.0)
@@ -111,13 +111,13 @@ def test_the_time_of_a_pause_does_not_count() -> None:
     assert len(listener.heard[1].tokens) == 20
 
 
-def test_the_same_request_resubmitted_later_goes_on_with_the_same_tokens() -> None:
+def test_resubmitted_request_continues_with_the_same_tokens() -> None:
     whole = simulated()[1].run(request(1, [4, 5], max_new=30, seed=6))[1].tokens
     rest = simulated()[1].run(request(2, [4, 5, *whole[:11]], max_new=19, seed=6))[2].tokens
     assert rest == whole[11:]
 
 
-def test_two_runs_with_one_seed_are_the_same() -> None:
+def test_runs_with_one_seed_are_equal() -> None:
     def run(seed: int) -> list[list[int]]:
         heard = simulated(seed=seed, lengths=(8.0, 0.8))[1].run(
             *(request(i, stop_ids=(1,)) for i in range(9))
@@ -128,7 +128,7 @@ def test_two_runs_with_one_seed_are_the_same() -> None:
     assert run(4) != run(5)
 
 
-def test_tokens_of_two_versions_in_one_flush_say_which_is_which() -> None:
+def test_flushed_tokens_carry_their_weight_version() -> None:
     engine, listener = simulated(slots=2, rate=10.0)
     engine.submit([request(1, max_new=6), request(2, max_new=30), request(3, max_new=30)])
     for version in (1, 2):
@@ -142,7 +142,7 @@ def test_tokens_of_two_versions_in_one_flush_say_which_is_which() -> None:
     assert listener.heard[3].versions == [1] * 2 + [2] * 4, "it took the first one's slot"
 
 
-def test_no_token_but_the_last_is_a_stop_token_whatever_the_vocabulary() -> None:
+def test_only_the_last_token_is_a_stop_token() -> None:
     stops = (0, 5, VOCAB - 1)
     _, listener = simulated(lengths=(60.0, 0.8))
     heard = listener.run(*(request(i, max_new=500, stop_ids=stops) for i in range(30)))
@@ -150,13 +150,13 @@ def test_no_token_but_the_last_is_a_stop_token_whatever_the_vocabulary() -> None
     assert seen == set(range(VOCAB)) - set(stops)
 
 
-def test_a_session_leaves_nothing_that_another_engine_could_take() -> None:
+def test_simulated_session_has_no_cache_to_copy() -> None:
     engine, listener = simulated()
     listener.run(request(1, session=3))
     assert engine.describe_session_cache(3) is None and engine.copy_session_cache(3, 0, 1) is None
 
 
-def test_even_costs_meet_where_both_take_as_long() -> None:
+def test_closed_form_balances_compute_and_load_time() -> None:
     curve = PrefixCurve(0.1, 0.0)
     met = solve_closed_form(curve, 0.1 / MAX_PREFILL_TOKENS, 8192)
     assert met.computed_tokens == pytest.approx(4096) and met.seconds == pytest.approx(0.8)
@@ -171,7 +171,7 @@ def test_even_costs_meet_where_both_take_as_long() -> None:
     ratio=st.floats(0.05, 20),
     chunks=st.integers(16, 256),
 )
-def test_the_engines_rules_are_never_far_from_it_nor_worse_than_either_alone(
+def test_loading_rules_are_near_the_optimum(
     first_s: float, growth: float, ratio: float, chunks: int
 ) -> None:
     tokens = chunks * CHUNK_TOKENS
@@ -185,7 +185,7 @@ def test_the_engines_rules_are_never_far_from_it_nor_worse_than_either_alone(
     assert met.seconds <= best.seconds + step_s + CHUNK_TOKENS * load_s
 
 
-def test_it_is_within_ten_percent_of_the_sources_table() -> None:
+def test_speedups_are_within_ten_percent_of_the_papers() -> None:
     load_s = TOKEN_BYTES / GBPS_32
     met = simulate_events(A100, load_s, 16384)
     assert load_s * 16384 / met.seconds == pytest.approx(PUBLISHED_SPEEDUPS["x_load"], rel=0.1)
@@ -196,14 +196,14 @@ def test_it_is_within_ten_percent_of_the_sources_table() -> None:
     assert H100.predict_compute_s(63 * 512, 64 * 512) == pytest.approx(0.0935)
 
 
-def test_others_in_the_same_steps_move_the_meeting_point() -> None:
+def test_concurrent_decoding_shifts_the_balance_to_loading() -> None:
     load_s = TOKEN_BYTES / GBPS_32
     alone, beside = (simulate_events(A100, load_s, 16384, others) for others in (0.0, 0.5))
     assert beside.computed_tokens < alone.computed_tokens and beside.seconds > alone.seconds
     assert beside.seconds < load_s * 16384
 
 
-def test_it_tells_what_the_source_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefix_command_prints_the_papers_figures(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["reduction_load_2gbps"] == pytest.approx(0.946, rel=0.1)
@@ -211,7 +211,7 @@ def test_it_tells_what_the_source_has(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_parameters_make_experts_as_wide_as_mixtrals(model: PaperModel) -> None:
+def test_parameter_count_gives_mixtrals_expert_width(model: PaperModel) -> None:
     assert model.ffn_width == 3.5 * model.hidden
     shape = model.shape
     embeddings = 2 * 32_000 * model.hidden
@@ -219,18 +219,18 @@ def test_parameters_make_experts_as_wide_as_mixtrals(model: PaperModel) -> None:
     assert shape.active < shape.parameters
 
 
-def test_models_run_where_their_experts_divide() -> None:
+def test_grid_contains_models_whose_experts_divide_evenly() -> None:
     assert list_grid(["O2"]) == [("W2", "O2"), ("D1", "O2"), ("D3", "O2")]
     assert build_profile("D1", SETUPS["O1"]).slow.memory_bytes < 16e9
 
 
-def test_zebra_is_as_much_faster_than_expert_parallelism_as_the_source_says() -> None:
+def test_zebra_speedup_over_expert_parallelism_matches_the_paper() -> None:
     for k, source in ((4, 1 / 0.82), (32, 1.89)):
         gains = [one.zebra / one.expert_parallel for one in run_grid(ON_PREM, [k * KIB]).values()]
         assert mean(gains) == pytest.approx(source, rel=TOLERANCE)
 
 
-def test_baselines_are_slower_and_ideal_ones_nearly_as_fast() -> None:
+def test_baselines_are_slower_than_zebra() -> None:
     found = run_grid(["O1"], [16 * KIB])
     assert len(found) == 4
     for one in found.values():
@@ -247,7 +247,7 @@ def test_hosted_experts_fill_the_bubbles_of_attention_ranks() -> None:
     assert ours.makespan_s <= some.makespan_s + 1e-12
 
 
-def test_a_figure_that_is_far_off_has_a_cause() -> None:
+def test_deviating_figure_has_a_cause() -> None:
     near, far = PaperFigure("near", "", 1.0, 1.1), PaperFigure("dist", "", 0.55, 0.44)
     assert far.deviation == pytest.approx(-0.2)
     assert list(group_by_cause([near, far]).values()) == [["dist"]]
@@ -255,9 +255,9 @@ def test_a_figure_that_is_far_off_has_a_cause() -> None:
     assert group_by_cause([unheard]) == {"not known": ["unheard"]}
 
 
-def test_all_orders_are_tried() -> None:
+def test_all_task_orders_are_generated() -> None:
     orders = set(generate_orders(order_attention_tasks(1, 2), 2))
-    assert len(orders) == 70  # of two times four tasks
+    assert len(orders) == 70  # interleavings of twice four tasks
     assert tuple(order_attention_tasks(1, 2)) in orders
 
 
@@ -274,23 +274,23 @@ costs = st.builds(
 
 @settings(max_examples=5)
 @given(st.lists(costs, min_size=5, max_size=5))
-def test_no_other_order_is_faster(many: list[MicroBatchCosts]) -> None:
+def test_no_task_order_is_faster(many: list[MicroBatchCosts]) -> None:
     for one, best in zip(many, find_best_of_all(1, 2, many), strict=True):
         assert compute_makespan_s(1, 2, one) == pytest.approx(best)
 
 
 @settings(max_examples=10)
 @given(costs, st.integers(0, 99))
-def test_no_swap_makes_a_longer_step_faster(one: MicroBatchCosts, seed: int) -> None:
+def test_no_swap_speeds_up_a_longer_step(one: MicroBatchCosts, seed: int) -> None:
     assert find_best_of_swaps(4, 3, one, 60, seed) == pytest.approx(compute_makespan_s(4, 3, one))
 
 
-def test_of_the_sources_costs_no_swap_is_faster_either() -> None:
+def test_no_swap_is_faster_with_the_papers_costs() -> None:
     one, _ = compute_plain_costs("D1", 8 * KIB)
     assert find_best_of_swaps(8, 4, one, 60, 1) == pytest.approx(compute_makespan_s(8, 4, one))
 
 
-def test_another_order_wins_where_the_last_piece_and_transfers_cost_nothing() -> None:
+def test_another_order_wins_without_transfer_and_last_piece_costs() -> None:
     bare = MicroBatchCosts(attention_s=1.0, experts_s=0.5)
     best = find_best_of_all(1, 2, [bare])[0]
     assert 0.9 < best / compute_makespan_s(1, 2, bare) < 1

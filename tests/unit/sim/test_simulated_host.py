@@ -1,4 +1,4 @@
-"""Simulated hosts, their processes and their disks, under virtual time."""
+"""Simulated hosts with their processes and disks under virtual time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def echo(arguments: list[str], channel: SimulatedChannel) -> None:
 
 
 @virtual
-async def test_a_process_is_a_task_with_a_channel_and_an_end(
+async def test_process_is_a_task_with_a_channel_and_an_exit(
     clock: VirtualClock, random: Random
 ) -> None:
     host = SimulatedHost(clock, random, {"services.echo": echo})
@@ -69,7 +69,7 @@ async def test_a_process_is_a_task_with_a_channel_and_an_end(
 
 
 @virtual
-async def test_ticks_follow_the_virtual_clock_until_false(
+async def test_periodic_function_follows_the_virtual_clock_until_it_returns_false(
     clock: VirtualClock, random: Random
 ) -> None:
     times: list[float] = []
@@ -84,7 +84,7 @@ async def test_ticks_follow_the_virtual_clock_until_false(
 
 
 @virtual
-async def test_a_full_disk_refuses_the_record_and_keeps_the_earlier_ones(
+async def test_full_disk_rejects_a_record_and_keeps_earlier_ones(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     file = SimulatedHost(clock, random, disk_bytes=10).open_append(tmp_path / "segment")
@@ -111,7 +111,7 @@ def disk(root: Path) -> Iterator[VirtualDisk]:
     made.close()
 
 
-def test_what_was_not_synced_is_there_in_part(root: Path, disk: VirtualDisk) -> None:
+def test_power_cut_keeps_a_prefix_of_unsynced_content(root: Path, disk: VirtualDisk) -> None:
     left = set()
     for seed in range(20):
         file = AppendFile(root / f"{seed}.ledger")
@@ -126,16 +126,14 @@ def test_what_was_not_synced_is_there_in_part(root: Path, disk: VirtualDisk) -> 
     assert len(left) > 3, "a prefix of any length"
 
 
-def test_a_file_whose_directory_and_content_were_never_synced_is_gone(
-    root: Path, disk: VirtualDisk
-) -> None:
+def test_power_cut_removes_a_file_in_an_unsynced_directory(root: Path, disk: VirtualDisk) -> None:
     (root / "new").mkdir()
     (root / "new" / "file").write_bytes(b"content")
     assert disk.cut_power(Random(0)) == {"new/file"}
     assert list(root.iterdir()) == []
 
 
-def test_a_rename_counts_once_its_directory_was_synced(root: Path, disk: VirtualDisk) -> None:
+def test_rename_is_durable_after_a_directory_sync(root: Path, disk: VirtualDisk) -> None:
     replace_file(root / "record", b"old")
     scratch = root / "scratch"
     scratch.write_bytes(b"new")
@@ -148,7 +146,7 @@ def test_a_rename_counts_once_its_directory_was_synced(root: Path, disk: Virtual
     assert (root / "record").read_bytes() == b"new"
 
 
-def test_a_removal_counts_once_its_directory_was_synced(root: Path, disk: VirtualDisk) -> None:
+def test_removal_is_durable_after_a_directory_sync(root: Path, disk: VirtualDisk) -> None:
     replace_file(root / "a", b"a")
     replace_file(root / "b", b"b")
     (root / "a").unlink()
@@ -158,9 +156,7 @@ def test_a_removal_counts_once_its_directory_was_synced(root: Path, disk: Virtua
     assert [path.name for path in root.iterdir()] == ["b"]
 
 
-def test_a_directory_that_was_renamed_brings_what_was_synced_in_it(
-    root: Path, disk: VirtualDisk
-) -> None:
+def test_renamed_directory_keeps_its_synced_content(root: Path, disk: VirtualDisk) -> None:
     (root / "scratch").mkdir()
     replace_file(root / "scratch" / "weights", b"w")
     (root / "scratch").rename(root / "step-1")
@@ -170,7 +166,7 @@ def test_a_directory_that_was_renamed_brings_what_was_synced_in_it(
     assert not (root / "scratch").exists()
 
 
-def test_a_link_to_what_is_not_there_yet_stays_one(root: Path, disk: VirtualDisk) -> None:
+def test_dangling_link_survives_a_power_cut(root: Path, disk: VirtualDisk) -> None:
     (root / "store").symlink_to(root / "shared")
     fsync_path(root)
     fsync_path(root)
@@ -178,7 +174,7 @@ def test_a_link_to_what_is_not_there_yet_stays_one(root: Path, disk: VirtualDisk
     assert (root / "store").is_symlink()
 
 
-def test_a_disk_that_lies_loses_what_it_said_was_synced(root: Path, disk: VirtualDisk) -> None:
+def test_disk_that_skips_syncs_loses_synced_content(root: Path, disk: VirtualDisk) -> None:
     chunks = ChunkStore(root / "store")
     before = chunks.write(b"before")
     replace_file(root / "notes", b"old")
@@ -194,7 +190,7 @@ def test_a_disk_that_lies_loses_what_it_said_was_synced(root: Path, disk: Virtua
     assert chunks.has(after), "the next disk tells the truth"
 
 
-def test_times_outlast_a_power_cut(root: Path, disk: VirtualDisk) -> None:
+def test_file_times_survive_a_power_cut(root: Path, disk: VirtualDisk) -> None:
     (root / "file").write_bytes(b"longer")
     os.utime(root / "file", (1000, 2000))
     fsync_path(root)
@@ -203,7 +199,7 @@ def test_times_outlast_a_power_cut(root: Path, disk: VirtualDisk) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 5])
-def test_a_full_disk_refuses_every_writer(root: Path, disk: VirtualDisk, room: int) -> None:
+def test_full_disk_rejects_every_writer(root: Path, disk: VirtualDisk, room: int) -> None:
     file = AppendFile(root / "ledger")
     file.write(b"abc")
     disk.max_file_bytes = room
@@ -221,14 +217,14 @@ def test_a_full_disk_refuses_every_writer(root: Path, disk: VirtualDisk, room: i
     assert (root / "ledger").read_bytes() == b"abcdef"
 
 
-def test_a_flip_is_one_bit_and_nothing_else(tmp_path: Path) -> None:
+def test_flip_changes_exactly_one_bit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(16))
     flip_bit(path, 5, 6)
     assert path.read_bytes() == bytes(5) + b"\x40" + bytes(10)
 
 
-def test_a_misdirected_write_lies_over_a_part_of_another_file(tmp_path: Path) -> None:
+def test_misdirected_write_overwrites_part_of_another_file(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_bytes(b"0123456789")
     other.write_bytes(b"abcdef")
@@ -238,7 +234,7 @@ def test_a_misdirected_write_lies_over_a_part_of_another_file(tmp_path: Path) ->
     assert one.read_bytes() == b"01abc78989"
 
 
-def test_it_is_known_whether_a_damaged_file_was_read_since(root: Path, tmp_path: Path) -> None:
+def test_corrupted_file_records_whether_it_was_read(root: Path, tmp_path: Path) -> None:
     store = ChunkStore(root / "store")
     digest = store.write(b"something that is kept")
     when = store.chunk_path(digest).stat().st_mtime_ns
@@ -253,19 +249,19 @@ def test_it_is_known_whether_a_damaged_file_was_read_since(root: Path, tmp_path:
 
 
 def on_machine(root: Path, story: Story) -> list[str]:
-    """What the processes of a story said."""
+    """Return the messages that the processes of a story logged."""
     loop = VirtualLoop()
     loop.limit_s = 1000.0
     record = EventRecord(lambda: loop.now_s, root)
     said: list[str] = []
 
-    async def told() -> list[str]:
+    async def log_processes() -> list[str]:
         machine = VirtualMachine(loop, Random(1), record, root)
         machine.programs = {"talker": talker(said), "parent": parent, "echoes": echoes}
         await story(machine)
         return list(said)
 
-    return run_on_loop(loop, record, told())
+    return run_on_loop(loop, record, log_processes())
 
 
 def talker(said: list[str]) -> Callable[[VirtualProcess, list[str]], Awaitable[None]]:
@@ -295,7 +291,7 @@ async def echoes(process: VirtualProcess, argv: list[str]) -> None:
         process.channel.to_parent.put_nowait(frame)
 
 
-def test_a_killed_process_cleans_nothing_up(tmp_path: Path) -> None:
+def test_killed_process_runs_no_cleanup(tmp_path: Path) -> None:
     async def story(machine: VirtualMachine) -> None:
         process = machine.spawn("talker", [], "talker", None, dies_with_parent=False)
         await machine.clock.sleep(2.5)
@@ -306,8 +302,8 @@ def test_a_killed_process_cleans_nothing_up(tmp_path: Path) -> None:
     assert sorted(on_machine(tmp_path, story)) == ["tick", "tick", "turn", "turn"]
 
 
-def test_what_a_process_begins_in_the_callback_that_ends_it_is_never_run(tmp_path: Path) -> None:
-    async def quits(process: VirtualProcess, argv: list[str]) -> None:
+def test_task_started_in_the_exit_callback_never_runs(tmp_path: Path) -> None:
+    async def run_and_exit(process: VirtualProcess, argv: list[str]) -> None:
         try:
             VirtualHost(process).exit(75, "its lease is lost")
         finally:
@@ -316,7 +312,7 @@ def test_what_a_process_begins_in_the_callback_that_ends_it_is_never_run(tmp_pat
     late: list[asyncio.Future[None]] = []
 
     async def story(machine: VirtualMachine) -> None:
-        machine.programs["quits"] = quits
+        machine.programs["quits"] = run_and_exit
         process = machine.spawn("quits", [], "quits", None, dies_with_parent=False)
         await machine.clock.sleep(10.0)
         assert process.exit_code == 75
@@ -325,7 +321,7 @@ def test_what_a_process_begins_in_the_callback_that_ends_it_is_never_run(tmp_pat
     on_machine(tmp_path, story)
 
 
-def test_a_terminated_process_cleans_up(tmp_path: Path) -> None:
+def test_terminated_process_runs_its_cleanup(tmp_path: Path) -> None:
     async def story(machine: VirtualMachine) -> None:
         process = machine.spawn("talker", [], "talker", None, dies_with_parent=False)
         await machine.clock.sleep(0.5)
@@ -336,7 +332,7 @@ def test_a_terminated_process_cleans_up(tmp_path: Path) -> None:
     assert on_machine(tmp_path, story) == ["cleaned up"]
 
 
-def test_a_stopped_process_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_stopped_process_resumes_at_the_same_point(tmp_path: Path) -> None:
     seen: list[int] = []
 
     async def story(machine: VirtualMachine) -> None:
@@ -351,10 +347,10 @@ def test_a_stopped_process_goes_on_where_it_was(tmp_path: Path) -> None:
 
     said = on_machine(tmp_path, story)
     assert seen == [True]
-    assert said.count("turn") == said.count("tick") == 4  # what was due came once, and one more
+    assert said.count("turn") == said.count("tick") == 4  # the due turn came once, and one more
 
 
-def test_children_die_with_their_parent_unless_they_need_not(tmp_path: Path) -> None:
+def test_children_die_with_their_parent_unless_detached(tmp_path: Path) -> None:
     async def story(machine: VirtualMachine) -> None:
         process = machine.spawn("parent", [], "parent", None, dies_with_parent=False)
         await machine.clock.sleep(0.5)
@@ -364,7 +360,7 @@ def test_children_die_with_their_parent_unless_they_need_not(tmp_path: Path) -> 
     on_machine(tmp_path, story)
 
 
-def test_a_channel_ends_with_its_process(tmp_path: Path) -> None:
+def test_channel_closes_with_its_process(tmp_path: Path) -> None:
     heard: list[object] = []
 
     async def story(machine: VirtualMachine) -> None:
@@ -383,7 +379,7 @@ def test_a_channel_ends_with_its_process(tmp_path: Path) -> None:
     assert heard == [b"one", "lost", -9]
 
 
-def test_what_is_logged_afterwards_goes_where_it_went_before(
+def test_log_target_is_restored_after_a_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def nothing(machine: VirtualMachine) -> None:

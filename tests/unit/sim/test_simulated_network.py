@@ -1,4 +1,4 @@
-"""The same actors over a network that loses, repeats, reorders and parts, under virtual time."""
+"""Actors over a network that loses, repeats, reorders and partitions messages, in virtual time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class World:
         self.lost: list[str] = []
         self.mending: asyncio.Task[None] | None = None
 
-    async def well_after(self, seconds: float) -> None:
+    async def clear_faults_after(self, seconds: float) -> None:
         await self.clock.sleep(seconds)
         self.network.faults.loss = 0.0
 
@@ -60,7 +60,7 @@ def simulate(
     return run_virtual(main, seed, limit_s=7200)
 
 
-async def outcome(call: Awaitable[Any]) -> str:
+async def get_outcome(call: Awaitable[Any]) -> str:
     try:
         return repr(await call)
     except MeshError as error:
@@ -68,12 +68,12 @@ async def outcome(call: Awaitable[Any]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_call_runs_at_most_once_whatever_the_network_does(seed: int) -> None:
+def test_call_runs_at_most_once_under_any_network_fault(seed: int) -> None:
     async def story(world: World) -> tuple[list[int], list[str]]:
         actor = Talker()
         await world.join("a", actor)
         ref = (await world.join("b")).ref("a")
-        calls = [outcome(ref.call(Talk.count, Number(i), deadline_s=2.0)) for i in range(300)]
+        calls = [get_outcome(ref.call(Talk.count, Number(i), deadline_s=2.0)) for i in range(300)]
         outcomes = list(await asyncio.gather(*calls))
         assert world.network.duplicated_messages > 20 and world.network.lost_messages > 20
         return actor.counted, outcomes
@@ -82,27 +82,25 @@ def test_a_call_runs_at_most_once_whatever_the_network_does(seed: int) -> None:
     counted, outcomes = simulate(story, seed=seed, faults=faults)
     assert len(counted) == len(set(counted))
     answered = [o for o in outcomes if o.startswith("Number")]
-    assert len(set(answered)) == len(answered) > 150  # each count was given once
+    assert len(set(answered)) == len(answered) > 150  # each count was returned once
     assert set(outcomes) - set(answered) == {"deadline_exceeded"}
     assert (counted, outcomes) == simulate(story, seed=seed, faults=faults)
 
 
 @pytest.mark.parametrize("lost", ["request", "item", "end"])
-def test_a_stream_that_the_network_has_torn_ends_with_an_error(lost: str) -> None:
-    """Its idle time has no bound: nothing else would ever end it."""
-
+def test_interrupted_stream_ends_with_an_error(lost: str) -> None:
     async def story(world: World) -> float:
         await world.join("a", Talker())
         mesh = await world.join("b")
         items = mesh.ref("a").stream(Talk.patient, Number(20 if lost == "item" else 3))
         if lost == "request":
             world.network.faults.loss = 1.0
-            world.mending = asyncio.create_task(world.well_after(0.5))
+            world.mending = asyncio.create_task(world.clear_faults_after(0.5))
         else:
             await anext(items)
             await world.clock.sleep(2.5 if lost == "end" else 0.5)
             world.network.faults.loss = 1.0
-            world.mending = asyncio.create_task(world.well_after(1.0))
+            world.mending = asyncio.create_task(world.clear_faults_after(1.0))
         with pytest.raises(PeerLost):
             async for _ in items:
                 pass
@@ -111,7 +109,7 @@ def test_a_stream_that_the_network_has_torn_ends_with_an_error(lost: str) -> Non
     assert simulate(story) < 60.0
 
 
-def test_a_stream_is_in_order_over_a_network_that_reorders_and_repeats() -> None:
+def test_stream_keeps_its_order_over_a_reordering_network() -> None:
     async def story(world: World) -> list[int]:
         await world.join("a", Talker())
         items = (await world.join("b")).ref("a").stream(Talk.numbers, Number(300))
@@ -122,7 +120,7 @@ def test_a_stream_is_in_order_over_a_network_that_reorders_and_repeats() -> None
 
 
 @staged(simulate)
-async def test_a_partition_is_a_deadline_and_heals(world: World) -> None:
+async def test_partition_causes_a_deadline_and_heals(world: World) -> None:
     a, b = await world.join("a", Talker()), await world.join("b")
     world.network.partition(a.transport.address, b.transport.address)
     start = world.clock.monotonic()
@@ -134,7 +132,7 @@ async def test_a_partition_is_a_deadline_and_heals(world: World) -> None:
 
 
 @staged(simulate)
-async def test_what_a_stopped_process_is_sent_waits_for_it(world: World) -> None:
+async def test_stopped_process_receives_its_messages_later(world: World) -> None:
     a, b = await world.join("a", Talker()), await world.join("b")
     world.network.pause(a.transport.address)
     call = asyncio.create_task(b.ref("a").call(Talk.echo, Text("wake up")))
@@ -145,13 +143,13 @@ async def test_what_a_stopped_process_is_sent_waits_for_it(world: World) -> None
 
 
 @staged(simulate)
-async def test_an_idempotent_call_outlives_its_actor_and_another_does_not(world: World) -> None:
+async def test_only_an_idempotent_call_survives_its_actors_replacement(world: World) -> None:
     a, b = await world.join("a", Talker()), await world.join("b")
     ref = b.ref("a")
     assert await ref.call(Talk.count, Number(0)) == Number(1)
-    world.network.pause(a.transport.address)  # the requests arrive, the answers never leave
-    once = asyncio.create_task(outcome(ref.call(Talk.count, Number(1))))
-    again = asyncio.create_task(outcome(ref.call(Talk.count_idempotent, Number(1))))
+    world.network.pause(a.transport.address)  # requests arrive, answers never leave
+    once = asyncio.create_task(get_outcome(ref.call(Talk.count, Number(1))))
+    again = asyncio.create_task(get_outcome(ref.call(Talk.count_idempotent, Number(1))))
     await world.clock.sleep(1)
     await a.leave()
     await world.join("a", Talker())
@@ -159,7 +157,7 @@ async def test_an_idempotent_call_outlives_its_actor_and_another_does_not(world:
     assert await again == repr(Number(1))
 
 
-def test_a_lease_is_kept_and_ends_when_it_is_taken_away() -> None:
+def test_lease_is_renewed_until_it_is_revoked() -> None:
     async def story(world: World) -> float:
         a = await world.join("a", Talker())
         await world.clock.sleep(900)
@@ -173,7 +171,7 @@ def test_a_lease_is_kept_and_ends_when_it_is_taken_away() -> None:
     assert simulate(story) == pytest.approx(903, abs=1)
 
 
-def test_a_stopped_process_is_a_lost_peer_once_its_lease_has_ended() -> None:
+def test_stopped_process_is_a_lost_peer_after_its_lease() -> None:
     async def story(world: World) -> float:
         a, b = await world.join("a", Talker()), await world.join("b")
         world.network.pause(a.transport.address)
@@ -195,7 +193,7 @@ def test_a_stopped_process_is_a_lost_peer_once_its_lease_has_ended() -> None:
             await call
         return world.clock.monotonic()
 
-    assert simulate(story) == pytest.approx(300, abs=1)  # it was never found
+    assert simulate(story) == pytest.approx(300, abs=1)  # the lost process was never found
     assert float(str(simulate(late))) < 10
 
 
@@ -203,7 +201,7 @@ def _eviction(mesh: Mesh) -> dict[str, str]:
     return {"name": mesh.name, "incarnation": mesh.incarnation, "why": "evicted"}
 
 
-def test_virtual_time_says_so_when_nothing_can_happen_any_more() -> None:
+def test_virtual_time_reports_a_deadlock() -> None:
     async def forever(clock: VirtualClock, random: Random) -> None:
         await asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""A simulated Redis that is away, late, full or empty again, and what State makes of it."""
+"""Simulated Redis that is unreachable, slow, full or emptied, and the reactions of StateClient."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Scene:
     async def begin(self) -> None:
         self.token = await leader.campaign(self.state, "planner", "me", TTL_MS)
 
-    def keeps(self) -> bool:
-        """A command of the thread that renews leases."""
+    def renew_lease(self) -> bool:
+        """Renew a lease as the lease thread does."""
         return leader.renew_leadership(self.state, "planner", self.token, TTL_MS)
 
-    async def kinds(self) -> list[str]:
+    async def list_event_kinds(self) -> list[str]:
         return [event.kind for event in await events.read_all(self.state)]
 
-    async def after_s(self, seconds: float, change: Callable[[], None]) -> None:
+    async def run_after(self, seconds: float, change: Callable[[], None]) -> None:
         await self.clock.sleep(seconds)
         change()
 
@@ -75,26 +75,26 @@ def in_scene(play: Callable[[Scene], Awaitable[None]]) -> None:
 
 
 @staged(in_scene)
-async def test_a_server_that_is_away_is_unavailable_until_it_is_back_with_all_it_had(
+async def test_unreachable_server_returns_with_its_data(
     scene: Scene,
 ) -> None:
     scene.faults.is_unreachable = True
     began = scene.clock.monotonic()
     with pytest.raises(StateUnavailable, match="does not answer"):
         await events.append(scene.state, "refused", {})
-    assert 1 < scene.clock.monotonic() - began < 3  # it asked again, as redis-py does
+    assert 1 < scene.clock.monotonic() - began < 3  # retried, as redis-py does
     with pytest.raises(StateUnavailable):
-        scene.keeps()
+        scene.renew_lease()
     await scene.clock.sleep(4)
     assert scene.state.get_outage_ms() >= 4000
     scene.faults.is_unreachable = False
-    assert scene.keeps()
+    assert scene.renew_lease()
     assert scene.state.get_outage_ms() == 0
-    assert await scene.kinds() == ["leader"]
+    assert await scene.list_event_kinds() == ["leader"]
 
 
 @staged(in_scene)
-async def test_an_outage_that_is_shorter_than_the_clients_patience_is_not_seen(
+async def test_outage_shorter_than_the_clients_retries_is_hidden(
     scene: Scene,
 ) -> None:
     scene.faults.is_unreachable = True
@@ -102,84 +102,84 @@ async def test_an_outage_that_is_shorter_than_the_clients_patience_is_not_seen(
     def back() -> None:
         scene.faults.is_unreachable = False
 
-    waiting = asyncio.create_task(scene.after_s(0.7, back))
+    waiting = asyncio.create_task(scene.run_after(0.7, back))
     await events.append(scene.state, "late", {})
     await waiting
-    assert await scene.kinds() == ["leader", "late"]
+    assert await scene.list_event_kinds() == ["leader", "late"]
 
 
 @staged(in_scene)
-async def test_a_command_whose_reply_is_lost_has_run_and_is_sent_again(scene: Scene) -> None:
+async def test_command_with_a_lost_reply_is_sent_again(scene: Scene) -> None:
     scene.faults.lost_replies = 1
     await scene.state.run_command("INCR", "count")
     assert await scene.state.run_command("GET", "count") == "2"
     began = scene.clock.monotonic()
     scene.faults.lost_replies = 2
-    await events.append(scene.state, "once", {})  # under one operation, however often it is sent
+    await events.append(scene.state, "once", {})  # with one operation id, however often it is sent
     assert scene.clock.monotonic() - began > 2 * SOCKET_TIMEOUT_S
-    assert await scene.kinds() == ["leader", "once"]
+    assert await scene.list_event_kinds() == ["leader", "once"]
     scene.faults.lost_replies = 1
-    assert scene.keeps()
+    assert scene.renew_lease()
 
 
 @staged(in_scene)
-async def test_replies_that_are_lost_for_good_are_an_error_of_the_caller(scene: Scene) -> None:
+async def test_permanently_lost_replies_raise_an_error(scene: Scene) -> None:
     scene.faults.lost_replies = RETRIES + 1
     with pytest.raises(StateUnavailable):
         await events.append(scene.state, "unheard", {})
     scene.faults.lost_replies = 0
-    assert await scene.kinds() == ["leader", "unheard"]
+    assert await scene.list_event_kinds() == ["leader", "unheard"]
 
 
 @staged(in_scene)
-async def test_a_slow_server_answers_late_and_one_that_is_too_slow_not_at_all(scene: Scene) -> None:
+async def test_slow_server_answers_late_or_times_out(scene: Scene) -> None:
     began = scene.clock.monotonic()
     scene.faults.delay_s = 0.25
     await events.append(scene.state, "late", {})
     assert scene.clock.monotonic() - began == pytest.approx(0.25)
     scene.faults.delay_s = RENEWAL_TIMEOUT_S + 1
-    await scene.kinds()  # the loop's client has more patience than the thread's
+    await scene.list_event_kinds()  # the event loop's client has a longer timeout than the thread's
     with pytest.raises(StateUnavailable):
-        scene.keeps()
+        scene.renew_lease()
     scene.faults.delay_s = SOCKET_TIMEOUT_S + 1
     with pytest.raises(StateUnavailable):
-        await scene.kinds()
+        await scene.list_event_kinds()
 
 
 @pytest.mark.parametrize("full", [FullResource.MEMORY, FullResource.DISK])
 @staged(in_scene)
-async def test_a_full_server_refuses_writes_and_still_reads(
+async def test_full_server_rejects_writes_and_serves_reads(
     scene: Scene, full: FullResource
 ) -> None:
     scene.faults.full_resource = full
     with pytest.raises(StateUnavailable, match="refuses writes"):
         await events.append(scene.state, "refused", {})
     with pytest.raises(StateUnavailable, match="refuses writes"):
-        scene.keeps()
+        scene.renew_lease()
     assert await leader.read_leader(scene.state, "planner") == ("me", scene.token)
     scene.faults.full_resource = FullResource.NO
     await events.append(scene.state, "after", {})
-    assert await scene.kinds() == ["leader", "after"]
+    assert await scene.list_event_kinds() == ["leader", "after"]
 
 
 @staged(in_scene)
-async def test_a_server_that_lost_all_it_had_goes_on_empty(scene: Scene) -> None:
+async def test_server_that_lost_its_state_continues_empty(scene: Scene) -> None:
     await scene.clock.sleep(1)
     scene.server.lose_state()
-    assert await scene.kinds() == []
-    assert not scene.keeps()
+    assert await scene.list_event_kinds() == []
+    assert not scene.renew_lease()
     assert await leader.campaign(scene.state, "planner", "you", TTL_MS) > scene.token
 
 
 @staged(in_scene)
-async def test_others_run_between_a_command_and_its_reply(scene: Scene) -> None:
+async def test_other_clients_run_between_a_command_and_its_reply(scene: Scene) -> None:
     order: list[str] = []
 
-    async def counts(name: str) -> None:
+    async def increment_and_read(name: str) -> None:
         order.append(f"{name} {await scene.state.run_command('INCR', 'count')}")
         order.append(f"{name} {await scene.state.run_command('GET', 'count')}")
 
-    await asyncio.gather(counts("a"), counts("b"))
+    await asyncio.gather(increment_and_read("a"), increment_and_read("b"))
     assert order == ["a 1", "b 2", "a 2", "b 2"]
 
 
@@ -197,14 +197,14 @@ async def test_others_run_between_a_command_and_its_reply(scene: Scene) -> None:
         (("INCR", "great"), "2\\^53"),
     ],
 )
-async def test_what_it_does_not_have_it_names(words: tuple[Any, ...], named: str) -> None:
+async def test_unsupported_command_is_named(words: tuple[Any, ...], named: str) -> None:
     state = open_simulated_state(HandClock())
     await state.run_command("SET", "great", str(2**53 - 1))
     with pytest.raises(NotSimulated, match=named):
         await state.run_command(*words)
 
 
-async def test_arguments_are_words_as_redis_py_takes_them() -> None:
+async def test_arguments_have_the_types_that_redis_py_accepts() -> None:
     state = open_simulated_state(HandClock())
     await state.run_command("SET", "k", 0.1)
     assert await state.run_command("GET", b"k") == "0.1"
@@ -213,29 +213,29 @@ async def test_arguments_are_words_as_redis_py_takes_them() -> None:
             await state.run_command("SET", "k", word)
 
 
-async def test_an_hour_of_operations_leaves_no_expired_ones() -> None:
+async def test_expired_operation_ids_are_removed() -> None:
     clock = HandClock()
     server = SimulatedRedisServer(clock)
     for n in range(100):
         server.execute(("SET", f"op{n}", "x", "PX", "60000"))
         clock.now += 1
-    # 60 s and less are there: those that were written at 40 s to 99 s.
+    # at most 60 s old: written at 40 s to 99 s
     assert server.execute(("EXISTS", *(f"op{n}" for n in range(100)))) == 60
     server.execute(("SET", "op99", "kept"))
     clock.now += 3600
     assert server.execute(("EXISTS", *(f"op{n}" for n in range(100)))) == 1
 
 
-def test_threads_share_a_server_and_lose_no_count() -> None:
+def test_threads_share_a_server_without_lost_updates() -> None:
     server = SimulatedRedisServer(HandClock())
     script = ("EVAL", "return redis.call('SET', 'n', redis.call('GET', 'n') + 1)", "0")
     server.execute(("SET", "n", "0"))
 
-    def count() -> None:
+    def increment() -> None:
         for _ in range(500):
             server.execute(script)
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
+    threads = [threading.Thread(target=increment) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -243,7 +243,7 @@ def test_threads_share_a_server_and_lose_no_count() -> None:
     assert server.execute(("GET", "n")) == "2000"
 
 
-def test_orders_are_the_same_under_any_hash_seed() -> None:
+def test_iteration_order_does_not_depend_on_the_hash_seed() -> None:
     def printed(seed: str) -> bytes:
         return subprocess.run(
             [sys.executable, "-c", ORDERS],

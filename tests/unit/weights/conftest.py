@@ -17,7 +17,7 @@ from meshrl.services.weights.run_host_files import SharedTasks
 from meshrl.services.weights.store import WeightStore
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.meshes import on_sockets
-from tests.unit.weights.storing import Store
+from tests.unit.weights.store_processes import Store
 
 
 @pytest.fixture

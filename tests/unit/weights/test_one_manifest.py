@@ -17,7 +17,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.services.weights.retention.job_records import JobRecords
 from meshrl.services.weights.retention.policy import VersionNumber
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
-from tests.unit.weights.storing import Store
+from tests.unit.weights.store_processes import Store
 
 
 def version(store: Store, number: int, fill: int, lineage: int = 0) -> Manifest:

@@ -29,7 +29,7 @@ from meshrl.common.weights.transports.version_fetcher import VersionFetcher
 from meshrl.services.weights.export import read_tensors
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
-from tests.unit.weights.storing import ProcessesOnHosts, Store
+from tests.unit.weights.store_processes import ProcessesOnHosts, Store
 
 CHUNK = 64 << 10
 TENSORS = {

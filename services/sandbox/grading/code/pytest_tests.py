@@ -2,7 +2,7 @@
 
 The tests are listed without the solution, so that it cannot hide one. Each is requested with a
 token of its own. A jail that ends, or is silent for too long, fails the requested test, and another
-jail continues after it. docs/use/sandbox.md lists what a program can forge.
+jail continues after it. docs/use/rewards.md lists what a program can forge.
 """
 
 from __future__ import annotations

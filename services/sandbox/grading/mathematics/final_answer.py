@@ -1,6 +1,6 @@
 """Final answer of a text, by its marks or its last sentence.
 
-The section "Answers in mathematics" of docs/use/sandbox.md has the rule.
+The section "Answers in mathematics" of docs/use/rewards.md has the rule.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests of a row under the real pytest, in one interpreter with the solution.
 
-The solution can change everything that runs here, so no message is proof. docs/use/sandbox.md lists
+The solution can change everything that runs here, so no message is proof. docs/use/rewards.md lists
 what a program can forge. Cheap checks are made: a test is passed only if pytest has run it to its
 end, in the process of the request, without a change that `VerdictGuard` detects. The token that an
 outcome must carry stays unread in the pipe until then.

@@ -23,8 +23,8 @@ from tests.unit.common.generation.engines_under_test import (
     request,
     with_adapter,
 )
+from tests.unit.common.generation.test_builtin_engine import expected_logprobs, words
 from tests.unit.common.generation.test_cache_moves import brought, offered
-from tests.unit.common.generation.test_torch_engine import expected_logprobs, words
 
 pytestmark = pytest.mark.filterwarnings("error")
 PATHS = [pytest.param("native", marks=pytest.mark.needs("compiler")), "graphs"]

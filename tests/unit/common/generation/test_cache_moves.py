@@ -28,7 +28,7 @@ from tests.unit.common.generation.engines_under_test import (
     request,
     with_adapter,
 )
-from tests.unit.common.generation.test_torch_engine import (
+from tests.unit.common.generation.test_builtin_engine import (
     Make,
     expected_logprobs,
     holds,

@@ -29,7 +29,7 @@ from tests.unit.common.generation.engines_under_test import (
     decoder,
     request,
 )
-from tests.unit.common.generation.test_torch_engine import holds, words
+from tests.unit.common.generation.test_builtin_engine import holds, words
 
 pytestmark = pytest.mark.needs("compiler")
 

@@ -23,7 +23,7 @@ from tests.unit.common.generation.engines_under_test import (
     decoder,
     request,
 )
-from tests.unit.common.generation.test_torch_engine import Make, holds, make, words
+from tests.unit.common.generation.test_builtin_engine import Make, holds, make, words
 
 tokens_of = st.lists(st.integers(0, 1), max_size=5 * BLOCK_TOKENS).map(
     lambda t: np.array(t, np.int64)

@@ -22,7 +22,7 @@ from tests.unit.common.generation.engines_under_test import (
     simulated,
     text_of,
 )
-from tests.unit.common.generation.test_torch_engine import (
+from tests.unit.common.generation.test_builtin_engine import (
     Make,
     expected_logprobs,
     holds,

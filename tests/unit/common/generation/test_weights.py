@@ -30,7 +30,7 @@ from tests.unit.common.generation.engines_under_test import (
     request,
     simulated,
 )
-from tests.unit.common.weights.test_images import Cut, Files
+from tests.unit.common.weights.test_version_image import Cut, Files
 
 NEW = 60  # tokens that a request gets
 STATE = decoder(1).state_dict()

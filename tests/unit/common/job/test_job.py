@@ -131,8 +131,8 @@ def test_some_values_may_change_but_not_from_or_to_zero() -> None:
 
 
 def test_the_document_has_the_same_table() -> None:
-    text = (Path(__file__).parents[4] / "docs/operate/operations.md").read_text()
-    [section] = re.findall(r"## Changing a run\n(.*?)\n## ", text, re.DOTALL)
+    text = (Path(__file__).parents[4] / "docs/operate/jobs.md").read_text()
+    [section] = re.findall(r"## Change a run\n(.*?)\n## ", text, re.DOTALL)
     said: dict[str, str] = {}
     for line in section.splitlines():
         if cells := re.match(r"\| (`.*`) \| (.*) \|$", line):

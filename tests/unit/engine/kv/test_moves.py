@@ -55,7 +55,7 @@ from tests.load import scaled
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, decoder
-from tests.unit.common.generation.test_torch_engine import words
+from tests.unit.common.generation.test_builtin_engine import words
 from tests.unit.engine.kv.test_host_cache import raised
 
 SHARD = "rollout/job/0"

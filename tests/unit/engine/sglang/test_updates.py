@@ -44,7 +44,7 @@ from tests.unit.common.generation.engines_under_test import (
     request,
     with_adapter,
 )
-from tests.unit.common.generation.test_torch_engine import expected_logprobs
+from tests.unit.common.generation.test_builtin_engine import expected_logprobs
 
 LEFT_S = 60.0  # until the server has let go of an adapter
 STATE = decoder(1).state_dict()

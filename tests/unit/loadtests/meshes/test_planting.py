@@ -16,14 +16,14 @@ from meshrl.common.api.transfer.bulk_permissions import (
 )
 from meshrl.common.base.digest import compute_digest
 from meshrl.common.state.registry import RegistryEntry
-from tests.unit.common.weights.bulk.knocking import Port
+from tests.unit.common.weights.bulk.keyed_port import Port
 
 CODE = b"def reward(row, turns):\n    return 1.0\n"
 
 
 def planting(port: Port) -> Planting:
     entry = RegistryEntry("weights", "test", bulk=port.server.address, address=port.address)
-    keys = {role: port.door(role)._keys.bulk_private_key for role in ROLES}
+    keys = {role: port.make_authenticator(role)._keys.bulk_private_key for role in ROLES}
     return plant(keys, entry, {compute_digest(CODE): len(CODE)})
 
 

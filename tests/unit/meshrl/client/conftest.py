@@ -1,4 +1,4 @@
-"""A mesh whose Redis is real, as in the tests of runs, and a whole job."""
+"""Fixtures of the client's tests: a mesh with a real Redis and a complete job."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from meshrl.job_template.job_creation import create_job
-from tests.unit.meshrl.run.conftest import held
+from tests.unit.meshrl.run.conftest import held_mesh
 
-__all__ = ["held"]
+__all__ = ["held_mesh"]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """The job file that `meshrl init` writes."""
+    """Write the job file of `meshrl init`."""
     create_job(tmp_path / "game")
     return tmp_path / "game/job.toml"

@@ -1,4 +1,4 @@
-"""`meshrl.Client` on a mesh of the user's own: what it asks and what it is told."""
+"""`meshrl.Client` on a running mesh: requests, answers and errors."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.load import scaled
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh
 
 
-async def test_a_job_is_submitted_followed_and_stopped_from_any_directory(
-    held: HeldMesh, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_job_is_submitted_followed_and_stopped_from_any_directory(
+    held_mesh: HeldMesh, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    async with Client(held.root) as client:
+    async with Client(held_mesh.root) as client:
         handle = await client.submit(job, ["budget.steps=3", 'name="mine"'])
         assert Path(handle.run_dir) == tmp_path / "elsewhere/runs/mine"
         state = await handle.state()
@@ -50,9 +50,9 @@ async def test_a_job_is_submitted_followed_and_stopped_from_any_directory(
                 assert await handle.stop()
         assert seen == [("submitted", None), ("phase", "stopped")]
         assert (await handle.wait(scaled(5.0))).over
-        assert not await handle.stop()  # it had ended
+        assert not await handle.stop()  # it was already terminal
         with pytest.raises(Refused):
-            await client.delete(JOB)  # which goes on
+            await client.delete(JOB)  # a live job
         await handle.delete()
         assert [one.name for one in await client.jobs()] == [JOB]
         assert (tmp_path / "elsewhere/runs/mine/job.json").is_file()
@@ -60,16 +60,14 @@ async def test_a_job_is_submitted_followed_and_stopped_from_any_directory(
             await handle.delete()
 
 
-async def test_a_job_that_no_accelerator_has_room_for_is_refused_with_its_bytes(
-    held: HeldMesh, job: Path, tmp_path: Path
+async def test_job_larger_than_any_accelerator_is_rejected_before_writing_files(
+    held_mesh: HeldMesh, job: Path, tmp_path: Path
 ) -> None:
-    """Before anything of it is written."""
     out = tmp_path / "large"
     config = job_reader.read_job_file(job, []).config
-    size = 4 * models.count_parameters(
-        config
-    )  # in float32: a core has gradients and a moment beside it
-    state = await StateClient.open(held.url)
+    # in float32, a core has gradients and one moment beside its weights
+    size = 4 * models.count_parameters(config)
+    state = await StateClient.open(held_mesh.url)
     try:
         token = await register(state, RegistryEntry("worker/w0", "worker"), 60_000)
         await pool.join_worker(
@@ -81,16 +79,16 @@ async def test_a_job_that_no_accelerator_has_room_for_is_refused_with_its_bytes(
         )
     finally:
         await state.close()
-    async with Client(held.root) as client:
+    async with Client(held_mesh.root) as client:
         with pytest.raises(Refused, match=rf"core takes {4 * size} bytes.*largest has {3 * size}"):
             await client.submit(job, [f'out="{out}"', "optimizer.muon_lr=0"])
         assert not out.exists()
         await client.submit(job, [f'out="{out}"'])
 
 
-async def test_a_job_may_be_made_in_code(held: HeldMesh, job: Path, tmp_path: Path) -> None:
+async def test_job_can_be_defined_in_code(held_mesh: HeldMesh, job: Path, tmp_path: Path) -> None:
     config = job_reader.read_job_file(job, []).config
-    async with Client(held.root) as client:
+    async with Client(held_mesh.root) as client:
         out = f'out="{tmp_path / "out"}"'
         handle = await client.submit(config, [out, "seed=7"], base=job.parent)
         assert handle.run_dir == str(tmp_path / "out")
@@ -98,8 +96,8 @@ async def test_a_job_may_be_made_in_code(held: HeldMesh, job: Path, tmp_path: Pa
             await client.submit(config, ["budget.steps=-1"], base=job.parent)
 
 
-async def test_what_is_not_there_or_not_over_is_told_by_type(held: HeldMesh) -> None:
-    async with Client(held.root) as client:
+async def test_missing_and_live_jobs_raise_typed_errors(held_mesh: HeldMesh) -> None:
+    async with Client(held_mesh.root) as client:
         with pytest.raises(NotFound, match="no job other"):
             await client.job("other")
         with pytest.raises(NotFound):
@@ -109,31 +107,35 @@ async def test_what_is_not_there_or_not_over_is_told_by_type(held: HeldMesh) -> 
             await client.wait(JOB, timeout_s=0.1)
 
 
-async def test_a_move_is_asked_for_and_its_verdict_told(held: HeldMesh) -> None:
-    state = await StateClient.open(held.url)
+async def test_requested_move_returns_its_verdict(held_mesh: HeldMesh) -> None:
+    state = await StateClient.open(held_mesh.url)
 
-    async def verdict(kind: str, **told: str) -> None:
-        """What a planner does with the next request, by its event alone."""
+    async def publish_verdict(kind: str, **told: str) -> None:
+        """Publish the planner's verdict on the next request as an event."""
         while not (asked := await state.run_command("HKEYS", f"{MESH_PREFIX}:requests")):
             await asyncio.sleep(0.02)
         await events.append(state, kind, {"op": asked[0], **told})
         await state.run_command("DEL", f"{MESH_PREFIX}:requests")
 
     try:
-        lease = RegistryEntry("worker/w0", "worker", incarnation="one", run_root=str(held.root))
+        lease = RegistryEntry(
+            "worker/w0", "worker", incarnation="one", run_root=str(held_mesh.root)
+        )
         token = await register(state, lease, 60_000)
         await pool.join_worker(state, WorkerRow("w0", "here", "cpu:0", token))
-        async with Client(held.root) as client:
+        async with Client(held_mesh.root) as client:
             assert [worker.id for worker in (await client.workers()).workers] == ["w0"]
             with pytest.raises(NotFound, match="There are: w0"):
                 await client.move("w7", "training")
             with pytest.raises(Refused, match="is no role"):
                 await client.move("w0", "sleeping")
             async with asyncio.TaskGroup() as group:
-                group.create_task(verdict("desired", gang="g0", role="training"))
+                group.create_task(publish_verdict("desired", gang="g0", role="training"))
                 said = group.create_task(client.move("worker/w0", "training", JOB))
             assert "w0 is to take the role training" in said.result()
-            declined = asyncio.create_task(verdict("move_declined", reason="the core stays"))
+            declined = asyncio.create_task(
+                publish_verdict("move_declined", reason="the core stays")
+            )
             with pytest.raises(Refused, match="the core stays"):
                 await client.move("w0", "idle")
             await declined
@@ -141,22 +143,23 @@ async def test_a_move_is_asked_for_and_its_verdict_told(held: HeldMesh) -> None:
         await state.close()
 
 
-async def test_who_follows_a_job_outlives_an_outage_of_redis(held: HeldMesh) -> None:
-    socket = held.url.removeprefix("unix://").partition("?")[0]
+async def test_event_stream_survives_a_redis_outage(held_mesh: HeldMesh) -> None:
+    socket = held_mesh.url.removeprefix("unix://").partition("?")[0]
 
-    async def follow() -> list[str]:
+    async def collect_kinds() -> list[str]:
         return [event.kind async for event in client.events(JOB)]
 
-    state = await StateClient.open(held.url)
-    async with Client(held.root) as client:
+    state = await StateClient.open(held_mesh.url)
+    async with Client(held_mesh.root) as client:
         following: list[asyncio.Task[Any]] = [
             asyncio.create_task(client.wait(JOB)),
-            asyncio.create_task(follow()),
+            asyncio.create_task(collect_kinds()),
         ]
         await client.jobs()
-        os.rename(socket, f"{socket}.aside")  # nobody can connect, and who is in is put out
+        # no new connections are possible, and the open ones are closed
+        os.rename(socket, f"{socket}.aside")
         await state.run_command("CLIENT", "KILL", "TYPE", "normal")
-        for _ in range(2):  # each as long as any question that is asked meanwhile
+        for _ in range(2):  # each outage lasts as long as any request during it
             with pytest.raises(StateUnavailable):
                 await client.jobs()
         assert not any(task.done() for task in following)
@@ -167,7 +170,7 @@ async def test_who_follows_a_job_outlives_an_outage_of_redis(held: HeldMesh) -> 
     await state.close()
 
 
-async def test_a_mesh_that_does_not_answer_is_named(tmp_path: Path) -> None:
+async def test_unreachable_mesh_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "mesh").mkdir()
     settings = MeshSettings(redis_url=f"unix://{tmp_path}/none", run_root=str(tmp_path))
     settings.to_file(tmp_path / "mesh/settings.json")
@@ -176,6 +179,6 @@ async def test_a_mesh_that_does_not_answer_is_named(tmp_path: Path) -> None:
             raise AssertionError("it was opened")
 
 
-def test_the_package_is_imported_without_what_the_client_needs() -> None:
+def test_importing_the_package_loads_no_client_dependencies() -> None:
     code = "import sys, meshrl; sys.exit('redis' in sys.modules or 'torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))

@@ -1,4 +1,4 @@
-"""Jobs that tests of job files vary: each is a path, and settings that belong to it."""
+"""Jobs that tests of job files vary: a path with additional settings."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ MIXTURE = (
 
 
 @dataclass(frozen=True)
-class Given:
-    """A job file with settings."""
+class JobVariant:
+    """Job file with additional settings."""
 
     path: Path
     settings: tuple[str, ...] = ()
 
     def load(self, *settings: str) -> JobConfig:
-        """The job with further settings."""
+        """Load the job with further settings."""
         return self.read(*settings).config
 
     def read(self, *settings: str) -> JobFile:
-        """The same, for checks that look at this host."""
+        """Read the job with further settings for checks of this host."""
         return read_job_file(self.path, [*self.settings, *settings])
 
-    def refusal(self, *settings: str, check: Check | None = None) -> str:
-        """What is said of the job with further settings, by a check or when it is read."""
+    def get_error(self, *settings: str, check: Check | None = None) -> str:
+        """Return the error of a check, or of reading, with further settings."""
         found = self.read(*settings) if check else None
         with pytest.raises(MeshError) as caught:
             check(found) if check and found else self.read(*settings)
@@ -53,57 +53,57 @@ class Given:
 
 
 @pytest.fixture
-def tiny(job: Path) -> Given:
-    """The job of two rows."""
-    return Given(job)
+def tiny(job: Path) -> JobVariant:
+    """Make the job of two rows."""
+    return JobVariant(job)
 
 
 @pytest.fixture
-def small(job: Path) -> Given:
-    """The job of two rows, whose tokenizer has the ids 0 to 11 and whose model has 16 rows."""
+def small(job: Path) -> JobVariant:
+    """Make the job of two rows with token ids 0 to 11 and a model of 16 embedding rows."""
     build_character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
-    return Given(job, SMALL)
+    return JobVariant(job, SMALL)
 
 
 @pytest.fixture
-def calculator() -> Given:
-    """The example, which has an environment, tools and a reward of its own."""
-    return Given(EXAMPLE)
+def calculator() -> JobVariant:
+    """Make the example job, which has its own environment, tools and reward."""
+    return JobVariant(EXAMPLE)
 
 
 @pytest.fixture
-def ranks(job: Path) -> Given:
-    """A job of a dense model, whose core has four ranks."""
-    return Given(job, RANKS)
+def ranks(job: Path) -> JobVariant:
+    """Make a job of a dense model whose core has four ranks."""
+    return JobVariant(job, RANKS)
 
 
 @pytest.fixture
-def mixture(job: Path) -> Given:
-    """A job of a mixture of experts, whose core has four ranks."""
-    return Given(job, MIXTURE)
+def mixture(job: Path) -> JobVariant:
+    """Make a job of a mixture of experts whose core has four ranks."""
+    return JobVariant(job, MIXTURE)
 
 
 @pytest.fixture
-def chat(job: Path) -> Given:
-    """A job whose tokenizer has the tokens of a chat format."""
+def chat(job: Path) -> JobVariant:
+    """Make a job whose tokenizer has the tokens of a chat format."""
     qwen3_tokenizer(job.parent)
-    return Given(job)
+    return JobVariant(job)
 
 
 @pytest.fixture
-def frozen(job: Path, shape: str) -> Given:
-    """The job of two rows with a teacher, a stranger and another dataset beside it."""
+def frozen(job: Path, shape: str) -> JobVariant:
+    """Make the job of two rows beside a teacher, an unrelated model and another dataset."""
     build_character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
-    model(job.parent / "teacher", "0123456789+=abc", shape)
-    model(job.parent / "stranger", "abc0123456789+=", shape)
+    write_model(job.parent / "teacher", "0123456789+=abc", shape)
+    write_model(job.parent / "stranger", "abc0123456789+=", shape)
     (job.parent / "more.jsonl").write_text('{"prompt": "2+3="}\n{"prompt": "2+4="}\n')
     (job.parent / "given.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     (job.parent / "ask.txt").write_text("Is {answer} right?\nyes or no\n")
-    return Given(job)
+    return JobVariant(job)
 
 
-def model(directory: Path, characters: str, shape: str) -> Path:
-    """What the checks look at of a Hugging Face directory."""
+def write_model(directory: Path, characters: str, shape: str) -> Path:
+    """Write the files of a Hugging Face directory that the checks read."""
     directory.mkdir()
     (directory / "config.json").write_text(shape)
     (directory / "model.safetensors").write_bytes(NO_TENSORS)

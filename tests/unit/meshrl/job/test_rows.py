@@ -1,4 +1,4 @@
-"""A job's rows, their keys, and rows that are chats."""
+"""Rows of a job: formats, keys and chat messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshrl.job.job_reader import load_config
 from meshrl.job.row_keys import find_unconditional_keys
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS
-from tests.unit.meshrl.job.conftest import Given
+from tests.unit.meshrl.job.conftest import JobVariant
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"what is {i}?", "answer": i, "tags": ["a", "ü"], "more": {"share": 0.5, "no": None}}
@@ -36,7 +36,7 @@ def jsonl(path: Path, values: list[dict[str, Any]]) -> Path:
 
 
 def parquet_file(path: Path, values: list[dict[str, Any]]) -> Path:
-    import pyarrow as pa  # starts threads: never while tests are collected
+    import pyarrow as pa  # starts threads, so it is never imported during collection
     from pyarrow import parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,9 +44,11 @@ def parquet_file(path: Path, values: list[dict[str, Any]]) -> Path:
     return path
 
 
-def saved(path: Path, values: list[dict[str, Any]], shards: int = 1) -> Path:
-    """The layout of `datasets.Dataset.save_to_disk`, version 5.2: Arrow streams and state.json."""
-    import pyarrow as pa  # starts threads: never while tests are collected
+def save_dataset(path: Path, values: list[dict[str, Any]], shards: int = 1) -> Path:
+    """Write rows in the layout of `datasets.Dataset.save_to_disk` 5.2: Arrow streams and
+    state.json.
+    """
+    import pyarrow as pa  # starts threads, so it is never imported during collection
 
     path.mkdir(parents=True)
     table = pa.Table.from_pylist(values)
@@ -64,7 +66,7 @@ def values(path: Path) -> list[dict[str, Any]]:
     return [row.value for row in dataset_rows.read_rows(path, "prompt")]
 
 
-def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+def test_all_formats_yield_the_same_rows(tmp_path: Path) -> None:
     several = tmp_path / "several"
     parquet_file(several / "train-00000-of-00002.parquet", ROWS[:3])
     parquet_file(several / "train-00001-of-00002.parquet", ROWS[3:])
@@ -73,14 +75,14 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         parquet_file(tmp_path / "rows.parquet", ROWS),
         several,
         several / "train-*.parquet",
-        saved(tmp_path / "saved", ROWS),
-        saved(tmp_path / "sharded", ROWS, shards=3),
+        save_dataset(tmp_path / "saved", ROWS),
+        save_dataset(tmp_path / "sharded", ROWS, shards=3),
     ):
         assert dataset_rows.has_dataset(path)
         assert values(path) == ROWS, path
 
 
-def test_rows_that_say_the_same_are_the_same_in_every_format(tmp_path: Path) -> None:
+def test_equal_rows_have_one_identity_in_all_formats(tmp_path: Path) -> None:
     written = tmp_path / "rows.jsonl"
     written.write_text('{"more":{"no":null,"share":0.5}, "tags":["a","\\u00fc"],"answer":0, ')
     written.write_text(written.read_text() + '"prompt":"what is 0?"}\n')
@@ -89,19 +91,19 @@ def test_rows_that_say_the_same_are_the_same_in_every_format(tmp_path: Path) -> 
     assert one.identity == first.identity and one.json_line != first.json_line
 
 
-def test_a_directory_of_several_splits_asks_for_one(tmp_path: Path) -> None:
+def test_directory_with_several_splits_is_rejected_with_their_names(tmp_path: Path) -> None:
     parquet_file(tmp_path / "hub/train-00000-of-00001.parquet", ROWS)
     parquet_file(tmp_path / "hub/test-00000-of-00001.parquet", ROWS)
     with pytest.raises(ConfigError, match=r"several splits: test, train.*test-\*\.parquet"):
         values(tmp_path / "hub")
-    saved(tmp_path / "both/train", ROWS)
+    save_dataset(tmp_path / "both/train", ROWS)
     (tmp_path / "both/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(ConfigError, match=r"several splits: train, test.*both/train"):
         values(tmp_path / "both")
     assert values(tmp_path / "both/train") == ROWS
 
 
-def test_what_is_no_dataset_says_what_would_be(tmp_path: Path) -> None:
+def test_invalid_dataset_error_names_the_expected_formats(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"neither state\.json nor"):
         values(tmp_path / "empty")
@@ -119,7 +121,7 @@ def test_what_is_no_dataset_says_what_would_be(tmp_path: Path) -> None:
         (float("inf"), "column 'extra' holds a number that is not finite"),
     ],
 )
-def test_a_value_that_is_no_plain_data_names_row_and_column(
+def test_value_without_a_json_type_names_row_and_column(
     tmp_path: Path, value: Any, says: str
 ) -> None:
     cells = [{"prompt": "a", "extra": None}, {"prompt": "b", "extra": value}]
@@ -129,7 +131,7 @@ def test_a_value_that_is_no_plain_data_names_row_and_column(
 
 
 @pytest.mark.parametrize("value", [1 << 64, -(1 << 63) - 1, "\ud800", [{"a\udfff": 1}]])
-def test_a_value_that_cannot_be_sent_names_row_and_column(tmp_path: Path, value: Any) -> None:
+def test_unsendable_value_names_row_and_column(tmp_path: Path, value: Any) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b", "extra": value}])
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: column 'extra' cannot be sent"):
         values(path)
@@ -137,8 +139,8 @@ def test_a_value_that_cannot_be_sent_names_row_and_column(tmp_path: Path, value:
     assert values(jsonl(tmp_path / "rows.jsonl", limits)) == limits
 
 
-def test_a_task_of_a_taskset_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
-    writer = tmp_path / "python"  # stands in for an interpreter that has the package
+def test_unsendable_task_of_a_taskset_is_named(tmp_path: Path) -> None:
+    writer = tmp_path / "python"  # a stand-in for an interpreter with the package
     row = json.dumps({"prompt": "a", "answer": 1 << 64})
     writer.write_text(f"#!/bin/sh\nfor last; do :; done\necho '{row}' > \"$last\"\n")
     writer.chmod(0o755)
@@ -147,13 +149,13 @@ def test_a_task_of_a_taskset_that_cannot_be_sent_is_named(tmp_path: Path) -> Non
         tasksets.load_tasks(JobConfig(environment=environment), tmp_path)
 
 
-def test_a_row_without_its_prompt_is_named(tmp_path: Path) -> None:
-    path = saved(tmp_path / "saved", [{"prompt": "a"}, {"prompt": None}])
+def test_row_without_a_prompt_is_named(tmp_path: Path) -> None:
+    path = save_dataset(tmp_path / "saved", [{"prompt": "a"}, {"prompt": None}])
     with pytest.raises(ConfigError, match=r"row 2: the row has no string 'prompt'"):
         values(path)
 
 
-def test_a_prompt_may_be_messages_only_in_a_chat(tmp_path: Path) -> None:
+def test_message_prompts_need_a_chat_format(tmp_path: Path) -> None:
     message = {"role": "user", "content": "hello"}
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": [message]}, {"prompt": "hello"}])
     assert len(list(dataset_rows.read_rows(path, "prompt", chat=True))) == 2
@@ -170,7 +172,7 @@ def test_a_prompt_may_be_messages_only_in_a_chat(tmp_path: Path) -> None:
             list(dataset_rows.read_rows(path, "prompt", chat=True))
 
 
-def test_a_mixed_conversation_of_parquet_is_taken(tmp_path: Path) -> None:
+def test_conversation_with_null_fields_from_parquet_is_accepted(tmp_path: Path) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "1 + 1?"},
@@ -183,7 +185,7 @@ def test_a_mixed_conversation_of_parquet_is_taken(tmp_path: Path) -> None:
     assert parse_conversation(read[0]) == parse_conversation(messages)
 
 
-def test_a_number_of_jsonl_that_is_not_finite_names_line_and_column(tmp_path: Path) -> None:
+def test_non_finite_number_in_jsonl_names_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for written in ("NaN", "-Infinity", "1e999", '[0, {"a": -1e400}]'):
         path.write_text('{"prompt": "a", "n": 1e300}\n{"prompt": "b", "n": ' + written + "}\n")
@@ -192,11 +194,9 @@ def test_a_number_of_jsonl_that_is_not_finite_names_line_and_column(tmp_path: Pa
             values(path)
 
 
-def test_a_job_takes_parquet_and_a_saved_dataset_and_bundles_them(
-    job: Path, tmp_path: Path
-) -> None:
+def test_parquet_and_saved_datasets_are_bundled(job: Path, tmp_path: Path) -> None:
     parquet_file(job.parent / "train.parquet", ROWS[:5])
-    saved(job.parent / "held", ROWS[5:])
+    save_dataset(job.parent / "held", ROWS[5:])
     overrides = ["dataset.train=train.parquet", "dataset.held_out=held"]
     config, base = load_config(job, overrides)
     directory, document = pack_bundle(config, base, tmp_path / "run")
@@ -205,7 +205,7 @@ def test_a_job_takes_parquet_and_a_saved_dataset_and_bundles_them(
         assert [json.loads(line) for line in bundled] == want
 
 
-def test_a_held_out_row_is_found_among_the_trained_ones_whatever_the_format(job: Path) -> None:
+def test_held_out_row_in_the_training_set_is_found_across_formats(job: Path) -> None:
     (job.parent / "train.jsonl").write_text('{"prompt":"1+1=",   "n": 2}\n')
     parquet_file(
         job.parent / "held.parquet", [{"prompt": "1+3=", "n": 4}, {"n": 2, "prompt": "1+1="}]
@@ -214,7 +214,7 @@ def test_a_held_out_row_is_found_among_the_trained_ones_whatever_the_format(job:
         load_config(job, ["dataset.held_out=held.parquet"])
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
     assert [row.value["prompt"] for row in dataset_rows.read_rows(tmp_path / "rows.jsonl")] == [
         "a",
@@ -222,13 +222,13 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
     ]
 
 
-def test_lists_in_lists_without_end_are_refused_with_their_line(tmp_path: Path) -> None:
+def test_too_deeply_nested_row_is_rejected_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' + "[" * 5000 + "]" * 5000 + "\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: .* nested too deeply"):
         list(dataset_rows.read_rows(tmp_path / "rows.jsonl"))
 
 
-def test_a_number_of_more_digits_than_are_read_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_number_with_too_many_digits_is_rejected_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"n": ' + "9" * 5000 + "}\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a number that cannot be read"):
         list(dataset_rows.read_rows(tmp_path / "rows.jsonl"))
@@ -245,9 +245,7 @@ def test_a_number_of_more_digits_than_are_read_is_refused_with_its_line(tmp_path
         ("dataset_dict.json", "{}"),
     ],
 )
-def test_a_saved_dataset_that_is_none_names_its_file(
-    tmp_path: Path, file: str, content: str
-) -> None:
+def test_invalid_saved_dataset_names_its_file(tmp_path: Path, file: str, content: str) -> None:
     (tmp_path / file).write_text(content)
     with pytest.raises(ConfigError) as caught:
         list(dataset_rows.read_rows(tmp_path))
@@ -276,19 +274,19 @@ def test_a_saved_dataset_that_is_none_names_its_file(
         ("raise ValueError\nreturn row['a']", []),
     ],
 )
-def test_only_what_every_call_reads_is_needed(body: str, keys: list[str]) -> None:
+def test_only_unconditionally_read_keys_are_required(body: str, keys: list[str]) -> None:
     source = "def score(row, turns):\n" + textwrap.indent(body, "    ")
     [function] = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
     assert [key for key, _ in find_unconditional_keys(function)] == keys
 
 
-def test_the_formats_stop_tokens_join_the_jobs(chat: Given) -> None:
+def test_chat_formats_stop_tokens_are_added(chat: JobVariant) -> None:
     config = chat.load("environment.chat=qwen3", 'rollout.stop=["a"]')
     assert config.rollout.stop == ["a", "<|im_end|>", "<|endoftext|>"]
 
 
-def test_auto_is_resolved_by_the_models_published_name(chat: Given, shape: str) -> None:
+def test_auto_chat_format_follows_the_models_published_name(chat: JobVariant, shape: str) -> None:
     model = chat.path.parent / "models/Qwen/Qwen3-8B"
     model.mkdir(parents=True)
     (model / "config.json").write_text(shape)
@@ -297,14 +295,14 @@ def test_auto_is_resolved_by_the_models_published_name(chat: Given, shape: str) 
     assert config.environment.chat == "qwen3"
 
 
-def test_rows_of_a_chat_may_hold_messages(chat: Given) -> None:
+def test_chat_rows_may_contain_messages(chat: JobVariant) -> None:
     line = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
     (chat.path.parent / "train.jsonl").write_text(line)
     assert chat.load("environment.chat=qwen3")
 
 
-def model_of(job: Path, shape: str, config: object, generation: object) -> Path:
-    """A model directory whose two files name these end tokens."""
+def write_model(job: Path, shape: str, config: object, generation: object) -> Path:
+    """Write a model directory whose two files name these end tokens."""
     model = job.parent / "model"
     model.mkdir()
     qwen3_tokenizer(model)
@@ -323,22 +321,22 @@ def model_of(job: Path, shape: str, config: object, generation: object) -> Path:
         (None, None, []),
     ],
 )
-def test_the_models_own_end_tokens_end_a_turn(
+def test_models_end_tokens_end_a_turn(
     job: Path, shape: str, config: object, generation: object, ends: list[str]
 ) -> None:
     found = qwen3_tokenizer(job.parent)
 
-    def ids(named: object) -> object:
+    def to_ids(named: object) -> object:
         if isinstance(named, list):
-            return [ids(name) for name in named]
+            return [to_ids(name) for name in named]
         return None if named is None else found.token_to_id(str(named))
 
-    model = model_of(job, shape, ids(config), ids(generation))
+    model = write_model(job, shape, to_ids(config), to_ids(generation))
     named = [f"model.path={model}", "model.tokenizer=''", 'rollout.stop=["a"]']
     assert load_config(job, named)[0].rollout.stop == ["a", *ends]
 
 
-def test_a_model_from_scratch_has_the_end_tokens_it_is_described_with(chat: Given) -> None:
+def test_model_from_scratch_has_its_configured_end_tokens(chat: JobVariant) -> None:
     end = qwen3_tokenizer(chat.path.parent).token_to_id("<|im_end|>")
     assert chat.load(f"model.config.eos_token_id={end}").rollout.stop == ["<|im_end|>"]
 
@@ -346,16 +344,14 @@ def test_a_model_from_scratch_has_the_end_tokens_it_is_described_with(chat: Give
 @pytest.mark.parametrize(
     ("config", "says"), [(5000, "token 5000, which the tokenizer lacks"), ("x", "not 'x'")]
 )
-def test_an_end_token_that_is_none_is_refused(
-    job: Path, shape: str, config: object, says: str
-) -> None:
-    model = model_of(job, shape, None, config)
+def test_invalid_end_token_is_rejected(job: Path, shape: str, config: object, says: str) -> None:
+    model = write_model(job, shape, None, config)
     with pytest.raises(ConfigError, match=says):
         load_config(job, [f"model.path={model}", "model.tokenizer=''"])
 
 
-def templated(job: Path, shape: str, name: str, rows: str = "") -> list[str]:
-    """Overrides for a model directory of no published name, with a chat template."""
+def make_overrides(job: Path, shape: str, name: str, rows: str = "") -> list[str]:
+    """Make overrides for a model directory without a published name but with a chat template."""
     model = directory_of(FORMATS[name], job.parent / "somebodys-model")
     (model / "config.json").write_text(shape)
     if rows:
@@ -368,15 +364,15 @@ def templated(job: Path, shape: str, name: str, rows: str = "") -> list[str]:
     ("name", "ends"),
     [("llama-3", "<|eot_id|>"), ("gemma", "<end_of_turn>"), ("tinyllama", "</s>")],
 )
-def test_auto_is_the_models_own_template_where_its_name_is_unknown(
+def test_auto_chat_format_is_the_models_template_for_unknown_names(
     job: Path, shape: str, name: str, ends: str
 ) -> None:
-    config, _ = load_config(job, templated(job, shape, name))
+    config, _ = load_config(job, make_overrides(job, shape, name))
     assert (config.environment.chat, config.rollout.stop) == ("template", [ends])
 
 
-def test_a_template_that_writes_the_date_has_one_for_the_whole_run(job: Path, shape: str) -> None:
-    overrides = templated(job, shape, "llama-3")
+def test_date_of_a_template_is_fixed_for_a_run(job: Path, shape: str) -> None:
+    overrides = make_overrides(job, shape, "llama-3")
     before = date.today().isoformat()
     found = load_config(job, overrides)[0].environment.chat_date
     assert found in (before, date.today().isoformat())
@@ -384,7 +380,7 @@ def test_a_template_that_writes_the_date_has_one_for_the_whole_run(job: Path, sh
     assert named.environment.chat_date == "2024-02-09"
     with pytest.raises(ConfigError, match="is no day"):
         load_config(job, [*overrides, "environment.chat_date=today"])
-    assert load_config(job, templated(job, shape, "gemma"))[0].environment.chat_date == ""
+    assert load_config(job, make_overrides(job, shape, "gemma"))[0].environment.chat_date == ""
 
 
 SYSTEM_ROW = '{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}\n'
@@ -397,15 +393,15 @@ SYSTEM_ROW = '{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "
         ("gemma", [], r"train\.jsonl, line 1: .*System role not supported"),
     ],
 )
-def test_what_a_template_cannot_do_is_refused(
+def test_unsupported_template_use_is_rejected(
     job: Path, shape: str, name: str, overrides: list[str], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        load_config(job, [*templated(job, shape, name, SYSTEM_ROW), *overrides])
+        load_config(job, [*make_overrides(job, shape, name, SYSTEM_ROW), *overrides])
 
 
-def test_a_tokenizer_of_an_older_kind_is_told_how_to_become_one(job: Path, shape: str) -> None:
-    model = model_of(job, shape, None, None)
+def test_old_tokenizer_error_names_the_conversion(job: Path, shape: str) -> None:
+    model = write_model(job, shape, None, None)
     (model / "tokenizer.json").rename(model / "tokenizer.model")
     with pytest.raises(ConfigError, match=r"makes one of tokenizer\.model.*save_pretrained"):
         load_config(job, [f"model.path={model}", "model.tokenizer=''"])

@@ -1,4 +1,4 @@
-"""Who owns a mesh's directory, and what claims on it mean."""
+"""Ownership of mesh directories, and claims on run directories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MINE = JobConfig(name="sum", out="mine")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -44,164 +44,171 @@ def replace_mine(config: JobConfig = MINE) -> None:
         claim.delete_replaced_run()
 
 
-def everything(directory: Path) -> list[str]:
+def list_all(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-def test_a_start_that_fails_leaves_no_directory(here: Path) -> None:
+def test_failed_start_leaves_no_directory(working_directory: Path) -> None:
     with pytest.raises(KeyError), claim_run_directory(JobConfig(name="sum"), False) as claim:
         (claim.directory / "bundle").mkdir()
         raise KeyError
-    assert everything(here) == []
+    assert list_all(working_directory) == []
 
 
-def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(here: Path) -> None:
-    make_run(here / "mine")
-    before = everything(here)
+def test_failed_start_restores_the_run_it_was_to_replace(working_directory: Path) -> None:
+    make_run(working_directory / "mine")
+    before = list_all(working_directory)
     with pytest.raises(KeyError), claim_run_directory(MINE, True) as claim:
         assert not (claim.directory / "weights").exists()
         (claim.directory / "job.json").write_text("{}")
         raise KeyError
-    assert everything(here) == before
-    assert (here / "mine/weights").read_text() == "precious"
+    assert list_all(working_directory) == before
+    assert (working_directory / "mine/weights").read_text() == "precious"
 
 
-def test_a_start_that_succeeds_replaces_it(here: Path) -> None:
-    make_run(here / "mine")
+def test_successful_start_replaces_the_run(working_directory: Path) -> None:
+    make_run(working_directory / "mine")
     with claim_run_directory(MINE, True) as claim:
-        assert claim.directory == here / "mine"
+        assert claim.directory == working_directory / "mine"
         claim.commit()
         claim.delete_replaced_run()
-    assert everything(here) == ["mine"]
+    assert list_all(working_directory) == ["mine"]
 
 
-def test_a_run_whose_successor_does_not_come_up_stays_whole_and_is_told(
-    here: Path, capsys: pytest.CaptureFixture[str]
+def test_run_is_preserved_and_named_if_its_successor_does_not_start(
+    working_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_run(here / "mine")
+    make_run(working_directory / "mine")
     with pytest.raises(KeyError), claim_run_directory(MINE, True) as claim:
         claim.commit()  # Redis has the new job; then a service does not start
         raise KeyError
-    (aside,) = here.glob(".mine.replaced-*")
+    (aside,) = working_directory.glob(".mine.replaced-*")
     assert (aside / "weights").read_text() == "precious"
     assert str(aside) in capsys.readouterr().err
 
 
-def test_what_a_failed_start_has_linked_is_taken_back_and_what_it_leads_to_is_not(
-    here: Path,
+def test_failed_start_removes_its_links_but_not_their_targets(
+    working_directory: Path,
 ) -> None:
-    make_run(here / "mine")
-    (here / "store").mkdir()
-    (here / "store/chunk").write_text("precious")
+    make_run(working_directory / "mine")
+    (working_directory / "store").mkdir()
+    (working_directory / "store/chunk").write_text("precious")
     with pytest.raises(KeyError), claim_run_directory(MINE, True) as claim:
-        (claim.directory / "store").symlink_to(here / "store")
+        (claim.directory / "store").symlink_to(working_directory / "store")
         raise KeyError
-    assert (here / "mine/weights").read_text() == "precious"
-    assert (here / "store/chunk").read_text() == "precious"
+    assert (working_directory / "mine/weights").read_text() == "precious"
+    assert (working_directory / "store/chunk").read_text() == "precious"
 
 
-def test_an_empty_directory_of_the_users_stays_one(here: Path) -> None:
-    (here / "mine").mkdir()
+def test_empty_user_directory_is_kept(working_directory: Path) -> None:
+    (working_directory / "mine").mkdir()
     with pytest.raises(KeyError), claim_run_directory(MINE, False) as claim:
         (claim.directory / "bundle").mkdir()
         (claim.directory / "job.json").write_text("{}")
         raise KeyError
-    assert everything(here) == ["mine"]
+    assert list_all(working_directory) == ["mine"]
 
 
 @pytest.mark.parametrize("content", [None, "{}", "[1]", "no json", '{"job": "build"}'])
-def test_force_deletes_nothing_that_is_no_run(here: Path, content: str | None) -> None:
-    (here / "mine/mesh").mkdir(parents=True)
-    (here / "mine/summary.json").write_text("{}")
+def test_force_deletes_only_run_directories(working_directory: Path, content: str | None) -> None:
+    (working_directory / "mine/mesh").mkdir(parents=True)
+    (working_directory / "mine/summary.json").write_text("{}")
     if content is not None:
-        (here / "mine/job.json").write_text(content)
-    before = everything(here)
+        (working_directory / "mine/job.json").write_text(content)
+    before = list_all(working_directory)
     with pytest.raises(Refused, match=r"mine is no run"):
         replace_mine()
-    assert everything(here) == before
+    assert list_all(working_directory) == before
 
 
-def test_force_refuses_a_run_whose_mesh_runs(here: Path) -> None:
-    place = MeshPaths(make_run(here / "mine"))
+def test_force_rejects_a_run_with_a_live_mesh(working_directory: Path) -> None:
+    place = MeshPaths(make_run(working_directory / "mine"))
     with place.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(Refused, match="goes on"):
             replace_mine()
-    assert (here / "mine/weights").read_text() == "precious"
+    assert (working_directory / "mine/weights").read_text() == "precious"
     replace_mine()
-    assert not (here / "mine/weights").exists()
+    assert not (working_directory / "mine/weights").exists()
 
 
-def test_force_refuses_a_submitted_run_that_waits_for_its_mesh(here: Path) -> None:
-    mesh = here / ".meshrl"
+def test_force_rejects_a_submitted_run_that_is_not_terminal(working_directory: Path) -> None:
+    mesh = working_directory / ".meshrl"
     (mesh / "mesh").mkdir(parents=True)
     (mesh / "mesh/settings.json").write_text('{"redis_url": "redis://127.0.0.1:1"}')
     (mesh / "store").mkdir()
     (mesh / "store/chunk").write_text("of other runs too")
-    run = make_run(here / "mine", mesh=str(mesh))
+    run = make_run(working_directory / "mine", mesh=str(mesh))
     (run / "store").symlink_to(mesh / "store")
     with pytest.raises(Refused, match="has not ended"):
         replace_mine()
     (run / "summary.json").write_text('{"phase": "finished"}')
     replace_mine()
-    assert everything(run) == []
+    assert list_all(run) == []
     assert (mesh / "store/chunk").read_text() == "of other runs too"
 
 
-def test_force_refuses_a_submitted_run_whose_live_mesh_does_not_answer(here: Path) -> None:
-    mesh = MeshPaths(here / ".meshrl")
+def test_force_rejects_a_submitted_run_whose_mesh_does_not_answer(working_directory: Path) -> None:
+    mesh = MeshPaths(working_directory / ".meshrl")
     mesh.directory.mkdir(parents=True)
     MeshSettings("redis://127.0.0.1:1", str(mesh.root)).to_file(mesh.settings)
-    make_run(here / "mine", mesh=str(mesh.root))
+    make_run(working_directory / "mine", mesh=str(mesh.root))
     with mesh.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(Refused, match="cannot be seen"):
             replace_mine()
-    assert (here / "mine/weights").read_text() == "precious"
+    assert (working_directory / "mine/weights").read_text() == "precious"
 
 
-def test_force_does_not_follow_a_link(here: Path) -> None:
-    make_run(here / "elsewhere")
-    (here / "mine").symlink_to(here / "elsewhere")
+def test_force_does_not_follow_a_link(working_directory: Path) -> None:
+    make_run(working_directory / "elsewhere")
+    (working_directory / "mine").symlink_to(working_directory / "elsewhere")
     with pytest.raises(Refused, match="symbolic link"):
         replace_mine()
-    assert (here / "elsewhere/weights").exists() and (here / "mine").is_symlink()
+    assert (working_directory / "elsewhere/weights").exists() and (
+        working_directory / "mine"
+    ).is_symlink()
 
 
 @pytest.mark.parametrize("out", [".", "..", "~", "/"])
-def test_force_deletes_no_directory_that_one_works_or_lives_in(here: Path, out: str) -> None:
-    for protected in (here, Path.home()):
+def test_force_never_deletes_the_working_or_home_directory(
+    working_directory: Path, out: str
+) -> None:
+    for protected in (working_directory, Path.home()):
         make_run(protected)
     with pytest.raises(Refused, match=r"working directory|home directory"):
         replace_mine(JobConfig(out=out))
-    assert (here / "weights").exists() and (Path.home() / "weights").exists()
+    assert (working_directory / "weights").exists() and (Path.home() / "weights").exists()
 
 
-def test_a_directory_that_cannot_be_made_is_one_line_that_names_it(here: Path) -> None:
-    (here / "file").write_text("")
+def test_impossible_directory_is_a_one_line_error(working_directory: Path) -> None:
+    (working_directory / "file").write_text("")
     with pytest.raises(Refused, match=r"file/run cannot be written: .*Not a directory") as said:
         replace_mine(JobConfig(out="file/run"))
     assert "\n" not in str(said.value)
-    assert everything(here) == ["file"]
+    assert list_all(working_directory) == ["file"]
 
 
-def test_a_full_disk_is_one_line_that_names_the_directory(here: Path) -> None:
+def test_full_disk_error_names_the_directory(working_directory: Path) -> None:
     full = pytest.raises(StorageFull, match=r"mine cannot be written: .*No space left")
-    with full, translate_write_errors(here / "mine"):
+    with full, translate_write_errors(working_directory / "mine"):
         Path("/dev/full").write_bytes(b"x" * 100_000)
 
 
-def test_two_runs_that_start_at_once_get_a_directory_each(here: Path) -> None:
+def test_concurrent_starts_get_separate_directories(working_directory: Path) -> None:
     config = JobConfig(name="sum")
     with claim_run_directory(config, False) as first, claim_run_directory(config, False) as second:
-        assert (first.directory, second.directory) == (here / "runs/sum", here / "runs/sum-2")
+        assert (first.directory, second.directory) == (
+            working_directory / "runs/sum",
+            working_directory / "runs/sum-2",
+        )
 
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
-def test_what_lies_open_is_closed(tmp_path: Path) -> None:
+def test_open_mesh_directory_is_made_private(tmp_path: Path) -> None:
     directory = tmp_path / "mesh"
     directory.mkdir(mode=0o755)
     directory.chmod(0o755)
@@ -209,17 +216,17 @@ def test_what_lies_open_is_closed(tmp_path: Path) -> None:
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_where_anybody_may_put_another_directory_is_refused(tmp_path: Path) -> None:
+def test_world_writable_parent_is_rejected(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(Refused, match="anybody may replace mesh") as refused:
         create_private_directory(tmp_path / "mesh")
     assert "chmod o-w" in refused.value.fix
-    tmp_path.chmod(0o1777)  # as /tmp: who does not own a name cannot move it
+    tmp_path.chmod(0o1777)  # as /tmp: only the owner of a name can move it
     create_private_directory(tmp_path / "mesh")
 
 
 @AS_ROOT
-def test_what_another_user_has_put_there_is_not_used(tmp_path: Path) -> None:
+def test_files_of_another_user_are_rejected(tmp_path: Path) -> None:
     place = MeshPaths(tmp_path / "run")
     place.directory.mkdir(parents=True)
     MeshSettings("unix:///tmp/trap.sock", str(place.root)).to_file(place.settings)
@@ -233,7 +240,7 @@ def test_what_another_user_has_put_there_is_not_used(tmp_path: Path) -> None:
 
 
 @AS_ROOT
-def test_a_pointer_of_another_user_leads_nowhere(
+def test_mesh_pointer_of_another_user_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHRL_HOME", str(tmp_path / ".meshrl"))
@@ -244,7 +251,7 @@ def test_a_pointer_of_another_user_leads_nowhere(
 
 
 @pytest.mark.rotating(2)
-def test_what_a_command_writes_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_command_output_is_private_to_its_user(tmp_path: Path) -> None:
     shown = "import os; print(oct(os.umask(0)))"
     program = f"import sys, atexit; atexit.register(lambda: exec({shown!r}))\n"
     program += "from meshrl.__main__ import main; sys.argv[1:] = ARGUMENTS; main()"

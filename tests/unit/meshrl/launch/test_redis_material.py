@@ -1,4 +1,4 @@
-"""Redis as a mesh needs it: its material, how it is guarded and who may reach it."""
+"""Redis of a mesh: persistence, certificates, passwords and reachable addresses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WITHIN_S = 60.0
 
 @dataclass
 class Container:
-    """The server, as compose runs it."""
+    """Redis server in a container, as compose runs it."""
 
     directory: Path
     port: int
@@ -93,8 +93,8 @@ def container(monkeypatch: pytest.MonkeyPatch) -> Iterator[Container]:
     shutil.rmtree(directory)
 
 
-async def opened(url: str) -> StateClient:
-    """A connection, once the server answers."""
+async def open_client(url: str) -> StateClient:
+    """Return a connection once the server answers."""
     async with asyncio.timeout(scaled(WITHIN_S)):
         while True:
             try:
@@ -104,43 +104,43 @@ async def opened(url: str) -> StateClient:
 
 
 @NEEDED
-async def test_what_was_written_is_there_after_a_kill(container: Container) -> None:
+async def test_written_entry_survives_a_kill(container: Container) -> None:
     container.start()
-    state = await opened(container.url)
+    state = await open_client(container.url)
     entry = RegistryEntry("worker/w0", "worker", incarnation="one")
     await registry.register(state, entry, 600_000)  # by a script, which writes a transaction
     await state.close()
     container.kill()
     container.start()
-    state = await opened(container.url)
+    state = await open_client(container.url)
     found = await registry.lookup(state, "worker/w0")
     assert found is not None and found.incarnation == "one", "as `default` it leaves these out"
     await state.close()
 
 
 @NEEDED
-async def test_nobody_comes_in_without_the_password_or_another_authority(
+async def test_wrong_password_or_authority_is_rejected(
     container: Container,
 ) -> None:
     container.start()
-    await (await opened(container.url)).close()
+    await (await open_client(container.url)).close()
     for wrong in (
         container.url.replace("mesh:", "mesh:x"),
         container.url.replace("mesh:", "default:"),
-        container.url.partition("?")[0],  # its certificate is of nobody whom this machine knows
+        container.url.partition("?")[0],  # no known authority has signed its certificate
     ):
         with pytest.raises(MeshError):
             await StateClient.open(wrong, connect_timeout_s=1.0)
 
 
 @NEEDED
-async def test_a_mesh_goes_on_when_it_starts_again(container: Container) -> None:
+async def test_mesh_continues_after_a_restart(container: Container) -> None:
     head = AdmittedHost.from_secret("head-000001", "aa" * 32, acl.ROLES, 1.0)
     guest = AdmittedHost.from_secret(GUEST, "bb" * 32, ("node", "worker"), 1.0)
     place = MeshPaths(container.directory / "root")
     place.directory.mkdir(parents=True, mode=0o700)
     container.start()
-    await (await opened(container.url)).close()
+    await (await open_client(container.url)).close()
     redis = MeshRedis(
         *(SystemHost(), SystemClock(), place, "5e" * 32, (20, 120.0), SupervisorHooks()),
         on_rollback=lambda why: pytest.fail(why),
@@ -156,9 +156,9 @@ async def test_a_mesh_goes_on_when_it_starts_again(container: Container) -> None
             host=GUEST,
             secret="bb" * 32,
             joinable=True,
-            authority=told.remote_ca_file,
+            read_authority=told.remote_ca_file,
         )
-        worker = await opened(settings.make_redis_url("worker"))
+        worker = await open_client(settings.make_redis_url("worker"))
         container.kill()
         container.start()
         async with asyncio.timeout(scaled(WITHIN_S)):
@@ -173,24 +173,24 @@ async def test_a_mesh_goes_on_when_it_starts_again(container: Container) -> None
         await redis.stop()
 
 
-def test_a_file_names_the_server_and_the_authority_beside_it(
+def test_url_file_may_name_an_authority_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, authority = tmp_path / "url", tmp_path / "authority.pem"
+    file, read_authority = tmp_path / "url", tmp_path / "authority.pem"
     monkeypatch.setenv("MESHRL_REDIS_URL", str(file))
     with pytest.raises(ConfigError, match="no URL of a Redis can be read"):
         embedded_server.read_configured_url()
     file.touch(0o600)
     for url, after in (
-        ("rediss://mesh:secret@redis:6379/0", f"?ssl_ca_certs={authority}"),
-        ("rediss://redis:6379?db=1", f"&ssl_ca_certs={authority}"),
+        ("rediss://mesh:secret@redis:6379/0", f"?ssl_ca_certs={read_authority}"),
+        ("rediss://redis:6379?db=1", f"&ssl_ca_certs={read_authority}"),
         ("rediss://redis:6379?ssl_ca_certs=/own.pem", ""),
         ("redis://localhost/0", ""),
     ):
-        authority.unlink(missing_ok=True)
+        read_authority.unlink(missing_ok=True)
         file.write_text(f"{url}\n")
         assert embedded_server.read_configured_url() == url
-        authority.touch()
+        read_authority.touch()
         assert embedded_server.read_configured_url() == url + after
     file.write_text("secret")
     with pytest.raises(ConfigError, match="no URL of a Redis") as caught:
@@ -201,8 +201,8 @@ def test_a_file_names_the_server_and_the_authority_beside_it(
         embedded_server.read_configured_url()
 
 
-class Ponging:
-    """A server that answers every command with PONG, and says when one has come."""
+class PongServer:
+    """Server that answers every command with PONG and sets an event at the first one."""
 
     def __init__(self) -> None:
         self.heard = asyncio.Event()
@@ -215,8 +215,8 @@ class Ponging:
         writer.close()
 
 
-async def test_a_cancellation_ends_it_at_whatever_moment_it_comes() -> None:
-    server = Ponging()
+async def test_watchdog_can_be_cancelled_at_any_moment() -> None:
+    server = PongServer()
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
 
@@ -225,7 +225,7 @@ async def test_a_cancellation_ends_it_at_whatever_moment_it_comes() -> None:
             await is_answering(f"redis://127.0.0.1:{port}/0")
 
     async with listening:
-        for turns in range(120):  # of the loop, before the cancellation
+        for turns in range(120):  # turns of the event loop before the cancellation
             task = asyncio.create_task(watch())
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -240,46 +240,49 @@ HEAD = AdmittedHost("head-000001", {}, 0.0)
 NOW = datetime.datetime(2026, 11, 23, tzinfo=datetime.UTC)
 
 
-def authority(directory: Path) -> x509.Certificate:
+def read_authority(directory: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate((directory / certificates.CA_FILE).read_bytes())
 
 
-def served(directory: Path) -> x509.Certificate:
+def read_certificate(directory: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate((directory / certificates.CERTIFICATE_FILE).read_bytes())
 
 
-def names(found: x509.Certificate) -> set[str]:
+def list_names(found: x509.Certificate) -> set[str]:
     held = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     addresses = {str(one) for one in held.get_values_for_type(x509.IPAddress)}
     return addresses | set(held.get_values_for_type(x509.DNSName))
 
 
-def test_the_authority_stays_and_the_certificate_is_for_where_it_is_reached_now(
+def test_authority_is_kept_and_the_certificate_covers_the_current_address(
     tmp_path: Path,
 ) -> None:
     certificates.issue_certificate(tmp_path, ["10.0.0.1"], NOW)
-    first, before = served(tmp_path), authority(tmp_path)
+    first, before = read_certificate(tmp_path), read_authority(tmp_path)
     certificates.issue_certificate(
         tmp_path, ["gpu1.example", "::1"], NOW + datetime.timedelta(days=30)
     )
-    assert authority(tmp_path) == before and served(tmp_path) != first
-    assert names(first) == {"10.0.0.1"} and names(served(tmp_path)) == {"gpu1.example", "::1"}
-    served(tmp_path).verify_directly_issued_by(before)
+    assert read_authority(tmp_path) == before and read_certificate(tmp_path) != first
+    assert list_names(first) == {"10.0.0.1"} and list_names(read_certificate(tmp_path)) == {
+        "gpu1.example",
+        "::1",
+    }
+    read_certificate(tmp_path).verify_directly_issued_by(before)
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
-def test_an_authority_that_is_about_to_end_is_replaced(tmp_path: Path) -> None:
+def test_expiring_authority_is_replaced(tmp_path: Path) -> None:
     certificates.issue_certificate(tmp_path, ["10.0.0.1"], NOW)
-    before = authority(tmp_path)
+    before = read_authority(tmp_path)
     certificates.issue_certificate(
         tmp_path, ["10.0.0.1"], NOW + certificates.VALIDITY - certificates.RENEWAL_MARGIN
     )
-    assert authority(tmp_path) != before
-    served(tmp_path).verify_directly_issued_by(authority(tmp_path))
+    assert read_authority(tmp_path) != before
+    read_certificate(tmp_path).verify_directly_issued_by(read_authority(tmp_path))
 
 
-def test_an_address_that_nobody_reaches_has_to_be_advertised() -> None:
+def test_wildcard_address_needs_an_advertised_one() -> None:
     for anywhere in ("tcp://0.0.0.0:*", "tcp://*:7000-7099", "[::]:*"):
         with pytest.raises(ConfigError, match="no address at which others reach it"):
             _ = RedisNetwork(HEAD, anywhere).reachable_host
@@ -287,7 +290,7 @@ def test_an_address_that_nobody_reaches_has_to_be_advertised() -> None:
     assert RedisNetwork(HEAD, "10.0.0.1:*").reachable_host == "10.0.0.1"
 
 
-def test_the_port_is_the_one_of_before_and_else_the_first_free_one(tmp_path: Path) -> None:
+def test_previous_port_is_reused_or_else_a_free_one(tmp_path: Path) -> None:
     first = RedisNetwork(HEAD, "127.0.0.1:*").make_listener(tmp_path, None)
     assert RedisNetwork(HEAD, "127.0.0.1:*").make_listener(tmp_path, None) == first
     with socket.create_server(("127.0.0.1", first.port)):
@@ -299,14 +302,14 @@ def test_the_port_is_the_one_of_before_and_else_the_first_free_one(tmp_path: Pat
         assert is_port_taken(ServerListener("127.0.0.1", port))
 
 
-def test_an_address_of_another_machine_is_not_told_as_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_address_of_another_machine_is_not_reported_as_a_taken_port(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1, port 0"):
         RedisNetwork(HEAD, "192.0.2.1:*").make_listener(tmp_path, None)
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1, port 7000"):
         is_port_taken(ServerListener("192.0.2.1", 7000))
 
 
-def test_a_server_of_the_users_is_one_that_hosts_reach_by_tls(tmp_path: Path) -> None:
+def test_external_server_must_be_reachable_by_tls(tmp_path: Path) -> None:
     wide, near = "10.0.0.1:*", "127.0.0.1:*"
     url = "rediss://me:secret@db.example:6390/2?ssl_ca_certs=%2Fca%20s.pem"
     assert resolve_remote_url(url, wide) == ("rediss://db.example:6390/2", "/ca s.pem")
@@ -320,7 +323,7 @@ def test_a_server_of_the_users_is_one_that_hosts_reach_by_tls(tmp_path: Path) ->
         assert resolve_remote_url(url, near) == (url, "")
 
 
-def test_a_url_is_told_without_what_lets_anybody_in() -> None:
+def test_printed_url_has_no_credentials() -> None:
     told = {
         "unix://a:b@/run/redis.sock": "unix:///run/redis.sock",
         "unix://a:b@/run/redis.sock?db=1": "unix:///run/redis.sock?db=1",

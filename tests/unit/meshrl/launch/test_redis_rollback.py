@@ -1,4 +1,4 @@
-"""The mesh's own Redis, which comes back as it was, older, damaged or not at all."""
+"""Redis of a mesh that returns unchanged, with older state, corrupt, or not at all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FailingClock(SystemClock):
 
 
 class Owner(SupervisorHooks):
-    """Hears that Redis is given up."""
+    """Owner that records that Redis was given up."""
 
     def __init__(self) -> None:
         self.gave, self.failed = "", asyncio.Event()
@@ -67,13 +67,13 @@ class Owner(SupervisorHooks):
 
 
 class Mesh:
-    """A mesh of nothing but its Redis, which starts again in one place."""
+    """Mesh that consists of its Redis, which restarts in one directory."""
 
     def __init__(self, root: Path) -> None:
         self.place = MeshPaths(root)
         self.starts = 0
         self.clock, self.owner = FailingClock(), Owner()
-        self.back = asyncio.Event()  # the state went back in mid-run
+        self.back = asyncio.Event()  # set when the state rolled back during the run
         self.why = ""
         self.redis: MeshRedis
         self.bench: Bench
@@ -81,7 +81,7 @@ class Mesh:
     @asynccontextmanager
     async def up(self) -> AsyncIterator[Bench]:
         secret, self.starts = SECRETS[self.starts % 2], self.starts + 1
-        args = SystemHost(), self.clock, self.place, secret, BUDGET, self.owner, self._went_back
+        args = SystemHost(), self.clock, self.place, secret, BUDGET, self.owner, self._on_rollback
         self.redis = MeshRedis(*args)
         self.place.directory.mkdir(exist_ok=True)
         try:
@@ -93,7 +93,7 @@ class Mesh:
         finally:
             await self.redis.stop()
 
-    def _went_back(self, why: str) -> None:
+    def _on_rollback(self, why: str) -> None:
         self.why = why
         self.back.set()
 
@@ -102,26 +102,26 @@ class Mesh:
         return self.place.redis_directory / "appendonlydir/appendonly.aof.1.incr.aof"
 
     def kill(self) -> None:
-        """The server, which is started again after a moment."""
+        """Kill the server, which restarts after a moment."""
         assert self.redis.supervisor is not None
         self.redis.supervisor.children["redis"].kill()
 
-    async def noted(self, version: int) -> None:
-        """Until the launcher has noted this version."""
+    async def await_noted_version(self, version: int) -> None:
+        """Wait until the launcher has recorded this version."""
         async with asyncio.timeout(scaled(WITHIN_S)):
             while self.redis.watermark.jobs.get(JOB, rollback.JobWatermark()).version < version:
                 await asyncio.sleep(0.02)
 
-    async def in_again(self, bench: Bench) -> None:
-        """Until a server that was killed is used again."""
+    async def await_server(self, bench: Bench) -> None:
+        """Wait until a killed server is used again."""
         async with asyncio.timeout(scaled(WITHIN_S)):
             while not self.back.is_set():
                 with contextlib.suppress(StateUnavailable):
                     await jobs.read_jobs(bench.state)
                     return
 
-    async def file_noted(self) -> None:
-        """Until the launcher has noted all that is in the file now."""
+    async def await_noted_file(self) -> None:
+        """Wait until the launcher has recorded the whole content of the file."""
         size = self.file.stat().st_size
         async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
@@ -134,7 +134,7 @@ class Mesh:
 @pytest.fixture
 async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    root = Path(tempfile.mkdtemp(prefix="mesh-"))  # a short path: there is a socket below
+    root = Path(tempfile.mkdtemp(prefix="mesh-"))  # a short path, because it contains a socket
     yield Mesh(root)
     shutil.rmtree(root)
 
@@ -146,8 +146,8 @@ async def train(bench: Bench, seats: Seats, *numbers: int) -> None:
         await seats.step(number)
 
 
-def cut_off(file: Path, commands: int) -> None:
-    """Takes the last transactions from an append-only file, as if they had never been written."""
+def remove_transactions(file: Path, commands: int) -> None:
+    """Remove the last transactions from an append-only file, as if they had never been written."""
     held = file.read_bytes()
     for _ in range(commands):
         held = held[: held.rindex(b"*1\r\n$5\r\nMULTI\r\n")]
@@ -160,25 +160,25 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(held)
 
 
-def older_copy(mesh: Mesh) -> None:
+def copy_state(mesh: Mesh) -> None:
     shutil.rmtree(mesh.place.redis_directory)
     shutil.copytree(mesh.place.root / "copy", mesh.place.redis_directory)
 
 
 DAMAGE: dict[str, Callable[[Mesh], object]] = {
-    "cut off at the end of a command": lambda mesh: cut_off(mesh.file, 1),
-    "cut off by much": lambda mesh: cut_off(mesh.file, 8),
+    "cut off at the end of a command": lambda mesh: remove_transactions(mesh.file, 1),
+    "cut off by much": lambda mesh: remove_transactions(mesh.file, 8),
     "a byte of a value": lambda mesh: flip(mesh.file, mesh.file.read_bytes().rindex(b"digest") + 6),
     "a byte of a length": lambda mesh: flip(mesh.file, 1),
     "the manifest": lambda mesh: (mesh.file.parent / "appendonly.aof.manifest").write_bytes(b""),
     "the base": lambda mesh: (mesh.file.parent / "appendonly.aof.1.base.rdb").unlink(),
-    "an older copy": older_copy,
+    "an older copy": copy_state,
     "all of it gone": lambda mesh: shutil.rmtree(mesh.place.redis_directory),
     "empty": lambda mesh: mesh.file.write_bytes(b""),
 }
 
 
-async def test_a_state_that_is_whole_goes_on_under_tokens_that_nobody_had(mesh: Mesh) -> None:
+async def test_intact_state_continues_with_new_fencing_tokens(mesh: Mesh) -> None:
     async with mesh.up() as bench:
         seats = await bench.training_job()
         await train(bench, seats, 1, 2)
@@ -192,9 +192,7 @@ async def test_a_state_that_is_whole_goes_on_under_tokens_that_nobody_had(mesh: 
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", DAMAGE)
-async def test_one_that_is_not_what_was_written_is_set_aside_at_the_next_start(
-    mesh: Mesh, what: str
-) -> None:
+async def test_rolled_back_state_is_quarantined_at_the_next_start(mesh: Mesh, what: str) -> None:
     async with mesh.up() as bench:
         seats = await bench.training_job()
         await train(bench, seats, 1)
@@ -225,7 +223,7 @@ async def test_one_that_is_not_what_was_written_is_set_aside_at_the_next_start(
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", DAMAGE)
-async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, what: str) -> None:
+async def test_rolled_back_state_serves_no_request_during_a_run(mesh: Mesh, what: str) -> None:
     async with mesh.up() as bench:
         seats = await bench.training_job()
         await train(bench, seats, 1)
@@ -235,7 +233,7 @@ async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, wha
             ignore=shutil.ignore_patterns("*.sock"),
         )
         await train(bench, seats, 2, 3)
-        await mesh.noted(3)
+        await mesh.await_noted_version(3)
         mesh.kill()
         DAMAGE[what](mesh)
         async with asyncio.timeout(scaled(WITHIN_S)):
@@ -247,10 +245,10 @@ async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, wha
         assert await jobs.read_jobs(bench.state) == []
         await mesh.redis.finish_restore()
         successor = await Bench(bench.state, None).training_job()
-        with pytest.raises(Fenced):  # it was stopped meanwhile, and knows of nothing
+        with pytest.raises(Fenced):  # stopped by the rollback, without any state
             await seats.commit(1, [])
         await train(bench, successor, 1, 2, 3, 4)
-        await mesh.noted(4)
+        await mesh.await_noted_version(4)
     async with mesh.up() as bench:
         assert (
             mesh.redis.rollback_reason == ""
@@ -258,7 +256,7 @@ async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, wha
         )
 
 
-async def test_a_job_that_is_not_put_back_is_missed_once(mesh: Mesh) -> None:
+async def test_job_that_is_not_restored_is_reported_once(mesh: Mesh) -> None:
     waits = mesh.place.root / "waits"
     waits.mkdir()
     write_json(waits / "job.json", {"job": "waits", "document": document()})
@@ -273,22 +271,22 @@ async def test_a_job_that_is_not_put_back_is_missed_once(mesh: Mesh) -> None:
         await restore_all_jobs(bench.state, mesh.redis.watermark, required=True)
         await mesh.redis.finish_restore()
         mesh.kill()
-        await mesh.in_again(bench)
+        await mesh.await_server(bench)
         assert [row.id for row in await jobs.read_jobs(bench.state)] == ["waits"]
         assert mesh.why == ""
     async with mesh.up() as bench:
         assert mesh.redis.rollback_reason == "" and [
             row.id for row in await jobs.read_jobs(bench.state)
         ]
-        # Another of the name of the one that is gone, which had come further.
+        # another job with the name of the lost one, which had made more progress
         await train(bench, await bench.training_job(), 1)
-        await mesh.noted(1)
+        await mesh.await_noted_version(1)
         mesh.kill()
-        await mesh.in_again(bench)
+        await mesh.await_server(bench)
         assert mesh.why == ""
 
 
-async def test_while_jobs_are_put_back_none_is_missed_and_a_start_that_was_cut_off_goes_on(
+async def test_jobs_being_restored_are_not_reported_and_an_interrupted_start_continues(
     mesh: Mesh,
 ) -> None:
     async with mesh.up() as bench:
@@ -297,7 +295,7 @@ async def test_while_jobs_are_put_back_none_is_missed_and_a_start_that_was_cut_o
     async with mesh.up() as bench:
         assert mesh.redis.rollback_reason
         mesh.kill()
-        await mesh.in_again(bench)
+        await mesh.await_server(bench)
         assert mesh.why == "" and mesh.redis.is_restoring
     async with mesh.up():
         assert mesh.redis.rollback_reason == "" and mesh.redis.is_restoring
@@ -306,8 +304,8 @@ async def test_while_jobs_are_put_back_none_is_missed_and_a_start_that_was_cut_o
         assert mesh.redis.rollback_reason == "" and not mesh.redis.is_restoring
 
 
-async def test_a_lineage_that_was_given_out_is_durable_before_anybody_uses_it(mesh: Mesh) -> None:
-    def noted() -> rollback.JobWatermark:
+async def test_assigned_lineage_is_durable_before_its_use(mesh: Mesh) -> None:
+    def await_noted_version() -> rollback.JobWatermark:
         return notes.read_note(mesh.place.redis_note).watermark.jobs[JOB]
 
     async with mesh.up() as bench:
@@ -316,13 +314,13 @@ async def test_a_lineage_that_was_given_out_is_durable_before_anybody_uses_it(me
     async with mesh.up() as bench:
         await steps.restart_job(bench.state, JOB, document(), str(mesh.place.root), 0)
         await mesh.redis.finish_restore()
-        assert noted().lineage == 1
+        assert await_noted_version().lineage == 1
     mesh.place.redis_note.unlink()
     async with mesh.up():
-        assert noted().lineage == 1, "what is there at the start is, too"
+        assert await_noted_version().lineage == 1, "what is there at the start is, too"
 
 
-async def test_a_server_that_was_only_killed_goes_on(mesh: Mesh) -> None:
+async def test_killed_server_continues(mesh: Mesh) -> None:
     async with mesh.up() as bench:
         seats = await bench.training_job()
         await train(bench, seats, 1, 2)
@@ -338,32 +336,32 @@ async def test_a_server_that_was_only_killed_goes_on(mesh: Mesh) -> None:
         assert not mesh.back.is_set()
 
 
-async def test_one_that_was_killed_inside_a_write_goes_on(mesh: Mesh) -> None:
+async def test_server_killed_during_a_write_continues(mesh: Mesh) -> None:
     async with mesh.up() as bench:
         await train(bench, await bench.training_job(), 1)
-        await mesh.file_noted()
+        await mesh.await_noted_file()
         mesh.kill()
         with mesh.file.open("ab") as file:
             file.write(b"*3\r\n$3\r\nSET\r\n$5\r\nplain\r\n$9000\r\nhalf")
-        await mesh.in_again(bench)
+        await mesh.await_server(bench)
         assert mesh.why == "" and (await jobs.read_job(bench.state, JOB)).version == 1
         await bench.state.run_command("SET", "plain", 1)
-        await mesh.file_noted()
+        await mesh.await_noted_file()
 
 
-async def test_a_file_that_is_cut_off_once_the_server_has_ended_is_noticed(mesh: Mesh) -> None:
+async def test_file_truncated_after_the_servers_exit_is_detected(mesh: Mesh) -> None:
     async with mesh.up() as bench:
         await train(bench, await bench.training_job(), 1)
         before = mesh.file.stat().st_size
-        await bench.state.run_command("SET", "plain", 1)  # nothing but the file tells of it
-        await mesh.file_noted()
+        await bench.state.run_command("SET", "plain", 1)  # recorded in the file alone
+        await mesh.await_noted_file()
         mesh.kill()
         os.truncate(mesh.file, before)
-        await mesh.in_again(bench)
+        await mesh.await_server(bench)
         assert "bytes, and had" in mesh.why
 
 
-async def test_what_cannot_be_watched_any_more_ends_the_mesh_by_name(mesh: Mesh) -> None:
+async def test_failed_watch_task_ends_the_mesh_with_its_name(mesh: Mesh) -> None:
     async with mesh.up():
         mesh.clock.fails = True
         async with asyncio.timeout(scaled(WITHIN_S)):
@@ -373,16 +371,14 @@ async def test_what_cannot_be_watched_any_more_ends_the_mesh_by_name(mesh: Mesh)
     assert mesh.owner.gave.endswith("failed: RuntimeError: no timer is left")
 
 
-async def test_a_start_waits_for_room_on_the_disk(
-    mesh: Mesh, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_start_waits_for_disk_space(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     async with mesh.up() as bench:
         await train(bench, await bench.training_job(), 1)
     mesh.file.write_bytes(b"")
     quarantine, note = mesh.place.root / corruption.QUARANTINE_DIRECTORY, mesh.place.redis_note
     fresh = temporary_path(note)
     quarantine.write_bytes(b"")  # neither can be written
-    fresh.mkdir()  # a directory is in the way of the file
+    fresh.mkdir()  # a directory blocks the path of the file
 
     async def room() -> str:
         said = ""
@@ -399,7 +395,7 @@ async def test_a_start_waits_for_room_on_the_disk(
     assert "Make room on its disk" in await making
 
 
-async def test_records_of_the_run_tell_an_older_state_when_the_note_is_older_too(
+async def test_run_records_reveal_a_rollback_of_state_and_note(
     mesh: Mesh,
 ) -> None:
     root = mesh.place.root
@@ -422,7 +418,7 @@ async def test_records_of_the_run_tell_an_older_state_when_the_note_is_older_too
         assert await bench.seat(TRAINER) > again.trainer
 
 
-async def test_a_note_that_is_damaged_is_set_aside_and_the_state_goes_on(mesh: Mesh) -> None:
+async def test_corrupt_note_is_quarantined_and_the_state_continues(mesh: Mesh) -> None:
     async with mesh.up() as bench:
         await train(bench, await bench.training_job(), 1)
     mesh.place.redis_note.write_text(mesh.place.redis_note.read_text().replace("event", "evens"))
@@ -436,7 +432,7 @@ async def test_a_note_that_is_damaged_is_set_aside_and_the_state_goes_on(mesh: M
     assert (mesh.place.root / corruption.QUARANTINE_DIRECTORY / "mesh/redis-note.json").is_file()
 
 
-async def test_a_server_of_the_users_is_compared_too_and_nothing_in_it_is_deleted(
+async def test_external_servers_rollback_is_detected_without_deleting_data(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_server(embedded_server.find_server()) as server:
@@ -448,7 +444,7 @@ async def test_a_server_of_the_users_is_compared_too_and_nothing_in_it_is_delete
                 mesh.redis.rollback_reason == ""
                 and (await jobs.read_job(bench.state, JOB)).version == 2
             )
-            await mesh.noted(2)
+            await mesh.await_noted_version(2)
             await bench.state.run_command("HSET", f"{{{JOB}}}:job", "version", 1)
             async with asyncio.timeout(scaled(WITHIN_S)):
                 await mesh.back.wait()
@@ -460,10 +456,10 @@ async def test_a_server_of_the_users_is_compared_too_and_nothing_in_it_is_delete
             held = await bench.state.run_command("KEYS", "aside:*:job")
             assert await bench.state.run_command("HGET", held[0], "version") == "1"
         async with mesh.up():
-            assert mesh.redis.is_restoring  # until it is put back
+            assert mesh.redis.is_restoring  # until the job is restored
 
 
-async def test_keys_of_the_users_server_that_expire_or_were_left_are_no_hindrance(
+async def test_expiring_and_leftover_keys_of_an_external_server_are_tolerated(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_server(embedded_server.find_server()) as server:
@@ -476,7 +472,7 @@ async def test_keys_of_the_users_server_that_expire_or_were_left_are_no_hindranc
         await state.run_command("EVAL", fill, 1, f"{{{JOB}}}:expires:")
         async with mesh.up():
             assert "was at version 1" in mesh.redis.rollback_reason
-        # As if it had been cut off with the keys that say whose they are first.
+        # the keys that name their owner were removed first
         for key in await state.run_command("KEYS", "{mesh}*"):
             await state.run_command("DEL", key)
         await state.run_command("SET", f"{{{JOB}}}:left", 1)
@@ -487,23 +483,23 @@ async def test_keys_of_the_users_server_that_expire_or_were_left_are_no_hindranc
         await state.close()
 
 
-async def test_a_disk_without_room_for_the_note_delays_the_mesh_and_no_more(mesh: Mesh) -> None:
+async def test_full_disk_delays_the_note_only(mesh: Mesh) -> None:
     async with mesh.up() as bench:
         seats = await bench.training_job()
         await train(bench, seats, 1)
         note = mesh.place.redis_note
-        temporary_path(note).mkdir()  # it cannot be written
+        temporary_path(note).mkdir()  # the note cannot be written
         mesh.kill()
         await asyncio.sleep(0)
         with pytest.raises(StateUnavailable):
             await StateClient.open(mesh.redis.url, connect_timeout_s=0.5)
         temporary_path(note).rmdir()
-        await mesh.in_again(bench)
+        await mesh.await_server(bench)
         assert (await jobs.read_job(bench.state, JOB)).version == 1
         assert not mesh.back.is_set()
 
 
-async def test_on_a_port_it_stays_there_and_asks_for_the_password_again(mesh: Mesh) -> None:
+async def test_port_and_password_survive_a_restart(mesh: Mesh) -> None:
     deep = mesh.place.root / ("deep" * 25)  # too long for a socket
     deep.mkdir()
     mesh.place = MeshPaths(deep)

@@ -1,1 +1,1 @@
-"""Commands on a run that there is already."""
+"""Tests of commands on an existing run."""

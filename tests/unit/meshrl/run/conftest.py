@@ -1,4 +1,4 @@
-"""A run of a mesh whose Redis is real and whose processes are the test's own leases."""
+"""Runs on a mesh with a real Redis and with leases that the test holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOB = "tiny"
 
 @dataclass
 class HeldMesh:
-    """A mesh in `root` with one job, whose run is in `run`; the planner's lease is the test's."""
+    """Mesh in `root` with one job, whose run is in `run`, and a planner lease of the test."""
 
     root: Path
     run: Path
@@ -36,14 +36,14 @@ class HeldMesh:
     token: int = 0
 
     def ask(self, question: Callable[[StateClient], Awaitable[T]]) -> T:
-        async def asking() -> T:
+        async def run_question() -> T:
             state = await StateClient.open(self.url)
             try:
                 return await question(state)
             finally:
                 await state.close()
 
-        return asyncio.run(asking())
+        return asyncio.run(run_question())
 
     async def submit(self, state: StateClient) -> None:
         lease = RegistryEntry("planner/0", "planner", incarnation="one", run_root=str(self.root))
@@ -58,7 +58,7 @@ class HeldMesh:
         self.ask(lambda s: jobs.set_phase(s, JOB, phase, self.token, "planner/0", error))
 
     def record(self, phase: str = "") -> None:
-        """What a recorder would have written by now; with the summary of a run that is over."""
+        """Write the files of a recorder up to now, with a summary if the run is over."""
         found = self.ask(events.read_all)
         lines = [json.dumps(asdict(event)) + "\n" for event in found]
         (self.run / "events.jsonl").write_text("".join(lines))
@@ -71,7 +71,7 @@ class HeldMesh:
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[HeldMesh]:
+def held_mesh(tmp_path: Path) -> Iterator[HeldMesh]:
     with running_server(embedded_server.find_server()) as server:
         mesh = HeldMesh(tmp_path / "mesh-root", tmp_path / "runs" / JOB, server.url)
         settings = MeshSettings(redis_url=server.url, run_root=str(mesh.root))
@@ -82,13 +82,17 @@ def held(tmp_path: Path) -> Iterator[HeldMesh]:
 
 
 def written_run(directory: Path, phases: list[dict[str, Any]], rewards: list[float]) -> Path:
-    """A run that nobody runs any more, as its files tell."""
+    """Write the files of a run that no process continues."""
     document = JobConfig(name=JOB, budget=BudgetConfig(steps=8)).to_document()
     write_json(directory / "job.json", {"job": JOB, "document": document})
     rows = [{"id": "1-0", "ms": 1, "kind": "phase", "fields": {"job": JOB} | f} for f in phases]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (directory / "events.jsonl").write_text(lines + '{"id": "2-0", "kind": "pha')  # torn
+    (directory / "events.jsonl").write_text(
+        lines + '{"id": "2-0", "kind": "pha'
+    )  # an incomplete line
     steps = [json.dumps({"step": n, "reward": r}) + "\n" for n, r in enumerate(rewards, 1)]
     (directory / "metrics.jsonl").write_text("".join(steps))
-    os.utime(directory / "events.jsonl", (1, 1))  # long ago: nobody is writing the rest
+    os.utime(
+        directory / "events.jsonl", (1, 1)
+    )  # long ago, so that no process counts as writing the rest
     return directory

@@ -1,4 +1,4 @@
-"""Faults of views, reports and trackers cost a run a warning, never its end or its result."""
+"""Faults of views, reports and trackers, which cause a warning but never end or fail a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshrl.view.report import report
 from tests.load import scaled
 
 
-async def test_a_report_and_trackers_that_fail_cost_a_run_a_warning_and_no_result(
+async def test_failing_report_and_trackers_cause_warnings_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launcher, run_dir = Launcher(MeshPaths(tmp_path), MeshShape()), tmp_path / "one"
@@ -53,7 +53,7 @@ async def test_a_report_and_trackers_that_fail_cost_a_run_a_warning_and_no_resul
         assert f"warning: {what} failed: " in said, said
 
 
-def test_a_guarded_fault_is_one_warning_with_its_place() -> None:
+def test_guarded_fault_is_one_warning_with_its_location() -> None:
     said: list[str] = []
     guard = WarningGuard(said.append)
     for _ in range(3):
@@ -68,7 +68,7 @@ class ClosedPipe(io.StringIO):
         raise BrokenPipeError("Broken pipe")
 
 
-def test_a_view_whose_output_is_closed_does_not_end_the_run(
+def test_view_with_a_closed_output_does_not_end_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with contextlib.redirect_stdout(ClosedPipe()), GuardedView(RunLines()) as view:
@@ -80,8 +80,8 @@ def test_a_view_whose_output_is_closed_does_not_end_the_run(
 PATIENCE_S = 40.0
 
 
-class Followed:
-    """A run on a mesh without processes, which is followed from when a test says so."""
+class FollowedRun:
+    """Run on a mesh without processes that a test follows from a chosen moment."""
 
     def __init__(self, directory: Path) -> None:
         self.run_dir = directory / "one"
@@ -101,13 +101,13 @@ class Followed:
         following = session._follow_run(self.recorder, self.launcher, self.stop)
         self.following = asyncio.create_task(following)
 
-    async def until(self, look: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(scaled(PATIENCE_S)):
-            while not look():
+            while not condition():
                 assert not self.following.done(), self.following.exception()
                 await asyncio.sleep(0.01)
 
-    async def another_look(self) -> None:
+    async def await_next_poll(self) -> None:
         last = self.recorder.snapshot
         await self.until(lambda: self.recorder.snapshot is not last)
 
@@ -118,46 +118,46 @@ class Followed:
 
 
 @pytest.fixture
-async def followed(tmp_path: Path) -> AsyncIterator[Followed]:
-    made = Followed(tmp_path)
+async def followed_run(tmp_path: Path) -> AsyncIterator[FollowedRun]:
+    made = FollowedRun(tmp_path)
     await made.begin()
     yield made
     await made.launcher.state.close()
 
 
-async def test_what_keeps_the_page_from_being_written_is_said_once_and_it_is_tried_again(
-    followed: Followed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+async def test_page_error_is_reported_once_and_the_page_is_retried(
+    followed_run: FollowedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "PAGE_INTERVAL_S", 0.1)
-    samples = followed.run_dir / "samples.jsonl"
+    samples = followed_run.run_dir / "samples.jsonl"
     samples.mkdir()
-    followed.follow()
+    followed_run.follow()
     said = ""
 
-    def told() -> bool:
+    def is_reported() -> bool:
         nonlocal said
         said += capsys.readouterr().out
         return "report cannot be written" in said
 
-    await followed.until(told)
+    await followed_run.until(is_reported)
     for _ in range(3):
-        await followed.another_look()  # which tries again
-    followed.page.mkdir()  # before a look finds nothing in its way
+        await followed_run.await_next_poll()  # which retries
+    followed_run.page.mkdir()  # before a poll succeeds
     samples.rmdir()
-    await followed.until(lambda: told() and "report.html" in said)
-    followed.page.rmdir()
-    await followed.until(followed.page.is_file)
-    await followed.end()
-    told()
+    await followed_run.until(lambda: is_reported() and "report.html" in said)
+    followed_run.page.rmdir()
+    await followed_run.until(followed_run.page.is_file)
+    await followed_run.end()
+    is_reported()
     assert said.count("report cannot be written") == 2, said
 
 
-async def test_a_page_that_takes_for_ever_holds_up_nothing_and_is_not_written_later(
-    followed: Followed,
+async def test_hanging_page_blocks_nothing_and_is_not_written_later(
+    followed_run: FollowedRun,
 ) -> None:
-    samples = followed.run_dir / "samples.jsonl"
-    os.mkfifo(samples)  # whoever reads it waits for who writes it
-    followed.follow()
+    samples = followed_run.run_dir / "samples.jsonl"
+    os.mkfifo(samples)  # a reader waits until another process writes
+    followed_run.follow()
     opened: list[int] = []
 
     def reader() -> bool:
@@ -167,11 +167,11 @@ async def test_a_page_that_takes_for_ever_holds_up_nothing_and_is_not_written_la
             return False
         return True
 
-    await followed.until(reader)
+    await followed_run.until(reader)
     try:
-        await followed.end()
-        followed.page.write_text("of who comes after")
+        await followed_run.end()
+        followed_run.page.write_text("of who comes after")
     finally:
         os.close(opened[0])
     await asyncio.get_running_loop().shutdown_default_executor()
-    assert followed.page.read_text() == "of who comes after"
+    assert followed_run.page.read_text() == "of who comes after"

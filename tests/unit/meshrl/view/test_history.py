@@ -1,4 +1,4 @@
-"""A job's events: which are its own, its decisions, and what became of its moves."""
+"""Events of a job: its own, its decisions, and the outcomes of its moves."""
 
 from __future__ import annotations
 
@@ -57,38 +57,49 @@ STREAM: Told = [
 ]
 
 
-def of(job: str, told: Told, every_ms: int = 10) -> list[int]:
-    """Places in the stream of the events that are in the job's record."""
+def list_positions(job: str, told: Told, every_ms: int = 10) -> list[int]:
+    """List the positions in the stream of the events in the job's record."""
     mine = JobEventFilter(job)
     numbered = enumerate(told)
     events = (Event(f"{n}-0", n * every_ms, kind, fields) for n, (kind, fields) in numbered)
     return [place for place, event in enumerate(events) if mine.accept(event)]
 
 
-def test_each_job_has_its_own_events_and_those_of_the_mesh() -> None:
-    assert of("a", STREAM) == [0, 3, 5, 8, 9, 10, 11, 14, 17]
-    assert of("b", STREAM) == [1, 2, 4, 6, 7, 9, 11, 12, 13, 15, 16, 17]
-    assert of("c", STREAM) == [9, 17]
+def test_job_has_its_own_events_and_the_meshs() -> None:
+    assert list_positions("a", STREAM) == [0, 3, 5, 8, 9, 10, 11, 14, 17]
+    assert list_positions("b", STREAM) == [1, 2, 4, 6, 7, 9, 11, 12, 13, 15, 16, 17]
+    assert list_positions("c", STREAM) == [9, 17]
 
 
-def test_a_worker_that_is_lost_is_news_for_a_job_only_while_it_serves_it() -> None:
+def test_lost_worker_concerns_only_the_jobs_on_it() -> None:
     lost = ("lost", {"worker": "w0", "reason": "gone"})
     left = desired("a", "g0.0", "w0", role="idle")
     other = desired("b", "g0.1", "w0")
-    assert of("a", [desired("a", "g0.0", "w0"), left, lost]) == [0, 1, 2], "one write told both"
-    assert of("a", [desired("a", "g0.0", "w0"), left, lost], every_ms=2_000) == [0, 1]
-    assert of("a", [desired("a", "g0.0", "w0"), left, other, lost], every_ms=2_000) == [0, 1]
-    assert of("b", [desired("a", "g0.0", "w0"), left, other, lost]) == [2, 3]
-    assert of("a", [desired("a", "g0.0", "w0"), other, lost]) == [0, 2], "both reside on it"
+    assert list_positions("a", [desired("a", "g0.0", "w0"), left, lost]) == [0, 1, 2], (
+        "one write told both"
+    )
+    assert list_positions("a", [desired("a", "g0.0", "w0"), left, lost], every_ms=2_000) == [0, 1]
+    assert list_positions("a", [desired("a", "g0.0", "w0"), left, other, lost], every_ms=2_000) == [
+        0,
+        1,
+    ]
+    assert list_positions("b", [desired("a", "g0.0", "w0"), left, other, lost]) == [2, 3]
+    assert list_positions("a", [desired("a", "g0.0", "w0"), other, lost]) == [0, 2], (
+        "both reside on it"
+    )
 
 
-def test_the_end_of_a_process_that_was_sent_away_is_still_its_jobs() -> None:
+def test_exit_of_a_removed_process_belongs_to_its_job() -> None:
     left = desired("a", "g0.0", "w0", role="idle")
     ended = ("released", {"name": "engine/g0.0", "token": 1})
-    assert of("a", [desired("a", "g0.0", "w0"), left, ended], every_ms=9_000) == [0, 1, 2]
+    assert list_positions("a", [desired("a", "g0.0", "w0"), left, ended], every_ms=9_000) == [
+        0,
+        1,
+        2,
+    ]
 
 
-def test_a_record_that_is_taken_up_again_knows_what_it_held_before() -> None:
+def test_reopened_record_remembers_earlier_placements() -> None:
     kind, fields = desired("a", "g0.0", "w0")
     mine = JobEventFilter("a", [Event("1-0", 1, kind, fields)])
     lost = Event("2-0", 2, "lost", {"worker": "w0", "reason": "gone"})
@@ -110,7 +121,7 @@ def test_a_record_that_is_taken_up_again_knows_what_it_held_before() -> None:
         ("weights", ""),
     ],
 )
-def test_a_process_s_name_tells_its_job(name: str, job: str) -> None:
+def test_process_name_gives_its_job(name: str, job: str) -> None:
     assert parse_job(name) == job
 
 
@@ -118,7 +129,7 @@ def event(kind: str, number: int = 1, **fields: Any) -> Event:
     return Event(f"{number}-0", number, kind, fields)
 
 
-def test_only_decisions_that_concern_it_are_found() -> None:
+def test_only_decisions_about_the_target_are_selected() -> None:
     events = [
         event("admission", job="a", held="waiting: two workers", rule="share", free=1),
         event("admission", job="b", held=""),
@@ -133,12 +144,12 @@ def test_only_decisions_that_concern_it_are_found() -> None:
     assert select_decisions(events, "c") == []
 
 
-def test_the_last_ones_are_kept() -> None:
+def test_last_decisions_are_kept() -> None:
     events = [event("admission", n, job="a") for n in range(MAX_DECISIONS + 5)]
     assert [e.ms for e in select_decisions(events, "a")] == list(range(5, MAX_DECISIONS + 5))
 
 
-def test_a_line_tells_rule_and_figures_and_nothing_that_is_empty() -> None:
+def test_decision_line_has_rule_and_non_empty_figures() -> None:
     line = format_event(
         event(
             "admission",
@@ -154,7 +165,7 @@ def test_a_line_tells_rule_and_figures_and_nothing_that_is_empty() -> None:
     assert line.partition(" ")[2] == "admission, rule share: job a, weight 0.3333, floor 0"
 
 
-def test_a_wish_is_said_in_words() -> None:
+def test_desired_state_is_formatted_as_text() -> None:
     fields: dict[str, Any] = {"gang": "g3", "resident": "g3.1", "job": "a", "role": "rollout"}
     fields |= {
         "tier": "accelerator",
@@ -185,11 +196,11 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def judged(number: int = 1, **fields: Any) -> Event:
+def make_outcome(number: int = 1, **fields: Any) -> Event:
     return Event(f"{number}-0", number, "move_judged", FIELDS | fields)
 
 
-def printed(*events: Event) -> list[str]:
+def format_outcomes(*events: Event) -> list[str]:
     out = StringIO()
     Console(file=out, width=200).print(
         mesh_tables.make_moves_table(move_outcomes.list_outcomes(events))
@@ -197,9 +208,12 @@ def printed(*events: Event) -> list[str]:
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
-def test_the_last_ten_judged_moves_of_a_job_a_gang_or_a_resident_are_found() -> None:
-    found = [judged(n) for n in range(12)]
-    found += [judged(20, job="other", resident="g3.0"), Event("21-0", 21, "move", {"gang": "g2"})]
+def test_last_ten_outcomes_of_a_job_gang_or_instance_are_listed() -> None:
+    found = [make_outcome(n) for n in range(12)]
+    found += [
+        make_outcome(20, job="other", resident="g3.0"),
+        Event("21-0", 21, "move", {"gang": "g2"}),
+    ]
     assert [move.ms for move in move_outcomes.list_outcomes(found, "sums")] == list(range(2, 12))
     assert [move.ms for move in move_outcomes.list_outcomes(found, "g3")] == [20]
     assert [move.ms for move in move_outcomes.list_outcomes(found, "g3.0")] == [20]
@@ -207,9 +221,10 @@ def test_the_last_ten_judged_moves_of_a_job_a_gang_or_a_resident_are_found() -> 
     assert move_outcomes.list_outcomes(found, "g30") == []
 
 
-def test_a_row_has_what_was_predicted_and_what_came_of_it() -> None:
-    head, paid, undone = printed(
-        judged(), judged(paid=False, undone=True, regret_s=0.12, reason="it did not pay in 8 steps")
+def test_outcome_row_has_predicted_and_observed_figures() -> None:
+    head, paid, undone = format_outcomes(
+        make_outcome(),
+        make_outcome(paid=False, undone=True, regret_s=0.12, reason="it did not pay in 8 steps"),
     )
     assert head.split() == list(mesh_tables.MOVE_COLUMNS)
     assert paid.partition(" ")[2] == (
@@ -218,18 +233,18 @@ def test_a_row_has_what_was_predicted_and_what_came_of_it() -> None:
     assert undone.endswith("0.12 s did not pay, undone: it did not pay in 8 steps")
 
 
-def test_what_an_event_does_not_tell_is_a_dash() -> None:
-    _, row = printed(Event("1-0", 1, "move_judged", {"job": "sums", "resident": "g2.1"}))
+def test_missing_figure_is_a_dash() -> None:
+    _, row = format_outcomes(Event("1-0", 1, "move_judged", {"job": "sums", "resident": "g2.1"}))
     assert row.endswith("- - - - - did not pay")
 
 
-def test_what_came_of_a_move_is_news_of_the_run() -> None:
-    assert news(judged()) == (
+def test_move_outcome_becomes_news() -> None:
+    assert news(make_outcome()) == (
         "the move of g2 to training paid: 0.78 s a step, predicted 0.81 s, 0.96 s without it"
     )
 
 
-def test_the_present_is_told_with_what_binds_and_why_nothing_moves() -> None:
+def test_prediction_names_the_bottleneck_and_why_no_move_pays() -> None:
     news = JobPrediction(0.81, 0.81, 0.6, 0.0, "latency", "no split is 5 % faster", 0.124)
     assert move_outcomes.describe_prediction(news) == [
         "a step is predicted to take 0.81 s: rollout 0.81 s, training 0.6 s",
@@ -240,7 +255,7 @@ def test_the_present_is_told_with_what_binds_and_why_nothing_moves() -> None:
     assert move_outcomes.describe_prediction(JobPrediction()) == []
 
 
-def test_a_memory_that_says_nothing_of_a_job_or_of_a_figure_is_read() -> None:
+def test_planner_memory_with_missing_figures_is_readable() -> None:
     assert decode_predictions({"entitled": {"sums": 2}}) == {}
     news = decode_predictions({"explained": {"sums": {"step_s": 1, "error": None, "more": "?"}}})
     assert news == {"sums": JobPrediction(step_s=1.0)}

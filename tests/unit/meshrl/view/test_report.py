@@ -1,4 +1,4 @@
-"""A run's report: charts and tables of its record alone, as pages and as files."""
+"""Reports of a run: charts and tables made from its record alone, as pages and as files."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def summary() -> dict[str, Any]:
     return summarize(end, ROWS, EVALUATIONS, EVENTS, tally)
 
 
-def test_a_summary_has_the_keys_that_are_promised() -> None:
+def test_summary_has_the_documented_keys() -> None:
     found = summary()
     assert found["held_out"] == {
         "before": {"sampled": 0.3, "greedy": 0.02},
@@ -155,7 +155,7 @@ def test_a_summary_has_the_keys_that_are_promised() -> None:
     assert (found["steps"], found["seed"], found["warm_start_cached"]) == (4, 3, True)
 
 
-def test_only_moves_for_faster_steps_count() -> None:
+def test_only_moves_for_faster_steps_are_counted() -> None:
     assert [e.ms for e in list_planned_moves(EVENTS)] == [6010, 6015]
     assert summary()["workers_moved"] == 2
 
@@ -178,7 +178,7 @@ class _Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_report_is_one_page_that_needs_nothing_else() -> None:
+def test_report_is_one_self_contained_page() -> None:
     document = JobConfig(name="<b>&").to_document()
     page = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document)
     parsed = _Page()
@@ -189,7 +189,7 @@ def test_the_report_is_one_page_that_needs_nothing_else() -> None:
     assert page.count("<svg") == 13
 
 
-def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
+def test_step_health_is_charted_from_rows_and_events() -> None:
     charted = report_page.render_figures(figures.make_health_figures(ROWS, EVENTS))
     titles = [title for title, content in charted if "<svg" in content]
     assert titles == [
@@ -205,27 +205,27 @@ def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
     assert figures.compute_rates(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
 
 
-def test_what_was_measured_is_told_point_by_point() -> None:
+def test_evaluations_have_a_table_of_their_values() -> None:
     [_, (title, table)] = report_page.render_learning(ROWS, EVALUATIONS)
     assert title == "Held-out"
     assert all(f"<td class=n>{value:.3f}</td>" in table for value in (0.3, 0.02, 0.6, 0.85, 0.9))
 
 
-def test_the_defaults_of_a_job_are_folded_away() -> None:
+def test_default_settings_are_folded() -> None:
     document = JobConfig(name="mine", budget=BudgetConfig(steps=7)).to_document()
     shown, folded = report_page.render_job(document).split("<details>")
     assert 'name = "mine"' in unescape(shown) and "steps = 7" in shown
     assert "group_size" not in shown and "group_size" in folded
 
 
-def test_only_the_page_of_a_run_that_goes_on_loads_itself_again() -> None:
+def test_only_the_page_of_a_running_job_refreshes() -> None:
     document = JobConfig().to_document()
     ended = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document)
     live = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document, refresh_s=10)
     assert "http-equiv" not in ended and '<meta http-equiv="refresh" content="10">' in live
 
 
-def test_the_timeline_has_a_span_for_each_state_of_a_resident() -> None:
+def test_timeline_has_a_span_for_each_state_of_an_instance() -> None:
     lost = Event("6500-0", 6500, "lost", {"worker": "w1", "reason": "gone"})
     shown = build_spans([*EVENTS, lost], 1000, 7.0)
     assert [(s.worker_names, s.role, s.state, s.start_s, s.end_s) for s in shown] == [
@@ -237,7 +237,7 @@ def test_the_timeline_has_a_span_for_each_state_of_a_resident() -> None:
     ]
 
 
-def test_who_is_removed_leaves_until_another_comes_or_the_gang_is_dissolved() -> None:
+def test_removed_instance_drains_until_its_successor_or_the_gangs_end() -> None:
     first = desired(0, "g1.0", "rollout", "w1"), actual(1000, "g1.0", "rollout", "ready")
     removed = desired(2000, "g1.0", "idle", "w1", from_role="rollout")
     second = desired(2000, "g1.1", "training", "w1"), actual(2500, "g1.1", "training", "ready")
@@ -252,7 +252,7 @@ def test_who_is_removed_leaves_until_another_comes_or_the_gang_is_dissolved() ->
     assert build_spans([*first, removed], 0, 60.0)[-1].end_s == 12.0
 
 
-def test_a_worker_has_a_row_of_its_own_with_lanes_for_those_that_are_there_together() -> None:
+def test_worker_row_has_a_lane_for_each_concurrent_span() -> None:
     wide = RoleSpan("w9 w10", "training", "ready", 0.0, 9.0, "g1.0", "tiny")
     beside = RoleSpan("w10", "rollout", "ready", 4.0, 6.0, "g2.0", "tiny")
     after = RoleSpan("w10", "rollout", "draining", 6.0, 8.0, "g2.0", "tiny")
@@ -271,7 +271,7 @@ def test_a_worker_has_a_row_of_its_own_with_lanes_for_those_that_are_there_toget
     assert "g2 &lt;moved&gt;" in drawn and "scoring" not in drawn
 
 
-def test_a_move_is_told_with_its_rule_its_figures_and_what_it_took() -> None:
+def test_move_mark_has_rule_figures_and_duration() -> None:
     [mark, *_] = list_moves(EVENTS, 1000)
     assert mark.workers == () and mark.at_s == 2.5
     said = "g1 moved from rollout to training: rollout 1.00 s, training 2.00 s a step"
@@ -295,7 +295,7 @@ JUDGEMENT = {
 }
 
 
-def test_moves_that_were_judged_have_a_table_and_others_have_none() -> None:
+def test_judged_moves_have_a_table() -> None:
     bad = JUDGEMENT | {"paid": False, "undone": True, "observed_s": 1.4, "regret_s": None}
     events = [Event(f"{n}-0", n, "move_judged", f) for n, f in ((1, JUDGEMENT), (2, bad))]
     [(title, table)] = report_page.render_moves(events)
@@ -310,7 +310,7 @@ def test_moves_that_were_judged_have_a_table_and_others_have_none() -> None:
     assert told.text.endswith("; 1.2 s before, regret 0.05 s")
 
 
-def test_the_report_has_each_decision_with_its_rule_and_figures() -> None:
+def test_report_lists_each_decision_with_rule_and_figures() -> None:
     assert [d.summary for d in extract_decisions(EVENTS)] == [
         "waiting: it needs 2 workers, and 1 is idle: floor (idle 1, needed 2)",
         "it runs: floor (idle 1, needed 2)",
@@ -336,7 +336,7 @@ def test_axes_have_round_ticks(low: float, high: float, expected: list[float]) -
     assert charts.compute_ticks(low, high) == pytest.approx(expected)
 
 
-def test_axes_and_charts_draw_every_number_of_series_and_every_size_of_value() -> None:
+def test_charts_draw_values_of_any_magnitude() -> None:
     sizes = (0.0, 5e-324, 1e-310, 1e-9, 1.0, 1e17, 1e17 + 16, 1e300, 1.7e308, float("inf"))
     values = [sign * size for size in (*sizes, float("nan")) for sign in (1, -1)]
     for low in values:
@@ -350,18 +350,18 @@ def test_axes_and_charts_draw_every_number_of_series_and_every_size_of_value() -
         assert charts.draw_line_chart(series, "step").count("<i style") == count
 
 
-def test_a_run_of_many_evaluation_datasets_has_a_report() -> None:
+def test_report_has_many_evaluation_datasets() -> None:
     names = [f"set{i}.{mode}" for i in range(12) for mode in ("sampled", "greedy", "pass@4")]
     many = [Evaluation(f"step-{n}", n, 0.5, None, dict.fromkeys(names, 0.25)) for n in range(3)]
     page = render_page(summary(), ROWS, many, EVENTS, JobConfig(name="tiny").to_document())
     assert all(name in page for name in names)
 
 
-def test_a_chart_without_points_says_so() -> None:
+def test_empty_chart_has_a_note() -> None:
     assert "nothing was measured" in charts.draw_line_chart([charts.Series("x", [])], "step")
 
 
-def test_the_resolved_job_reads_back_as_it_was() -> None:
+def test_resolved_job_survives_a_toml_round_trip() -> None:
     import tomllib
 
     document = JobConfig().to_document()
@@ -370,53 +370,53 @@ def test_the_resolved_job_reads_back_as_it_was() -> None:
     assert tomllib.loads(to_toml(document)) == document
 
 
-def recorded(run_dir: Path, over: bool = True) -> None:
+def write_run(run_dir: Path, over: bool = True) -> None:
     document = JobConfig(name="tiny").to_document()
     write_json(run_dir / "job.json", {"job": "tiny", "document": document})
-    written(run_dir / "events.jsonl", [asdict(event) for event in EVENTS])
-    written(run_dir / "metrics.jsonl", ROWS)
+    write_lines(run_dir / "events.jsonl", [asdict(event) for event in EVENTS])
+    write_lines(run_dir / "metrics.jsonl", ROWS)
     if over:
         write_json(run_dir / "summary.json", summary())
 
 
-def written(path: Path, rows: Sequence[dict[str, object]]) -> None:
+def write_lines(path: Path, rows: Sequence[dict[str, object]]) -> None:
     path.write_bytes(b"".join(encode_row(row, n) for n, row in enumerate(rows)))
 
 
-def test_the_report_of_a_run_that_is_over_is_drawn_anew(
+def test_report_of_a_finished_run_is_redrawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded(tmp_path)
+    write_run(tmp_path)
     redraw.redraw_report(tmp_path, None)
     page = (tmp_path / "report.html").read_text()
     assert "<title>tiny, seed 3</title>" in page and "training on w1, asleep in memory" in page
     assert "report.html" in capsys.readouterr().out
 
 
-def test_the_page_of_a_run_that_goes_on_is_left_to_who_records_it(tmp_path: Path) -> None:
-    recorded(tmp_path, over=False)
+def test_page_of_a_running_job_is_not_redrawn(tmp_path: Path) -> None:
+    write_run(tmp_path, over=False)
     with pytest.raises(NotFound, match=r"is not over.*summary\.json"):
         redraw.redraw_report(tmp_path, None)
     assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.deep
-def test_each_figure_of_the_page_that_shows_something_is_a_file_also_while_it_goes_on(
+def test_each_non_empty_figure_becomes_a_file_also_during_a_run(
     tmp_path: Path,
 ) -> None:
-    recorded(tmp_path, over=False)
+    write_run(tmp_path, over=False)
     assert read_events(tmp_path)
     written_files = redraw.draw_figures(tmp_path, tmp_path / "new" / "figures")
     names = {path.name for path in written_files}
     assert {p.name for p in (tmp_path / "new" / "figures").iterdir()} == names
     assert {"learning.png", "seconds-a-step.png", "which-worker-did-what-when.png"} <= names
-    assert "evaluation.png" not in names  # no dataset beside the held-out set
+    assert "evaluation.png" not in names  # there is no dataset beside the held-out set
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_each_figure_that_has_points_is_a_file_called_by_its_title(tmp_path: Path) -> None:
+def test_figure_file_is_named_by_its_title(tmp_path: Path) -> None:
     points = [(1.0, 0.5), (2.0, float("nan")), (3.0, 0.7)]
     figure = Figure(
         "KL divergence, nats", [Series("a", points), Series("b", points, has_dots=True)]
@@ -428,7 +428,7 @@ def test_each_figure_that_has_points_is_a_file_called_by_its_title(tmp_path: Pat
     assert [p.name for p in tmp_path.iterdir()] == ["kl-divergence-nats.png"]
 
 
-def test_the_timeline_of_workers_is_one_too(tmp_path: Path) -> None:
+def test_worker_timeline_becomes_a_file(tmp_path: Path) -> None:
     spans = [
         RoleSpan("w0 w1", "training", "ready", 0.0, 9.0),
         RoleSpan("w1", "rollout", "leaving", 2.0, 12.0),
@@ -440,7 +440,9 @@ def test_the_timeline_of_workers_is_one_too(tmp_path: Path) -> None:
     assert png.write_timeline("Workers", WorkerTimeline([], [], [], 9.0), tmp_path) is None
 
 
-def test_without_matplotlib_it_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_error_names_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     png.require_matplotlib()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotFound) as refused:
@@ -448,7 +450,7 @@ def test_without_matplotlib_it_says_what_installs_it(monkeypatch: pytest.MonkeyP
     assert "pip install 'meshrl[plots]'" in refused.value.fix
 
 
-def test_a_report_is_drawn_without_matplotlib() -> None:
+def test_report_needs_no_matplotlib() -> None:
     asked = "import sys; import meshrl.view.report.report, meshrl.view.report.redraw; "
     asked += "sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], timeout=scaled(60)).returncode == 0

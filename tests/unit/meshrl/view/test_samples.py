@@ -1,4 +1,4 @@
-"""Trajectories are read as a run goes on and after it."""
+"""Sampled trajectories, read during a run and afterwards."""
 
 from __future__ import annotations
 
@@ -60,22 +60,27 @@ def write(run: Path, *kept: dict[str, Any], name: str = "samples.jsonl") -> None
         file.writelines(json.dumps(entry) + "\n" for entry in kept)
 
 
-def asked(run: Path, *options: str) -> list[dict[str, Any]]:
+def run_samples_command(run: Path, *options: str) -> list[dict[str, Any]]:
     ran = CliRunner().invoke(app, ["samples", str(run), "--json", *options])
     assert ran.exit_code == 0, ran.output
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-def test_the_best_the_worst_and_the_failed_of_a_step_are_found(run: Path) -> None:
+def test_best_worst_and_failed_samples_of_a_step_are_found(run: Path) -> None:
     write(run, sample(0, 0.1), sample(1, 0.9), sample(2, None), sample(3, 0.5))
     write(run, sample(4, 1.0, step=2), name="samples-1.jsonl")
-    assert [s["group"] for s in asked(run, "--best", "--step", "1", "-n", "2")] == [3, 1]
-    assert [s["group"] for s in asked(run, "--worst", "-n", "1")] == [0]
-    assert [s["group"] for s in asked(run, "--failed")] == [2]
-    assert [s["group"] for s in asked(run, "-n", "2")] == [3, 4], "the last ones, of all shards"
+    assert [s["group"] for s in run_samples_command(run, "--best", "--step", "1", "-n", "2")] == [
+        3,
+        1,
+    ]
+    assert [s["group"] for s in run_samples_command(run, "--worst", "-n", "1")] == [0]
+    assert [s["group"] for s in run_samples_command(run, "--failed")] == [2]
+    assert [s["group"] for s in run_samples_command(run, "-n", "2")] == [3, 4], (
+        "the last ones, of all shards"
+    )
 
 
-def test_a_sample_shows_turns_tools_reward_versions_and_its_end(run: Path) -> None:
+def test_sample_shows_turns_tools_reward_versions_and_outcome(run: Path) -> None:
     write(run, sample(7, 0.25))
     said = CliRunner().invoke(app, ["samples", str(run)]).stdout
     for wanted in (
@@ -90,13 +95,13 @@ def test_a_sample_shows_turns_tools_reward_versions_and_its_end(run: Path) -> No
         assert wanted in said, said
 
 
-def test_a_run_without_samples_says_so(run: Path) -> None:
+def test_run_without_samples_is_reported(run: Path) -> None:
     for options, says in (([], "has no samples yet"), (["--step", "3"], "no samples of step 3")):
         ran = CliRunner().invoke(app, ["samples", str(run), *options])
         assert ran.exit_code != 0 and says in str(ran.exception)
 
 
-def test_what_is_being_written_is_left_until_it_is_whole(run: Path) -> None:
+def test_incomplete_line_is_read_when_complete(run: Path) -> None:
     write(run, sample(0, 0.5))
     line = json.dumps(sample(1, 0.5)) + "\n"
     path, read_to = run / "samples.jsonl", find_file_ends(run)
@@ -109,7 +114,7 @@ def test_what_is_being_written_is_left_until_it_is_whole(run: Path) -> None:
     assert not list(read_new(run, read_to))
 
 
-def test_a_new_shards_file_and_one_that_has_started_again_are_followed(run: Path) -> None:
+def test_new_and_restarted_sample_files_are_followed(run: Path) -> None:
     write(run, sample(0, 0.5))
     read_to = find_file_ends(run)
     write(run, sample(1, 0.5), sample(2, 0.5), name="samples-1.jsonl")
@@ -120,7 +125,7 @@ def test_a_new_shards_file_and_one_that_has_started_again_are_followed(run: Path
     assert [s["group"] for s in read_samples(run)] == [0, 1, 2, 3]
 
 
-def test_the_report_shows_trajectories_of_evaluations_with_their_text_as_text() -> None:
+def test_report_escapes_the_text_of_evaluation_trajectories() -> None:
     more: dict[str, Any] = {"set": "held_out.greedy", "evaluation": "step-10"}
     page = render_trajectories([sample(0, 0.5), sample(1, 1.0, **more), sample(2, None, **more)])
     assert page.count("<details>") == 2

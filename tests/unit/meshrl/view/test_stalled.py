@@ -1,4 +1,4 @@
-"""A stall is traced from who waits to the process that does not move."""
+"""Stall diagnosis: from a waiting process to the process that blocks it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOW = 1_000_000
 def entry(
     name: str, *waits: tuple[str, float], renewed_s: float = 1.0, left: bool = False
 ) -> RegistryEntry:
-    """A process that renewed `renewed_s` ago and waits for (name, seconds)."""
+    """Make a process that renewed `renewed_s` ago and waits for each (name, seconds)."""
     renewed_ms = NOW - int(renewed_s * 1000)
     expires_ms = renewed_ms + (100 if left else LEASE_MS)
     listed: list[dict[str, Any]] = [
@@ -58,7 +58,7 @@ def diagnose(
     full: str = "",
     stopped: Sequence[str] = (),
 ) -> list[Stall]:
-    """The stalls of a mesh with these rows besides."""
+    """List the stalls of a mesh with these rows."""
     rows = replace(mesh, entries=entries, now_ms=now_ms, last_exits=ended, jobs=jobs)
     return diagnosed(rows, full, stopped)
 
@@ -72,7 +72,9 @@ def resident(
     detail: str = "",
     tier: Tier = Tier.ACCELERATOR,
 ) -> Instance:
-    """A resident whose wish was written so long ago; its worker reports `doing`, or nothing."""
+    """Make an instance with a desired state of age `age_s` and an optional report of phase
+    `doing`.
+    """
     report = doing and InstanceReport(0, 3, 3, 7, doing, Tier.ACCELERATOR, detail)
     reports = {0: report} if report else {}
     changed_ms = NOW - int(age_s * 1000)
@@ -89,7 +91,7 @@ def resident(
 
 
 def pool(*residents: Instance, services: tuple[tuple[str, str], ...] = ()) -> MeshSnapshot:
-    """A gang of one worker, g1 of w1, with these."""
+    """Make a pool with gang g1 on worker w1 and these instances."""
     gang = Gang("g1", ("w1",), 1, residents)
     return MeshSnapshot((WorkerRow("w1", "h0", "cpu:1", 7, gang="g1"),), (gang,), services=services)
 
@@ -98,12 +100,12 @@ def pairs(stalls: list[Stall]) -> set[tuple[str, str]]:
     return {(stall.waiter, stall.culprit) for stall in stalls}
 
 
-def test_a_mesh_in_which_all_renew_and_nobody_waits_long_is_not_stalled() -> None:
+def test_mesh_with_renewals_and_short_waits_has_no_stall() -> None:
     entries = [entry("trainer/job", ("rollout/0", 2.0)), entry("rollout/0")]
     assert diagnose(entries, pool(resident(doing=InstancePhase.READY, age_s=500)), NOW) == []
 
 
-def test_a_process_that_stopped_renewing_is_named_with_who_waits_for_it() -> None:
+def test_overdue_process_is_named_with_its_waiter() -> None:
     entries = [entry("rollout/0", ("engine/g1", 4.2)), entry("engine/g1", renewed_s=4.0)]
     (stall,) = diagnose(entries, NOTHING, NOW)
     assert (stall.waiter, stall.culprit, stall.what) == ("rollout/0", "engine/g1", "ask")
@@ -111,7 +113,7 @@ def test_a_process_that_stopped_renewing_is_named_with_who_waits_for_it() -> Non
     assert "has not renewed its lease for 4.0 s" in stall.reason
 
 
-def test_a_chain_of_waits_leads_to_its_end() -> None:
+def test_chain_of_waits_is_followed_to_its_end() -> None:
     entries = [
         entry("trainer/job", ("rollout/0", 6.0)),
         entry("rollout/0", ("engine/g0", 1.0), ("engine/g1", 5.0)),
@@ -124,14 +126,14 @@ def test_a_chain_of_waits_leads_to_its_end() -> None:
     assert "through rollout/0" in through.reason
 
 
-def test_a_process_whose_lease_has_lapsed_stays_the_culprit() -> None:
+def test_process_with_a_lapsed_lease_stays_the_culprit() -> None:
     entries = [entry("rollout/0", ("weights", 9.0)), entry("weights", renewed_s=8.0)]
     (stall,) = diagnose(entries, NOTHING, NOW)
     assert stall.culprit == "weights"
     assert "lost its lease" in stall.reason
 
 
-def test_an_overdue_process_that_nobody_waits_for_is_listed_last() -> None:
+def test_overdue_process_without_waiters_is_listed_last() -> None:
     entries = [
         entry("planner/1", renewed_s=5.0),
         entry("rollout/0", ("engine/g1", 4.0)),
@@ -143,7 +145,7 @@ def test_an_overdue_process_that_nobody_waits_for_is_listed_last() -> None:
     assert "overdue, nobody waits" in stalls[-1].reason
 
 
-def test_a_stopped_environment_process_is_named_whether_or_not_anyone_waits_for_it() -> None:
+def test_stopped_environment_process_is_named_with_and_without_waiters() -> None:
     name = "environment-rollout-job-0-0"
     shard = entry("rollout/job/0")
     shard.stats = {"environments": {name: 7}, "environments_stopped": {name: NOW - 800}}
@@ -156,7 +158,7 @@ def test_a_stopped_environment_process_is_named_whether_or_not_anyone_waits_for_
     assert diagnose([replace(shard, stats={}, waits=[])], NOTHING, NOW) == []
 
 
-def test_a_process_that_a_signal_has_stopped_is_named_at_once_also_if_replaced() -> None:
+def test_process_stopped_by_a_signal_is_named_at_once() -> None:
     entries = [entry("rollout/0", ("engine/g1.0", 0.3)), entry("engine/g1.0", renewed_s=0.9)]
     assert diagnose(entries, NOTHING, NOW) == []
     (stall,) = diagnose(entries, NOTHING, NOW, stopped=["engine/g1.0"])
@@ -167,7 +169,7 @@ def test_a_process_that_a_signal_has_stopped_is_named_at_once_also_if_replaced()
     assert (stall.waiter, stall.culprit) == ("", "engine/g1.0")
 
 
-def test_a_stall_is_over_at_once_when_who_waited_is_gone_or_nobody_wants_what_is_lost() -> None:
+def test_stall_ends_when_the_waiter_is_gone_or_the_lost_process_is_unneeded() -> None:
     waiter = entry("trainer/job", ("engine/g1.0", 30.0), renewed_s=10.0)
     lost = entry("engine/g1.0", renewed_s=10.0)
     wanted = pool(resident(doing=InstancePhase.READY))
@@ -181,7 +183,7 @@ def test_a_stall_is_over_at_once_when_who_waited_is_gone_or_nobody_wants_what_is
     assert diagnose([shard], NOTHING, NOW) == []
 
 
-def test_a_culprit_is_told_with_its_host_where_there_are_several() -> None:
+def test_culprit_is_named_with_its_host_on_several_hosts() -> None:
     waiter = replace(entry("rollout/job/0", ("engine/g1.0", 4.0)), host="head-1")
     culprit = replace(entry("engine/g1.0", renewed_s=4.0), host="gpu2-1")
     (stall,) = diagnose([waiter, culprit], NOTHING, NOW)
@@ -191,22 +193,22 @@ def test_a_culprit_is_told_with_its_host_where_there_are_several() -> None:
     assert "engine/g1.0 has not renewed" in alone.reason
 
 
-def test_every_process_behind_a_cut_is_named_within_seconds() -> None:
-    """A lease is renewed each 1.5 s: whoever is cut off has done so at most that long before."""
+def test_every_partitioned_process_is_named_within_seconds() -> None:
+    """Check names of processes whose last renewal was up to one period of 1.5 s before the cut."""
     for passed_s in (3.1, 5.0, 29.0):
         cut = [entry("worker/w1", renewed_s=passed_s), entry("node/h1", renewed_s=passed_s + 1.5)]
         named = {stall.culprit for stall in diagnose(cut, NOTHING, NOW)}
         assert named == {"worker/w1", "node/h1"}
 
 
-def test_a_process_that_left_is_no_news_unless_someone_waits_for_it() -> None:
-    gone = entry("engine/g1", renewed_s=20.0, left=True)
-    assert diagnose([gone], NOTHING, NOW) == []
-    (stall,) = diagnose([gone, entry("rollout/0", ("engine/g1", 3.0))], NOTHING, NOW)
+def test_released_process_is_a_stall_only_with_a_waiter() -> None:
+    make_exit = entry("engine/g1", renewed_s=20.0, left=True)
+    assert diagnose([make_exit], NOTHING, NOW) == []
+    (stall,) = diagnose([make_exit, entry("rollout/0", ("engine/g1", 3.0))], NOTHING, NOW)
     assert "ended" in stall.reason
 
 
-def test_a_long_wait_on_a_live_process_is_followed_to_its_end() -> None:
+def test_long_wait_for_a_live_process_is_followed_to_its_end() -> None:
     entries = [
         entry("trainer/job", ("rollout/0", 15.0)),
         entry("rollout/0", ("sandbox/0", 14.0)),
@@ -217,19 +219,19 @@ def test_a_long_wait_on_a_live_process_is_followed_to_its_end() -> None:
     assert all("renews but does not answer" in stall.reason for stall in stalls)
 
 
-def test_a_long_wait_for_something_that_is_no_process_names_it() -> None:
+def test_long_wait_for_another_resource_names_it() -> None:
     (stall,) = diagnose([entry("rollout/0", ("environment:0", 12.0))], NOTHING, NOW)
     assert stall.culprit == "environment:0"
     assert "has not come" in stall.reason
 
 
-def test_a_circle_of_waits_is_called_one() -> None:
+def test_cycle_of_waits_is_reported_as_a_circle() -> None:
     entries = [entry("a", ("b", 12.0)), entry("b", ("c", 12.0)), entry("c", ("b", 12.0))]
     stalls = diagnose(entries, NOTHING, NOW)
     assert all("circle" in stall.reason for stall in stalls)
 
 
-def test_a_resident_that_does_not_come_to_its_wish_is_a_stall_of_the_planner() -> None:
+def test_unreconciled_instance_is_a_stall_of_the_planner() -> None:
     (stall,) = diagnose([], pool(resident(age_s=45)), NOW)
     assert (stall.waiter, stall.culprit, stall.job) == ("planner", "worker/w1", "job")
     assert stall.what == "rollout of job to be at accelerator on w1"
@@ -239,7 +241,7 @@ def test_a_resident_that_does_not_come_to_its_wish_is_a_stall_of_the_planner() -
     assert "it has said nothing of g1.0 yet" in silent.reason
 
 
-def test_one_that_does_not_go_to_sleep_is_a_stall_and_the_one_beside_it_is_not() -> None:
+def test_instance_that_does_not_sleep_is_a_stall_alone() -> None:
     awake = resident("g1.1", "other", InstancePhase.READY, age_s=500)
     sleepy = resident("g1.0", "job", InstancePhase.MOVING, age_s=45, tier=Tier.MEMORY)
     (stall,) = diagnose([], pool(awake, sleepy), NOW)
@@ -247,7 +249,7 @@ def test_one_that_does_not_go_to_sleep_is_a_stall_and_the_one_beside_it_is_not()
     assert (stall.culprit, stall.job) == ("worker/w1", "job")
 
 
-def test_one_that_cannot_go_to_sleep_says_why() -> None:
+def test_instance_that_cannot_sleep_gives_the_reason() -> None:
     stuck = resident(
         doing=InstancePhase.MOVING, age_s=70, detail="OSError: no room", tier=Tier.DISK
     )
@@ -255,56 +257,58 @@ def test_one_that_cannot_go_to_sleep_says_why() -> None:
     assert stall.reason == "g1.0 is moving at accelerator: OSError: no room"
 
 
-def test_a_process_that_is_there_and_loads_has_more_time() -> None:
+def test_loading_process_has_more_time() -> None:
     loads = [entry("engine/g1.0")]
     assert diagnose(loads, pool(resident(age_s=120)), NOW) == []
     assert pairs(diagnose(loads, pool(resident(age_s=400)), NOW)) == {("planner", "worker/w1")}
 
 
-def test_a_resident_that_waits_for_a_dead_worker_says_so() -> None:
-    gone = entry("worker/w1", renewed_s=40.0)
-    (stall,) = diagnose([gone], pool(resident(age_s=45)), NOW)
+def test_instance_on_a_dead_worker_names_the_lost_lease() -> None:
+    make_exit = entry("worker/w1", renewed_s=40.0)
+    (stall,) = diagnose([make_exit], pool(resident(age_s=45)), NOW)
     assert "worker/w1 lost its lease" in stall.reason
 
 
-def test_a_silent_redis_holds_up_everyone() -> None:
+def test_silent_redis_blocks_everyone() -> None:
     (stall,) = make_redis_stall(3.0)
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
 
 
-def gone(name: str, times: int, text: str = "odd", age_s: float = 2.0) -> LastExit:
+def make_exit(name: str, times: int, text: str = "odd", age_s: float = 2.0) -> LastExit:
     error = {"type": "ValueError", "text": text, "where": "calc.py:3", "fix": ""} if text else {}
     at_ms = NOW - int(age_s * 1000)
     return LastExit(name, "job", 1, "exit status 1", at_ms, times, final=False, error=error)
 
 
-def test_a_process_that_errors_end_again_and_again_is_never_nothing() -> None:
-    (stall,) = diagnose([entry("rollout/0")], NOTHING, NOW, [gone("rollout/0", 3)])
+def test_repeatedly_failing_process_is_a_stall() -> None:
+    (stall,) = diagnose([entry("rollout/0")], NOTHING, NOW, [make_exit("rollout/0", 3)])
     assert (stall.waiter, stall.culprit) == ("", "rollout/0")
     assert "has ended 3 times, the last time by ValueError: odd (at calc.py:3)" in stall.reason
-    assert diagnose([entry("rollout/0")], NOTHING, NOW, [gone("rollout/0", 1)]) == [], "it is back"
-    assert diagnose([entry("rollout/0")], NOTHING, NOW, [gone("rollout/0", 9, text="")]) == []
+    assert diagnose([entry("rollout/0")], NOTHING, NOW, [make_exit("rollout/0", 1)]) == [], (
+        "it is back"
+    )
+    assert diagnose([entry("rollout/0")], NOTHING, NOW, [make_exit("rollout/0", 9, text="")]) == []
 
 
-def test_who_waits_for_any_engine_is_told_which_one_does_not_come_and_why() -> None:
+def test_wait_for_any_engine_names_the_failing_engine() -> None:
     entries = [
         entry("trainer/job", ("rollout/0", 12.0)),
         entry("rollout/0", ("an engine", 12.0)),
         entry("engine/g1.0", renewed_s=5.0, left=True),
     ]
-    stalls = diagnose(entries, pool(resident()), NOW, [gone("engine/g1.0", 2)])
+    stalls = diagnose(entries, pool(resident()), NOW, [make_exit("engine/g1.0", 2)])
     assert {stall.culprit for stall in stalls} == {"engine/g1.0"}
     assert all("ValueError: odd" in stall.reason for stall in stalls)
 
 
-def test_an_engine_that_ends_before_it_has_a_name_is_the_cause_too() -> None:
+def test_engine_that_exits_before_registration_is_the_culprit() -> None:
     entries = [entry("rollout/0", ("an engine", 4.0))]
     failing = pool(resident(detail="engine/g1.0 ended: ValueError: odd"))
-    stalls = diagnose(entries, failing, NOW, [gone("engine/g1.0", 2)])
+    stalls = diagnose(entries, failing, NOW, [make_exit("engine/g1.0", 2)])
     assert {stall.culprit for stall in stalls} == {"engine/g1.0"}
 
 
-def test_a_reward_that_sleeps_is_named_and_not_the_sandbox_that_waits_for_it() -> None:
+def test_sleeping_reward_is_named_instead_of_its_sandbox() -> None:
     reward = "a reward of job (process 4711)"
     entries = [
         entry("rollout/0", ("sandbox/0", 11.0)),
@@ -315,8 +319,8 @@ def test_a_reward_that_sleeps_is_named_and_not_the_sandbox_that_waits_for_it() -
     assert all("it has not ended yet" in stall.reason for stall in stalls)
 
 
-def at_work(quiet_s: float, slowest_s: float = 0.0, phase: Phase = Phase.TRAINING) -> JobRow:
-    """A job that came further `quiet_s` ago."""
+def make_job(quiet_s: float, slowest_s: float = 0.0, phase: Phase = Phase.TRAINING) -> JobRow:
+    """Make a job whose last progress was `quiet_s` ago."""
     counts: dict[str, Any] = dict.fromkeys(COUNT_FIELDS, 0)
     return JobRow(
         id="calc",
@@ -337,28 +341,28 @@ def at_work(quiet_s: float, slowest_s: float = 0.0, phase: Phase = Phase.TRAININ
     )
 
 
-def test_a_job_without_progress_is_never_nothing_though_nobody_waits() -> None:
-    (stall,) = diagnose([entry("rollout/0")], NOTHING, NOW, jobs=[at_work(400.0)])
+def test_job_without_progress_is_a_stall_without_waiters() -> None:
+    (stall,) = diagnose([entry("rollout/0")], NOTHING, NOW, jobs=[make_job(400.0)])
     assert (stall.waiter, stall.culprit, stall.since_s) == ("", "job calc", 400.0)
     assert "in phase training, at step 3 of 48" in stall.reason
-    assert diagnose([], NOTHING, NOW, jobs=[at_work(100.0)]) == []
-    assert diagnose([], NOTHING, NOW, jobs=[at_work(400.0, slowest_s=300.0)]) == [], (
+    assert diagnose([], NOTHING, NOW, jobs=[make_job(100.0)]) == []
+    assert diagnose([], NOTHING, NOW, jobs=[make_job(400.0, slowest_s=300.0)]) == [], (
         "it is a slow one"
     )
-    assert diagnose([], NOTHING, NOW, jobs=[at_work(400.0, phase=Phase.FAILED)]) == []
+    assert diagnose([], NOTHING, NOW, jobs=[make_job(400.0, phase=Phase.FAILED)]) == []
 
 
-def test_a_job_that_waits_or_is_paused_is_not_without_progress() -> None:
+def test_blocked_job_is_not_without_progress() -> None:
     for held in ("waiting: it needs 2 workers, and 1 is idle", "paused: job big has priority 1"):
-        assert diagnose([], NOTHING, NOW, jobs=[replace(at_work(900.0), block_reason=held)]) == []
-    assert diagnose([], NOTHING, NOW, jobs=[at_work(900.0)]), "it was let go on"
+        assert diagnose([], NOTHING, NOW, jobs=[replace(make_job(900.0), block_reason=held)]) == []
+    assert diagnose([], NOTHING, NOW, jobs=[make_job(900.0)]), "it was let go on"
 
 
-# Two jobs on one mesh
+# two jobs on one mesh
 
 
-def asleep() -> list[RegistryEntry]:
-    """Job calc is paused in the middle of its waits; job big goes on."""
+def make_paused_waits() -> list[RegistryEntry]:
+    """Make waits of job calc, which is paused while it waits, and of job big, which runs."""
     return [
         entry("trainer/calc", ("rollout/calc/0", 600.0)),
         entry("rollout/calc/0", ("engine/g1.0", 600.0)),
@@ -368,14 +372,14 @@ def asleep() -> list[RegistryEntry]:
     ]
 
 
-def test_the_waits_of_a_paused_job_stand_still_and_those_of_others_do_not() -> None:
-    paused = replace(at_work(600.0), block_reason="paused: job big has priority 1")
-    assert diagnose(asleep(), NOTHING, NOW, jobs=[paused]) == []
+def test_waits_of_a_paused_job_alone_are_ignored() -> None:
+    paused = replace(make_job(600.0), block_reason="paused: job big has priority 1")
+    assert diagnose(make_paused_waits(), NOTHING, NOW, jobs=[paused]) == []
     runs = replace(paused, block_reason="", progress_ms=NOW)
-    assert {s.job for s in diagnose(asleep(), NOTHING, NOW, jobs=[runs])} == {"calc"}
+    assert {s.job for s in diagnose(make_paused_waits(), NOTHING, NOW, jobs=[runs])} == {"calc"}
 
 
-def test_a_stall_is_its_own_job_s_and_names_none_that_serves_another() -> None:
+def test_stall_names_only_engines_of_its_own_job() -> None:
     entries = [
         entry("rollout/calc/0", ("an engine", 12.0)),
         entry("rollout/big/0", ("engine/g1.1", 2.0)),
@@ -390,7 +394,7 @@ def test_a_stall_is_its_own_job_s_and_names_none_that_serves_another() -> None:
     ]
 
 
-def test_who_waits_for_a_turn_is_told_who_has_it() -> None:
+def test_wait_for_a_time_slice_names_the_holder() -> None:
     keeper = replace(entry("worker/w1"), stats={"turn_of": ["g1.1"]})
     wait = {"on": "worker/w1", "what": "acquire_slice", "since_ms": NOW - 40_000}
     waiter = replace(entry("engine/g1.0"), waits=[wait])
@@ -404,51 +408,51 @@ def test_who_waits_for_a_turn_is_told_who_has_it() -> None:
     assert diagnose([keeper, replace(waiter, waits=short), entry("engine/g1.1")], turns, NOW) == []
 
 
-def test_a_shard_that_is_planned_and_not_there_is_its_agent_s() -> None:
+def test_missing_shard_is_attributed_to_its_agent() -> None:
     planned = pool(services=(("h0", "rollout/calc/0"), ("h0", "sandbox/calc/0")))
-    there, job = [entry("sandbox/calc/0")], at_work(60.0)
+    there, job = [entry("sandbox/calc/0")], make_job(60.0)
     (stall,) = diagnose(there, planned, NOW, jobs=[job])
     assert (stall.waiter, stall.culprit, stall.job) == ("planner", "node/h0", "calc")
     assert stall.what == "to start rollout/calc/0"
-    (ends,) = diagnose(there, planned, NOW, [gone("rollout/calc/0", 1, age_s=50.0)], [job])
+    (ends,) = diagnose(there, planned, NOW, [make_exit("rollout/calc/0", 1, age_s=50.0)], [job])
     assert ends.culprit == "rollout/calc/0" and "ValueError: odd" in ends.reason
     (away,) = diagnose([*there, entry("node/h0", renewed_s=30.0)], planned, NOW, jobs=[job])
     assert "node/h0 lost its lease" in away.reason
     assert diagnose(there, planned, NOW, jobs=[replace(job, block_reason="waiting: workers")]) == []
-    assert diagnose(there, planned, NOW, jobs=[at_work(10.0)]) == [], "it may still come"
-    further = replace(at_work(0.0), blocked_since_ms=NOW - 60_000)  # other shards bring it on
+    assert diagnose(there, planned, NOW, jobs=[make_job(10.0)]) == [], "it may still come"
+    further = replace(make_job(0.0), blocked_since_ms=NOW - 60_000)  # other shards make progress
     (stall,) = diagnose(there, planned, NOW, jobs=[further])
     assert stall.culprit == "node/h0"
 
 
-def of_host(name: str, takes: list[str], renewed_s: float = 1.0) -> RegistryEntry:
-    """An agent, which says what its host takes."""
+def make_agent(name: str, takes: list[str], renewed_s: float = 1.0) -> RegistryEntry:
+    """Make an agent with the services that its host accepts."""
     agent = entry(f"node/{name}", renewed_s=renewed_s)
     return replace(agent, host=name, stats={"takes": takes})
 
 
-def test_the_only_host_that_takes_a_service_is_named_while_it_is_away() -> None:
+def test_only_host_for_a_service_is_named_while_it_is_away() -> None:
     there = [
         entry("sandbox/calc/0"),
-        of_host("h0", ["sandboxes"]),
-        of_host("h1", ["shards"], renewed_s=30.0),
+        make_agent("h0", ["sandboxes"]),
+        make_agent("h1", ["shards"], renewed_s=30.0),
     ]
     served = (("h0", "sandbox/calc/0"), ("h1", "rollout/calc/0"))
     said = "no host takes its shards now: h0 takes sandboxes; h1 takes them and is away"
-    for services in (served, served[:1]):  # left to it, or placed nowhere since
-        (stall,) = diagnose(there, pool(services=services), NOW, jobs=[at_work(60.0)])
+    for services in (served, served[:1]):  # assigned to the host, or unassigned since
+        (stall,) = diagnose(there, pool(services=services), NOW, jobs=[make_job(60.0)])
         assert (stall.waiter, stall.culprit, stall.job) == ("planner", "node/h1", "calc")
         assert stall.what == "to start rollout/calc/0" and said in stall.reason
         assert "lost its lease" in stall.reason
-        (soon,) = diagnose(there, pool(services=services), NOW, jobs=[at_work(10.0)])
+        (soon,) = diagnose(there, pool(services=services), NOW, jobs=[make_job(10.0)])
         assert (soon.waiter, soon.what) == ("", "its lease"), "nobody waits yet"
     (other,) = diagnose(
-        [*there, of_host("h2", ["shards"])], pool(services=served), NOW, jobs=[at_work(60.0)]
+        [*there, make_agent("h2", ["shards"])], pool(services=served), NOW, jobs=[make_job(60.0)]
     )
     assert said not in other.reason, "the planner moves it there"
 
 
-def test_what_a_process_does_is_said_with_its_lag_and_its_longest_wait() -> None:
+def test_activity_shows_loop_lag_and_longest_wait() -> None:
     engine = replace(entry("engine/g1"), pid=7, stats={"loop_lag_ms": 4200.0, "running": 3})
     trainer = entry("trainer/calc", ("rollout/0", 3.0), ("weights", 40.0))
     assert [e.name for e in list_working_processes([engine, entry("weights"), trainer])] == [
@@ -461,14 +465,14 @@ def test_what_a_process_does_is_said_with_its_lag_and_its_longest_wait() -> None
     assert "waits for weights (ask) since 40 s" in describe_activity(trainer, NOW)
 
 
-def test_a_wait_for_room_leads_to_the_disk_that_is_full() -> None:
+def test_wait_for_disk_space_leads_to_the_full_disk() -> None:
     entries = [entry("trainer/job", ("rollout/0", 5.0)), entry("rollout/0", ("disk", 4.0))]
     stalls = diagnose(entries, NOTHING, NOW, full="the disk of /runs is full (0 KiB are free)")
     assert pairs(stalls) == {("trainer/job", "disk"), ("rollout/0", "disk")}
     assert all("the disk of /runs is full" in stall.reason for stall in stalls)
 
 
-def test_a_loop_that_stands_still_is_the_cause_though_its_lease_is_renewed() -> None:
+def test_blocked_event_loop_is_the_cause_despite_renewals() -> None:
     still = replace(entry("engine/g1"), stats={"loop_lag_ms": 5000.0})
     entries = [entry("trainer/job", ("rollout/0", 6.0)), entry("rollout/0", ("engine/g1", 5.0))]
     stalls = diagnose([*entries, still], NOTHING, NOW)

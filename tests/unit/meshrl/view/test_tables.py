@@ -1,4 +1,4 @@
-"""The mesh as tables: its workers, residents and jobs, and why each does nothing."""
+"""Tables of a mesh: its workers, instances and jobs, and the reasons of idle ones."""
 
 from __future__ import annotations
 
@@ -77,38 +77,38 @@ MESH = MeshSnapshot(
 )
 
 
-def printed(table: Table) -> list[list[str]]:
-    """The cells of each line, as they are on a wide terminal."""
+def render_cells(table: Table) -> list[list[str]]:
+    """Return the cells of each line as a wide terminal shows them."""
     console = Console(width=240, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table)
     lines = console.export_text().splitlines()
     return [[cell.strip() for cell in line.split("   ") if cell.strip()] for line in lines]
 
 
-def test_jobs_stand_beside_each_other_with_what_they_have_and_why_not() -> None:
+def test_jobs_table_has_resources_and_block_reasons() -> None:
     rows = [
         row("a", priority=2, share=3.0),
         row("b", WAITS, Phase.QUEUED),
         row("c", "paused: job a has priority 2", Phase.FINISHED),
     ]
-    shown = printed(
+    make_frames = render_cells(
         mesh_tables.make_jobs_table(replace(MESH, jobs=rows, entitlements={"a": 2, "b": 0}))
     )
-    assert shown[1:] == [
+    assert make_frames[1:] == [
         ["a", "training", "3/48", "1/2", "2", "3", "0", "/runs/a"],
         ["b", "waiting", "3/48", "1/0", "0", "1", "0", "/runs/b"],
         ["c", "finished", "3/48", "0", "1", "0", "/runs/c"],
     ]
-    assert printed(mesh_tables.make_jobs_table(replace(MESH, jobs=rows[:1])))[1][3] == "1"
+    assert render_cells(mesh_tables.make_jobs_table(replace(MESH, jobs=rows[:1])))[1][3] == "1"
     assert mesh_tables.list_block_reasons(rows) == [f"b is {WAITS}"]
 
 
-def test_workers_are_listed_with_all_that_resides_on_them() -> None:
+def test_workers_table_has_all_instances_of_each_worker() -> None:
     said = {"running": 31, "version": 9, "job": "a"}
     engine = RegistryEntry(name="engine/g0.1", kind="engine", alive=True, stats=said)
-    shown = printed(mesh_tables.make_workers_table(replace(MESH, entries=[engine])))
+    make_frames = render_cells(mesh_tables.make_workers_table(replace(MESH, entries=[engine])))
     on = "accelerator"
-    assert shown[1:] == [
+    assert make_frames[1:] == [
         ["w0", "cpu:0", "g0", "g0.0", "a", "training", on, "ready", "core, by turns"],
         [
             "w0",
@@ -137,7 +137,7 @@ def test_workers_are_listed_with_all_that_resides_on_them() -> None:
     ]
 
 
-def test_the_same_is_json() -> None:
+def test_json_document_has_the_same_data() -> None:
     found = json.loads(json.dumps(mesh_tables.to_document(MESH)))
     assert [w["id"] for w in found["workers"]] == ["w0", "w1", "w2", "w3"]
     assert found["gangs"][1]["residents"][0]["tier"] == "disk"
@@ -146,7 +146,7 @@ def test_the_same_is_json() -> None:
 LONG = "a-name-that-somebody-has-given-to-a-job-of-his-and-has-to-type-again"
 
 
-def test_no_name_is_cut_however_narrow_the_terminal_and_nothing_where_a_program_reads() -> None:
+def test_names_are_never_cut_and_piped_output_has_no_width() -> None:
     notes = {0: InstanceReport(0, 1, 1, 7, InstancePhase.STARTING, Tier.ACCELERATOR, "so " * 40)}
     starts = replace(resident("g0.0", LONG, Role.TRAINING), reports=notes)
     table = mesh_tables.make_workers_table(
@@ -161,7 +161,7 @@ def test_no_name_is_cut_however_narrow_the_terminal_and_nothing_where_a_program_
     assert console_tables.measure_width(table, 400) == 400
 
 
-def test_what_went_wrong_is_said_below() -> None:
+def test_last_exits_are_listed_below() -> None:
     end = LastExit("rollout/a/0", "a", 1, "exit status 1", 98_000, 3, final=False)
     assert mesh_tables.format_exits(MeshSnapshot(last_exits=[end], now_ms=100_000)) == [
         "rollout/a/0 ended 2 s ago, 3 times in all: exit status 1"
@@ -191,13 +191,13 @@ def mesh(at_s: float = 0.0, *rows: JobRow) -> MeshSnapshot:
     return replace(MESH, jobs=rows or ROWS, entries=entries, steps=took, now_ms=1_000_000)
 
 
-def shown(*rows: JobRow) -> tuple[MeshSnapshot, MeshFrame]:
+def make_frames(*rows: JobRow) -> tuple[MeshSnapshot, MeshFrame]:
     found = mesh(1.0, *rows)
     return found, build_frame(found, {"a": 100.0, "b": 10.0}, "/mesh")
 
 
 def test_each_job_has_its_own_figures() -> None:
-    a, b = shown()[1].jobs
+    a, b = make_frames()[1].jobs
     assert (a.rollout_tokens_per_s, a.trained_tokens_per_s, a.in_flight) == pytest.approx(
         (100.0, 250.0, 7)
     )
@@ -211,29 +211,29 @@ def test_each_job_has_its_own_figures() -> None:
     )
 
 
-def test_a_rate_is_of_the_last_seconds_and_of_one_process() -> None:
+def test_rate_covers_recent_seconds_of_one_process() -> None:
     rate = TokenRate()
     assert [rate.update(at_s, 100 * at_s) for at_s in (10.0, 20.0, 30.0)] == [0.0, 100.0, 100.0]
     assert (rate.update(31.0, 5.0), rate.update(32.0, 15.0)) == (0.0, 10.0)
 
 
-def test_a_job_that_stands_still_is_named_and_one_that_waits_is_not() -> None:
+def test_job_without_progress_is_marked_and_a_blocked_one_is_not() -> None:
     still = tuple(replace(row, progress_ms=1) for row in ROWS)
-    a, b = shown(*still)[1].jobs
+    a, b = make_frames(*still)[1].jobs
     assert "no group, step or evaluation has come" in a.no_progress_reason
     assert b.no_progress_reason == ""
 
 
-def test_the_screen_has_all_jobs_and_all_workers() -> None:
+def test_screen_has_all_jobs_and_workers() -> None:
     console = Console(width=130, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     failed = row("c", phase=Phase.FAILED)
-    console.print(render_screen(*shown(*ROWS, failed), 65.0, "/mesh"))
+    console.print(render_screen(*make_frames(*ROWS, failed), 65.0, "/mesh"))
     text = console.export_text()
     for wanted in ("3 jobs", "1:05", "3/48", "0.500", f"b is {WAITS}", "c failed: it broke", "w3"):
         assert wanted in text, wanted
 
 
-def test_without_a_terminal_there_is_a_line_for_each_news(
+def test_output_without_a_terminal_has_one_line_for_each_change(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     printed_lines = MeshLines()
@@ -247,9 +247,9 @@ def test_without_a_terminal_there_is_a_line_for_each_news(
             (replace(a, steps_done=4, block_reason="paused: job b"), replace(b, block_reason="")),
         ),
     ):
-        printed_lines.show(*shown(*rows), at_s)
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.partition("  ")[0] for line in printed] == [
+        printed_lines.show(*make_frames(*rows), at_s)
+    render_cells = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[0] for line in render_cells] == [
         "[0:01] a: training",
         f"[0:01] b: {WAITS}",
         "[0:03] a: step 4/48",

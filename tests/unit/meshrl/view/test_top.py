@@ -1,4 +1,4 @@
-"""Frames of `meshrl top`, and `meshrl status --why` of a mesh whose Redis is real."""
+"""Frames of `meshrl top`, and `meshrl status --why` of a mesh with a real Redis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshrl.run.monitoring.mesh_top import TopScreen
 from meshrl.view.live.top_screen import render_screen, render_tables
 from meshrl.view.mesh.mesh_frames import JobFrame, MeshFrame, build_frame
 from meshrl.view.mesh.rates import compute_steps_per_min, compute_wait_share
-from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
+from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held_mesh
 from tests.unit.meshrl.view.test_tables import MESH, WAITS, row
 
 NOW_MS = 1_000_000
@@ -65,7 +65,7 @@ MOVE_JUDGED = decode_move_outcome(
 
 
 def steps(*took_s: float) -> list[dict[str, Any]]:
-    """Rows of steps of which the last was committed two seconds ago."""
+    """Make rows of steps, the last of which was committed two seconds ago."""
     ends = [NOW_MS - 2_000 - 1000 * sum(took_s[n:]) for n in range(len(took_s) + 1)]
     about = {"reward": 0.5, "tokens_trained": 500, "wait_s": 0.3, "train_s": 0.9}
     return [
@@ -74,7 +74,7 @@ def steps(*took_s: float) -> list[dict[str, Any]]:
     ]
 
 
-def made(*rows: Any) -> MeshFrame:
+def make_frame(*rows: Any) -> MeshFrame:
     told = {
         name: JobPrediction(0.8, bottleneck="latency", verdict="no split is better")
         for name in "ab"
@@ -92,8 +92,8 @@ def made(*rows: Any) -> MeshFrame:
     return build_frame(mesh, {}, "/mesh", [MOVE_JUDGED])
 
 
-def test_a_job_has_its_rates_and_what_is_predicted_of_it() -> None:
-    a, b = made().jobs
+def test_job_has_rates_and_prediction() -> None:
+    a, b = make_frame().jobs
     assert (a.job, a.phase, a.step, a.steps) == ("a", "training", 3, 48)
     assert (a.workers, a.entitled, a.in_flight) == (1, 2, 7)
     assert (a.running, a.waiting) == (31, 6)
@@ -102,7 +102,7 @@ def test_a_job_has_its_rates_and_what_is_predicted_of_it() -> None:
     assert (b.block_reason, b.steps_per_min, b.running, b.prediction) == (WAITS, None, 0, None)
 
 
-def test_steps_a_minute_are_of_the_median_step_or_of_the_one_that_takes_longer() -> None:
+def test_step_rate_uses_the_median_step_or_the_current_longer_one() -> None:
     ends = [0, 3_000, 7_000, 16_000]
     assert compute_steps_per_min(ends, 17_000) == 15.0
     assert compute_steps_per_min(ends, 28_000) == 5.0
@@ -110,13 +110,13 @@ def test_steps_a_minute_are_of_the_median_step_or_of_the_one_that_takes_longer()
     assert compute_steps_per_min([5, 5, 5], 5) is None
 
 
-def test_the_trainers_wait_is_of_the_steps_that_tell_of_it() -> None:
+def test_wait_share_uses_only_steps_that_report_it() -> None:
     assert compute_wait_share([]) is None
     assert compute_wait_share([{"step": 1}, {"wait_s": 1.0, "train_s": 3.0}]) == 0.25
 
 
-def test_gangs_residents_hosts_and_moves_are_told() -> None:
-    found = made()
+def test_frame_has_gangs_instances_hosts_and_moves() -> None:
+    found = make_frame()
     core, engine, asleep = found.instances
     assert (core.role, core.gang, core.workers, core.tensor_parallel) == (
         "core",
@@ -140,15 +140,15 @@ def test_gangs_residents_hosts_and_moves_are_told() -> None:
     assert (move.elapsed_s, move.remaining_s, move.predicted_s) == (4.0, 26.0, 0.81)
 
 
-def shown(found: MeshFrame) -> list[str]:
+def render_lines(found: MeshFrame) -> list[str]:
     console = Console(file=StringIO(), width=200, record=True)
     for part in render_tables(found):
         console.print(part)
     return [" ".join(line.split()) for line in console.export_text().splitlines()]
 
 
-def test_the_screen_has_all_of_it_and_why_it_is_not_of_now() -> None:
-    lines = shown(made())
+def test_screen_shows_the_frame_and_why_it_is_outdated() -> None:
+    lines = render_lines(make_frame())
     for wanted in (
         "a training 3/48 15 0.500 ████ 1/2 0.8 s, latency",
         f"b is {WAITS}",
@@ -162,28 +162,28 @@ def test_the_screen_has_all_of_it_and_why_it_is_not_of_now() -> None:
     ):
         assert wanted in lines, "\n".join(lines)
     console = Console(file=StringIO(), width=120, record=True)
-    console.print(render_screen(made(), stale_reason="redis does not answer; asking again"))
+    console.print(render_screen(make_frame(), stale_reason="redis does not answer; asking again"))
     assert "redis does not answer" in console.export_text()
 
 
-def test_a_mesh_without_jobs_says_so() -> None:
-    assert shown(MeshFrame("/mesh")) == ["no job goes on"]
+def test_mesh_without_jobs_is_shown_as_such() -> None:
+    assert render_lines(MeshFrame("/mesh")) == ["no job goes on"]
 
 
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.FINISHED])
-def test_a_job_that_is_over_has_no_rate_and_no_prediction(phase: Phase) -> None:
-    [job] = made(row("a", phase=phase)).jobs
+def test_finished_job_has_no_rate_and_no_prediction(phase: Phase) -> None:
+    [job] = make_frame(row("a", phase=phase)).jobs
     assert (job.steps_per_min, job.entitled, job.prediction) == (None, None, None)
     assert job.error == ("it broke" if phase == Phase.FAILED else "")
 
 
-def test_the_document_is_json() -> None:
-    document = json.loads(json.dumps(asdict(made())))
+def test_frame_converts_to_json() -> None:
+    document = json.loads(json.dumps(asdict(make_frame())))
     assert document["jobs"][0]["now"]["step_s"] == 0.8
     assert document["judged"][0]["paid"] is True
 
 
-__all__ = ["held"]
+__all__ = ["held_mesh"]
 
 NOW = {"step_s": 0.8, "rollout_s": 0.8, "binds": "latency", "verdict": "no split is better"}
 
@@ -201,45 +201,51 @@ def judged(step: int) -> dict[str, Any]:
     return move | {"from": "rollout", "to": "training"} | times | fate
 
 
-async def explain(state: StateClient) -> None:
-    """What a leader that has judged a move leaves behind."""
+async def write_planner_memory(state: StateClient) -> None:
+    """Write the predictions and move outcomes of a leader to Redis."""
     token = await leader.campaign(state, PLANNER_ELECTION, "planner/0.one", 60_000)
     assert await pool.write_decisions(state, token, "op", [], {"explained": {JOB: NOW}}) == []
     await events.append(state, MOVE_OUTCOME_EVENT, judged(8))
 
 
-def test_one_frame_is_printed_without_a_terminal_and_one_document_for_programs(
-    held: HeldMesh,
+def test_top_prints_one_frame_without_a_terminal_and_one_json_document(
+    held_mesh: HeldMesh,
 ) -> None:
-    held.ask(explain)
-    words = ["top", "--mesh", str(held.root)]
+    held_mesh.ask(write_planner_memory)
+    words = ["top", "--mesh", str(held_mesh.root)]
     for once in ([], ["--once"]):
-        shown = " ".join(meshrl(*words, *once).split())
-        assert f"{JOB} queued 0/8" in shown and "did not pay, undone: it did not pay" in shown
+        render_lines = " ".join(meshrl(*words, *once).split())
+        assert (
+            f"{JOB} queued 0/8" in render_lines
+            and "did not pay, undone: it did not pay" in render_lines
+        )
     found = json.loads(meshrl(*words, "--json"))
     assert [(job["job"], job["now"]["binds"]) for job in found["jobs"]] == [(JOB, "latency")]
     assert [move["step"] for move in found["judged"]] == [8]
-    assert json.loads(meshrl("top", str(held.run), "--json"))["jobs"] == found["jobs"]
+    assert json.loads(meshrl("top", str(held_mesh.run), "--json"))["jobs"] == found["jobs"]
 
 
-def test_moves_are_known_that_redis_has_let_go_of(held: HeldMesh) -> None:
-    held.ask(explain)
-    held.record()
-    held.ask(lambda state: state.run_command("DEL", EVENTS))
-    held.ask(lambda state: events.append(state, MOVE_OUTCOME_EVENT, judged(20)))
-    found = json.loads(meshrl("top", "--mesh", str(held.root), "--json"))
+def test_moves_trimmed_from_redis_come_from_the_record(held_mesh: HeldMesh) -> None:
+    held_mesh.ask(write_planner_memory)
+    held_mesh.record()
+    held_mesh.ask(lambda state: state.run_command("DEL", EVENTS))
+    held_mesh.ask(lambda state: events.append(state, MOVE_OUTCOME_EVENT, judged(20)))
+    found = json.loads(meshrl("top", "--mesh", str(held_mesh.root), "--json"))
     assert [move["step"] for move in found["judged"]] == [8, 20]
-    told = json.loads(meshrl("status", "--why", JOB, "--mesh", str(held.root), "--json"))
+    told = json.loads(meshrl("status", "--why", JOB, "--mesh", str(held_mesh.root), "--json"))
     assert [move["step"] for move in told["moves"]] == [8, 20]
 
 
-def test_why_tells_moves_with_their_regret_and_what_binds_now(held: HeldMesh) -> None:
-    words = ["status", "--mesh", str(held.root), "--why"]
+def test_status_why_shows_moves_with_regret_and_the_bottleneck(held_mesh: HeldMesh) -> None:
+    words = ["status", "--mesh", str(held_mesh.root), "--why"]
     assert "Now:" not in meshrl(*words, JOB)
-    held.ask(explain)
-    shown = " ".join(meshrl(*words, JOB).split())
-    assert "8 g1 rollout -> training stage_time 0.9 s 0.9 s 0.7 s 1.1 s 0.2 s did not pay" in shown
-    assert shown.endswith(
+    held_mesh.ask(write_planner_memory)
+    render_lines = " ".join(meshrl(*words, JOB).split())
+    assert (
+        "8 g1 rollout -> training stage_time 0.9 s 0.9 s 0.7 s 1.1 s 0.2 s did not pay"
+        in render_lines
+    )
+    assert render_lines.endswith(
         "Now: a step is predicted to take 0.8 s: rollout 0.8 s what binds is latency "
         "no split is better"
     )
@@ -248,7 +254,7 @@ def test_why_tells_moves_with_their_regret_and_what_binds_now(held: HeldMesh) ->
     assert json.loads(meshrl(*words, JOB, "--json"))["now"]["verdict"] == NOW["verdict"]
 
 
-def test_the_last_frame_stays_while_redis_is_away(
+def test_last_frame_stays_while_redis_is_unreachable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
@@ -258,7 +264,7 @@ def test_the_last_frame_stays_while_redis_is_away(
         view.show(MeshFrame("/mesh", (JobFrame("a", "training", "", "", "", 3, 48),)))
         assert "no frame yet" in capsys.readouterr().out
         view.print_line("redis does not answer; asking again")
-        shown = capsys.readouterr().out
-        assert "redis does not answer" in shown and "3/48" in shown
+        render_lines = capsys.readouterr().out
+        assert "redis does not answer" in render_lines and "3/48" in render_lines
         view.show(MeshFrame("/mesh"))
         assert "redis" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The live view of a run: progress, what waits, failures and storage."""
+"""Live view of a run: progress, waits, failures and storage."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def job(phase: str, steps_done: int) -> JobRow:
 
 
 def resident(gang: str, number: int, of: str, role: Role, **more: Any) -> Instance:
-    """One that is ready where it is to be, unless `more` says otherwise."""
+    """Make an instance that is ready at its desired tier, unless `more` differs."""
     report = InstanceReport(
         0, 1, 1, 7, more.pop("doing", InstancePhase.READY), more.pop("at", Tier.ACCELERATOR)
     )
@@ -151,7 +151,7 @@ def reading(at: float, tokens: float, *events: Event) -> RunReading:
     )
 
 
-def test_a_snapshot_says_where_the_run_stands() -> None:
+def test_snapshot_has_the_progress_of_the_run() -> None:
     shot = build_snapshot(reading(10.0, 0), RunHistory())
     assert (shot.step, shot.steps, shot.phase) == (3, JobConfig().budget.steps, "training")
     assert shot.rewards == pytest.approx((0.1, 0.2, 0.3))
@@ -161,7 +161,7 @@ def test_a_snapshot_says_where_the_run_stands() -> None:
     assert (shot.in_flight, shot.histogram, shot.histogram_bounds) == (7, (5, 1, 1), (64, 128))
 
 
-def test_workers_are_shown_with_all_that_resides_on_them() -> None:
+def test_worker_lines_have_all_instances_of_each_worker() -> None:
     shot = build_snapshot(reading(10.0, 0), RunHistory())
     told = [
         (w.worker, w.gang, w.job, w.role, w.tier, w.state, w.activity) for w in shot.worker_lines
@@ -179,14 +179,14 @@ def test_workers_are_shown_with_all_that_resides_on_them() -> None:
     )
 
 
-def test_another_job_is_one_line_and_none_of_its_figures_is_this_one_s() -> None:
+def test_other_job_is_one_line_and_adds_no_figures() -> None:
     shot = build_snapshot(reading(10.0, 0), RunHistory())
     steps = JobConfig().budget.steps
     assert shot.other_jobs == (f"big: {WAITS}, step 0/{steps}, 2 workers",)
     assert (shot.in_flight, shot.histogram) == (7, (5, 1, 1))
 
 
-def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocked_job_shows_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     paused = "paused: job big has priority 1"
     lines, history = RunLines(), RunHistory()
     for held in ("", paused, paused, ""):
@@ -202,7 +202,7 @@ def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[st
     assert printed.count(paused) == 1 and printed.count("the job runs") == 1
 
 
-def test_the_rate_is_over_the_last_seconds_and_survives_a_restart() -> None:
+def test_rate_covers_recent_seconds_and_survives_a_restart() -> None:
     history = RunHistory()
     for second in range(20):
         shot = build_snapshot(reading(float(second), second * 100.0), history)
@@ -213,11 +213,11 @@ def test_the_rate_is_over_the_last_seconds_and_survives_a_restart() -> None:
     )
 
 
-def test_the_time_to_go_is_of_the_steps_that_are_left_though_the_first_are_not_shown() -> None:
+def test_remaining_time_counts_all_remaining_steps() -> None:
     assert estimate_remaining_s([row(5), row(6), row(7)], 10) == 2.0 * 3
 
 
-def test_no_time_to_go_before_three_steps() -> None:
+def test_remaining_time_needs_three_steps() -> None:
     assert estimate_remaining_s([row(1), row(2)], 10) is None
 
 
@@ -236,7 +236,7 @@ MOVE = Event(
 )
 
 
-def test_events_become_news_for_people() -> None:
+def test_events_are_formatted_for_people() -> None:
     assert format_event(MOVE) == (
         "g1 moved from rollout to training: rollout 0.80 s, training 1.30 s a step"
     )
@@ -251,7 +251,7 @@ def test_events_become_news_for_people() -> None:
     assert format_event(asked) == ""
 
 
-def test_the_live_view_holds_everything_that_was_asked_for() -> None:
+def test_live_view_shows_every_part() -> None:
     console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     shot = build_snapshot(reading(65.0, 0, MOVE), RunHistory())
     console.print(render_screen(shot, Path("runs/tiny")))
@@ -281,7 +281,9 @@ def test_the_live_view_holds_everything_that_was_asked_for() -> None:
         assert wanted in text, wanted
 
 
-def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_without_a_terminal_has_one_line_for_each_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = RunLines()
     first = reading(10.0, 0)
     shot = build_snapshot(first, RunHistory())
@@ -294,12 +296,12 @@ def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixtu
     assert printed.count("held-out after step 10: 0.600 sampled") == 1
 
 
-def test_a_sparkline_shows_small_values_as_something() -> None:
+def test_sparkline_shows_small_values() -> None:
     assert draw_sparkline([0, 1, 100]) == " ▁█"
     assert draw_sparkline([]) == ""
 
 
-def test_durations_are_written_as_clocks() -> None:
+def test_durations_are_formatted_as_clock_times() -> None:
     assert [format_duration(5), format_duration(65), format_duration(3665)] == [
         "0:05",
         "1:05",
@@ -315,40 +317,42 @@ REFUSED = {
 }
 
 
-def ended(name: str, **more: Any) -> Event:
+def make_exit(name: str, **more: Any) -> Event:
     fields = {"name": name, "why": "exit status 1", "code": 1, "job": "tiny", "times": 1} | more
     return Event("4-0", 4, "process_ended", fields)
 
 
-def test_the_end_of_a_process_is_told_with_its_error_and_how_often() -> None:
-    again = format_event(ended("rollout/0", error={"type": "ValueError", "text": "odd"}, times=3))
+def test_process_exit_is_reported_with_error_and_count() -> None:
+    again = format_event(
+        make_exit("rollout/0", error={"type": "ValueError", "text": "odd"}, times=3)
+    )
     assert again == "rollout/0 ended by ValueError: odd; it starts again, 3 times so far"
-    final = format_event(ended("engine/g1", error=REFUSED, final=True))
+    final = format_event(make_exit("engine/g1", error=REFUSED, final=True))
     assert "ConfigError: slots of 320 tokens" in final and "(at rollout.max_tokens)" in final
     assert final.endswith("it is not started again")
     failed = Event("5-0", 5, "phase", {"job": "tiny", "phase": "failed", "error": "so"})
     assert format_event(failed) == "the job failed: so"
 
 
-def test_without_a_terminal_every_end_has_its_line_once(
+def test_output_without_a_terminal_reports_every_exit_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines, history = RunLines(), RunHistory()
-    first = build_snapshot(reading(10.0, 0, ended("engine/g1")), history)
+    first = build_snapshot(reading(10.0, 0, make_exit("engine/g1")), history)
     lines.show(first, [row(1)])
     lines.show(first, [row(1)])
-    lines.show(build_snapshot(reading(11.0, 0, ended("engine/g1", times=2)), history), [row(1)])
+    lines.show(build_snapshot(reading(11.0, 0, make_exit("engine/g1", times=2)), history), [row(1)])
     printed = capsys.readouterr().out
     assert printed.count("[0:10] engine/g1 ended (exit status 1); it starts again\n") == 1
     assert printed.count("it starts again, 2 times so far") == 1
 
 
-def test_a_process_that_ends_again_and_again_is_told_of_ever_more_rarely(
+def test_repeated_exits_are_reported_with_decreasing_frequency(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines, history = RunLines(), RunHistory()
     for times in range(1, 101):
-        look = reading(10.0, 0, ended("environment-rollout-0-0", times=times))
+        look = reading(10.0, 0, make_exit("environment-rollout-0-0", times=times))
         lines.show(build_snapshot(look, history), [])
     assert capsys.readouterr().out.count("environment-rollout-0-0 ended") == 3 + 5
 
@@ -370,7 +374,7 @@ def failure(count: int = 1, **more: Any) -> Event:
     return Event("1-0", 1, "failure", fields | more)
 
 
-def test_the_first_of_each_kind_is_said_at_once_and_then_its_count_with_each_step() -> None:
+def test_first_failure_of_each_kind_is_reported_at_once_and_its_count_with_steps() -> None:
     heard, told = FailureCounter([failure()]), FailurePrinter()
     assert told.format_new(heard.kinds, False, 1.0) == [f"reward raised at {WHERE}: ValueError: no"]
     heard.add(failure(5))
@@ -386,7 +390,7 @@ def test_the_first_of_each_kind_is_said_at_once_and_then_its_count_with_each_ste
     ], "also where no step comes"
 
 
-def test_plain_lines_tell_of_failures_and_of_each_steps_share(
+def test_plain_lines_report_failures_and_each_steps_failed_share(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shot = build_snapshot(reading(10.0, 0.0, failure(3)), RunHistory())
@@ -397,7 +401,7 @@ def test_plain_lines_tell_of_failures_and_of_each_steps_share(
     assert "  failed 0 %  " in format_step(row(1), shot)
 
 
-def test_a_figure_says_of_which_share_of_its_samples_it_is() -> None:
+def test_figure_names_its_share_of_samples() -> None:
     assert (format_share(0.4), format_share(1.0), format_share(None)) == (" of 40 %", "", "")
     assert format_share(0.999) == " of 99.9 %"
     some = parse_evaluation(
@@ -414,7 +418,7 @@ def test_a_figure_says_of_which_share_of_its_samples_it_is() -> None:
     assert format_evaluation(some) == said
 
 
-def test_an_evaluation_that_loses_everything_says_so() -> None:
+def test_evaluation_without_successes_is_reported() -> None:
     none = parse_evaluation(
         {
             "tag": "before",
@@ -429,16 +433,16 @@ def test_an_evaluation_that_loses_everything_says_so() -> None:
     )
 
 
-NO_ROOM_THERE = Path("/proc")  # a file system that never has any
+NO_ROOM_THERE = Path("/proc")  # a file system that never has free space
 
 
-def test_a_disk_without_room_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_full_disk_is_named_with_a_fix(tmp_path: Path) -> None:
     assert disk_full.find_full_disk([tmp_path, tmp_path / "gone"]) == ""
     text = disk_full.find_full_disk([tmp_path, NO_ROOM_THERE])
     assert "disk of /proc is full" in text and "Make room" in text
 
 
-def test_rows_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_rows_are_appended_completely_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     code = f"""
         import resource
@@ -460,7 +464,7 @@ def test_rows_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     assert json_lines.read_lines(path).rows[-1] == {"also": int(step) - 1}
 
 
-def test_a_log_on_a_full_disk_fails_nobody() -> None:
+def test_log_on_a_full_disk_raises_no_error() -> None:
     code = """
         from meshrl.common.mesh.telemetry.logs import Telemetry, log_to_stderr
         log_to_stderr("rollout/0")
@@ -474,7 +478,7 @@ def test_a_log_on_a_full_disk_fails_nobody() -> None:
     assert said.stdout == "goes on\n"
 
 
-def test_the_run_says_at_once_who_waits_for_room_and_when_there_is_some(
+def test_wait_for_disk_space_is_reported_at_start_and_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     waits = [{"on": "disk", "what": "room for the ledger", "since_ms": 0, "count": 1}]

@@ -1,4 +1,4 @@
-"""What an agent takes up, ends, keeps of old runs, refuses to start and gives of log files."""
+"""Recovery of running processes, cleanup of old runs, refused starts and log files of an agent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.meshes import SECRET, alone, on_sockets
 from tests.unit.common.mesh.process.modules import python
 from tests.unit.node.smallmesh import SmallMesh
 
-SOON_S = 30.0  # for a process to be gone, on a busy host
+SOON_S = 30.0  # limit for the exit of a process on a busy host
 NAME = "rollout/calc/0"
 OURS, ANOTHERS = "a mark", "another mark"
 
@@ -64,7 +64,7 @@ def running(mark: str, *words: str) -> Iterator[int]:
         (ANOTHERS, NAME, False),
     ],
 )
-async def test_what_the_registry_names_must_be_that_process_of_this_mesh(
+async def test_agent_finds_only_processes_that_match_pid_and_mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str, named: str, known: bool
 ) -> None:
     monkeypatch.setenv(MESH_TAG_ENV, OURS)
@@ -87,7 +87,7 @@ async def test_what_the_registry_names_must_be_that_process_of_this_mesh(
         assert bool(read_start_time(pid)) != known
 
 
-async def test_only_what_no_job_goes_on_with_is_removed(tmp_path: Path) -> None:
+async def test_sweep_removes_only_files_that_no_job_needs(tmp_path: Path) -> None:
     clock, root = SystemClock(), tmp_path / "second"
     state = open_simulated_state(clock)
     await run_host.write_run_host(state, create_run_host("head", tmp_path / "head", b"probe"))
@@ -105,14 +105,15 @@ async def test_only_what_no_job_goes_on_with_is_removed(tmp_path: Path) -> None:
     for path in (root / "runs/forgotten/8/ledger", root / "runs/forgotten/8"):
         os.utime(path, (long_ago, long_ago))
 
-    (root / "bundles/.gone-a-bundle.123/modules").mkdir(parents=True)  # by one that was killed
+    # left by a process that was killed
+    (root / "bundles/.gone-a-bundle.123/modules").mkdir(parents=True)
     (root / "bundles/another").mkdir()
     (unused := root / "chunks/5e/5e").parent.mkdir(parents=True)
     unused.touch()
     os.utime(unused, (long_ago, long_ago))
 
     await run_host.write_run_host(state, create_run_host("second", tmp_path / "head", b"probe"))
-    await sweep(mesh)  # at home nothing else goes
+    await sweep(mesh)  # on the run host, nothing else is removed
     assert [path.name for path in (root / "bundles").iterdir()] == ["another"]
     assert all((root / "runs" / name).is_dir() for name in (*kept, *gone)) and unused.exists()
     await run_host.write_run_host(state, create_run_host("head", tmp_path / "head", b"probe"))
@@ -127,10 +128,10 @@ async def test_only_what_no_job_goes_on_with_is_removed(tmp_path: Path) -> None:
 ENDS_S = 60.0
 
 
-async def refused(
+async def start_and_fail(
     mesh: SmallMesh, settings: MeshSettings, *words: str, env: Mapping[str, str] = {}
 ) -> Failure:
-    """The error that ends a process of the mesh under these settings."""
+    """Return the error that ends a process of the mesh under these settings."""
     path, log = mesh.directory / "refusing.json", mesh.directory / "refused.log"
     settings.to_file(path)
     host = SystemHost()
@@ -144,7 +145,7 @@ async def refused(
 
 
 @pytest.mark.parametrize("module", ["meshrl.services.planner", "meshrl.services.weights"])
-async def test_an_address_that_is_not_of_this_host_is_named(mesh: SmallMesh, module: str) -> None:
+async def test_bind_address_of_another_host_is_named(mesh: SmallMesh, module: str) -> None:
     settings = MeshSettings(
         mesh.settings.redis_url,
         str(mesh.directory),
@@ -152,27 +153,27 @@ async def test_an_address_that_is_not_of_this_host_is_named(mesh: SmallMesh, mod
         host="here",
         secret=SECRET,
     )
-    failure = await refused(mesh, settings, module)
+    failure = await start_and_fail(mesh, settings, module)
     assert "cannot listen on tcp://192.0.2.1:*" in failure.text
     assert failure.where == "mesh.bind" and failure.fix
 
 
 @pytest.mark.deep
 @pytest.mark.needs("compiler")
-async def test_a_host_without_gpus_or_with_too_few_says_so(mesh: SmallMesh, gpus: Gpus) -> None:
+async def test_missing_gpus_are_reported(mesh: SmallMesh, gpus: Gpus) -> None:
     words = ["meshrl.services.node", "--device", "cuda", "--workers", "2"]
-    failure = await refused(mesh, mesh.settings, *words, env=gpus.environment)
+    failure = await start_and_fail(mesh, mesh.settings, *words, env=gpus.environment)
     assert "the driver lists 0 GPUs" in failure.text and "mesh.device" in failure.fix
     gpus.gpu("GPU-a")
-    failure = await refused(mesh, mesh.settings, *words, env=gpus.environment)
+    failure = await start_and_fail(mesh, mesh.settings, *words, env=gpus.environment)
     assert "2 workers are asked for, and there are 1 GPUs" in failure.text
     gpus.gpu("GPU-b")
     hidden = gpus.environment | {"CUDA_VISIBLE_DEVICES": "GPU-b"}
-    failure = await refused(mesh, mesh.settings, *words, env=hidden)
+    failure = await start_and_fail(mesh, mesh.settings, *words, env=hidden)
     assert "there are 1 GPUs (cuda:1 NVIDIA H100)" in failure.text
 
 
-def test_a_log_is_read_in_whole_lines_to_its_end_and_on_as_it_grows(tmp_path: Path) -> None:
+def test_log_is_read_in_whole_lines_and_followed_as_it_grows(tmp_path: Path) -> None:
     path, logs = tmp_path / "engine-g1.log", HostLogFiles(tmp_path)
     path.write_text("one\ntwo\nthr")
     [file] = logs.list_files()
@@ -188,14 +189,14 @@ def test_a_log_is_read_in_whole_lines_to_its_end_and_on_as_it_grows(tmp_path: Pa
     assert logs.read("engine-g1", 10_000, 100).text == ""
 
 
-def test_a_long_line_comes_in_pieces_and_no_part_is_larger_than_the_most(tmp_path: Path) -> None:
+def test_long_line_is_read_in_parts_of_limited_size(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("x" * (3 * MAX_READ_BYTES))
     part = HostLogFiles(tmp_path).read("a", 0, 10 * MAX_READ_BYTES)
     assert part.next_offset == len(part.text) == MAX_READ_BYTES
 
 
 @pytest.mark.parametrize("name", ["b", "../secret", "/etc/passwd", "", "secret\0"])
-def test_only_logs_are_read(tmp_path: Path, name: str) -> None:
+def test_only_log_files_can_be_read(tmp_path: Path, name: str) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/a.log").write_text("a\n")
     (tmp_path / "secret.log").write_text("hush\n")

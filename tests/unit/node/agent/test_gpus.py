@@ -1,6 +1,4 @@
-"""A host's GPUs as its agent and its workers have them: who sees which, how they do, what becomes
-of a resident whose GPU others fill.
-"""
+"""GPUs of a host: visibility, health, and instances whose GPU is filled by other processes."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from meshrl.common.state import jobs, registry
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import InstancePhase
 from meshrl.view.live import mesh_tables
-from meshrl.view.mesh import gpu_status as told
+from meshrl.view.mesh import gpu_status
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, read_mesh_snapshot
 from tests.gpus.driver import GIB, LOST, Gpus
 from tests.load import scaled
-from tests.unit.node.smallmesh import LOOK_S, SOON_S, SmallMesh
+from tests.unit.node.smallmesh import POLL_S, SOON_S, SmallMesh
 
 pytestmark = pytest.mark.needs("compiler")
 A, B, M = "GPU-aaaa", "GPU-bbbb", "MIG-cccc"
@@ -33,7 +31,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 @pytest.mark.deep
-async def test_processes_see_their_worker_s_device_and_one_that_others_fill_is_not_taken(
+async def test_role_process_sees_its_workers_device_and_a_full_device_is_refused(
     mesh: SmallMesh, gpus: Gpus
 ) -> None:
     gpus.gpu(A, used=80 * GIB - 1000)
@@ -62,11 +60,11 @@ async def test_processes_see_their_worker_s_device_and_one_that_others_fill_is_n
     ):
         assert words in refused.detail
     gpus.gpu(A, used=0)
-    await mesh.until_settled("g0.0")  # it is tried again
+    await mesh.until_settled("g0.0")  # the start is retried
 
 
 @pytest.mark.deep
-async def test_an_engine_of_two_sees_both_devices_and_waits_until_nobody_fills_the_second(
+async def test_engine_on_two_gpus_waits_until_the_second_has_free_memory(
     mesh: SmallMesh, gpus: Gpus
 ) -> None:
     gpus.gpu(A)
@@ -87,46 +85,50 @@ async def test_an_engine_of_two_sees_both_devices_and_waits_until_nobody_fills_t
     seen = environment_of(await mesh.pid_of("engine/g0.0"))
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MESHRL_DEVICE"]) == (f"{A},{B}", "cuda")
 
-    gpus.gpu(B, used=80 * GIB - 1000)  # by the engine itself, which goes on when w1 is back
+    gpus.gpu(B, used=80 * GIB - 1000)  # the engine reloads itself when w1 is back
     worker, token = await mesh.pid_of("worker/w1"), found.reports[1].token
     os.kill(worker, signal.SIGKILL)
     await mesh.until("kept", "g0.0", lambda r: r.is_reconciled and r.reports[1].token != token)
 
 
 @pytest.mark.rotating(2)
-async def test_figures_are_published_and_what_breaks_is_an_event(
+async def test_gpu_figures_are_published_and_faults_become_events(
     mesh: SmallMesh, gpus: Gpus
 ) -> None:
     gpus.gpu(A, used=40 * GIB, busy=97, celsius=71, milliwatts=650_000, throttle=0x20)
     mesh.start_agent("--device", "cuda", env=gpus.environment)
     await mesh.form("w0")
-    found = await shown(mesh, "used_bytes", 40 * GIB)
+    found = await await_gpu_figure(mesh, "used_bytes", 40 * GIB)
     assert found["utilization"] == 0.97 and found["lost"] == 0 and found["throttled"] == 1
-    assert told.format_gpu(found) == "40 of 80 GiB, 97%, 71 °C, 650 W, slowed by thermal"
+    assert gpu_status.format_gpu(found) == "40 of 80 GiB, 97%, 71 °C, 650 W, slowed by thermal"
     gpus.gpu(A, ecc=2)
     gpus.xid(A, 48)
-    [event] = await mesh.told("gpu", 1)
+    [event] = await mesh.await_events("gpu", 1)
     assert (event["worker"], event["what"]) == ("w0", "errors")
-    assert "2 uncorrected memory errors and XID 48" in told.format_gpu_event(event)
+    assert "2 uncorrected memory errors and XID 48" in gpu_status.format_gpu_event(event)
     gpus.fail(A, LOST)
-    lost = (await mesh.told("gpu", 2))[1]
+    lost = (await mesh.await_events("gpu", 2))[1]
     assert lost[
         "what"
-    ] == "lost" and "cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost" in told.format_gpu_event(lost)
-    assert told.format_gpu(await shown(mesh, "lost", 1)) == "GPU lost"
-    lost_now = told.list_gpu_problems(await read_mesh_snapshot(mesh.state))
+    ] == "lost" and "cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost" in gpu_status.format_gpu_event(
+        lost
+    )
+    assert gpu_status.format_gpu(await await_gpu_figure(mesh, "lost", 1)) == "GPU lost"
+    lost_now = gpu_status.list_gpu_problems(await read_mesh_snapshot(mesh.state))
     assert lost_now == ["cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost"]
     gpus.mended()
-    assert (await mesh.told("gpu", 3))[2]["what"] == "back"
+    assert (await mesh.await_events("gpu", 3))[2]["what"] == "back"
 
 
-async def shown(mesh: SmallMesh, name: str, value: object) -> dict[str, Any]:
-    """The figures of w0's GPU as `meshrl workers --json` has them, once one is so."""
-    for _ in range(int(scaled(SOON_S) / LOOK_S)):
+async def await_gpu_figure(mesh: SmallMesh, name: str, value: object) -> dict[str, Any]:
+    """Wait for a figure of w0's GPU and return all of them as `meshrl workers --json` prints
+    them.
+    """
+    for _ in range(int(scaled(SOON_S) / POLL_S)):
         entries = await registry.list_entries(mesh.state)
         rows = await pool.read_workers(mesh.state)
         [worker] = mesh_tables.to_document(MeshSnapshot(tuple(rows), entries=entries))["workers"]
         if (found := worker.get("gpu", {})).get(name) == value:
             return dict(found)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     raise AssertionError(f"{name} is not {value}: {worker}\n{mesh.logs()}")

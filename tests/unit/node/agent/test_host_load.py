@@ -1,4 +1,4 @@
-"""What an agent says of its host: processors, memory, and a driver that hangs with its GPU."""
+"""Load reports of a host: processors, memory, and a GPU driver that hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.stories import virtually
 from tests.unit.common.generation.engines_under_test import StandingClock
 
 
-def test_busy_cores_are_the_mean_of_the_last_seconds_and_memory_is_what_is_left() -> None:
+def test_busy_cores_are_a_mean_and_memory_is_the_remainder() -> None:
     clock = StandingClock()
     host = SimulatedHost(clock, Random(0))
     load = HostLoadSampler(alone("node/one", clock, Random(0), host), Path())
@@ -44,7 +44,7 @@ def test_busy_cores_are_the_mean_of_the_last_seconds_and_memory_is_what_is_left(
     assert load.stats.busy_cores == 0.5
 
 
-def test_a_host_that_does_not_know_its_processors_says_nothing_of_them() -> None:
+def test_unknown_processor_count_is_left_out() -> None:
     clock = StandingClock()
     load = HostLoadSampler(
         alone("node/one", clock, Random(0), SimulatedHost(clock, Random(0))), Path()
@@ -56,34 +56,34 @@ def test_a_host_that_does_not_know_its_processors_says_nothing_of_them() -> None
 
 
 class HangingHost(SimulatedHost):
-    """What blocks here does not return; how often it was asked for."""
+    """Host whose blocking calls never return, with a count of the calls."""
 
-    asked = 0
+    call_count = 0
 
     async def run_blocking(self, fn: Callable[..., Any], *args: Any, deadline_s: float) -> Any:
-        self.asked += 1
+        self.call_count += 1
         await asyncio.sleep(deadline_s)
         raise DeadlineExceeded(f"it took longer than {deadline_s:g} s")
 
 
 @virtually(limit_s=3600.0)
-async def test_a_driver_that_hangs_is_told_once_and_asked_one_call_at_a_time(
+async def test_hanging_driver_is_reported_once_and_called_one_call_at_a_time(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
-    told: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
 
-    async def tell(kind: str, fields: dict[str, Any]) -> None:
-        told.append({"kind": kind, **fields})
+    async def record_event(kind: str, fields: dict[str, Any]) -> None:
+        events.append({"kind": kind, **fields})
 
     host = HangingHost(clock, random, {})
     settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
     mesh = alone("node/one", clock, random, host, settings=settings)
-    watch = GpuWatch(mesh, {"w0": Device("GPU-a", "NVIDIA H100", 80, 0)}, tell)
+    watch = GpuWatch(mesh, {"w0": Device("GPU-a", "NVIDIA H100", 80, 0)}, record_event)
     running = asyncio.create_task(watch.run())
     await clock.sleep(3 * (DRIVER_TIMEOUT_S + READ_S) - 1)
     running.cancel()
-    assert host.asked == 3
-    [event] = told
+    assert host.call_count == 3
+    [event] = events
     assert (event["kind"], event["what"], event["worker"]) == ("gpu", "lost", "w0")
     assert event["why"] == "the driver does not answer for 30 s"
     assert watch.stats()["gpu_lost"] == {"w0": 1}

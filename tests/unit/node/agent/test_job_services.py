@@ -1,4 +1,4 @@
-"""Shards and sandboxes of jobs: which run on a host, and with which isolation."""
+"""Shards and sandboxes of jobs: their placement on a host and their isolation."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from tests.load import scaled
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.stories import virtually
-from tests.unit.node.smallmesh import WHY, SmallMesh, gone
+from tests.unit.node.smallmesh import WHY, SmallMesh, has_exited
 from tests.unit.node.test_failing_roles import DOCUMENT
 
 
 @pytest.mark.deep
-async def test_services_on_record_run_are_adopted_and_end_when_they_are_no_longer(
+async def test_running_services_are_adopted_and_stopped_when_unassigned(
     mesh: SmallMesh,
 ) -> None:
     agent = mesh.start_agent(workers=0)
@@ -62,24 +62,25 @@ async def test_services_on_record_run_are_adopted_and_end_when_they_are_no_longe
     before_it, agent = agent, mesh.start_agent(workers=0)
     await mesh.pid_of("node/here", other_than=before_it.pid)
     await mesh.publishes("node/here", "adopted_services", 3)
-    await mesh.pid_of(names[2], other_than=before[2])  # it would refuse what its job says now
+    # a sandbox with the old limits would reject the job's new ones
+    await mesh.pid_of(names[2], other_than=before[2])
     os.kill(before[0], signal.SIGKILL)
     again = await mesh.pid_of(names[0], other_than=before[0])
-    [end] = await mesh.told("process_ended", 1)
+    [end] = await mesh.await_events("process_ended", 1)
     assert (end["name"], end["job"], end["why"]) == (names[0], "a", "signal 9")
     assert await mesh.pid_of(names[1]) == before[1], "it was adopted"
 
     await mesh.write(AssignServices("here", names[:1], WHY))
-    assert await gone(before[1])
+    assert await has_exited(before[1])
     assert await mesh.pid_of(names[0]) == again
     agent.terminate()
     assert await agent.wait(scaled(30)) == 0
-    assert await gone(again)
+    assert await has_exited(again)
     assert mesh.processes() == []
 
 
 @virtually(limit_s=3600.0)
-async def test_a_shard_that_cannot_run_fails_its_own_job_and_holds_up_no_other(
+async def test_failing_shard_fails_its_own_job_alone(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     started: list[str] = []
@@ -114,7 +115,7 @@ async def test_a_shard_that_cannot_run_fails_its_own_job_and_holds_up_no_other(
 
 
 @virtually(limit_s=3600.0)
-async def test_a_sandbox_is_told_what_its_job_may_have_loaded_by_who_starts_it(
+async def test_sandbox_receives_the_loadable_bundle_of_its_job(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     started: list[list[str]] = []
@@ -137,14 +138,14 @@ async def test_a_sandbox_is_told_what_its_job_may_have_loaded_by_who_starts_it(
     agent = NodeAgent(mesh, list_cpu_slots(0), [], "w")
     await agent.start()
     await clock.sleep(10.0)
-    # A shard's view of the job, on another host and whatever its worker is.
+    # a shard's view of the job, on another host and with any worker
     shard = JobData.from_document("a", document, str(tmp_path)).for_device("cuda")
     shard = shard.for_remote_host(tmp_path / "fetched", tmp_path / "own")
-    told = {args[args.index("--name") + 1]: args for args in started}
+    commands = {args[args.index("--name") + 1]: args for args in started}
     digest = compute_request_digest(build_load_request(shard))
-    assert told["sandbox/a/0"][-2:] == ["--load", digest]
-    assert told["sandbox/gone/0"][-2:] == ["--load", "none"], "nothing at all"
-    # Its job goes on with other limits of what it runs.
+    assert commands["sandbox/a/0"][-2:] == ["--load", digest]
+    assert commands["sandbox/gone/0"][-2:] == ["--load", "none"], "nothing at all"
+    # the job continues with other limits for the code it runs
     document["sandbox"] = document["sandbox"] | {"wall_s": 77.0}
     await jobs.change_document(mesh.state, "a", document, {}, "change")
     await clock.sleep(2 * DOCUMENT_POLL_S)
@@ -158,7 +159,7 @@ async def test_a_sandbox_is_told_what_its_job_may_have_loaded_by_who_starts_it(
 
 
 @virtually(limit_s=3600.0)
-async def test_one_that_is_slow_to_end_holds_up_nobody(
+async def test_slow_stop_delays_no_other_service(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     alive: list[str] = []
@@ -190,7 +191,8 @@ async def test_one_that_is_slow_to_end_holds_up_nobody(
     await serve("b", "c")
     await clock.sleep(2.0)
     assert alive == ["a", "b", "c"]
-    await serve("a", "b", "c")  # wanted again while it ends: another one, and not before
+    # requested again while it stops: a new process starts only after the old one has exited
+    await serve("a", "b", "c")
     await clock.sleep(2.0)
     assert alive == ["a", "b", "c"]
     await clock.sleep(6.0)
@@ -199,8 +201,8 @@ async def test_one_that_is_slow_to_end_holds_up_nobody(
     assert alive == []
 
 
-class Tried(SystemHost):
-    """A host whose probes find, one after another, what a test says."""
+class ProbedHost(SystemHost):
+    """Host whose isolation probes return the given results one after another."""
 
     def __init__(self, *found: IsolationTiers | DeadlineExceeded) -> None:
         super().__init__()
@@ -214,26 +216,28 @@ class Tried(SystemHost):
         return found
 
 
-class Naps(SystemClock):
-    """What is told before each nap; the last of them is for ever."""
+class SleepRecorder(SystemClock):
+    """Clock that records the published tiers before each sleep; the last sleep never ends."""
 
-    def __init__(self, host: Tried) -> None:
-        self.host, self.told = host, list[tuple[list[str], float]]()
+    def __init__(self, host: ProbedHost) -> None:
+        self.host, self.sleeps = host, list[tuple[list[str], float]]()
         self.own: HostIsolation | None = None
         self.over = asyncio.Event()
 
     async def sleep(self, seconds: float) -> None:
         assert self.own is not None
-        self.told.append((self.own.tiers or [], seconds))
+        self.sleeps.append((self.own.tiers or [], seconds))
         if not self.host.left:
             self.over.set()
             await asyncio.Event().wait()
 
 
-async def told(*found: IsolationTiers | DeadlineExceeded) -> list[tuple[list[str], float]]:
-    """What a host says whose probes find this, and for how long it then waits; 0: it is done."""
-    host = Tried(*found)
-    clock = Naps(host)
+async def run_probes(*found: IsolationTiers | DeadlineExceeded) -> list[tuple[list[str], float]]:
+    """Return the published tiers of a host with these probe results, each with the sleep after it
+    in seconds. A sleep of 0 means that probing has ended.
+    """
+    host = ProbedHost(*found)
+    clock = SleepRecorder(host)
     mesh = surroundings(joinable=True)
     mesh.host, mesh.clock = host, clock
     clock.own = HostIsolation(mesh, ["sandboxes"])
@@ -243,7 +247,7 @@ async def told(*found: IsolationTiers | DeadlineExceeded) -> list[tuple[list[str
     for task in (finding, over):
         task.cancel()
     await asyncio.gather(finding, over, return_exceptions=True)
-    return clock.told + done
+    return clock.sleeps + done
 
 
 def surroundings(**settings: Any) -> Any:
@@ -255,34 +259,36 @@ def surroundings(**settings: Any) -> Any:
     )
 
 
-async def test_a_host_that_takes_sandboxes_says_what_it_has_once_it_knows(
+async def test_host_with_sandboxes_publishes_its_tiers_after_probing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")  # no bwrap there, and no runsc
+    monkeypatch.setenv("PATH", "/nowhere")  # neither bwrap nor runsc is there
     found = await asyncio.to_thread(isolation_probe.probe_tiers)
     assert found.is_finished and set(found.tiers) < {*TIER_ORDER} - {"bwrap", "cgroup", "runner"}
     own = HostIsolation(surroundings(joinable=True), ["shards", "sandboxes"])
     assert own.tiers == ["trying"]
-    said = await told(*[found] * 3)
-    assert said[-1][0] == list(found.tiers) and said[-1][1] >= REPROBE_S, "tried again all the same"
+    sleeps = await run_probes(*[found] * 3)
+    assert sleeps[-1][0] == list(found.tiers) and sleeps[-1][1] >= REPROBE_S, (
+        "tried again all the same"
+    )
 
 
-async def test_a_better_tier_that_failed_is_tried_again_and_told_once_it_works() -> None:
+async def test_failed_better_tier_is_probed_again() -> None:
     busy = IsolationTiers(("landlock",), is_conclusive=False)
-    assert await told(busy, IsolationTiers(("cgroup",))) == [
+    assert await run_probes(busy, IsolationTiers(("cgroup",))) == [
         (["landlock", "trying"], PENDING_REPROBE_S),
         (["cgroup"], 0.0),
     ]
-    assert await told(busy, busy, busy, IsolationTiers(("bwrap",))) == [
+    assert await run_probes(busy, busy, busy, IsolationTiers(("bwrap",))) == [
         *[(["landlock", "trying"], PENDING_REPROBE_S)] * 2,
         (["landlock"], REPROBE_S),
         (["bwrap"], 0.0),
     ]
 
 
-async def test_a_probe_that_fails_itself_says_nothing_of_the_host_and_takes_nothing_away() -> None:
+async def test_failed_probe_leaves_known_tiers_unchanged() -> None:
     late = DeadlineExceeded("late")
-    assert await told(
+    assert await run_probes(
         late,
         late,
         IsolationTiers((), is_conclusive=False, is_finished=False),
@@ -291,19 +297,19 @@ async def test_a_probe_that_fails_itself_says_nothing_of_the_host_and_takes_noth
         *[(["trying"], REPROBE_S)] * 3,
         (["bwrap"], 0.0),
     ]
-    lost = await told(
+    sleeps = await run_probes(
         IsolationTiers(("bwrap", "runner"), is_conclusive=False),
         *[IsolationTiers((), is_conclusive=False)] * 2,
     )
-    assert lost[-1] == (["bwrap", "runner"], REPROBE_S)
+    assert sleeps[-1] == (["bwrap", "runner"], REPROBE_S)
 
 
-async def test_what_only_another_setting_of_the_host_gives_is_looked_for_rarely() -> None:
-    assert await told(IsolationTiers(("landlock",))) == [(["landlock"], STABLE_REPROBE_S)]
-    assert await told(IsolationTiers(())) == [([], REPROBE_S)]
+async def test_tiers_that_need_a_host_setting_are_reprobed_rarely() -> None:
+    assert await run_probes(IsolationTiers(("landlock",))) == [(["landlock"], STABLE_REPROBE_S)]
+    assert await run_probes(IsolationTiers(())) == [([], REPROBE_S)]
 
 
-async def test_nothing_is_tried_on_the_only_host_nor_where_no_sandbox_comes() -> None:
+async def test_single_host_and_host_without_sandboxes_are_not_probed() -> None:
     for own in (
         HostIsolation(surroundings(), ["sandboxes"]),
         HostIsolation(surroundings(joinable=True), ["shards"]),

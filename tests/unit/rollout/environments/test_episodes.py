@@ -1,4 +1,4 @@
-"""Processes that answer out of order: the late fail alone, the blocked are replaced."""
+"""Episode processes: answers in any order, timeouts and replacement of blocked processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Make = Callable[[float], EpisodeProcess]
 
 @pytest.fixture
 async def make(tmp_path: Path) -> AsyncIterator[Make]:
-    """`make(deadline_s)` -> a process whose answers have that long."""
+    """Return `make(deadline_s)`, which creates a process with that deadline."""
     (tmp_path / "program.py").write_text(PROGRAM)
     clock = SystemClock()
     mesh = alone("rollout/job/0", clock, Random(1), SystemHost())
@@ -74,13 +74,13 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 @pytest.fixture
 def process(make: Make) -> EpisodeProcess:
-    """For what is answered at once, however busy the host is."""
+    """Create a process whose deadline suits a busy host."""
     return make(scaled(60.0))
 
 
 @pytest.fixture
-def hasty(make: Make, monkeypatch: pytest.MonkeyPatch) -> EpisodeProcess:
-    """For what is not answered at all."""
+def impatient_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> EpisodeProcess:
+    """Create a process with a short deadline, for requests that stay unanswered."""
     monkeypatch.setattr(episode_process, "PROBE_TIMEOUT_S", scaled(1.0))
     return make(scaled(0.5))
 
@@ -92,7 +92,7 @@ async def test_answers_come_in_any_order(process: EpisodeProcess) -> None:
     assert await later == "b"
 
 
-async def test_what_is_late_fails_alone(make: Make) -> None:
+async def test_late_answer_fails_only_its_own_request(make: Make) -> None:
     deadline_s = float(round(scaled(2.0)))  # messages name whole seconds
     process = make(deadline_s)
     await process.submit((1, "text", ""))
@@ -103,7 +103,7 @@ async def test_what_is_late_fails_alone(make: Make) -> None:
     assert await process.submit((1, "text", "a")) == "a" and process.pid == pid
 
 
-async def test_what_comes_while_it_starts_waits_for_the_start_too(
+async def test_request_during_startup_waits_for_startup(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(episode_process, "PROBE_TIMEOUT_S", 0.1)
@@ -116,29 +116,29 @@ async def test_what_comes_while_it_starts_waits_for_the_start_too(
     assert (await first, await second) == ("a", "b")
 
 
-async def test_a_blocked_process_is_replaced(hasty: EpisodeProcess) -> None:
-    await hasty.submit((1, "text", ""))
-    pid = hasty.pid
+async def test_blocked_process_is_replaced(impatient_process: EpisodeProcess) -> None:
+    await impatient_process.submit((1, "text", ""))
+    pid = impatient_process.pid
     with pytest.raises(EnvironmentHung):
-        await hasty.submit((2, "block", ""))
-    assert await hasty.submit((1, "text", "a")) == "a" and hasty.pid != pid
+        await impatient_process.submit((2, "block", ""))
+    assert await impatient_process.submit((1, "text", "a")) == "a" and impatient_process.pid != pid
 
 
-async def test_a_stopped_process_is_lost_and_nobody_is_to_blame(hasty: EpisodeProcess) -> None:
-    await hasty.submit((1, "text", ""))
-    os.kill(hasty.pid, signal.SIGSTOP)
+async def test_stopped_process_is_lost_without_a_failure(impatient_process: EpisodeProcess) -> None:
+    await impatient_process.submit((1, "text", ""))
+    os.kill(impatient_process.pid, signal.SIGSTOP)
     with pytest.raises(EnvironmentLost) as lost:
-        await hasty.submit((2, "text", ""))
+        await impatient_process.submit((2, "text", ""))
     assert lost.type is EnvironmentLost
-    assert await hasty.submit((1, "text", "a")) == "a"
+    assert await impatient_process.submit((1, "text", "a")) == "a"
 
 
-async def test_closing_what_was_never_opened_starts_no_process(process: EpisodeProcess) -> None:
+async def test_close_of_unopened_episode_starts_no_process(process: EpisodeProcess) -> None:
     assert await process.submit((1, "close", None)) is None
     assert process.pid == 0
 
 
-async def test_a_process_that_does_not_start_fails_what_waits_and_is_tried_again(
+async def test_failed_start_fails_waiting_requests_and_is_retried(
     process: EpisodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> Any:
@@ -153,7 +153,9 @@ async def test_a_process_that_does_not_start_fails_what_waits_and_is_tried_again
     assert await process.submit((1, "text", "a")) == "a"
 
 
-async def test_garbage_costs_the_process_and_hangs_nobody(process: EpisodeProcess) -> None:
+async def test_invalid_frame_ends_the_process_and_fails_its_requests(
+    process: EpisodeProcess,
+) -> None:
     open_before = process.submit((1, "never", ""))
     await process.submit((1, "text", ""))
     pid = process.pid
@@ -165,7 +167,7 @@ async def test_garbage_costs_the_process_and_hangs_nobody(process: EpisodeProces
     assert await process.submit((1, "text", "a")) == "a" and process.pid != pid
 
 
-async def test_what_cannot_travel_fails_alone(process: EpisodeProcess) -> None:
+async def test_unserializable_request_fails_alone(process: EpisodeProcess) -> None:
     good = process.submit((1, "text", "a"))
     bad = [process.submit((2, "text", v)) for v in (1 << 64, "\ud800", bytes(64 << 20))]
     for future in bad:
@@ -174,7 +176,7 @@ async def test_what_cannot_travel_fails_alone(process: EpisodeProcess) -> None:
     assert await good == "a"
 
 
-async def test_frames_past_the_limit_go_as_several(process: EpisodeProcess) -> None:
+async def test_oversized_batch_is_split_into_frames(process: EpisodeProcess) -> None:
     large = [bytes([i]) * (24 << 20) for i in range(3)]
     futures = [process.submit((i, "never", value)) for i, value in enumerate(large)]
     pid = process.pid
@@ -182,16 +184,16 @@ async def test_frames_past_the_limit_go_as_several(process: EpisodeProcess) -> N
     assert not any(future.done() for future in futures)
 
 
-async def test_a_process_that_takes_no_frame_is_replaced(hasty: EpisodeProcess) -> None:
-    await hasty.submit((1, "text", ""))
-    pid = hasty.pid
+async def test_process_that_reads_no_frame_is_replaced(impatient_process: EpisodeProcess) -> None:
+    await impatient_process.submit((1, "text", ""))
+    pid = impatient_process.pid
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EnvironmentLost):
-        await asyncio.wait_for(hasty.submit((2, "text", bytes(8 << 20))), scaled(20.0))
-    assert await hasty.submit((1, "text", "a")) == "a" and hasty.pid != pid
+        await asyncio.wait_for(impatient_process.submit((2, "text", bytes(8 << 20))), scaled(20.0))
+    assert await impatient_process.submit((1, "text", "a")) == "a" and impatient_process.pid != pid
 
 
-async def test_the_end_lets_the_process_exit(process: EpisodeProcess, tmp_path: Path) -> None:
+async def test_close_lets_the_process_exit(process: EpisodeProcess, tmp_path: Path) -> None:
     await process.submit((1, "text", ""))
     await process.close()
     assert (tmp_path / "mark").read_text() == "ended"

@@ -1,4 +1,4 @@
-"""Environment processes: one that is killed or stopped costs nothing, code that hangs fails."""
+"""Environment processes: killed and stopped ones cost no trajectory; code that hangs fails."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Counting:
 
 
 @asynccontextmanager
-async def pool_of(
+async def create_pool(
     directory: Path, module: str, environment: EnvironmentConfig
 ) -> AsyncIterator[EnvironmentPool]:
-    """A pool of environments whose class is in the code of a module."""
+    """Create a pool of environments whose class is in the code of a module."""
     (directory / "modules").mkdir()
     (directory / f"modules/{environment.use.partition(':')[0]}.py").write_text(module)
     shutil.copyfile(ROOT / "examples/calculator/tokenizer.json", directory / "tokenizer.json")
@@ -74,15 +74,17 @@ async def pool_of(
 
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
-    deadline_s = scaled(DEADLINE_S)  # that a healthy process meets on a slow machine too
+    deadline_s = scaled(
+        DEADLINE_S
+    )  # A deadline that a healthy process meets on a slow machine, too.
     module = f"LONG_S = {0.4 * deadline_s}\n{MODULE}"
     about = EnvironmentConfig(use="counting:Counting", step_deadline_s=deadline_s)
-    async with pool_of(tmp_path, module, about) as made:
+    async with create_pool(tmp_path, module, about) as made:
         yield made
 
 
-async def reports_a_stopped_process(pool: EnvironmentPool) -> None:
-    """Stop a process that nobody waits for, and let it go on."""
+async def assert_stopped_process_is_reported(pool: EnvironmentPool) -> None:
+    """Stop an idle process and continue it."""
     [(name, pid)] = pool.pids.items()
     for number, expected in ((signal.SIGSTOP, [name]), (signal.SIGCONT, list[str]())):
         os.kill(pid, number)
@@ -92,49 +94,48 @@ async def reports_a_stopped_process(pool: EnvironmentPool) -> None:
         assert pool.list_stopped() == pool.list_stopped(), "since when does not change"
 
 
-async def encoded(pool: EnvironmentPool, digit: int) -> list[int]:
-    """The token of a digit, once the process is up."""
+async def encode_digit(pool: EnvironmentPool, digit: int) -> list[int]:
+    """Return the token of a digit once the process is running."""
     await pool.begin(1 << 20, {})
     return TOKENIZER.encode(str(digit))
 
 
-async def test_a_killed_process_is_replaced_and_its_environments_are_rebuilt(
+async def test_killed_process_is_replaced_and_environments_are_rebuilt(
     pool: EnvironmentPool,
 ) -> None:
-    two = await encoded(pool, 2)
+    two = await encode_digit(pool, 2)
     assert (await pool.step(1, two, lambda: [{}, []]))[1] == "append"
-    await reports_a_stopped_process(pool)
+    await assert_stopped_process_is_reported(pool)
     for _ in range(3):
         (pid,) = pool.pids.values()
         os.kill(pid, signal.SIGKILL)
-        text, action, said = await pool.step(1, two, lambda: [{}, [["step", two]]])
+        text, action, reply = await pool.step(1, two, lambda: [{}, [["step", two]]])
         assert (text, action) == ("2", "append")
-        assert said == two, "the second step of an environment that was told of the first"
+        assert reply == two, "the second step of an environment that was told of the first"
 
 
-async def test_an_environment_has_its_shard_alone(
+async def test_environment_process_gets_no_secrets_of_its_shard(
     pool: EnvironmentPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs its author's code: it is not told where a secret or a password is."""
     secret = "5e" * SECRET_BYTES
     settings = tmp_path / "settings.json"
     MeshSettings("redis://:hush@localhost", str(tmp_path), secret=secret).to_file(settings)
     monkeypatch.setenv(SETTINGS_ENV, str(settings))
     monkeypatch.setenv(REDIS_ENV, "redis://:hush@localhost")
     monkeypatch.setenv("MESHRL_MESH", "5e1f")
-    await encoded(pool, 2)
+    await encode_digit(pool, 2)
     (pid,) = pool.pids.values()
     process = psutil.Process(pid)
-    told = process.environ()
-    assert told.get(SETTINGS_ENV, "") == told.get(REDIS_ENV, "") == ""
-    for value in [*told.values(), *process.cmdline()]:
+    variables = process.environ()
+    assert variables.get(SETTINGS_ENV, "") == variables.get(REDIS_ENV, "") == ""
+    for value in [*variables.values(), *process.cmdline()]:
         assert "hush" not in value and secret not in value and str(settings) not in value
     assert process.net_connections("inet") == []
-    assert told["MESHRL_MESH"] == "5e1f", "its mesh finds it all the same"
+    assert variables["MESHRL_MESH"] == "5e1f", "its mesh finds it all the same"
 
 
-async def test_a_stopped_process_costs_no_trajectory(pool: EnvironmentPool) -> None:
-    two = await encoded(pool, 2)
+async def test_stopped_process_loses_no_trajectory(pool: EnvironmentPool) -> None:
+    two = await encode_digit(pool, 2)
     for _ in range(3):
         (pid,) = pool.pids.values()
         os.kill(pid, signal.SIGSTOP)
@@ -142,8 +143,8 @@ async def test_a_stopped_process_costs_no_trajectory(pool: EnvironmentPool) -> N
         assert action == "append"
 
 
-async def test_code_that_hangs_fails_by_type_and_harms_no_neighbour(pool: EnvironmentPool) -> None:
-    two, nine = await encoded(pool, 2), await encoded(pool, 9)
+async def test_hanging_code_fails_by_type_and_leaves_others_running(pool: EnvironmentPool) -> None:
+    two, nine = await encode_digit(pool, 2), await encode_digit(pool, 9)
     keys = range(1, 5)
     for key in keys:
         await pool.begin(key, {})
@@ -157,8 +158,8 @@ async def test_code_that_hangs_fails_by_type_and_harms_no_neighbour(pool: Enviro
     assert failed[3].kind == "environment timed out"
 
 
-async def test_a_restore_may_take_as_long_as_the_steps_it_repeats(pool: EnvironmentPool) -> None:
-    five, two = await encoded(pool, 5), await encoded(pool, 2)
+async def test_restore_deadline_covers_the_repeated_steps(pool: EnvironmentPool) -> None:
+    five, two = await encode_digit(pool, 5), await encode_digit(pool, 2)
     (pid,) = pool.pids.values()
     os.kill(pid, signal.SIGKILL)
     await pool.begin(2, {})  # started again: the longer deadline of a start is over
@@ -169,8 +170,10 @@ async def test_a_restore_may_take_as_long_as_the_steps_it_repeats(pool: Environm
     assert answer == ("2", "append", five) and pool.pids == pids
 
 
-async def test_what_cannot_travel_fails_alone_and_costs_no_process(pool: EnvironmentPool) -> None:
-    two = await encoded(pool, 2)
+async def test_unserializable_value_fails_alone_and_keeps_the_process(
+    pool: EnvironmentPool,
+) -> None:
+    two = await encode_digit(pool, 2)
     pids = pool.pids
     keys = range(1, 5)
     await asyncio.gather(*(pool.begin(key, {}) for key in keys))
@@ -190,8 +193,8 @@ async def test_what_cannot_travel_fails_alone_and_costs_no_process(pool: Environ
     assert pool.pids == pids
 
 
-async def test_the_pools_end_closes_environments(pool: EnvironmentPool, tmp_path: Path) -> None:
-    two = await encoded(pool, 2)
+async def test_pool_close_closes_environments(pool: EnvironmentPool, tmp_path: Path) -> None:
+    two = await encode_digit(pool, 2)
     mark = tmp_path / "mark"
     await pool.begin(1, {"mark": str(mark)})
     await pool.step(1, two, lambda: [{}, []])
@@ -199,7 +202,7 @@ async def test_the_pools_end_closes_environments(pool: EnvironmentPool, tmp_path
     assert mark.read_text() == "1"
 
 
-def test_an_environment_process_holds_the_jobs_own_chat_template(tmp_path: Path) -> None:
+def test_environment_process_uses_the_jobs_chat_template(tmp_path: Path) -> None:
     directory_of(FORMATS["qwen3"], tmp_path)
     environment = EnvironmentConfig(chat="template", chat_options={"enable_thinking": False})
     config = JobConfig(environment=environment, rollout=RolloutConfig(stop=["</s>", "<|im_end|>"]))
@@ -242,13 +245,13 @@ class Waiting:
 
 @pytest.fixture
 async def threads(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
-    """A pool whose process has two threads."""
+    """Create a pool whose process has two threads."""
     about = EnvironmentConfig(use="waiting:Waiting", step_deadline_s=scaled(60.0), threads=2)
-    async with pool_of(tmp_path, WAITING, about) as made:
+    async with create_pool(tmp_path, WAITING, about) as made:
         yield made
 
 
-async def test_a_trajectory_goes_on_while_another_waits_for_it(threads: EnvironmentPool) -> None:
+async def test_trajectory_continues_while_another_waits_for_it(threads: EnvironmentPool) -> None:
     for key in (1, 2):
         await threads.begin(key, {})
     waits = asyncio.ensure_future(threads.step(1, TOKENIZER.encode("1"), lambda: [{}, []]))
@@ -256,13 +259,13 @@ async def test_a_trajectory_goes_on_while_another_waits_for_it(threads: Environm
     assert await waits == ("1", "done", 1.0)
 
 
-async def test_a_killed_process_of_threads_is_replaced(
+async def test_killed_threaded_process_is_replaced(
     threads: EnvironmentPool,
 ) -> None:
     await threads.begin(1, {})
     two = TOKENIZER.encode("2")
     assert (await threads.step(1, two, lambda: [{}, []]))[2] == 1.0
-    await reports_a_stopped_process(threads)
+    await assert_stopped_process_is_reported(threads)
     (pid,) = threads.pids.values()
     os.kill(pid, signal.SIGKILL)
     again = await threads.step(1, two, lambda: [{}, [["step", two]]])

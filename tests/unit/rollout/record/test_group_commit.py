@@ -1,4 +1,4 @@
-"""Group commit: whatever engines flush, and whenever they go, ledger and trajectories agree."""
+"""Group commit: ledger and trajectories agree when engines flush, leave or fail."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ PROMPT = [7, 8, 9]
 
 
 @dataclass
-class Written:
-    """Keeps what a ledger would hold, in order; writes nothing while `full`."""
+class RecordedLedger:
+    """Ledger that retains token rows in order and writes nothing while `full`."""
 
     clock: VirtualClock
     tokens_of: dict[int, list[int]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Bench:
         self.mesh = alone(
             "rollout/job/0", clock, random, SimulatedHost(clock, random.child("host"))
         )
-        self.written = Written(clock)
+        self.written = RecordedLedger(clock)
         self.commits = GroupCommit(self.mesh, self.written)
         self.made = 0
 
@@ -84,7 +84,7 @@ class Bench:
         return self.written.tokens_of.get(t.id, [])
 
 
-def on_bench(story: Callable[[Bench], Any]) -> None:
+def run_on_bench(story: Callable[[Bench], Any]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         await story(Bench(clock, random))
 
@@ -92,7 +92,7 @@ def on_bench(story: Callable[[Bench], Any]) -> None:
 
 
 def flush(*rows: tuple[OpenRequest, list[int], int]) -> TokenBatch:
-    """Of (request, tokens, finish)."""
+    """Build a batch from (request, tokens, finish reason) rows."""
     tokens = np.array([token for _, ts, _ in rows for token in ts], np.int32)
     return TokenBatch(
         request_ids=np.array([request.id for request, _, _ in rows], np.int64),
@@ -106,8 +106,8 @@ def flush(*rows: tuple[OpenRequest, list[int], int]) -> TokenBatch:
     )
 
 
-@story_on(on_bench)
-async def test_a_turn_ends_once_its_last_token_is_written(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_turn_ends_once_its_last_token_is_written(bench: Bench) -> None:
     t, request, done = bench.open()
     bench.written.full = True
     await bench.commits.add_flush("a", flush((request, [1, 2], RUNNING)))
@@ -121,8 +121,8 @@ async def test_a_turn_ends_once_its_last_token_is_written(bench: Bench) -> None:
     assert t.versions.tolist() == [-1, -1, -1, 1, 2, 3]
 
 
-@story_on(on_bench)
-async def test_what_arrives_within_a_window_is_one_record(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_tokens_within_a_window_form_one_record(bench: Bench) -> None:
     turns = [bench.open() for _ in range(200)]
     await bench.commits.add_flush("first", flush())
     await bench.commits.wait_until_written()
@@ -134,8 +134,8 @@ async def test_what_arrives_within_a_window_is_one_record(bench: Bench) -> None:
     assert all(t.length == 4 for t, _, _ in turns)
 
 
-@story_on(on_bench)
-async def test_tokens_count_as_they_are_written_though_nobody_has_woken(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_written_tokens_count_before_their_waiter_wakes(bench: Bench) -> None:
     t, request, done = bench.open()
     for n in range(500):  # more than a row holds
         await bench.commits.add_flush("a", flush((request, [n], RUNNING)))
@@ -148,8 +148,8 @@ async def test_tokens_count_as_they_are_written_though_nobody_has_woken(bench: B
     assert t.turn_tokens.tolist() == bench.in_ledger(t) == list(range(1000))
 
 
-@story_on(on_bench)
-async def test_an_engine_that_goes_ends_its_requests_after_its_flushes(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_lost_engine_ends_its_requests_after_its_flushes(bench: Bench) -> None:
     t, request, done = bench.open()
     await bench.commits.add_flush("a", flush((request, [1], RUNNING)))
     await bench.commits.add_flush("a", flush((request, [2], RUNNING)))
@@ -162,8 +162,8 @@ async def test_an_engine_that_goes_ends_its_requests_after_its_flushes(bench: Be
     assert t.turn_tokens.tolist() == bench.in_ledger(t) == [1, 2, 3]
 
 
-@story_on(on_bench)
-async def test_evaluation_is_not_written_down(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_evaluation_tokens_are_not_recorded(bench: Bench) -> None:
     off, request, done = bench.open(recorded=False)
     on, other, _ = bench.open()
     await bench.commits.add_flush("a", flush((request, [1, 2], STOP), (other, [4], RUNNING)))
@@ -173,8 +173,8 @@ async def test_evaluation_is_not_written_down(bench: Bench) -> None:
     assert bench.commits.sampled_tokens == 3
 
 
-@story_on(on_bench)
-async def test_columns_that_do_not_fit_are_refused(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_mismatched_columns_are_rejected(bench: Bench) -> None:
     _, request, _ = bench.open()
     good = flush((request, [1, 2], RUNNING))
     with pytest.raises(BadMessage, match="engine/3"):
@@ -201,16 +201,18 @@ actions = st.lists(
 
 @settings(max_examples=200)
 @given(script=actions)
-@story_on(on_bench)
+@story_on(run_on_bench)
 async def test_ledger_and_trajectories_never_differ(bench: Bench, script: list[Any]) -> None:
-    """Twelve trajectories over three engines: each token in flight is the next of its request."""
+    """Run twelve trajectories over three engines; each token in flight is the next of its
+    request.
+    """
     turns = [bench.open(recorded=n % 5 != 4) for n in range(12)]
-    sent = [0] * 12  # tokens made for the request that is out
+    encode_experts = [0] * 12  # Tokens of the open request.
     over: dict[int, asyncio.Future[int]] = {}
 
     def next_of(n: int, count: int, finish: int) -> tuple[OpenRequest, list[int], int]:
-        first = 1000 * n + sent[n]
-        sent[n] += count
+        first = 1000 * n + encode_experts[n]
+        encode_experts[n] += count
         return turns[n][1], list(range(first, first + count)), finish
 
     for action, *given_ in script:
@@ -246,30 +248,32 @@ async def test_ledger_and_trajectories_never_differ(bench: Bench, script: list[A
         assert ours == list(range(1000 * n, 1000 * n + len(ours))), "skipped or doubled"
         if n % 5 == 4:
             assert theirs == []
-        elif not forgotten(script, n):
+        elif not discard_script(script, n):
             assert ours == theirs
-        else:  # cancelled while it was being written: only the ledger counts from then on
+        else:  # Cancelled while it was being written: only the ledger counts from then on.
             assert ours == theirs[: len(ours)]
         assert t.length == len(PROMPT) + len(ours)
         bench.commits.close_request(request)
     for n, done in over.items():
-        assert done.done() or forgotten(script, n)
+        assert done.done() or discard_script(script, n)
 
 
-def forgotten(script: list[Any], n: int) -> bool:
+def discard_script(script: list[Any], n: int) -> bool:
     return ("forget", n) in script
 
 
 WIDTH = 4
 
 
-def sent(tokens: np.ndarray) -> np.ndarray:
-    """Experts that can be told from the token."""
+def encode_experts(tokens: np.ndarray) -> np.ndarray:
+    """Return experts that identify their token."""
     return (tokens[:, None] % 100 + np.arange(WIDTH)).astype(np.int16)
 
 
-def routed(*rows: tuple[OpenRequest, list[int], int], experts: bool = True) -> TokenBatch:
-    """Of (request, tokens, finish)."""
+def flush_with_experts(
+    *rows: tuple[OpenRequest, list[int], int], experts: bool = True
+) -> TokenBatch:
+    """Build a batch with experts from (request, tokens, finish reason) rows."""
     tokens = np.array([token for _, ts, _ in rows for token in ts], np.int32)
     return TokenBatch(
         request_ids=np.array([request.id for request, _, _ in rows], np.int64),
@@ -280,58 +284,64 @@ def routed(*rows: tuple[OpenRequest, list[int], int], experts: bool = True) -> T
         token_versions=np.zeros(len(tokens), np.int32),
         finish_reasons=np.array([finish for *_, finish in rows], np.int8),
         loaded_version=0,
-        expert_ids=sent(tokens) if experts else NO_EXPERTS,
+        expert_ids=encode_experts(tokens) if experts else NO_EXPERTS,
     )
 
 
-def holds(t: Trajectory) -> None:
-    """The prompt has none, each sampled token its own."""
+def assert_experts_match(t: Trajectory) -> None:
+    """Check that prompt tokens have no experts and each sampled token has its own."""
     before = len(PROMPT)
     assert t.experts.shape == (t.length, WIDTH)
     assert (t.experts[:before] == UNKNOWN_EXPERT).all()
-    assert np.array_equal(t.experts[before:], sent(t.tokens[before:]))
+    assert np.array_equal(t.experts[before:], encode_experts(t.tokens[before:]))
 
 
-@story_on(on_bench)
-async def test_they_come_with_their_tokens_however_many_come_at_once(bench: Bench) -> None:
-    turns = [bench.open() for _ in range(80)]  # more than rows there are at first
+@story_on(run_on_bench)
+async def test_experts_arrive_with_their_tokens_in_any_batch_size(bench: Bench) -> None:
+    turns = [bench.open() for _ in range(80)]  # more than the initial row capacity
     for n in range(ROW_TOKENS + 9):
         rows = [(r, [n + i] * (1 + i % 3), RUNNING) for i, (_, r, _) in enumerate(turns)]
-        await bench.commits.add_flush("a", routed(*rows))
-    await bench.commits.add_flush("a", routed((turns[0][1], list(range(3 * ROW_TOKENS)), STOP)))
+        await bench.commits.add_flush("a", flush_with_experts(*rows))
+    await bench.commits.add_flush(
+        "a", flush_with_experts((turns[0][1], list(range(3 * ROW_TOKENS)), STOP))
+    )
     assert await turns[0][2] == STOP
     await bench.commits.wait_until_written()
     for t, _, _ in turns:
-        holds(t)
+        assert_experts_match(t)
 
 
-@story_on(on_bench)
-async def test_an_engine_without_any_leaves_them_unknown(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_engine_without_experts_leaves_them_unknown(bench: Bench) -> None:
     (t, one, _), (u, two, _) = bench.open(), bench.open()
-    await bench.commits.add_flush("plain", routed((two, [5, 6], RUNNING), experts=False))
-    await bench.commits.add_flush("moe", routed((one, [7], RUNNING)))
-    await bench.commits.add_flush("plain", routed((one, [8], STOP), experts=False))
+    await bench.commits.add_flush(
+        "plain", flush_with_experts((two, [5, 6], RUNNING), experts=False)
+    )
+    await bench.commits.add_flush("moe", flush_with_experts((one, [7], RUNNING)))
+    await bench.commits.add_flush("plain", flush_with_experts((one, [8], STOP), experts=False))
     await bench.commits.wait_until_written()
     assert t.experts[len(PROMPT) :].tolist() == [
-        sent(np.array([7]))[0].tolist(),
+        encode_experts(np.array([7]))[0].tolist(),
         [UNKNOWN_EXPERT] * 4,
     ]
     assert (u.experts == UNKNOWN_EXPERT).all()
 
 
-@story_on(on_bench)
-async def test_a_dense_model_costs_nothing(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_dense_model_stores_no_experts(bench: Bench) -> None:
     t, request, done = bench.open()
-    await bench.commits.add_flush("a", routed((request, [1, 2], STOP), experts=False))
+    await bench.commits.add_flush("a", flush_with_experts((request, [1, 2], STOP), experts=False))
     assert await done == STOP
     assert t.experts.shape == (0, 0)
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((1, 4), np.int16), np.zeros((2, 4), np.int64)])
-@story_on(on_bench)
-async def test_experts_that_misfit_tokens_are_refused(bench: Bench, wrong: np.ndarray) -> None:
+@story_on(run_on_bench)
+async def test_experts_that_do_not_match_tokens_are_rejected(
+    bench: Bench, wrong: np.ndarray
+) -> None:
     _, request, _ = bench.open()
-    good = routed((request, [1, 2], RUNNING))
+    good = flush_with_experts((request, [1, 2], RUNNING))
     columns = (good.request_ids, good.token_counts, good.tokens, good.logprobs, good.raw_logprobs)
     with pytest.raises(BadMessage, match="experts"):
         bad = TokenBatch(*columns, good.token_versions, good.finish_reasons, 0, wrong)
@@ -346,11 +356,11 @@ def token_rows(*rows: tuple[int, list[int]], experts: bool = True) -> TokenRows:
         tokens=tokens,
         logprobs=np.zeros(len(tokens), np.float32),
         versions=np.zeros(len(tokens), np.int32),
-        expert_ids=sent(tokens) if experts else NO_EXPERTS,
+        expert_ids=encode_experts(tokens) if experts else NO_EXPERTS,
     )
 
 
-def test_a_restarted_shard_has_them_and_what_a_tool_appended_has_none(tmp_path: Path) -> None:
+def test_restarted_shard_restores_experts_of_sampled_tokens_only(tmp_path: Path) -> None:
     ledger = Ledger(HOST, tmp_path, "1")
     ledger.open_next_segment()
     records: list[tuple[RecordKind, Any]] = [
@@ -368,14 +378,14 @@ def test_a_restarted_shard_has_them_and_what_a_tool_appended_has_none(tmp_path: 
     t = found.trajectories[0]
     known = np.flatnonzero((t.experts != UNKNOWN_EXPERT).all(1)).tolist()
     assert known == [*range(3, 143), 145]
-    assert np.array_equal(t.experts[known], sent(t.tokens[known]))
+    assert np.array_equal(t.experts[known], encode_experts(t.tokens[known]))
     t.set_prompt([1, 2, 3])
     t.append_sampled(*token_rows((0, [5]), experts=False).slice_token_columns(slice(None)))
     assert (t.experts == UNKNOWN_EXPERT).all()
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), max_size=20))
-def test_rows_keep_them_apart(script: list[tuple[int, int]]) -> None:
+def test_rows_separate_experts_by_request(script: list[tuple[int, int]]) -> None:
     staging = Staging()
     ts = [Trajectory(0, member, 0, 0, 0) for member in range(4)]
     for t in ts:
@@ -388,10 +398,10 @@ def test_rows_keep_them_apart(script: list[tuple[int, int]]) -> None:
     for t, request in zip(ts, requests, strict=True):
         staging.close(request.id)
         if t.length > len(PROMPT):
-            holds(t)
+            assert_experts_match(t)
 
 
-def test_a_flush_is_cut_with_them() -> None:
+def test_split_flush_splits_experts() -> None:
     tokens = np.array([5, 6, 7], np.int32)
     made = EngineOutput(
         ids=np.array([1, 2]),
@@ -401,17 +411,17 @@ def test_a_flush_is_cut_with_them() -> None:
         raw_logprobs=np.zeros(0, np.float32),
         versions=np.zeros(3, np.int32),
         finish_reasons=np.zeros(2, np.int8),
-        experts=sent(tokens),
+        experts=encode_experts(tokens),
     )
     routes: Any = [("somebody", 10), ("me", 20)]
     mine = cut_flush(made, routes, [False, True], 0, 3)
-    assert np.array_equal(mine.expert_ids, sent(tokens)[1:])
+    assert np.array_equal(mine.expert_ids, encode_experts(tokens)[1:])
     body, buffers = messages.encode(mine)
     again = messages.decode(TokenBatch, body, buffers)
     assert again.expert_ids.dtype == np.int16 and np.array_equal(again.expert_ids, mine.expert_ids)
 
 
-def test_a_group_is_stored_with_them() -> None:
+def test_stored_group_contains_experts() -> None:
     tokens = np.arange(6, dtype=np.int32)
     group = TrajectoryGroup(
         group=1,
@@ -421,15 +431,18 @@ def test_a_group_is_stored_with_them() -> None:
         logprobs=np.zeros(6, np.float32),
         versions=np.zeros(6, np.int32),
         rewards=np.zeros(2, np.float32),
-        expert_ids=concatenate_experts([(NO_EXPERTS, 2), (sent(tokens[2:]), 4)]),
+        expert_ids=concatenate_experts([(NO_EXPERTS, 2), (encode_experts(tokens[2:]), 4)]),
         expert_shape=[2, 2],
     )
     again = blob.unpack(TrajectoryGroup, blob.pack(group))
     assert again.expert_shape == [2, 2]
-    assert again.expert_ids.tolist() == [[UNKNOWN_EXPERT] * 4] * 2 + sent(tokens[2:]).tolist()
+    assert (
+        again.expert_ids.tolist()
+        == [[UNKNOWN_EXPERT] * 4] * 2 + encode_experts(tokens[2:]).tolist()
+    )
 
 
-def ended(member: int, reason: str, reward: float | None) -> Trajectory:
+def complete_member(member: int, reason: str, reward: float | None) -> Trajectory:
     t = Trajectory(4, member, 0, 2, seed=member)
     t.set_prompt([1, 2])
     t.append_sampled(np.array([3], np.int32), np.zeros(1, np.float32), np.array([2], np.int32))
@@ -437,23 +450,23 @@ def ended(member: int, reason: str, reward: float | None) -> Trajectory:
     return t
 
 
-def test_members_that_were_cut_off_at_the_longest_length_are_marked() -> None:
+def test_members_truncated_at_max_length_are_marked() -> None:
     endings = [("done", 1.0), ("length", 0.0), ("turns", 0.0), ("failed", None)]
-    members = [ended(n, *ending) for n, ending in enumerate(endings)]
-    sent = unpack(TrajectoryGroup, pack(build_group(4, 0, members, (), lambda: [0, 0])))
-    assert sent.truncated.tolist() == [False, True, False, False]
-    assert np.isfinite(sent.rewards).tolist() == [True, True, True, False]
+    members = [complete_member(n, *ending) for n, ending in enumerate(endings)]
+    encode_experts = unpack(TrajectoryGroup, pack(build_group(4, 0, members, (), lambda: [0, 0])))
+    assert encode_experts.truncated.tolist() == [False, True, False, False]
+    assert np.isfinite(encode_experts.rewards).tolist() == [True, True, True, False]
 
 
-def test_rewards_are_handed_in_as_float64() -> None:
+def test_rewards_are_stored_as_float64() -> None:
     rewards = [1e39, 100000001.0, 100000002.0, 0.1]
-    members = [ended(n, "done", reward) for n, reward in enumerate(rewards)]
-    sent = unpack(TrajectoryGroup, pack(build_group(4, 0, members, (), lambda: [0, 0])))
-    assert sent.rewards.tolist() == rewards
+    members = [complete_member(n, "done", reward) for n, reward in enumerate(rewards)]
+    encode_experts = unpack(TrajectoryGroup, pack(build_group(4, 0, members, (), lambda: [0, 0])))
+    assert encode_experts.rewards.tolist() == rewards
 
 
-def test_a_group_stored_by_an_earlier_version_is_read_with_its_float32_rewards() -> None:
-    members = [ended(n, "done", float(n)) for n in range(2)]
+def test_group_of_an_earlier_version_is_read_with_float32_rewards() -> None:
+    members = [complete_member(n, "done", float(n)) for n in range(2)]
     made = build_group(4, 0, members, (), lambda: [0, 0])
     old = replace(made, rewards=made.rewards.astype(np.float32))
     assert unpack(TrajectoryGroup, pack(old)).rewards.tolist() == [0.0, 1.0]

@@ -1,4 +1,4 @@
-"""Verdicts of a server that speaks OpenAI's API: a real one on a socket, as bad as told."""
+"""Judge client against a server on a socket that speaks the OpenAI API and fails on demand."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ TEMPLATE = 'Is {answer} what {prompt} comes to? It is {solution}. Say {"verdict"
 
 
 class Server:
-    """Answers each request as the next of `answers` says; `heard` is what it was asked."""
+    """Server that answers each request as the next of `answers` says; `requests` has the received
+    ones.
+    """
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
-        self.heard: list[Any] = []
+        self.requests: list[Any] = []
         self.headers: list[Any] = []
         self.running = self.most = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.heard.append(await request.json())
+        self.requests.append(await request.json())
         self.headers.append(dict(request.headers))
         answer = self.answers.pop(0)
         if isinstance(answer, web.StreamResponse):
@@ -63,7 +65,7 @@ def completion(content: str | None, **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def judged_by(server: Server, **settings: Any) -> AsyncIterator[ServerJudge]:
+async def create_judge(server: Server, **settings: Any) -> AsyncIterator[ServerJudge]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.handle)
     runner = web.AppRunner(app)
@@ -83,18 +85,22 @@ async def judged_by(server: Server, **settings: Any) -> AsyncIterator[ServerJudg
 
 
 def mesh() -> Mesh:
-    """Real time and sockets; the judge asks nobody of the mesh."""
+    """Create a mesh on real time and sockets; the judge calls no other process."""
     return alone("rollout/job/0", SystemClock(), Random(0), SystemHost())
 
 
-async def test_the_template_is_asked_and_the_answer_is_the_reward() -> None:
+async def test_judge_sends_the_template_and_returns_the_answer_as_reward() -> None:
     server = Server(completion("It is right.\nVerdict: **Yes**"), completion("Score: 0.25"))
-    async with judged_by(server, max_tokens=9) as judge:
+    async with create_judge(server, max_tokens=9) as judge:
         assert await judge.judge_trajectory(ROW, TURNS) == 1.0
         assert await judge.judge_trajectory(ROW, TURNS) == 0.25
-    asked = server.heard[0]
-    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("judge-7b", 0, 9)
-    assert asked["messages"] == [
+    questions = server.requests[0]
+    assert (questions["model"], questions["temperature"], questions["max_tokens"]) == (
+        "judge-7b",
+        0,
+        9,
+    )
+    assert questions["messages"] == [
         {
             "role": "user",
             "content": 'Is 2 what 1+1= comes to? It is 2. Say {"verdict"} or {nothing}.',
@@ -103,23 +109,23 @@ async def test_the_template_is_asked_and_the_answer_is_the_reward() -> None:
     assert "Authorization" not in server.headers[0]
 
 
-async def test_judges_take_the_answer_that_other_rewards_take_and_score_none_as_0() -> None:
+async def test_judges_use_the_row_answer_and_score_none_as_zero() -> None:
     server = Server(completion("yes"))
     thought = [{"role": "model", "text": "<think>3</think>\n2"}]
     cut = [{"role": "model", "text": "It is 2", "stop": "", "truncated": True}]
-    async with judged_by(server) as judge:
+    async with create_judge(server) as judge:
         assert await judge.judge_trajectory(ROW, thought) == 1.0
         assert await judge.judge_trajectory(ROW, cut) == 0.0
         assert await judge.judge_trajectory(ROW, [{"role": "model", "text": "<think>2"}]) == 0.0
-    asked = [request["messages"][0]["content"][:14] for request in server.heard]
-    assert asked == ["Is 2 what 1+1="], "nothing was asked about the others"
+    questions = [request["messages"][0]["content"][:14] for request in server.requests]
+    assert questions == ["Is 2 what 1+1="], "nothing was asked about the others"
 
 
-async def test_a_key_comes_from_the_environment_and_is_missed_by_type(
+async def test_api_key_comes_from_the_environment_and_missing_key_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Server(completion("no"))
-    async with judged_by(server, key="JUDGE_KEY") as judge:
+    async with create_judge(server, key="JUDGE_KEY") as judge:
         with pytest.raises(JudgeFailed, match="no variable JUDGE_KEY"):
             await judge.judge_trajectory(ROW, TURNS)
         monkeypatch.setenv("JUDGE_KEY", "secret")
@@ -141,33 +147,33 @@ async def test_a_key_comes_from_the_environment_and_is_missed_by_type(
         web.json_response({"error": "who are you?"}, status=401),
     ],
 )
-async def test_an_answer_without_a_verdict_is_a_failure_and_no_number(answer: Any) -> None:
+async def test_answer_without_a_verdict_raises(answer: Any) -> None:
     server = Server(answer)
-    async with judged_by(server) as judge:
+    async with create_judge(server) as judge:
         with pytest.raises(ToolFailed):
             await judge.judge_trajectory(ROW, TURNS)
-    assert len(server.heard) == 1, "what will not change is not asked again"
+    assert len(server.requests) == 1, "what will not change is not asked again"
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries come at once, well within what a test waits for."""
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the delay before a retry."""
     monkeypatch.setattr(judge_server, "FIRST_RETRY_S", 0.05)
 
 
-@pytest.mark.usefixtures("soon")
-async def test_a_server_that_is_overloaded_or_slow_is_asked_again() -> None:
+@pytest.mark.usefixtures("short_retries")
+async def test_overloaded_or_slow_server_is_retried() -> None:
     deadline_s = scaled(1.0)
     server = Server(web.Response(status=503), 1.5 * deadline_s, completion("yes"))
     patience_s = 60.0 * deadline_s
-    async with judged_by(server, deadline_s=deadline_s, patience_s=patience_s) as judge:
+    async with create_judge(server, deadline_s=deadline_s, patience_s=patience_s) as judge:
         assert await judge.judge_trajectory(ROW, TURNS) == 1.0
-    assert len(server.heard) == 3
+    assert len(server.requests) == 3
 
 
-async def test_a_server_that_stays_away_fails_the_trajectory_in_time() -> None:
+async def test_unreachable_server_fails_the_trajectory_within_its_deadline() -> None:
     server = Server(*(web.Response(status=429, headers={"Retry-After": "7200"}) for _ in range(9)))
-    async with judged_by(server, patience_s=3600.0) as judge:
+    async with create_judge(server, patience_s=3600.0) as judge:
         began = time.monotonic()
         with pytest.raises(JudgeFailed, match=r"no verdict in 3600 s; at last: status 429"):
             await judge.judge_trajectory(ROW, TURNS)
@@ -183,20 +189,20 @@ async def test_a_server_that_stays_away_fails_the_trajectory_in_time() -> None:
             await gone.close()
 
 
-async def test_no_more_requests_than_allowed_are_under_way() -> None:
+async def test_concurrent_requests_respect_the_limit() -> None:
     server = Server(*[scaled(0.05)] * 12)
-    async with judged_by(server, in_flight=3) as judge:
-        found = await asyncio.gather(*(judge.judge_trajectory(ROW, TURNS) for _ in range(12)))
-    assert found == [1.0] * 12 and server.most == 3
+    async with create_judge(server, in_flight=3) as judge:
+        rewards = await asyncio.gather(*(judge.judge_trajectory(ROW, TURNS) for _ in range(12)))
+    assert rewards == [1.0] * 12 and server.most == 3
 
 
-@pytest.mark.usefixtures("soon")
-async def test_time_in_the_queue_is_not_the_servers() -> None:
+@pytest.mark.usefixtures("short_retries")
+async def test_queue_time_does_not_count_against_the_server() -> None:
     answer_s = scaled(0.25)
     server = Server(*[answer_s] * 10, web.Response(status=503), completion("no"))
-    async with judged_by(server, in_flight=1, patience_s=8 * answer_s) as judge:
-        found = await asyncio.gather(*(judge.judge_trajectory(ROW, TURNS) for _ in range(11)))
-    assert found == [1.0] * 10 + [0.0]
+    async with create_judge(server, in_flight=1, patience_s=8 * answer_s) as judge:
+        rewards = await asyncio.gather(*(judge.judge_trajectory(ROW, TURNS) for _ in range(11)))
+    assert rewards == [1.0] * 10 + [0.0]
 
 
 @pytest.mark.parametrize(
@@ -210,19 +216,19 @@ async def test_time_in_the_queue_is_not_the_servers() -> None:
         ("Reward: 7", 7.0),
     ],
 )
-def test_verdicts_are_read_from_the_last_line(text: str, value: float) -> None:
+def test_verdict_is_parsed_from_the_last_line(text: str, value: float) -> None:
     assert parse_verdict(text, "yes", "no") == value
 
 
 @pytest.mark.parametrize(
     "text", ["yes and no", "7 of 10", "yes\nperhaps", "inf", "", "nope", "1_0"]
 )
-def test_what_is_neither_yes_nor_no_nor_a_number_is_no_verdict(text: str) -> None:
+def test_answer_without_yes_no_or_number_is_no_verdict(text: str) -> None:
     with pytest.raises(JudgeFailed):
         parse_verdict(text, "yes", "no")
 
 
-def test_a_prompt_of_messages_is_asked_about_in_words() -> None:
+def test_prompt_of_messages_is_formatted_as_text() -> None:
     row = {"ask": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]}
     turns = [{"role": "model", "text": "yo"}]
     parts = ["", "system: be brief\nuser: hi", "|{what}", "yo", ""]

@@ -1,4 +1,4 @@
-"""How much longer a trajectory will be, and where that leads it."""
+"""Estimates of remaining trajectory length, and routing by them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ tools = st.sampled_from(
 )
 pasts = st.lists(
     st.builds(
-        lambda prompt, states, steps: past_of(prompt, states, steps),
+        lambda prompt, states, steps: make_past(prompt, states, steps),
         st.integers(0, 2),
         st.lists(tools, max_size=4),
         st.lists(st.integers(0, 50), min_size=5, max_size=5),
@@ -39,8 +39,10 @@ pasts = st.lists(
 )
 
 
-def past_of(prompt: int, states: list[Any], steps: list[int]) -> PastTrajectory:
-    """A trajectory that samples `steps[i]` tokens before each tool return, and the last after."""
+def make_past(prompt: int, states: list[Any], steps: list[int]) -> PastTrajectory:
+    """Build a trajectory that samples `steps[i]` tokens before each tool return, and the last one
+    after them.
+    """
     sampled, returns = 0, []
     for state, step in zip(states, steps, strict=False):
         sampled += step
@@ -49,10 +51,12 @@ def past_of(prompt: int, states: list[Any], steps: list[int]) -> PastTrajectory:
 
 
 @given(pasts, st.lists(tools, min_size=1, max_size=4), st.integers(0, 2))
-def test_an_estimate_counts_the_past(
+def test_estimate_counts_past_trajectories(
     history: list[PastTrajectory], path: list[Any], prompt: int
 ) -> None:
-    """Against brute force: the longest prefix of the path with visits enough, own prompt first."""
+    """Compare with brute force: the longest prefix of the path with enough visits, own prompt
+    first.
+    """
 
     def remaining(depth: int, among: list[PastTrajectory]) -> list[int]:
         head = path[:depth]
@@ -84,7 +88,7 @@ def test_an_estimate_counts_the_past(
 
 
 @given(pasts)
-def test_learning_one_by_one_and_rebuilding_give_the_same_trees(
+def test_incremental_learning_and_rebuilding_give_equal_trees(
     history: list[PastTrajectory],
 ) -> None:
     learned, rebuilt = LengthTrees(), LengthTrees(history)
@@ -96,13 +100,13 @@ def test_learning_one_by_one_and_rebuilding_give_the_same_trees(
             assert learned.estimate(prompt, path) == rebuilt.estimate(prompt, path)
 
 
-def test_what_is_long_past_is_forgotten() -> None:
+def test_old_trajectories_are_forgotten() -> None:
     lengths = LengthTrees(limit=40)
     path = [("search", "small", "success")]
     for _ in range(100):
-        lengths.learn(past_of(0, path, [10, 1000]))
+        lengths.learn(make_past(0, path, [10, 1000]))
     for _ in range(100):
-        lengths.learn(past_of(0, path, [10, 20]))
+        lengths.learn(make_past(0, path, [10, 20]))
     found = lengths.estimate(0, path)
     assert found is not None and found.mean == 20 and found.visits <= 60
 
@@ -122,7 +126,9 @@ def test_what_is_long_past_is_forgotten() -> None:
         (17, ("t", "small", "success")),
     ],
 )
-def test_an_answer_is_classed_by_tool_size_status(value: object, state: tuple[str, ...]) -> None:
+def test_tool_answer_is_classified_by_tool_size_and_status(
+    value: object, state: tuple[str, ...]
+) -> None:
     assert classify_tool_return("t", value) == state
 
 
@@ -133,7 +139,7 @@ def test_estimates_separate_two_kinds_of_trajectories() -> None:
         failed = rng.random() < 0.3
         state = ("run", "small", "failure" if failed else "success")
         history.append(
-            past_of(rng.randrange(5), [state], [10, rng.randrange(400, 600) if failed else 20])
+            make_past(rng.randrange(5), [state], [10, rng.randrange(400, 600) if failed else 20])
         )
     lengths = LengthTrees(history)
     bad = lengths.estimate(None, [("run", "small", "failure")])
@@ -145,11 +151,11 @@ def test_estimates_separate_two_kinds_of_trajectories() -> None:
 STATE = ("run", "small", "failure")
 
 
-def kept_pasts(count: int) -> list[PastTrajectory]:
+def write_history(count: int) -> list[PastTrajectory]:
     return [PastTrajectory(n % 3, ((STATE, n), (STATE, 2 * n)), 3 * n) for n in range(count)]
 
 
-def kept(directory: Path, limit: int) -> list[PastTrajectory]:
+def read_history(directory: Path, limit: int) -> list[PastTrajectory]:
     history = LengthHistory(SystemHost(), directory, limit)
     try:
         return history.latest
@@ -157,45 +163,47 @@ def kept(directory: Path, limit: int) -> list[PastTrajectory]:
         history.close()
 
 
-def test_a_successor_finds_what_its_predecessor_saw(tmp_path: Path) -> None:
+def test_successor_reads_the_history_of_its_predecessor(tmp_path: Path) -> None:
     history = LengthHistory(SystemHost(), tmp_path, limit=50)
-    for past in kept_pasts(20):
+    for past in write_history(20):
         history.append(past)
-    assert kept(tmp_path, 50) == kept_pasts(20)  # the predecessor was killed: nothing was closed
+    assert read_history(tmp_path, 50) == write_history(
+        20
+    )  # the predecessor was killed: nothing was closed
 
 
-def test_only_the_latest_are_kept_and_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
+def test_history_file_keeps_only_the_latest_entries(tmp_path: Path) -> None:
     history = LengthHistory(SystemHost(), tmp_path, limit=10)
-    for past in kept_pasts(95):
+    for past in write_history(95):
         history.append(past)
     history.close()
-    assert kept(tmp_path, 10) == kept_pasts(95)[-10:]
+    assert read_history(tmp_path, 10) == write_history(95)[-10:]
     assert len((tmp_path / FILE_NAME).read_bytes().splitlines()) <= 20
 
 
-def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
+def test_truncated_line_is_the_only_one_lost(tmp_path: Path) -> None:
     history = LengthHistory(SystemHost(), tmp_path, limit=10)
-    for past in kept_pasts(5):
+    for past in write_history(5):
         history.append(past)
     history.close()
     whole = (tmp_path / FILE_NAME).read_bytes()
     (tmp_path / FILE_NAME).write_bytes(whole[:-7])
-    assert kept(tmp_path, 10) == kept_pasts(4)
+    assert read_history(tmp_path, 10) == write_history(4)
 
 
-def test_a_whole_line_of_another_shape_costs_only_itself(tmp_path: Path) -> None:
+def test_line_of_another_shape_is_the_only_one_lost(tmp_path: Path) -> None:
     history = LengthHistory(SystemHost(), tmp_path, limit=10)
-    history.append(kept_pasts(1)[0])
+    history.append(write_history(1)[0])
     history.close()
     with (tmp_path / FILE_NAME).open("ab") as file:
         for past in ([1, [["run", 5]], 3], [1, 2], 7):
             file.write(encode_row({"past": past}, 0))
-    assert kept(tmp_path, 10) == kept_pasts(1)
+    assert read_history(tmp_path, 10) == write_history(1)
 
 
-def test_a_flipped_bit_costs_its_line_and_the_file_is_set_aside(tmp_path: Path) -> None:
+def test_corrupt_line_is_lost_and_the_file_is_quarantined(tmp_path: Path) -> None:
     history = LengthHistory(SystemHost(), tmp_path / "ledger", limit=10, root=tmp_path)
-    for past in kept_pasts(5):
+    for past in write_history(5):
         history.append(past)
     history.close()
     path = tmp_path / "ledger" / FILE_NAME
@@ -203,7 +211,7 @@ def test_a_flipped_bit_costs_its_line_and_the_file_is_set_aside(tmp_path: Path) 
     content[12] ^= 1  # a digit of the first line
     path.write_bytes(content)
     after = LengthHistory(SystemHost(), tmp_path / "ledger", limit=10, root=tmp_path)
-    assert after.latest == kept_pasts(5)[1:] and after.corruption == "1 of 5 lines are damaged"
+    assert after.latest == write_history(5)[1:] and after.corruption == "1 of 5 lines are damaged"
     assert after.quarantined_path == tmp_path / "quarantine" / "ledger" / FILE_NAME
     assert after.quarantined_path.read_bytes() == content
     after.close()
@@ -225,7 +233,7 @@ engines = st.lists(
 
 
 @given(engines, st.lists(st.integers(1, LONGEST), max_size=60))
-def test_each_degree_has_a_bucket_and_its_engines_are_assigned_to_it(
+def test_each_tensor_parallel_size_has_a_bucket_with_its_engines(
     there: list[MeasuredEngine], past: list[int]
 ) -> None:
     buckets = build_buckets(there, past, LONGEST, BATCH)
@@ -240,7 +248,7 @@ def test_each_degree_has_a_bucket_and_its_engines_are_assigned_to_it(
     }
 
 
-def test_bounds_divide_the_tokens_as_the_measured_rates_are() -> None:
+def test_bounds_divide_tokens_by_measured_rates() -> None:
     past = [100] * 90 + [1000] * 9
     equal = [MeasuredEngine(1, 9000, 90.0), MeasuredEngine(4, 9000, 90.0)]
     assert build_buckets(equal, past, LONGEST, BATCH)[0].max_tokens == 100, "half of all tokens"
@@ -272,12 +280,12 @@ def test_bounds_follow_rates_of_any_size(small_s: float, large_s: float, bound: 
     assert [bucket.max_tokens for bucket in again] == [bound, LONGEST], "sums are no trouble either"
 
 
-def test_one_engine_has_one_bucket_however_short_it_was_busy() -> None:
+def test_single_engine_has_one_bucket_after_any_busy_time() -> None:
     [bucket] = build_buckets([MeasuredEngine(1, 512, 1.1e-308)], [], LONGEST, BATCH)
     assert bucket.max_tokens == LONGEST
 
 
-def test_without_a_history_bounds_divide_the_longest_length() -> None:
+def test_bounds_without_history_divide_the_max_length() -> None:
     buckets = build_buckets(
         [MeasuredEngine(1), MeasuredEngine(1), MeasuredEngine(2)],
         [7] * (MIN_PAST - 1),
@@ -288,7 +296,7 @@ def test_without_a_history_bounds_divide_the_longest_length() -> None:
     assert [bucket.share for bucket in buckets] == [2.0, 1.0]
 
 
-def test_buckets_change_when_engines_come_or_go_and_not_when_they_get_faster() -> None:
+def test_buckets_change_with_engines_and_not_with_their_rates() -> None:
     whole = [LengthBucket(LONGEST, BATCH)]
     past = [PastTrajectory(0, (), 100)] * 30 + [PastTrajectory(0, (), 1000)] * 30
     scheduler = BucketScheduler(whole, 1, LengthTrees(past), follows_engines=True)
@@ -307,7 +315,7 @@ def test_buckets_change_when_engines_come_or_go_and_not_when_they_get_faster() -
     assert scheduler.update_engines({"c": small}) and len(scheduler.buckets) == 1
 
 
-def test_buckets_of_a_job_file_stay_as_they_are() -> None:
+def test_buckets_of_the_job_file_are_fixed() -> None:
     declared = [LengthBucket(100, 4), LengthBucket(1000, 8)]
     scheduler = BucketScheduler(declared, 1, LengthTrees())
     assert not scheduler.update_engines({"a": MeasuredEngine(1), "b": MeasuredEngine(4)})

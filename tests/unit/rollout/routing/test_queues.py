@@ -1,4 +1,4 @@
-"""Where trajectories go."""
+"""Routing policies: the engine that a request gets, balancing and cache moves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ plans = st.lists(
 
 
 @given(loads, st.integers(0, 4), st.integers(0, 2))
-def test_the_least_loaded_engine_with_room_is_chosen_in_the_bucket_before_elsewhere(
+def test_least_loaded_engine_of_the_bucket_is_chosen_before_others(
     engines: list[EngineLoad], floor: int, bucket: int
 ) -> None:
     name = choose_engine(engines, QueuedRequest(floor, bucket=bucket))
@@ -71,7 +71,7 @@ def test_the_least_loaded_engine_with_room_is_chosen_in_the_bucket_before_elsewh
 
 
 @given(loads, st.integers(0, 4))
-def test_a_trajectory_stays_where_its_keys_and_values_are_while_that_engine_may_serve(
+def test_trajectory_stays_at_its_cache_engine_while_that_may_serve(
     engines: list[EngineLoad], floor: int
 ) -> None:
     for engine in engines:
@@ -94,14 +94,14 @@ requests = st.lists(
 
 
 @given(loads, requests)
-def test_room_is_given_while_anybody_waits_who_may_have_it(
+def test_free_slot_goes_to_an_eligible_request(
     engines: list[EngineLoad], queue: list[QueuedRequest]
 ) -> None:
-    found = choose_next(queue, engines)
-    if found is None:
+    choice = choose_next(queue, engines)
+    if choice is None:
         assert all(choose_engine(engines, request) is None for request in queue)
         return
-    index, name = found
+    index, name = choice
     engine = next(e for e in engines if e.name == name)
     request = queue[index]
     assert engine.version >= request.min_version
@@ -110,63 +110,67 @@ def test_room_is_given_while_anybody_waits_who_may_have_it(
 
 
 @given(loads, requests)
-def test_nobody_is_overtaken_by_one_who_belongs_no_better(
+def test_request_is_overtaken_only_by_a_better_match(
     engines: list[EngineLoad], queue: list[QueuedRequest]
 ) -> None:
-    """The first goes that finds room where it belongs; if none does, the first that finds any."""
+    """Check that the first request goes with a slot in its preferred engines, else the first with
+    any slot.
+    """
 
-    def belongs(request: QueuedRequest, engine: EngineLoad) -> bool:
+    def prefers(request: QueuedRequest, engine: EngineLoad) -> bool:
         if engine.version < request.min_version or engine.running >= engine.max_requests:
             return False
-        homes = [
+        cache_engines = [
             e
             for e in engines
             if e.name == request.cache_engine and e.version >= request.min_version
         ]
-        if homes:
+        if cache_engines:
             return engine.name == request.cache_engine
         return engine.bucket == request.bucket and engine.used_slots < engine.slots
 
-    found = choose_next(queue, engines)
-    well = [i for i, request in enumerate(queue) if any(belongs(request, e) for e in engines)]
-    somewhere = [
+    choice = choose_next(queue, engines)
+    preferred = [i for i, request in enumerate(queue) if any(prefers(request, e) for e in engines)]
+    assignable = [
         i for i, request in enumerate(queue) if choose_engine(engines, request) is not None
     ]
-    if well:
-        assert found is not None and found[0] == well[0]
-        assert belongs(queue[well[0]], next(e for e in engines if e.name == found[1]))
-    elif somewhere:
-        assert found is not None and found[0] == somewhere[0]
+    if preferred:
+        assert choice is not None and choice[0] == preferred[0]
+        assert prefers(queue[preferred[0]], next(e for e in engines if e.name == choice[1]))
+    elif assignable:
+        assert choice is not None and choice[0] == assignable[0]
     else:
-        assert found is None
+        assert choice is None
 
 
 @given(loads, requests)
-def test_who_is_next_is_who_the_definition_names(
+def test_next_request_matches_brute_force(
     engines: list[EngineLoad], queue: list[QueuedRequest]
 ) -> None:
-    """Every request is held against every engine: what `next_up` does without."""
+    """Compare `choose_next` with every request matched against every engine."""
 
-    def defined() -> tuple[int, str] | None:
+    def choose_by_brute_force() -> tuple[int, str] | None:
         for index, request in enumerate(queue):
-            may = [e for e in engines if e.version >= request.min_version]
-            at_home = any(e.name == request.cache_engine for e in may)
-            fits = [
+            eligible = [e for e in engines if e.version >= request.min_version]
+            has_cache_engine = any(e.name == request.cache_engine for e in eligible)
+            candidates = [
                 e
-                for e in may
+                for e in eligible
                 if (e.name == request.cache_engine and e.running < e.max_requests)
-                or (not at_home and e.bucket == request.bucket and e.free_slots)
+                or (not has_cache_engine and e.bucket == request.bucket and e.free_slots)
             ]
-            if fits:
-                return index, min(fits, key=lambda e: (e.load_share, e.used_slots, e.name)).name
+            if candidates:
+                return index, min(
+                    candidates, key=lambda e: (e.load_share, e.used_slots, e.name)
+                ).name
         chosen = ((i, choose_engine(engines, request)) for i, request in enumerate(queue))
         return next(((i, name) for i, name in chosen if name is not None), None)
 
-    assert choose_next(queue, engines) == defined()
+    assert choose_next(queue, engines) == choose_by_brute_force()
 
 
 @given(st.dictionaries(st.text("abcdef", min_size=1), st.sampled_from([1, 2, 4, 8])), plans)
-def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
+def test_every_engine_has_a_bucket_and_small_ones_serve_short_requests(
     engines: dict[str, int], plan: list[LengthBucket]
 ) -> None:
     places = assign_buckets(engines, plan)
@@ -180,7 +184,7 @@ def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
         assert buckets[-1] == len(plan) - 1
 
 
-def test_shares_are_met_as_closely_as_whole_engines_allow() -> None:
+def test_shares_are_met_to_the_nearest_engine() -> None:
     engines = {f"engine/g{i}": 1 for i in range(8)}
     places = assign_buckets(engines, [LengthBucket(100, 8, 0.6), LengthBucket(1000, 8, 0.4)])
     assert list(places.values()).count(0) == 5
@@ -193,7 +197,7 @@ def estimate(mean: float, p90: float) -> LengthEstimate:
     return LengthEstimate(mean, p90, visits=9, depth=2, tree="prompt")
 
 
-def test_mean_and_tail_must_agree_before_anything_moves() -> None:
+def test_trajectory_moves_only_if_mean_and_tail_agree() -> None:
     assert decide_bucket(None, 1, PLAN).outcome == "tree_node_not_found"
     assert decide_bucket(estimate(90, 120), 0, PLAN).outcome == "mean_p90_disagree"
     assert decide_bucket(estimate(20, 80), 0, PLAN).outcome == "already_in_target"
@@ -203,13 +207,13 @@ def test_mean_and_tail_must_agree_before_anything_moves() -> None:
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 2))
-def test_a_decision_needs_both_signals(mean: float, p90: float, current: int) -> None:
+def test_move_requires_both_signals(mean: float, p90: float, current: int) -> None:
     decision = decide_bucket(estimate(mean, p90), current, PLAN)
     if decision.bucket != current:
         assert find_bucket(mean, PLAN) == find_bucket(p90, PLAN) == decision.bucket
     for tokens, bucket in ((mean, find_bucket(mean, PLAN)), (p90, find_bucket(p90, PLAN))):
-        fits = [i for i, b in enumerate(PLAN) if tokens <= b.max_tokens]
-        assert bucket == (fits[0] if fits else 2)
+        candidates = [i for i, b in enumerate(PLAN) if tokens <= b.max_tokens]
+        assert bucket == (candidates[0] if candidates else 2)
 
 
 engines = st.lists(
@@ -224,8 +228,8 @@ engines = st.lists(
 )
 
 
-def after(fleet: list[EngineTotalLoad], moves: list[Rebalance]) -> dict[str, tuple[int, int]]:
-    """(executing, pending) of each engine once the moves are done."""
+def apply_moves(fleet: list[EngineTotalLoad], moves: list[Rebalance]) -> dict[str, tuple[int, int]]:
+    """Return (executing, pending) of each engine after the moves."""
     state = {e.name: [e.running, e.waiting] for e in fleet}
     for move in moves:
         state[move.source][1 if move.waiting else 0] -= move.count
@@ -234,11 +238,11 @@ def after(fleet: list[EngineTotalLoad], moves: list[Rebalance]) -> dict[str, tup
 
 
 @given(engines)
-def test_nothing_waits_where_another_engine_without_queue_has_room(
+def test_no_request_waits_while_another_engine_has_slots(
     fleet: list[EngineTotalLoad],
 ) -> None:
     moves = plan_rebalance(fleet, 0)
-    state = after(fleet, moves)
+    state = apply_moves(fleet, moves)
     bounds = {e.name: e.max_running for e in fleet}
     assert all(
         executing <= bounds[name] and pending >= 0 for name, (executing, pending) in state.items()
@@ -249,7 +253,7 @@ def test_nothing_waits_where_another_engine_without_queue_has_room(
 
 
 @given(engines)
-def test_running_requests_leave_only_for_an_idle_engine_and_never_below_the_plateau(
+def test_running_requests_move_only_to_an_idle_engine_and_not_below_the_plateau(
     fleet: list[EngineTotalLoad],
 ) -> None:
     by_name = {e.name: e for e in fleet}
@@ -264,17 +268,19 @@ def test_running_requests_leave_only_for_an_idle_engine_and_never_below_the_plat
 
 
 def makespan(executing: list[int], plateau: int) -> float:
-    """Of equal requests on engines that are flat up to a plateau: the fullest decides."""
+    """Return the load of the fullest of engines with equal requests that are flat up to a
+    plateau.
+    """
     return max(max(1.0, n / plateau) for n in executing)
 
 
 @given(st.integers(1, 6), st.integers(4, 24))
-def test_with_one_idle_engine_no_other_split_would_end_sooner(plateau: int, running: int) -> None:
+def test_split_with_one_idle_engine_is_optimal(plateau: int, running: int) -> None:
     fleet = [
         EngineTotalLoad("a", 24, running, 0, plateau, 0),
         EngineTotalLoad("b", 24, 0, 0, plateau, 0),
     ]
-    state = after(fleet, plan_rebalance(fleet, 0))
+    state = apply_moves(fleet, plan_rebalance(fleet, 0))
     kept, moved = state["a"][0], state["b"][0]
     assert kept + moved == running
     if moved:
@@ -284,7 +290,7 @@ def test_with_one_idle_engine_no_other_split_would_end_sooner(plateau: int, runn
         assert running - plateau < 2  # not worth a move
 
 
-def test_engines_with_old_weights_take_no_part() -> None:
+def test_engines_with_old_weights_are_left_out() -> None:
     fleet = [
         EngineTotalLoad("old", 4, 0, 0, 0, version=1),
         EngineTotalLoad("new", 4, 4, 3, 0, version=2),
@@ -305,7 +311,7 @@ def costs(rate: float = 1e4, past: list[float] | None = None, size: int = 1000) 
 
 
 @given(st.floats(0, 1e6), st.lists(durations, max_size=40), st.integers(0, 200_000))
-def test_it_is_sent_unless_all_is_computed_before_any_can_come(
+def test_cache_is_moved_unless_recomputing_is_faster(
     rate: float, past: list[float], tokens: int
 ) -> None:
     made = costs(rate, past)
@@ -320,7 +326,7 @@ def test_it_is_sent_unless_all_is_computed_before_any_can_come(
     assert choice.reason
 
 
-def test_an_engine_that_takes_nothing_over_is_sent_nothing() -> None:
+def test_engine_without_transfer_receives_no_cache() -> None:
     assert choose_cheaper(100_000, MoveCosts()).action == "recompute"
     assert choose_cheaper(100_000, costs(size=0)).action == "recompute"
     assert {costs(size=0).choose_action(100_000).action for _ in range(2 * REMEASURE_AFTER)} == {
@@ -329,19 +335,19 @@ def test_an_engine_that_takes_nothing_over_is_sent_nothing() -> None:
 
 
 @pytest.mark.parametrize("stalled", [100.0, 1e4])
-def test_a_move_that_was_stalled_changes_nothing(stalled: float) -> None:
+def test_stalled_move_does_not_change_the_estimate(stalled: float) -> None:
     made = costs(past=[0.01] * 4 + [stalled])
     assert made.first_byte_s == 0.01
 
 
-def test_old_moves_are_forgotten_and_empty_ones_say_nothing() -> None:
+def test_old_and_empty_moves_are_ignored() -> None:
     made = costs(past=[9.0] * MAX_MOVES + [0.01] * MAX_MOVES)
     assert made.first_byte_s == 0.01
     made.record_move(0.0)
     assert made.first_byte_s == 0.01
 
 
-def test_what_was_found_useless_is_measured_anew() -> None:
+def test_rejected_move_is_measured_again() -> None:
     made = costs(rate=1e6, past=[5.0] * MIN_MOVES)
     answers = [made.choose_action(6000).action for _ in range(2 * REMEASURE_AFTER)]
     assert answers.count("move") == 2 and answers[REMEASURE_AFTER - 1] == "move"

@@ -1,4 +1,4 @@
-"""Turns on engines that refuse, fail, come and go: what waits, what moves, what fails."""
+"""Router with engines that reject, fail, join and leave: waiting, moves and failures."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import built_in
-from tests.unit.common.generation.test_torch_engine import words
+from tests.unit.common.generation.test_builtin_engine import words
 
 SLOTS = 4
-PROMPT = 700  # more than an engine computes in a step: what it computed goes after it
+PROMPT = 700  # More tokens than an engine computes in a step.
 NEW = 20  # tokens of a turn
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
-class Forgetful:
-    """A token sink for what needs no ledger."""
+class DiscardingSink:
+    """Token sink for tests that need no ledger."""
 
     async def write_tokens(self, rows: TokenRows) -> None:
         return None
 
 
 class Bench:
-    """A router and simulated engines, one of them in service, under virtual time."""
+    """Router and simulated engines, one of them in service, under virtual time."""
 
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock, self.random = clock, random
@@ -68,13 +68,13 @@ class Bench:
         self.tasks: list[asyncio.Task[None]] = []
 
     def shard(self, name: str) -> Router:
-        """The router of another rollout shard."""
+        """Create the router of another rollout shard."""
         self.rollout = self._mesh(name)
         self.routers.append(self._router())
         return self.routers[-1]
 
     def _router(self) -> Router:
-        commits = GroupCommit(self.rollout, Forgetful())
+        commits = GroupCommit(self.rollout, DiscardingSink())
         scheduler = BucketScheduler(self.buckets, 1, LengthTrees(self.past), self.follows)
         return Router(self.rollout, commits, SamplingParams([], []), SLOTS, scheduler)
 
@@ -101,10 +101,10 @@ class Bench:
         await self.engine.mesh.join(self.engine)
         await self.rollout.join(None)
         self.tasks.append(asyncio.create_task(self._drive(self.engine)))
-        self.tasks.append(asyncio.create_task(self._look()))
+        self.tasks.append(asyncio.create_task(self._poll_engines()))
 
     async def add(self, name: str) -> EngineService:
-        """Another engine comes into service."""
+        """Add another engine to service."""
         engine = self._engine(name)
         await engine.mesh.join(engine)
         self.tasks.append(asyncio.create_task(self._drive(engine)))
@@ -116,7 +116,7 @@ class Bench:
             engine.run_once()
             await self.clock.sleep(0.02)
 
-    async def _look(self) -> None:
+    async def _poll_engines(self) -> None:
         while True:
             alive = {
                 name: EngineSnapshot(
@@ -132,7 +132,7 @@ class Bench:
             }
             for router in self.routers:
                 router.update_engines(alive)
-            await self.clock.sleep(LOOK_S)
+            await self.clock.sleep(POLL_S)
 
     def begin(self, member: int) -> asyncio.Task[Trajectory]:
         return asyncio.create_task(self.generate(member))
@@ -153,7 +153,7 @@ class Bench:
         return t
 
 
-def on_bench(story: Callable[[Bench], object]) -> None:
+def run_on_bench(story: Callable[[Bench], object]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         bench = Bench(clock, random)
         await bench.start()
@@ -162,8 +162,8 @@ def on_bench(story: Callable[[Bench], object]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-@story_on(on_bench)
-async def test_an_engine_that_refuses_for_a_while_costs_no_trajectory(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_temporary_rejections_lose_no_trajectory(bench: Bench) -> None:
     await bench.generate(0)
     bench.engine.draining = True
     later = asyncio.gather(*(bench.generate(member) for member in range(1, 9)))
@@ -173,8 +173,8 @@ async def test_an_engine_that_refuses_for_a_while_costs_no_trajectory(bench: Ben
     await later
 
 
-@story_on(on_bench)
-async def test_a_trajectory_that_no_engine_ever_serves_fails_by_type(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_trajectory_without_an_engine_fails_by_type(bench: Bench) -> None:
     await bench.generate(0)
     bench.engine.draining = True
     began = bench.clock.monotonic()
@@ -183,8 +183,8 @@ async def test_a_trajectory_that_no_engine_ever_serves_fails_by_type(bench: Benc
     assert bench.clock.monotonic() - began > MAX_REJECTION_S
 
 
-@story_on(on_bench)
-async def test_a_request_that_five_engines_fail_fails_by_type(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_request_fails_by_type_after_five_engine_failures(bench: Bench) -> None:
     began = bench.clock.monotonic()
     with pytest.raises(ToolFailed, match=f"{MAX_ATTEMPTS} engines in a row failed trajectory"):
         await bench.generate(0, prompt=(1, 9999, 3))  # outside of the vocabulary
@@ -192,11 +192,11 @@ async def test_a_request_that_five_engines_fail_fails_by_type(bench: Bench) -> N
     assert bench.router.continued_trajectories == MAX_ATTEMPTS
 
 
-LONG = 400  # tokens of a turn that outlasts a few looks
+LONG = 400  # Tokens of a turn that outlasts a few polls.
 
 
-@story_on(on_bench)
-async def test_what_waits_at_a_busy_engine_moves_to_one_that_is_free(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_waiting_requests_move_from_a_busy_to_a_free_engine(bench: Bench) -> None:
     other = bench.shard("rollout/1")
     await bench.rollout.join(None)
     await bench.generate(0)
@@ -214,8 +214,8 @@ async def test_what_waits_at_a_busy_engine_moves_to_one_that_is_free(bench: Benc
     assert generated - before == 2 * SLOTS * LONG  # none was generated again
 
 
-@story_on(on_bench)
-async def test_an_idle_engine_takes_what_is_above_the_plateau_without_loss(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_idle_engine_takes_requests_above_the_plateau_without_loss(bench: Bench) -> None:
     bench.plateau = 1
     everything = asyncio.gather(*(bench.generate(m, new=LONG) for m in range(SLOTS)))
     await bench.clock.sleep(0.3)
@@ -228,7 +228,7 @@ async def test_an_idle_engine_takes_what_is_above_the_plateau_without_loss(bench
 
 
 class TwoBuckets(Bench):
-    """Built-in engines, one for what is short and one for what follows a failure."""
+    """Built-in engines, one for short trajectories and one for those that follow a failure."""
 
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         super().__init__(clock, random)
@@ -254,20 +254,20 @@ class TwoBuckets(Bench):
 
 
 @story_on(partial(run_virtual, limit_s=3600.0), given=2)
-async def test_a_trajectory_that_turns_out_long_changes_engine_and_takes_its_cache_along(
+async def test_long_trajectory_changes_engine_with_its_cache(
     clock: VirtualClock, random: Random
 ) -> None:
     bench = TwoBuckets(clock, random)
     await bench.start()
-    stayed = await bench.two_turns(bench.router)  # there is one engine
+    unmoved = await bench.two_turns(bench.router)  # there is one engine
     other = await bench.add("engine/g1")
-    await clock.sleep(2 * LOOK_S)
+    await clock.sleep(2 * POLL_S)
     moved = await bench.two_turns(bench.router)
     assert bench.router.cache_actions == {"move": 1}
     assert other.engine.tokens_generated == 20
-    assert other.engine.tokens_computed <= PROMPT + 52  # what did not come
-    assert moved.tokens.tolist() == stayed.tokens.tolist()
-    np.testing.assert_allclose(moved.logprobs, stayed.logprobs, atol=2e-4)
+    assert other.engine.tokens_computed <= PROMPT + 52  # missing tokens
+    assert moved.tokens.tolist() == unmoved.tokens.tolist()
+    np.testing.assert_allclose(moved.logprobs, unmoved.logprobs, atol=2e-4)
     assert bench.router.links["engine/g0"].ended_sessions == {1}, "it is let go of where it was"
 
 
@@ -286,7 +286,7 @@ class Following(TwoBuckets):
 
 
 @story_on(partial(run_virtual, limit_s=3600.0), given=2)
-async def test_an_engine_of_two_workers_takes_the_long_ones_when_it_comes_until_it_goes(
+async def test_engine_of_two_workers_serves_long_trajectories_while_present(
     clock: VirtualClock, random: Random
 ) -> None:
     bench = Following(clock, random)
@@ -295,96 +295,96 @@ async def test_an_engine_of_two_workers_takes_the_long_ones_when_it_comes_until_
     assert len(bench.router.scheduler.buckets) == 1
     bench.degrees = {"engine/g1": 2}
     large = await bench.add("engine/g1")
-    await clock.sleep(2 * LOOK_S)
+    await clock.sleep(2 * POLL_S)
     assert bench.router.stats.buckets == {"engine/g0": 0, "engine/g1": 1}
     assert (await bench.two_turns(bench.router)).length == PROMPT + 52
     assert large.engine.tokens_generated == 20, "the turn after the failure"
     del bench.engines["engine/g1"]
-    await clock.sleep(2 * LOOK_S)
+    await clock.sleep(2 * POLL_S)
     assert len(bench.router.scheduler.buckets) == 1
     assert (await bench.two_turns(bench.router)).length == PROMPT + 52
 
 
-@story_on(on_bench)
-async def test_time_without_any_engine_is_no_refusal(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_time_without_engines_is_no_rejection(bench: Bench) -> None:
     await bench.generate(0)
     bench.engine.draining = True
-    waits = [bench.begin(member) for member in range(1, 4)]
-    await bench.clock.sleep(2 * LOOK_S)  # they were refused
+    list_waits = [bench.begin(member) for member in range(1, 4)]
+    await bench.clock.sleep(2 * POLL_S)  # rejections of requests
     del bench.engines["engine/g0"]
     await bench.clock.sleep(2 * MAX_REJECTION_S)
     late = await bench.add("engine/g1")
     late.draining = True
-    await bench.clock.sleep(2 * LOOK_S)
+    await bench.clock.sleep(2 * POLL_S)
     late.draining = False
-    for wait in waits:
+    for wait in list_waits:
         await wait
 
 
-@story_on(on_bench)
-async def test_a_new_lineage_is_served_by_engines_that_have_its_weights_alone(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_new_lineage_is_served_only_by_engines_with_its_weights(bench: Bench) -> None:
     engine = bench.engine
     await engine.weights.update_weights({}, 15, "m0.15", lineage=0)
     assert (await bench.generate(0)).versions[-1] == 15
     bench.router.enter_lineage(1)  # it begins at version 8
-    waits = bench.begin(1)
+    list_waits = bench.begin(1)
     await bench.clock.sleep(20.0)
-    assert not waits.done(), "15 is a version of the abandoned lineage"
+    assert not list_waits.done(), "15 is a version of the abandoned lineage"
     later = await bench.add("engine/g1")
     await later.weights.update_weights({}, 8, "m0.8", lineage=1)
-    assert (await waits).versions[-1] == 8
+    assert (await list_waits).versions[-1] == 8
     await engine.weights.update_weights({}, 8, "m0.8", lineage=1)
-    await bench.clock.sleep(2 * LOOK_S)
+    await bench.clock.sleep(2 * POLL_S)
     assert bench.router.links["engine/g0"].version == 8
 
 
-@story_on(on_bench)
-async def test_a_lineage_that_begins_with_loaded_weights_is_served_by_them(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_lineage_starting_with_loaded_weights_is_served(bench: Bench) -> None:
     await bench.engine.weights.update_weights({}, 8, "m0.8", lineage=0)
     bench.router.enter_lineage(1)
-    waits = bench.begin(0)
+    list_waits = bench.begin(0)
     await bench.clock.sleep(2.0)
-    assert not waits.done()
+    assert not list_waits.done()
     bench.engine.weights.enter_lineage(1)
-    assert (await waits).versions[-1] == 8
+    assert (await list_waits).versions[-1] == 8
 
 
-def waits(bench: Bench) -> list[tuple[str, str]]:
+def list_waits(bench: Bench) -> list[tuple[str, str]]:
     return [
         (w["on"], w["what"]) for w in bench.rollout.waits.list_longest([]) if w["what"] != "tokens"
     ]
 
 
-@story_on(on_bench)
-async def test_a_version_that_no_engine_has_is_waited_for_by_name(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_wait_for_a_missing_version_is_reported_by_name(bench: Bench) -> None:
     await bench.generate(0)
     t = Trajectory(0, 1, 0, version=5, seed=1)
     t.set_prompt([1, 2, 3])
-    ahead = asyncio.create_task(bench.router.create_assignment(t).generate(3 + NEW))
+    waiting_turn = asyncio.create_task(bench.router.create_assignment(t).generate(3 + NEW))
     await bench.clock.sleep(30.0)
-    assert waits(bench) == [("engine/g0", "an engine at version 5")]
+    assert list_waits(bench) == [("engine/g0", "an engine at version 5")]
     del bench.engines["engine/g0"]
-    await bench.clock.sleep(2 * LOOK_S)
-    assert waits(bench) == [("an engine", "an engine at version 5")]
+    await bench.clock.sleep(2 * POLL_S)
+    assert list_waits(bench) == [("an engine", "an engine at version 5")]
     late = await bench.add("engine/g1")
     await late.weights.update_weights({}, 5, "fifth")
-    assert await ahead == FinishReason.LENGTH
-    await bench.clock.sleep(2 * LOOK_S)
-    assert waits(bench) == []
+    assert await waiting_turn == FinishReason.LENGTH
+    await bench.clock.sleep(2 * POLL_S)
+    assert list_waits(bench) == []
 
 
 @pytest.mark.deep
-@story_on(on_bench)
-async def test_to_wait_for_room_is_no_news(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_wait_for_a_slot_is_not_reported(bench: Bench) -> None:
     everything = asyncio.gather(*(bench.generate(m, new=10 * LONG) for m in range(3 * SLOTS)))
     await bench.clock.sleep(30.0)
-    assert bench.router.queue_length == 2 * SLOTS and waits(bench) == []
+    assert bench.router.queue_length == 2 * SLOTS and list_waits(bench) == []
     await everything
 
 
 @pytest.mark.deep
-@story_on(on_bench)
-async def test_two_shards_divide_what_moves_and_it_comes_to_rest(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_two_shards_share_moves_and_converge(bench: Bench) -> None:
     other = bench.shard("rollout/1")
     await bench.rollout.join(None)
     bench.plateau = 2
@@ -399,7 +399,7 @@ async def test_two_shards_divide_what_moves_and_it_comes_to_rest(bench: Bench) -
 
 
 @story_on(partial(run_virtual, limit_s=3600.0), given=2)
-async def test_a_bucket_without_an_engine_is_not_last(clock: VirtualClock, random: Random) -> None:
+async def test_bucket_without_engines_is_not_the_last(clock: VirtualClock, random: Random) -> None:
     bench = TwoBuckets(clock, random)  # one engine: the long bucket has none
     await bench.start()
     t = await bench.two_turns(bench.router)
@@ -417,20 +417,22 @@ def begin(bench: Bench, member: int) -> asyncio.Task[Trajectory]:
 
 @pytest.fixture
 def expected() -> list[list[int]]:
-    """Turns of three members on an engine that is well."""
-    found: list[list[int]] = []
+    """Return the turns of three members on a healthy engine."""
+    sequences: list[list[int]] = []
 
     async def story(bench: Bench) -> None:
         for member in range(3):
-            found.append((await begin(bench, member)).turn_tokens.tolist())
+            sequences.append((await begin(bench, member)).turn_tokens.tolist())
 
-    on_bench(story)
-    return found
+    run_on_bench(story)
+    return sequences
 
 
 @pytest.mark.deep
-@story_on(on_bench)
-async def test_a_stuck_turn_goes_on_elsewhere(bench: Bench, expected: list[list[int]]) -> None:
+@story_on(run_on_bench)
+async def test_stuck_turn_continues_at_another_engine(
+    bench: Bench, expected: list[list[int]]
+) -> None:
     turn = begin(bench, 0)
     await bench.clock.sleep(1.0)
     stuck = bench.engine
@@ -445,15 +447,15 @@ async def test_a_stuck_turn_goes_on_elsewhere(bench: Bench, expected: list[list[
     assert turn.result().length == 3 + TOKENS, "what came late was taken in"
 
 
-@story_on(on_bench)
-async def test_a_turn_whose_engine_dies_goes_on_elsewhere_after_its_last_token(
+@story_on(run_on_bench)
+async def test_turn_of_a_dead_engine_continues_after_its_last_token(
     bench: Bench, expected: list[list[int]]
 ) -> None:
     turns = [begin(bench, member) for member in range(3)]
     await bench.clock.sleep(1.5)
     assert bench.engine.engine.num_running == 3
     await bench.add("engine/g1")
-    await bench.clock.sleep(2 * LOOK_S)
+    await bench.clock.sleep(2 * POLL_S)
     await bench.engines.pop("engine/g0").mesh.transport.close()
     await bench.clock.sleep(20.0)
     assert [turn.result().turn_tokens.tolist() for turn in turns] == expected

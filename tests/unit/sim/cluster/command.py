@@ -1,4 +1,4 @@
-"""The command `python -m meshrl.sim.cluster`, run in this process."""
+"""In-process runs of the command `python -m meshrl.sim.cluster`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshrl.sim.cluster.__main__ import main
 
 
 @dataclass
-class Ran:
+class CommandResult:
     """Exit status and output of a command."""
 
     returncode: int
@@ -19,12 +19,12 @@ class Ran:
     stderr: str
 
 
-def ran(*words: str) -> Ran:
-    """Run the command with these words; it writes into the result, and changes nothing here."""
+def run_command(*words: str) -> CommandResult:
+    """Run the command with these words in this process and return its captured result."""
     out, errors, threshold = io.StringIO(), io.StringIO(), gc.get_threshold()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             status = main(words)
     finally:
         gc.set_threshold(*threshold)
-    return Ran(status, out.getvalue(), errors.getvalue())
+    return CommandResult(status, out.getvalue(), errors.getvalue())

@@ -1,4 +1,4 @@
-"""Arms and ways to train of a simulated cluster."""
+"""Arms and training layouts of a simulated cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshrl.sim.cluster.job_figures import JobFigures, compute_ratios, format_ta
 from meshrl.sim.cluster.model.cluster import SimCluster
 from meshrl.sim.cluster.sources.scenario import Arm, apply_change, expand_choices, read_arms
 from meshrl.sim.cluster.training_candidates import TrainingCandidates, TrainingCapabilities
-from tests.unit.sim.cluster.command import ran
+from tests.unit.sim.cluster.command import run_command
 
 MODEL = """
 seed = 3
@@ -69,7 +69,7 @@ def arms(folder: Path, more: str) -> dict[str, Arm]:
     return read_arms(path, [])
 
 
-def test_the_best_of_several_settings_is_the_fastest_of_them(tmp_path: Path) -> None:
+def test_best_of_several_settings_is_the_fastest(tmp_path: Path) -> None:
     each = "\n".join(
         f'[[arms]]\nname = "{n}"\nset = ["jobs.ranks={n}", "jobs.degrees=[1]"]' for n in (2, 8, 14)
     )
@@ -85,17 +85,20 @@ best = ["jobs.ranks=[2, 8, 14]"]
 stretches = 3
 """
     known: dict[str, SimCluster] = {}
-    ran = {name: run_arm(arm, tmp_path, known) for name, arm in arms(tmp_path, more).items()}
-    takes_s = {name: one.figures["agent"].step_s for name, one in ran.items()}
+    run_command = {
+        name: run_arm(arm, tmp_path, known) for name, arm in arms(tmp_path, more).items()
+    }
+    takes_s = {name: one.figures["agent"].step_s for name, one in run_command.items()}
     assert takes_s["best"] == min(takes_s[n] for n in ("2", "8", "14"))
     assert (
-        ran["best"].best_settings == f"jobs.ranks={min(('2', '8', '14'), key=takes_s.__getitem__)}"
+        run_command["best"].best_settings
+        == f"jobs.ranks={min(('2', '8', '14'), key=takes_s.__getitem__)}"
     )
     assert takes_s["oracle"] <= takes_s["best"], "it changes along the run"
     assert len(known) == 3, "none runs twice"
 
 
-def test_a_planned_layout_has_everybody_do_something(tmp_path: Path) -> None:
+def test_planned_layout_uses_every_accelerator(tmp_path: Path) -> None:
     (arm,) = arms(tmp_path, "").values()
     (scenario,) = arm.scenarios.values()
     for plan in ("uniform", "mixed"):
@@ -112,7 +115,7 @@ def test_a_planned_layout_has_everybody_do_something(tmp_path: Path) -> None:
             )
 
 
-def test_engines_that_are_there_at_the_beginning_are_what_was_planned(tmp_path: Path) -> None:
+def test_initial_engines_follow_the_plan(tmp_path: Path) -> None:
     (arm,) = arms(tmp_path, "").values()
     (scenario,) = arm.scenarios.values()
     cluster = build_cluster(
@@ -124,7 +127,7 @@ def test_engines_that_are_there_at_the_beginning_are_what_was_planned(tmp_path: 
     assert job.training.is_finished and tuple(degrees) == job.spec.initial_tensor_parallel_sizes
 
 
-def test_a_colocated_job_rolls_out_and_trains_by_turns(tmp_path: Path) -> None:
+def test_colocated_job_alternates_rollout_and_training(tmp_path: Path) -> None:
     (arm,) = arms(tmp_path, "").values()
     (scenario,) = arm.scenarios.values()
     alone = replace(scenario.jobs[0], colocated=True)
@@ -141,7 +144,7 @@ def test_a_colocated_job_rolls_out_and_trains_by_turns(tmp_path: Path) -> None:
         build_cluster(two, tmp_path)
 
 
-def test_a_core_that_has_no_room_is_refused(tmp_path: Path) -> None:
+def test_core_larger_than_memory_is_rejected(tmp_path: Path) -> None:
     (arm,) = arms(tmp_path, "").values()
     (scenario,) = arm.scenarios.values()
     large = replace(
@@ -151,7 +154,7 @@ def test_a_core_that_has_no_room_is_refused(tmp_path: Path) -> None:
         build_cluster(replace(scenario, jobs=[large]), tmp_path)
 
 
-def test_workers_are_so_many_of_a_kind_in_whole_hosts() -> None:
+def test_worker_count_of_a_kind_fills_whole_hosts() -> None:
     document: dict[str, Any] = {"hosts": [{"kind": "A100", "count": 2, "accelerators": 4}]}
     apply_change(document, "workers.a100=12")
     assert document["hosts"] == [{"kind": "A100", "count": 3, "accelerators": 4}]
@@ -168,7 +171,7 @@ def figures(trained: float) -> dict[str, JobFigures]:
     return {"job": JobFigures(4, 40.0, 10.0, 5.0, trained, 0.5, 0, 0, 0, 0)}
 
 
-def test_a_ladder_is_told_beside_that_of_its_source() -> None:
+def test_ladder_is_compared_with_the_papers() -> None:
     here = {"other": figures(50.0), "base": figures(100.0), "first": figures(110.0)}
     told = compute_ratios(here, {"base": 1.0, "first": 1.2, "other": 0.0}, {"other": "over_other"})
     assert told["ladder"] == [1.0, 1.1] and told["ladder_paper"] == [1.0, 1.2]
@@ -178,7 +181,7 @@ def test_a_ladder_is_told_beside_that_of_its_source() -> None:
 
 
 @pytest.mark.parametrize("text", ["jobs.ranks", "jobs.ranks=", "jobs.ranks=8", "jobs.ranks=[]"])
-def test_what_names_no_values_is_refused(text: str) -> None:
+def test_choice_without_values_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"best|values|VALUE"):
         expand_choices(text)
 
@@ -195,7 +198,7 @@ set = ["jobs.degrees=[1]", "jobs.ranks=4"]
 """
     path = tmp_path / "scenario.toml"
     path.write_text(MODEL.replace("seed = 3", "seed = 3\nseeds = 3") + more)
-    said = ran(str(path))
+    said = run_command(str(path))
     assert said.returncode == 0, said.stderr
     told = json.loads(said.stdout.splitlines()[-1])
     values = told["over_even_seeds"]
@@ -204,20 +207,20 @@ set = ["jobs.degrees=[1]", "jobs.ranks=4"]
     assert values[0] == pytest.approx(first, abs=1e-3)
 
 
-def test_ranks_and_helpers_are_replicas_of_any_number_that_has_the_memory() -> None:
+def test_replica_counts_are_limited_by_memory() -> None:
     found = TRAINS.list_candidates(NODES)
     assert {(way.layout.tensor_parallel, way.layout.pipeline_parallel) for way in found} == {(1, 1)}
     of = {
         kind: {w.layout.data_parallel for w in found if w.layout.kind == kind}
         for kind in load_accelerators()
     }
-    # 16 bytes of 14.8e9 parameters are not below 79 GB of each of three.
+    # 16 bytes for each of 14.8e9 parameters need more than three times 79 GB
     assert of["A800"] == set(range(4, 33))
     assert of["H100"] == set(range(4, 9))
     assert not of["L40S"]
 
 
-def test_a_core_has_its_ranks_by_the_grain_and_a_job_its_most() -> None:
+def test_core_size_follows_grain_and_job_limits() -> None:
     found = replace(
         TRAINS, capabilities=TrainingCapabilities(min_workers=6, max_workers=10)
     ).list_candidates(NODES)
@@ -228,7 +231,7 @@ def test_a_core_has_its_ranks_by_the_grain_and_a_job_its_most() -> None:
     assert {way.layout.data_parallel for way in found} == {8, 16, 24, 32}
 
 
-def test_a_simulated_cluster_trains_in_three_dimensions() -> None:
+def test_simulated_cluster_trains_in_three_dimensions() -> None:
     found = replace(TRAINS, capabilities=SIMULATED).list_candidates(NODES)
     layouts = {way.layout for way in found}
     assert TrainingLayout("A800", 2, 8, 2, False) in layouts
@@ -240,7 +243,7 @@ def test_a_simulated_cluster_trains_in_three_dimensions() -> None:
     assert {layout.pipeline_parallel for layout in layouts} == {1, 2, 4, 8}
 
 
-def test_tensors_stay_in_a_node_and_pipelines_that_wait_half_of_the_time_are_left_out() -> None:
+def test_tensor_parallelism_stays_in_a_node_and_idle_pipelines_are_excluded() -> None:
     found = replace(TRAINS, capabilities=SIMULATED).list_candidates(
         [LayoutNode("A800", f"host{n}", 5) for n in range(8)]
     )
@@ -254,7 +257,7 @@ def test_tensors_stay_in_a_node_and_pipelines_that_wait_half_of_the_time_are_lef
     )
 
 
-def test_times_are_those_of_the_cost_model() -> None:
+def test_candidate_times_match_the_cost_model() -> None:
     for way in TRAINS.list_candidates(NODES):
         assert way.train_s == predict_step_s(
             QWEN_14B, load_accelerators()[way.layout.kind], way.layout, WORK

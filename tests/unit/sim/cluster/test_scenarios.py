@@ -1,4 +1,4 @@
-"""Scenarios, written by people or made from recorded runs."""
+"""Scenarios that people write or that recorded runs yield."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshrl.sim.cluster.cluster_builder import build_cluster
 from meshrl.sim.cluster.sources.recorded_run import TRACE_FILE, read_run, write_scenario
 from meshrl.sim.cluster.sources.scenario import Arm, Scenario, apply_change, read_arms
 from tests.load import scaled
-from tests.unit.sim.cluster.command import ran
+from tests.unit.sim.cluster.command import run_command
 
 SMALL = """
 title = "a small one"
@@ -66,7 +66,7 @@ def only(arm: Arm) -> Scenario:
 
 def test_arms_are_compared_with_the_first_one(tmp_path: Path) -> None:
     path = write(tmp_path)
-    one, other = ran(str(path)), ran(str(path))
+    one, other = run_command(str(path)), run_command(str(path))
     assert one.returncode == 0, one.stderr
     told = json.loads(one.stdout.splitlines()[-1])
     assert told["held_faster"] == 1.0 and told["held_moves"] == 0
@@ -76,9 +76,9 @@ def test_arms_are_compared_with_the_first_one(tmp_path: Path) -> None:
     assert [line.split()[0] for line in table] == ["arm", "held", "planner"]
 
 
-def test_what_if_compares_a_scenario_with_itself(tmp_path: Path) -> None:
+def test_scenario_is_compared_with_its_change(tmp_path: Path) -> None:
     longer = SMALL.replace("steps = 6", "steps = 24")
-    said = ran(str(write(tmp_path, longer)), "--what-if", "hosts.cpu.accelerators=8")
+    said = run_command(str(write(tmp_path, longer)), "--what-if", "hosts.cpu.accelerators=8")
     told = json.loads(said.stdout.splitlines()[-1])
     faster = told["planner_if_hosts.cpu.accelerators=8_faster"]
     assert faster > 1.0 and faster > told["planner_faster"]
@@ -92,7 +92,7 @@ def test_shipped_scenarios_can_be_built() -> None:
         arms = read_arms(path, [])
         for arm in arms.values():
             assert all(build_cluster(one, path.parent).jobs for one in arm.scenarios.values())
-    assert shipped[0].stem in ran().stdout
+    assert shipped[0].stem in run_command().stdout
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_shipped_scenarios_can_be_built() -> None:
         ("[jobs.workload]", "neither a model nor a pace"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, change: str, said: str) -> None:
+def test_mistakes_in_a_scenario_are_named(tmp_path: Path, change: str, said: str) -> None:
     wrong = {
         "steps = 6": "steps = 0",
         'kind = "CPU"': 'kinds = "CPU"',
@@ -119,7 +119,7 @@ def test_mistakes_are_named(tmp_path: Path, change: str, said: str) -> None:
         build_cluster(only(read_arms(path, [])["held"]), tmp_path).run(60.0)
 
 
-def test_a_change_names_one_of_a_list_by_its_name_or_kind() -> None:
+def test_change_addresses_list_items_by_name_or_kind() -> None:
     document = {"hosts": [{"kind": "A100"}, {"kind": "H100", "count": 2}], "seed": 1}
     apply_change(document, "hosts.h100.count=16")
     assert [one.get("count") for one in document["hosts"]] == [None, 16]  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_a_change_names_one_of_a_list_by_its_name_or_kind() -> None:
             apply_change(document, wrong)
 
 
-def test_a_trace_is_played_and_its_mistakes_have_lines(tmp_path: Path) -> None:
+def test_trace_is_replayed_and_its_mistakes_name_their_line(tmp_path: Path) -> None:
     turns = [{"tokens": 30, "tool_s": 1.0, "answer": 5}, {"tokens": 20}]
     (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": 8, "turns": turns}) + "\n")
     text = SMALL.replace("prompt = 4", 'trace = "t.jsonl"')
@@ -144,7 +144,7 @@ def test_a_trace_is_played_and_its_mistakes_have_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.rotating(2)
-def test_the_command_passes_everything_on_and_draws(tmp_path: Path) -> None:
+def test_simulate_command_passes_options_on_and_draws_charts(tmp_path: Path) -> None:
     words = [str(write(tmp_path)), "--set", "jobs.steps=4", "--out", str(tmp_path / "plots")]
     told = [sys.executable, "-m", "meshrl", "simulate", *words]
     said = subprocess.run(told, capture_output=True, text=True, timeout=scaled(100), check=False)
@@ -155,14 +155,14 @@ def test_the_command_passes_everything_on_and_draws(tmp_path: Path) -> None:
     assert len(list((tmp_path / "plots").glob("*.png"))) == 3
 
 
-def test_a_job_that_never_fits_or_is_not_over_in_time_is_told(tmp_path: Path) -> None:
-    said = ran(str(write(tmp_path)), "--set", "jobs.ranks=9")
+def test_job_that_cannot_finish_is_reported(tmp_path: Path) -> None:
+    said = run_command(str(write(tmp_path)), "--set", "jobs.ranks=9")
     assert said.returncode == 2 and "job talk" in said.stderr, said.stderr
-    said = ran(str(write(tmp_path)), "--set", "until_s=5")
+    said = run_command(str(write(tmp_path)), "--set", "until_s=5")
     assert "held: talk made 0 of 6 steps: until_s is 5" in said.stderr
 
 
-def test_two_arms_of_a_name_are_refused(tmp_path: Path) -> None:
+def test_two_arms_of_one_name_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL.replace('name = "held"', 'name = "planner"'))
     with pytest.raises(ConfigError, match="two arms are called planner"):
         read_arms(path, [])
@@ -181,8 +181,8 @@ def test_two_arms_of_a_name_are_refused(tmp_path: Path) -> None:
         (["agentic", "--set=jobs.ranks=1", "--set=jobs.model.parameters=4e11"], "no room for its"),
     ],
 )
-def test_mistakes_of_a_command_are_told_in_a_line(words: list[str], said: str) -> None:
-    found = ran(*words)
+def test_command_mistakes_are_one_line_errors(words: list[str], said: str) -> None:
+    found = run_command(*words)
     assert found.returncode == 2 and said in found.stderr, found.stderr
     assert "Traceback" not in found.stderr
 
@@ -192,7 +192,9 @@ def rows_of(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def trajectory(random: Random, at: float, group: int, member: int) -> dict[str, Any]:
-    """Two turns with a tool between them, of one that as many as are drawn are beside."""
+    """Make two turns with a tool call between them, among as many concurrent trajectories as
+    drawn.
+    """
     batch = random.randint(1, 8)
     turns = [random.randint(20, 60) for _ in range(2)]
     first, second = (1000 * tokens * (BASE_S + EACH_S * batch) for tokens in turns)
@@ -213,14 +215,15 @@ def trajectory(random: Random, at: float, group: int, member: int) -> dict[str, 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with two engines, at which as many trajectories decode as each says."""
+    """Write the record of a run with two engines and known decode loads."""
     folder, random = tmp_path / "run", Random(4)
     (folder / "trace").mkdir(parents=True)
     (folder / "job.json").write_text(json.dumps({"job": "talk", "document": DOCUMENT}))
     found = []
     for number in range(GROUPS * STEPS):
         base = trajectory(random, 1000.0 + 50 * number, number, 0)
-        # As many more are there that decode for as long, so that engines have `beside` each.
+        # As many other trajectories decode for as long, so that each engine decodes `beside` of
+        # them.
         more = ENGINES * base.pop("beside") - 1
         found += [base | {"member": n} for n in range(1 + more)]
     rows_of(folder / "trace" / "shard-0.jsonl", found)
@@ -258,7 +261,7 @@ def events() -> list[dict[str, Any]]:
     return [*found, last]
 
 
-def test_a_run_tells_how_fast_it_was(run: Path) -> None:
+def test_recorded_run_yields_its_speeds(run: Path) -> None:
     found = read_run(run)
     (job,) = found.scenario["jobs"]
     assert job["measured"]["base_s"] == pytest.approx(BASE_S, rel=0.1)
@@ -271,7 +274,7 @@ def test_a_run_tells_how_fast_it_was(run: Path) -> None:
     assert found.scenario["switches"] == {"rollout_s": 4.0, "training_s": 4.0}, "no core's"
 
 
-def test_its_trajectories_are_those_of_the_scenario(run: Path, tmp_path: Path) -> None:
+def test_recorded_trajectories_become_the_scenarios_trace(run: Path, tmp_path: Path) -> None:
     found = read_run(run)
     path = write_scenario(found, tmp_path / "made")
     assert len((tmp_path / "made" / TRACE_FILE).read_text().splitlines()) == len(found.trajectories)
@@ -284,9 +287,9 @@ def test_its_trajectories_are_those_of_the_scenario(run: Path, tmp_path: Path) -
     assert scenario.jobs[0].measured.base_s == found.scenario["jobs"][0]["measured"]["base_s"]
 
 
-def test_the_error_on_the_run_itself_is_told(run: Path, tmp_path: Path) -> None:
+def test_error_of_the_simulated_run_is_reported(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "made"
-    said = ran(f"--from={run}", "--what-if=hosts.accelerators=6", f"--out={out}")
+    said = run_command(f"--from={run}", "--what-if=hosts.accelerators=6", f"--out={out}")
     assert said.returncode == 0, said.stderr
     told = json.loads(said.stdout.splitlines()[-1])
     assert told["run_step_s"] == STEP_S
@@ -295,15 +298,15 @@ def test_the_error_on_the_run_itself_is_told(run: Path, tmp_path: Path) -> None:
     assert (out / "scenario.toml").is_file() and (out / "index.html").is_file()
 
 
-def test_a_run_without_traces_is_refused(run: Path) -> None:
+def test_run_without_traces_is_rejected(run: Path) -> None:
     rows_of(run / "trace" / "shard-0.jsonl", [])
     with pytest.raises(NotFound, match="traces of 0 trajectories and 12 steps"):
         read_run(run)
 
 
-def test_what_it_takes_on_other_accelerators_needs_the_profiles_of_both(run: Path) -> None:
+def test_speed_on_other_accelerators_needs_both_profiles(run: Path) -> None:
     words = [f"--from={run}", "--set=hosts.kind=H100"]
-    said = ran(*words, "--set=jobs.measured.kind=GPU")
+    said = run_command(*words, "--set=jobs.measured.kind=GPU")
     assert said.returncode == 2 and "jobs.measured.kind=H100" in said.stderr
-    said = ran(*words, "--set=jobs.measured.kind=A100")
+    said = run_command(*words, "--set=jobs.measured.kind=A100")
     assert said.returncode == 0, said.stderr

@@ -1,4 +1,4 @@
-"""Simulated clusters, their engines and jobs: the planner's decisions, the gate and the steps."""
+"""Simulated clusters with their engines and jobs: planner decisions, admission gate and steps."""
 
 from __future__ import annotations
 
@@ -34,28 +34,31 @@ TRAINED = EmulatedWorkload(
 )
 
 
-def ran(job: JobSpec, workers: int = 4, until_s: float = 3600.0) -> SimCluster:
+def run_cluster(job: JobSpec, workers: int = 4, until_s: float = 3600.0) -> SimCluster:
     cluster = SimCluster([SimHosts(1, workers)], [job])
     cluster.run(until_s)
     return cluster
 
 
-def test_the_same_cluster_has_the_same_run() -> None:
-    one, other = (ran(spec_of(TRAINED, 1)) for _ in range(2))
+def test_equal_clusters_have_equal_runs() -> None:
+    one, other = (run_cluster(spec_of(TRAINED, 1)) for _ in range(2))
     assert one.jobs["job"].training.step_ends_s == other.jobs["job"].training.step_ends_s
     assert [m.details for m in one.moves] == [m.details for m in other.moves]
 
 
-def test_the_planner_moves_engines_where_training_takes_longer_and_that_pays() -> None:
-    moved, held = ran(spec_of(TRAINED, 1)), ran(spec_of(TRAINED.with_static_split(0), 1))
+def test_planner_moves_engines_to_training_when_that_pays() -> None:
+    moved, held = (
+        run_cluster(spec_of(TRAINED, 1)),
+        run_cluster(spec_of(TRAINED.with_static_split(0), 1)),
+    )
     assert moved.moves and not held.moves
     assert {m.details["to"] for m in moved.moves} == {"training"}
     times = [one.jobs["job"].training.step_ends_s[-1] for one in (moved, held)]
     assert times[0] < 0.8 * times[1]
 
 
-def test_what_trains_was_sampled_once() -> None:
-    job = ran(spec_of(TRAINED, 2)).jobs["job"]
+def test_each_trained_trajectory_was_sampled_once() -> None:
+    job = run_cluster(spec_of(TRAINED, 2)).jobs["job"]
     assert job.training.is_finished and len(job.training.step_ends_s) == 16
     counted = job.shards[0].work_counter
     groups = 16 * 4 + job.training.requeued_trajectories // 6
@@ -64,8 +67,7 @@ def test_what_trains_was_sampled_once() -> None:
     assert job.shards[0].work.queue_s >= 0
 
 
-def test_trajectories_go_on_where_their_engine_has_gone() -> None:
-    """An engine that leaves in the middle of a run; what it made counts."""
+def test_trajectories_of_a_removed_engine_continue_on_another() -> None:
     spec = spec_of(TRAINED.with_static_split(0), 3)
     cluster = SimCluster([SimHosts(1, 4)], [spec])
     job = cluster.jobs["job"]
@@ -73,7 +75,7 @@ def test_trajectories_go_on_where_their_engine_has_gone() -> None:
         20.0, lambda: job.remove_instance(sorted(job.shards[0].engines)[0])
     )
     cluster.run(3600.0)
-    whole = ran(spec).jobs["job"]
+    whole = run_cluster(spec).jobs["job"]
     assert job.training.is_finished and len(job.shards[0].engines) == 2
     assert job.shards[0].work_counter.groups == whole.shards[0].work_counter.groups
 
@@ -87,8 +89,7 @@ def test_two_jobs_share_a_cluster() -> None:
 
 
 @pytest.mark.deep
-def test_engines_of_several_degrees_have_buckets_by_length() -> None:
-    """Where the tail is what a step waits for, some engines get more accelerators each."""
+def test_long_tail_leads_to_engines_of_several_sizes_with_length_buckets() -> None:
     tailed = EmulatedWorkload(
         workers=8, steps=40, log_sigma=LinearDrift(1.3, 1.3), training_speed="4000/20"
     )
@@ -97,11 +98,11 @@ def test_engines_of_several_degrees_have_buckets_by_length() -> None:
         requirements=JobRequirements(tensor_parallel=(1, 2, 4)),
         has_length_buckets=True,
     )
-    assert "lengths" in {one.details["policy"] for one in ran(spec, workers=8).judged_moves}
+    assert "lengths" in {one.details["policy"] for one in run_cluster(spec, workers=8).judged_moves}
     there = replace(
         spec, initial_tensor_parallel_sizes=(4, 2, 1), planner=replace(spec.planner, moves=False)
     )
-    job = ran(there, workers=8).jobs["job"]
+    job = run_cluster(there, workers=8).jobs["job"]
     assert job.training.is_finished
     buckets = {
         place.engine.tensor_parallel_size: place.bucket for place in job.shards[0].engines.values()
@@ -109,22 +110,20 @@ def test_engines_of_several_degrees_have_buckets_by_length() -> None:
     assert buckets == {1: 0, 2: 1, 4: 2}, "short lengths for small degrees"
 
 
-def test_decisions_are_those_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is applied as it was decided: gangs are formed in the order of their numbers."""
+def test_decisions_are_applied_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     formed: list[str] = []
 
-    def watched(snapshot, memory):  # type: ignore[no-untyped-def]
+    def recorded_decide(snapshot, memory):  # type: ignore[no-untyped-def]
         decisions, then = decide(snapshot, memory)
         formed.extend(one.gang for one in decisions if isinstance(one, FormGang))
         return decisions, then
 
-    monkeypatch.setattr("meshrl.sim.cluster.model.cluster.decide", watched)
-    ran(spec_of(TRAINED, 1))
+    monkeypatch.setattr("meshrl.sim.cluster.model.cluster.decide", recorded_decide)
+    run_cluster(spec_of(TRAINED, 1))
     assert formed[:4] == ["g0", "g1", "g2", "g3"] and len(formed) == len(set(formed))
 
 
-def test_a_job_that_gives_its_workers_away_does_nothing_meanwhile() -> None:
-    """One of a higher priority takes all; who sleeps for it makes no steps, and goes on behind."""
+def test_preempted_job_pauses_and_resumes_afterwards() -> None:
     first = replace(spec_of(TRAINED.with_static_split(0), 1), name="first")
     taking = replace(
         spec_of(TRAINED.with_static_split(0), 2),
@@ -138,7 +137,7 @@ def test_a_job_that_gives_its_workers_away_does_nothing_meanwhile() -> None:
     assert one.step_ends_s[0] > other.step_ends_s[-1]
 
 
-def test_a_host_that_fails_takes_its_engines_along_and_comes_back() -> None:
+def test_failed_host_loses_its_engines_and_returns() -> None:
     spec = spec_of(
         replace(
             TRAINED.with_static_split(0),
@@ -157,11 +156,11 @@ def test_a_host_that_fails_takes_its_engines_along_and_comes_back() -> None:
     assert counts == [7, 3, 7]
     (one,), (other,) = whole.jobs.values(), torn.jobs.values()
     assert other.training.is_finished and other.training.step_ends_s != one.training.step_ends_s
-    # What was under way there went on elsewhere, from what it had.
+    # its unfinished trajectories continued elsewhere from their tokens so far
     assert other.sampled_tokens == pytest.approx(one.sampled_tokens, rel=0.1)
 
 
-def test_a_core_whose_host_never_comes_back_goes_on_elsewhere() -> None:
+def test_core_of_a_lost_host_continues_elsewhere() -> None:
     spec = spec_of(TRAINED.with_static_split(0), 1)
     cluster = SimCluster([SimHosts(2, 4)], [spec], failures=[SimFailure(0, 20.0, 0.0)])
     cluster.run(3600.0)
@@ -169,10 +168,10 @@ def test_a_core_whose_host_never_comes_back_goes_on_elsewhere() -> None:
     assert job.training.is_finished and job.training.version == spec.steps
 
 
-def test_weights_that_arrive_later_are_generated_with_later() -> None:
+def test_late_weights_serve_later_generation() -> None:
     soon = spec_of(TRAINED.with_static_split(0), 1)
     late = replace(soon, get_arrival_s=lambda kind, degree: 30.0)
-    runs = [ran(spec).jobs["job"] for spec in (soon, late)]
+    runs = [run_cluster(spec).jobs["job"] for spec in (soon, late)]
     assert all(job.training.is_finished for job in runs)
     assert runs[1].training.requeued_trajectories >= runs[0].training.requeued_trajectories
     assert runs[1].training.step_ends_s != runs[0].training.step_ends_s
@@ -180,16 +179,16 @@ def test_weights_that_arrive_later_are_generated_with_later() -> None:
 
 
 @pytest.mark.deep
-def test_a_job_of_many_engines_has_several_shards() -> None:
+def test_job_of_many_engines_has_several_shards() -> None:
     spec = replace(spec_of(TRAINED.with_static_split(0), 1), groups_per_step=48, steps=3)
-    job = ran(spec, workers=150).jobs["job"]
+    job = run_cluster(spec, workers=150).jobs["job"]
     assert job.training.is_finished
     assert sorted(len(shard.engines) for shard in job.shards) == [21, 64, 64]
     assert all(shard.work_counter.trajectories for shard in job.shards)
 
 
 class Costs:
-    """A token a second, and half a second of an update."""
+    """Cost model of one token a second and half a second an update."""
 
     def count_replicas(self, workers: int, is_core: bool) -> int:
         return workers
@@ -209,7 +208,7 @@ def end_group(job: SimTraining, number: int, length: float) -> None:
     job.end_trajectory(number, 0, length)
 
 
-def test_gradients_are_computed_while_further_groups_are_waited_for() -> None:
+def test_gradients_are_computed_while_later_groups_generate() -> None:
     agenda = EventQueue()
     job = training(agenda)
     job.add_replicas("core", 1)
@@ -217,12 +216,12 @@ def test_gradients_are_computed_while_further_groups_are_waited_for() -> None:
     agenda.schedule_at(1.0, partial(end_group, job, first.number, 4.0))
     agenda.schedule_at(10.0, partial(end_group, job, second.number, 3.0))
     agenda.run(100.0, lambda: False)
-    assert job.step_ends_s == [13.5]  # not 17.5: the first was computed by then
+    assert job.step_ends_s == [13.5]  # not 17.5: the first group was computed by then
     work = job.work
     assert (work.work_s, work.wait_s, work.busy_s, work.tokens) == (7.0, 10.0, 3.5, 7.0)
 
 
-def test_pieces_go_to_who_is_free_first() -> None:
+def test_micro_batches_go_to_the_first_free_replica() -> None:
     agenda = EventQueue()
     job = training(agenda)
     job.add_replicas("core", 1)
@@ -233,7 +232,7 @@ def test_pieces_go_to_who_is_free_first() -> None:
     assert job.step_ends_s == [4.5]
 
 
-def test_the_gate_admits_what_is_trained_in_time() -> None:
+def test_gate_admits_only_groups_that_train_in_time() -> None:
     agenda = EventQueue()
     job = training(agenda, steps=3)
     assert [g.number for g in job.admit_groups(99)] == [0, 1, 2, 3] and not job.admit_groups(1)
@@ -247,18 +246,18 @@ def test_the_gate_admits_what_is_trained_in_time() -> None:
 
 @settings(deadline=None, max_examples=80)
 @given(seed=st.integers(0, 10_000), staleness=st.integers(0, 3), workers=st.integers(1, 3))
-def test_all_steps_are_made_of_groups_that_are_young_enough(
+def test_steps_train_only_groups_within_the_staleness_bound(
     seed: int, staleness: int, workers: int
 ) -> None:
     random, agenda = Random(seed), EventQueue()
     trained: list[int] = []  # versions between a group's first token and its step
 
-    class Watched(SimTraining):
+    class RecordingTraining(SimTraining):
         def _commit(self, step: int) -> None:
             trained.extend(self.version - group.oldest_version for group in self._leased_groups)
             super()._commit(step)
 
-    def opens() -> None:
+    def open_group() -> None:
         for group in job.admit_groups(8):
             ends_s, oldest = random.expovariate(0.2), job.version
             number = group.number
@@ -268,19 +267,19 @@ def test_all_steps_are_made_of_groups_that_are_young_enough(
 
             agenda.schedule_after(ends_s, end)
 
-    def look() -> None:
-        opens()
-        agenda.schedule_after(0.1, look)
+    def poll() -> None:
+        open_group()
+        agenda.schedule_after(0.1, poll)
 
-    job = Watched(agenda, Costs(), 2, 1, staleness, 12, opens)
+    job = RecordingTraining(agenda, Costs(), 2, 1, staleness, 12, open_group)
     job.add_replicas("core", workers)
-    look()
+    poll()
     agenda.run(1e5, lambda: job.is_finished)
     assert job.is_finished and len(trained) == 24
     assert max(trained) <= staleness
 
 
-def test_a_step_whose_core_has_ended_is_made_of_the_same_groups_by_the_next_one() -> None:
+def test_step_of_a_dead_core_is_repeated_with_the_same_groups() -> None:
     agenda = EventQueue()
     made: list[float] = []
     job = SimTraining(agenda, Costs(), 2, 1, 2, 2, lambda: made.append(agenda.now_s))
@@ -297,7 +296,7 @@ def test_a_step_whose_core_has_ended_is_made_of_the_same_groups_by_the_next_one(
     assert job.version == 1 and made == [60.0 + 100.0 + 0.5], "what it had begun is nobody's"
 
 
-def test_accelerators_that_generate_train_when_all_groups_are_there() -> None:
+def test_colocated_accelerators_train_when_all_groups_are_ready() -> None:
     agenda = EventQueue()
     made: list[float] = []
     job = SimTraining(agenda, Costs(), 2, 1, 0, 1, lambda: made.append(agenda.now_s), switch_s=5.0)
@@ -312,7 +311,7 @@ def test_accelerators_that_generate_train_when_all_groups_are_there() -> None:
 
 @dataclass(frozen=True)
 class Linear:
-    """A step of a base, of sequences, and of their context."""
+    """Step time as a base plus a cost of each sequence and of its context."""
 
     base_s: float = 1.0
     sequence_s: float = 0.0
@@ -340,67 +339,67 @@ class Linear:
 
 
 class Bench:
-    """An engine, and when its requests ended."""
+    """Engine on an event queue, with the end time of each request."""
 
     def __init__(self, speed: Linear, slots: int = 8) -> None:
         self.agenda = EventQueue()
         self.engine = SimEngine("e", self.agenda, speed, slots)
-        self.ended_s: dict[str, float] = {}
+        self.end_times_s: dict[str, float] = {}
 
     def request(
         self, name: str, tokens: float, context: float = 0.0, cached: float = 0.0
     ) -> SimRequest:
-        return SimRequest(tokens, context, cached, lambda: self._ended(name))
+        return SimRequest(tokens, context, cached, lambda: self._record_end(name))
 
-    def _ended(self, name: str) -> None:
-        self.ended_s[name] = self.agenda.now_s
+    def _record_end(self, name: str) -> None:
+        self.end_times_s[name] = self.agenda.now_s
 
     def run(self, until_s: float = 1e9) -> None:
         self.agenda.run(until_s, lambda: False)
 
 
-def test_a_request_takes_its_tokens_one_after_the_other() -> None:
+def test_request_decodes_its_tokens_in_sequence() -> None:
     bench = Bench(Linear(base_s=0.5))
     bench.engine.submit(bench.request("a", 10))
     bench.run()
-    assert bench.ended_s == {"a": pytest.approx(5.0)}
+    assert bench.end_times_s == {"a": pytest.approx(5.0)}
     assert bench.engine.generated_tokens == pytest.approx(
         10
     ) and bench.engine.busy_s == pytest.approx(5.0)
 
 
-def test_a_prefill_holds_up_everybody_and_a_cache_spares_it() -> None:
+def test_prefill_delays_all_requests_and_a_cached_prefix_avoids_it() -> None:
     bench = Bench(Linear(base_s=1.0, token_s=0.1))
     bench.engine.submit(bench.request("a", 10))
     bench.agenda.schedule_at(4.0, lambda: bench.engine.submit(bench.request("b", 3, context=20)))
     bench.agenda.schedule_at(8.0, lambda: bench.engine.submit(bench.request("c", 1, 50, cached=50)))
     bench.run()
-    assert bench.ended_s["a"] == pytest.approx(12.0)  # 2 s of prefill within
-    assert bench.ended_s["b"] == pytest.approx(9.0)
-    assert bench.ended_s["c"] == pytest.approx(9.0)
+    assert bench.end_times_s["a"] == pytest.approx(12.0)  # includes 2 s of prefill
+    assert bench.end_times_s["b"] == pytest.approx(9.0)
+    assert bench.end_times_s["c"] == pytest.approx(9.0)
     assert bench.engine.prefilled_tokens == 20
 
 
-def test_who_finds_no_slot_waits_for_one() -> None:
+def test_request_without_a_slot_waits() -> None:
     bench = Bench(Linear(), slots=2)
     for name, tokens in (("a", 5), ("b", 3), ("c", 4)):
         bench.engine.submit(bench.request(name, tokens))
     assert (bench.engine.running, bench.engine.waiting) == (2, 1)
     bench.run()
-    assert bench.ended_s == {"b": 3.0, "a": 5.0, "c": 7.0}
+    assert bench.end_times_s == {"b": 3.0, "a": 5.0, "c": 7.0}
 
 
-def test_who_finds_no_room_for_keys_and_values_waits_for_it() -> None:
+def test_request_without_kv_memory_waits() -> None:
     bench = Bench(Linear(room=100))
     bench.engine.submit(bench.request("a", 40, context=30))
-    bench.engine.submit(bench.request("b", 10, context=40))  # 30 + 50 would fit, 70 + 50 will not
+    bench.engine.submit(bench.request("b", 10, context=40))  # 30 + 50 fits, 70 + 50 does not
     bench.engine.submit(bench.request("c", 50, context=40))
     assert (bench.engine.running, bench.engine.waiting) == (2, 1)
     bench.run()
-    assert bench.ended_s == {"b": 10.0, "a": 40.0, "c": 90.0}
+    assert bench.end_times_s == {"b": 10.0, "a": 40.0, "c": 90.0}
 
 
-def test_what_was_made_of_a_request_goes_with_it() -> None:
+def test_released_request_keeps_its_generated_tokens() -> None:
     bench = Bench(Linear(base_s=0.5))
     one, other = bench.request("a", 10, context=4), bench.request("b", 10)
     bench.engine.submit(one)
@@ -411,15 +410,15 @@ def test_what_was_made_of_a_request_goes_with_it() -> None:
     bench.run(3.0)
     assert bench.engine.release_all() == [other] and other.made_tokens == pytest.approx(6.0)
     bench.run()
-    assert not bench.ended_s
+    assert not bench.end_times_s
 
 
-def test_an_engine_that_stands_decodes_nothing() -> None:
+def test_blocked_engine_decodes_nothing() -> None:
     bench = Bench(Linear())
     bench.engine.submit(bench.request("a", 10))
     bench.agenda.schedule_at(4.0, lambda: bench.engine.block(2.5))
     bench.run()
-    assert bench.ended_s == {"a": 12.5}
+    assert bench.end_times_s == {"a": 12.5}
 
 
 @settings(deadline=None, max_examples=60)
@@ -431,10 +430,9 @@ def test_an_engine_that_stands_decodes_nothing() -> None:
     ),
     slots=st.integers(1, 4),
 )
-def test_it_ends_when_steps_that_are_counted_one_by_one_end(
+def test_engine_matches_a_token_by_token_simulation(
     arrivals: list[tuple[int, int, int]], slots: int
 ) -> None:
-    """Where a step takes as long whatever is in it, and all come between two steps."""
     bench = Bench(Linear(), slots)
     order = sorted(range(len(arrivals)), key=lambda n: arrivals[n][0])
     for n in order:
@@ -455,4 +453,4 @@ def test_it_ends_when_steps_that_are_counted_one_by_one_end(
             if not running[n]:
                 del running[n]
                 expected[str(n)] = float(now)
-    assert bench.ended_s == pytest.approx(expected)
+    assert bench.end_times_s == pytest.approx(expected)

@@ -10,7 +10,7 @@ from meshrl.common.api.weights import STORE_NAME, Manifest, ManifestRequest, Ver
 from meshrl.common.base.errors import MeshError
 from meshrl.common.weights.layout.manifest import RowRange, group_by_chunk, read_complete_manifest
 from meshrl.common.weights.receiver import WeightReceiver
-from tests.unit.weights.storing import Store
+from tests.unit.weights.store_processes import Store
 
 JOB = "job"
 

@@ -39,7 +39,7 @@ from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.common.weights.store.chunk_cache import VersionToFetch
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
-from tests.unit.weights.storing import ProcessesOnHosts
+from tests.unit.weights.store_processes import ProcessesOnHosts
 
 CHUNK = 100_000
 CHUNKS = 18
@@ -103,12 +103,12 @@ class Engine:
 
     async def receive(self, version: VersionRef) -> int:
         """Return the bytes received for a version, once all of it is here and valid."""
-        before = self.hosts.way.carried
+        before = self.hosts.proxy.carried_bytes
         image = await self.receiver.receive(version.manifest)
         for place, tensor in enumerate(self.hosts.weights):
             if version == self.hosts.versions[-1]:
                 assert torch.equal(image.tensors[f"layers.{place}"], tensor)
-        return self.hosts.way.carried - before
+        return self.hosts.proxy.carried_bytes - before
 
     def count(self, what: str) -> float:
         return self.mesh.telemetry.counters.get(what, 0)
@@ -269,12 +269,12 @@ async def test_deltas_that_stall_are_left_to_the_pull(hosts: Hosts) -> None:
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
         newest = await hosts.stage(deltas)
-        hosts.way.stands_at = hosts.way.carried + 3000  # amid one
+        hosts.proxy.stall_at_bytes = hosts.proxy.carried_bytes + 3000  # amid one
         lacking = await missing(engine, newest)
         async with asyncio.timeout(scaled(6)):
             made = await made_of_deltas(engine, newest, lacking)
-        assert len(made) < len(lacking) and hosts.way.carried >= hosts.way.stands_at
-        hosts.way.stands_at = 1 << 40
+        assert len(made) < len(lacking) and hosts.proxy.carried_bytes >= hosts.proxy.stall_at_bytes
+        hosts.proxy.stall_at_bytes = 1 << 40
         await engine.receive(newest)
 
 
@@ -371,9 +371,9 @@ async def test_a_host_makes_a_chunk_once(hosts: Hosts, monkeypatch: pytest.Monke
     async with hosts.deltas() as deltas:
         await engines[0].receive(await hosts.stage(deltas))
         newest = await hosts.stage(deltas)
-        carried = hosts.way.carried
+        carried = hosts.proxy.carried_bytes
         await asyncio.gather(*(engine.receive(newest) for engine in engines))
-        assert hosts.way.carried - carried < SIZE * SHARE * 3
+        assert hosts.proxy.carried_bytes - carried < SIZE * SHARE * 3
     names = [path.name for path in engines[0].cache.directory.glob("??/*")]
     assert len(names) == 2 * CHUNKS + -(-CHUNKS // TOGETHER)  # two versions, and the blobs
     assert all(

@@ -13,7 +13,7 @@ from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore, 
 from meshrl.common.weights.pull.chunk_pull import MissingChunk, PullResult, pull_chunks
 from meshrl.common.weights.store import chunk_cache
 from meshrl.services.weights.store import WeightStore
-from tests.unit.weights.storing import ProcessesOnHosts
+from tests.unit.weights.store_processes import ProcessesOnHosts
 
 CHUNK = 100_000
 

@@ -20,7 +20,7 @@ from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from meshrl.common.weights.pull.chunk_pull import MissingChunk, _ChunkPull, pull_chunks
 from meshrl.common.weights.store import chunk_cache
 from tests.load import scaled
-from tests.unit.common.weights.bulk.road import Road
+from tests.unit.common.weights.bulk.faulty_proxy import FaultyProxy
 from tests.unit.weights.relay.hosts import CHUNK, Fetcher, Hosts
 
 LARGE = 3_000_000
@@ -31,16 +31,18 @@ def port_of(address: str) -> int:
 
 
 @asynccontextmanager
-async def far(hosts: Hosts, wanted: list[MissingChunk], most: int = 1 << 40) -> AsyncIterator[Road]:
+async def far(
+    hosts: Hosts, wanted: list[MissingChunk], most: int = 1 << 40
+) -> AsyncIterator[FaultyProxy]:
     """Return a host with all chunks and one endpoint, which the store has named before."""
     agent = hosts.process("node/far", "far", advertise="127.0.0.2")
     server = chunk_cache.serve_cache(agent)
     assert server is not None
     hosts.servers["far"] = server
-    with Road(port_of(server.address), most) as way:
+    with FaultyProxy(port_of(server.address), most) as proxy:
         await agent.join(None, bulk_address=server.address)
         await (await hosts.fetcher("far")).pull(wanted)
-        yield way
+        yield proxy
 
 
 async def near(hosts: Hosts) -> Fetcher:
@@ -103,12 +105,12 @@ async def test_processes_of_a_host_share_the_work(hosts: Hosts) -> None:
 async def test_another_source_goes_on_at_the_byte(hosts: Hosts, trouble: str) -> None:
     wanted = hosts.version(1, LARGE)
     half = LARGE // 2
-    async with far(hosts, wanted, half if trouble == "breaks" else 1 << 40) as way:
+    async with far(hosts, wanted, half if trouble == "breaks" else 1 << 40) as proxy:
         if trouble == "stalls":
-            way.stands_at = half
+            proxy.stall_at_bytes = half
         sent, fetcher = hosts.copies_sent, await near(hosts)
         pulled = await fetcher.pull(wanted)
-        assert way.carried >= half
+        assert proxy.carried_bytes >= half
     assert hosts.right("near", wanted) and pulled.fetched_bytes == LARGE
     # What the way had carried by then came once, but for headers and a piece of 64 KiB.
     assert abs(hosts.copies_sent - sent - (LARGE - half)) < 70_000
@@ -118,9 +120,9 @@ async def test_another_source_goes_on_at_the_byte(hosts: Hosts, trouble: str) ->
 @pytest.mark.parametrize("where", ["way", "disk"])
 async def test_a_bit_that_a_peer_changes_is_found_and_healed(hosts: Hosts, where: str) -> None:
     wanted = hosts.version(3)
-    async with far(hosts, wanted) as way:
+    async with far(hosts, wanted) as proxy:
         if where == "way":
-            way.spoils = CHUNK // 2
+            proxy.corrupt_at = CHUNK // 2
         else:
             path = hosts.cache("far").chunk_path(wanted[1].digest)
             content = bytearray(path.read_bytes())

@@ -198,8 +198,8 @@ def test_what_lies_elsewhere_is_set_aside_by_its_name(tmp_path: Path) -> None:
 
 
 def test_the_table_of_the_documentation_is_the_policy() -> None:
-    page = (Path(__file__).parents[5] / "docs/operate/operations.md").read_text(encoding="utf-8")
-    section = page.split("## Damaged files")[1].split("\n## ")[0]
+    page = (Path(__file__).parents[5] / "docs/operate/recovery.md").read_text(encoding="utf-8")
+    section = page.split("## Corrupt files")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     told = {kind: then for kind, _, then in rows[2:]}
     assert told == corruption.RECOVERY_BY_KIND

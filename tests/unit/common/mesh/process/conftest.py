@@ -12,7 +12,7 @@ from meshrl.common.mesh.process.child_handle import SystemChild
 from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV, FORK_SERVER_OFF
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.spawning import SpawnOptions
-from tests.nursery import wait_until_listening
+from tests.fork_server import wait_until_listening
 
 Open = Callable[..., SystemChild]
 

@@ -25,8 +25,8 @@ from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV
 from meshrl.common.mesh.process.forking.fork_server import open_listener
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.spawning import SpawnOptions
+from tests.fork_server import wait_until_listening
 from tests.load import scaled
-from tests.nursery import wait_until_listening
 from tests.unit.common.mesh.process.modules import ended, module, python, written
 
 Open = Callable[..., SystemChild]

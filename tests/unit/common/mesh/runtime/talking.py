@@ -1,4 +1,4 @@
-"""The actor that the runtime's tests talk to."""
+"""Actor that the runtime's tests call."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshrl.common.mesh.telemetry.tracing import read_trace_id
 from tests.load import scaled
 
 Q = TypeVar("Q")
-Join = Callable[..., Coroutine[Any, Any, Mesh]]  # what the fixture `join` gives
-HANG_S = 300.0  # an answer that takes longer never comes, also on a busy machine
+Join = Callable[..., Coroutine[Any, Any, Mesh]]  # type of the fixture `join`
+HANG_S = 300.0  # a longer wait means that no reply will arrive, even on a busy machine
 
 
 @message
@@ -54,7 +54,7 @@ class Talk(Interface):
 
 
 async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
-    """Returns when `condition()` is true."""
+    """Wait until `condition()` is true."""
     async with asyncio.timeout(scaled(within_s)):
         while True:
             if condition():
@@ -63,7 +63,7 @@ async def until(condition: Callable[[], object], within_s: float = 60.0) -> None
 
 
 async def cancel(task: asyncio.Future[Any]) -> None:
-    """Cancel a task, which must end by that."""
+    """Cancel a task and check that it ends by that."""
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -72,7 +72,7 @@ async def cancel(task: asyncio.Future[Any]) -> None:
 async def call_until_refused(ref: ActorRef, method: Call[Q, Any], request: Q) -> None:
     """Repeat a call until it fails by another error than its deadline.
 
-    A deadline may cut off the last of several tries, whose error is then not known.
+    A deadline may interrupt the last of several tries, whose error is then unknown.
     """
     deadline_s = 0.5
     async with asyncio.timeout(scaled(60.0)):
@@ -90,8 +90,8 @@ class Talker(Actor):
         self.mesh: Mesh | None = None
         self.start_s = start_s
         self.counted: list[int] = []
-        self.told: list[str] = []
-        self.sleeping = self.most_sleeping = 0
+        self.received_texts: list[str] = []
+        self.sleeping = self.max_sleeping = 0
         self.produced = 0
         self.closed = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -121,7 +121,7 @@ class Talker(Actor):
     @call(Talk.sleep)
     async def sleep(self, m: Number) -> Text:
         self.sleeping += 1
-        self.most_sleeping = max(self.most_sleeping, self.sleeping)
+        self.max_sleeping = max(self.max_sleeping, self.sleeping)
         try:
             async with asyncio.timeout(m.value):
                 await self.awake.wait()
@@ -176,5 +176,5 @@ class Talker(Actor):
             self.closed.set()
 
     @cast(Talk.tell)
-    def tell(self, m: Text) -> None:
-        self.told.append(m.text)
+    def record_text(self, m: Text) -> None:
+        self.received_texts.append(m.text)

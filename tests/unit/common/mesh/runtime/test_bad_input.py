@@ -1,4 +1,4 @@
-"""Whatever arrives at a live actor is answered or counted, and it goes on answering."""
+"""Malformed messages to a live actor: answered or counted, without disturbing it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ field = small | word | st.binary(max_size=8) | st.none() | st.floats() | st.list
 
 
 def headers(incarnation: str) -> st.SearchStrategy[bytes]:
-    """From noise to headers that are right in all but one respect."""
+    """Generate headers, from noise to headers that are valid in all but one field."""
     target = st.sampled_from([incarnation, "", "other"])
     kind = st.integers(0, 12)
-    shaped = st.tuples(
+    header_fields = st.tuples(
         st.just(1) | small, kind, small, word, word, word, target, small, st.text(max_size=60)
     )
     return (
         st.binary(max_size=80)
-        | shaped.map(_packed)
+        | header_fields.map(_packed)
         | st.lists(field, max_size=12).map(_packed)
         | st.just(b"h" * 5000)
     )
@@ -60,7 +60,7 @@ bodies = st.binary(max_size=60) | field.map(_packed) | st.lists(field, max_size=
 
 
 def malformed(incarnation: str) -> list[list[bytes]]:
-    """The same thousand messages each time."""
+    """Generate the same thousand messages each time."""
     messages: list[list[bytes]] = []
 
     @settings(
@@ -79,7 +79,7 @@ def malformed(incarnation: str) -> list[list[bytes]]:
 
 
 class RawPeer:
-    """A socket of somebody who does not follow the rules."""
+    """Raw socket that can violate the protocol."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._context = zmq.Context()
@@ -109,34 +109,34 @@ class RawPeer:
 
 
 def _echo(mesh: Mesh, call_id: int = 1, method: str = "echo", target: str | None = None) -> bytes:
-    where = mesh.incarnation if target is None else target
-    return pack_header(CALL, call_id, mesh.name, method, "stranger", where, 60_000)
+    incarnation = mesh.incarnation if target is None else target
+    return pack_header(CALL, call_id, mesh.name, method, "stranger", incarnation, 60_000)
 
 
 @pytest.mark.rotating(2)
-async def test_a_thousand_malformed_messages_harm_nobody(join: Join) -> None:
+async def test_malformed_messages_do_not_disturb_the_actor(join: Join) -> None:
     mesh = await join("a", Talker())
-    friend = (await join("b")).ref("a")
+    client = (await join("b")).ref("a")
     messages = malformed(mesh.incarnation)
     assert len(messages) >= MALFORMED
     peer = RawPeer(mesh)
     for frames in messages:
         peer.send(frames)
         if len(frames[0]) % 50 == 0:
-            assert await friend.call(Talk.echo, Text("between")) == Text("between")
+            assert await client.call(Talk.echo, Text("between")) == Text("between")
     body = encode(Text("after"))[0]
     peer.send([_echo(mesh, call_id=10**9), body])
-    while True:  # the answers to those that could be read come first
+    while True:  # replies to the valid messages arrive first
         header, *rest = await peer.answer()
         if unpack_header(header)[2] == 10**9:
             assert rest == [body]
             break
     peer.close()
-    assert await friend.call(Talk.echo, Text("after")) == Text("after")
+    assert await client.call(Talk.echo, Text("after")) == Text("after")
     assert mesh.telemetry.counters["bad_frames"] > MALFORMED / 10
 
 
-async def test_what_does_not_even_begin_as_a_message_is_counted(join: Join) -> None:
+async def test_messages_without_a_header_are_counted(join: Join) -> None:
     mesh = await join("a", Talker())
     peer = RawPeer(mesh)
     for frames in ([b""], [b"x"], [b"\xff\xff"], [b"\xff\xffabc", b"d"], [b"\0\0"], [b"", b""]):
@@ -147,7 +147,7 @@ async def test_what_does_not_even_begin_as_a_message_is_counted(join: Join) -> N
     peer.close()
 
 
-async def test_a_wrong_incarnation_is_told_at_once(join: Join) -> None:
+async def test_wrong_incarnation_is_rejected_at_once(join: Join) -> None:
     mesh = await join("a", Talker())
     peer = RawPeer(mesh)
     peer.send([_echo(mesh, target="an earlier start"), encode(Text(""))[0]])
@@ -155,7 +155,7 @@ async def test_a_wrong_incarnation_is_told_at_once(join: Join) -> None:
     peer.close()
 
 
-async def test_an_unknown_method_and_a_wrong_actor_are_told(join: Join) -> None:
+async def test_unknown_method_and_wrong_actor_are_rejected(join: Join) -> None:
     mesh = await join("a", Talker())
     peer = RawPeer(mesh)
     peer.send([_echo(mesh, method="nonsense"), b"\xc0"])
@@ -165,7 +165,7 @@ async def test_an_unknown_method_and_a_wrong_actor_are_told(join: Join) -> None:
     peer.close()
 
 
-async def test_oversized_and_surplus_buffers_are_refused(join: Join) -> None:
+async def test_oversized_and_surplus_buffers_are_rejected(join: Join) -> None:
     mesh = await join("a", Talker())
     peer = RawPeer(mesh)
     peer.send([_echo(mesh, 1), b"\xc4" * (17 << 20)])
@@ -177,7 +177,7 @@ async def test_oversized_and_surplus_buffers_are_refused(join: Join) -> None:
     peer.close()
 
 
-async def test_answers_that_were_not_asked_for_are_counted(join: Join) -> None:
+async def test_unrequested_answers_are_ignored(join: Join) -> None:
     mesh = await join("a", Talker())
     peer = RawPeer(mesh)
     for kind in (REPLY, ERROR, ITEM, END, CREDIT, CANCEL, 99):
@@ -187,7 +187,7 @@ async def test_answers_that_were_not_asked_for_are_counted(join: Join) -> None:
     peer.close()
 
 
-async def test_a_repeated_request_runs_once(join: Join) -> None:
+async def test_repeated_request_runs_once(join: Join) -> None:
     actor = Talker()
     mesh = await join("a", actor)
     peer = RawPeer(mesh)
@@ -200,7 +200,7 @@ async def test_a_repeated_request_runs_once(join: Join) -> None:
     peer.close()
 
 
-async def test_a_call_that_is_cancelled_before_it_starts_leaves_nothing(join: Join) -> None:
+async def test_call_cancelled_before_it_starts_leaves_nothing_running(join: Join) -> None:
     actor = Talker()
     mesh = await join("a", actor)
     peer = RawPeer(mesh)

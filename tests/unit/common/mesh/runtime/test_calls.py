@@ -26,20 +26,20 @@ from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Block, Join, Number, Talk, Talker, Text, until
 
 
-async def test_a_call_is_answered(join: Join) -> None:
+async def test_call_returns_its_reply(join: Join) -> None:
     await join("a", Talker())
     ref = (await join("b")).ref("a")
     assert await ref.call(Talk.echo, Text("hello")) == Text("hello")
 
 
-async def test_arrays_travel_beside_the_body(join: Join) -> None:
+async def test_arrays_are_sent_outside_the_body(join: Join) -> None:
     await join("a", Talker())
     array = np.arange(1 << 20, dtype=np.int32).reshape(1024, 1024)
     reply = await (await join("b")).ref("a").call(Talk.block, Block(array))
     assert np.array_equal(reply.block, array)
 
 
-async def test_errors_arrive_as_the_class_that_was_raised(join: Join) -> None:
+async def test_errors_arrive_as_the_raised_class(join: Join) -> None:
     await join("a", Talker())
     ref = (await join("b")).ref("a")
     with pytest.raises(Refused, match=r"not today.*come again"):
@@ -50,41 +50,41 @@ async def test_errors_arrive_as_the_class_that_was_raised(join: Join) -> None:
         await ref.call(Talk.fail, Text("lie"))
 
 
-class Unmakeable(MeshError):
+class UnbuildableError(MeshError):
     code = "unmakeable"
 
     def __init__(self, message: str, *, where: str, needed: str) -> None:
         super().__init__(message, where=where, fix=needed)
 
 
-async def test_an_error_that_cannot_be_made_again_ends_its_call_all_the_same(join: Join) -> None:
-    class Odd(Talker):
+async def test_error_that_cannot_be_rebuilt_still_ends_its_call(join: Join) -> None:
+    class FailingTalker(Talker):
         @call(Talk.fail)
         async def fail(self, m: Text) -> Text:
-            raise Unmakeable(m.text, where="here", needed="this")
+            raise UnbuildableError(m.text, where="here", needed="this")
 
-    await join("a", Odd())
+    await join("a", FailingTalker())
     ref = (await join("b")).ref("a")
     async with asyncio.timeout(scaled(10.0)):
         with pytest.raises(BadMessage, match="an error of a cannot be taken in: TypeError"):
             await ref.call(Talk.fail, Text("x"), deadline_s=scaled(2.0))
 
 
-async def test_an_unknown_method_is_named_and_those_there_are_are_not(join: Join) -> None:
+async def test_unknown_method_error_names_only_that_method(join: Join) -> None:
     class Other(Interface):
         nonsense = Call(Text, Text)
-        numbers = Call(Text, Text)  # a stream there
+        numbers = Call(Text, Text)  # a stream in Talk
 
     await join("a", Talker())
     ref = (await join("b")).ref("a")
-    with pytest.raises(UnknownMethod, match="a has no 'nonsense'") as told:
+    with pytest.raises(UnknownMethod, match="a has no 'nonsense'") as raised:
         await ref.call(Other.nonsense, Text(""))
-    assert "echo" not in str(told.value)
+    assert "echo" not in str(raised.value)
     with pytest.raises(BadMessage):
         await ref.call(Other.numbers, Text(""))
 
 
-async def test_what_cannot_be_sent_fails_before_it_leaves(join: Join) -> None:
+async def test_oversized_request_fails_at_the_caller(join: Join) -> None:
     await join("a", Talker())
     ref = (await join("b")).ref("a")
     with pytest.raises(BadMessage, match="limit"):
@@ -92,7 +92,7 @@ async def test_what_cannot_be_sent_fails_before_it_leaves(join: Join) -> None:
     assert await ref.call(Talk.echo, Text("still here")) == Text("still here")
 
 
-async def test_a_deadline_ends_both_sides(join: Join) -> None:
+async def test_deadline_ends_both_sides(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
     ref = (await join("b")).ref("a")
@@ -112,7 +112,7 @@ async def test_cancelling_the_caller_cancels_the_callee(join: Join) -> None:
         await task
 
 
-async def test_a_nested_call_inherits_deadline_and_trace(join: Join) -> None:
+async def test_nested_call_inherits_deadline_and_trace(join: Join) -> None:
     inner = Talker()
     await join("inner", inner)
     await join("outer", Talker())
@@ -124,7 +124,7 @@ async def test_a_nested_call_inherits_deadline_and_trace(join: Join) -> None:
     await until(inner.cancelled.is_set)
 
 
-async def test_more_calls_than_credits_wait_and_are_all_answered(join: Join) -> None:
+async def test_calls_beyond_the_credits_wait_and_are_answered(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
     ref = (await join("b")).ref("a")
@@ -135,7 +135,7 @@ async def test_more_calls_than_credits_wait_and_are_all_answered(join: Join) -> 
     await asyncio.sleep(0.05)
     actor.awake.set()
     assert {reply.text for reply in await asyncio.gather(*calls)} == {"slept"}
-    assert actor.most_sleeping == CREDITS_PER_PEER
+    assert actor.max_sleeping == CREDITS_PER_PEER
 
 
 async def test_requests_wait_while_an_actor_starts(join: Join) -> None:
@@ -144,66 +144,66 @@ async def test_requests_wait_while_an_actor_starts(join: Join) -> None:
     assert reply == Text("early") and (await starting).name == "a"
 
 
-async def test_a_request_that_was_cancelled_while_an_actor_starts_never_runs(join: Join) -> None:
-    class Late(Talker):
+async def test_request_cancelled_while_an_actor_starts_never_runs(join: Join) -> None:
+    class LateTalker(Talker):
         async def start(self) -> None:
             await may_start.wait()
 
-    may_start, actor = asyncio.Event(), Late()
+    may_start, actor = asyncio.Event(), LateTalker()
     starting = asyncio.create_task(join("a", actor))
     ref = (await join("b")).ref("a")
     with pytest.raises(DeadlineExceeded):
         await ref.call(Talk.count, Number(1), deadline_s=scaled(0.3))
-    # When what was sent behind the cancellation has arrived, the cancellation has, too.
-    behind = asyncio.create_task(ref.call(Talk.echo, Text("")))
+    # Messages arrive in order: this later call shows that the cancellation has arrived.
+    later_call = asyncio.create_task(ref.call(Talk.echo, Text("")))
     assert actor.mesh is not None
     server = actor.mesh._server
     await until(lambda: [header[4] for _, header, *_ in server._early_requests] == ["echo"])
     may_start.set()
-    await asyncio.gather(starting, behind)
+    await asyncio.gather(starting, later_call)
     assert await ref.call(Talk.count, Number(2)) == Number(1)
     assert actor.counted == [2]
 
 
-async def test_a_cast_arrives_or_is_counted(join: Join) -> None:
+async def test_cast_arrives_or_its_drop_is_counted(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
     mesh = await join("b")
     await mesh.ref("a").cast(Talk.tell, Text("look"))
     await mesh.ref("nobody").cast(Talk.tell, Text("look"))
-    await until(lambda: actor.told)
-    assert actor.told == ["look"]
+    await until(lambda: actor.received_texts)
+    assert actor.received_texts == ["look"]
     assert mesh.telemetry.counters["casts_dropped_peer_lost"] == 1
 
 
-async def test_a_name_that_nobody_holds_is_a_lost_peer_at_the_deadline(join: Join) -> None:
+async def test_call_to_an_unregistered_name_raises_peer_lost_at_the_deadline(join: Join) -> None:
     ref = (await join("b")).ref("nobody")
     with pytest.raises(PeerLost, match="nobody"):
         await ref.call(Talk.echo, Text(""), deadline_s=scaled(0.1))
 
 
-async def test_a_restarted_actor_is_found_again(join: Join) -> None:
+async def test_restarted_actor_is_found_again(join: Join) -> None:
     first, second = Talker(), Talker()
-    old = await join("a", first)
+    old_mesh = await join("a", first)
     ref = (await join("b")).ref("a")
     assert await ref.call(Talk.count, Number(1)) == Number(1)
-    await old.leave()
+    await old_mesh.leave()
 
     async def count() -> Number:
-        """Repeat a call that was sent before the end of the old actor was noticed."""
+        """Repeat a call that was sent before the old actor's exit was noticed."""
         while True:
             with contextlib.suppress(PeerLost):
                 return await ref.call(Talk.count, Number(2))
 
-    waiting = asyncio.create_task(count())
+    counting = asyncio.create_task(count())
     await asyncio.sleep(0.05)
     await join("a", second)
     async with asyncio.timeout(scaled(30.0)):
-        assert await waiting == Number(1)
+        assert await counting == Number(1)
     assert (first.counted, second.counted) == ([1], [2])
 
 
-async def test_waits_name_the_actor_that_is_waited_for(join: Join) -> None:
+async def test_registry_entry_lists_waits_and_their_targets(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
     mesh = await join("b")
@@ -223,13 +223,13 @@ async def test_waits_name_the_actor_that_is_waited_for(join: Join) -> None:
     await call
 
 
-async def test_items_come_in_order_to_the_end(join: Join) -> None:
+async def test_stream_items_arrive_in_order_to_the_end(join: Join) -> None:
     await join("a", Talker())
     items = (await join("b")).ref("a").stream(Talk.numbers, Number(200))
     assert [item.value async for item in items] == list(range(200))
 
 
-async def test_the_producer_stays_within_its_credits(join: Join) -> None:
+async def test_producer_stays_within_its_credits(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
     async with aclosing((await join("b")).ref("a").stream(Talk.numbers, Number(1000))) as items:
@@ -239,7 +239,7 @@ async def test_the_producer_stays_within_its_credits(join: Join) -> None:
 
 
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
-async def test_a_consumer_that_ends_closes_the_producer(join: Join, how: str) -> None:
+async def test_ended_consumer_closes_the_producer(join: Join, how: str) -> None:
     actor = Talker()
     await join("a", actor)
     items = (await join("b")).ref("a").stream(Talk.numbers, Number(10_000))
@@ -263,29 +263,29 @@ async def test_a_consumer_that_ends_closes_the_producer(join: Join, how: str) ->
     await until(actor.closed.is_set)
 
 
-async def test_silence_beyond_idle_s_ends_both_sides(join: Join) -> None:
+async def test_stream_idle_beyond_idle_s_ends_both_sides(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
     ref = (await join("b")).ref("a")
-    await ref.call(Talk.echo, Text(""))  # a connection is there, so that the producer begins
+    await ref.call(Talk.echo, Text(""))  # the connection exists, so the producer starts
     with pytest.raises(DeadlineExceeded, match=r"Talk\.silent"):
         async for _ in ref.stream(Talk.silent, Number(1)):
             pass
     await until(actor.closed.is_set)
 
 
-async def test_a_lost_peer_ends_the_stream_with_an_error(join: Join) -> None:
+async def test_lost_producer_ends_the_stream_with_an_error(join: Join) -> None:
     producer = await join("a", Talker())
-    got = []
+    values = []
     with pytest.raises(PeerLost, match="a has gone"):
         async for item in (await join("b")).ref("a").stream(Talk.numbers, Number(100_000)):
-            got.append(item.value)
+            values.append(item.value)
             if item.value == 5:
                 await producer.leave()
-    assert got == list(range(len(got)))
+    assert values == list(range(len(values)))
 
 
-async def test_a_lost_consumer_closes_the_producer(join: Join) -> None:
+async def test_lost_consumer_closes_the_producer(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
     consumer = await join("b")

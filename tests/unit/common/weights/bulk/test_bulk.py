@@ -39,7 +39,7 @@ from meshrl.common.weights.chunks.partial_file import (
 from meshrl.common.weights.chunks.verified_files import RECORD_FILE
 from tests.unit.common.base.files.harms import files_up_to
 from tests.unit.common.mesh.runtime.talking import Join, cancel, until
-from tests.unit.common.weights.bulk.road import Road
+from tests.unit.common.weights.bulk.faulty_proxy import FaultyProxy
 
 CONTENT = os.urandom(3_000_000)
 SETTINGS = MeshSettings("memory://", "", host="", secret="5e" * 32)
@@ -269,7 +269,7 @@ async def test_what_is_not_there_or_damaged_or_has_no_room_leaves_no_file(
 
 
 @contextmanager
-def road(chunks: Path, most: int) -> Iterator[tuple[Road, RegistryEntry]]:
+def road(chunks: Path, most: int) -> Iterator[tuple[FaultyProxy, RegistryEntry]]:
     """A server that says it is where the road begins: proofs are good for no other place."""
     made = BulkServer(
         ChunkStore(chunks),
@@ -278,33 +278,33 @@ def road(chunks: Path, most: int) -> Iterator[tuple[Road, RegistryEntry]]:
         "127.0.0.2",
         authenticator=InProcessAuthenticator(),
     )
-    with Road(int(made.address.partition("#")[0].rpartition(":")[2]), most) as way:
-        yield way, entry(made)
+    with FaultyProxy(int(made.address.partition("#")[0].rpartition(":")[2]), most) as proxy:
+        yield proxy, entry(made)
     made.close()
 
 
 async def test_what_breaks_goes_on_where_it_was(parted: BulkClient, tmp_path: Path) -> None:
     (source := tmp_path / "source").write_bytes(CONTENT)
-    with road(tmp_path / "chunks", most=700_000) as (way, there):
+    with road(tmp_path / "chunks", most=700_000) as (proxy, there):
         digest = await parted.put_file(there, source)
-        put, connections = way.carried, way.connections
+        put, connections = proxy.carried_bytes, proxy.connections
         await fetch(parted, there, digest, target := tmp_path / "new" / "target")
     assert target.read_bytes() == CONTENT and files(tmp_path / "new") == ["target"]
     assert files(tmp_path / "chunks") == [digest]
-    least = len(CONTENT) // way.most + 1
-    assert connections >= least and way.connections - connections >= least
+    least = len(CONTENT) // proxy.max_bytes + 1
+    assert connections >= least and proxy.connections - connections >= least
     again = least * 2 * PART  # a part is sent again where it broke; what was not read is lost
-    assert put < len(CONTENT) + again and way.carried - put < len(CONTENT) + again
+    assert put < len(CONTENT) + again and proxy.carried_bytes - put < len(CONTENT) + again
 
 
 async def test_a_way_that_stays_broken_is_a_lost_peer(parted: BulkClient, tmp_path: Path) -> None:
     (source := tmp_path / "source").write_bytes(CONTENT)
-    with road(tmp_path / "chunks", most=PART // 2) as (way, there):
+    with road(tmp_path / "chunks", most=PART // 2) as (proxy, there):
         with pytest.raises(PeerLost):
             await parted.put_file(there, source)
-        assert way.connections == MAX_BREAKS
+        assert proxy.connections == MAX_BREAKS
         digest = ChunkStore(tmp_path / "chunks").write(CONTENT)
-        way.most = 0
+        proxy.max_bytes = 0
         with pytest.raises(PeerLost):
             await fetch(parted, there, digest, tmp_path / "new" / "target")
     assert files(tmp_path / "new") == []
@@ -315,15 +315,15 @@ async def test_who_does_not_wait_any_more_leaves_nothing(
 ) -> None:
     digest = ChunkStore(tmp_path / "chunks").write(CONTENT)
     target = tmp_path / "new" / "target"
-    with road(tmp_path / "chunks", most=1 << 30) as (way, there):
-        way.stands_at = 1_000_000
+    with road(tmp_path / "chunks", most=1 << 30) as (proxy, there):
+        proxy.stall_at_bytes = 1_000_000
         fetching = asyncio.create_task(fetch(parted, there, digest, target))
-        await until(lambda: way.carried >= way.stands_at)
+        await until(lambda: proxy.carried_bytes >= proxy.stall_at_bytes)
         assert files(tmp_path / "new") != []
         await cancel(fetching)
         assert files(tmp_path / "new") == []
         # until the client's thread has closed its socket
-        await until(lambda: not way.standing, 20)
+        await until(lambda: not proxy.open_connections, 20)
     assert files(tmp_path / "new") == []
 
 

@@ -64,8 +64,8 @@ from meshrl.sim.redis.simulated_state import open_state_on
 from tests import ends
 from tests.load import scaled
 from tests.meshes import PATIENT
-from tests.unit.common.weights.bulk.knocking import CONTENT, DEADLINE_S, Port, all_of
-from tests.unit.common.weights.bulk.road import Road
+from tests.unit.common.weights.bulk.faulty_proxy import FaultyProxy
+from tests.unit.common.weights.bulk.keyed_port import CONTENT, DEADLINE_S, Port, read_all
 
 HEAD, JOINED = "head-000001", "gpu2-77aa01"
 
@@ -176,7 +176,7 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
 
 @pytest.mark.parametrize("role", sorted(ROLES))
 def test_each_role_may_what_the_table_says_and_nothing_else(port: Port, role: str) -> None:
-    door = port.door(role)
+    door = port.make_authenticator(role)
     for space in SPACES:
         may_put = role in BULK_PERMISSIONS.get(("weights", put_right(space)), ())
         for verb, may in {GET: role in BULK_PERMISSIONS["weights", MAY_GET], HAS: may_put}.items():
@@ -208,7 +208,7 @@ def test_the_table_names_roles_that_there_are_and_none_puts_what_the_store_publi
 
 
 def test_a_revoked_key_is_refused_at_its_next_request(port: Port) -> None:
-    door, other = port.door("engine"), port.door("engine")
+    door, other = port.make_authenticator("engine"), port.make_authenticator("engine")
     with port.session(door) as session, port.session(other) as another:
         assert session.fetch_chunk(port.digest) == CONTENT
         assert another.fetch_chunk(port.digest) == CONTENT
@@ -225,8 +225,8 @@ def test_a_revoked_key_is_refused_at_its_next_request(port: Port) -> None:
 
 def test_a_stranger_gets_no_byte(port: Port) -> None:
     """Nobody's key, that of another port, and what is no hello at all."""
-    address, place = port.address, port.place
-    stranger, known = port.door(""), port.door("trainer")
+    address, place = port.address, port.url
+    stranger, known = port.make_authenticator(""), port.make_authenticator("trainer")
     wrong_server = f"tcp://x:1#{'ab' * 32}.{'ab' * 32}"
     right = known.begin_client_handshake(address, place).make_hello()
     hellos = [
@@ -251,9 +251,9 @@ def test_a_stranger_gets_no_byte(port: Port) -> None:
                 with suppress(OSError):  # it has hung up already
                     connection.sendall(hello + bytes(16) + request + bytes(200))
                     connection.shutdown(socket.SHUT_WR)
-                assert all_of(connection) == b"", hello[:4]
+                assert read_all(connection) == b"", hello[:4]
     found = {path: path.read_bytes() for path in port.chunks.directory.rglob("*") if path.is_file()}
-    assert found == before and port.asked <= 1 + len(requests) * len(hellos)
+    assert found == before and port.lookup_count <= 1 + len(requests) * len(hellos)
 
 
 @pytest.mark.parametrize("who", ["a stranger", "a server with another key"])
@@ -262,14 +262,14 @@ def test_a_wrong_key_is_said_at_once_by_who_asks(port: Port, who: str) -> None:
     if who == "a server with another key":
         address = f"tcp://127.0.0.1:1#{'ab' * 32}.{'ab' * 32}"
     started = time.monotonic()
-    door = port.door("trainer" if address else "")
+    door = port.make_authenticator("trainer" if address else "")
     with pytest.raises(HandshakeFailed, match=r"keys\?"), port.session(door, address, 3600.0):
         pass
     assert time.monotonic() - started < scaled(DEADLINE_S / 2)
 
 
 def test_a_recorded_hello_opens_nothing(port: Port) -> None:
-    asking = port.door("trainer").begin_client_handshake(port.address, port.place)
+    asking = port.make_authenticator("trainer").begin_client_handshake(port.address, port.url)
     hello = asking.make_hello()
     with port.connect() as honest:
         honest.sendall(hello)
@@ -280,12 +280,12 @@ def test_a_recorded_hello_opens_nothing(port: Port) -> None:
     for replayed in (proof, bytes(16)):
         with port.connect() as connection:
             connection.sendall(hello + replayed + bytes(100))
-            assert len(all_of(connection)) == ClientHandshake.challenge_bytes
+            assert len(read_all(connection)) == ClientHandshake.challenge_bytes
 
 
 def test_who_is_looked_up_keeps_nobody_waiting(port: Port) -> None:
     """Redis takes its time over a key: others are served meanwhile, and it is after that."""
-    slow, quick = port.door("trainer"), port.door("engine")
+    slow, quick = port.make_authenticator("trainer"), port.make_authenticator("engine")
     asked, answers = threading.Event(), threading.Event()
     with port.session(quick) as session:
 
@@ -293,7 +293,7 @@ def test_who_is_looked_up_keeps_nobody_waiting(port: Port) -> None:
             asked.set()
             assert answers.wait(scaled(DEADLINE_S))
 
-        port.waits = wait
+        port.on_lookup = wait
         entered: list[bytes] = []
 
         def knock() -> None:
@@ -310,14 +310,14 @@ def test_who_is_looked_up_keeps_nobody_waiting(port: Port) -> None:
 
 
 def test_while_redis_is_silent_the_known_come_in_and_others_are_to_try_again(port: Port) -> None:
-    known, unknown = port.door("engine"), port.door("trainer")
+    known, unknown = port.make_authenticator("engine"), port.make_authenticator("trainer")
     with port.session(known) as session:
         assert session.fetch_chunk(port.digest) == CONTENT
 
     def silent(keys: object) -> None:
         raise StateUnavailable("Redis does not answer")
 
-    port.waits = silent
+    port.on_lookup = silent
     with port.session(known) as session:
         assert session.fetch_chunk(port.digest) == CONTENT
     with pytest.raises(HandshakeFailed) as refused, port.session(unknown):
@@ -339,11 +339,11 @@ def test_what_is_sealed_by_default(joinable: bool, encrypt: bool | None) -> None
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plain"])
 def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sealed: bool) -> None:
     port = Port(tmp_path / "chunks", sealed=sealed)
-    door = port.door("trainer", sealed=sealed)
-    proof = door.begin_client_handshake(port.address, port.place)
+    door = port.make_authenticator("trainer", sealed=sealed)
+    proof = door.begin_client_handshake(port.address, port.url)
     own, server = door._keys.bulk_private_key, port.keys.bulk_public_key
-    proof = ClientHandshake(own, server, port.place, sealed, magic)
-    with BulkSession(port.place, proof, scaled(DEADLINE_S), 1 << 30) as session:
+    proof = ClientHandshake(own, server, port.url, sealed, magic)
+    with BulkSession(port.url, proof, scaled(DEADLINE_S), 1 << 30) as session:
         assert (proof.ciphers is not None) == sealed
         content = os.urandom(1_500_000)
         session.request(PUT, compute_digest(content), content)
@@ -357,48 +357,48 @@ def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sea
 @contextmanager
 def on_the_way(
     directory: Path, most: int = 1 << 40, sealed: bool = True
-) -> Iterator[tuple[Port, Road]]:
+) -> Iterator[tuple[Port, FaultyProxy]]:
     port = Port(directory, sealed=sealed, advertise="127.0.0.2")
-    with Road(port.number, most) as way:
-        yield port, way
+    with FaultyProxy(port.port_number, most) as proxy:
+        yield port, proxy
     port.server.close()
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plain"])
 def test_who_sits_on_the_way_reads_nothing_that_is_sealed(tmp_path: Path, sealed: bool) -> None:
     with (
-        on_the_way(tmp_path / "chunks", sealed=sealed) as (port, way),
-        port.session(port.door("trainer", sealed=sealed)) as session,
+        on_the_way(tmp_path / "chunks", sealed=sealed) as (port, proxy),
+        port.session(port.make_authenticator("trainer", sealed=sealed)) as session,
     ):
         assert session.fetch_chunk(port.digest) == CONTENT
-    assert (CONTENT[1000:1032] in way.seen) == (not sealed)
-    assert len(way.seen) > len(CONTENT)
+    assert (CONTENT[1000:1032] in proxy.server_bytes) == (not sealed)
+    assert len(proxy.server_bytes) > len(CONTENT)
 
 
 @pytest.mark.parametrize("server, client", [(True, False), (False, True)])
 def test_it_is_sealed_if_either_end_wants_that(tmp_path: Path, server: bool, client: bool) -> None:
     with (
-        on_the_way(tmp_path / "chunks", sealed=server) as (port, way),
-        port.session(port.door("trainer", sealed=client)) as session,
+        on_the_way(tmp_path / "chunks", sealed=server) as (port, proxy),
+        port.session(port.make_authenticator("trainer", sealed=client)) as session,
     ):
         assert session.fetch_chunk(port.digest) == CONTENT
-    assert CONTENT[1000:1032] not in way.seen
+    assert CONTENT[1000:1032] not in proxy.server_bytes
 
 
 def test_what_is_changed_or_cut_off_on_the_way_is_missed(tmp_path: Path) -> None:
     """Wherever it happens, nobody takes what arrives for the chunk."""
-    with on_the_way(tmp_path / "chunks") as (port, way):
-        door = port.door("trainer")
+    with on_the_way(tmp_path / "chunks") as (port, proxy):
+        door = port.make_authenticator("trainer")
         with port.session(door) as session:
             session.fetch_chunk(port.digest)
-        whole = len(way.seen)
+        whole = len(proxy.server_bytes)
         for at in (*range(0, whole, whole // 20), whole - 17, whole - 1):
-            way.spoils = at
+            proxy.corrupt_at = at
             with pytest.raises(PeerLost), port.session(door) as session:
                 session.fetch_chunk(port.digest)
-        way.spoils = -1
+        proxy.corrupt_at = -1
         for most in (*range(0, whole, whole // 20), whole - 1):
-            way.most = most
+            proxy.max_bytes = most
             with pytest.raises(PeerLost), port.session(door) as session:
                 session.fetch_chunk(port.digest)
 
@@ -407,7 +407,7 @@ def test_what_is_changed_or_cut_off_on_the_way_is_missed(tmp_path: Path) -> None
 
 
 def test_one_process_has_so_many_connections_and_others_find_room(port: Port) -> None:
-    greedy, other = port.door("engine"), port.door("trainer")
+    greedy, other = port.make_authenticator("engine"), port.make_authenticator("trainer")
     with ExitStack() as open_ones:
         for _ in range(MAX_CONNECTIONS_PER_USER):
             session = open_ones.enter_context(port.session(greedy))
@@ -424,10 +424,10 @@ def test_who_knocks_often_pushes_only_itself_out(port: Port) -> None:
     with ExitStack() as held:
         slow = held.enter_context(
             socket.create_connection(
-                ("127.0.0.1", port.number), scaled(DEADLINE_S), source_address=("127.0.0.3", 0)
+                ("127.0.0.1", port.port_number), scaled(DEADLINE_S), source_address=("127.0.0.3", 0)
             )
         )
-        asking = port.door("trainer").begin_client_handshake(port.address, port.place)
+        asking = port.make_authenticator("trainer").begin_client_handshake(port.address, port.url)
         hello = asking.make_hello()
         slow.sendall(hello[:50])
         for _ in range(3 * MAX_UNAUTHENTICATED):
@@ -440,7 +440,7 @@ def test_who_knocks_often_pushes_only_itself_out(port: Port) -> None:
 
 
 def test_without_descriptors_the_thread_rests_and_then_goes_on(port: Port) -> None:
-    door = port.door("trainer")
+    door = port.make_authenticator("trainer")
     with port.session(door) as session, ExitStack() as held:
         waiting = [held.enter_context(socket.socket()) for _ in range(50)]
         limits, deadline_s = resource.getrlimit(resource.RLIMIT_NOFILE), scaled(DEADLINE_S)
@@ -453,7 +453,7 @@ def test_without_descriptors_the_thread_rests_and_then_goes_on(port: Port) -> No
                     while True:
                         held.enter_context(socket.socket())
                 if waiting:
-                    waiting.pop().connect(("127.0.0.1", port.number))
+                    waiting.pop().connect(("127.0.0.1", port.port_number))
                 assert time.monotonic() - started < deadline_s
                 time.sleep(0.01)
             refused = port.server.rejection_counts["bulk_descriptors"]

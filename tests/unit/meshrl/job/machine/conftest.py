@@ -1,4 +1,4 @@
-"""A small job that could start, for tests to break, and what is said of it then."""
+"""Small valid job for tests to break, and the errors of its checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.meshrl.job.conftest import SMALL, Given
 
 @pytest.fixture
 def place(small: Given) -> Path:
-    """The job file of `small`."""
+    """Return the path of the job file of `small`."""
     return small.path
 
 
@@ -20,6 +20,6 @@ def read(place: Path, *overrides: str) -> JobFile:
     return Given(place, SMALL).read(*overrides)
 
 
-def refusal(check: Check, place: Path, *overrides: str) -> str:
-    """What a check says of the job."""
-    return Given(place, SMALL).refusal(*overrides, check=check)
+def get_error(check: Check, place: Path, *overrides: str) -> str:
+    """Return the error of a check of the job."""
+    return Given(place, SMALL).get_error(*overrides, check=check)

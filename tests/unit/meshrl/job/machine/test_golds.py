@@ -16,7 +16,7 @@ from meshrl.common.job.config import JobConfig
 from meshrl.directory.run_claims import claim_run_directory
 from meshrl.job.checks.host import all_checks
 from meshrl.job.checks.host.rows import gold_answers, gradable_tests
-from tests.unit.meshrl.job.machine.conftest import read, refusal
+from tests.unit.meshrl.job.machine.conftest import get_error, read
 
 DIGITS = r"reward.options={pattern='#(?P<answer>[0-9]+)'}"
 PATTERN = "reward.options={pattern='(?P<answer>.)'}"
@@ -28,20 +28,20 @@ def write(place: Path, *golds_: Any, name: str = "train.jsonl", **more: Any) -> 
 
 
 @pytest.fixture
-def answered(place: Path) -> Path:
+def answered_job(place: Path) -> Path:
     write(place, "A", name="held.jsonl")
     return place
 
 
-def test_usable_golds_pass(answered: Path) -> None:
-    write(answered, 1, "Paris", choices=["London", "Paris"])
-    gold_answers.check_golds(read(answered, "reward.use=choice"))
-    write(answered, None)
-    gold_answers.check_golds(read(answered, "reward.use=regex", "reward.options={pattern='B'}"))
-    gold_answers.check_golds(read(answered))
+def test_usable_gold_answers_pass(answered_job: Path) -> None:
+    write(answered_job, 1, "Paris", choices=["London", "Paris"])
+    gold_answers.check_golds(read(answered_job, "reward.use=choice"))
+    write(answered_job, None)
+    gold_answers.check_golds(read(answered_job, "reward.use=regex", "reward.options={pattern='B'}"))
+    gold_answers.check_golds(read(answered_job))
 
 
-def test_the_inside_of_a_patterns_group_is_found() -> None:
+def test_group_source_of_a_pattern_is_extracted() -> None:
     sources = {
         r"#(?P<answer>\d+)$": r"\d+",
         r"\((?P<answer>[)(\]]+)\)": r"[)(\]]+",
@@ -67,64 +67,66 @@ def write_tests(place: Path, *tests: Any, name: str = "train.jsonl") -> None:
 
 
 @pytest.fixture
-def code(place: Path) -> Path:
+def code_job(place: Path) -> Path:
     (place.parent / "held.jsonl").write_text(
         '{"prompt": "9+9", "tests": [{"input": "", "output": ""}]}\n'
     )
     return place
 
 
-def test_the_share_of_each_runner_is_told(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_tests(code, STDIN, CALLS, CALLS, PYTHON, PYTHON, LOGGED)
-    gradable_tests.check_tests(read(code, *CODE))
+def test_runner_shares_are_printed(code_job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tests(code_job, STDIN, CALLS, CALLS, PYTHON, PYTHON, LOGGED)
+    gradable_tests.check_tests(read(code_job, *CODE))
     assert capsys.readouterr().err == "tests: 7 rows: stdin 2, calls 2, isolated 2, pytest 1\n"
-    gradable_tests.check_tests(read(code, *CODE, "reward.options.runner=pytest"))
+    gradable_tests.check_tests(read(code_job, *CODE, "reward.options.runner=pytest"))
     assert "stdin 2, calls 2, pytest 3\n" in capsys.readouterr().err
 
 
-def test_all_rows_are_told_of_but_few_shown(code: Path) -> None:
-    write_tests(code, *[[]] * 8, STDIN)
-    write_tests(code, PYTHON, LOGGED, name="held.jsonl")
-    said = refusal(gradable_tests.check_tests, code, *CODE, "reward.options.runner=isolated")
+def test_all_bad_rows_are_counted_and_few_are_shown(code_job: Path) -> None:
+    write_tests(code_job, *[[]] * 8, STDIN)
+    write_tests(code_job, PYTHON, LOGGED, name="held.jsonl")
+    said = get_error(gradable_tests.check_tests, code_job, *CODE, "reward.options.runner=isolated")
     assert "9 rows have tests" in said and "line 5: " in said and "line 6: " not in said
     assert "and 4 more rows" in said
-    write_tests(code, STDIN)
-    said = refusal(gradable_tests.check_tests, code, *CODE, "reward.options.runner=isolated")
+    write_tests(code_job, STDIN)
+    said = get_error(gradable_tests.check_tests, code_job, *CODE, "reward.options.runner=isolated")
     assert "held.jsonl, line 2: the runner isolated cannot run: fixture caplog" in said
 
 
-def test_what_the_jobs_interpreter_has_is_asked_of_it(code: Path) -> None:
-    write_tests(code, "import pluggy\ndef test_f(caplog, nobody): pass")
-    gradable_tests.check_tests(read(code, *CODE, f"sandbox.python={sys.executable}"))
-    write_tests(code, "import pluggy_no\ndef test_f(caplog): pass")
-    said = refusal(gradable_tests.check_tests, code, *CODE, f"sandbox.python={sys.executable}")
+def test_imports_are_checked_with_the_jobs_interpreter(code_job: Path) -> None:
+    write_tests(code_job, "import pluggy\ndef test_f(caplog, nobody): pass")
+    gradable_tests.check_tests(read(code_job, *CODE, f"sandbox.python={sys.executable}"))
+    write_tests(code_job, "import pluggy_no\ndef test_f(caplog): pass")
+    said = get_error(
+        gradable_tests.check_tests, code_job, *CODE, f"sandbox.python={sys.executable}"
+    )
     assert "jails have no pluggy_no" in said
 
 
-def test_more_rows_than_there_is_time_for_are_said(
-    code: Path, capsys: pytest.CaptureFixture[str]
+def test_rows_beyond_the_time_limit_are_reported(
+    code_job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_tests(code, *[PYTHON + f"# {i}\n" for i in range(3000)])
-    gradable_tests.check_tests(read(code, *CODE), time_limit_s=0.1)
+    write_tests(code_job, *[PYTHON + f"# {i}\n" for i in range(3000)])
+    gradable_tests.check_tests(read(code_job, *CODE), time_limit_s=0.1)
     said = capsys.readouterr().err
     assert said.startswith("tests: the first ")
     assert said.endswith("; those behind them are looked at when they are graded\n")
 
 
-def test_our_pytest_is_lent_only_to_an_interpreter_that_runs_it(code: Path, tmp_path: Path) -> None:
-    write_tests(code, LOGGED)
+def test_bundled_pytest_is_provided_only_to_a_compatible_interpreter(
+    code_job: Path, tmp_path: Path
+) -> None:
+    write_tests(code_job, LOGGED)
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
     bare.chmod(0o755)
-    gradable_tests.check_tests(read(code, *CODE, f"sandbox.python={bare}"))
+    gradable_tests.check_tests(read(code_job, *CODE, f"sandbox.python={bare}"))
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -c "raise SystemExit(3)"\n')
-    said = refusal(gradable_tests.check_tests, code, *CODE, f"sandbox.python={bare}")
+    said = get_error(gradable_tests.check_tests, code_job, *CODE, f"sandbox.python={bare}")
     assert "fixture caplog; there is no pytest for the runner pytest" in said
 
 
-def test_a_url_that_cannot_be_written_is_refused_before_anything_starts(
-    place: Path, tmp_path: Path
-) -> None:
+def test_unwritable_output_url_is_rejected_before_the_start(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     for url, why in (
         (f"file://{tmp_path}/file/out", "NotADirectoryError|FileExistsError"),
@@ -141,12 +143,12 @@ def test_a_url_that_cannot_be_written_is_refused_before_anything_starts(
     assert list((tmp_path / "new/out").iterdir()) == []
 
 
-def test_a_url_where_a_run_lies_is_no_new_ones(
+def test_output_url_with_another_run_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = JobConfig(out=f"file://{tmp_path}/out")
-    with claim_run_directory(config, False) as claim:  # nothing is there yet
+    with claim_run_directory(config, False) as claim:  # the URL is still empty
         assert claim.directory == tmp_path / "runs/job"
     RemoteDirectory(config.out, "out", "it").write_file("job.json", b"a run")
     with pytest.raises(Refused, match="a run lies at"), claim_run_directory(config, False):

@@ -1,4 +1,4 @@
-"""What a command says of a job that cannot start, and what its modules do at import."""
+"""Errors of a job that cannot start, and effects of its modules at import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshrl.job.checks.host import module_imports
 from meshrl.job.toml.writer import to_toml
 from meshrl.launch.checks import mesh_checks
 from tests.load import scaled
-from tests.unit.meshrl.job.machine.conftest import read, refusal
+from tests.unit.meshrl.job.machine.conftest import get_error, read
 
 ROOM = """\
 class Room:
@@ -45,31 +45,31 @@ def write(place: Path, name: str, text: str) -> None:
     (place.parent / name).write_text(textwrap.dedent(text))
 
 
-def said(place: Path, *overrides: str) -> str:
-    found = refusal(module_imports.check_imports, place, *overrides)
-    assert "meshrl-trial" not in found  # the author's own files are named, not their copies
+def get_import_error(place: Path, *overrides: str) -> str:
+    found = get_error(module_imports.check_imports, place, *overrides)
+    assert "meshrl-trial" not in found  # errors name the author's own files, not their copies
     return found
 
 
-def test_modules_that_work_are_accepted(place: Path) -> None:
+def test_working_modules_are_accepted(place: Path) -> None:
     write(place, "rewards.py", "import rooms\n\ndef score(row, turns): ...\n")
     write(place, "rooms.py", ROOM)
     module_imports.check_imports(read(place, "environment.use=rooms:room"))
 
 
-def test_an_import_that_does_not_end_is_killed_and_says_where_it_was(place: Path) -> None:
+def test_hanging_import_is_killed_and_located(place: Path) -> None:
     write(
         place,
         "rewards.py",
         "import time\n\ndef score(row, turns): ...\n\nwhile True:\n    time.sleep(0.01)\n",
     )
-    import_s = round(scaled(1.5), 1)  # in which its process starts
-    found = refusal(partial(module_imports.check_imports, import_timeout_s=import_s), place)
+    import_s = round(scaled(1.5), 1)  # includes the start of the process
+    found = get_error(partial(module_imports.check_imports, import_timeout_s=import_s), place)
     assert f"importing rewards:score did not end within {import_s:g} s" in found
     assert f"it is at {place.parent}/rewards.py, line " in found
 
 
-def test_what_the_modules_print_and_start_is_not_the_command_lines(
+def test_output_and_children_of_modules_are_isolated(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(
@@ -93,27 +93,30 @@ def test_what_the_modules_print_and_start_is_not_the_command_lines(
     assert not any(map(read_process_usage, children))
 
 
-def test_an_environment_is_opened_on_the_first_row_of_each_dataset(place: Path) -> None:
+def test_environment_is_opened_on_the_first_row_of_each_dataset(place: Path) -> None:
     write(place, "rooms.py", ROOM)
     use = "environment.use=rooms:room"
     module_imports.check_imports(read(place, use))
     write(place, "held.jsonl", '{"question": "1"}\n')
     assert (
-        "KeyError: 'prompt', of " in (found := said(place, use)) and "held.jsonl, line 1" in found
+        "KeyError: 'prompt', of " in (found := get_import_error(place, use))
+        and "held.jsonl, line 1" in found
     )
     assert f"({place.parent}/rooms.py, line 3)" in found
 
 
-def test_an_open_that_does_not_end_has_the_environments_deadline(place: Path) -> None:
+def test_hanging_open_is_stopped_by_the_step_deadline(place: Path) -> None:
     write(place, "rooms.py", ENDLESS)
-    deadline_s = round(scaled(0.5), 1)  # in which its process comes to the loop
-    found = said(place, "environment.use=rooms:room", f"environment.step_deadline_s={deadline_s:g}")
+    deadline_s = round(scaled(0.5), 1)  # includes the start of the process
+    found = get_import_error(
+        place, "environment.use=rooms:room", f"environment.step_deadline_s={deadline_s:g}"
+    )
     assert "open() of " in found and f"did not end within {deadline_s:g} s" in found
     assert "rooms.py" in found
     assert found.startswith("--set environment.use=rooms:room")
 
 
-def test_who_waits_for_an_import_is_told_where_it_is(
+def test_slow_import_is_reported_with_its_location(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     quiet_s = scaled(0.7)
@@ -130,38 +133,38 @@ WRONG = ["--set=rollout.max_tokens=4096", "--set=mesh.bind=tcp://192.0.2.1:*"]
 
 
 def invoke(*words: str) -> tuple[str, str, str]:
-    """What a command that fails says, and what it printed."""
+    """Run a failing command and return its error and output."""
     result = CliRunner().invoke(app, words)
     return str(result.exception), result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("words", [["run"], ["run", "--dry-run"]])
-def test_every_problem_is_said_at_once_and_nothing_is_left(
+def test_all_problems_are_reported_at_once_without_leftovers(
     place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.chdir(place.parent)
     before = sorted(place.parent.rglob("*"))
-    said, printed, _ = invoke(*words, str(place), *WRONG)
-    assert "rollout.max_tokens = 4096 exceeds" in said
-    assert "\nerror: --set mesh.bind" in said and said.count("\n") == 1
+    get_import_error, printed, _ = invoke(*words, str(place), *WRONG)
+    assert "rollout.max_tokens = 4096 exceeds" in get_import_error
+    assert "\nerror: --set mesh.bind" in get_import_error and get_import_error.count("\n") == 1
     assert printed == ""
     assert sorted(place.parent.rglob("*")) == before
 
 
-def test_a_job_that_is_submitted_needs_no_place_to_listen(place: Path) -> None:
+def test_submitted_job_needs_no_listen_address(place: Path) -> None:
     job = read(place, "mesh.bind=tcp://192.0.2.1:*")
     checks.check_host(job)
     with pytest.raises(ConfigError, match="192"):
         mesh_checks.check_job_and_mesh(job)
 
 
-def test_submit_checks_before_it_looks_for_a_mesh(place: Path) -> None:
-    said, _, _ = invoke("submit", str(place), "--set=rollout.max_tokens=4096")
-    assert "rollout.max_tokens = 4096 exceeds" in said
+def test_submit_checks_the_job_before_it_connects_to_a_mesh(place: Path) -> None:
+    get_import_error, _, _ = invoke("submit", str(place), "--set=rollout.max_tokens=4096")
+    assert "rollout.max_tokens = 4096 exceeds" in get_import_error
 
 
 @pytest.mark.parametrize("name", ["calculator", "chat", "code"])
-def test_a_dry_run_prints_a_job_file_that_is_the_same_job(name: str, tmp_path: Path) -> None:
+def test_dry_run_prints_an_equivalent_job_file(name: str, tmp_path: Path) -> None:
     file = EXAMPLES / f"{name}.toml"
     config, _ = job_reader.load_config(file, [])
     text = to_toml(config.to_document())
@@ -172,7 +175,7 @@ def test_a_dry_run_prints_a_job_file_that_is_the_same_job(name: str, tmp_path: P
     assert again == config
 
 
-def test_a_dry_run_prints_nothing_else_on_its_standard_output(place: Path) -> None:
+def test_dry_run_prints_only_the_job_on_stdout(place: Path) -> None:
     result = CliRunner().invoke(
         app, ["run", str(place), "--dry-run", "--set=rollout.max_tokens=64"]
     )

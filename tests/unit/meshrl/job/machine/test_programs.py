@@ -1,4 +1,4 @@
-"""Interpreters, MCP servers and devices that a job names are there, or it is said what is not."""
+"""Checks of the interpreters, MCP servers and devices that a job names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.job.checks.host import devices, programs
 from tests.gpus.driver import DRIVER_NOT_LOADED, Gpus
 from tests.load import scaled
-from tests.unit.meshrl.job.machine.conftest import read, refusal
+from tests.unit.meshrl.job.machine.conftest import get_error, read
 
 SGLANG = "rollout.engine=sglang"
 
@@ -24,51 +24,51 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_sglang_that_is_not_installed_is_said_with_the_command_that_installs_it(
+def test_missing_sglang_error_names_the_install_command(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHRL_ENGINES", str(place.parent / "engines"))
     programs.check_sglang(read(place))
-    said = refusal(programs.check_sglang, place, SGLANG)
+    said = get_error(programs.check_sglang, place, SGLANG)
     assert f"no interpreter at {place.parent}/engines/sglang/bin/python" in said
     assert "meshrl engine install sglang" in said
 
 
-def test_an_interpreter_without_sglang_is_no_engine(place: Path) -> None:
+def test_interpreter_without_sglang_is_rejected(place: Path) -> None:
     python = f"rollout.sglang_python={sys.executable}"
     if programs.explain_missing_package(Path(sys.executable), "sglang"):
-        assert "has no package sglang" in refusal(programs.check_sglang, place, SGLANG, python)
+        assert "has no package sglang" in get_error(programs.check_sglang, place, SGLANG, python)
     broken = script(place.parent / "bin/python", "echo cannot start >&2; exit 4")
     broken_python = f"rollout.sglang_python={broken}"
-    assert "does not work: cannot start" in refusal(
+    assert "does not work: cannot start" in get_error(
         programs.check_sglang, place, SGLANG, broken_python
     )
     broken.chmod(0o644)
-    said = refusal(programs.check_sglang, place, SGLANG, broken_python)
+    said = get_error(programs.check_sglang, place, SGLANG, broken_python)
     assert "is not executable" in said and said.startswith("--set rollout.sglang_python")
     assert programs.explain_missing_package(Path(sys.executable), "json") == ""
 
 
-def test_sglang_on_a_cpu_keeps_nothing_outside_of_its_cache(place: Path) -> None:
+def test_sglang_on_a_cpu_has_no_kv_tiers(place: Path) -> None:
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', 'exit 0')}"
     for setting in ("rollout.kv.memory=2", "rollout.kv.disk=5"):
-        said = refusal(programs.check_sglang, place, SGLANG, python, setting)
+        said = get_error(programs.check_sglang, place, SGLANG, python, setting)
         assert "on GPUs alone" in said
         programs.check_sglang(read(place, setting))
         on_gpu = ("mesh.device=cuda", "rollout.dtype=bfloat16")
         programs.check_sglang(read(place, SGLANG, python, setting, *on_gpu))
 
 
-def test_what_sglang_cannot_tell_of_its_weights_is_not_read_back(place: Path) -> None:
-    """SGLang is there, by what a shell says."""
+def test_sglang_read_back_is_rejected_on_cpu_and_for_experts(place: Path) -> None:
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', 'exit 0')}"
     reading = (SGLANG, python, "rollout.read_back=true")
     programs.check_sglang(read(place, *reading))
     cuda = ("mesh.device=cuda", "rollout.dtype=bfloat16")
-    said = refusal(programs.check_sglang, place, *reading, *cuda)
+    said = get_error(programs.check_sglang, place, *reading, *cuda)
     assert said.startswith("--set rollout.read_back") and "on a GPU" in said
     programs.check_sglang(read(place, SGLANG, python, *cuda))
-    programs.check_sglang(read(place, "rollout.read_back=true", *cuda))  # the built-in engine does
+    # the built-in engine supports it
+    programs.check_sglang(read(place, "rollout.read_back=true", *cuda))
     experts = (
         "model.config.model_type=qwen3_moe",
         "model.config.num_experts=4",
@@ -80,81 +80,78 @@ def test_what_sglang_cannot_tell_of_its_weights_is_not_read_back(place: Path) ->
         "model.config.num_key_value_heads=2",
         "model.config.router_aux_loss_coef=0.001",
     )
-    assert "experts" in refusal(programs.check_sglang, place, *reading, *experts)
+    assert "experts" in get_error(programs.check_sglang, place, *reading, *experts)
 
 
-def test_adapters_beside_a_model_want_pinned_memory_of_sglang(place: Path) -> None:
-    """An interpreter that has SGLang and no accelerator, by what a shell says."""
+def test_separate_adapters_need_pinned_memory_in_sglang(place: Path) -> None:
     text = 'case "$3" in *pin_memory*) echo "no pinned memory" >&2; exit 1;; esac'
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', text)}"
     asked = (SGLANG, python, "lora.rank=4")
     beside = "lora.engines=beside"
-    said = refusal(programs.check_sglang, place, *asked, beside)
+    said = get_error(programs.check_sglang, place, *asked, beside)
     assert said.startswith("--set lora.engines") and "no pinned memory" in said
     for fine in ((), ("lora.engines=merged",), (beside, "mesh.device=cuda")):
         programs.check_sglang(read(place, *asked, *fine))
-    programs.check_sglang(read(place, SGLANG, python, beside))  # there are no adapters
+    programs.check_sglang(read(place, SGLANG, python, beside))  # the job has no adapters
     able = f"rollout.sglang_python={script(place.parent / 'other/python', 'exit 0')}"
     programs.check_sglang(read(place, SGLANG, able, "lora.rank=4", beside))
 
 
-def test_an_interpreter_that_is_slow_is_not_one_without_pinned_memory(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_interpreter_is_reported_as_slow(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "IMPORT_TIMEOUT_S", 0.1)
     text = 'case "$3" in *pin_memory*) exec sleep 600;; esac'
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', text)}"
-    said = refusal(
+    said = get_error(
         programs.check_sglang, place, SGLANG, python, "lora.rank=4", "lora.engines=beside"
     )
     assert said.startswith("--set rollout.sglang_python") and "within 0.1 s" in said
     assert "has none" not in said and "merged" not in said
 
 
-def test_the_interpreter_of_the_models_code_has_what_the_job_imports(place: Path) -> None:
+def test_sandbox_interpreter_has_the_jobs_imports(place: Path) -> None:
     python = f"sandbox.python={sys.executable}"
     programs.check_sandbox_python(read(place, python, 'sandbox.imports=["json", "math"]'))
-    said = refusal(
+    said = get_error(
         programs.check_sandbox_python, place, python, 'sandbox.imports=["json", "nothing_there"]'
     )
     assert said.startswith("--set sandbox.imports") and "No module named 'nothing_there'" in said
     other = script(place.parent / "bin/python", "exit 3")
-    assert "sandbox.python" in refusal(
+    assert "sandbox.python" in get_error(
         programs.check_sandbox_python, place, f"sandbox.python={other}"
     )
 
 
-def test_commands_of_mcp_servers_that_are_there_are_taken(place: Path) -> None:
+def test_existing_mcp_commands_are_accepted(place: Path) -> None:
     (place.parent / "server.py").write_text("")
     good = f'environment.mcp={{a = ["python", "server.py"], b = ["{sys.executable}"]}}'
     programs.check_mcp_servers(read(place, good))
 
 
 @pytest.mark.needs("compiler")
-def test_gpus_that_are_not_there_are_said_with_what_was_looked_for(
+def test_missing_gpus_are_reported_with_the_search_result(
     place: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices.check_devices(read(place))
     cuda = "mesh.device=cuda"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    said = refusal(devices.check_devices, place, cuda)
+    said = get_error(devices.check_devices, place, cuda)
     assert said.startswith("--set mesh.device=cuda")
     for what in ("libnvidia-ml.so.1", "CUDA_VISIBLE_DEVICES='GPU-b'", "; torch is built "):
         assert what in said
     for name, value in gpus.environment.items():
         monkeypatch.setenv(name, value)
     gpus.gpu("GPU-a")
-    assert "the driver lists no GPU-b" in refusal(devices.check_devices, place, cuda)
+    assert "the driver lists no GPU-b" in get_error(devices.check_devices, place, cuda)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    said = refusal(devices.check_devices, place, cuda)
+    said = get_error(devices.check_devices, place, cuda)
     assert "mesh.workers: 3 workers are asked for, and there are 1 GPUs" in said
     gpus.init_fails(DRIVER_NOT_LOADED)
-    assert "kernel module is not loaded" in refusal(devices.check_devices, place, cuda)
+    assert "kernel module is not loaded" in get_error(devices.check_devices, place, cuda)
 
 
 @pytest.mark.needs("compiler")
 @pytest.mark.skipif(devices.is_torch_built_for_cuda(), reason="this torch has CUDA")
-def test_a_torch_without_cuda_is_said(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_is_rejected(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.gpu("GPU-a")
     for name, value in gpus.environment.items():
         monkeypatch.setenv(name, value)
@@ -164,11 +161,11 @@ def test_a_torch_without_cuda_is_said(gpus: Gpus, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(not devices.is_torch_built_for_cuda(), reason="this torch has no CUDA")
 @pytest.mark.needs("cuda")
-def test_a_gpu_that_is_there_is_usable() -> None:
+def test_present_gpu_is_usable() -> None:
     devices.find_usable_devices("cuda")
 
 
-def test_checks_of_programs_import_no_torch() -> None:
-    """It would take longer than a mistake may take to be named."""
+def test_program_checks_do_not_import_torch() -> None:
+    """Check that the import is absent, because it would delay every error message."""
     code = "import sys, meshrl.job.checks.host.programs; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))

@@ -1,4 +1,4 @@
-"""Checks of the machine that a job needs: its addresses, quota and Redis server."""
+"""Checks of the machine that a job needs: addresses, quota and Redis server."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshrl.job.checks.host import all_checks
 from meshrl.job.model_files import count_parameters
 from meshrl.launch.checks import address_checks, redis_checks
 from tests.load import scaled
-from tests.unit.meshrl.job.machine.conftest import read, refusal
+from tests.unit.meshrl.job.machine.conftest import get_error, read
 
 PASSWORD = "sesame-sesame"
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The socket of a server that wants a password."""
+def guarded_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Start a server with a password and yield its socket."""
     place = tmp_path_factory.mktemp("redis")
     server = embedded_server.prepare_server(place)
     with subprocess.Popen(
@@ -47,7 +47,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         process.kill()
 
 
-def refused_server(monkeypatch: pytest.MonkeyPatch, url: str) -> MeshError:
+def get_redis_error(monkeypatch: pytest.MonkeyPatch, url: str) -> MeshError:
     monkeypatch.setenv("MESHRL_REDIS_URL", url)
     with pytest.raises((ConfigError, StateUnavailable)) as caught:
         redis_checks.require_usable_redis()
@@ -57,21 +57,23 @@ def refused_server(monkeypatch: pytest.MonkeyPatch, url: str) -> MeshError:
     return caught.value
 
 
-def test_a_server_that_answers_is_fine(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHRL_REDIS_URL", f"unix://:{PASSWORD}@{guarded}")
+def test_answering_server_is_accepted(
+    guarded_socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHRL_REDIS_URL", f"unix://:{PASSWORD}@{guarded_socket}")
     redis_checks.require_usable_redis()
     monkeypatch.delenv("MESHRL_REDIS_URL")
-    redis_checks.require_usable_redis()  # there is one to start
+    redis_checks.require_usable_redis()  # a server program exists
 
 
 @pytest.mark.parametrize(
     ("user", "says"),
     [("", "Authentication required"), (":wrong-word@", "invalid username-password pair")],
 )
-def test_a_server_that_refuses_us_is_quoted(
-    guarded: Path, monkeypatch: pytest.MonkeyPatch, user: str, says: str
+def test_rejection_by_the_server_is_quoted(
+    guarded_socket: Path, monkeypatch: pytest.MonkeyPatch, user: str, says: str
 ) -> None:
-    error = refused_server(monkeypatch, f"unix://{user}{guarded}")
+    error = get_redis_error(monkeypatch, f"unix://{user}{guarded_socket}")
     assert isinstance(error, ConfigError) and says in error.message and "USER:PASSWORD" in error.fix
 
 
@@ -86,19 +88,19 @@ def test_a_server_that_refuses_us_is_quoted(
         "unix:/x",
     ],
 )
-def test_what_is_no_url_of_a_redis_is_one_line(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    error = refused_server(monkeypatch, url)
+def test_invalid_redis_url_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    error = get_redis_error(monkeypatch, url)
     assert isinstance(error, ConfigError) and "redis://HOST:PORT" in error.fix
 
 
-def test_nobody_at_the_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_connection_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    error = refused_server(monkeypatch, f"redis://127.0.0.1:{port}/0")
+    error = get_redis_error(monkeypatch, f"redis://127.0.0.1:{port}/0")
     assert isinstance(error, StateUnavailable) and "Connect call failed" in error.message
 
 
-def test_another_server_at_the_port_is_no_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_server_at_the_port_is_reported_as_no_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -114,39 +116,36 @@ def test_another_server_at_the_port_is_no_redis(monkeypatch: pytest.MonkeyPatch)
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         port = listener.getsockname()[1]
-        error = refused_server(monkeypatch, f"redis://127.0.0.1:{port}/0")
+        error = get_redis_error(monkeypatch, f"redis://127.0.0.1:{port}/0")
         listener.shutdown(socket.SHUT_RDWR)
     assert "no Redis" in error.message
 
 
-def test_a_database_that_is_not_there_is_quoted(
-    guarded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = refused_server(monkeypatch, f"unix://:{PASSWORD}@{guarded}?db=999")
+def test_missing_database_is_quoted(guarded_socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = get_redis_error(monkeypatch, f"unix://:{PASSWORD}@{guarded_socket}?db=999")
     assert "DB index is out of range" in error.message
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*", "tcp://localhost:*"])
-def test_addresses_of_this_host_are_fine(place: Path, endpoint: str) -> None:
+def test_addresses_of_this_host_are_accepted(place: Path, endpoint: str) -> None:
     address_checks.check_bind_address(read(place, f"mesh.bind={endpoint}"))
 
 
-def test_an_address_of_another_host_is_refused(place: Path) -> None:
-    said = refusal(
-        address_checks.check_bind_address, place, "mesh.bind=tcp://192.0.2.1:*"
-    )  # of no host: RFC 5737
+def test_address_of_another_host_is_rejected(place: Path) -> None:
+    # an address of no host (RFC 5737)
+    said = get_error(address_checks.check_bind_address, place, "mesh.bind=tcp://192.0.2.1:*")
     assert "no process can listen at 'tcp://192.0.2.1:*'" in said and "127.0.0.1" in said
-    assert "192.0.2.1" in refusal(
+    assert "192.0.2.1" in get_error(
         address_checks.check_metrics_ports, place, "mesh.metrics=192.0.2.1:*"
     )
 
 
-def test_one_port_is_too_few_for_the_processes_of_a_mesh(place: Path) -> None:
-    said = refusal(address_checks.check_bind_address, place, "mesh.bind=tcp://127.0.0.1:5555")
+def test_single_port_is_rejected_for_a_mesh(place: Path) -> None:
+    said = get_error(address_checks.check_bind_address, place, "mesh.bind=tcp://127.0.0.1:5555")
     assert "names one port" in said and "Write * in place of the port" in said
 
 
-def test_a_range_with_too_few_ports_says_how_many_are_needed() -> None:
+def test_too_small_port_range_names_the_needed_count() -> None:
     address_checks.require_free_ports("tcp://127.0.0.1:*", 12)
     address_checks.require_free_ports("tcp://127.0.0.1:29400-29900", 12)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -156,14 +155,16 @@ def test_a_range_with_too_few_ports_says_how_many_are_needed() -> None:
     assert "LOW-HIGH" in caught.value.fix
 
 
-def test_metrics_take_a_free_port_for_each_process(place: Path) -> None:
+def test_metrics_need_a_free_port_for_each_process(place: Path) -> None:
     address_checks.check_metrics_ports(read(place, "mesh.metrics=off"))
     address_checks.check_metrics_ports(read(place))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refusal(address_checks.check_metrics_ports, place, f"mesh.metrics=127.0.0.1:{port}")
+        said = get_error(
+            address_checks.check_metrics_ports, place, f"mesh.metrics=127.0.0.1:{port}"
+        )
     assert "has 0 free ports" in said and "12 processes" in said and "HOST:*" in said
-    assert "free ports" in refusal(
+    assert "free ports" in get_error(
         address_checks.check_metrics_ports, place, "mesh.metrics=127.0.0.1:29400-29402"
     )
     address_checks.check_metrics_ports(read(place, "mesh.metrics=127.0.0.1:29400-29900"))
@@ -172,10 +173,10 @@ def test_metrics_take_a_free_port_for_each_process(place: Path) -> None:
 GIB = 1 << 30
 
 
-def test_versions_that_a_run_has_at_a_time_must_have_room(place: Path) -> None:
+def test_weights_quota_must_fit_the_concurrent_versions(place: Path) -> None:
     of_one = count_parameters(read(place).config) * 4 / GIB
     terms = ("budget.steps=40", "training.keep_checkpoints=2", "training.checkpoint_every=4")
-    said = refusal(
+    said = get_error(
         all_checks.check_weights_quota, place, *terms, f"weights.quota_gb={3.9 * of_one}"
     )
     assert "too few for 4 versions" in said and "training.keep_checkpoints" in said

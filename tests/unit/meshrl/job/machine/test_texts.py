@@ -13,7 +13,7 @@ from meshrl.job import job_reader
 from meshrl.job.checks.host import module_imports, tokens
 from meshrl.job.checks.host.rows import prompt_lengths, tokenized_texts
 from tests.unit.meshrl.conftest import SHAPE
-from tests.unit.meshrl.job.machine.conftest import read, refusal
+from tests.unit.meshrl.job.machine.conftest import get_error, read
 
 ROOM = """\
 class Room:
@@ -30,7 +30,7 @@ def room():
 
 @pytest.fixture
 def rows(place: Path) -> Path:
-    """A job whose tokenizer has an unknown token and a special one."""
+    """Make a job whose tokenizer has an unknown token and a special one."""
     backend = Backend(models.WordLevel({c: i for i, c in enumerate("?0123=+")}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.add_special_tokens([AddedToken("<e>", special=True, normalized=False)])
@@ -43,39 +43,39 @@ def write(place: Path, *rows: object) -> None:
     (place.parent / "train.jsonl").write_text(text)
 
 
-def test_characters_that_the_tokenizer_replaces_are_named_by_row(rows: Path) -> None:
+def test_replaced_characters_are_named_by_row(rows: Path) -> None:
     write(rows, {"prompt": "1+1=?"}, *({"prompt": f"1+{n}=x好"} for n in range(5)))
-    said = refusal(tokenized_texts.check_texts, rows)
+    said = get_error(tokenized_texts.check_texts, rows)
     assert "drops or replaces characters: " in said and "train.jsonl, line 2: " in said
     assert "'好'" in said and "'x'" in said and "and 2 more rows" in said
     write(rows, {"prompt": "1+1=?"})
     tokenized_texts.check_texts(read(rows))
 
 
-def test_special_tokens_without_a_chat_take_a_choice(rows: Path) -> None:
+def test_special_tokens_without_a_chat_need_a_setting(rows: Path) -> None:
     write(rows, {"prompt": "1+1="}, {"prompt": "1<e>"})
-    said = refusal(tokenized_texts.check_texts, rows)
+    said = get_error(tokenized_texts.check_texts, rows)
     assert "train.jsonl, line 2: '<e>'" in said and "environment.special_tokens" in said
     for choice in ("anywhere", "template"):
         tokenized_texts.check_texts(read(rows, f"environment.special_tokens={choice}"))
 
 
-def test_an_answer_may_end_with_a_token_of_the_job(rows: Path) -> None:
+def test_response_may_end_with_a_stop_token(rows: Path) -> None:
     rows.write_text(rows.read_text().replace("[algorithm]\ngroup_size = 4\n", ""))
     settings = ["algorithm.name=sft", "reward.use=", 'rollout.stop=["<e>"]']
     write(rows, {"prompt": "1+1=", "response": "2<e>"})
     tokenized_texts.check_texts(read(rows, *settings))
     write(rows, {"prompt": "1+1=", "response": "2<e>2<e>"})
-    assert "line 1: '<e>'" in refusal(tokenized_texts.check_texts, rows, *settings)
+    assert "line 1: '<e>'" in get_error(tokenized_texts.check_texts, rows, *settings)
 
 
-def test_prompts_that_an_environment_opens_are_sampled(rows: Path) -> None:
+def test_prompts_of_a_custom_environment_are_sampled(rows: Path) -> None:
     (rows.parent / "rooms.py").write_text(ROOM)
     write(rows, *({"prompt": "1="} for _ in range(9)), {"prompt": "x="})
-    said = refusal(module_imports.check_imports, rows, "environment.use=rooms:room")
+    said = get_error(module_imports.check_imports, rows, "environment.use=rooms:room")
     assert "train.jsonl, line 10: 'x'" in said
     write(rows, *({"prompt": "1="} for _ in range(9)), {"prompt": 5})
-    said = refusal(module_imports.check_imports, rows, "environment.use=rooms:room")
+    said = get_error(module_imports.check_imports, rows, "environment.use=rooms:room")
     assert "TypeError" in said and "train.jsonl, line 10" in said and "rooms.py, line 3" in said
 
 
@@ -83,7 +83,7 @@ def write_rows(place: Path, name: str, *rows: object) -> None:
     (place.parent / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_prompts_with_room_for_a_turn_are_taken(place: Path) -> None:
+def test_prompts_that_leave_space_for_a_turn_are_accepted(place: Path) -> None:
     write_rows(place, "train.jsonl", {"prompt": "1" * 63}, {"prompt": "2"})
     prompt_lengths.check_prompt_lengths(read(place))
     place.write_text(place.read_text().replace("[algorithm]\ngroup_size = 4\n", ""))
@@ -91,19 +91,19 @@ def test_prompts_with_room_for_a_turn_are_taken(place: Path) -> None:
     prompt_lengths.check_prompt_lengths(read(place, "algorithm.name=sft", "reward.use="))
 
 
-def test_rows_of_an_environment_of_the_authors_own_are_its_business(place: Path) -> None:
+def test_prompt_lengths_of_a_custom_environment_are_not_checked(place: Path) -> None:
     write_rows(place, "train.jsonl", {"prompt": "1" * 100})
     (place.parent / "rooms.py").write_text("def room(): ...\n")
     prompt_lengths.check_prompt_lengths(read(place, "environment.use=rooms:room"))
 
 
-def frozen(directory: Path, positions: int) -> None:
+def write_frozen_model(directory: Path, positions: int) -> None:
     directory.mkdir()
     described = SHAPE | {"max_position_embeddings": positions}
     (directory / "config.json").write_text(json.dumps(described))
 
 
-def test_trajectories_longer_than_the_models_positions_are_refused(place: Path) -> None:
+def test_trajectories_longer_than_the_models_positions_are_rejected(place: Path) -> None:
     positions = "model.config.max_position_embeddings=256"
     tokens.check_positions(read(place, positions, "rollout.max_tokens=256"))
     with pytest.raises(
@@ -113,25 +113,25 @@ def test_trajectories_longer_than_the_models_positions_are_refused(place: Path) 
     assert "Set rollout.max_tokens to 256 or less" in str(e.value)
 
 
-def test_so_are_those_that_a_frozen_model_has_no_positions_for(place: Path) -> None:
-    frozen(place.parent / "teacher", 48)
+def test_trajectories_longer_than_a_frozen_models_positions_are_rejected(place: Path) -> None:
+    write_frozen_model(place.parent / "teacher", 48)
     teacher = "models.teacher.path=teacher"
-    said = refusal(tokens.check_positions, place, teacher)
+    said = get_error(tokens.check_positions, place, teacher)
     assert "models.teacher" in said and "rollout.max_tokens = 64" in said and "48" in said
-    said = refusal(tokens.check_positions, place, teacher, "models.teacher.max_tokens=50")
+    said = get_error(tokens.check_positions, place, teacher, "models.teacher.max_tokens=50")
     assert "models.teacher.max_tokens = 50 exceeds" in said
     tokens.check_positions(read(place, teacher, "models.teacher.max_tokens=48"))
 
 
-def test_added_tokens_count_where_ids_are_compared_with_rows(place: Path) -> None:
+def test_added_tokens_count_towards_the_vocabulary_check(place: Path) -> None:
     tokens.check_vocabulary(read(place))
     file = place.parent / "added.json"
     backend = Backend.from_file(str(place.parent / "tokenizer.json"))
     backend.add_tokens([AddedToken(f"<extra {i}>") for i in range(5)])
     backend.save(str(file))
-    said = refusal(tokens.check_vocabulary, place, "model.tokenizer=added.json")
+    said = get_error(tokens.check_vocabulary, place, "model.tokenizer=added.json")
     assert "ids up to 16 ('<extra 4>')" in said
 
 
-def test_tokens_that_end_a_turn_are_taken(place: Path) -> None:
+def test_single_and_multi_token_stops_are_accepted(place: Path) -> None:
     tokens.check_stop(read(place, 'rollout.stop=["="]', 'rollout.stop_text=["12="]'))

@@ -1,4 +1,4 @@
-"""What a recorder holds and writes of a run of any length, also where Redis refuses writes."""
+"""Records of runs of any length, also while Redis rejects writes."""
 
 from __future__ import annotations
 
@@ -44,44 +44,48 @@ def event(kind: str, **fields: Any) -> Event:
     return Event("1-0", 0, kind, {"job": JOB} | fields)
 
 
-def judged(step: int, value: float, best: bool) -> Event:
+def make_evaluation(step: int, value: float, best: bool) -> Event:
     return event("evaluation", tag=f"step-{step}", step=step, value=value, best=best)
 
 
-def told(known: list[Event]) -> list[tuple[str, bool]]:
+def list_tags(known: list[Event]) -> list[tuple[str, bool]]:
     return [(e.fields["tag"], e.fields["best"]) for e in select_evaluations(known, JOB)]
 
 
-def test_evaluations_of_abandoned_versions_do_not_stand() -> None:
-    before = [judged(4, 0.5, True), judged(8, 0.25, False), judged(12, 0.25, False)]
+def test_evaluations_of_abandoned_versions_are_removed() -> None:
+    before = [
+        make_evaluation(4, 0.5, True),
+        make_evaluation(8, 0.25, False),
+        make_evaluation(12, 0.25, False),
+    ]
     back = event("lineage", lineage=1, version=8)
-    assert told(before) == [("step-4", True), ("step-8", False), ("step-12", False)]
-    assert told([*before, back]) == [("step-4", True), ("step-8", False)]
-    assert told([*before, back, judged(12, 0.75, True)])[-1] == ("step-12", True)
+    assert list_tags(before) == [("step-4", True), ("step-8", False), ("step-12", False)]
+    assert list_tags([*before, back]) == [("step-4", True), ("step-8", False)]
+    assert list_tags([*before, back, make_evaluation(12, 0.75, True)])[-1] == ("step-12", True)
     other = Event("1-0", 0, "lineage", {"job": "other", "lineage": 1, "version": 0})
-    assert told([*before, other]) == told(before)
+    assert list_tags([*before, other]) == list_tags(before)
 
 
-def test_no_earlier_version_is_the_best_when_the_best_one_is_abandoned() -> None:
-    known = [judged(4, 0.5, True), judged(12, 0.75, True)]
-    assert told([*known, event("lineage", lineage=1, version=8)]) == [("step-4", False)]
+def test_no_earlier_version_becomes_best_when_the_best_is_abandoned() -> None:
+    known = [make_evaluation(4, 0.5, True), make_evaluation(12, 0.75, True)]
+    assert list_tags([*known, event("lineage", lineage=1, version=8)]) == [("step-4", False)]
 
 
-def test_what_was_evaluated_after_training_is_one_on_the_way_once_the_run_is_extended() -> None:
+def test_final_evaluation_becomes_an_intermediate_one_when_the_run_is_extended() -> None:
     after = event("evaluation", tag="after", step=3, best=False)
     changes = {"budget.steps": [3, 6]}
     more = event("changed", lineage=0, version=3, extended=True, changes=changes)
-    assert told([after, more]) == [("step-3", False)]
+    assert list_tags([after, more]) == [("step-3", False)]
     end = event("evaluation", tag="after", step=6, best=False)
-    assert told([after, more, end]) == [("step-3", False), ("after", False)]
+    assert list_tags([after, more, end]) == [("step-3", False), ("after", False)]
     other = event("changed", lineage=0, version=3, extended=False, changes={})
-    assert told([after, other]) == [("after", False)]
+    assert list_tags([after, other]) == [("after", False)]
     assert event_text.format_event(more) == "from step 4 on: budget.steps 3 -> 6"
 
 
 @contextmanager
 def no_room() -> Iterator[None]:
-    """No file of this process may grow, as on a full disk."""
+    """Limit the file size so that no file of this process can grow, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -90,7 +94,7 @@ def no_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_rows_that_stay_outlive_a_full_disk_when_those_after_them_are_cut_off(
+def test_kept_rows_survive_truncation_on_a_full_disk(
     tmp_path: Path,
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
@@ -113,16 +117,16 @@ def server() -> Iterator[Server]:
         yield found
 
 
-def no_memory(client: Any, server: Server) -> None:
+def limit_memory(client: Any, server: Server) -> None:
     client.config_set("maxmemory", 1)
 
 
-def no_replica(client: Any, server: Server) -> None:
+def require_replica(client: Any, server: Server) -> None:
     client.config_set("min-replicas-to-write", 1)
 
 
-def no_snapshot(client: Any, server: Server) -> None:
-    """It cannot write what it has to disk, as when that is full: a directory is in the way."""
+def break_snapshots(client: Any, server: Server) -> None:
+    """Make snapshots of the server fail, as on a full disk: a directory is in the way."""
     client.config_set("save", "900 1")
     (server.directory / "dump.rdb" / "in the way").mkdir(parents=True)
     client.bgsave()
@@ -133,12 +137,12 @@ def no_snapshot(client: Any, server: Server) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (no_memory, "Redis refuses writes: command not allowed when used memory"),
-        (no_replica, "Redis refuses writes: NOREPLICAS"),
-        (no_snapshot, "Redis refuses writes: MISCONF"),
+        (limit_memory, "Redis refuses writes: command not allowed when used memory"),
+        (require_replica, "Redis refuses writes: NOREPLICAS"),
+        (break_snapshots, "Redis refuses writes: MISCONF"),
     ],
 )
-def test_a_redis_that_takes_no_writes_is_named_in_its_own_words(
+def test_redis_that_rejects_writes_is_reported_in_its_own_words(
     server: Server, tmp_path: Path, spoil: Callable[[Any, Server], None], words: str
 ) -> None:
     place = MeshPaths(tmp_path)
@@ -162,7 +166,7 @@ def rows(n: int) -> list[dict[str, Any]]:
     return [{"step": step, "reward": step / n} for step in range(1, n + 1)]
 
 
-def test_the_last_rows_are_held_and_all_of_them_are_in_the_file(tmp_path: Path) -> None:
+def test_recent_rows_stay_in_memory_and_all_rows_in_the_file(tmp_path: Path) -> None:
     recorded = RunRecordWriter(tmp_path, "job")
     for row in rows(MANY):
         recorded.add_rows([row])
@@ -171,7 +175,7 @@ def test_the_last_rows_are_held_and_all_of_them_are_in_the_file(tmp_path: Path) 
     assert list(recorded.iterate_rows()) == rows(MANY)
     again = RunRecordWriter(tmp_path, "job")
     assert again.recent_rows == rows(MANY)[-MAX_ROWS_IN_MEMORY:]
-    again.truncate_rows(MAX_ROWS_IN_MEMORY // 2)  # a new lineage begins before all that is held
+    again.truncate_rows(MAX_ROWS_IN_MEMORY // 2)  # the new lineage begins before all rows in memory
     assert again.recent_rows == list(again.iterate_rows()) == rows(MANY)[: MAX_ROWS_IN_MEMORY // 2]
     again.add_rows([{"step": MAX_ROWS_IN_MEMORY // 2 + 1, "reward": 0.0}])
     assert [row["step"] for row in again.iterate_rows()] == list(
@@ -179,7 +183,7 @@ def test_the_last_rows_are_held_and_all_of_them_are_in_the_file(tmp_path: Path) 
     )
 
 
-def test_a_curve_has_some_of_the_rows_evenly_spaced_and_the_last() -> None:
+def test_thinned_curve_has_evenly_spaced_rows_and_the_last() -> None:
     assert thin_rows(rows(7), 10) == rows(7)
     for n in (20, 21, 22, 999, 1000):
         found = [row["step"] for row in thin_rows(rows(n), 10)]
@@ -190,8 +194,15 @@ def test_a_curve_has_some_of_the_rows_evenly_spaced_and_the_last() -> None:
         assert len(set(gaps)) == 1
 
 
-def test_the_page_of_a_long_run_reads_no_event_of_each_group(tmp_path: Path) -> None:
-    told = [("leader", 1), ("opened", 2), ("ready", 3), ("step", 4), ("opened", 5), ("move", 6)]
+def test_page_of_a_long_run_skips_events_of_single_groups(tmp_path: Path) -> None:
+    list_tags = [
+        ("leader", 1),
+        ("opened", 2),
+        ("ready", 3),
+        ("step", 4),
+        ("opened", 5),
+        ("move", 6),
+    ]
     file = LineFile(tmp_path / EVENTS_FILE)
-    file.append({"id": f"{ms}-0", "ms": ms, "kind": kind, "fields": {}} for kind, ms in told)
+    file.append({"id": f"{ms}-0", "ms": ms, "kind": kind, "fields": {}} for kind, ms in list_tags)
     assert [e.ms for e in read_rare_events(tmp_path)] == [1, 2, 3, 4, 6]

@@ -1,4 +1,4 @@
-"""The records of several jobs: what is wrong with one's costs the others nothing."""
+"""Records of several jobs: faults of one job's record do not affect the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ time.sleep(600)
 
 
 class Recorded:
-    """A launcher without processes, and what is recorded of the jobs that its mesh has."""
+    """Launcher without processes, and the records of its mesh's jobs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -59,21 +59,21 @@ class Recorded:
     async def note(self, job: str, text: str) -> None:
         await events.append(self.launcher.state, "note", {"job": job, "text": text})
 
-    async def until(self, look: Callable[[], bool], what: str) -> None:
+    async def until(self, poll: Callable[[], bool], what: str) -> None:
         async with asyncio.timeout(scaled(PATIENCE_S)):
-            while not look():
+            while not poll():
                 assert not self.recording.done(), self.recording.exception()
                 await asyncio.sleep(0.01)
 
-    async def noted(self, run_dir: Path, text: str) -> None:
-        """Waits until the event is in the record of the run."""
+    async def await_note(self, run_dir: Path, text: str) -> None:
+        """Wait until the event is in the record of the run."""
 
-        def look() -> bool:
+        def poll() -> bool:
             return any(e.fields.get("text") == text for e in read_events(run_dir))
 
-        await self.until(look, text)
+        await self.until(poll, text)
 
-    async def unrecorded(self, job: str) -> None:
+    async def await_missing_record(self, job: str) -> None:
         async with asyncio.timeout(scaled(PATIENCE_S)):
             while not any(
                 e.kind == "unrecorded" and e.fields["job"] == job
@@ -99,8 +99,8 @@ async def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     await made.launcher.state.close()
 
 
-def barred(path: Path) -> None:
-    """Puts a file there, so that nothing can be written below it; what comes in between leaves."""
+def block_path(path: Path) -> None:
+    """Put a file at a path so that nothing can be written below it, and remove it afterwards."""
     while True:
         try:
             return path.touch(exist_ok=False)
@@ -108,27 +108,27 @@ def barred(path: Path) -> None:
             shutil.rmtree(path)
 
 
-async def test_a_run_directory_that_is_deleted_costs_the_other_jobs_nothing(
+async def test_deleted_run_directory_does_not_affect_other_jobs(
     recorded: Recorded, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = await recorded.submit("one"), await recorded.submit("other")
     await recorded.note("one", "first")
-    await recorded.noted(one, "first")
-    one.rename(one.with_name("deleted"))  # at once: its report may just be written
-    barred(one)
-    await recorded.unrecorded("one")
+    await recorded.await_note(one, "first")
+    one.rename(one.with_name("deleted"))  # immediately, perhaps while its report is being written
+    block_path(one)
+    await recorded.await_missing_record("one")
     await recorded.note("other", "second")
-    await recorded.noted(other, "second")
+    await recorded.await_note(other, "second")
     one.unlink()
     write_json(one / "job.json", read_json(other / "job.json"))
-    await recorded.noted(one, "first")
+    await recorded.await_note(one, "first")
     await recorded.end()
     assert read_json(one / "summary.json") and read_json(other / "summary.json")
     said = [line for line in capsys.readouterr().err.splitlines() if "one is not recorded" in line]
     assert said and len(said) == len(set(said)), "each trouble once, however often it was tried"
 
 
-async def test_the_report_is_there_while_the_job_goes_on_and_a_resumed_job_is_recorded_again(
+async def test_report_exists_during_a_job_and_a_resumed_job_is_recorded_again(
     recorded: Recorded,
 ) -> None:
     run_dir = await recorded.submit("one")
@@ -142,21 +142,19 @@ async def test_the_report_is_there_while_the_job_goes_on_and_a_resumed_job_is_re
     await jobs.reopen(recorded.launcher.state, "one", "reopened")
     await recorded.until(lambda: "http-equiv" in page.read_text(), "the report of the resumed run")
     await recorded.note("one", "goes on")
-    await recorded.noted(run_dir, "goes on")
+    await recorded.await_note(run_dir, "goes on")
     await recorded.end()
 
 
 @pytest.mark.parametrize("damage", ["{}", "no JSON", '{"job": "one"}'])
-async def test_a_damaged_job_file_is_written_again_from_redis(
-    recorded: Recorded, damage: str
-) -> None:
+async def test_corrupt_job_file_is_restored_from_redis(recorded: Recorded, damage: str) -> None:
     one = recorded.directory / "one"
     one.mkdir()
     (one / "job.json").write_text(damage)
     document = JobConfig(name="one").to_document()
     await jobs.submit(recorded.launcher.state, "one", document, str(one), "one")
     await recorded.note("one", "first")
-    await recorded.noted(one, "first")
+    await recorded.await_note(one, "first")
     held = read_json(one / "job.json")
     assert held == {"job": "one", "document": document, "mesh": str(recorded.directory)}
     (told,) = [e for e in read_events(one) if e.kind == CORRUPTION_EVENT]
@@ -165,7 +163,7 @@ async def test_a_damaged_job_file_is_written_again_from_redis(
     await recorded.end()
 
 
-async def test_a_tracker_that_hangs_at_the_end_of_a_job_holds_up_no_other(
+async def test_hanging_tracker_of_one_job_delays_no_other(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "packages").mkdir()
@@ -185,7 +183,7 @@ async def test_a_tracker_that_hangs_at_the_end_of_a_job_holds_up_no_other(
     await jobs.set_phase(state, "one", jobs.Phase.FAILED, lease, "planner/0", error="enough")
     await recorded.until((one / "in_flight.json").exists, "the last look at a job")
     await recorded.note("other", "goes on")
-    await recorded.noted(other, "goes on")
+    await recorded.await_note(other, "goes on")
     assert not (one / "summary.json").exists()
     os.kill(int(hung.read_text()), signal.SIGKILL)
     await recorded.until((one / "summary.json").exists, "the report")
@@ -193,28 +191,26 @@ async def test_a_tracker_that_hangs_at_the_end_of_a_job_holds_up_no_other(
     await recorded.end()
 
 
-async def test_what_is_recorded_of_a_job_is_at_the_url_that_it_names(
-    recorded: Recorded, tmp_path: Path
-) -> None:
+async def test_record_is_copied_to_the_jobs_url(recorded: Recorded, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.write_text("in the way")
     run_dir = await recorded.submit("one", JobConfig(out=f"file://{there}"))
     told: list[str] = []
 
-    def look() -> bool:
+    def poll() -> bool:
         told[:] = [e.kind for e in read_events(run_dir)]
         return "out_failed" in told
 
-    await recorded.until(look, "what is in the way")
+    await recorded.until(poll, "what is in the way")
     there.unlink()
     await recorded.note("one", "last")
-    await recorded.noted(run_dir, "last")
+    await recorded.await_note(run_dir, "last")
     await recorded.end()
     for name in ("summary.json", "events.jsonl", "report.html", "job.json", "in_flight.json"):
         assert (there / name).read_bytes() == (run_dir / name).read_bytes(), name
 
 
-async def test_a_recorder_that_is_left_copies_nothing_more_and_who_waits_is_told_of_the_rest(
+async def test_interrupted_recorder_stops_copying_and_names_the_remaining_copy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launcher, run_dir, stop = Launcher(MeshPaths(tmp_path), MeshShape()), tmp_path / "one", Event()
@@ -231,7 +227,7 @@ async def test_a_recorder_that_is_left_copies_nothing_more_and_who_waits_is_told
     assert "its copying has ended" in await recorder.finish_copy(stop)
 
 
-async def test_a_model_that_cannot_be_exported_is_named_with_the_reason(
+async def test_failed_model_export_is_reported_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launcher, run_dir = Launcher(MeshPaths(tmp_path), MeshShape()), tmp_path / "one"

@@ -1,4 +1,4 @@
-"""A trace is what processes have noted, as Perfetto opens it."""
+"""Traces of processes in the format that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ NOTED = TraceNotes(
 )
 
 
-def test_a_trace_has_trajectories_trainer_engines_and_gangs() -> None:
+def test_trace_has_trajectories_trainer_engines_and_gangs() -> None:
     events = list(draw_trace(NOTED, EVENTS))
     check(events)
     names = [span["name"] for span in spans_of(events, "shard 0")]
@@ -112,7 +112,7 @@ def test_a_trace_has_trajectories_trainer_engines_and_gangs() -> None:
     assert [s["name"] for s in spans_of(events, "job")] == ["training", "finished"]
 
 
-def test_an_arrow_leads_from_a_group_to_the_step_that_trained_it() -> None:
+def test_arrow_connects_a_group_to_its_training_step() -> None:
     late = trajectory(7, 0.6, "open", 250.0)
     noted = TraceNotes(shards={"shard 0": [*NOTED.shards["shard 0"], late]}, trainer=NOTED.trainer)
     events = list(draw_trace(noted, EVENTS))
@@ -121,12 +121,12 @@ def test_an_arrow_leads_from_a_group_to_the_step_that_trained_it() -> None:
     assert (source["id"], source["ts"], target["ts"]) == (7, 849_999, 850_000)
     [step] = [s for s in spans_of(events, "trainer") if s["name"] == "step 4"]
     assert (target["pid"], target["tid"]) == (step["pid"], step["tid"])
-    too_late = trajectory(7, 1.1, "open", 250.0)  # by its host's clock: after the step
+    too_late = trajectory(7, 1.1, "open", 250.0)  # after the step by its host's clock
     noted = TraceNotes(shards={"shard 0": [too_late]}, trainer=NOTED.trainer)
     assert not [e for e in draw_trace(noted, EVENTS) if e["ph"] in "sf"]
 
 
-def test_a_move_is_a_moment_on_its_workers_track_with_its_reason() -> None:
+def test_move_is_an_instant_on_its_workers_track_with_its_reason() -> None:
     events = list(draw_trace(NOTED, EVENTS))
     [track] = [e for e in events if e["name"] == "thread_name" and e["args"]["name"] == "w1"]
     [move] = [e for e in events if e["ph"] == "i"]
@@ -146,7 +146,7 @@ bars = st.lists(
 
 
 @given(bars)
-def test_spans_of_a_track_nest_or_follow_each_other_whatever_overlaps(
+def test_overlapping_spans_get_separate_lanes(
     found: list[TraceBar],
 ) -> None:
     tracks = TrackWriter(0.0)
@@ -158,21 +158,21 @@ def test_spans_of_a_track_nest_or_follow_each_other_whatever_overlaps(
     assert len(whole) == 2 * sum(bar.shape is not BarShape.PARTS for bar in found)
 
 
-def noted_in(run_dir: Path, name: str, *rows: dict[str, Any], tail: bytes = b"") -> None:
+def write_notes(run_dir: Path, name: str, *rows: dict[str, Any], tail: bytes = b"") -> None:
     path = run_dir / "trace" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(encode_row(row, n) for n, row in enumerate(rows)) + tail)
 
 
-def test_a_trace_is_written_of_whole_lines_of_every_process(
+def test_trace_contains_complete_lines_of_every_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = (trajectory(n, n, "open", 10.0) for n in (1, 2))
-    noted_in(tmp_path, "shard-0.older", one)
-    noted_in(tmp_path, "shard-0", two, tail=b'{"kind": "traj')
-    noted_in(tmp_path, "shard-1", one)
-    noted_in(tmp_path, "engine-g3.0", WEIGHTS)
-    noted_in(tmp_path, "trainer", step(1, 0.0), tail=b"\x00\x00\n")
+    write_notes(tmp_path, "shard-0.older", one)
+    write_notes(tmp_path, "shard-0", two, tail=b'{"kind": "traj')
+    write_notes(tmp_path, "shard-1", one)
+    write_notes(tmp_path, "engine-g3.0", WEIGHTS)
+    write_notes(tmp_path, "trainer", step(1, 0.0), tail=b"\x00\x00\n")
     found = trace_writer.read_notes(tmp_path)
     assert [row["group"] for row in found.shards["shard 0"]] == [1, 2]
     assert (len(found.shards["shard 1"]), len(found.trainer)) == (1, 1)
@@ -186,16 +186,16 @@ def test_a_trace_is_written_of_whole_lines_of_every_process(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["events.jsonl", "mine.json", "trace"]
 
 
-def test_of_a_long_run_the_last_trajectories_are_shown(
+def test_trace_of_a_long_run_shows_the_last_trajectories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_writer, "MAX_TRAJECTORIES", 3)
     rows = [trajectory(n, n, "open", 10.0) for n in range(8)]
-    noted_in(tmp_path, "shard-0.older", *rows[:6])
-    noted_in(tmp_path, "shard-0", *rows[6:])
+    write_notes(tmp_path, "shard-0.older", *rows[:6])
+    write_notes(tmp_path, "shard-0", *rows[6:])
     assert [r["group"] for r in trace_writer.read_notes(tmp_path).shards["shard 0"]] == [5, 6, 7]
 
 
-def test_a_run_without_traces_says_why(tmp_path: Path) -> None:
+def test_run_without_traces_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"has no traces.*tracking\.trace"):
         trace_writer.export_trace(tmp_path, None)

@@ -1,4 +1,4 @@
-"""Trackers: what each shows, and that none can hold a run up."""
+"""Experiment trackers: their output, and runs that continue when a tracker fails."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ LIMITS = TrackerLimits(
 )
 
 
-def patient() -> TrackerLimits:
-    """Limits that a tracker meets on a slow machine too."""
+def relaxed_limits() -> TrackerLimits:
+    """Limits that a tracker also meets on a slow machine."""
     return replace(LIMITS, show_timeout_s=scaled(20.0), close_timeout_s=scaled(20.0))
 
 
 class Program:
-    """A tracker whose process is a script of the test."""
+    """Tracker whose process runs a script of the test."""
 
     def __init__(self, directory: Path, code: str) -> None:
         script = directory / "tracker.py"
@@ -107,7 +107,7 @@ class Program:
             SystemHost(),
             SystemClock(),
             directory / "tracker.log",
-            LIMITS if code == HANGING else patient(),
+            LIMITS if code == HANGING else relaxed_limits(),
         )
         self.all = Trackers([self.tracker], directory / "tracking.json")
 
@@ -125,21 +125,21 @@ async def program(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
         await asyncio.wait([made.tracker._task])
 
 
-async def until(look: Any, within_s: float = 20.0) -> None:
+async def until(condition: Any, within_s: float = 20.0) -> None:
     end = time.monotonic() + scaled(within_s)
-    while not look():
+    while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.02)
 
 
-def test_scalars_are_the_finite_numbers_by_their_path() -> None:
+def test_scalars_are_finite_numbers_named_by_path() -> None:
     row = {"a": 1, "b": {"c": 2.5, "d": {"e": True}}, "f": None, "g": "x", "h": math.nan, "i": [1]}
     assert flatten_scalars(row) == {"a": 1.0, "b/c": 2.5, "b/d/e": 1.0}
     assert flatten_scalars({"x": math.inf, "y": -math.inf}) == {}
 
 
 @pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
-async def test_everything_is_shown_once_and_in_order(program: Program, tmp_path: Path) -> None:
+async def test_records_are_shown_once_and_in_order(program: Program, tmp_path: Path) -> None:
     program.all.enqueue(rows(1, 150), [])
     program.all.enqueue([], [evaluation("before", 0)])
     await program.all.close()
@@ -152,7 +152,7 @@ async def test_everything_is_shown_once_and_in_order(program: Program, tmp_path:
 
 
 @pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
-async def test_a_resumed_run_shows_only_what_is_new(program: Program) -> None:
+async def test_resumed_run_shows_only_new_records(program: Program) -> None:
     program.tracker.progress.step, program.tracker.progress.shown_evaluations = 4, ["before"]
     program.all.enqueue(rows(1, 6), [evaluation("before", 0), evaluation("after", 6)])
     await program.all.close()
@@ -160,7 +160,7 @@ async def test_a_resumed_run_shows_only_what_is_new(program: Program) -> None:
 
 
 @pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
-async def test_steps_of_an_abandoned_lineage_are_taken_back(program: Program) -> None:
+async def test_steps_of_an_abandoned_lineage_are_rewound(program: Program) -> None:
     program.all.enqueue(rows(1, 5), [])
     await until(lambda: program.tracker.progress.step == 5)
     program.all.rewind(3)
@@ -172,7 +172,7 @@ async def test_steps_of_an_abandoned_lineage_are_taken_back(program: Program) ->
 
 
 @pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
-async def test_a_version_that_is_evaluated_in_another_lineage_is_shown_again(
+async def test_version_evaluated_in_another_lineage_is_shown_again(
     program: Program,
 ) -> None:
     program.all.enqueue(rows(1, 5), [evaluation("step-4", 4)])
@@ -185,7 +185,7 @@ async def test_a_version_that_is_evaluated_in_another_lineage_is_shown_again(
 
 
 @pytest.mark.parametrize("program", [HANGING], indirect=True)
-async def test_one_that_hangs_costs_its_records_and_no_time(
+async def test_hanging_tracker_drops_its_records_without_delay(
     program: Program, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program.all.enqueue(rows(1, 250), [])
@@ -199,7 +199,7 @@ async def test_one_that_hangs_costs_its_records_and_no_time(
 
 
 @pytest.mark.parametrize("program", [BROKEN], indirect=True)
-async def test_one_that_does_not_start_is_given_up(program: Program) -> None:
+async def test_tracker_that_does_not_start_is_given_up(program: Program) -> None:
     program.all.enqueue(rows(1, 2), [])
     await until(lambda: "given up" in program.tracker.progress.last_error)
     program.all.enqueue(rows(3, 3), [])
@@ -209,19 +209,19 @@ async def test_one_that_does_not_start_is_given_up(program: Program) -> None:
 
 
 @pytest.mark.parametrize("program", [FORGETFUL], indirect=True)
-async def test_what_a_dying_process_did_not_confirm_is_shown_again(program: Program) -> None:
+async def test_unconfirmed_record_is_shown_again_after_a_crash(program: Program) -> None:
     program.all.enqueue(rows(1, 2), [])
     await until(lambda: "given up" in program.tracker.progress.last_error)
     assert program.steps() == [1] * LIMITS.max_failures
     await program.all.close()
 
 
-# -- the real ones --------------------------------------------------------------------------------
+# -- real trackers ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """A run directory, before its trackers are chosen."""
+    """Make a run directory without trackers."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     yield run_dir
@@ -235,8 +235,8 @@ def trackers_of(run_dir: Path) -> Trackers:
     )
 
 
-async def shown_by(run_dir: Path, **tracking: Any) -> dict[str, Any]:
-    """Three rows and an evaluation, in two sessions; what is kept of the tracker."""
+async def run_tracker(run_dir: Path, **tracking: Any) -> dict[str, Any]:
+    """Show three rows and an evaluation in two sessions; return the tracker's progress."""
     document = JobConfig(tracking=TrackingConfig(**tracking)).to_document()
     (run_dir / "job.json").write_text(json.dumps({"job": "j", "document": document}))
     kept_one = sample(0, 0.5, set="held_out.greedy", evaluation="before")
@@ -257,7 +257,7 @@ async def test_tensorboard_reads_the_event_files(run: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    await shown_by(run, tensorboard=True)
+    await run_tracker(run, tensorboard=True)
     read = EventAccumulator(str(run / "tensorboard")).Reload()
     found = [(e.step, e.value, e.wall_time) for e in read.Scalars("reward_mean")]
     assert found == [(n, n / 8, 1e9 + n) for n in (1, 2, 3)]
@@ -268,7 +268,7 @@ async def test_tensorboard_reads_the_event_files(run: Path) -> None:
     assert b"it is <0>" in table.tensor_proto.string_val[0]
 
 
-async def test_tensorboard_forgets_an_abandoned_lineage(run: Path) -> None:
+async def test_tensorboard_discards_an_abandoned_lineage(run: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -288,10 +288,10 @@ async def test_tensorboard_forgets_an_abandoned_lineage(run: Path) -> None:
 
 
 @pytest.mark.deep
-async def test_wandb_keeps_an_offline_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wandb_writes_an_offline_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    kept = await shown_by(run, wandb="meshrl-tests")
+    kept = await run_tracker(run, wandb="meshrl-tests")
     found = wandb_history(run, f"wandb/offline-run-*-{kept['id']}/*.wandb")
     rewards = [(row["step"], row["reward_mean"]) for row in found if "reward_mean" in row]
     assert rewards == [(1, 0.125), (2, 0.25), (3, 0.375)]
@@ -299,10 +299,10 @@ async def test_wandb_keeps_an_offline_run(run: Path, monkeypatch: pytest.MonkeyP
 
 
 def wandb_history(directory: Path, pattern: str) -> list[dict[str, float]]:
-    """The rows of .wandb files, in the order of their sessions."""
+    """Return the rows of .wandb files in the order of their sessions."""
     from wandb.proto import wandb_internal_pb2
 
-    messages: Any = wandb_internal_pb2  # protobuf makes its classes at run time
+    messages: Any = wandb_internal_pb2  # protobuf generates its classes at run time
 
     records = [
         messages.Record.FromString(content)
@@ -317,7 +317,7 @@ def wandb_history(directory: Path, pattern: str) -> list[dict[str, float]]:
 
 
 def leveldb_log(content: bytes) -> Iterator[bytes]:
-    """Records of LevelDB's log format, whose first block is 7 bytes short here."""
+    """Yield the records of a log in LevelDB's format whose first block is 7 bytes short."""
     at, whole = 0, b""
     while at + 7 <= len(content):
         left = 32768 - (at + 7) % 32768
@@ -327,19 +327,19 @@ def leveldb_log(content: bytes) -> Iterator[bytes]:
         size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
         whole += content[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # all of it, or its last piece
+        if kind in (1, 4):  # a full record or its last fragment
             yield whole
             whole = b""
 
 
 @pytest.mark.deep
-async def test_trackio_keeps_a_local_run(
+async def test_trackio_writes_a_local_run(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    kept = await shown_by(run, trackio="meshrl-tests")
+    kept = await run_tracker(run, trackio="meshrl-tests")
     read = (
         "import json, sys; from trackio.sqlite_storage import SQLiteStorage as S; "
         "logs = S.get_logs('meshrl-tests', sys.argv[1]); "
@@ -360,7 +360,7 @@ async def test_trackio_keeps_a_local_run(
 # -- the job file ---------------------------------------------------------------------------------
 
 
-def test_each_is_a_line_of_the_job_file(job: Path) -> None:
+def test_job_file_enables_each_tracker(job: Path) -> None:
     lines = ["tracking.tensorboard=true", "tracking.wandb=one", "tracking.trackio=two"]
     config, _ = job_reader.load_config(job, lines)
     assert config.tracking == TrackingConfig(True, "one", "two")
@@ -373,7 +373,7 @@ def test_each_is_a_line_of_the_job_file(job: Path) -> None:
         job_reader.load_config(job, ["tracking.tensorboard=3"])
 
 
-def test_a_missing_package_is_told_before_the_job_starts(
+def test_missing_package_is_reported_before_the_job_starts(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -1,0 +1,82 @@
+"""Fork server for tests, from which their processes are forked as on a user's host.
+
+A run of several workers has one (`conftest.py`). A test that runs alone starts its own if it starts
+many processes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from meshrl.common.mesh.process.child_handle import SystemChild
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV, FORK_SERVER_OFF
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.spawning import SpawnOptions
+from meshrl.launch.services import service_plan
+from tests.load import scaled
+
+LISTENS_S = 60.0
+
+
+class TestForkServer:
+    """Fork server from `start` to `close`, found through the environment by all child processes.
+
+    Nothing is started if the environment already names one.
+    """
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="meshrl-nursery-")
+        self._child: SystemChild | None = None
+
+    def start(self) -> None:
+        """Returns at once: until it listens, processes are executed."""
+        if FORK_SERVER_ENV in os.environ:
+            return
+        socket = Path(self._scratch.name) / "nursery"
+        self._child = SystemHost().spawn(
+            service_plan.build_fork_server_command(socket),
+            name="nursery",
+            env={FORK_SERVER_ENV: FORK_SERVER_OFF, "OMP_NUM_THREADS": "1"},
+            options=SpawnOptions(own_session=True),
+        )
+        os.environ[FORK_SERVER_ENV] = str(socket)
+
+    def start_of_own(self) -> int:
+        """Start a fork server for this process alone; return its pid once it listens.
+
+        It is a fork of the fork server that this process's environment names.
+        """
+        socket = Path(self._scratch.name) / "nursery"
+        self._child = SystemHost().spawn(
+            service_plan.build_fork_server_command(socket),
+            name="nursery",
+            options=SpawnOptions(own_session=True),
+        )
+        wait_until_listening(self._child, socket)
+        os.environ[FORK_SERVER_ENV] = str(socket)
+        return self._child.pid
+
+    def close(self) -> None:
+        """Stop the fork server; its forked processes keep running."""
+        if self._child is not None:
+            self._child.kill()
+            while self._child.poll() is None:
+                time.sleep(0.01)
+            del os.environ[FORK_SERVER_ENV]
+        self._scratch.cleanup()
+
+
+def wait_until_listening(child: SystemChild, socket: Path) -> None:
+    """Wait until a fork server listens; AssertionError if it exits or does not listen in
+    LISTENS_S.
+    """
+    until = time.monotonic() + scaled(LISTENS_S)
+    while not socket.exists():
+        assert child.poll() is None, f"the nursery that was to listen at {socket} has ended"
+        assert time.monotonic() < until, f"no nursery listens at {socket}"
+        time.sleep(0.02)

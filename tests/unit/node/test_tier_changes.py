@@ -1,0 +1,347 @@
+"""Role processes that move to their desired state: loading, waiting for memory, timing out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.api.calls.role import RoleControl, SetTier, TierUsage
+from meshrl.common.base.errors import RemoteFailure, StorageFull
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.dependencies import MeshDependencies
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state import jobs, leader, registry
+from meshrl.common.state.pool.scheduling.decisions import Rationale, SetBlockReason
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.placement import build_parser
+from meshrl.common.state.pool.workers.rows import Instance, InstancePhase, Role, Tier, TierBytes
+from meshrl.common.state.redis.keys import PLANNER_ELECTION
+from meshrl.services.node.instances.role_process import (
+    RESTART_AFTER_SUCCESS_S,
+    SET_TIER_ERROR_TOLERANCE_S,
+    TRY_AGAIN_S,
+)
+from meshrl.services.node.instances.startup import NO_PROGRESS_TIMEOUT_S
+from meshrl.services.node.instances.worker_instances import (
+    MAX_OLD_LOGS,
+    ProcessSlot,
+    WorkerInstances,
+)
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
+from tests.meshes import alone
+from tests.simulated_host import SimulatedChannel, SimulatedHost
+from tests.stories import story_on
+from tests.unit.node.virtual_role import CORE, make_context, make_desired_role, role_process
+
+ENGINE = Instance("g0.0", "j", Role.ROLLOUT)
+HYBRID = Instance("g0.1", "j", Role.TRAINING)
+BYTES = 1000  # size of each process on the accelerator
+DRAINS_S = 3.0
+
+
+class Process(Actor):
+    """Role process that fills the accelerator, drains slowly and moves unless `wrong` has an
+    error.
+    """
+
+    interface = RoleControl
+
+    def __init__(self) -> None:
+        self.wrong: dict[str, Exception] = {}  # by tier
+        self.requests: list[str] = []
+
+    @call(RoleControl.drain)
+    async def drain(self, reason: str) -> None:
+        await asyncio.sleep(DRAINS_S)
+
+    @call(RoleControl.set_tier)
+    def settle(self, m: SetTier) -> TierUsage:
+        self.requests.append(m.tier)
+        if m.tier in self.wrong:
+            raise self.wrong[m.tier]
+        return TierUsage(*(BYTES if m.tier == tier else 0 for tier in list(Tier)[:3]))
+
+
+class OneHost(SimulatedHost):
+    pid = 0
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self.pid, self.pid
+
+
+class World:
+    def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
+        self.clock, self.random = clock, random
+        self._names: list[str] = []  # names of the meshes so far
+        self.state = open_simulated_state(clock)
+        self.network = MemoryNetwork(clock, random.child("network"))
+        self.settings = MeshSettings("simulated", str(root), host="one")
+        self.process = Process()
+        self.ends_after_s = 1e9
+        programs = {f"meshrl.services.{kind}": self.program(kind) for kind in ("engine", "trainer")}
+        self.host = SimulatedHost(clock, random, programs)
+        self.worker = self.mesh("worker/w0", self.host)
+        about = make_context(self.worker, root)
+        about.budgets.limits = TierBytes(accelerator=BYTES)
+        self.residents = WorkerInstances(about, lambda: None, lambda resident: None)
+
+    def mesh(self, name: str, host: SimulatedHost) -> Mesh:
+        transport = MemoryTransport(self.network, f"mem://{name}/{len(self._names)}")
+        self._names.append(name)
+        return Mesh(
+            name,
+            name.partition("/")[0],
+            MeshDependencies(
+                state=self.state,
+                transport=transport,
+                clock=self.clock,
+                random=self.random,
+                host=host,
+            ),
+            settings=self.settings,
+        )
+
+    def program(self, kind: str) -> Callable[[list[str], SimulatedChannel], Awaitable[None]]:
+        async def run(arguments: list[str], channel: SimulatedChannel) -> None:
+            seat = build_parser("").parse_args(arguments)
+            name = f"{'engine' if kind == 'engine' else 'hybrid'}/{seat.resident}"
+            host = OneHost(self.clock, self.random)
+            host.pid = max(pid for pid, c in self.host.children.items() if c.name == name)
+            mesh = self.mesh(name, host)
+            await mesh.join(
+                self.process, stats=lambda: {"generation": seat.generation, "ready": True}
+            )
+            try:
+                await self.clock.sleep(self.ends_after_s)
+            finally:
+                await mesh.leave()
+
+        return run
+
+    def set_desired_state(self, *residents: Instance) -> None:
+        self.residents.set_desired({w.name: w for w in map(make_desired_role, residents)})
+
+    def tenancy(self, resident: Instance) -> ProcessSlot:
+        [found] = [t for t in self.residents.slots if t.name == make_desired_role(resident).name]
+        return found
+
+    async def until(
+        self, resident: Instance, doing: InstancePhase, within_s: float
+    ) -> list[InstancePhase]:
+        """Wait for a phase of the instance and return the phases before it."""
+        seen: list[InstancePhase] = []
+        until = self.clock.monotonic() + within_s
+        while not seen or seen[-1] != doing:
+            assert self.clock.monotonic() < until, (seen, self.detail(resident))
+            await self.clock.sleep(0.05)
+            process = self.tenancy(resident).process
+            seen += [process.phase] if process is not None else []
+        return seen
+
+    def detail(self, resident: Instance) -> str:
+        process = self.tenancy(resident).process
+        return process.detail if process is not None else ""
+
+
+def in_world(tmp_path: Path, story: Callable[[World], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        world = World(clock, random, tmp_path)
+        await world.worker.join(None)
+        async with world.residents:
+            await story(world)
+        await world.worker.leave()
+
+    run_virtual(main, limit_s=3600.0)
+
+
+@story_on(in_world, "tmp_path")
+async def test_arriving_instance_waits_for_a_leaving_one_without_failing(world: World) -> None:
+    world.set_desired_state(ENGINE)
+    await world.until(ENGINE, InstancePhase.READY, 30.0)
+    world.set_desired_state(HYBRID)
+    await world.clock.sleep(DRAINS_S / 2)
+    assert "others have 1000" in world.detail(HYBRID)
+    assert InstancePhase.FAILED not in await world.until(HYBRID, InstancePhase.READY, 30.0)
+
+
+@story_on(in_world, "tmp_path")
+async def test_arriving_instance_fails_if_none_leaves(world: World) -> None:
+    world.set_desired_state(ENGINE)
+    await world.until(ENGINE, InstancePhase.READY, 30.0)
+    world.set_desired_state(ENGINE, HYBRID)
+    await world.until(HYBRID, InstancePhase.FAILED, 1.0)
+
+
+@story_on(in_world, "tmp_path")
+async def test_new_desired_state_is_tried_at_once_after_a_failure(
+    world: World,
+) -> None:
+    world.set_desired_state(ENGINE)
+    await world.until(ENGINE, InstancePhase.READY, 30.0)
+    world.process.wrong[Tier.DISK] = StorageFull("no room", where="/kept")
+    world.set_desired_state(replace(ENGINE, tier=Tier.DISK, epoch=2))
+    await world.until(ENGINE, InstancePhase.FAILED, 1.0)
+    assert "no room" in world.detail(ENGINE)
+    world.set_desired_state(replace(ENGINE, tier=Tier.MEMORY, epoch=3))
+    process = world.tenancy(ENGINE).process
+    assert process is not None and process.phase == InstancePhase.MOVING
+    assert InstancePhase.FAILED not in await world.until(ENGINE, InstancePhase.READY, 1.0)
+    assert process.tier == Tier.MEMORY
+
+
+@story_on(in_world, "tmp_path")
+async def test_lasting_error_becomes_a_failure_and_a_passing_one_does_not(
+    world: World,
+) -> None:
+    world.set_desired_state(ENGINE)
+    await world.until(ENGINE, InstancePhase.READY, 30.0)
+    world.process.wrong[Tier.DISK] = RemoteFailure("OSError: Input/output error")
+    world.set_desired_state(replace(ENGINE, tier=Tier.DISK, epoch=2))
+    await world.until(ENGINE, InstancePhase.MOVING, 1.0)
+    await world.clock.sleep(SET_TIER_ERROR_TOLERANCE_S / 2)
+    assert world.tenancy(ENGINE).process.phase == InstancePhase.MOVING  # type: ignore[union-attr]
+    await world.until(ENGINE, InstancePhase.FAILED, SET_TIER_ERROR_TOLERANCE_S)
+    assert "Input/output error" in world.detail(ENGINE)
+    requests = len(world.process.requests)
+    await world.clock.sleep(TRY_AGAIN_S / 2)
+    assert len(world.process.requests) == requests
+    del world.process.wrong[Tier.DISK]
+    await world.until(ENGINE, InstancePhase.READY, TRY_AGAIN_S)
+
+
+def test_logs_of_removed_instances_do_not_accumulate(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        for number in range(MAX_OLD_LOGS + 2):
+            one = replace(ENGINE, id=f"g{number}.0")
+            world.set_desired_state(one)
+            world.residents.context.log_path(f"engine/{one.id}").write_text("said")
+            await world.clock.sleep(0.2)
+            world.set_desired_state()
+            await world.clock.sleep(12.0)
+
+    in_world(tmp_path, story)
+    assert len(list(tmp_path.glob("*.log"))) == MAX_OLD_LOGS
+    assert not (tmp_path / "engine-g1.0.log").exists()
+
+
+@story_on(in_world, "tmp_path")
+async def test_process_that_exited_after_a_long_run_restarts_soon(world: World) -> None:
+    world.ends_after_s = 10.0
+    world.set_desired_state(ENGINE)
+    await world.until(ENGINE, InstancePhase.READY, 5.0)
+    again = await world.until(ENGINE, InstancePhase.STARTING, 11.0)
+    world.ends_after_s = 1e9
+    again += await world.until(ENGINE, InstancePhase.READY, RESTART_AFTER_SUCCESS_S + 5.0)
+    assert InstancePhase.FAILED not in again
+
+
+NAME, HOST, TRAINER = "trainer/j", "here", "meshrl.services.trainer"
+
+
+@dataclass
+class LoadingWorld:
+    """Worker's mesh, its role process, and the stats that the process publishes."""
+
+    clock: VirtualClock
+    random: Random
+
+    def __post_init__(self) -> None:
+        async def program(arguments: list[str], channel: Any) -> None:
+            self.starts += 1
+            while True:
+                await self.clock.sleep(1e9)
+
+        self.starts = 0
+        host = SimulatedHost(self.clock, self.random.child("host"), {TRAINER: program})
+        settings = MeshSettings(redis_url="simulated", run_root="", host=HOST)
+        mesh = alone("worker/w0", self.clock, self.random, host, settings=settings)
+        self.state = mesh.state
+        self.news = asyncio.Event()
+        self.role = role_process(mesh, Path(), CORE, self.news.set)
+
+    async def poll(self, seconds: float, publish: Callable[[float], dict[str, Any]]) -> None:
+        """Poll the role every ten seconds after the process has published its stats."""
+        entry = registry.RegistryEntry(
+            NAME, "trainer", host=HOST, pid=self.role.pid, incarnation="a"
+        )
+        until = self.clock.monotonic() + seconds
+        while self.clock.monotonic() < until and self.starts == 1:
+            about = {"generation": CORE.generation, "ready": False}
+            entry.stats = about | publish(self.clock.monotonic())
+            await registry.register(self.state, entry, 60_000)
+            await self.role.poll()
+            await self.clock.sleep(10.0)
+
+
+def while_loading(story: Callable[[LoadingWorld], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        world = LoadingWorld(clock, random)
+        await world.role.start()
+        await clock.sleep(1.0)
+        await story(world)
+
+    run_virtual(main, limit_s=100_000.0)
+
+
+@story_on(while_loading)
+async def test_loading_with_progress_has_no_time_limit(world: LoadingWorld) -> None:
+    await world.poll(3600.0, lambda now: {"progress": [int(now) // 250, 0.0]})
+    assert world.starts == 1 and not world.role.is_ready
+    await world.poll(20.0, lambda now: {"ready": True, "progress": [99, 0.0]})
+    assert world.role.is_ready
+
+
+@story_on(while_loading)
+async def test_loading_without_progress_is_killed_and_restarted(world: LoadingWorld) -> None:
+    await world.poll(NO_PROGRESS_TIMEOUT_S - 20.0, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 1
+    await world.poll(60.0, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 2 and world.role.restarts == 1
+
+
+@story_on(while_loading)
+async def test_process_that_publishes_no_progress_is_killed(world: LoadingWorld) -> None:
+    await world.poll(NO_PROGRESS_TIMEOUT_S - 20.0, lambda now: {})
+    assert world.starts == 1
+    await world.poll(60.0, lambda now: {})
+    assert world.starts == 2
+
+
+@story_on(while_loading)
+async def test_loading_limit_does_not_count_pauses_of_the_job(world: LoadingWorld) -> None:
+    document = {
+        "algorithm": {"groups_per_step": 1, "group_size": 1, "max_staleness": 1},
+        "budget": {"steps": 3},
+    }
+    await jobs.submit(world.state, "j", document, "", "submit")
+    led = await leader.campaign(world.state, PLANNER_ELECTION, "test", 1_000_000)
+    why = Rationale("share", "j")
+    await pool.write_decisions(
+        world.state, led, "pause", [SetBlockReason("j", "paused: another one", why)], None
+    )
+    await world.poll(3 * NO_PROGRESS_TIMEOUT_S, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 1
+    await pool.write_decisions(world.state, led, "go on", [SetBlockReason("j", "", why)], None)
+    await world.poll(NO_PROGRESS_TIMEOUT_S - 50.0, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 1
+    await world.poll(90.0, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 2
+
+
+@story_on(while_loading)
+async def test_process_exit_wakes_the_worker_at_once(world: LoadingWorld) -> None:
+    await world.poll(5.0, lambda now: {"ready": True})
+    assert world.role.is_ready
+    world.news.clear()
+    [child] = world.role.supervisor.children.values()
+    child.kill()
+    async with world.clock.timeout(0.1, "the news"):
+        await world.news.wait()
+    assert not world.role.is_ready and world.role.phase == InstancePhase.STARTING

@@ -1,0 +1,302 @@
+"""Time slices that a gang's scheduler grants: one instance computes at a time. The tests kill, hang
+and cancel holders, and request slices too early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from meshrl.common.api.node import AcquireSlice, Worker
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.instances.time_slices import SliceClient
+from meshrl.common.mesh.runtime.calls.actor import call
+from meshrl.common.mesh.runtime.dependencies import MeshDependencies
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
+from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
+from meshrl.services.node.instances.slice_scheduler import (
+    REMOVED_INSTANCE_GRACE_S,
+    SliceCallsMixin,
+    SliceScheduler,
+)
+from meshrl.services.node.instances.time_slices import SliceLimits
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_loop import VirtualClock, VirtualLoop, run_virtual
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
+from tests.simulated_host import SimulatedHost
+from tests.stories import story_on, virtually
+
+LEASES = SliceLimits(factor=2.0, floor_s=5.0, cap_s=60.0, default_s=20.0)
+MINE = ("acquire_slice", "release_slice", "kill_instance")
+
+
+def make_rejection(method: Any) -> Any:
+    async def reject(self: SliceCallsMixin, request: Any) -> Any:
+        raise Refused("a scheduler of time slices and nothing else")
+
+    return call(method)(reject)
+
+
+REST = {name: make_rejection(method) for name, method in Worker.methods.items() if name not in MINE}
+
+
+class Stage:
+    """Two workers of a gang of two, with instances on either and on both."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        self.clock, self.random = clock, random
+        self.state = open_simulated_state(clock)
+        self.network = MemoryNetwork(clock, random.child("network"))
+        self.computing: list[tuple[str, float, float]] = []
+        self.kills: list[tuple[str, str, int]] = []  # worker, instance, generation
+        self.gang = Gang(
+            "g0",
+            ("w0", "w1"),
+            1,
+            (
+                Instance("g0.0", "j", Role.ROLLOUT, time_sliced=True),
+                Instance("g0.1", "j", Role.TRAINING, core=True, ranks=(0, 1), time_sliced=True),
+                Instance("g0.2", "k", Role.ROLLOUT, ranks=(1,), time_sliced=True),
+            ),
+        )
+
+    def mesh(self, name: str) -> Mesh:
+        return Mesh(
+            name,
+            name.partition("/")[0],
+            MeshDependencies(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{name}/{self.random.random()}"),
+                clock=self.clock,
+                random=Random(self.random.randrange(1 << 30)),
+                host=SimulatedHost(self.clock, self.random.child(f"host {name}")),
+            ),
+        )
+
+    async def worker(self, worker: str) -> tuple[Mesh, SliceScheduler]:
+        mesh = self.mesh(f"worker/{worker}")
+
+        async def kill(resident: str, generation: int, why: str) -> None:
+            await self.clock.sleep(1.0)
+            self.kills.append((worker, resident, generation))
+
+        actor = type("OnlyTurns", (SliceCallsMixin,), {"interface": Worker, **REST})()
+        actor.slice_scheduler = SliceScheduler(mesh, worker, kill, LEASES)
+        actor.slice_scheduler.set_gang(self.gang)
+        await mesh.join(actor)
+        self.running = asyncio.create_task(actor.slice_scheduler.run())
+        return mesh, actor.slice_scheduler
+
+    async def resident(self, number: int, *, generation: int = 1) -> tuple[Mesh, SliceClient]:
+        mesh = self.mesh(f"engine/g0.{number}")
+        await mesh.join(None)
+        return mesh, SliceClient(mesh, "worker/w0", f"g0.{number}", generation, enabled=True)
+
+    async def compute(self, name: str, turns: SliceClient, lasts_s: float, times: int = 1) -> None:
+        for _ in range(times):
+            async with turns.time_slice("generate"):
+                began = self.clock.monotonic()
+                await self.clock.sleep(lasts_s)
+                self.computing.append((name, began, self.clock.monotonic()))
+
+    def overlaps(self, *names: str) -> bool:
+        mine = sorted((b, e) for n, b, e in self.computing if n in names)
+        return any(end > begin for (_, end), (begin, _) in itertools.pairwise(mine))
+
+
+def on_stage(story: Callable[[Stage], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        await story(Stage(clock, random))
+
+    run_virtual(main, limit_s=7200.0)
+
+
+@story_on(on_stage)
+async def test_instances_on_one_worker_compute_in_sequence_and_all_progress(
+    stage: Stage,
+) -> None:
+    await stage.worker("w0")
+    (_, a), (_, b), (_, c) = [await stage.resident(i) for i in range(3)]
+    await asyncio.gather(
+        stage.compute("a", a, 0.2, times=20),
+        stage.compute("b", b, 1.0, times=20),
+        stage.compute("c", c, 0.2, times=20),
+    )
+    assert not stage.overlaps("a", "b")
+    assert not stage.overlaps("b", "c")
+    assert stage.overlaps("a", "c")  # they share no rank
+    for _, _begin, end in [row for row in stage.computing if row[0] == "b"][:18]:
+        after = [n for n, b, _ in stage.computing if end <= b < end + 0.6]
+        assert "a" in after  # each instance waits for at most one slice of another
+    assert {t.slice_count for t in (a, b, c)} == {20}
+    assert a.estimate_s("generate") == pytest.approx(0.2)
+
+
+@story_on(on_stage)
+async def test_overdue_holder_is_killed_on_all_its_workers_and_the_next_proceeds(
+    stage: Stage,
+) -> None:
+    _, scheduler = await stage.worker("w0")
+    await stage.worker("w1")
+    (_, engine), (_, core) = [await stage.resident(i) for i in (0, 1)]
+    await core.acquire_slice("train_step")
+    began = stage.clock.monotonic()
+    await stage.compute("engine", engine, 0.2)
+    waited = stage.clock.monotonic() - began
+    assert LEASES.default_s + 1.0 <= waited <= LEASES.default_s + 3.0  # until the holder was dead
+    assert sorted(stage.kills) == [("w0", "g0.1", 1), ("w1", "g0.1", 1)]
+    assert scheduler.stats().turns_killed == 1
+
+
+@virtually()
+async def test_host_suspension_extends_the_deadlines_of_holders(
+    clock: VirtualClock, random: Random
+) -> None:
+    stage = Stage(clock, random)
+    kills: list[str] = []
+
+    async def kill(resident: str, generation: int, why: str) -> None:
+        kills.append(resident)
+
+    scheduler = SliceScheduler(stage.mesh("worker/w0"), "w0", kill, LEASES)
+    scheduler.set_gang(stage.gang)
+    running = asyncio.create_task(scheduler.run())
+    await scheduler.acquire(AcquireSlice("g0.0", 1, "engine/g0.0", "a", 1, "generate", 3.0))
+    await clock.sleep(1.0)
+    cast(VirtualLoop, asyncio.get_running_loop()).now_s += 600.0  # the scheduler polls first
+    await clock.sleep(3.0)
+    assert scheduler.stats().turn_of == ["g0.0"] and kills == []
+    await clock.sleep(5.0)
+    assert scheduler.stats().turn_of == [] and kills == ["g0.0"]
+    running.cancel()
+
+
+@story_on(on_stage)
+async def test_restarted_process_is_not_killed_for_its_predecessors_slice(stage: Stage) -> None:
+    await stage.worker("w0")
+    (dies, core), (_, engine) = [await stage.resident(i) for i in (1, 0)]
+    await core.acquire_slice("train_step")
+    await dies.leave()
+    await stage.resident(1)
+    began = stage.clock.monotonic()
+    await stage.compute("engine", engine, 0.2)
+    assert stage.clock.monotonic() - began < LEASES.floor_s
+    assert stage.kills == []
+
+
+@story_on(on_stage)
+async def test_cancelled_computation_releases_its_slice_or_request(stage: Stage) -> None:
+    _, scheduler = await stage.worker("w0")
+    (_, a), (_, b) = [await stage.resident(i) for i in (0, 1)]
+    holds = asyncio.create_task(stage.compute("a", a, 100.0))
+    await stage.clock.sleep(1.0)
+    waits = asyncio.create_task(stage.compute("b", b, 1.0))
+    await stage.clock.sleep(1.0)
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
+    holds.cancel()
+    await stage.clock.sleep(1.0)
+    assert scheduler.stats().turn_of == []
+    await stage.compute("b", b, 1.0)
+    assert stage.kills == []
+
+
+@story_on(on_stage)
+async def test_abandoned_computation_keeps_its_slice_to_its_end(
+    stage: Stage,
+) -> None:
+    await stage.worker("w0")
+    (_, a), (_, b) = [await stage.resident(i) for i in (0, 1)]
+
+    async def work() -> None:
+        await stage.clock.sleep(3.0)
+        stage.computing.append(("a", began, stage.clock.monotonic()))
+
+    began = stage.clock.monotonic()
+    cancelled = asyncio.create_task(a.run_in_slice("train_step", work))
+    await stage.clock.sleep(1.0)
+    cancelled.cancel()
+    await stage.compute("b", b, 1.0)
+    assert [name for name, _, _ in stage.computing] == ["a", "b"]
+    assert not stage.overlaps("a", "b")
+
+
+@story_on(on_stage)
+async def test_restarted_scheduler_receives_requests_again(stage: Stage) -> None:
+    mesh, _ = await stage.worker("w0")
+    (_, a), (_, b) = [await stage.resident(i) for i in (0, 1)]
+    holding = asyncio.create_task(stage.compute("a", a, 3.0))
+    await stage.clock.sleep(1.0)
+    waiting = asyncio.create_task(stage.compute("b", b, 1.0))
+    await stage.clock.sleep(1.0)
+    stage.running.cancel()
+    await mesh.leave()
+    await stage.worker("w0")
+    await asyncio.gather(holding, waiting)
+    assert {name for name, _, _ in stage.computing} == {"a", "b"}
+    assert stage.kills == []
+
+
+@story_on(on_stage)
+async def test_request_before_the_record_is_read_is_granted_later(stage: Stage) -> None:
+    whole = stage.gang
+    stage.gang = replace(whole, instances=whole.instances[:1])
+    _, scheduler = await stage.worker("w0")
+    _, core = await stage.resident(1)
+    asking = asyncio.create_task(stage.compute("core", core, 0.1))
+    await stage.clock.sleep(2.0)
+    assert not asking.done()
+    scheduler.set_gang(whole)
+    await stage.clock.sleep(1.0)
+    assert asking.done()
+
+
+@story_on(on_stage)
+async def test_removed_instance_is_killed_unless_it_releases_its_slice_in_time(
+    stage: Stage,
+) -> None:
+    _, scheduler = await stage.worker("w0")
+    await stage.worker("w1")
+    (_, engine), (_, core) = [await stage.resident(i) for i in (0, 1)]
+    core._longest_s["train_step"] = 30.0  # from earlier computations
+    await core.acquire_slice("train_step")
+    scheduler.set_gang(replace(stage.gang, instances=stage.gang.instances[:1]))
+    began = stage.clock.monotonic()
+    await stage.compute("engine", engine, 0.2)
+    assert stage.clock.monotonic() - began == pytest.approx(REMOVED_INSTANCE_GRACE_S + 1.0, abs=1.5)
+    assert sorted(stage.kills) == [("w0", "g0.1", 1), ("w1", "g0.1", 1)]
+
+
+@story_on(on_stage)
+async def test_slices_are_acquired_only_when_enabled_and_never_nested(
+    stage: Stage,
+) -> None:
+    _, scheduler = await stage.worker("w0")
+    _, turns = await stage.resident(0)
+    await turns.set_enabled(False)
+    free = asyncio.create_task(stage.compute("free", turns, 2.0))
+    await stage.clock.sleep(1.0)
+    await turns.set_enabled(True)  # waits for computations without a slice
+    assert free.done()
+    assert scheduler.granted_count == 0
+    async with turns.time_slice("generate"):
+        with pytest.raises(Refused, match="begins within a turn"):
+            async with turns.time_slice("sync"):
+                pass
+    assert scheduler.granted_count == 1
+
+
+@story_on(on_stage)
+async def test_generation_not_on_record_gets_no_slice(stage: Stage) -> None:
+    await stage.worker("w0")
+    mesh, _ = await stage.resident(0)
+    old = AcquireSlice("g0.0", 0, mesh.name, mesh.incarnation, 1, "generate", 1.0)
+    with pytest.raises(ServiceUnavailable, match="generation 0"):
+        await mesh.ref("worker/w0").call(Worker.acquire_slice, old)
