@@ -91,7 +91,8 @@ def format_decisions(decisions: Iterable[Decision]) -> list[str]:
     for decision in decisions:
         inputs = " ".join(f"{key}={value}" for key, value in decision.rationale.inputs.items())
         found.append(
-            f"{describe_decision(decision)}  [{decision.rationale.rule}{' ' if inputs else ''}{inputs}]"
+            f"{describe_decision(decision)}  "
+            f"[{decision.rationale.rule}{' ' if inputs else ''}{inputs}]"
         )
     return found
 

@@ -166,7 +166,7 @@ class ZmqTransport:
 
     @property
     def rejected_connections(self) -> dict[str, int]:
-        """Number of rejected connections so far, by reason; see `ZapAuthenticator.rejected_connections`."""
+        """Number of rejected connections so far, by reason; see `ZapAuthenticator`."""
         return (
             dict(self._authenticator.rejected_connections)
             if self._authenticator is not None

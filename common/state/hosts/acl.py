@@ -120,8 +120,8 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     # the pool
     "snapshot": _LEADER_CHECK
     | _mesh(
-        reads="entries entry:* snapshot:stats snapshot:workers snapshot:gangs jobs:active hosts services:*"
-        " draining requests moves planner settings"
+        reads="entries entry:* snapshot:stats snapshot:workers snapshot:gangs jobs:active hosts"
+        " services:* draining requests moves planner settings"
     )
     | _JOB_ROW,
     "write_decisions": _LEADER_CHECK
@@ -222,8 +222,8 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
 }
 # Scripts that apply an operation once, however often they are called with its id.
 _IDEMPOTENT_NAMES = (
-    "append charge_exit record_exit write_decisions submit_request submit reopen change_document cancel delete_job admit_groups"
-    " mark_group_ready return_group open_lineage"
+    "append charge_exit record_exit write_decisions submit_request submit reopen change_document"
+    " cancel delete_job admit_groups mark_group_ready return_group open_lineage"
 )
 IDEMPOTENT_SCRIPTS = frozenset(_IDEMPOTENT_NAMES.split())
 
@@ -250,13 +250,13 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
     "scoring": ("set_phase", _JOB_ROW),
     "sandbox": ("record_exit", _PAUSED_JOBS),
     "rollout": (
-        "admit_groups claim_shard record_segment open_groups mark_group_ready return_group record_evaluation set_phase"
-        " charge_exit record_exit",
+        "admit_groups claim_shard record_segment open_groups mark_group_ready return_group"
+        " record_evaluation set_phase charge_exit record_exit",
         _JOB_ROW | _job(reads="evaluations") | _mesh(reads="draining"),
     ),
     "trainer": (
-        "set_phase evaluation_status lease_groups return_group commit_initial commit_step record_checkpoint"
-        " checkpoint_state open_lineage step_rows",
+        "set_phase evaluation_status lease_groups return_group commit_initial commit_step"
+        " record_checkpoint checkpoint_state open_lineage step_rows",
         _JOB_ROW | _PAUSED_JOBS,
     ),
     "weights": (
@@ -264,7 +264,8 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
         _JOB_ROW | _mesh(reads="jobs jobs:deleted settings", both="jobs:in_store"),
     ),
     "planner": (
-        f"campaign renew_leadership snapshot write_decisions remove_gone old_jobs {_DELETION_SCRIPTS}",
+        "campaign renew_leadership snapshot write_decisions remove_gone old_jobs"
+        f" {_DELETION_SCRIPTS}",
         _mesh(reads="planner"),
     ),
     "gateway": (

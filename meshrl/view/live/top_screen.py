@@ -118,8 +118,8 @@ def format_move(move: MoveFrame) -> str:
         else ""
     )
     return (
-        f"{move.gang} moves from {move.from_role} to {move.to_role}{rule} since {move.elapsed_s:.0f} s, "
-        f"undone in {move.remaining_s:.0f} s if it is not complete{then}"
+        f"{move.gang} moves from {move.from_role} to {move.to_role}{rule} since "
+        f"{move.elapsed_s:.0f} s, undone in {move.remaining_s:.0f} s if it is not complete{then}"
     )
 
 

@@ -105,7 +105,8 @@ def _explain_rejection(
         and draft.get_instances(job.id).awake_worker_count >= job.requirements.max_workers
         and not on
     ):
-        return f"{job.id} has its most workers, {job.requirements.max_workers}; raise pool.workers.most"
+        most = job.requirements.max_workers
+        return f"{job.id} has its most workers, {most}; raise pool.workers.most"
     if (
         _is_joining_engine(draft, request, job)
         and engine_placement.find_engine_around(draft, job, worker.id) is None

@@ -77,12 +77,13 @@ async def report_exit(state: StateClient, report: ExitReport) -> bool:
     failure = report.failure or NO_FAILURE
     restart = failure.restart if report.failure is not None else CRASH
     job = report.job or failure.job
+    cause = report.failure or format_exit(report.code, report.why)
     args = asdict(replace(report, failure=None)) | {
         "op": report.operation_id,
         "job": job,
         "restart": restart,
         "error": failure.to_event_fields(),
-        "message": f"{report.name} ended by {report.failure or format_exit(report.code, report.why)}",
+        "message": f"{report.name} ended by {cause}",
         "advice": compose_advice(report, restart),
     }
     # The exit of a job's own code fails no job: its reporter may not read jobs.

@@ -58,7 +58,7 @@ def explain_missing_isolation(hosts: Sequence[PoolHost], requirements: JobRequir
         return ""
     said = "; ".join(f"{name} {said}" for name, said in sorted(why.items()))
     return (
-        f"the job runs code that the model wrote in {TIER_DESCRIPTIONS[requirements.isolation_tier]} "
-        "(sandbox.tier = "
+        "the job runs code that the model wrote in "
+        f"{TIER_DESCRIPTIONS[requirements.isolation_tier]} (sandbox.tier = "
         f"{requirements.isolation_tier}), and no host that takes sandboxes has it: {said}"
     )
