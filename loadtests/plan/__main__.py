@@ -12,7 +12,7 @@ small cases whose plan is as short as the shortest of its family. `gap_free_*` a
 shortest way to give whole groups to gangs without an order, `gap_longest_first` the best of Libra's
 released layouts and its assignment over ours (on 16 A800, by the same costs). `grouping_error` is
 how much longer plans of 64 groups take on 64 accelerators, `_256` of so many, `_rule` of as many as
-`groups_for` says. `decode_corrected_ratio` is the released decode step with nothing but its
+`choose_group_count` says. `decode_corrected_ratio` is the released decode step with nothing but its
 bandwidth corrected over the released one (64 sequences of 2,048 tokens of a model with 14.8e9
 parameters, on 8 A800), `capacity_corrected_ratio` the room for contexts; `released_layouts_cost` is
 what layouts take that are chosen by the released formulas, over those of the corrected ones, by the

@@ -227,8 +227,8 @@ def explain_no_common_location(
     sizes = ", ".join(str(count) for count in sorted(hosts.values(), reverse=True))
     return (
         f"the job's core takes {requirements.ranks} workers of one {settings.gang_scope} and an "
-        f"engine {requirements.smallest_engine} of one host (rollout.tensor_parallel), and the hosts "
-        "of this mesh, with "
+        f"engine {requirements.smallest_engine} of one host (rollout.tensor_parallel), and the "
+        "hosts of this mesh, with "
         f"{sizes}, have no room for both: lower either, or join a larger host"
     )
 
