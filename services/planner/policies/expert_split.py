@@ -115,7 +115,8 @@ def describe_expert_split(state: ExpertSplitState) -> str:
     assert best is not None
     parts = [
         f"attention on {best.attention_ranks} ranks of {fast} and experts on {slow}, "
-        f"{best.micro_batches} micro-batches: {state.predicted_tokens_per_s:,.0f} tokens a second predicted ({by}), "
+        f"{best.micro_batches} micro-batches: {state.predicted_tokens_per_s:,.0f} tokens a second "
+        f"predicted ({by}), "
         + (
             f"{state.uniform_tokens_per_s:,.0f} with ranks all alike"
             if state.uniform_tokens_per_s
