@@ -1,6 +1,6 @@
 """Generator of the dashboards in this folder, one line per graph: python3 dashboards.py.
 
-The section "What operators watch" of docs/operate/deploy.md explains the series. A user chooses
+docs/operate/alerts.md explains the series. A user chooses
 `$job` and `$service` at the top of a dashboard. A legend is Grafana's, with labels in braces.
 """
 
