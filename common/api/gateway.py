@@ -165,7 +165,7 @@ class JoinHost:
     workers: int
     standby: bool  # it offers to run a standby planner
     version: str  # of MeshRL
-    ephemeral: bool = False  # the mesh may remove it after `pool.gone_s` of absence
+    ephemeral: bool = False  # the mesh may remove it after `pool.forget_after_s` of absence
 
 
 @message

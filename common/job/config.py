@@ -72,7 +72,7 @@ class FrozenModelConfig(ConfigTable):
     # a Hugging Face directory; initial: the job's initial weights; empty: no such model
     path: FilePath = ""
     engine: Literal["torch"] = "torch"
-    backend: EngineBackend = "auto"  # backend of the built-in engine, as rollout.path
+    backend: EngineBackend = "auto"  # backend of the built-in engine, as rollout.backend
     dtype: Dtype = "float32"  # type of its weights and cache
     max_tokens: NonNegativeInteger = 0  # longest sequence; 0: rollout.max_tokens
 

@@ -133,7 +133,7 @@ def parse_engine_speed(text: str) -> EmulatedEngineSpeed:
     if not (pace.decode_step_s > 0 and pace.plateau_batch > 0 and pace.prefill_tokens_per_s > 0):
         raise ConfigError(
             f"there is no pace {text!r}",
-            where="rollout.pace",
+            where="rollout.emulate",
             fix=f"{', '.join(ENGINE_PROFILES)}, or DECODE_MS/PLATEAU/PREFILL_TOKENS_PER_S",
         )
     return pace
@@ -162,7 +162,7 @@ def parse_emulation_scale(text: str) -> EmulationScale | None:
     if not (0 < found.time_scale < math.inf and 0 < found.token_scale < math.inf):
         raise ConfigError(
             f"there is no pace {text!r} of training",
-            where="training.pace",
+            where="training.emulate",
             fix="declared/SCALE, with real seconds for each declared one, as declared/300, or "
             "declared/SCALE/TOKENS, with tokens that a real one stands for",
         )
@@ -170,7 +170,7 @@ def parse_emulation_scale(text: str) -> EmulationScale | None:
 
 
 def parse_training_emulation(text: str) -> EmulatedTrainingSpeed | EmulationScale:
-    """Return the training speed or the scale that `training.pace` describes; ConfigError for
+    """Return the training speed or the scale that `training.emulate` describes; ConfigError for
     neither.
     """
     return parse_emulation_scale(text) or parse_training_speed(text)
@@ -191,7 +191,7 @@ def parse_training_speed(text: str) -> EmulatedTrainingSpeed:
     if not (0 < pace.tokens_per_s < math.inf and 0 <= pace.update_s < math.inf):
         raise ConfigError(
             f"there is no pace {text!r} of training",
-            where="training.pace",
+            where="training.emulate",
             fix=f"{', '.join(TRAINING_PROFILES)}, TOKENS_PER_S/UPDATE_MS, or declared/SCALE for "
             "the ranks of a mixture",
         )

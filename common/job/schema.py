@@ -212,7 +212,8 @@ def _locate_old_keys(make_error: MakeError, old_by_new: Mapping[str, str]) -> Ma
     """Return `make_error` that looks up a renamed key under the name that the file has."""
 
     def make(key: str, message: str, fix: str) -> ConfigError:
-        return make_error(old_by_new.get(key, key), message, fix)
+        name = key.partition("[")[0]
+        return make_error(old_by_new.get(name, name) + key[len(name) :], message, fix)
 
     return make
 

@@ -39,7 +39,7 @@ from loadtests.measuring.rounds import Arm, measured, median_of
 ALONE = 2  # workers of a job alone: an engine and a core
 SPREAD = 3  # seeds alone that the spread is of
 WORKERS = 4
-BALANCED = ("training.pace=800/200", "evaluation.problems=64")
+BALANCED = ("training.emulate=800/200", "evaluation.problems=64")
 
 
 async def pair_s(plan: Plan, at_once: bool) -> Arm:

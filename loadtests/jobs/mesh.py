@@ -43,7 +43,7 @@ class Paces:
 
     def overrides(self) -> list[str]:
         """Overrides as of `--set`; none for a job at full speed."""
-        found = {"rollout.pace": self.rollout, "training.pace": self.training}
+        found = {"rollout.emulate": self.rollout, "training.emulate": self.training}
         return [f"{key}={value}" for key, value in found.items() if value]
 
 

@@ -23,7 +23,7 @@ DEATHS = (
 )
 JOB = Path(__file__).parents[2] / "tests/mesh/jobs/digits.toml"
 # A run that stops after three steps or so, and goes on with other settings.
-SLOW = {"rollout.pace": "10/64/100000"}  # so that there is time to stop it
+SLOW = {"rollout.emulate": "10/64/100000"}  # so that there is time to stop it
 STOPPED_AFTER, CHANGED_DEATHS = 3, ("computing@7", "committing@8")
 CHANGES = {"optimizer.muon_lr": 0.02, "optimizer.adamw_lr": 0.01, "algorithm.clip_high": 0.01}
 RUN_S = 300.0

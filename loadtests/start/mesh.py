@@ -34,7 +34,7 @@ WITHIN_S = 120.0
 AT_REST_S = 1.0  # after the last role process is ready
 CHANGES = (
     "planner.imbalance=1000000.0",  # the planner leaves every worker where it is
-    "rollout.pace=a100-14b",
+    "rollout.emulate=a100-14b",
     "rollout.slots=8",
 )
 

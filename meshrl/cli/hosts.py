@@ -65,7 +65,7 @@ def join(
         str,
         typer.Option(
             metavar="NAME",
-            help='Of hosts that a gang may span, where mesh.toml says pool.gangs = "network"; '
+            help='Of hosts that a gang may span, where mesh.toml says pool.gang_scope = "network"; '
             "default: the head's.",
         ),
     ] = "",

@@ -231,7 +231,7 @@ def _check_gpu() -> Finding:
 
 
 def _check_gpu_backend() -> Finding:
-    """Return the choice of `rollout.path = "auto"` on a worker with a GPU, and its reason."""
+    """Return the choice of `rollout.backend = "auto"` on a worker with a GPU, and its reason."""
     try:
         devices.find_usable_devices("cuda")
     except ConfigError as error:

@@ -21,7 +21,7 @@ class JoinedHost:
     workers: int
     joined_at_s: float  # wall clock
     key_digest: str  # digest of that by which it is known at the gateway
-    ephemeral: bool = False  # it is removed after an absence of `pool.gone_s`
+    ephemeral: bool = False  # it is removed after an absence of `pool.forget_after_s`
 
 
 @dataclass(frozen=True)

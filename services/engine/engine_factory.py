@@ -39,10 +39,10 @@ async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> Toke
     pace = data.config.rollout.emulate
     if data.config.rollout.engine == "sglang":
         degree = 1 if pace else placement.ranks
-        return await _create_sglang_engine(mesh, data, placement.resident, degree)
+        return await _create_sglang_engine(mesh, data, placement.instance, degree)
     if placement.ranks > 1 and not pace:
         raise ConfigError(
-            f"the built-in engine computes on one worker, and {placement.resident} has "
+            f"the built-in engine computes on one worker, and {placement.instance} has "
             f"{placement.ranks}",
             where="rollout.tensor_parallel",
             fix='set it to [1], or rollout.engine = "sglang"',

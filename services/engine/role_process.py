@@ -159,7 +159,7 @@ class ThreadDriver:
 
 
 async def main(placement: Placement) -> None:
-    name, settings = f"engine/{placement.resident}", MeshSettings.from_env()
+    name, settings = f"engine/{placement.instance}", MeshSettings.from_env()
     mesh = await Mesh.open(name, "engine", settings, placement.job)
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -187,7 +187,7 @@ async def serve(
     turns = SliceClient(
         mesh,
         placement.slice_scheduler,
-        placement.resident,
+        placement.instance,
         placement.generation,
         enabled=placement.time_sliced,
     )
@@ -203,7 +203,7 @@ async def serve(
             serve_chunks(mesh, kv.chunk_store, accepts_uploads=False) if limits.kv.peers else None
         )
     versions = VersionReceiver(mesh, placement.job, limits.weights)
-    traces = TraceWriter(mesh, data, f"engine-{placement.resident}")
+    traces = TraceWriter(mesh, data, f"engine-{placement.instance}")
 
     def stats() -> dict[str, Any]:
         own = service.stats()

@@ -107,7 +107,7 @@ def format_predictions(memory: PlannerMemory) -> list[str]:
         if "step_s" in told:
             stages = f"rollout {told['rollout_s']:.3g} s, training {told['train_s']:.3g} s"
             step = f"step {told['step_s']:.3g} s, observed {told['measured_s']:.3g} s"
-            error = told.get("error")
+            error = told.get("median_error")
             off = f", moves were predicted {error:.0%} off" if error is not None else ""
             found.append(f"{job}: {stages}; {step}{off}; {told['verdict']}")
         if trained := told.get("training"):

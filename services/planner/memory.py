@@ -35,7 +35,7 @@ class PlannerMemory(PoolAbsences):
         """Encode the memory for JSON, with the explanations of jobs and shares for users."""
         explained = {job: dict(watch.explanation) for job, watch in self.split_states.items()}
         for job, mixture in self.expert_splits.items():
-            explained.setdefault(job, {})["ranks"] = describe_expert_split(mixture)
+            explained.setdefault(job, {})["expert_split_reason"] = describe_expert_split(mixture)
         shown = {job: about for job, about in explained.items() if about}
         found: dict[str, Any] = {"entitled": {}} | to_json_value(self) | {"explained": shown}
         return found

@@ -48,7 +48,7 @@ async def run_scoring(placement: Placement) -> None:
     turns = SliceClient(
         mesh,
         placement.slice_scheduler,
-        placement.resident,
+        placement.instance,
         placement.generation,
         enabled=placement.time_sliced,
     )

@@ -109,7 +109,7 @@ def get_process_kind_and_name(placement: Placement) -> tuple[str, str]:
         return "rank", rank_name(placement.job, placement.rank)
     if placement.core:
         return "trainer", f"trainer/{placement.job}"
-    return "hybrid", make_hybrid_name(placement.resident)
+    return "hybrid", make_hybrid_name(placement.instance)
 
 
 async def run_core(

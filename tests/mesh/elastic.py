@@ -231,7 +231,7 @@ class Training:
         await self._rank_main(f"hybrid/{gang}", gang=gang, module=module, host=host)
 
     def _of_ranks(self, rank: int) -> list[str]:
-        apart = [] if self.apart is None else ["--apart", json.dumps(self.apart.to_list())]
+        apart = [] if self.apart is None else ["--expert-split", json.dumps(self.apart.to_list())]
         return ["--rank", str(rank), "--ranks", str(self.ranks), *apart]
 
     async def _rank_main(
@@ -243,7 +243,7 @@ class Training:
         host: str = "here",
         device: str = "",
     ) -> None:
-        place = ["--gang", gang, "--resident", gang, "--job", self.job, "--generation", "1"]
+        place = ["--gang", gang, "--instance", gang, "--job", self.job, "--generation", "1"]
         self.elastic.run(name, module, [*place, *more], host, device)
 
     async def _begun(self) -> bool:

@@ -31,8 +31,9 @@ T = TypeVar("T")
 
 
 def slow_pace(decode_ms: float, plateau: int, prefill_tokens_per_s: int) -> str:
-    """Return a `rollout.pace` at which a job still runs when the test acts. It is slower on slower
-    machines.
+    """Return a `rollout.emulate` at which a job still runs when the test acts.
+
+    It is slower on slower machines.
     """
     return f"{scaled(decode_ms):g}/{plateau}/{prefill_tokens_per_s}"
 

@@ -24,7 +24,7 @@ class StillHybrid(Hybrid):
 
 
 async def main(seat: Placement) -> None:
-    mesh = await Mesh.open(f"hybrid/{seat.resident}", "hybrid", MeshSettings.from_env())
+    mesh = await Mesh.open(f"hybrid/{seat.instance}", "hybrid", MeshSettings.from_env())
     row = await jobs.read_job(mesh.state, seat.job)
     data = JobData.from_document(seat.job, row.document, row.run_dir)
     hybrid = StillHybrid(mesh, data, seat, create_learner(data))

@@ -59,7 +59,7 @@ def choose_backend(requested: str, device: str, config: ModelConfig, dtype: str)
         return EngineBackend("graphs", cpu)
     if device == "cuda":
         _LOG.warning(
-            "the engine decodes on the CPU of a worker with a GPU: rollout.path %s", requested
+            "the engine decodes on the CPU of a worker with a GPU: rollout.backend %s", requested
         )
     if requested == "eager":
         return EngineBackend("eager", cpu, "asked for")
@@ -67,7 +67,7 @@ def choose_backend(requested: str, device: str, config: ModelConfig, dtype: str)
     if found.path is not None:
         return EngineBackend("native", cpu, library=found)
     if requested == "native":
-        raise ConfigError(found.reason, where="rollout.path", fix="install g++, or use eager")
+        raise ConfigError(found.reason, where="rollout.backend", fix="install g++, or use eager")
     _LOG.warning("the engine takes its torch path: %s", found.reason)
     return EngineBackend("eager", cpu, found.reason)
 

@@ -56,9 +56,9 @@ def parse_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         "architecture": name,
         "vocab_size": _require_int(raw, "vocab_size"),
         "hidden_size": hidden,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": int(value("num_key_value_heads") or heads),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": int(value("num_key_value_heads") or heads),
         "head_dim": int(value("head_dim") or hidden // heads),
         "ffn_size": _require_int(raw, "intermediate_size"),
         "rope_theta": theta,
@@ -72,7 +72,7 @@ def parse_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         "bos_id": raw.get("bos_token_id"),
         "eos_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
         "pad_id": raw.get("pad_token_id"),
-        "unrotated_layers": _parse_no_rope_layers(value, layers),
+        "no_rope_layers": _parse_no_rope_layers(value, layers),
         **_parse_windows(name, value, layers),
         **_parse_experts(name, architecture, value, layers),
     }
@@ -287,9 +287,9 @@ def _parse_experts(
         return {}
     mixtral = name == "mixtral"
     found: dict[str, Any] = {
-        "experts": int(value("num_local_experts" if mixtral else "num_experts")),
-        "experts_per_token": int(value("num_experts_per_tok")),
-        "balance_coefficient": float(value("router_aux_loss_coef")),
+        "num_experts": int(value("num_local_experts" if mixtral else "num_experts")),
+        "num_experts_per_token": int(value("num_experts_per_tok")),
+        "router_aux_loss_coef": float(value("router_aux_loss_coef")),
     }
     if mixtral:
         return found | {
@@ -301,7 +301,7 @@ def _parse_experts(
         "expert_ffn_size": int(value("moe_intermediate_size")),
         "normalise_routing": bool(value("norm_topk_prob")),
         "dense_layers": tuple(i for i in range(layers) if i in listed or (i + 1) % step),
-        "shared_ffn_size": int(value("shared_expert_intermediate_size") or 0),
+        "shared_expert_ffn_size": int(value("shared_expert_intermediate_size") or 0),
     }
 
 

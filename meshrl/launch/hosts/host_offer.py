@@ -30,7 +30,9 @@ class HostOffer:
         None  # services that may be placed here; None: as before, all
     )
     advertise: str = ""  # the name by which others reach it; empty: the address in `listen`
-    ephemeral: bool = False  # it leaves when it ends; absent for `pool.gone_s`, it is removed
+    ephemeral: bool = (
+        False  # it leaves when it ends; absent for `pool.forget_after_s`, it is removed
+    )
     upload_mb_per_s: float = 0.0  # megabytes a second that its processes send; 0: as many as can be
     download_mb_per_s: float = 0.0  # and receive
     given_options: Collection[

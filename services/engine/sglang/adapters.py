@@ -64,7 +64,7 @@ class ServerAdapters:
             raise Refused(
                 "this server was not started for adapters",
                 where="engine",
-                fix='set lora.engines to "merged", or to "beside" and start it again',
+                fix='set lora.engine_mode to "merged", or to "beside" and start it again',
             )
         ranks = {tensor.shape[0] for factor, tensor in tensors.items() if factor.endswith(".a")}
         build_adapter_deltas(self._config, tensors, scale)

@@ -336,7 +336,7 @@ class SGLangServer:
         if self.launch_config.read_back and self.ranks > 1:
             raise ConfigError(
                 f"{self.ranks} processes of SGLang share the model, and each tells of its part",
-                where="rollout.read_back",
+                where="rollout.verify_weights",
                 fix="leave it out, or set rollout.tensor_parallel = [1]",
             )
         described = await self._fetch("/openapi.json", DESCRIBE_TIMEOUT_S)

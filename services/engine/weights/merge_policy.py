@@ -10,7 +10,7 @@ from typing import Literal
 
 from meshrl.common.base.clock import Clock
 
-AdapterMode = Literal["auto", "merged", "beside"]  # `lora.engines`
+AdapterMode = Literal["auto", "merged", "beside"]  # `lora.engine_mode`
 
 # Share of an engine's time that adapters beside a model take: some 9 % of a native step of 16 rows
 # at rank 8 in a model of 4 M parameters, 12 % of 8 rows at rank 16; less in wider models.

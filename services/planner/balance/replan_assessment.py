@@ -235,13 +235,13 @@ def record_explanation(
     state: SplitState, model: StepPrediction | None, verdict: str, window: WorkWindow | None = None
 ) -> SplitState:
     """Return the split state with the prediction and the verdict for display."""
-    binds = model.bottleneck if model is not None else ""
-    told: dict[str, Any] = dict(state.explanation)
+    found: dict[str, Any] = dict(state.explanation)
     if model is not None and window is not None and window.steps:
-        told |= model.to_event() | {"binds": binds, "measured_s": round(window.step_s, 4)}
+        found |= model.to_event()
+        found |= {"bottleneck": model.bottleneck, "measured_s": round(window.step_s, 4)}
     errors = [one.relative_error for one in state.verdicts]
-    told |= {"verdict": verdict, "error": round(median(errors), 4) if errors else None}
-    return replace(state, explanation=told)
+    found |= {"verdict": verdict, "median_error": round(median(errors), 4) if errors else None}
+    return replace(state, explanation=found)
 
 
 def select_curves(job: PlannedJob, state: SplitState) -> Sequence[DecodeCurve]:

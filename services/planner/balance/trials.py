@@ -91,13 +91,14 @@ class Verdict:
     def to_event(self) -> dict[str, Any]:
         """Return the verdict as the fields of an event."""
         found = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
-        for name in ("rule", "towards", "was", "became"):
+        for name in ("rule", "instance", "direction", "engines_before", "engines_after"):
             del found[name]
         sides = ("rollout", "training")
         there, here = sides if self.direction == "training" else sides[::-1]
         if self.direction == DEGREES_DIRECTION:
             there, here = self.engines_before, self.engines_after
         return found | {
+            "resident": self.instance,
             "policy": self.rule,
             "from": there,
             "to": here,

@@ -35,7 +35,9 @@ def main() -> NoReturn:
     os.close(null)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # nor is init, which is forked from here
     request = frames.receive(incoming)
-    zygote.preload(request["warm"], "runner", request["searched_last"], default_modules="")
+    zygote.preload(
+        request["preloaded_modules"], "runner", request["searched_last"], default_modules=""
+    )
     place = request["scratch"]
     if not os.path.isdir(place):
         os.mkdir(place, 0o700)

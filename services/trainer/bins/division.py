@@ -28,7 +28,7 @@ class EvenDivision:
         return self.ranks
 
     @property
-    def encode(self) -> Any:
+    def document(self) -> Any:
         """Form of the division in records: another division rounds floats in another way."""
         if self.expert_parallel == 1:
             return self.ranks
@@ -59,7 +59,7 @@ class ZebraDivision:
         return self.attention_ranks
 
     @property
-    def encode(self) -> Any:
+    def document(self) -> Any:
         return {
             "attention": self.attention_ranks,
             "experts": self.expert_ranks,

@@ -58,8 +58,8 @@ class Bin:
     """Sequences end to end, every array [n]; a token's data is at the position before the token.
 
     `tokens[i]` is the input and `targets[i]`, the next token of its sequence, is predicted.
-    Sequence j has the positions from starts[j] to starts[j + 1]; positions past starts[-1] are
-    padding.
+    Sequence j has the positions from cu_seqlens[j] to cu_seqlens[j + 1]; positions past
+    cu_seqlens[-1] are padding.
     """
 
     tokens: Ints
@@ -88,27 +88,27 @@ class Bin:
         """Return the bin as named arrays, to be sent."""
         arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _DTYPES}
         arrays |= {EXTRA_PREFIX + name: array for name, array in self.extras.items()}
-        return arrays if self.expert_ids is None else arrays | {"experts": self.expert_ids}
+        return arrays if self.expert_ids is None else arrays | {"expert_ids": self.expert_ids}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Bin:
         """Return the bin of named arrays; BadMessage unless all are present, and fit together."""
         extras = {name: array for name, array in arrays.items() if name.startswith(EXTRA_PREFIX)}
         known = {name: array for name, array in arrays.items() if name not in extras}
-        experts = known.pop("experts", None)
+        experts = known.pop("expert_ids", None)
         if set(known) != set(_DTYPES):
             raise BadMessage(f"a bin has the arrays {sorted(_DTYPES)}, not {sorted(known)}")
         places = known["tokens"].shape
         for name, array in (known | extras).items():
-            shape = places if name != "starts" else (len(array),)
+            shape = places if name != "cu_seqlens" else (len(array),)
             if array.dtype != _DTYPES.get(name, np.float32) or array.shape != shape:
                 raise BadMessage(f"array {name} of a bin is {array.dtype}{list(array.shape)}")
         if experts is not None and (experts.dtype != np.int16 or experts.shape[:1] != places):
             raise BadMessage(f"experts of a bin are {experts.dtype}{list(experts.shape)}")
-        starts = known["starts"]
+        starts = known["cu_seqlens"]
         rising = len(starts) > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
         if len(places) != 1 or not rising or int(starts[-1]) > places[0]:
-            raise BadMessage("the starts of a bin's sequences do not rise within its places")
+            raise BadMessage("cu_seqlens of a bin does not rise within its positions")
         return cls(
             **{name: _make_writable(array) for name, array in known.items()},
             extras={
@@ -122,11 +122,11 @@ _DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "targets": np.int32,
     "positions": np.int32,
-    "starts": np.int32,
-    "mask": np.bool_,
-    "fresh": np.bool_,
-    "behaviour": np.float32,
-    "advantage": np.float32,
+    "cu_seqlens": np.int32,
+    "loss_mask": np.bool_,
+    "fresh_mask": np.bool_,
+    "behaviour_logprobs": np.float32,
+    "advantages": np.float32,
     "weight": np.float32,
 }
 

@@ -110,7 +110,7 @@ class PieceRunner:
         turns = SliceClient(
             mesh,
             placement.slice_scheduler,
-            placement.resident,
+            placement.instance,
             placement.generation,
             enabled=placement.time_sliced,
         )

@@ -97,7 +97,7 @@ class TrainerCore(Actor):
         prior = estimate_from_flops(parameters, model.num_heads * model.head_dim, model.num_layers)
         costs = CostCalibration(prior, training.bin_tokens)
         self.gradients = GradientCollector(
-            mesh, compute, placement.resident, training.bin_deadline_s, costs
+            mesh, compute, placement.instance, training.bin_deadline_s, costs
         )
         self.gradients.measure_idle_s = lambda: (
             self.sleep_timer.total_s + self.time_slices.wait_time_s
@@ -236,7 +236,7 @@ class TrainerCore(Actor):
         return self.position.describe() | {
             "job": self.data.id,
             "tier": str(tier),
-            "ranks": self.compute.division.encode,
+            "ranks": self.compute.division.document,
             "checkpoint": self.checkpoints.last_name,
             "checkpoint_step": self.checkpoints.last_step,
         }
@@ -341,7 +341,7 @@ class TrainerCore(Actor):
         done = await self._make_step(step, self.position.manifest, self.data.config).run(groups)
         self.position.computed_step = step
         done.batch.refilled_count = refill.replaced_count
-        metrics = counters.build_metrics(step, done, gradients.busy_s, self.placement.resident)
+        metrics = counters.build_metrics(step, done, gradients.busy_s, self.placement.instance)
         await self.committer.commit_step(step, done, metrics, counters.part_timer)
         counters.commit_step(done.batch.token_count)
         self.step_traces.end_step(done.batch.token_count)

@@ -148,7 +148,7 @@ class CoreSleeper:
         tier, head = found
         about: dict[str, Any] = head.metadata
         mine = (about["job"], about["lineage"], about["version"], about["ranks"])
-        stands = (core.data.id, row.lineage, row.version, core.compute.division.encode)
+        stands = (core.data.id, row.lineage, row.version, core.compute.division.document)
         # Another process may have committed this step since, from other groups. Then the weights
         # are equal, but not the version number.
         same = about["manifest"] == row.manifest != ""

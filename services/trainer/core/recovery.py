@@ -48,7 +48,7 @@ class Recovery:
             )
         # Ranks with another division than those of a checkpoint resume in a new lineage. In a
         # lineage that began there, records name the division of each step.
-        alike = checkpoint.account.get("ranks", 1) == self._compute.division.encode
+        alike = checkpoint.account.get("ranks", 1) == self._compute.division.document
         if (alike or row.lineage > checkpoint.lineage) and await self._replay_steps(
             checkpoint, row
         ):
@@ -100,7 +100,7 @@ class Recovery:
     async def _repeat_steps(self, records: list[steps.StepRecord]) -> bool:
         """Repeat the recorded steps; return False if one cannot be repeated."""
         for record in records:
-            if record.replay_data.get("ranks") != self._compute.division.encode:
+            if record.replay_data.get("ranks") != self._compute.division.document:
                 return False
             self._core.enter_phase("replaying", record.step)
             found = await self._core.intake.fetch_groups(record.groups)

@@ -29,7 +29,7 @@ POLL_S = 0.1
 
 
 async def wait_for_evaluation(mesh: Mesh, data: JobData, version: int) -> None:
-    """Wait for the evaluation of `version`, if one is due, for at most `evaluation.hold_s`.
+    """Wait for the evaluation of `version`, if one is due, for at most `evaluation.max_wait_s`.
 
     After the limit training continues, and late results are left out of the figures.
     """
@@ -99,7 +99,7 @@ class StepCommitter:
             await checkpoints.wait_until_written(required=True)
         core.enter_phase("committing", step)
         record = {
-            "ranks": core.compute.division.encode,
+            "ranks": core.compute.division.document,
             "updates": result.updates,
             "settings": select_recorded(self._data.config),
         }

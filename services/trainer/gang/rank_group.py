@@ -136,7 +136,7 @@ class RankGroup:
                     f"a gang over hosts, and {one.host} has no interface that others reach",
                     where=one.host,
                     fix="Set `interface` in its settings, or GLOO_SOCKET_IFNAME, to one that has "
-                    'an address; or set pool.gangs to "host"',
+                    'an address; or set pool.gang_scope to "host"',
                 )
         return interface, address
 

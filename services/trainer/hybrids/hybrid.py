@@ -58,11 +58,11 @@ class Hybrid(StatelessSleeper, Actor):
         self.mesh, self.data, self.placement = mesh, data, placement
         self.learner = learner
         self.bulk = BulkClient(mesh)
-        self.outbox = GradientOutbox(mesh, placement.resident)
+        self.outbox = GradientOutbox(mesh, placement.instance)
         self.time_slices = SliceClient(
             mesh,
             placement.slice_scheduler,
-            placement.resident,
+            placement.instance,
             placement.generation,
             enabled=placement.time_sliced,
         )
@@ -161,7 +161,7 @@ class Hybrid(StatelessSleeper, Actor):
         try:
             if generation:
                 await self._core.call(
-                    Trainer.leave_hybrid, LeaveRequest(self.placement.resident, generation)
+                    Trainer.leave_hybrid, LeaveRequest(self.placement.instance, generation)
                 )
         except MeshError as error:  # an unreachable core has forgotten the hybrid already
             self.mesh.telemetry.log.info("leaving", error=str(error))
@@ -187,9 +187,9 @@ class Hybrid(StatelessSleeper, Actor):
 
     async def _run_round(self) -> None:
         if not self._generation:
-            self._generation = await self._core.call(Trainer.join_hybrid, self.placement.resident)
+            self._generation = await self._core.call(Trainer.join_hybrid, self.placement.instance)
         request = RoundRequest(
-            self.placement.resident, self._generation, self._manifest, LEASE_WAIT_S
+            self.placement.instance, self._generation, self._manifest, LEASE_WAIT_S
         )
         lease = await self._core.call(Trainer.lease_round, request, deadline_s=LEASE_WAIT_S + 5.0)
         if lease.index >= 0:
@@ -245,7 +245,7 @@ class Hybrid(StatelessSleeper, Actor):
         self.bins += len(bins)
         self.busy_s += took
         return RoundResult(
-            instance=self.placement.resident,
+            instance=self.placement.instance,
             generation=self._generation,
             update_id=lease.update_id,
             index=lease.index,

@@ -70,9 +70,9 @@ def measure_bin(
     sums = {
         "loss_sum": objective.losses.sum(),
         "entropy_sum": entropy.sum(),
-        "clipped": objective.clipped_mask.sum(),
-        "clipped_high": (objective.clipped_mask & objective.increased_mask).sum(),
-        "corrected": objective.corrected_mask.sum(),
+        "clipped_tokens": objective.clipped_mask.sum(),
+        "clipped_high_tokens": (objective.clipped_mask & objective.increased_mask).sum(),
+        "corrected_tokens": objective.corrected_mask.sum(),
     }
     if fresh_mask is not None:
         sums |= _compare_with_sampling(now, terms.behaviour_logprobs, fresh_mask)
@@ -93,7 +93,7 @@ def _compare_with_sampling(
     ratio, log_ratio = compute_ratio(logprobs, behaviour_logprobs), logprobs - behaviour_logprobs
     divergence, gaps = ratio - 1 - log_ratio, log_ratio.abs()[fresh_mask]
     return {
-        "sampled": torch.ones_like(fresh_mask).sum(),
+        "sampled_tokens": torch.ones_like(fresh_mask).sum(),
         "kl_sum": divergence.sum(),
         "ratio_max": ratio.max(),
         "ratio_min": ratio.min(),

@@ -107,7 +107,7 @@ class CheckpointWriter:
             lineage=lineage,
             step=step,
             weights=weights.manifest,
-            account=account | {"ranks": self._compute.division.encode},
+            account=account | {"ranks": self._compute.division.document},
             files={},
             image=weights.published_identity,
             masters=weights.masters_identity,

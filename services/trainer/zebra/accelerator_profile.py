@@ -263,7 +263,7 @@ async def load_or_measure_profile(mesh: Mesh, data: JobData) -> dict[str, Any]:
 
 def _build_profile_key(data: JobData, name: str) -> dict[str, Any]:
     config, training = load_model_config(data), data.config.training
-    shape = {key: value for key, value in asdict(config).items() if key != "source"}
+    shape = {key: value for key, value in asdict(config).items() if key != "source_config"}
     return {
         "model": shape,
         "dtype": training.dtype,

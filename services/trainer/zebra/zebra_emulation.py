@@ -86,8 +86,8 @@ def build_emulation(data: JobData, accelerator: str) -> ZebraEmulation | None:
     kind = match_kind(accelerator)
     if kind in ("", CPU):
         raise ConfigError(
-            f"training.pace is that of declared accelerators, and a rank is on {accelerator}",
-            where="training.pace",
+            f"training.emulate is that of declared accelerators, and a rank is on {accelerator}",
+            where="training.emulate",
             fix="say what CPU slots stand for, as MESHRL_STAND_FOR=A40,A40,V100, when they start",
         )
     shape = ModelShape.from_config(load_model_config(data))

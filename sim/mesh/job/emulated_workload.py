@@ -38,7 +38,7 @@ def constant_drift(value: float) -> LinearDrift:
 @dataclass(frozen=True)
 class EmulatedWorkload:
     """Workload of one job; `engine_speed` and `training_speed` have the format of
-    `rollout.pace` and `training.pace`.
+    `rollout.emulate` and `training.emulate`.
     """
 
     workers: int = 4

@@ -149,7 +149,7 @@ class ProcessContext:
 
     async def _run_engine(self, process: VirtualProcess, argv: list[str]) -> None:
         seat = Placement.from_args(build_parser(None).parse_args(argv))
-        mesh = self.open_mesh(process, f"engine/{seat.resident}", "engine")
+        mesh = self.open_mesh(process, f"engine/{seat.instance}", "engine")
         driver = TaskDriver(mesh)
         await engine_running.serve(mesh, seat, self._open_engine, driver)
 

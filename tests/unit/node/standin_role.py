@@ -53,7 +53,7 @@ class Standin(Actor):
 
 async def main(kind: str, seat: Placement) -> None:
     settings = MeshSettings.from_env()
-    name = f"trainer/{seat.job}" if seat.core else f"{kind}/{seat.resident}"
+    name = f"trainer/{seat.job}" if seat.core else f"{kind}/{seat.instance}"
     if seat.rank:
         name = f"rank/{seat.job}/{seat.rank}"
     state, clock = await StateClient.open(settings.redis_url), SystemClock()

@@ -133,8 +133,8 @@ def test_desired_roles_of_a_rank_have_registry_names() -> None:
 def test_command_line_names_instance_and_slice_scheduler() -> None:
     found = list_desired_roles(GANG, "w1")
     assert found["engine/g1.0"].build_argv(COMMANDS) == [
-        *[sys.executable, "-m", "meshrl.services.engine", "--gang", "g1", "--resident", "g1.0"],
-        *["--job", "calc", "--generation", "3", "--keeper", "worker/w3", "--turns"],
+        *[sys.executable, "-m", "meshrl.services.engine", "--gang", "g1", "--instance", "g1.0"],
+        *["--job", "calc", "--generation", "3", "--slice-scheduler", "worker/w3", "--time-sliced"],
     ]
     rank = found["rank/calc/1"].build_argv(COMMANDS)
     assert rank[-5:] == ["--core", "--rank", "1", "--ranks", "2"]

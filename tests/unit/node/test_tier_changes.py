@@ -111,7 +111,7 @@ class World:
     def program(self, kind: str) -> Callable[[list[str], SimulatedChannel], Awaitable[None]]:
         async def run(arguments: list[str], channel: SimulatedChannel) -> None:
             seat = build_parser("").parse_args(arguments)
-            name = f"{'engine' if kind == 'engine' else 'hybrid'}/{seat.resident}"
+            name = f"{'engine' if kind == 'engine' else 'hybrid'}/{seat.instance}"
             host = OneHost(self.clock, self.random)
             host.pid = max(pid for pid, c in self.host.children.items() if c.name == name)
             mesh = self.mesh(name, host)

@@ -72,10 +72,10 @@ async def train(mesh: Mesh, turns: SliceClient, note: Path) -> None:
 async def main(kind: str, seat: Placement) -> None:
     torch.set_num_threads(1)
     settings = MeshSettings.from_env()
-    mesh = await Mesh.open(f"{kind}/{seat.resident}", kind, settings)
+    mesh = await Mesh.open(f"{kind}/{seat.instance}", kind, settings)
     await mesh.join(None)
     turns = SliceClient(
-        mesh, seat.slice_scheduler, seat.resident, seat.generation, enabled=seat.time_sliced
+        mesh, seat.slice_scheduler, seat.instance, seat.generation, enabled=seat.time_sliced
     )
     work = generate if kind == "engine" else train
     await work(mesh, turns, Path(settings.run_root) / kind)

@@ -59,7 +59,7 @@ def build_planned_job(
         need = replace(need, allows_hybrids=False)
     bundle, rollout = document.get("bundle", {}), document["rollout"]
     shape, parameters = bundle.get("shape"), bundle.get("parameters", 0)
-    model = (f"{parameters} parameters", rollout.get("dtype", ""), rollout.get("pace", ""))
+    model = (f"{parameters} parameters", rollout.get("dtype", ""), rollout.get("emulate", ""))
     return PlannedJob(
         id=row["id"],
         phase=Phase(row["phase"]),
@@ -83,8 +83,8 @@ def build_planned_job(
             if process.kind in PROGRESS_STATS and process.stats.get("resident")
         },
         measurements=collect_measurements(processes, kinds_by_gang or {}),
-        emulated_engine=rollout.get("pace", ""),
-        emulated_training=document["training"].get("pace", ""),
+        emulated_engine=rollout.get("emulate", ""),
+        emulated_training=document["training"].get("emulate", ""),
         model_key=" ".join(filter(None, model)),
         model_shape=ModelShape(**shape) if shape else None,
     )

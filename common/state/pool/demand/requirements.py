@@ -121,7 +121,7 @@ def derive_requirements(
         adapters=bool(document["lora"]["rank"]),
         optimizer_moments=1 if document["optimizer"]["muon_lr"] else 2,  # Muon has one, AdamW two
         # Not where ranks emulate a speed of their own.
-        allows_hybrids=parse_emulation_scale(training.get("pace", "")) is None
+        allows_hybrids=parse_emulation_scale(training.get("emulate", "")) is None
         and not explain_no_hybrids([rollout["dtype"]], training["dtype"]),
         half_precision_engines=rollout["dtype"] != "float32",
         tensor_parallel=degrees,

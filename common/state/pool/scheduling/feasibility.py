@@ -144,7 +144,9 @@ def explain_too_few_workers(
     largest = max(workers_by_location.values(), default=0)
     if largest < requirements.ranks:
         kind = settings.gang_scope
-        wider = ', or set pool.gangs = "network" where hosts have one' if kind == "host" else ""
+        wider = (
+            ', or set pool.gang_scope = "network" where hosts have one' if kind == "host" else ""
+        )
         return (
             f"the job trains with ranks = {requirements.ranks}, and no {kind} of this mesh has "
             "more than "

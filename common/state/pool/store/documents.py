@@ -37,7 +37,7 @@ from meshrl.common.state.pool.workers.rows import (
 
 INSTANCE_PREFIX, REPORT_PREFIX = "instance:", "report:"  # of field names of a gang's row
 # Untyped fields of an instance's desired state, and of a worker's registration.
-DESIRED_FIELDS = ("job", "role", "core", "tier", "turns", "pinned", "generation", "epoch")
+DESIRED_FIELDS = ("job", "role", "core", "tier", "time_sliced", "pinned", "generation", "epoch")
 WORKER_FIELDS = ("host", "accelerator", "uuid", "market", "network")
 # Names of decisions in the script.
 DECISION_KINDS: Mapping[type, str] = {
@@ -58,9 +58,9 @@ DECISION_KINDS: Mapping[type, str] = {
 
 def encode_instance(instance: Instance) -> dict[str, Any]:
     """Return the desired state of an instance; workers write its reports."""
-    apart = instance.expert_split.to_list() if instance.expert_split is not None else None
-    wanted = {name: getattr(instance, name) for name in DESIRED_FIELDS}
-    return wanted | {"ranks": list(instance.ranks), "apart": apart}
+    split = instance.expert_split.to_list() if instance.expert_split is not None else None
+    desired = {name: getattr(instance, name) for name in DESIRED_FIELDS}
+    return desired | {"ranks": list(instance.ranks), "expert_split": split}
 
 
 def decode_instance(
@@ -71,7 +71,7 @@ def decode_instance(
         "role": Role(row["role"]),
         "ranks": tuple(row["ranks"]),
         "tier": Tier(row["tier"]),
-        "apart": ExpertSplit.from_list(row.get("apart")),
+        "expert_split": ExpertSplit.from_list(row.get("expert_split")),
     }
     return Instance(**{**row, **typed, "id": id, "reports": reports})
 
@@ -83,8 +83,8 @@ def encode_report(report: InstanceReport) -> dict[str, Any]:
 
 def decode_report(rank: int, row: Mapping[str, Any]) -> InstanceReport:
     """Return the report of one rank in a gang's row."""
-    typed = {"doing": InstancePhase(row["doing"]), "tier": Tier(row["tier"])}
-    return InstanceReport(**{**row, **typed, "rank": rank, "held": TierBytes(**row["held"])})
+    typed = {"phase": InstancePhase(row["phase"]), "tier": Tier(row["tier"])}
+    return InstanceReport(**{**row, **typed, "rank": rank, "usage": TierBytes(**row["usage"])})
 
 
 def encode_worker(worker: WorkerRow) -> dict[str, Any]:
@@ -102,20 +102,20 @@ def decode_worker(row: Mapping[str, Any]) -> WorkerRow:
 
 def decode_gang(row: Mapping[str, Any]) -> Gang:
     """Return the gang of a row, with its instances in the order of their arrival."""
-    wishes: dict[str, Mapping[str, Any]] = {}
+    desired: dict[str, Mapping[str, Any]] = {}
     reports: dict[str, dict[int, InstanceReport]] = {}
     for field, value in row.items():
         if field.startswith(INSTANCE_PREFIX):
-            wishes[field.removeprefix(INSTANCE_PREFIX)] = value
+            desired[field.removeprefix(INSTANCE_PREFIX)] = value
         elif field.startswith(REPORT_PREFIX):
             id, _, rank = field.removeprefix(REPORT_PREFIX).rpartition(":")
             reports.setdefault(id, {})[int(rank)] = decode_report(int(rank), value)
-    residents = (decode_instance(id, wishes[id], reports.get(id, {})) for id in wishes)
+    instances = (decode_instance(id, desired[id], reports.get(id, {})) for id in desired)
     return Gang(
         id=row["id"],
         workers=tuple(row["workers"]),
         membership=row["membership"],
-        instances=tuple(sorted(residents, key=lambda one: id_sort_key(one.id))),
+        instances=tuple(sorted(instances, key=lambda one: id_sort_key(one.id))),
         formed_ms=row["formed_ms"],
         next_instance=row["next_instance"],
     )
@@ -160,7 +160,7 @@ def _encode_fields(decision: Decision) -> dict[str, Any]:
         case ReportMoveOutcome(job, details):
             return kind | {"job": job, "extra": details}
     rest = {one.name: getattr(decision, one.name) for one in fields(decision)}
-    del rest["why"]
+    del rest["rationale"]
     return (
         kind
         | rest
@@ -169,18 +169,18 @@ def _encode_fields(decision: Decision) -> dict[str, Any]:
 
 
 def _encode_placement(decision: PlaceInstance) -> dict[str, Any]:
-    resident, move = decision.instance, decision.move
-    row = encode_instance(resident)
-    told = {key: row[key] for key in ("job", "role", "core", "tier", "generation", "epoch")}
-    about = {"gang": decision.gang, "resident": resident.id, "pinned": resident.pinned}
+    instance, move = decision.instance, decision.move
+    row = encode_instance(instance)
+    fields = {key: row[key] for key in ("job", "role", "core", "tier", "generation", "epoch")}
+    fields |= {"gang": decision.gang, "resident": instance.id, "pinned": instance.pinned}
     found = {
         "gang": decision.gang,
-        "instance": resident.id,
-        "ranks": list(resident.ranks),
-        "generation": resident.generation,
-        "epoch": resident.epoch,
+        "instance": instance.id,
+        "ranks": list(instance.ranks),
+        "generation": instance.generation,
+        "epoch": instance.epoch,
         "row": json.dumps(row),
         "request_id": decision.request_id,
-        "extra": told | about | {"reason": decision.rationale.rule},
+        "extra": fields | {"reason": decision.rationale.rule},
     }
     return found | ({"move": json.dumps(encode_move(move))} if move is not None else {})

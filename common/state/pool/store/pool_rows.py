@@ -37,8 +37,9 @@ MOVES_KEY = f"{MESH_PREFIX}:moves"  # moves in progress, by the arriving instanc
 # Decisions of one script: each blocks Redis for up to about 50 us.
 DECISIONS_PER_SCRIPT = 128
 EXIT_RETENTION_S = 3600.0  # how long the last exit of a removed instance's process is kept
-# stats that a host's agent reports
-SERVICE_STATS, CORE_STATS = (("takes", "tiers"), ("cores", "busy_cores"))
+# stats that a host's agent reports, by the field of PoolHost
+SERVICE_STATS = {"accepted_services": "takes", "isolation_tiers": "tiers"}
+CORE_STATS = ("cores", "busy_cores")
 _POLLED_FIELDS = ("details", "token", "gang", "membership", "revision")
 
 
@@ -216,7 +217,9 @@ async def is_draining(state: StateClient, host: str) -> bool:
 async def write_settings(state: StateClient, settings: PoolSettings) -> int:
     """Write the planner's settings of a starting mesh; return the start time in ms."""
     return int(
-        (await state.run_mesh_script("write_settings", pool=json.dumps(asdict(settings))))["up_ms"]
+        (await state.run_mesh_script("write_settings", pool=json.dumps(asdict(settings))))[
+            "up_since_ms"
+        ]
     )
 
 
@@ -337,7 +340,7 @@ def _decode_snapshot(answer: dict[str, Any]) -> PoolSnapshot:
         evictable_services=frozenset(p.name for p in processes if p.stats.get("rests")),
         settings=PoolSettings(**settings.get("pool", {})),
         gangs_formed=answer["formed"],
-        up_since_ms=settings.get("up_ms", 0),
+        up_since_ms=settings.get("up_since_ms", 0),
     )
 
 
@@ -373,7 +376,11 @@ def decode_host(agent: RegistryEntry) -> PoolHost:
 
 def _decode_offer(stats: Mapping[str, Any]) -> dict[str, Any]:
     offer: dict[str, Any] = {key: float(stats[key]) for key in CORE_STATS if key in stats}
-    return offer | {key: tuple(stats[key]) for key in SERVICE_STATS if stats.get(key) is not None}
+    return offer | {
+        field: tuple(stats[key])
+        for field, key in SERVICE_STATS.items()
+        if stats.get(key) is not None
+    }
 
 
 async def list_remaining(state: StateClient, host: str) -> list[str]:

@@ -59,9 +59,9 @@ def _check_read_back(job: JobFile) -> None:
     elif load_model_shape(job, job.config.model.path).sparse_layers:
         why = "SGLang lays experts out for its kernels"
     if why:
-        wrong = f"rollout.read_back: {why}, which is not compared with a version"
+        wrong = f"rollout.verify_weights: {why}, which is not compared with a version"
         fix = "Leave it out, or set rollout.engine to the built-in one"
-        raise job.make_error("rollout.read_back", wrong, fix)
+        raise job.make_error("rollout.verify_weights", wrong, fix)
 
 
 def _check_kv_tiers(job: JobFile) -> None:
@@ -84,11 +84,11 @@ def _check_adapters(job: JobFile, python: Path, key: str) -> None:
         raise job.make_error(key, f"rollout.engine = 'sglang': {said}", fix)
     if status:
         raise job.make_error(
-            "lora.engines",
-            "lora.engines = 'beside': SGLang computes adapters beside a model with pinned memory, "
-            f"which {python} has none of: {said}",
-            "Set lora.engines to 'merged' or 'auto', which merges for SGLang, or mesh.device to "
-            "'cuda'",
+            "lora.engine_mode",
+            "lora.engine_mode = 'beside': SGLang computes adapters beside a model with pinned "
+            f"memory, which {python} has none of: {said}",
+            "Set lora.engine_mode to 'merged' or 'auto', which merges for SGLang, or mesh.device "
+            "to 'cuda'",
         )
 
 

@@ -48,8 +48,8 @@ def check_emulated_accelerators(job: JobFile) -> None:
     """Check that the accelerators which the job emulates are known."""
     config = job.config
     for key, pace, read in (
-        ("rollout.pace", config.rollout.emulate, parse_engine_speed),
-        ("training.pace", config.training.emulate, parse_training_emulation),
+        ("rollout.emulate", config.rollout.emulate, parse_engine_speed),
+        ("training.emulate", config.training.emulate, parse_training_emulation),
     ):
         if pace:
             with job.locate_errors(key, "{error.message}"):
@@ -113,7 +113,7 @@ def check_tensor_parallel(job: JobFile) -> None:
             f"{TENSOR_PARALLEL_KEY} has {max(given)}, and the built-in engine computes on one "
             "worker"
         )
-        fix = 'Set rollout.engine = "sglang", or rollout.pace to imitate an accelerator'
+        fix = 'Set rollout.engine = "sglang", or rollout.emulate to imitate an accelerator'
         raise job.make_error(TENSOR_PARALLEL_KEY, wrong, fix)
     if flag := next(
         (o for o in rollout.sglang_options if o.partition("=")[0] in SGLANG_TENSOR_PARALLEL_FLAGS),

@@ -10,7 +10,7 @@ from meshrl.job.model_files import load_shape
 EXPERT_PARALLEL_KEY, ZEBRA_TABLE, TRAINING_EMULATE_KEY = (
     "training.expert_parallel",
     "training.zebra",
-    "training.pace",
+    "training.emulate",
 )
 
 

@@ -79,7 +79,10 @@ def _check_tools(job: JobFile) -> None:
             raise job.make_error(key, wrong, "One of your own is written module:function")
     for name in environment.no_retry_tools:
         if name not in environment.tools:
-            raise job.make_error("environment.once", f"environment.once: there is no tool {name!r}")
+            raise job.make_error(
+                "environment.no_retry_tools",
+                f"environment.no_retry_tools: there is no tool {name!r}",
+            )
     for server, command in environment.mcp.items():
         if not command:
             raise job.make_error("environment.mcp", f"environment.mcp.{server} has no command")

@@ -52,11 +52,11 @@ class InitReport:
     def from_frame(cls, frame: dict[str, Any]) -> InitReport:
         """Parse a report; KeyError, TypeError or ValueError if it is invalid."""
         return cls(
-            int(frame["exit"]),
+            int(frame["exit_code"]),
             str(frame.get("timeout", "")),
             float(frame.get("cpu_s", 0.0)),
             float(frame.get("wall_s", 0.0)),
             int(frame.get("laps", 0)),
-            frame.get("memory") is True,
-            tuple(each for each in frame.get("refused") or () if type(each) is int),
+            frame.get("out_of_memory") is True,
+            tuple(each for each in frame.get("denied_calls") or () if type(each) is int),
         )

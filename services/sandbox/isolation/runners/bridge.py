@@ -233,7 +233,7 @@ class Bridge:
         memory = limit == "memory"
         return {
             "nonce": self._nonce,
-            "exit": guest.OUT_OF_MEMORY_EXIT if memory else -signal.SIGKILL,
+            "exit_code": guest.OUT_OF_MEMORY_EXIT if memory else -signal.SIGKILL,
             "timeout": "" if memory else limit,
             "cpu_s": clock.cpu_s,
             "wall_s": clock.wall_s,

@@ -131,7 +131,7 @@ class ContainerSpawner:
         asked = {
             "limits": inside.to_document(),
             "channels": [name for name in fds if name in mux.CHANNELS_BY_NAME],
-            "warm": interpreter.preloaded_modules,
+            "preloaded_modules": interpreter.preloaded_modules,
             "searched_last": PACKAGES_MOUNT_POINT
             if runner.needs_bundle and interpreter.packages
             else "",

@@ -46,7 +46,7 @@ def run(program: dict[str, Any], channel: int, peer: int) -> NoReturn:
         sys.argv = [SOURCE_NAME]
         for name in ("exit", "quit"):  # as `site` adds them, which is not imported here
             setattr(builtins, name, sys.exit)
-        if program.get("graded"):
+        if program.get("is_graded"):
             judge_environment.prepare(keeps_stdout=mode == "program")
         if mode == "cells":
             _serve_cells(channel)

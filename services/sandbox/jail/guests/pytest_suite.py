@@ -284,13 +284,15 @@ class _PlaceholderMeta(type):
 
     @property
     def __test__(cls) -> bool:
-        return "_stands" not in vars(cls)  # it is no test itself, but one may inherit from it
+        return "_is_placeholder" not in vars(
+            cls
+        )  # it is no test itself, but one may inherit from it
 
     def __getattr__(cls, name: str) -> Any:
         return _get_attribute(name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if "_stands" not in vars(cls):
+        if "_is_placeholder" not in vars(cls):
             return super().__call__(*args, **kwargs)
         use_counter.count += 1
         return object.__new__(_PlaceholderValue)
@@ -321,7 +323,7 @@ for _name in _FAILING_OPERATORS.split():
 
 
 def _make_placeholder(name: str) -> Any:
-    return _PlaceholderMeta(name, (_PlaceholderValue,), {"_stands": True})
+    return _PlaceholderMeta(name, (_PlaceholderValue,), {"_is_placeholder": True})
 
 
 class Placeholder(types.ModuleType):

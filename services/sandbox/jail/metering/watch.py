@@ -117,7 +117,7 @@ class GuestWatch:
             now = time.monotonic()
             if self._memory is not None and now >= self._memory.next_check_at and not self._stopped:
                 if self._memory.check_over_limit():
-                    return {**self._kill(""), "memory": True}
+                    return {**self._kill(""), "out_of_memory": True}
                 now = time.monotonic()
             if now >= self._next_poll_at:
                 begun = time.thread_time()
@@ -281,7 +281,7 @@ class GuestWatch:
         if isinstance(self._cpu, usage.CgroupCpuTime):
             self._total_cpu_s = self._cpu.read_s()
         return {
-            "exit": exit,
+            "exit_code": exit,
             "timeout": timeout,
             "cpu_s": max(self._total_cpu_s, used.ru_utime + used.ru_stime),
             "wall_s": time.monotonic() - self._started_at,

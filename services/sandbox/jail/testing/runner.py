@@ -39,7 +39,7 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
         frames.send(channel, {"nonce": nonce, **said})
 
     side = ObjectConnection(peer, trusted=True)
-    patience_s = float(program.get("patience_s", 0.0))
+    patience_s = float(program.get("unreported_wait_s", 0.0))
     side.turn = lambda theirs: report(turn=theirs)
     side.patience_s = patience_s  # of the solution's import, too
     try:
@@ -63,7 +63,9 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
             report(test=asked, **verdict)
 
     try:
-        items = tests.collected(program["source"], program.get("files") is True) if ready else []
+        items = (
+            tests.collected(program["source"], program.get("shares_files") is True) if ready else []
+        )
     except BaseException as error:
         if side.refused:
             report(unsupported=side.refused, provoked=side.provoked)

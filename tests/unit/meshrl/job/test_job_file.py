@@ -30,7 +30,7 @@ from tests.unit.meshrl.conftest import NO_TENSORS
 from tests.unit.meshrl.job.conftest import JobVariant
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
-PACED, MANY = 'rollout.pace="18/32/6000"', "mesh.workers=9"
+PACED, MANY = 'rollout.emulate="18/32/6000"', "mesh.workers=9"
 CORRECTED = ("rollout.top_p=0.9", "algorithm.correction=tis")
 REFERENCE = ("models.reference.path=initial", "algorithm.kl_coefficient=0.1")
 
@@ -58,8 +58,8 @@ def test_valid_file_yields_defaults_and_absolute_paths(job: Path) -> None:
         ("tiny", ["mesh.metrics=off"], {"mesh.metrics": "off"}),
         ("tiny", ['reward={use = "regex", options = {pattern = "[0-9]"}}'], {}),
         ("mixture", ["training.expert_parallel=2"], {"training.expert_parallel": 2}),
-        ("mixture", ["training.zebra.auto=true", 'training.pace="declared/300"'], {}),
-        ("mixture", ["training.zebra.attention=2", 'training.pace="declared/300"'], {}),
+        ("mixture", ["training.zebra.auto=true", 'training.emulate="declared/300"'], {}),
+        ("mixture", ["training.zebra.attention=2", 'training.emulate="declared/300"'], {}),
         ("calculator", CORRECTED, {"algorithm.correction": "tis"}),
         ("calculator", [*CORRECTED, *REFERENCE], {"algorithm.kl_in": "loss"}),
         ("calculator", ["algorithm.name=dapo"], {"algorithm.name": "dapo"}),
@@ -106,7 +106,7 @@ def test_key_lines_are_found_in_any_toml_syntax(text: str, lines: dict[str, int]
 
 def test_buckets_and_emulated_speed_are_read_as_written(job: Path) -> None:
     tables = "rollout.buckets=[{max_tokens=60, batch=32}, {max_tokens=320, batch=8, engines=0.5}]"
-    config, _ = load_config(job, [tables, "rollout.pace=18/32/6000"])
+    config, _ = load_config(job, [tables, "rollout.emulate=18/32/6000"])
     assert [(b.max_tokens, b.batch, b.engines) for b in config.rollout.buckets] == [
         (60, 32, 1.0),
         (320, 8, 0.5),

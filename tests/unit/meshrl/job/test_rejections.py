@@ -123,7 +123,7 @@ def test_reward_parts_and_tools_of_all_kinds_are_accepted() -> None:
             "reward.parts=[{use='math'}, {use='calculator:reward', weight=0.5}]",
             f"environment.tools={tools}",
             "environment.mcp={web=['server']}",
-            "environment.once=['p']",
+            "environment.no_retry_tools=['p']",
         ],
     )
     assert [(part.use, part.weight) for part in config.reward.reward_parts] == [

@@ -3,7 +3,7 @@
 -- that takes nothing from the other, who stands at a door of its own. Beside each key stand when it
 -- was shown last, in ms, and the name of its process. The key of its bulk port, which begins with
 -- 'bulk:', stands there too, and beside it the other key of the same process.
-local ADMITTED, REVOKED, DOORS = MESH .. ':admitted', MESH .. ':revoked', MESH .. ':revocations'
+local ADMITTED, REVOKED, REVOCATIONS = MESH .. ':admitted', MESH .. ':revoked', MESH .. ':revocations'
 local UNSEEN_MS = 600000 -- who has not shown its key for so long has left without a word
 
 local function keys_of_role(role, host) return MESH .. ':credentials:' .. role .. ':' .. host end

@@ -4,8 +4,8 @@
 -- lease. `show_worker` and `show_gang` bring that up to date; whoever changes a row calls them.
 local WORKERS, WORKER = MESH .. ':workers', MESH .. ':worker:'
 local GANGS, GANG = MESH .. ':gangs', MESH .. ':gang:'
-local WORKERS_SNAPSHOT, GANGS_SHOWN = MESH .. ':snapshot:workers', MESH .. ':snapshot:gangs'
-local REQUESTS, MOVING = MESH .. ':requests', MESH .. ':moves'
+local WORKERS_SNAPSHOT, GANGS_SNAPSHOT = MESH .. ':snapshot:workers', MESH .. ':snapshot:gangs'
+local REQUESTS, MOVES = MESH .. ':requests', MESH .. ':moves'
 local SERVICES, HOSTS, DRAINING = MESH .. ':services:', MESH .. ':hosts', MESH .. ':draining'
 local PLANNER = MESH .. ':planner' -- {formed, revision, memory, memory_ms}
 

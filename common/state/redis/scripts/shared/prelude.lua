@@ -22,7 +22,7 @@ end
 -- same operation returns the first one's result. Callers try for an hour at most (`patiently`).
 -- Once one has its answer, which it says with its next operation, only a copy may come that was on
 -- its way over a connection that is gone; TCP gives such a one up in less than two minutes.
-local OPERATION_TTL_MS, ANSWERED_MS = 7200000, 120000
+local OPERATION_TTL_MS, ACKNOWLEDGED_TTL_MS = 7200000, 120000
 local OPERATION = args.op and KEYS[1] .. ':op:' .. SCRIPT .. ':' .. args.op
 
 -- Not before anything else is written: a server without memory refuses a script's first write only.

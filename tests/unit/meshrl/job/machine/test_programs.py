@@ -61,14 +61,14 @@ def test_sglang_on_a_cpu_has_no_kv_tiers(place: Path) -> None:
 
 def test_sglang_read_back_is_rejected_on_cpu_and_for_experts(place: Path) -> None:
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', 'exit 0')}"
-    reading = (SGLANG, python, "rollout.read_back=true")
+    reading = (SGLANG, python, "rollout.verify_weights=true")
     programs.check_sglang(read(place, *reading))
     cuda = ("mesh.device=cuda", "rollout.dtype=bfloat16")
     said = get_error(programs.check_sglang, place, *reading, *cuda)
-    assert said.startswith("--set rollout.read_back") and "on a GPU" in said
+    assert said.startswith("--set rollout.verify_weights") and "on a GPU" in said
     programs.check_sglang(read(place, SGLANG, python, *cuda))
     # the built-in engine supports it
-    programs.check_sglang(read(place, "rollout.read_back=true", *cuda))
+    programs.check_sglang(read(place, "rollout.verify_weights=true", *cuda))
     experts = (
         "model.config.model_type=qwen3_moe",
         "model.config.num_experts=4",
@@ -87,10 +87,10 @@ def test_separate_adapters_need_pinned_memory_in_sglang(place: Path) -> None:
     text = 'case "$3" in *pin_memory*) echo "no pinned memory" >&2; exit 1;; esac'
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', text)}"
     asked = (SGLANG, python, "lora.rank=4")
-    beside = "lora.engines=beside"
+    beside = "lora.engine_mode=beside"
     said = get_error(programs.check_sglang, place, *asked, beside)
-    assert said.startswith("--set lora.engines") and "no pinned memory" in said
-    for fine in ((), ("lora.engines=merged",), (beside, "mesh.device=cuda")):
+    assert said.startswith("--set lora.engine_mode") and "no pinned memory" in said
+    for fine in ((), ("lora.engine_mode=merged",), (beside, "mesh.device=cuda")):
         programs.check_sglang(read(place, *asked, *fine))
     programs.check_sglang(read(place, SGLANG, python, beside))  # the job has no adapters
     able = f"rollout.sglang_python={script(place.parent / 'other/python', 'exit 0')}"
@@ -102,7 +102,7 @@ def test_slow_interpreter_is_reported_as_slow(place: Path, monkeypatch: pytest.M
     text = 'case "$3" in *pin_memory*) exec sleep 600;; esac'
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', text)}"
     said = get_error(
-        programs.check_sglang, place, SGLANG, python, "lora.rank=4", "lora.engines=beside"
+        programs.check_sglang, place, SGLANG, python, "lora.rank=4", "lora.engine_mode=beside"
     )
     assert said.startswith("--set rollout.sglang_python") and "within 0.1 s" in said
     assert "has none" not in said and "merged" not in said
