@@ -31,18 +31,18 @@ def _fixed_rule(reason: str) -> ChangeRule:
     return ChangeRule(fixed_reason=reason)
 
 
-_IN_FLIGHT = _fixed_rule("trajectories that are under way were begun with it")
-_BUNDLED = _fixed_rule("the run holds copies of the files that it began with")
+_IN_FLIGHT = _fixed_rule("trajectories in flight were begun with it")
+_BUNDLED = _fixed_rule("the run uses copies of its original files")
 
 # By key or table. The longest matching name decides: a key without an entry has its table's rule.
 RULES: dict[str, ChangeRule] = {
-    "name": _fixed_rule("the run is known by it, in Redis and in its trackers"),
-    "out": _fixed_rule("the run lies there"),
-    "seed": _fixed_rule("what was drawn with it cannot be drawn again"),
+    "name": _fixed_rule("the name identifies the run in Redis and in the trackers"),
+    "out": _fixed_rule("the run's files are there"),
+    "seed": _fixed_rule("random draws that were made with it cannot be repeated"),
     "cache": CHANGEABLE,
     "mesh": CHANGEABLE,
-    "model": _fixed_rule("the weights that the run has trained are of this model"),
-    "models": _fixed_rule("trajectories that are under way carry its scores"),
+    "model": _fixed_rule("the trained weights belong to this model"),
+    "models": _fixed_rule("trajectories in flight carry its scores"),
     "dataset": _BUNDLED,
     "environment": _BUNDLED,
     "environment.processes": CHANGEABLE,
@@ -50,7 +50,7 @@ RULES: dict[str, ChangeRule] = {
     "environment.python": CHANGEABLE,
     "environment.tool_deadline_s": CHANGEABLE,
     "environment.step_deadline_s": CHANGEABLE,
-    "reward": _fixed_rule("rewards from before and after could not be compared"),
+    "reward": _fixed_rule("rewards from before and after are not comparable"),
     "reward.deadline_s": CHANGEABLE,
     "reward.judge.key": CHANGEABLE,
     "reward.judge.in_flight": CHANGEABLE,
@@ -63,9 +63,7 @@ RULES: dict[str, ChangeRule] = {
     "rollout.dtype": CHANGEABLE,
     "rollout.kv_tokens": CHANGEABLE,
     "rollout.kv_on_update": CHANGEABLE,
-    "rollout.shards": _fixed_rule(
-        "trajectories that are under way lie in the ledgers of its shards"
-    ),
+    "rollout.shards": _fixed_rule("trajectories in flight are in the ledgers of its shards"),
     "rollout.slots": CHANGEABLE,
     "rollout.max_turns": CHANGEABLE,
     "rollout.sglang_python": CHANGEABLE,
@@ -80,22 +78,22 @@ RULES: dict[str, ChangeRule] = {
     "rollout.tensor_parallel": CHANGEABLE,
     "algorithm": RECORDED,
     "algorithm.name": _fixed_rule(
-        "the optimizer's state and the groups under way are this algorithm's"
+        "the optimizer's state and the groups under way belong to this algorithm"
     ),
-    "algorithm.group_size": _fixed_rule("groups that are under way are of this size"),
-    "algorithm.groups_per_step": _fixed_rule("the groups that were admitted are counted by it"),
+    "algorithm.group_size": _fixed_rule("groups under way have this size"),
+    "algorithm.groups_per_step": _fixed_rule("admitted groups are counted by it"),
     "algorithm.min_group": CHANGEABLE,
     "algorithm.max_staleness": CHANGEABLE,
-    "lora": _fixed_rule("the adapters that the run has trained are of this shape"),
+    "lora": _fixed_rule("the trained adapters have this shape"),
     "optimizer": RECORDED,
     "training": CHANGEABLE,
     "training.bin_tokens": RECORDED,
     "weights": CHANGEABLE,
-    "warm_start": _fixed_rule("version 0 is made"),
+    "warm_start": _fixed_rule("version 0 exists already"),
     "evaluation": CHANGEABLE,
-    "evaluation.before": _fixed_rule("version 0 is behind the run"),
+    "evaluation.before": _fixed_rule("the run has passed version 0"),
     "evaluation.datasets": _BUNDLED,
-    "evaluation.best": _fixed_rule("the best version so far was judged by it"),
+    "evaluation.best": _fixed_rule("the best version so far was selected by it"),
     "budget": RECORDED,
     "tracking": CHANGEABLE,
     "planner": CHANGEABLE,

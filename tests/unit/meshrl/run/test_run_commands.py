@@ -186,7 +186,7 @@ def test_finished_run_names_the_setting_that_extends_it(run: Path) -> None:
     ("setting", "why"),
     [
         ("seed=3", "seed may not change in a run: what was drawn"),
-        ("rollout.temperature=0.5", "trajectories that are under way"),
+        ("rollout.temperature=0.5", "trajectories in flight"),
         ("dataset.prompt=question", "copies of the files"),
         ("optimizer.muon_lr=0.0", "neither from 0 nor to it"),
         ("budget.steps=2", "3 steps are done"),
