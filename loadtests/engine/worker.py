@@ -35,7 +35,13 @@ def start(model: Path, path: str, dtype: str, max_length: int) -> BuiltinEngine:
     torch.set_num_threads(1)
     config, decoder = load_model(model)
     engine = build_engine(
-        config, SLOTS, max_length, backend=path, dtype=dtype, steps=STEPS, budget_s=BUDGET_S
+        config,
+        SLOTS,
+        max_length,
+        backend=path,
+        dtype=dtype,
+        max_steps=STEPS,
+        step_budget_s=BUDGET_S,
     )
     engine.wake(decoder.state_dict(), 0)
     return engine

@@ -35,7 +35,7 @@ def published(service: EngineService) -> dict[str, Any]:
 async def main(name: str, slots: int, max_length: int, pace: str) -> None:
     mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
     built = build_engine(
-        MODEL, slots, max_length, steps=1 if pace else FLUSH_STEPS, budget_s=FLUSH_S
+        MODEL, slots, max_length, max_steps=1 if pace else FLUSH_STEPS, step_budget_s=FLUSH_S
     )
     built.wake(drawn(MODEL), 0)
     emulated = EmulatedSteps(built, parse_engine_speed(pace), mesh.clock) if pace else None

@@ -124,8 +124,8 @@ def _create_builtin_engine(data: JobData) -> BuiltinEngine:
         dtype=limits.dtype,
         kv_cache_tokens=limits.kv_tokens,
         kv_on_update=limits.kv_on_update,
-        steps=1 if limits.emulate else FLUSH_STEPS,
-        budget_s=FLUSH_S,
-        decode=_load_decoder(data),
-        read_back=limits.verify_weights,
+        max_steps=1 if limits.emulate else FLUSH_STEPS,
+        step_budget_s=FLUSH_S,
+        decode_tokens=_load_decoder(data),
+        verify_weights=limits.verify_weights,
     )

@@ -44,7 +44,7 @@ def adapter(seed: int) -> Tensors:
 
 
 def engine(state: Tensors) -> BuiltinEngine:
-    made = build_engine(MODEL, BATCH, LENGTH, steps=8, budget_s=0.02)
+    made = build_engine(MODEL, BATCH, LENGTH, max_steps=8, step_budget_s=0.02)
     made.wake(state, 0)
     return made
 

@@ -40,7 +40,7 @@ class Serving:
         self._mesh, self._job, self._model = mesh, job, model
         self._driver = ThreadDriver(asyncio.get_running_loop())
         self._engine = build_engine(
-            models.MODELS[model], SLOTS, LENGTH, steps=FLUSH_STEPS, budget_s=FLUSH_S
+            models.MODELS[model], SLOTS, LENGTH, max_steps=FLUSH_STEPS, step_budget_s=FLUSH_S
         )
         self._service = EngineService(mesh, self._engine, self._driver.call_on_loop)
         self._following: asyncio.Task[None] | None = None

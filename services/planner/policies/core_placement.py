@@ -51,7 +51,7 @@ def place_core(draft: PoolDraft, job: PlannedJob, share_workers: int, core_place
     for seated in leave.values():
         draft.remove_instance(seated, why)
     draft.place_instance(
-        workers, job.id, Role.TRAINING, why, core=True, apart=job.requirements.expert_split
+        workers, job.id, Role.TRAINING, why, core=True, expert_split=job.requirements.expert_split
     )
 
 

@@ -268,7 +268,7 @@ def _apply_split(
         return state, core
     for engine in draft.get_instances(job.id).time_sliced_engines:
         draft.remove_instance(engine, why)
-    core = draft.update_instance(core, why, tier=Tier.ABSENT, turns=False)
+    core = draft.update_instance(core, why, tier=Tier.ABSENT, time_sliced=False)
     return replace(state, change_count=state.change_count + 1, window=None), core
 
 

@@ -131,7 +131,7 @@ def _put_core_to_sleep(
 
     for tier in tiers:
         if all(holds(worker, tier) for worker in core.workers):
-            draft.update_instance(core, rationale, tier=tier, turns=False)
+            draft.update_instance(core, rationale, tier=tier, time_sliced=False)
             return
     if job.has_checkpoint:
         draft.remove_instance(core, rationale)

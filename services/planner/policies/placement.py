@@ -126,7 +126,7 @@ def end_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     for engine in team.time_sliced_engines:
         draft.remove_instance(engine, why)
     if team.core.instance.time_sliced:
-        draft.update_instance(team.core, why, turns=False)
+        draft.update_instance(team.core, why, time_sliced=False)
 
 
 def _count_fixed_workers(job: PlannedJob) -> int:
@@ -171,6 +171,6 @@ def _start_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     if not all(has_room(draft.workers[w].budget, Tier.ACCELERATOR, 0, need) for w in core.workers):
         return
     if not core.instance.time_sliced:
-        core = draft.update_instance(core, why, turns=True)
+        core = draft.update_instance(core, why, time_sliced=True)
     for worker in core.workers:
-        draft.place_instance([worker], job.id, Role.ROLLOUT, why, turns=True)
+        draft.place_instance([worker], job.id, Role.ROLLOUT, why, time_sliced=True)

@@ -111,7 +111,7 @@ class LocalPlayer:
             self.max_length,
             backend=rollout.backend,
             dtype=rollout.dtype,
-            decode=self.tokenizer.decode,
+            decode_tokens=self.tokenizer.decode,
         )
         self._engine.wake(decoder.state_dict(), 0)
         self._environment: ChildProcess | None = None

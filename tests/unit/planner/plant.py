@@ -104,7 +104,7 @@ def stepped(looks: Looks, plant: Plant, job: str) -> float:
     """Make a step of the plant and return the seconds that it takes."""
     took_s = plant.steps(1, *split(looks, job))
     before: PlannedJob = next(j for j in looks.snapshot.jobs if j.id == job)
-    looks.job(job, measured=plant.measured, steps_done=before.steps_done + 1)
+    looks.job(job, measurements=plant.measured, steps_done=before.steps_done + 1)
     return took_s
 
 
@@ -219,6 +219,6 @@ def run_tall(
         degrees = degrees_of(looks, job)
         took_s = plant.made(degrees, helpers_of(looks, job)) if degrees else 1.0
         before = next(j for j in looks.snapshot.jobs if j.id == job)
-        looks.job(job, measured=plant.measured(degrees), steps_done=before.steps_done + 1)
+        looks.job(job, measurements=plant.measured(degrees), steps_done=before.steps_done + 1)
         looks.change(now_ms=looks.snapshot.now_ms + round(1000 * max(took_s, 1.0)))
         looks.look(ready)

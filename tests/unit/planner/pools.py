@@ -61,7 +61,7 @@ def job(id: str = "job", **other: Any) -> PlannedJob:
     """
     needs = {key: other.pop(key) for key in list(other) if key in JobRequirements.__slots__}
     about: dict[str, Any] = {"phase": Phase.TRAINING, "steps_done": 10, "groups_per_step": 16}
-    about |= {"group_size": 8, "slots": 64, "steps": 1000}
+    about |= {"group_size": 8, "slots": 64, "total_steps": 1000}
     return PlannedJob(id, requirements=JobRequirements(**needs), **(about | other))
 
 

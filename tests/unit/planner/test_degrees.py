@@ -53,7 +53,7 @@ def left(looks: Looks) -> int:
 
 
 def test_engines_are_gangs_of_the_smallest_degree_of_one_host_each() -> None:
-    looks = begun([4, 3], job(degrees=(2, 4)))
+    looks = begun([4, 3], job(tensor_parallel=(2, 4)))
     assert degrees(looks) == [2, 2] and "core" in looks.roles().values()
     hosts = {w.id: w.host for w in looks.snapshot.workers}
     for gang in looks.snapshot.gangs:
@@ -62,7 +62,13 @@ def test_engines_are_gangs_of_the_smallest_degree_of_one_host_each() -> None:
 
 
 def test_workers_too_small_for_a_whole_model_form_the_next_degree() -> None:
-    looks = Looks(pool([4], job(degrees=(1, 2, 4), bytes=100, half=True), settings=QUIET))
+    looks = Looks(
+        pool(
+            [4],
+            job(tensor_parallel=(1, 2, 4), parameter_bytes=100, half_precision_engines=True),
+            settings=QUIET,
+        )
+    )
     for worker in ("w1", "w2", "w3"):
         looks.worker(worker, budget=TierBytes(accelerator=30))
     looks.settle()
@@ -71,7 +77,7 @@ def test_workers_too_small_for_a_whole_model_form_the_next_degree() -> None:
 
 
 def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
-    looks = begun([2], job(degrees=(2,), phase=Phase.QUEUED, alternates=False))
+    looks = begun([2], job(tensor_parallel=(2,), phase=Phase.QUEUED, can_time_slice=False))
     looks.change(now_ms=looks.snapshot.now_ms + SHORT_MS)
     [failed] = [d for d in looks.look() if isinstance(d, FailJob)]
     assert "needs 3 workers (1 for its core, 2 to roll out)" in failed.error
@@ -82,19 +88,19 @@ def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
     [([2, 1], 1, ""), ([1, 1, 1], 1, "no room for both"), ([3, 1], 2, "no room for both")],
 )
 def test_a_job_without_room_for_both_is_told(hosts: list[int], ranks: int, says: str) -> None:
-    wanted = job(degrees=(2,), ranks=ranks, alternates=False)
+    wanted = job(tensor_parallel=(2,), ranks=ranks, can_time_slice=False)
     looks = Looks(pool(hosts, wanted))
     told = explain_infeasible(wanted.requirements, looks.snapshot.workers, PoolSettings())
     assert says in told and bool(told) == bool(says)
 
 
 def test_a_core_leaves_the_host_to_the_engine_that_fits_nowhere_else() -> None:
-    looks = begun([2, 1], job(degrees=(2,), alternates=False))
+    looks = begun([2, 1], job(tensor_parallel=(2,), can_time_slice=False))
     assert looks.roles() == {"w0": "rollout", "w1": "rollout", "w2": "core"}
 
 
 def test_a_worker_of_an_engine_that_is_lost_ends_it_and_another_one_is_formed() -> None:
-    looks = begun([5], job(degrees=(2,), alternates=False, helped=False))
+    looks = begun([5], job(tensor_parallel=(2,), can_time_slice=False, allows_hybrids=False))
     assert degrees(looks) == [2, 2]
     looks.worker("w2", alive=False)
     looks.change(now_ms=looks.snapshot.now_ms + 11_000)
@@ -110,7 +116,9 @@ def test_a_worker_of_an_engine_that_is_lost_ends_it_and_another_one_is_formed() 
 def test_helpers_and_smaller_engines_of_others_leave_for_a_jobs_only_engine() -> None:
     many = job("many", submitted_ms=1)
     looks = begun([4, 4], many, settings=QUIET)
-    late = job("late", degrees=(4,), alternates=False, phase=Phase.QUEUED, submitted_ms=2)
+    late = job(
+        "late", tensor_parallel=(4,), can_time_slice=False, phase=Phase.QUEUED, submitted_ms=2
+    )
     looks.change(jobs=(many, late))
     looks.settle()
     assert degrees(looks, "late") == [4]
@@ -118,19 +126,21 @@ def test_helpers_and_smaller_engines_of_others_leave_for_a_jobs_only_engine() ->
 
 
 def test_a_share_is_given_back_by_whole_engines() -> None:
-    first = job("first", degrees=(2,), alternates=False, helped=False)
+    first = job("first", tensor_parallel=(2,), can_time_slice=False, allows_hybrids=False)
     looks = begun([9], first)
     assert degrees(looks, "first") == [2, 2, 2, 2]
-    second = job("second", degrees=(2,), alternates=False, phase=Phase.QUEUED, submitted_ms=3)
+    second = job(
+        "second", tensor_parallel=(2,), can_time_slice=False, phase=Phase.QUEUED, submitted_ms=3
+    )
     looks.change(jobs=(first, second))
     looks.settle()
     assert degrees(looks, "first") == [2, 2] and degrees(looks, "second") == [2]
 
 
 def test_a_job_whose_file_allows_other_degrees_gets_engines_of_those() -> None:
-    looks = begun([5], job(helped=False))
+    looks = begun([5], job(allows_hybrids=False))
     assert degrees(looks) == [1, 1, 1, 1]
-    looks.change(jobs=(job(helped=False, degrees=(2,), alternates=False),))
+    looks.change(jobs=(job(allows_hybrids=False, tensor_parallel=(2,), can_time_slice=False),))
     looks.settle()
     assert degrees(looks) == [2, 2]
 
@@ -141,7 +151,7 @@ def test_a_job_whose_file_allows_other_degrees_gets_engines_of_those() -> None:
 @pytest.fixture
 def eight() -> Looks:
     """Return a core and eight engines of one worker on a host of nine."""
-    looks = begun([9], job(degrees=(1, 2, 4, 8), helped=False))
+    looks = begun([9], job(tensor_parallel=(1, 2, 4, 8), allows_hybrids=False))
     return looks
 
 
@@ -162,7 +172,9 @@ def test_an_engine_is_split(eight: Looks) -> None:
 
 
 def test_the_last_engine_stays_until_another_one_is_ready() -> None:
-    looks = begun([5], job(degrees=(2, 4), helped=False, alternates=False, most=3))
+    looks = begun(
+        [5], job(tensor_parallel=(2, 4), allows_hybrids=False, can_time_slice=False, max_workers=3)
+    )
     assert degrees(looks) == [2]
     [old] = [r.id for _, r in looks.residents() if r.role == Role.ROLLOUT]
     looks.change(workers=(*looks.snapshot.workers, *more("w5", "w6")))
@@ -188,7 +200,7 @@ def test_pinned_engines_stay_and_count(eight: Looks) -> None:
 
 
 def test_helpers_become_an_engine_and_again_helpers() -> None:
-    looks = begun([7], job(degrees=(2,), alternates=False))
+    looks = begun([7], job(tensor_parallel=(2,), can_time_slice=False))
     assert degrees(looks) == [2, 2, 2]
     assert wished(looks, [2, 2], helpers=2)
     assert sorted(looks.roles().values()).count("training") == 2
@@ -202,7 +214,7 @@ def test_degrees_that_the_job_does_not_allow_are_left_out(eight: Looks) -> None:
 
 
 def test_no_engine_is_formed_over_hosts() -> None:
-    looks = begun([3, 2], job(degrees=(1, 4), helped=False))
+    looks = begun([3, 2], job(tensor_parallel=(1, 4), allows_hybrids=False))
     assert not wished(looks, [4])
     assert degrees(looks) == [1, 1, 1, 1]
 
@@ -228,7 +240,7 @@ def test_a_merge_that_fails_is_undone(eight: Looks) -> None:
 
 
 def test_a_worker_of_an_engine_is_moved_alone_and_the_engine_ends() -> None:
-    looks = begun([5], job(degrees=(2,), alternates=False))
+    looks = begun([5], job(tensor_parallel=(2,), can_time_slice=False))
     looks.change(requests=(PoolRequest("op", "move", "w2", Role.TRAINING, "job"),))
     looks.settle()
     assert looks.roles()["w2"] == "training" and degrees(looks) == [2]
@@ -238,7 +250,7 @@ def test_a_worker_of_an_engine_is_moved_alone_and_the_engine_ends() -> None:
 
 
 def test_a_worker_alone_is_no_engine_of_two() -> None:
-    looks = begun([4, 1], job(degrees=(2,), alternates=False, helped=False))
+    looks = begun([4, 1], job(tensor_parallel=(2,), can_time_slice=False, allows_hybrids=False))
     looks.change(requests=(PoolRequest("op", "move", "w4", Role.ROLLOUT, "job"),))
     [declined] = [d for d in looks.look() if isinstance(d, RejectRequest)]
     assert "takes 2 workers of one host" in declined.reason or looks.roles()["w4"] == "core"
@@ -252,7 +264,7 @@ def test_any_wish_is_met_where_a_host_has_the_workers(seed: int) -> None:
     """Check that on one host every split of its workers into powers of two is reachable."""
     drawn = random.Random(seed)
     size = drawn.randint(2, 12)
-    looks = begun([size + 1], job(degrees=(1, 2, 4, 8), helped=False))
+    looks = begun([size + 1], job(tensor_parallel=(1, 2, 4, 8), allows_hybrids=False))
     for _ in range(4):
         wanted: list[int] = []
         room = size
@@ -269,6 +281,8 @@ def more(*ids: str) -> list[WorkerRow]:
 
 def test_degrees_that_fit_no_worker_are_not_thought_of() -> None:
     workers = pool([2]).workers
-    need = job(degrees=(1, 2, 4), alternates=True).requirements
+    need = job(tensor_parallel=(1, 2, 4), can_time_slice=True).requirements
     assert drop_infeasible_degrees(need, workers).tensor_parallel == (1, 2)
-    assert drop_infeasible_degrees(job(degrees=(4,)).requirements, workers).tensor_parallel == (4,)
+    assert drop_infeasible_degrees(
+        job(tensor_parallel=(4,)).requirements, workers
+    ).tensor_parallel == (4,)

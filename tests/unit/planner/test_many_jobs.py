@@ -42,7 +42,7 @@ def test_a_second_job_takes_its_share_and_gives_it_back() -> None:
 def test_a_higher_priority_pauses_a_lower_one_which_comes_back_bit_by_bit() -> None:
     looks = begun([4], job("a"))
     core = next(r for _, r in looks.residents("a") if r.core)
-    urgent = job("b", phase=Phase.QUEUED, priority=5, least=4, submitted_ms=9)
+    urgent = job("b", phase=Phase.QUEUED, priority=5, min_workers=4, submitted_ms=9)
     looks.change(jobs=(*looks.snapshot.jobs, urgent))
     looks.settle()
     assert looks.workers_of("b") == 4
@@ -57,7 +57,9 @@ def test_a_higher_priority_pauses_a_lower_one_which_comes_back_bit_by_bit() -> N
 
 def test_a_worker_is_not_given_away_before_who_sleeps_there_is_asleep() -> None:
     looks = begun([2], job("a"))
-    looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
+    looks.change(
+        jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, min_workers=2))
+    )
     looks.look(ready=False)
     assert looks.roles("a") == {"w0": "core@disk"}
     assert "w0" not in looks.roles("b")
@@ -67,8 +69,8 @@ def test_a_worker_is_not_given_away_before_who_sleeps_there_is_asleep() -> None:
 
 
 def test_a_core_that_still_starts_makes_room_unless_it_alone_has_what_was_trained() -> None:
-    urgent = job("b", phase=Phase.QUEUED, priority=5, least=2)
-    for about in ({"steps_done": 0}, {"steps_done": 9, "checkpointed": True}):
+    urgent = job("b", phase=Phase.QUEUED, priority=5, min_workers=2)
+    for about in ({"steps_done": 0}, {"steps_done": 9, "has_checkpoint": True}):
         looks = Looks(pool([2], job("a", **about)))
         looks.look(ready=False)
         looks.change(jobs=(*looks.snapshot.jobs, urgent))
@@ -99,7 +101,9 @@ def sleepers_do(looks: Looks, doing: InstancePhase) -> None:
 def test_a_core_that_has_died_asleep_holds_nobody_up_and_wakes_where_it_was() -> None:
     looks = begun([2], job("a"))
     core = next(r for _, r in looks.residents("a") if r.core)
-    looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
+    looks.change(
+        jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, min_workers=2))
+    )
     looks.look(ready=False)
     sleepers_do(looks, InstancePhase.GONE)
     looks.settle()
@@ -112,7 +116,9 @@ def test_a_core_that_has_died_asleep_holds_nobody_up_and_wakes_where_it_was() ->
 
 def test_where_the_disk_is_full_a_core_sleeps_in_memory() -> None:
     looks = begun([2], job("a"))
-    looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
+    looks.change(
+        jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, min_workers=2))
+    )
     looks.look(ready=False)
     sleepers_do(looks, InstancePhase.FAILED)
     looks.settle()
@@ -122,11 +128,11 @@ def test_where_the_disk_is_full_a_core_sleeps_in_memory() -> None:
 
 def test_a_gang_is_dissolved_under_a_sleeper_only_when_a_checkpoint_has_it() -> None:
     looks = begun([2], job("a"))
-    large = job("b", phase=Phase.QUEUED, priority=5, ranks=2, least=2)
+    large = job("b", phase=Phase.QUEUED, priority=5, ranks=2, min_workers=2)
     looks.change(jobs=(*looks.snapshot.jobs, large))
     looks.settle()
     assert looks.roles("a") == {"w0": "core@disk"} and looks.workers_of("b") == 0
-    looks.job("a", checkpointed=True)
+    looks.job("a", has_checkpoint=True)
     looks.settle()
     assert looks.roles("a") == {} and looks.workers_of("b") == 2
     looks.change(jobs=looks.snapshot.jobs[:1])
@@ -157,7 +163,7 @@ def test_an_engine_that_takes_no_turns_has_a_worker_of_its_own() -> None:
 
 
 def test_engine_and_core_do_not_share_an_accelerator_that_has_not_the_bytes() -> None:
-    jobs = [job("a", bytes=100)]
+    jobs = [job("a", parameter_bytes=100)]
     looks = Looks(pool([1], *jobs))
     small = replace(looks.snapshot.workers[0].budget, accelerator=450)
     looks.worker("w0", budget=small)
@@ -172,12 +178,15 @@ def test_two_cores_do_not_sleep_on_a_disk_that_has_room_for_one() -> None:
     """Check that of two cores that would sleep on the same worker, the second finds the disk
     full.
     """
-    looks = Looks(pool([1], job("a", bytes=100)))
+    looks = Looks(pool([1], job("a", parameter_bytes=100)))
     budget = replace(looks.snapshot.workers[0].budget, disk=400)
     looks.worker("w0", budget=budget)
     looks.settle()
     for number, id in enumerate("bc", 1):
-        jobs = (*looks.snapshot.jobs, job(id, bytes=100, priority=number, submitted_ms=number))
+        jobs = (
+            *looks.snapshot.jobs,
+            job(id, parameter_bytes=100, priority=number, submitted_ms=number),
+        )
         looks.change(jobs=jobs)
         looks.settle()
     assert looks.roles("a") == {"w0": "core@disk"}
@@ -189,10 +198,10 @@ def test_two_cores_do_not_sleep_on_a_disk_that_has_room_for_one() -> None:
 needs = st.fixed_dictionaries(
     {
         "ranks": st.sampled_from([1, 1, 1, 2]),
-        "scoring": st.booleans(),
-        "alternates": st.sampled_from([True, True, True, False]),
-        "least": st.sampled_from([0, 0, 3]),
-        "most": st.sampled_from([0, 0, 4]),
+        "needs_scoring": st.booleans(),
+        "can_time_slice": st.sampled_from([True, True, True, False]),
+        "min_workers": st.sampled_from([0, 0, 3]),
+        "max_workers": st.sampled_from([0, 0, 4]),
         "priority": st.integers(0, 1),
         "share": st.sampled_from([1.0, 3.0]),
     }
@@ -208,7 +217,7 @@ pools = st.tuples(
 def looks_at(drawn: tuple[Any, ...]) -> Looks:
     hosts, asked, turns, gangs = drawn
     jobs = [
-        job(f"j{n}", phase=Phase.QUEUED, submitted_ms=n, checkpointed=True, **need)
+        job(f"j{n}", phase=Phase.QUEUED, submitted_ms=n, has_checkpoint=True, **need)
         for n, need in enumerate(asked)
     ]
     about = PoolSettings(time_slicing=turns, gang_scope=gangs, shortage_grace_s=1e6)
@@ -286,7 +295,7 @@ def test_a_priority_gets_its_least_and_paused_jobs_come_back(drawn: tuple[Any, .
     looks.settle()
     ran = {j.id for j in looks.snapshot.jobs if looks.workers_of(j.id)}
     total = len(looks.snapshot.workers)
-    urgent = job("urgent", phase=Phase.QUEUED, priority=9, least=total, submitted_ms=99)
+    urgent = job("urgent", phase=Phase.QUEUED, priority=9, min_workers=total, submitted_ms=99)
     before = looks.snapshot.jobs
     looks.change(jobs=(*before, urgent))
     looks.settle()
@@ -398,9 +407,12 @@ def test_each_decision_is_told_with_its_rule_and_figures() -> None:
 
 def test_why_a_service_is_nowhere_is_told_whether_or_not_something_is_decided() -> None:
     look = LOOK | {
-        "hosts": [{"name": "a", "takes": ["shards"]}, {"name": "b", "takes": [], "alive": False}],
+        "hosts": [
+            {"name": "a", "accepted_services": ["shards"]},
+            {"name": "b", "accepted_services": [], "alive": False},
+        ],
         "jobs": [
-            {"id": "first", "phase": "training", "need": {"sandboxes": 2}},
+            {"id": "first", "phase": "training", "requirements": {"sandboxes": 2}},
             {"id": "second", "phase": "training"},
         ],
     }

@@ -51,9 +51,14 @@ TWO_KINDS = ["cuda:0 NVIDIA A40"] * 2 + ["cuda:0 Tesla V100-SXM2-32GB"] * 5
 
 def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> Looks:
     """Return a mesh with these accelerators, whose job has a core of four ranks."""
-    needs: dict[str, Any] = {"ranks": 4, "divides": True, "shape": SHAPE, "bin_tokens": 16 * K}
-    planned = job(**(needs | {"model": "D1", "checkpointed": True} | about))
-    looks = Looks(pool([len(kinds)], planned, settings=QUIET, up_ms=up_ms))
+    needs: dict[str, Any] = {
+        "ranks": 4,
+        "auto_expert_split": True,
+        "model_shape": SHAPE,
+        "bin_tokens": 16 * K,
+    }
+    planned = job(**(needs | {"model_key": "D1", "has_checkpoint": True} | about))
+    looks = Looks(pool([len(kinds)], planned, settings=QUIET, up_since_ms=up_ms))
     for number, accelerator in enumerate(kinds):
         looks.worker(f"w{number}", accelerator=accelerator)
     return looks
@@ -85,7 +90,9 @@ def trained(looks: Looks, tokens_per_s: float, steps: float, start: str = "") ->
     about = looks.snapshot.jobs[0].measurements
     looks.job(
         "job",
-        measured=replace(about, work_by_process={f"trainer/job{start or core(looks).id}": work}),
+        measurements=replace(
+            about, work_by_process={f"trainer/job{start or core(looks).id}": work}
+        ),
     )
 
 
@@ -151,7 +158,7 @@ def test_enough_fast_accelerators_train_alone() -> None:
 
 
 def test_who_does_not_ask_for_it_is_left_alone() -> None:
-    looks = at_rest(divides=False)
+    looks = at_rest(auto_expert_split=False)
     assert core(looks).expert_split is None
     assert not looks.memory.expert_splits
 
@@ -169,7 +176,7 @@ def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
     declared = build_declared_profile(SHAPE, "A40", "T4")
     told = [replace(declared.fast), replace(declared.slow, name="V100")]
     profiles = {kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in told}
-    looks.job("job", measured=Measurements(profiles=profiles))
+    looks.job("job", measurements=Measurements(profiles=profiles))
     looks.look()
     assert looks.memory.expert_splits["job"].predicted_split != before, (
         "it would be another one now"
@@ -225,7 +232,7 @@ def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -
     profiles = {
         kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in (declared.fast, slower)
     }
-    looks.job("job", measured=Measurements(profiles=profiles))
+    looks.job("job", measurements=Measurements(profiles=profiles))
     looks.look()
     after = looks.memory.expert_splits["job"]
     assert after.is_measured and after.predicted_tokens_per_s < before.predicted_tokens_per_s
@@ -248,7 +255,7 @@ def test_what_is_not_predicted_to_pay_is_not_tried_because_predictions_are_too_h
 
 
 def test_a_core_without_a_checkpoint_is_not_divided_anew() -> None:
-    looks = at_rest(checkpointed=False)
+    looks = at_rest(has_checkpoint=False)
     watched(looks, 1.0)
     assert core(looks).tier == Tier.ACCELERATOR
 
@@ -295,7 +302,13 @@ def test_longer_sequences_have_more_ranks_with_attention() -> None:
     def of(tokens: float) -> PlannedJob:
         lengths = LengthQuantiles(100, tuple([tokens] * 16))
         measured = Measurements(lengths=lengths)
-        return job(ranks=6, divides=True, shape=SHAPE, bin_tokens=32 * K, measured=measured)
+        return job(
+            ranks=6,
+            auto_expert_split=True,
+            model_shape=SHAPE,
+            bin_tokens=32 * K,
+            measurements=measured,
+        )
 
     there = {"A40": 5, "V100": 5}
     short, long = (predict_expert_split(of(tokens), there) for tokens in (1.0 * K, 32.0 * K))
@@ -311,12 +324,12 @@ def test_a_place_decision_says_by_which_figures() -> None:
 
 
 def test_at_a_declared_pace_as_much_less_is_predicted_as_everything_takes_longer() -> None:
-    looks, paced = at_rest(), at_rest(training_pace="declared/50")
+    looks, paced = at_rest(), at_rest(emulated_training="declared/50")
     own, slower = looks.memory.expert_splits["job"], paced.memory.expert_splits["job"]
     assert slower.predicted_tokens_per_s == pytest.approx(own.predicted_tokens_per_s / 50)
     assert slower.uniform_tokens_per_s == pytest.approx(own.uniform_tokens_per_s / 50)
     assert slower.predicted_split == own.predicted_split
-    long = at_rest(training_pace="declared/1/2", bin_tokens=8 * K)
+    long = at_rest(emulated_training="declared/1/2", bin_tokens=8 * K)
     assert long.memory.expert_splits["job"].predicted_tokens_per_s == pytest.approx(
         own.predicted_tokens_per_s / 2
     )
@@ -326,7 +339,7 @@ def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
     looks = at_rest()
     before = looks.memory.expert_splits["job"]
     longer = LengthQuantiles(100, (12.0 * K,) * len(QUANTILES), 2.0 * K)
-    looks.job("job", measured=Measurements(lengths=longer))
+    looks.job("job", measurements=Measurements(lengths=longer))
     looks.look()
     after = looks.memory.expert_splits["job"]
     assert not before.has_sampled_lengths and after.has_sampled_lengths
@@ -334,7 +347,7 @@ def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
         "attention of long sequences takes longer"
     )
     assert from_json_value(ExpertSplitState, to_json_value(after)) == after
-    looks.job("job", measured=Measurements())
+    looks.job("job", measurements=Measurements())
     looks.look()
     assert looks.memory.expert_splits["job"] == after, "what is known stays known"
 
@@ -343,9 +356,9 @@ def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
     """Check that divisions are priced again only on changed input. The verdict that none fits is
     marked, so that a second one would show.
     """
-    looks = mixed(TWO_KINDS, shape=replace(SHAPE, parameters=1e12, active=2e11))
+    looks = mixed(TWO_KINDS, model_shape=replace(SHAPE, parameters=1e12, active=2e11))
     lengths = LengthQuantiles(100, (2.0 * K,) * len(QUANTILES), 1.0 * K)
-    looks.job("job", measured=Measurements(lengths=lengths))
+    looks.job("job", measurements=Measurements(lengths=lengths))
     looks.settle()
 
     def looked(**about: Any) -> str:
@@ -356,7 +369,7 @@ def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
         return looks.memory.expert_splits["job"].reason
 
     near = replace(lengths, trajectories=200, mean_prompt_tokens=1.01 * K)
-    assert looked() == looked(measured=Measurements(lengths=near)) == "marked"
+    assert looked() == looked(measurements=Measurements(lengths=near)) == "marked"
     longer = replace(lengths, sampled_tokens=(4.0 * K,) * len(QUANTILES))
-    for change in ({"measured": Measurements(lengths=longer)}, {"group_size": 3}):
+    for change in ({"measurements": Measurements(lengths=longer)}, {"group_size": 3}):
         assert "no division of 4 ranks" in looked(**change)

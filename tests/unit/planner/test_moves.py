@@ -50,9 +50,9 @@ def test_the_last_engine_helps_a_slow_trainer_and_the_rest_is_left_alone() -> No
 
 def test_a_move_tells_what_the_others_did_meanwhile() -> None:
     looks, plant = slow()
-    looks.job("job", progress={"g0.0": 11, "g1.0": 100})
+    looks.job("job", instance_progress={"g0.0": 11, "g1.0": 100})
     place = moved(looks, plant)
-    looks.job("job", progress={"g0.0": 12, "g1.0": 180, place.instance.id: 3})
+    looks.job("job", instance_progress={"g0.0": 12, "g1.0": 180, place.instance.id: 3})
     looks.look()
     finish = next(d for d in looks.look() if isinstance(d, FinishMove))
     assert not finish.undone and not looks.snapshot.moves
@@ -134,11 +134,11 @@ def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
     looks = begun([4], job(config=PlannerConfig(training=2)))
     assert "training" in looks.roles().values()
     need = looks.snapshot.jobs[0].requirements
-    looks.job("job", need=replace(need, allows_hybrids=False))
+    looks.job("job", requirements=replace(need, allows_hybrids=False))
     decisions = looks.settle()
     assert sorted(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
     assert next(d for d in decisions if isinstance(d, PlaceInstance)).rationale.rule == "unhelped"
-    looks.job("job", need=need)
+    looks.job("job", requirements=need)
     looks.settle()
     run(looks, Plant(**SLOW_TRAINER), 12)
     assert "training" in looks.roles().values(), "it is helped again when that pays"
@@ -148,7 +148,12 @@ def paused(*hosts: int, **about: Any) -> Looks:
     """Return a job whose core has just been ordered to sleep, for a job that needs all workers."""
     looks = begun(hosts, job("a", **about))
     urgent = job(
-        "b", phase=Phase.QUEUED, priority=5, least=sum(hosts), submitted_ms=9, checkpointed=True
+        "b",
+        phase=Phase.QUEUED,
+        priority=5,
+        min_workers=sum(hosts),
+        submitted_ms=9,
+        has_checkpoint=True,
     )
     looks.change(jobs=(*looks.snapshot.jobs, urgent))
     looks.look(ready=False)
@@ -170,7 +175,7 @@ def failed(looks: Looks, tier: Tier) -> None:
 
 
 def test_what_a_core_said_of_an_earlier_wish_does_not_count_for_the_next() -> None:
-    looks = paused(1, checkpointed=True)
+    looks = paused(1, has_checkpoint=True)
     failed(looks, Tier.DISK)
     for _ in range(3):
         looks.look(ready=False)
@@ -181,7 +186,7 @@ def test_what_a_core_said_of_an_earlier_wish_does_not_count_for_the_next() -> No
 
 
 def test_a_core_that_does_not_sleep_in_time_counts_as_failed_and_who_waits_is_told() -> None:
-    looks = paused(1, checkpointed=True)
+    looks = paused(1, has_checkpoint=True)
     told = [j.block_reason for j in looks.snapshot.jobs if j.id == "b"]
     assert told == ["waiting: its core needs a worker; not yet asleep: g0.0 of a"]
     late_ms = round(1000 * looks.snapshot.settings.move_timeout_s) + 1
@@ -199,11 +204,13 @@ def test_a_paused_core_leaves_a_host_that_drains_once_a_checkpoint_has_it() -> N
     looks.drain("host0")
     looks.change(requests=(PoolRequest("op", "drain", host="host0"),))
     looks.settle()
-    looks.job("b", need=replace(looks.snapshot.jobs[1].requirements, min_workers=2))
+    looks.job("b", requirements=replace(looks.snapshot.jobs[1].requirements, min_workers=2))
     looks.settle()
     assert looks.roles("a") == {"w0": "core@disk"} and looks.snapshot.requests
-    looks.job("a", checkpointed=True)
-    looks.change(rests=frozenset(n for host in looks.snapshot.hosts for n in host.services))
+    looks.job("a", has_checkpoint=True)
+    looks.change(
+        evictable_services=frozenset(n for host in looks.snapshot.hosts for n in host.services)
+    )
     looks.settle()
     assert looks.roles("a") == {} and not looks.snapshot.requests
 
@@ -215,7 +222,7 @@ def test_a_job_gives_back_where_a_core_is_to_wake_and_keeps_its_engine() -> None
         Gang("g1", ("w1",), 1, (asleep, Instance("g1.1", "d", Role.ROLLOUT)), next_instance=2),
         Gang("g2", ("w2",), 1, (Instance("g2.0", "d", Role.ROLLOUT),), next_instance=1),
     )
-    jobs = (job("d"), job("a", rolls_out=False, most=1, submitted_ms=1))
+    jobs = (job("d"), job("a", needs_rollout=False, max_workers=1, submitted_ms=1))
     before = replace(pool([3], *jobs, gangs_formed=3), gangs=tuple(map(settled, there)))
     looks = Looks(before)
     decisions = looks.look()

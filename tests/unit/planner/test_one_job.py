@@ -34,14 +34,14 @@ DAY_MS = 86_400_000
     [
         (2, {}, ["core", "rollout"]),
         (4, {}, ["core", "rollout", "rollout", "rollout"]),
-        (4, {"scoring": True}, ["core", "scoring", "rollout", "rollout"]),
+        (4, {"needs_scoring": True}, ["core", "scoring", "rollout", "rollout"]),
         (4, {"config": PlannerConfig(training=2)}, ["core", "rollout", "training", "rollout"]),
         (4, {"ranks": 2}, ["core", "core", "rollout", "rollout"]),
         (1, {}, ["core+rollout"]),
         (2, {"ranks": 2}, ["core+rollout", "core+rollout"]),
-        (2, {"scoring": True}, ["core+rollout", "scoring"]),
-        (1, {"rolls_out": False}, ["core"]),
-        (8, {"most": 3}, ["core", "rollout", "rollout"]),
+        (2, {"needs_scoring": True}, ["core+rollout", "scoring"]),
+        (1, {"needs_rollout": False}, ["core"]),
+        (8, {"max_workers": 3}, ["core", "rollout", "rollout"]),
     ],
 )
 def test_a_job_is_placed_on_the_idle(workers: int, about: dict[str, Any], roles: list[str]) -> None:
@@ -134,7 +134,7 @@ def test_ranks_are_of_one_host() -> None:
 
 
 def test_a_mesh_that_is_new_is_waited_for_and_then_a_job_takes_turns() -> None:
-    looks = begun([1], job(phase=Phase.QUEUED), up_ms=NOW_MS)
+    looks = begun([1], job(phase=Phase.QUEUED), up_since_ms=NOW_MS)
     assert looks.snapshot.jobs[0].block_reason == "", "nobody waits while workers may still join"
     looks.change(now_ms=NOW_MS + 6000)
     looks.settle()
@@ -159,7 +159,7 @@ def test_a_job_waits_for_hosts_where_the_head_has_no_workers() -> None:
 
 
 def test_a_job_that_is_too_large_for_every_accelerator_fails_with_the_bytes() -> None:
-    looks = Looks(pool([2], job(bytes=100)))
+    looks = Looks(pool([2], job(parameter_bytes=100)))
     for worker in ("w0", "w1"):
         looks.worker(worker, budget=TierBytes(accelerator=300))
     looks.settle()
@@ -184,7 +184,7 @@ def test_a_host_that_drains_is_left_by_a_core_when_a_checkpoint_has_it() -> None
     looks.drain("host0")
     looks.settle()
     assert looks.roles()["w0"] == "core" and "w1" not in looks.roles()
-    looks.job("job", checkpointed=True)
+    looks.job("job", has_checkpoint=True)
     looks.settle()
     assert set(looks.roles()) == {"w2", "w3"}
     assert sorted(looks.roles().values()) == ["core", "rollout"]
@@ -239,7 +239,7 @@ def test_a_host_that_has_left_is_no_loss_and_its_services_begin_elsewhere_at_onc
     looks = begun([2, 2], job(shards=4))
     assert looks.snapshot.hosts[1].services
     vanish(looks, "host1")
-    host(looks, "host1", draining=HOST_LEFT)
+    host(looks, "host1", drain_reason=HOST_LEFT)
     decisions = looks.settle()
     assert len(looks.snapshot.hosts[0].services) == 4
     assert told(decisions + later(looks, GONE_MS)) == []
@@ -264,17 +264,17 @@ def test_a_single_shard_is_on_the_host_of_its_jobs_core() -> None:
 
 def test_a_core_without_a_checkpoint_computes_on_where_its_host_drains_and_moves_with_it() -> None:
     looks = begun([3, 1], job())
-    host(looks, "host0", draining="maintenance")
+    host(looks, "host0", drain_reason="maintenance")
     looks.settle()
     assert looks.roles() == {"w0": "core+rollout"}, "by turns, as nothing else is where it computes"
-    looks.job("job", checkpointed=True)
+    looks.job("job", has_checkpoint=True)
     looks.settle()
     assert looks.roles() == {"w3": "core+rollout"}
 
 
 def test_a_core_that_no_checkpoint_gets_leaves_when_a_move_would_be_undone() -> None:
     looks = begun([3, 1], job())
-    host(looks, "host0", draining="maintenance")
+    host(looks, "host0", drain_reason="maintenance")
     looks.settle()
     later(looks, 121_000)
     assert looks.roles() == {"w3": "core+rollout"}
@@ -316,7 +316,7 @@ def test_a_worker_is_put_aside_and_taken_back() -> None:
     ],
 )
 def test_a_request_that_cannot_be_granted_is_declined(about: dict[str, str], reason: str) -> None:
-    looks = begun([4], job(scoring=True))
+    looks = begun([4], job(needs_scoring=True))
     roles = looks.roles()
     refusals = ask(looks, **about)
     assert len(refusals) == 1 and reason in refusals[0]
@@ -332,8 +332,10 @@ def test_a_worker_is_moved_from_one_job_to_another() -> None:
 
 
 def test_a_drain_is_settled_when_nobody_is_left() -> None:
-    looks = begun([2, 2], job(checkpointed=True))
+    looks = begun([2, 2], job(has_checkpoint=True))
     looks.drain("host0")
-    looks.change(rests=frozenset(n for host in looks.snapshot.hosts for n in host.services))
+    looks.change(
+        evictable_services=frozenset(n for host in looks.snapshot.hosts for n in host.services)
+    )
     assert ask(looks, kind="drain", host="host0") == [""]
     assert set(looks.roles()) == {"w2", "w3"}

@@ -66,7 +66,7 @@ def gathered(plant: Plant, steps: float) -> Measurements:
 
 
 def look(looks: Looks, plant: Plant, steps: float) -> None:
-    looks.job("job", measured=gathered(plant, steps))
+    looks.job("job", measurements=gathered(plant, steps))
     looks.change(now_ms=looks.snapshot.now_ms + 2000)
     looks.look()
 
@@ -85,7 +85,7 @@ def judged(looks: Looks, plant: Plant, steps: int) -> list[dict[str, Any]]:
 
 
 def test_a_declared_pace_is_planned_by_when_most_of_the_first_groups_have_come() -> None:
-    looks, plant = mesh(training_pace=f"{TOKENS / SLOW.work_s:.0f}/100"), replace(SLOW)
+    looks, plant = mesh(emulated_training=f"{TOKENS / SLOW.work_s:.0f}/100"), replace(SLOW)
     look(looks, plant, 0.5)
     look(looks, plant, 1.0)
     assert split(looks) == (3, 1), "the long ones have not come yet"
@@ -98,7 +98,7 @@ def test_a_declared_pace_is_planned_by_when_most_of_the_first_groups_have_come()
 
 
 def test_looks_between_steps_take_no_play_from_what_is_to_be_judged() -> None:
-    looks, plant = mesh(training_pace=f"{TOKENS / SLOW.work_s:.0f}/100"), replace(SLOW)
+    looks, plant = mesh(emulated_training=f"{TOKENS / SLOW.work_s:.0f}/100"), replace(SLOW)
     look(looks, plant, 2.5)
     found = []
     for _ in range(20):
@@ -111,13 +111,13 @@ def test_looks_between_steps_take_no_play_from_what_is_to_be_judged() -> None:
 
 
 def test_a_look_with_a_model_s_shape_is_read_back_as_it_was() -> None:
-    looks = mesh(shape=SHAPE, training_pace="100/100")
+    looks = mesh(model_shape=SHAPE, emulated_training="100/100")
     assert decode_snapshot(encode_snapshot(looks.snapshot)) == looks.snapshot
 
 
 def test_a_pace_that_is_not_kept_is_found_out_and_the_move_undone() -> None:
     """Declared as slow, it trains fast: engines are what lacks then."""
-    looks, plant = mesh(training_pace=f"{TOKENS / 8.0:.0f}/100"), replace(SLOW, work_s=0.2)
+    looks, plant = mesh(emulated_training=f"{TOKENS / 8.0:.0f}/100"), replace(SLOW, work_s=0.2)
     plant.sequence_s = 0.001
     look(looks, plant, 2.5)
     assert split(looks)[1] > 1
@@ -130,7 +130,7 @@ def test_nothing_is_planned_of_what_nobody_has_measured_or_declared() -> None:
     looks, plant = mesh(), replace(SLOW)
     look(looks, plant, 2.5)
     assert split(looks) == (3, 1)
-    held = mesh(training_pace="not one")
+    held = mesh(emulated_training="not one")
     look(held, plant, 2.5)
     assert split(held) == (3, 1), "a pace that this version does not know"
 
@@ -162,7 +162,7 @@ def test_a_profile_is_believed_once_it_was_held_against_a_measurement() -> None:
 
 def test_what_a_job_has_measured_lets_the_next_one_of_the_same_model_be_planned_at_once() -> None:
     looks, plant = Looks(pool([4], job(steps_done=0))), replace(SLOW)
-    about = {"model": "m", "shape": SHAPE, "training_pace": ""}
+    about = {"model_key": "m", "model_shape": SHAPE, "emulated_training": ""}
     looks.change(
         workers=tuple(replace(w, accelerator="cuda:0 NVIDIA H100") for w in looks.snapshot.workers)
     )
@@ -182,9 +182,9 @@ def test_what_a_job_has_measured_lets_the_next_one_of_the_same_model_be_planned_
 
 
 def test_curves_without_steps_say_nothing() -> None:
-    looks = mesh(training_pace="100/100")
+    looks = mesh(emulated_training="100/100")
     measured = gathered(replace(SLOW), 2.5)
-    looks.job("job", measured=replace(measured, curves=(DecodeCurve("cpu", 1, 0.0),)))
+    looks.job("job", measurements=replace(measured, curves=(DecodeCurve("cpu", 1, 0.0),)))
     looks.look()
     assert split(looks) == (3, 1)
 
@@ -266,7 +266,7 @@ def test_nothing_moves_where_the_host_has_no_core_left() -> None:
     looks, plant = configured(), replace(SLOW_TRAINER)
     looks.change(hosts=(PoolHost("host0", cores=2.0, busy_cores=1.9),))
     assert judged(looks, plant, 30) == [] and split(looks) == (3, 1)
-    assert looks.memory.split_states["job"].explanation["binds"] == "cores"
+    assert looks.memory.split_states["job"].explanation["bottleneck"] == "cores"
     looks.change(hosts=(PoolHost("host0", cores=2.0, busy_cores=0.5),))
     run(looks, plant, 20)
     assert split(looks) == (2, 2)

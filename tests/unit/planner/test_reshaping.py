@@ -33,12 +33,12 @@ from tests.unit.planner.pools import Looks, begun, job, pool
 
 ONES = [1] * 7
 LONG = Tall()
-JOB = job(model="m")
+JOB = job(model_key="m")
 
 
 def mesh(workers: int = 8, allowed: tuple[int, ...] = (1, 2, 4), **config: object) -> Looks:
     about: dict[str, Any] = {"steps_done": 0, "slots": SLOTS, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
-    looks = begun([workers], job(degrees=allowed, model="m", max_staleness=0, **about))
+    looks = begun([workers], job(tensor_parallel=allowed, model_key="m", max_staleness=0, **about))
     return looks
 
 
@@ -165,7 +165,7 @@ def test_curves_of_degrees_that_nobody_has_are_those_of_one_worker_corrected() -
 
 
 def test_each_rank_of_a_core_counts_as_one_that_trains() -> None:
-    looks = begun([8], job(degrees=(1, 2), ranks=3, model="m"))
+    looks = begun([8], job(tensor_parallel=(1, 2), ranks=3, model_key="m"))
     (one,) = looks.snapshot.jobs
     draft = PoolDraft(looks.snapshot, looks.snapshot.workers)
     split = read_split(one, draft.get_instances(one.id))
@@ -212,7 +212,7 @@ def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
     that it leaves has nothing of it any more.
     """
     for lost in (False, True):
-        wanted = job(ranks=4, checkpointed=True)
+        wanted = job(ranks=4, has_checkpoint=True)
         looks = Looks(pool([3, 1, 3], wanted, settings=WIDE))
         looks.settle()
         assert sorted(set(core_on(looks))) == ["host0", "host1"]
@@ -231,7 +231,7 @@ def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
 def test_a_gang_that_may_span_hosts_no_more_ends_when_a_checkpoint_has_it() -> None:
     looks = begun([2, 2, 4], job(ranks=4), settings=WIDE)
     assert core_on(looks) == ["host2"] * 4
-    looks = Looks(pool([2, 3], job(ranks=3, checkpointed=True), settings=WIDE))
+    looks = Looks(pool([2, 3], job(ranks=3, has_checkpoint=True), settings=WIDE))
     looks.worker("w2", alive=False)
     looks.settle()
     assert set(core_on(looks)) == {"host0", "host1"}
@@ -253,16 +253,16 @@ def of_kinds(hosts: Sequence[int], kinds: Sequence[str], **wanted: Any) -> Looks
 
 def test_attention_has_the_fastest_accelerators_and_experts_the_slowest() -> None:
     kinds = ["Tesla V100-SXM2-32GB", "NVIDIA A40", "NVIDIA H100 80GB HBM3"]
-    looks = of_kinds([4, 4, 1], kinds, ranks=5, attention=2)
+    looks = of_kinds([4, 4, 1], kinds, ranks=5, attention_ranks=2)
     assert core_on(looks) == ["host1"] * 2 + ["host0"] * 3
-    looks = of_kinds([4, 4, 1], kinds, ranks=3, attention=1)
+    looks = of_kinds([4, 4, 1], kinds, ranks=3, attention_ranks=1)
     assert core_on(looks) == ["host2"] + ["host0"] * 2
 
 
 def test_where_two_kinds_are_not_enough_the_fastest_of_all_have_attention() -> None:
-    looks = of_kinds([2, 2], ["Tesla V100-SXM2-32GB", "NVIDIA A40"], ranks=4, attention=3)
+    looks = of_kinds([2, 2], ["Tesla V100-SXM2-32GB", "NVIDIA A40"], ranks=4, attention_ranks=3)
     assert core_on(looks) == ["host1"] * 2 + ["host0"] * 2
-    looks = of_kinds([3, 2], ["NVIDIA A40", "NVIDIA A40"], ranks=3, attention=1)
+    looks = of_kinds([3, 2], ["NVIDIA A40", "NVIDIA A40"], ranks=3, attention_ranks=1)
     assert core_on(looks) == ["host0"] * 3
 
 

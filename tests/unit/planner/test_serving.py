@@ -45,7 +45,7 @@ def test_services_follow_jobs() -> None:
 
 def test_a_job_that_waits_has_no_shards_and_a_paused_one_keeps_its_own() -> None:
     looks = begun([2], job("a"))
-    urgent = job("b", phase=Phase.QUEUED, priority=5, least=2, submitted_ms=1)
+    urgent = job("b", phase=Phase.QUEUED, priority=5, min_workers=2, submitted_ms=1)
     small = job("c", phase=Phase.QUEUED, submitted_ms=2)
     looks.change(jobs=(*looks.snapshot.jobs, urgent, small))
     looks.settle()
@@ -66,15 +66,15 @@ def test_shards_of_a_host_that_is_gone_begin_elsewhere() -> None:
 
 
 def test_shards_and_sandboxes_leave_a_host_that_drains_once_they_have_nothing_under_way() -> None:
-    looks = begun([2, 2], job(shards=2, sandboxes=2, checkpointed=True))
+    looks = begun([2, 2], job(shards=2, sandboxes=2, has_checkpoint=True))
     there = looks.snapshot.hosts[0].services
     assert len([*there]) == 2
     looks.drain("host0")
     looks.change(requests=(PoolRequest("op", "drain", host="host0"),))
     assert not settled_drains(looks.settle()) and looks.snapshot.hosts[0].services == there
-    looks.change(rests=frozenset(there[:1]))
+    looks.change(evictable_services=frozenset(there[:1]))
     assert not settled_drains(looks.settle()) and looks.snapshot.hosts[0].services == there[1:]
-    looks.change(rests=frozenset(there))
+    looks.change(evictable_services=frozenset(there))
     assert settled_drains(looks.settle()) == [""]
     assert looks.snapshot.hosts[0].services == ()
     assert len(looks.snapshot.hosts[1].services) == 4
@@ -96,7 +96,7 @@ def test_a_host_that_drains_waits_no_longer_than_a_move_may_take() -> None:
 def test_shards_stay_where_they_rest_while_no_other_host_takes_them() -> None:
     looks = begun([2], job(shards=2))
     there = looks.snapshot.hosts[0].services
-    looks.change(rests=frozenset(there))
+    looks.change(evictable_services=frozenset(there))
     assert looks.settle() == [], "its host does not drain"
     looks.drain("host0")
     looks.settle()
@@ -108,7 +108,7 @@ def test_shards_stay_where_they_rest_while_no_other_host_takes_them() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_drains_each_service_is_on_one_host_and_none_leaves_its_work(seed: int) -> None:
     drawn = random.Random(seed)
-    looks = begun([2, 2, 2], job(shards=3, sandboxes=2, checkpointed=True))
+    looks = begun([2, 2, 2], job(shards=3, sandboxes=2, has_checkpoint=True))
     for _ in range(30):
         names = [name for host in looks.snapshot.hosts for name in host.services]
         rests = frozenset(name for name in names if drawn.random() < 0.3)
@@ -116,7 +116,7 @@ def test_whatever_drains_each_service_is_on_one_host_and_none_leaves_its_work(se
             replace(host, drain_reason="maintenance" if drawn.random() < 0.4 else "")
             for host in looks.snapshot.hosts
         )
-        looks.change(rests=rests, hosts=hosts)
+        looks.change(evictable_services=rests, hosts=hosts)
         before = {name: host for host in hosts for name in host.services}
         looks.look()
         after = {name: host.name for host in looks.snapshot.hosts for name in host.services}
@@ -160,10 +160,10 @@ def where(looks: Looks) -> dict[str, str]:
 
 def test_services_go_where_they_are_taken() -> None:
     looks = Looks(pool([3, 0, 0, 2], job(shards=2, sandboxes=2)))
-    offers(looks, "host0", takes=())
-    offers(looks, "host1", takes=("sandboxes",))
-    offers(looks, "host2", takes=("shards",))
-    offers(looks, "host3", takes=())
+    offers(looks, "host0", accepted_services=())
+    offers(looks, "host1", accepted_services=("sandboxes",))
+    offers(looks, "host2", accepted_services=("shards",))
+    offers(looks, "host3", accepted_services=())
     looks.settle()
     assert where(looks) == {
         "rollout/job/0": "host2",
@@ -176,7 +176,7 @@ def test_services_go_where_they_are_taken() -> None:
 
 def test_a_job_whose_services_no_host_takes_waits_and_takes_no_workers() -> None:
     looks = Looks(pool([2], job("a", phase=Phase.QUEUED, sandboxes=1)))
-    offers(looks, "host0", takes=("shards",))
+    offers(looks, "host0", accepted_services=("shards",))
     looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, submitted_ms=1)))
     looks.settle()
     assert looks.snapshot.jobs[0].block_reason == (
@@ -190,19 +190,19 @@ def test_a_job_whose_services_no_host_takes_waits_and_takes_no_workers() -> None
 
 def test_sandboxes_go_where_the_isolation_is_that_their_job_asks_for() -> None:
     jobs = (
-        job("a", sandboxes=2, tier="bwrap"),
+        job("a", sandboxes=2, isolation_tier="bwrap"),
         job("b", sandboxes=2, submitted_ms=1),
-        job("c", sandboxes=1, tier="runner", submitted_ms=2, phase=Phase.QUEUED),
+        job("c", sandboxes=1, isolation_tier="runner", submitted_ms=2, phase=Phase.QUEUED),
     )
     looks = Looks(pool([6, 1], *jobs))
-    offers(looks, "host0", tiers=("landlock",))
-    offers(looks, "host1", tiers=("trying",))
+    offers(looks, "host0", isolation_tiers=("landlock",))
+    offers(looks, "host1", isolation_tiers=("trying",))
     looks.settle()
     assert {name for name in where(looks) if name.startswith("sandbox/a")} == set()
     assert looks.snapshot.jobs[0].block_reason == "", (
         "it has begun: its host may turn out as it was"
     )
-    offers(looks, "host1", tiers=("cgroup",))
+    offers(looks, "host1", isolation_tiers=("cgroup",))
     looks.settle()
     assert {where(looks)[f"sandbox/a/{n}"] for n in range(2)} == {"host1"}
     assert {where(looks)[f"sandbox/b/{n}"] for n in range(2)} == {"host0"}, "there is more room"
@@ -210,42 +210,43 @@ def test_sandboxes_go_where_the_isolation_is_that_their_job_asks_for() -> None:
         "waiting: no host takes its sandboxes with sandbox.tier = runner now: "
         "host0 has landlock; host1 has cgroup"
     )
-    offers(looks, "host1", tiers=("cgroup", "runner"))
+    offers(looks, "host1", isolation_tiers=("cgroup", "runner"))
     looks.settle()
     assert where(looks)["sandbox/c/0"] == "host1" and looks.snapshot.jobs[2].block_reason == ""
 
 
 def test_a_job_is_paused_whose_only_host_has_come_back_without_what_it_took() -> None:
-    looks = Looks(pool([2, 0], job(sandboxes=1, tier="bwrap")))
-    offers(looks, "host0", takes=("shards",))
-    offers(looks, "host1", takes=("sandboxes",), tiers=("bwrap",))
+    looks = Looks(pool([2, 0], job(sandboxes=1, isolation_tier="bwrap")))
+    offers(looks, "host0", accepted_services=("shards",))
+    offers(looks, "host1", accepted_services=("sandboxes",), isolation_tiers=("bwrap",))
     looks.settle()
     assert where(looks)["sandbox/job/0"] == "host1"
     offers(looks, "host1", alive=False)
     looks.change(now_ms=looks.snapshot.now_ms + 11_000)
     looks.settle()
     assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].block_reason
-    offers(looks, "host1", alive=True, tiers=("trying",))
+    offers(looks, "host1", alive=True, isolation_tiers=("trying",))
     looks.settle()
     assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].block_reason
-    offers(looks, "host1", tiers=())
+    offers(looks, "host1", isolation_tiers=())
     looks.settle()
     assert list(where(looks)) == ["rollout/job/0"]
     assert looks.snapshot.jobs[0].block_reason.startswith("paused: no host takes its sandboxes")
     assert "host1 has no isolation" in looks.snapshot.jobs[0].block_reason
-    offers(looks, "host1", tiers=("bwrap",))
+    offers(looks, "host1", isolation_tiers=("bwrap",))
     looks.settle()
     assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].block_reason
 
 
 def test_a_drain_is_settled_of_what_no_other_host_takes() -> None:
     looks = Looks(pool([1, 0], job(sandboxes=1)))
-    offers(looks, "host0", takes=("shards",))
-    offers(looks, "host1", takes=("sandboxes",))
+    offers(looks, "host0", accepted_services=("shards",))
+    offers(looks, "host1", accepted_services=("sandboxes",))
     looks.settle()
     looks.drain("host1")
     looks.change(
-        requests=(PoolRequest("op", "drain", host="host1"),), rests=frozenset(where(looks))
+        requests=(PoolRequest("op", "drain", host="host1"),),
+        evictable_services=frozenset(where(looks)),
     )
     assert settled_drains(looks.settle()) == [""], "nobody else could have it"
     assert where(looks)["sandbox/job/0"] == "host1"
@@ -272,12 +273,17 @@ def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_take
     walks: list[list[tuple[Any, ...]]], wanted: list[str]
 ) -> None:
     """Hosts come back with other options again and again; jobs differ in what they ask for."""
-    about = {"shards": 2, "sandboxes": 2, "checkpointed": True}
-    jobs = [job(f"j{n}", tier=tier, **about) for n, tier in enumerate(wanted)]
+    about = {"shards": 2, "sandboxes": 2, "has_checkpoint": True}
+    jobs = [job(f"j{n}", isolation_tier=tier, **about) for n, tier in enumerate(wanted)]
     looks = Looks(pool([3, 1, 0, 0], *jobs))
     for walk in walks:
         for number, (takes, known, alive, draining) in enumerate(walk):
-            offer = {"takes": takes, "tiers": known, "alive": alive, "draining": draining}
+            offer = {
+                "accepted_services": takes,
+                "isolation_tiers": known,
+                "alive": alive,
+                "drain_reason": draining,
+            }
             offers(looks, f"host{number}", **offer)
         before = where(looks)
         looks.change(now_ms=looks.snapshot.now_ms + 11_000)

@@ -57,7 +57,9 @@ def test_decisions_apply_where_engines_are_gangs(seed: int) -> None:
     drawn = random.Random(seed)
     hosts = [drawn.randint(2, 6) for _ in range(drawn.randint(1, 3))]
     about = PoolSettings(gang_scope="network" if seed % 3 == 0 else "host")
-    looks = Looks(pool(hosts, job("first", degrees=(2,), alternates=False), settings=about))
+    looks = Looks(
+        pool(hosts, job("first", tensor_parallel=(2,), can_time_slice=False), settings=about)
+    )
     for number in range(STEPS):
         step(looks, drawn, number, [(1,), (1, 2), (2,), (2, 4), (1, 4), (4,)])
         looks.look(ready=drawn.random() < 0.8)
@@ -81,7 +83,7 @@ def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None
     hosts = [drawn.randint(2, 6) for _ in range(drawn.randint(1, 3))]
     degrees = drawn.choice([(1, 2), (2,), (2, 4), (4,)])
     ranks = drawn.choice([1, 1, 2])
-    wanted = job("first", degrees=degrees, ranks=ranks, alternates=degrees[0] == 1)
+    wanted = job("first", tensor_parallel=degrees, ranks=ranks, can_time_slice=degrees[0] == 1)
     if explain_infeasible(wanted.requirements, pool(hosts).workers, PoolSettings()):
         return
     looks = Looks(pool(hosts, wanted))
@@ -95,7 +97,7 @@ def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None
         looks.look(ready=drawn.random() < 0.8)
     for worker in [worker.id for worker in looks.snapshot.workers]:
         looks.worker(worker, alive=True, token=999)
-    looks.job("first", checkpointed=True)
+    looks.job("first", has_checkpoint=True)
     looks.settle(within=40)
     if looks.snapshot.jobs:  # it has not failed for a mesh that was too small for too long
         assert {"core", "rollout"} <= set(looks.roles("first").values())
@@ -112,13 +114,13 @@ def step(
         some = drawn.choice(degrees)
         more = job(
             f"j{number}",
-            degrees=some,
-            alternates=some[0] == 1,
+            tensor_parallel=some,
+            can_time_slice=some[0] == 1,
             ranks=drawn.choice([1, 1, 2, 3]),
             priority=drawn.randint(0, 3),
             phase=Phase.QUEUED,
             submitted_ms=number,
-            checkpointed=drawn.random() < 0.6,
+            has_checkpoint=drawn.random() < 0.6,
         )
         looks.change(jobs=(*snapshot.jobs, more))
     elif kind == "ends" and ids:
@@ -133,7 +135,7 @@ def step(
     elif kind == "later":
         looks.change(now_ms=snapshot.now_ms + 1000 * drawn.choice([1, 11, 130]))
     elif kind == "saved" and ids:
-        looks.job(drawn.choice(ids), checkpointed=True)
+        looks.job(drawn.choice(ids), has_checkpoint=True)
 
 
 def resident(id: str, of: str, role: Role, *ranks: int, tier: Tier = Tier.ACCELERATOR) -> Instance:
@@ -154,9 +156,9 @@ def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_befor
         Gang("g1", ("w2",), 1, (resident("g1.0", "d", Role.TRAINING, 0),), next_instance=1),
     )
     jobs = (
-        job("b", ranks=2, rolls_out=False, priority=9, phase=Phase.QUEUED),
+        job("b", ranks=2, needs_rollout=False, priority=9, phase=Phase.QUEUED),
         job("d", priority=5, submitted_ms=1),
-        job("a", ranks=2, rolls_out=False, submitted_ms=2, checkpointed=True),
+        job("a", ranks=2, needs_rollout=False, submitted_ms=2, has_checkpoint=True),
     )
     looks = Looks(replace(pool([4], *jobs, gangs_formed=2), gangs=there))
     decisions = looks.look()
@@ -176,8 +178,8 @@ def test_a_gang_of_a_core_is_broken_up_once_a_checkpoint_has_it(checkpointed: bo
     core, engine = resident("g0.0", "d", Role.TRAINING, 0), resident("g0.1", "d", Role.ROLLOUT, 1)
     there = gangs(Gang("g0", ("w0", "w1"), 1, (core, engine), next_instance=2))
     jobs = (
-        job("b", ranks=2, rolls_out=False, priority=9, phase=Phase.QUEUED),
-        job("d", submitted_ms=1, checkpointed=checkpointed),
+        job("b", ranks=2, needs_rollout=False, priority=9, phase=Phase.QUEUED),
+        job("d", submitted_ms=1, has_checkpoint=checkpointed),
     )
     looks = Looks(replace(pool([3], *jobs, gangs_formed=1), gangs=there))
     looks.settle()
@@ -187,7 +189,7 @@ def test_a_gang_of_a_core_is_broken_up_once_a_checkpoint_has_it(checkpointed: bo
     else:
         assert "g0.0" in {r.id for _, r in looks.residents("d")}
         assert looks.snapshot.jobs[0].block_reason.startswith("waiting: its core needs 2 of host0")
-        looks.job("d", checkpointed=True)
+        looks.job("d", has_checkpoint=True)
         looks.settle()
     assert looks.workers_of("b") == 2 and looks.snapshot.jobs[0].block_reason == ""
 
@@ -206,8 +208,8 @@ def test_who_has_lost_no_rank_stays_while_who_gives_turns_is_there(
     )
     there = gangs(Gang("g0", ("w0", "w1", "w2"), 1, here, next_instance=3))
     jobs = (
-        job("d", priority=5, least=2),
-        job("a", ranks=2, rolls_out=False, least=3, submitted_ms=2),
+        job("d", priority=5, min_workers=2),
+        job("a", ranks=2, needs_rollout=False, min_workers=3, submitted_ms=2),
     )
     looks = Looks(replace(pool([3], *jobs, gangs_formed=1), gangs=there))
     looks.worker(lost, alive=False)
@@ -299,12 +301,16 @@ def test_a_higher_priority_has_what_it_can_use_and_lower_ones_keep_their_floors(
 
 
 def test_a_higher_priority_that_needs_all_leaves_the_lower_ones_nothing() -> None:
-    found = shares(4, some("a", 1), some("b", 2, priority=1, least=4))
+    found = shares(4, some("a", 1), some("b", 2, priority=1, min_workers=4))
     assert found == {"b": 4}
 
 
 def test_a_small_job_goes_ahead_of_a_large_one_that_waits_and_makes_room_for_it_later() -> None:
-    first, large, small = some("a", 1, least=3, most=3), some("b", 2, least=3), some("c", 3)
+    first, large, small = (
+        some("a", 1, min_workers=3, max_workers=3),
+        some("b", 2, min_workers=3),
+        some("c", 3),
+    )
     assert shares(5, first, large, small, turns=False) == {"a": 3, "c": 2}
     assert shares(5, large, small, turns=False) == {"b": 3, "c": 2}
     assert shares(4, large, small, turns=False) == {"b": 4}
