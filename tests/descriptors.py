@@ -12,32 +12,32 @@ from contextlib import suppress
 from tests.load import scaled
 
 
-def descriptors_of(descriptor: int) -> set[int]:
+def find_equal_descriptors(descriptor: int) -> set[int]:
     """Return all descriptors of this process that show the file, pipe or socket of this one."""
     file, found = os.fstat(descriptor), set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed by then
+        with suppress(OSError):  # closed since it was listed
             other = os.fstat(int(name))
             if (other.st_dev, other.st_ino) == (file.st_dev, file.st_ino):
                 found.add(int(name))
     return found
 
 
-def open_descriptors() -> dict[int, str]:
+def list_descriptors() -> dict[int, str]:
     """Return the target of each descriptor of this process: a path, or a pipe or socket by
     number.
     """
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed by then, as the listing's own is
+        with suppress(OSError):  # closed since it was listed, as the listing's own descriptor is
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return found
 
 
-async def closed_again(before: dict[int, str]) -> None:
+async def await_closed(before: dict[int, str]) -> None:
     """Return once no descriptor is open that was not open before; AssertionError if one stays."""
     loop = asyncio.get_running_loop()
     until = loop.time() + scaled(10.0)
-    while left := open_descriptors().items() - before.items():
+    while left := list_descriptors().items() - before.items():
         assert loop.time() < until, left
         await asyncio.sleep(0.01)

@@ -20,11 +20,11 @@ def listen() -> None:
 
 
 def report(text: str) -> None:
-    """Write a text where the user of this run reads it, though pytest captures the output."""
+    """Write a text to the user of this run, past pytest's capture of the output."""
     os.write(_heard, text.encode())
 
 
-def lost(why: str) -> NoReturn:
+def report_lost_lease(why: str) -> NoReturn:
     """Report a lost lease and exit; passed to `Mesh` in place of its own exit."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "a process of a test")
     report(f"\n{test}: {why}\n")

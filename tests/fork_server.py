@@ -1,7 +1,7 @@
 """Fork server for tests, from which their processes are forked as on a user's host.
 
-A run of several workers has one (`conftest.py`). A test that runs alone starts its own if it starts
-many processes.
+A run with several workers has one (`conftest.py`). A test that runs alone starts its own if it
+starts many processes.
 """
 
 from __future__ import annotations

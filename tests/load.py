@@ -13,7 +13,7 @@ from pathlib import Path
 
 LOOPS = 200_000
 REFERENCE_S = 0.0055  # CPU time of the loops on a quiet core of an AMD EPYC (Zen 3), Python 3.11
-LIMIT = 40.0  # beyond it a hang would take hours to be found
+LIMIT = 40.0  # beyond this factor, a hang would take hours to detect
 FACTOR_ENV = "MESHRL_TEST_FACTOR"  # the least factor, if set explicitly
 
 
@@ -30,7 +30,9 @@ def factor() -> float:
 
 @cache
 def slowness() -> float:
-    """Return the CPU time of a fixed loop over that of the reference core, once per process."""
+    """Return the CPU time of a fixed loop relative to the reference core, measured once per
+    process.
+    """
     return max(1.0, min(timed_loop() for _ in range(3)) / REFERENCE_S)
 
 
@@ -44,7 +46,9 @@ def timed_loop() -> float:
 
 
 def runnable() -> float:
-    """Return how many processes want a core: the larger of the last minute's average and now."""
+    """Return the number of processes that need a core: the larger of the last minute's average and
+    now.
+    """
     average, _, _, now, _ = Path("/proc/loadavg").read_text().split()
     return max(float(average), float(now.partition("/")[0]))
 

@@ -26,14 +26,14 @@ from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests import ends
 
 SECRET = "5e" * SECRET_BYTES  # of the meshes that tests make
-# Of meshes within a process of tests: where the machine stands still for a while, it is not to end.
+# Long leases, so that a mesh within a test process survives a pause of the machine.
 PATIENT: dict[str, Any] = {"ttl_s": 60.0, "stall_limit_s": 60.0}
 
 
 _HOLDERS: defaultdict[str, dict[str, KeyHolders]] = defaultdict(dict)  # by mesh and public key
 
 
-def keys_of(role: str, mesh: str = "", *, known: bool = True) -> ProcessKeys:
+def make_keys(role: str, mesh: str = "", *, known: bool = True) -> ProcessKeys:
     """Return keys of a new process of `role`.
 
     If `known`, other processes of the same `mesh` in this interpreter admit them.
@@ -47,7 +47,7 @@ def keys_of(role: str, mesh: str = "", *, known: bool = True) -> ProcessKeys:
     return keys
 
 
-async def entered(
+async def register_process(
     name: str, role: str, settings: MeshSettings, state: StateClient, clock: Clock
 ) -> ProcessCredentials:
     """Return the credentials of a process whose key is registered in the mesh's Redis."""
@@ -56,14 +56,14 @@ async def entered(
     return await ProcessCredentials.register(name, role, settings.host, state, client, clock)
 
 
-def curve(socket: zmq.Socket[bytes], keys: ProcessKeys, address: str) -> None:
-    """Make a socket that calls `address` with these keys, and need follow no rules."""
+def make_curve_socket(socket: zmq.Socket[bytes], keys: ProcessKeys, address: str) -> None:
+    """Make a socket that calls `address` with these keys and without a client's checks."""
     socket.set(zmq.CURVE_SERVERKEY, keys.find_expected_key(address))
     socket.set(zmq.CURVE_PUBLICKEY, keys.own_pair.public)
     socket.set(zmq.CURVE_SECRETKEY, keys.own_pair.secret)
 
 
-def begun(header: bytes, body: bytes = b"") -> bytes:
+def encode_first_frame(header: bytes, body: bytes = b"") -> bytes:
     """Return the first frame of a message as it crosses the wire."""
     return len(header).to_bytes(2, "little") + header + body
 
@@ -76,19 +76,21 @@ def alone(name: str, clock: Clock, random: Random, host: Host, **options: Any) -
         "kind": name.partition("/")[0],
     }
     transport = MemoryTransport(network, f"mem://{name}")
-    return made(name, transport, clock, random, defaults | {"host": host} | options)
+    return build_mesh(name, transport, clock, random, defaults | {"host": host} | options)
 
 
 def on_sockets(name: str, state: StateClient, clock: Clock, **options: Any) -> Mesh:
-    """Beside others that share `state`, on a real host."""
+    """Return a mesh on a real host beside others that share `state`."""
     about: dict[str, Any] = (
-        {"kind": "test", "host": SystemHost(), "on_lost": ends.lost} | PATIENT | options
+        {"kind": "test", "host": SystemHost(), "on_lost": ends.report_lost_lease}
+        | PATIENT
+        | options
     )
-    transport = about.pop("transport", None) or ZmqTransport(keys=keys_of(about["kind"]))
-    return made(name, transport, clock, Random.from_os_entropy(), about | {"state": state})
+    transport = about.pop("transport", None) or ZmqTransport(keys=make_keys(about["kind"]))
+    return build_mesh(name, transport, clock, Random.from_os_entropy(), about | {"state": state})
 
 
-def made(
+def build_mesh(
     name: str, transport: Transport, clock: Clock, random: Random, about: dict[str, Any]
 ) -> Mesh:
     """Return a mesh whose parts take their options from `about`."""

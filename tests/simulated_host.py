@@ -1,6 +1,7 @@
-"""The simulated host: processes are tasks, and threads are ticks of the virtual clock.
+"""Simulated host whose processes are tasks and whose periodic threads are ticks of the virtual
+clock.
 
-Files are real (in a directory of the run) with a bound on their length, so that a disk can be full.
+Files are real, in a directory of the run, with a bound on their length, so that a disk can be full.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ class _SimulatedTicker:
 
 
 class SimulatedHost:
-    """`programs` by module name: what `spawn` runs. `disk_bytes` bounds each append-only file;
-    it may change at any time, as may what is `left` of memory and disk, and the `processors`.
+    """Host whose `spawn` runs `programs` by module name. `disk_bytes` bounds each append-only file.
+    It may change at any time, as may the free space `left` and the `processors`.
     """
 
     def __init__(
@@ -186,7 +187,9 @@ class SimulatedHost:
         return _SimulatedTicker(self._clock, interval_s, fn, name)
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        """Runs at once, on the loop: it takes no virtual time, and a seed gives one order."""
+        """Run a function at once on the loop: it takes no virtual time, and a seed determines the
+        order.
+        """
         return fn(*args)
 
     def open_append(self, path: Path) -> AppendFile:
@@ -221,9 +224,8 @@ Test = Callable[..., Awaitable[object]]
 
 
 def staged(stage: Callable[..., object], given: int = 1) -> Callable[[Test], Callable[..., None]]:
-    """Make async tests run on a stage, which passes their first `given` parameters.
-
-    Pytest passes the others: fixtures and values of parametrized tests.
+    """Make async tests run on a stage that passes their first `given` parameters. Pytest passes the
+    others: fixtures and values of parametrized tests.
     """
 
     def decorate(test: Test) -> Callable[..., None]:
@@ -242,4 +244,4 @@ def staged(stage: Callable[..., object], given: int = 1) -> Callable[[Test], Cal
     return decorate
 
 
-virtual = staged(run_virtual, given=2)  # with a clock and random numbers, under virtual time
+virtual = staged(run_virtual, given=2)  # with a clock and random numbers, in virtual time

@@ -1,4 +1,4 @@
-"""Tests that are coroutines, run by a fixture, as under virtual time."""
+"""Coroutine tests that a fixture runs, for example in virtual time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def story_on(
     with the `given` first arguments of the story; the others are fixtures of the test.
     """
 
-    def made(story: Story) -> Callable[..., None]:
+    def wrap_story(story: Story) -> Callable[..., None]:
         taken = list(inspect.signature(story).parameters.values())[given:]
         own = [one.name for one in taken]
 
@@ -34,10 +34,10 @@ def story_on(
         test.__signature__ = signature  # type: ignore[attr-defined]
         return test
 
-    return made
+    return wrap_story
 
 
-def virtually(**options: Any) -> Callable[[Story], Callable[..., None]]:
+def virtual_test(**options: Any) -> Callable[[Story], Callable[..., None]]:
     """Make a test of a story that takes a virtual clock and random numbers first; `options` are
     those of `run_virtual`.
     """

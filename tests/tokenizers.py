@@ -1,4 +1,4 @@
-"""A tokenizer for tests that need a job's model and none of its texts."""
+"""Tokenizer for tests that need a job's model but no readable text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants of every trace that Perfetto is to open."""
+"""Invariants of every trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Event = dict[str, Any]
 NEEDED = {"ph", "ts", "pid", "tid", "name"}
 
 
-def check(events: Iterable[Event]) -> None:
+def check_trace(events: Iterable[Event]) -> None:
     """Check that events are complete and spans of each track nest or follow each other.
 
     The parts of a trajectory must fill its span, one after the other.
@@ -29,17 +29,17 @@ def check(events: Iterable[Event]) -> None:
     for ends in arrows.values():
         source, target = ends
         assert (source["ph"], target["ph"]) == ("s", "f") and source["ts"] <= target["ts"], ends
-        assert all(_within(end, by_track[end["pid"], end["tid"]]) for end in ends), ends
+        assert all(_is_within(end, by_track[end["pid"], end["tid"]]) for end in ends), ends
     for spans in by_track.values():
-        _nested(spans)
-        _filled([span for span in spans if span["cat"] == "trajectory"])
+        _check_nesting(spans)
+        _check_parts([span for span in spans if span["cat"] == "trajectory"])
 
 
-def _within(moment: Event, spans: list[Event]) -> bool:
+def _is_within(moment: Event, spans: list[Event]) -> bool:
     return any(span["ts"] <= moment["ts"] <= span["ts"] + span["dur"] for span in spans)
 
 
-def _nested(spans: list[Event]) -> None:
+def _check_nesting(spans: list[Event]) -> None:
     open_until: list[int] = []
     for span in sorted(spans, key=lambda s: (s["ts"], -s["dur"])):
         start, end = span["ts"], span["ts"] + span["dur"]
@@ -49,7 +49,7 @@ def _nested(spans: list[Event]) -> None:
         open_until.append(end)
 
 
-def _filled(spans: list[Event]) -> None:
+def _check_parts(spans: list[Event]) -> None:
     whole = [span for span in spans if "args" in span]
     parts = sorted((span for span in spans if "args" not in span), key=lambda s: s["ts"])
     for one in whole:
@@ -62,7 +62,7 @@ def _filled(spans: list[Event]) -> None:
         assert at == end, one
 
 
-def spans_of(events: Iterable[Event], process: str) -> list[Event]:
+def list_spans(events: Iterable[Event], process: str) -> list[Event]:
     """Return the spans of a process, by its name."""
     every = list(events)
     pids = {

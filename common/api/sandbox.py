@@ -52,7 +52,7 @@ class JailSettings:
     processes: int = 32
     open_files: int = 128
     scratch_bytes: int = 64 << 20
-    files: int = 4096
+    max_files: int = 4096
     output_bytes: int = 64 << 10
     sessions: int = 32
     session_idle_s: float = 600.0

@@ -17,7 +17,7 @@ LEAST_STEP_S = 2.0  # of rollout; a move takes as long
 DRIFTING = 0.3  # share of jobs that are another job at their end
 
 
-def drawn(seed: int) -> EmulatedWorkload:
+def draw_job(seed: int) -> EmulatedWorkload:
     """Return the job of a seed; its steps are long enough for a move to matter."""
     random = Random(seed).child("regret")
     while True:

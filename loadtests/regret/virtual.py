@@ -9,7 +9,7 @@ from typing import Any
 
 from loadtests.measuring.entry import tell
 from loadtests.regret import figures
-from loadtests.regret.drawn import STEPS, drawn
+from loadtests.regret.drawn import STEPS, draw_job
 from loadtests.regret.figures import Compared
 from meshrl.sim.mesh.emulated_run import EmulatedRun, run_workload
 from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
@@ -21,7 +21,7 @@ def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0
     """Figures of the jobs of these seeds, flat; also told on stderr job by job as they come."""
     found: dict[int, dict[int, EmulatedRun]] = {seed: {} for seed in seeds}
     tasks = [
-        (seed, split, steps) for seed in seeds for split in (PLANNER, *drawn(seed).static_splits)
+        (seed, split, steps) for seed in seeds for split in (PLANNER, *draw_job(seed).static_splits)
     ]
     rows: list[Compared] = []
     with get_context("spawn").Pool(processes) as pool:
@@ -29,7 +29,7 @@ def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0
             if one.failures:
                 raise RuntimeError(f"seed {seed}, split {split}: {one.failures}")
             found[seed][split] = one
-            if len(found[seed]) == len(drawn(seed).static_splits) + 1:
+            if len(found[seed]) == len(draw_job(seed).static_splits) + 1:
                 runs = dict(sorted(found[seed].items()))
                 planner = runs.pop(PLANNER)
                 static = {split: one.rl_s for split, one in runs.items()}
@@ -41,7 +41,7 @@ def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0
 
 def _played(task: tuple[int, int, int]) -> tuple[int, int, EmulatedRun]:
     seed, split, steps = task
-    workload: EmulatedWorkload = drawn(seed).with_steps(steps or STEPS)
+    workload: EmulatedWorkload = draw_job(seed).with_steps(steps or STEPS)
     return (
         seed,
         split,
@@ -53,7 +53,7 @@ def _tell(seed: int, row: Compared, runs: dict[int, EmulatedRun], verbose: bool)
     tell(row.row())
     if not verbose:
         return
-    print(f"  {drawn(seed)}", file=sys.stderr)
+    print(f"  {draw_job(seed)}", file=sys.stderr)
     for move in runs[PLANNER].moves:
         told = {key: value for key, value in move.items() if key != "others"}
         print(f"  move at {move['at_s']:.0f} s: {told}", file=sys.stderr)

@@ -31,7 +31,7 @@ from typing import Any
 from loadtests.measuring.entry import options, report, tell
 from loadtests.paced.running import honest
 from loadtests.paced.running import run as run_real
-from loadtests.regret.drawn import drawn
+from loadtests.regret.drawn import draw_job
 from loadtests.regret.real import JOBS, MOST
 from loadtests.simulator.virtually import run_virtually
 from meshrl.common.job.config import PlannerConfig
@@ -111,7 +111,7 @@ def simulated(
 
 def splits(seed: int, steps: int = 0) -> list[EmulatedWorkload]:
     """Return a random job: with the planner, as it begins, and with two splits that stay."""
-    job = shortened(drawn(seed), steps)
+    job = shortened(draw_job(seed), steps)
     most = len(job.static_splits) - 1
     return [job, *(job.with_static_split(n) for n in sorted({0, most // 3, 2 * most // 3}))]
 

@@ -24,6 +24,15 @@ class JoinedHost:
     ephemeral: bool = False  # it is removed after an absence of `pool.forget_after_s`
 
 
+_OLD_HOST_KEYS = {
+    "prefix": "worker_prefix",
+    "planner": "planner_name",
+    "joined_s": "joined_at_s",
+    "key": "key_digest",
+}
+_OLD_RECORD_KEYS = {"count": "joined_count", "left": "departed_hosts"}
+
+
 @dataclass(frozen=True)
 class JoinedHosts:
     """Hosts that were admitted, and the count of all so far."""
@@ -40,8 +49,13 @@ class JoinedHosts:
         except FileNotFoundError:
             return cls()
         try:
-            hosts = {name: JoinedHost(**row) for name, row in held["hosts"].items()}
-            return cls(held["count"], hosts, tuple(held["left"]))
+            held = documents.rename_keys(held, _OLD_RECORD_KEYS)
+            rows = {
+                name: documents.rename_keys(row, _OLD_HOST_KEYS)
+                for name, row in held["hosts"].items()
+            }
+            hosts = {name: JoinedHost(**row) for name, row in rows.items()}
+            return cls(held["joined_count"], hosts, tuple(held["departed_hosts"]))
         except (KeyError, TypeError, AttributeError) as error:
             fix = REPAIR_HINT.format(other="hosts.json")
             why = f"it tells of no hosts: {error!r}"

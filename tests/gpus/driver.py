@@ -1,4 +1,4 @@
-"""GPUs that a test declares: NVIDIA's library, built here, tells processes of them."""
+"""Fake GPUs: NVIDIA's management library, built here, that reports GPUs declared by a test."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.load import scaled
 
 SOURCE = Path(__file__).with_name("nvml.c")
 GIB = 1 << 30
-LOST, NO_SUPPORT = 15, "-"  # NVML_ERROR_GPU_IS_LOST; what a GPU does not tell
+LOST, NO_SUPPORT = 15, "-"  # NVML_ERROR_GPU_IS_LOST; the value that a GPU does not report
 DRIVER_NOT_LOADED, VERSION_MISMATCH = 9, 18
 
 
-def library(directory: Path) -> Path:
-    """Builds libnvidia-ml.so.1 below a directory that other tests may share; where it lies."""
+def build_library(directory: Path) -> Path:
+    """Build libnvidia-ml.so.1 below a directory that other tests may share; return its path."""
     place = directory / f"nvml-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}"
     built = place / "libnvidia-ml.so.1"
     if not built.exists():
@@ -33,8 +33,8 @@ def library(directory: Path) -> Path:
 
 
 class Gpus:
-    """A table of GPUs, which programs under `environment` see as the driver's; it may change while
-    they look.
+    """Table of GPUs that programs with `environment` see as the driver's; it may change at any
+    time.
     """
 
     def __init__(self, directory: Path, libraries: Path) -> None:
@@ -57,37 +57,37 @@ class Gpus:
         throttle: int | str = 1,
         mig: int = 0,
     ) -> None:
-        """Adds one, or changes it; `mig` -1: it knows no MIG."""
+        """Add or change a GPU; `mig` -1 means that it does not support MIG."""
         self._set("gpu", uuid, name, total, used, busy, celsius, milliwatts, ecc, throttle, mig)
 
     def instance(
         self, parent: str, uuid: str, gi: int, ci: int = 0, total: int = 10 * GIB, used: int = 0
     ) -> None:
-        """Adds a MIG instance, or changes it."""
+        """Add or change a MIG instance."""
         self._set("mig", uuid, "NVIDIA H100 MIG 1g.10gb", total, used, parent, gi, ci)
 
     def process(self, uuid: str, pid: int, size: int | str) -> None:
-        """A process that has memory of a device."""
+        """Add a process that uses memory of a device."""
         self._lines.append(f"process|{uuid}|{pid}|{size}")
         self._write()
 
     def xid(self, uuid: str, number: int) -> None:
-        """The driver reports an error of a GPU."""
+        """Report a driver error (XID) of a GPU."""
         self._lines.append(f"xid|{uuid}|{number}")
         self._write()
 
     def fail(self, uuid: str, code: int) -> None:
-        """Every call about a GPU is answered by an error from now on."""
+        """Make every call about a GPU return an error from now on."""
         self._lines.append(f"fail|{uuid}|{code}")
         self._write()
 
-    def mended(self) -> None:
-        """No call is, and nobody has memory."""
+    def clear(self) -> None:
+        """Clear all errors and processes."""
         self._lines = [line for line in self._lines if line.split("|")[0] in ("gpu", "mig")]
         self._write()
 
-    def init_fails(self, code: int) -> None:
-        """The library cannot be initialised."""
+    def fail_init(self, code: int) -> None:
+        """Make the initialisation of the library fail."""
         self._lines.append(f"init|{code}")
         self._write()
 
@@ -107,7 +107,7 @@ class Gpus:
         unfinished.replace(self._table)
 
     def run(self, code: str, **environment: str) -> str:
-        """What a program prints that sees these GPUs."""
+        """Return the output of a program that sees these GPUs."""
         inherited = {k: v for k, v in os.environ.items() if not k.endswith("_VISIBLE_DEVICES")}
         ran = subprocess.run(
             [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""Hosts for tests: namespaces of this machine, which share nothing but a network."""
+"""Hosts for tests: namespaces of this machine, connected only by a network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKS = [pytest.mark.needs(name) for name in ("root", "netns", "iptables")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests here make hosts."""
+    """Mark all tests of this folder, because each makes hosts."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             for mark in MARKS:
@@ -24,15 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(host: Host) -> AsyncIterator[None]:
-    """A server of `tests.hosts.probe` on a host, once it listens."""
+async def run_probe_server(host: Host) -> AsyncIterator[None]:
+    """Run `tests.hosts.probe` as a server on a host and yield once it listens."""
     words = ("python", "-m", "tests.hosts.probe", "serve", str(PORT))
     async with host.started(*words, pipes=True) as server:
         assert server.stdout and await server.stdout.readline() == b"ready\n"
         yield
 
 
-async def probed(asking: Host, what: str, asked: Host, count: int) -> list[float]:
-    """What `tests.hosts.probe` finds from one host to another."""
+async def probe(asking: Host, what: str, asked: Host, count: int) -> list[float]:
+    """Return the results of `tests.hosts.probe` from one host to another."""
     words = ("tests.hosts.probe", what, asked.address, str(PORT), str(count))
     return [json.loads(line) for line in (await asking.run("python", "-m", *words)).out.split()]

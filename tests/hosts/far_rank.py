@@ -1,8 +1,12 @@
-"""One of two ranks on hosts of their own, which have a deadline for each meeting and collective:
-`python -m tests.hosts.far_rank RANK SECONDS ADDRESS ADDRESS`, those of the hosts in rank order.
+"""One of two ranks on separate hosts, with a deadline for each rendezvous and collective.
 
-They train until the network ends it, and say so; once a file `mended` is there they meet again, and
-repeat the first step. Prints a line of JSON for each thing that happens.
+Usage:
+
+    python -m tests.hosts.far_rank RANK SECONDS ADDRESS ADDRESS
+
+The addresses are those of the hosts in rank order. The ranks train until the network fails, and
+report it. Once a file `mended` exists, they meet again and repeat the first step. Each event is
+printed as a line of JSON.
 """
 
 from __future__ import annotations
@@ -34,12 +38,12 @@ from tests.unit.trainer.ranks.rows_under_test import sharded_learner
 PORT = 7100
 
 
-def say(what: str, value: Any) -> None:
+def print_event(what: str, value: Any) -> None:
     print(json.dumps([what, value]), flush=True)
 
 
-def met(rank: Rank, generation: int, addresses: list[str], deadline_s: float) -> None:
-    """Says how long it took."""
+def join_rendezvous(rank: Rank, generation: int, addresses: list[str], deadline_s: float) -> None:
+    """Join the rendezvous and print its seconds."""
     own = addresses[rank.rank]
     interface = network_interface.find_rank_interface(MeshSettings("", "", bind=f"tcp://{own}:*"))
     assert find_address(interface) == own, interface
@@ -52,13 +56,13 @@ def met(rank: Rank, generation: int, addresses: list[str], deadline_s: float) ->
     with door or contextlib.nullcontext():
         began = time.monotonic()
         rank.join(Rendezvous(generation, where, deadline_s, addresses), interface, door)
-    say("met", time.monotonic() - began)
+    print_event("met", time.monotonic() - began)
     names = list(rank.learner.get_meta_tensors(False))
     rank.learner.scatter_weights(names, given_weights("plain") if rank.rank == 0 else None)
 
 
-def stepped(rank: Rank, step: int) -> str:
-    """A digest of the weights after a step."""
+def run_step(rank: Rank, step: int) -> str:
+    """Return a digest of the weights after a step."""
     rank.begin_step()
     rank.compute_round(0, [bins_of_step(step)[rank.rank]])
     rank.apply_gradient(1, 100.0, 1.0)
@@ -66,12 +70,12 @@ def stepped(rank: Rank, step: int) -> str:
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in whole)).hexdigest()
 
 
-def lost(rank: Rank, step: int) -> float:
-    """After how many seconds a collective that the other does not join fails."""
+def await_loss(rank: Rank, step: int) -> float:
+    """Return the seconds until a collective that the other rank does not join fails."""
     while True:
         step, began = step + 1, time.monotonic()
         try:
-            stepped(rank, step)
+            run_step(rank, step)
         except RuntimeError as error:
             if is_collective_error(error):
                 return time.monotonic() - began
@@ -81,19 +85,19 @@ def lost(rank: Rank, step: int) -> float:
 def main(number: int, deadline_s: float, addresses: list[str]) -> None:
     torch.set_num_threads(1)
     rank = Rank(partial(sharded_learner, "plain"), number, 2, "cpu")
-    met(rank, 1, addresses, deadline_s)
-    say("step", stepped(rank, 0))
-    say("lost", lost(rank, 0))
+    join_rendezvous(rank, 1, addresses, deadline_s)
+    print_event("step", run_step(rank, 0))
+    print_event("lost", await_loss(rank, 0))
     rank.leave()
-    try:  # nobody reaches the other
-        met(rank, 2, addresses, deadline_s)
+    try:  # no connection to the other host
+        join_rendezvous(rank, 2, addresses, deadline_s)
     except RankLost as error:
-        say("apart", str(error))
+        print_event("apart", str(error))
     rank.leave()
     while not Path("mended").exists():
         time.sleep(0.02)
-    met(rank, 3, addresses, deadline_s)
-    say("step", stepped(rank, 0))
+    join_rendezvous(rank, 3, addresses, deadline_s)
+    print_event("step", run_step(rank, 0))
     rank.leave()
 
 

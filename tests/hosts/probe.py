@@ -1,13 +1,14 @@
-"""What a network does to connections: a program that serves on one host, and asks from another.
+"""Probe of a network: a program that serves on one host and measures from another.
+
+Usage:
 
     python -m tests.hosts.probe serve PORT
-    python -m tests.hosts.probe send HOST PORT BYTES     # bytes a second
-    python -m tests.hosts.probe ask HOST PORT TIMES      # seconds, for each round trip
-    python -m tests.hosts.probe datagrams HOST PORT TIMES  # how many of them arrive
+    python -m tests.hosts.probe send HOST PORT BYTES     # bytes per second
+    python -m tests.hosts.probe ask HOST PORT TIMES      # seconds of each round trip
+    python -m tests.hosts.probe datagrams HOST PORT TIMES  # number that arrive
 
-`serve` takes connections: 8 bytes say how many come behind them, and a byte answers them all.
-`datagrams` counts those that its peer, which sends back what it gets, has answered. All prints
-lines of JSON.
+`serve` accepts connections: 8 bytes have the length of the following data, and one byte answers it.
+`datagrams` counts the datagrams that the server has sent back. All commands print lines of JSON.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import time
 
 SIZE = 8  # bytes of a length
 CONNECT_S = 2.0
-LAST_S = 0.5  # after which no datagram comes any more
+LAST_S = 0.5  # no datagram arrives after this time
 CHUNK = 1 << 16
 
 
 def serve(port: int) -> None:
-    """Until it is killed; prints `ready` when it listens."""
-    threading.Thread(target=_datagrams_back, args=(port,), daemon=True).start()
+    """Serve until the process is killed; print `ready` when it listens."""
+    threading.Thread(target=_return_datagrams, args=(port,), daemon=True).start()
     with socket.create_server(("0.0.0.0", port)) as listening:
         print("ready", flush=True)
         while True:
@@ -45,7 +46,7 @@ def _answer(connection: socket.socket) -> None:
             connection.sendall(b"k")
 
 
-def _datagrams_back(port: int) -> None:
+def _return_datagrams(port: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as back:
         back.bind(("0.0.0.0", port))
         while True:
@@ -53,16 +54,16 @@ def _datagrams_back(port: int) -> None:
             back.sendto(said, peer)
 
 
-def connected(host: str, port: int) -> socket.socket:
-    """A connection to who serves there; OSError."""
+def connect(host: str, port: int) -> socket.socket:
+    """Return a connection to the server; OSError without one."""
     found = socket.create_connection((host, port), timeout=CONNECT_S)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     found.settimeout(None)
     return found
 
 
-def sent(connection: socket.socket, count: int) -> float:
-    """Seconds until that many bytes are answered."""
+def measure_send_s(connection: socket.socket, count: int) -> float:
+    """Return the seconds until that many bytes are acknowledged."""
     began = time.monotonic()
     connection.sendall(count.to_bytes(SIZE, "big") + bytes(count))
     if connection.recv(1) != b"k":
@@ -70,19 +71,19 @@ def sent(connection: socket.socket, count: int) -> float:
     return time.monotonic() - began
 
 
-def arrived(host: str, port: int, times: int) -> int:
-    """How many datagrams of so many come back."""
+def count_datagrams(host: str, port: int, times: int) -> int:
+    """Return how many of `times` datagrams come back."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         found = 0
         for number in range(times):
             asking.sendto(number.to_bytes(SIZE, "big"), (host, port))
-            asking.settimeout(0.0005)  # no queue on the way is ever full
-            found += _came(asking)
+            asking.settimeout(0.0005)  # keeps every queue on the path short
+            found += _receive_count(asking)
         asking.settimeout(LAST_S)
-        return found + _came(asking)
+        return found + _receive_count(asking)
 
 
-def _came(asking: socket.socket) -> int:
+def _receive_count(asking: socket.socket) -> int:
     found = 0
     with contextlib.suppress(TimeoutError):
         while asking.recv(SIZE):
@@ -95,14 +96,14 @@ def main() -> None:
         case ["serve", port]:
             serve(int(port))
         case ["send", host, port, count]:
-            with connected(host, int(port)) as connection:
-                print(json.dumps(int(count) / sent(connection, int(count))))
+            with connect(host, int(port)) as connection:
+                print(json.dumps(int(count) / measure_send_s(connection, int(count))))
         case ["ask", host, port, times]:
-            with connected(host, int(port)) as connection:
+            with connect(host, int(port)) as connection:
                 for _ in range(int(times)):
-                    print(json.dumps(sent(connection, 1)), flush=True)
+                    print(json.dumps(measure_send_s(connection, 1)), flush=True)
         case ["datagrams", host, port, times]:
-            print(json.dumps(arrived(host, int(port), int(times))))
+            print(json.dumps(count_datagrams(host, int(port), int(times))))
         case _:
             sys.exit(__doc__)
 

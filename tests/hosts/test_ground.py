@@ -1,4 +1,4 @@
-"""The ground of several hosts: what it promises, and ranks and a mesh that stand on it."""
+"""Virtual hosts of a machine: their guarantees, and ranks and a mesh that run on them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from loadtests.namespaces.groups import PREFIX, sweep
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.hosts import CODE, Hosts
 from loadtests.namespaces.init import HOME
-from tests.hosts.conftest import PORT, probed, serving
+from tests.hosts.conftest import PORT, probe, run_probe_server
 from tests.load import scaled
 
 
-async def running(host: Host, count: int) -> list[psutil.Process]:
-    """Processes of a host, once there are so many."""
+async def await_processes(host: Host, count: int) -> list[psutil.Process]:
+    """Return the processes of a host once there are `count`."""
     async with asyncio.timeout(scaled(10)):
         while len(found := host.processes()) < count:
             await asyncio.sleep(0.01)
@@ -38,7 +38,7 @@ ABSTRACT = "import socket; socket.socket(socket.AF_UNIX).connect('\\0meshrl-grou
 LOOPBACK = f"import socket; socket.create_connection(('127.0.0.1', {PORT}), 1)"
 
 
-async def test_a_host_sees_nothing_of_another_but_its_address(tmp_path: Path) -> None:
+async def test_host_shares_only_its_network_address(tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("of this machine")
     abstract = socket.socket(socket.AF_UNIX)
     abstract.bind("\0meshrl-ground")
@@ -52,10 +52,10 @@ async def test_a_host_sees_nothing_of_another_but_its_address(tmp_path: Path) ->
         assert (await one.run("cat", "/tmp/mine")).out == "mine\n"
         assert one.path("/tmp/mine").read_text() == "mine\n"
         assert (await one.run("hostname")).out == "h0\n"
-        async with serving(one):
+        async with run_probe_server(one):
             assert (await one.run("python", "-c", LOOPBACK, check=False)).status == 0
             assert (await other.run("python", "-c", LOOPBACK, check=False)).status == 1
-            assert await probed(other, "ask", one, 1)
+            assert await probe(other, "ask", one, 1)
         assert (await one.run("python", "-c", ABSTRACT, check=False)).status == 1
         seen = (await one.run("ps", "-e", "-o", "pid=")).out.split()
         assert len(seen) < 6 and str(os.getpid()) not in seen
@@ -64,46 +64,46 @@ async def test_a_host_sees_nothing_of_another_but_its_address(tmp_path: Path) ->
 
 
 @pytest.mark.timing
-async def test_a_link_has_the_rate_it_was_given() -> None:
-    async with Hosts(2, rate="100mbit") as hosts, serving(hosts[0]):
-        (rate,) = await probed(hosts[1], "send", hosts[0], 3 << 20)
+async def test_link_has_its_configured_rate() -> None:
+    async with Hosts(2, rate="100mbit") as hosts, run_probe_server(hosts[0]):
+        (rate,) = await probe(hosts[1], "send", hosts[0], 3 << 20)
         assert rate < 1.1 * 100e6 / 8
-    async with Hosts(2, rate="1gbit") as hosts, serving(hosts[0]):
+    async with Hosts(2, rate="1gbit") as hosts, run_probe_server(hosts[0]):
         async with asyncio.timeout(scaled(60)):  # a busy machine may be slower than the link
-            while (await probed(hosts[1], "send", hosts[0], 12 << 20))[0] <= 1.2 * rate:
+            while (await probe(hosts[1], "send", hosts[0], 12 << 20))[0] <= 1.2 * rate:
                 pass
 
 
 @pytest.mark.timing
-async def test_a_round_trip_takes_twice_the_delay() -> None:
-    async with Hosts(2, delay_s=0.02) as hosts, serving(hosts[0]):
-        took = await probed(hosts[1], "ask", hosts[0], 20)
+async def test_round_trip_takes_twice_the_delay() -> None:
+    async with Hosts(2, delay_s=0.02) as hosts, run_probe_server(hosts[0]):
+        took = await probe(hosts[1], "ask", hosts[0], 20)
         assert 0.04 <= min(took) < scaled(0.2)
         assert hosts.router_cpu_s() > 0
 
 
 @pytest.mark.deep
-async def test_a_share_of_packets_is_lost_and_connections_bear_it() -> None:
-    async with Hosts(2, delay_s=0.0005) as hosts, serving(hosts[0]):
-        assert await probed(hosts[1], "datagrams", hosts[0], 300) == [300]
+async def test_connections_survive_packet_loss() -> None:
+    async with Hosts(2, delay_s=0.0005) as hosts, run_probe_server(hosts[0]):
+        assert await probe(hosts[1], "datagrams", hosts[0], 300) == [300]
         await hosts.lose(1, 0.3)
-        (came,) = await probed(hosts[1], "datagrams", hosts[0], 300)
+        (came,) = await probe(hosts[1], "datagrams", hosts[0], 300)
         there_and_back = 0.7 * 0.7 * 300
         assert 0.7 * there_and_back < came < 200
         await hosts.lose(1, 0.02)
-        assert await probed(hosts[1], "send", hosts[0], 1 << 20)
+        assert await probe(hosts[1], "send", hosts[0], 1 << 20)
         await hosts.mend(1)
-        assert await probed(hosts[1], "datagrams", hosts[0], 300) == [300]
+        assert await probe(hosts[1], "datagrams", hosts[0], 300) == [300]
 
 
 @pytest.mark.deep
-async def test_a_partition_cuts_one_host_off_and_an_open_connection_outlives_it() -> None:
-    async with Hosts(3) as hosts, serving(hosts[0]):
+async def test_connection_survives_a_partition_of_its_host() -> None:
+    async with Hosts(3) as hosts, run_probe_server(hosts[0]):
         words = ("tests.hosts.probe", "ask", hosts[0].address, str(PORT))
         async with hosts[1].started("python", "-m", *words, "800", pipes=True) as asking:
             assert asking.stdout and await asking.stdout.readline()
             async with hosts.partition(1):
-                assert await probed(hosts[2], "ask", hosts[0], 3)
+                assert await probe(hosts[2], "ask", hosts[0], 3)
                 cut = await hosts[1].run("python", "-m", *words, "1", check=False)
                 assert "timed out" in cut.err
                 assert asking.returncode is None
@@ -112,11 +112,11 @@ async def test_a_partition_cuts_one_host_off_and_an_open_connection_outlives_it(
 
 
 @pytest.mark.deep
-async def test_a_killed_host_is_silent_and_comes_back_with_its_disk() -> None:
-    async with Hosts(2) as hosts, serving(hosts[0]):
+async def test_killed_host_is_silent_and_keeps_its_disk() -> None:
+    async with Hosts(2) as hosts, run_probe_server(hosts[0]):
         await hosts[1].run("sh", "-c", "echo kept >/host/kept; echo lost >/dev/shm/lost")
         async with hosts[1].started("sleep", "600") as sleeper:
-            processes = await running(hosts[1], 1)
+            processes = await await_processes(hosts[1], 1)
             await hosts.kill(1)
             assert await sleeper.wait() == -signal.SIGKILL
             _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=scaled(20.0))
@@ -129,13 +129,13 @@ async def test_a_killed_host_is_silent_and_comes_back_with_its_disk() -> None:
         back = await hosts.revive(1)
         assert (await back.run("cat", "/host/kept")).out == "kept\n"
         assert not (await back.run("ls", "/dev/shm")).out
-        assert await probed(back, "ask", hosts[0], 1)
+        assert await probe(back, "ask", hosts[0], 1)
 
 
-async def test_a_command_ends_with_its_block_and_is_in_the_groups_of_its_host() -> None:
+async def test_command_ends_with_its_block_and_runs_in_its_hosts_groups() -> None:
     async with Hosts(1) as hosts:
         async with hosts[0].started("sh", "-c", "sleep 601 & sleep 602") as command:
-            processes = await running(hosts[0], 3)
+            processes = await await_processes(hosts[0], 3)
             hosts[0].signal(command, signal.SIGSTOP)
         _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=scaled(20.0))
         assert not left
@@ -144,7 +144,7 @@ async def test_a_command_ends_with_its_block_and_is_in_the_groups_of_its_host() 
 
 
 @pytest.mark.deep
-async def test_nothing_is_left_when_a_test_is_cancelled() -> None:
+async def test_cancelled_test_leaves_nothing() -> None:
     async def endless(made: asyncio.Future[Hosts]) -> None:
         async with Hosts(2) as hosts, hosts[1].started("sleep", "603"):
             made.set_result(hosts)
@@ -160,10 +160,10 @@ async def test_nothing_is_left_when_a_test_is_cancelled() -> None:
         await task
     assert not any(map(psutil.pid_exists, inits))
     assert not [place for place in groups if place.exists()]
-    assert not _directories(os.getpid())
+    assert not _list_groups(os.getpid())
 
 
-async def test_nothing_is_left_when_a_test_is_killed() -> None:
+async def test_killed_test_leaves_nothing() -> None:
     program = """
 import asyncio, sys
 from loadtests.namespaces.hosts import Hosts
@@ -178,34 +178,34 @@ asyncio.run(main())
     )
     assert killed.stdout
     inits = [psutil.Process(int(pid)) for pid in (await killed.stdout.readline()).split()]
-    assert len(inits) == 3 and _directories(killed.pid)
+    assert len(inits) == 3 and _list_groups(killed.pid)
     killed.kill()
     await killed.wait()
     async with asyncio.timeout(scaled(20)):
         while any(init.is_running() and init.status() != "zombie" for init in inits):
             await asyncio.sleep(0.02)
-        while _directories(killed.pid):  # groups are empty once the kernel has buried everybody
+        while _list_groups(killed.pid):  # groups are empty once the kernel has reaped all processes
             sweep()
             await asyncio.sleep(0.02)
 
 
-def _directories(pid: int) -> list[Path]:
+def _list_groups(pid: int) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*"))
 
 
-DEADLINE_S = 6.0  # for a meeting of ranks, and for each collective
-# A name that nobody resolves: who is reached by it is reached by nobody.
+DEADLINE_S = 6.0  # of a rendezvous of ranks, and of each collective
+# A name that does not resolve.
 NAMED = f'hostname nowhere.invalid; PYTHONPATH={CODE} exec "$@"'
 
 
-class Talk:
-    """What the rank on a host says."""
+class RankOutput:
+    """Output of the rank on a host."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdout is not None
         self._process, self._lines = process, process.stdout
 
-    async def said(self, what: str, within_s: float = 60.0) -> Any:
+    async def await_event(self, what: str, within_s: float = 60.0) -> Any:
         async with asyncio.timeout(scaled(within_s)):
             line = await self._lines.readline()
         if not line:
@@ -218,55 +218,59 @@ class Talk:
 
 @pytest.mark.deep
 @pytest.mark.timeout(240)
-async def test_ranks_that_the_network_parts_are_lost_and_go_on_bit_by_bit_when_it_is_back() -> None:
+async def test_partitioned_ranks_fail_and_repeat_the_step_bitwise_when_reconnected() -> None:
     deadline_s = scaled(DEADLINE_S)
-    async with Hosts(2) as hosts, contextlib.AsyncExitStack() as running:
+    async with Hosts(2) as hosts, contextlib.AsyncExitStack() as stack:
         talks = []
         for number in (0, 1):
             host = hosts[number]
             words = ("python", "-m", "tests.hosts.far_rank", str(number), str(deadline_s))
             named = ("sh", "-c", NAMED, "sh", *words, hosts[0].address, hosts[1].address)
             process = host.started(*named, pipes=True)
-            talks.append(Talk(await running.enter_async_context(process)))
-        await asyncio.gather(*(talk.said("met", 120.0) for talk in talks))
-        before = await talks[0].said("step")
-        await talks[1].said("step")
+            talks.append(RankOutput(await stack.enter_async_context(process)))
+        await asyncio.gather(*(talk.await_event("met", 120.0) for talk in talks))
+        before = await talks[0].await_event("step")
+        await talks[1].await_event("step")
         async with hosts.partition(1):
             for talk in talks:
-                assert await talk.said("lost") <= deadline_s + scaled(10.0)
+                assert await talk.await_event("lost") <= deadline_s + scaled(10.0)
             for talk in talks:
-                await talk.said("apart", 4 * deadline_s + 60.0)
+                await talk.await_event("apart", 4 * deadline_s + 60.0)
         for number in (0, 1):
             hosts[number].path(HOME).joinpath("mended").touch()
         for talk in talks:
-            assert await talk.said("met") < deadline_s + scaled(10.0)
-        assert await talks[0].said("step") == before
+            assert await talk.await_event("met") < deadline_s + scaled(10.0)
+        assert await talks[0].await_event("step") == before
 
 
 JOB = Path(__file__).parents[1] / "mesh" / "jobs" / "digits.toml"
 RUN_S = 420.0
 
 
-def kinds_on(mesh: HostsMesh, number: int) -> set[str]:
-    """Of all processes that a host has had."""
+def list_kinds(mesh: HostsMesh, number: int) -> set[str]:
+    """Return the kinds of all processes that a host has had."""
     there = mesh.names[number]
     return {one["kind"] for look in mesh.seen for one in look.processes if one["host"] == there}
 
 
 @pytest.mark.deep
-@pytest.mark.needs("redis-server")  # with TLS, which the wheel's has not
+@pytest.mark.needs("redis-server")  # needs TLS, which the wheel's server lacks
 @pytest.mark.timeout(RUN_S)
-async def test_a_host_joins_and_trains_and_is_missed_when_it_vanishes() -> None:
+async def test_host_joins_trains_and_is_reported_lost_when_it_vanishes() -> None:
     async with Hosts(2) as hosts, mesh_over(hosts, (1, 1)) as mesh:
         await mesh.submit(JOB, "digits", "budget.steps=4")
         summary = await mesh.finished("digits")
         assert (summary["phase"], summary["lost"], summary["trained_twice"]) == ("finished", 0, 0)
-        assert {"node", "worker"} < kinds_on(mesh, 1) and {"engine", "trainer"} & kinds_on(mesh, 1)
+        assert {"node", "worker"} < list_kinds(mesh, 1) and {"engine", "trainer"} & list_kinds(
+            mesh, 1
+        )
         assert {len(owners) for owners in mesh.leaders().values()} == {1}
         assert not (await hosts[1].run("ls", f"{ROOT}/mesh/redis", check=False)).out
         await hosts.kill(1)
-        await mesh.until(lambda look: mesh.names[1] not in _alive(look.processes), scaled(60.0))
+        await mesh.until(
+            lambda look: mesh.names[1] not in _list_alive(look.processes), scaled(60.0)
+        )
 
 
-def _alive(processes: list[dict[str, str]]) -> set[str]:
+def _list_alive(processes: list[dict[str, str]]) -> set[str]:
     return {process["host"] for process in processes}

@@ -4,8 +4,8 @@ Usage:
 
     python -m tests.runner.changed BASE
 
-They are the test files that were changed since the commit BASE, and those that import a module that
-was. A file whose tests start processes is left to `make test`, and so is what is not done in time.
+It selects the test files that differ from the commit BASE or import a module that does. Files whose
+tests start processes, and tests beyond the time limit, are left to `make test`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def in_process_tests(changed: Iterable[Path]) -> list[Path]:
 
 
 def main() -> int:
-    """Run them; the exit status is pytest's."""
+    """Run the selected tests and return pytest's exit status."""
     tests = in_process_tests(changed_files(sys.argv[1]))
     if not tests:
         print("no test in process is of what was changed")

@@ -20,9 +20,12 @@ import pytest
 from tests import load
 from tests.runner.tiers import Tiers
 
-NAMED_S, LIMIT_S = 5.0, 10.0  # CPU seconds of a daily test: named above the first, an error above
+NAMED_S, LIMIT_S = (
+    5.0,
+    10.0,
+)  # CPU seconds of a daily test: listed above the first, an error above the second
 CALIBRATE_EVERY_S = 5.0
-OTHERS_SHARE = 0.2  # of the host's CPU time: beyond it, costs are those of a busy host
+OTHERS_SHARE = 0.2  # share of the host's CPU time beyond which costs are those of a busy host
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Costs:
 
     config: pytest.Config
     tests: dict[str, tuple[float, float]] = field(default_factory=dict)  # CPU s, wall s
-    overhead_s: float = 0.0  # CPU seconds of collecting and of workers between tests
+    overhead_s: float = 0.0  # CPU seconds of collection and of workers between tests
     _began: float = field(default_factory=time.monotonic)
     _slowness: list[float] = field(default_factory=list)
     _calibrate_at: float = 0.0

@@ -15,7 +15,7 @@ from typing import Protocol
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "meshrl-tests-"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# Fields of /proc/PID/stat after the name: user and system time, and those of children that ended.
+# Fields of /proc/PID/stat after the name: user and system time, also of exited children.
 TIMES = slice(11, 15)
 
 
@@ -46,7 +46,7 @@ class Group:
         return int(text.split()[1]) / 1e6  # `usage_usec N` is the first line of cpu.stat
 
     def add(self, pid: int) -> None:
-        """Move a process into the group; its later children are born there."""
+        """Move a process into the group, in which its later children start."""
         (self.place / "cgroup.procs").write_text(str(pid))
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Tree:
                     children = Path(f"/proc/{pid}/task/{task}/children").read_text()
                     pending += map(int, children.split())
             except (OSError, ValueError):
-                continue  # it has ended; its parent has its time
+                continue  # it has exited; its parent has its time
         return total / TICKS_PER_S
 
     def add(self, pid: int) -> None:
@@ -83,7 +83,7 @@ class Tree:
             self._roots.append(pid)
 
     def close(self) -> None:
-        """Do nothing: a tree holds nothing."""
+        """Do nothing: a tree has no resources."""
 
 
 def open_account(name: str) -> Account:
@@ -103,7 +103,7 @@ def open_group(name: str) -> Group | None:
         group = Group(above / name, counter)
         try:
             group.cpu_s()
-            # Whether a process may be moved is known only when one has been.
+            # A move is the only test of whether processes can be moved.
             child = os.fork()
             if child == 0:
                 try:
@@ -120,7 +120,7 @@ def open_group(name: str) -> Group | None:
 
 
 def sweep(above: Path) -> None:
-    """Remove the groups of processes that have ended: none can remove the one that it is in."""
+    """Remove the groups of exited processes: no process can remove its own group."""
     for place in above.glob(f"{PREFIX}*"):
         pid = int(place.name.removeprefix(PREFIX).partition("-")[0])
         if not Path(f"/proc/{pid}").exists():

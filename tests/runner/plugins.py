@@ -1,4 +1,4 @@
-"""Registers the plugins that run the tests; `conftest.py` calls both functions."""
+"""Registration of the plugins that run the tests; `conftest.py` calls both functions."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ import pytest
 SLICES = 7
 LATELY = 20  # commits
 TIERS = ("daily", "deep", "timing", "ci")
-# Tests of the product's folders that must not wait for their seventh after a change.
+# Tests of the product's folders that run in full after a change.
 TESTS_OF = {
     "services/sandbox/": ("tests/unit/sandbox/", "tests/mesh/faults/test_jailed_code"),
     "common/mesh/process/": ("tests/unit/common/mesh/process/",),

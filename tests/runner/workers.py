@@ -44,11 +44,12 @@ from tests.runner import WORKER_ENV
 from tests.runner.costs import Costs
 from tests.runner.groups import Account, Tree, open_account
 
-UNIT = 8  # most tests of a file that a worker takes at once, unless they share a fixture or a group
-END_S = 60.0  # for threads and functions at exit of a worker that has run its last test
+# Maximum of a file's tests that a worker takes at once, unless they share a fixture or a group.
+UNIT = 8
+END_S = 60.0  # limit of threads and exit functions of a worker after its last test
 PRELOADED = ("renderers",)  # modules that tests of many files load as they run
-MANY = 1000  # tests of a run that is worth loading these before
-LONG_S = 180.0  # tests that declare such a time-out are begun first
+MANY = 1000  # number of tests from which loading these first pays
+LONG_S = 180.0  # tests with such a time-out start first
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Worker:
     pidfd: int
     connection: Connection
     account: Account
-    unit: deque[int]  # tests it has not ended, the one that runs first
+    unit: deque[int]  # remaining tests, the running one first
     running: bool = False
     counted_s: float = 0.0  # CPU seconds that are assigned to tests
 
@@ -91,7 +92,7 @@ class Workers:
             errors = session.testsfailed
             raise session.Interrupted(f"{errors} error{'s' * (errors > 1)} during collection")
         self._items = session.items
-        self._units = deque(units_of(self._items))
+        self._units = deque(make_units(self._items))
         self._base = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         if len(self._items) > MANY:
             for name in PRELOADED:
@@ -100,7 +101,7 @@ class Workers:
         gc.collect()
         if (seconds := self._config.option.stop_after) is not None:
             self._stop_at = time.monotonic() + seconds
-        gc.freeze()  # no collection of a worker copies the pages of the collected tests
+        gc.freeze()  # no garbage collection of a worker copies the pages of the collected tests
         try:
             for _ in range(min(self._count, len(self._units))):
                 self._start()
@@ -115,18 +116,18 @@ class Workers:
                 os.kill(worker.pid, signal.SIGKILL)
                 os.waitpid(worker.pid, 0)
                 self._close(worker)
-            # The controller's tree has its workers, too.
+            # The controller's process tree includes its workers.
             tree = isinstance(self._controller, Tree)
             self._costs.overhead_s += time.process_time() if tree else self._controller.cpu_s()
         return True
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print how many tests there was no time for."""
+        """Print how many tests did not run for lack of time."""
         if self._left:
             terminalreporter.write_line(f"{self._left} tests were not begun: --stop-after")
 
     def pytest_unconfigure(self) -> None:
-        """Give up the controller's account."""
+        """Release the controller's account."""
         self._controller.close()
 
     def _start(self) -> None:
@@ -145,7 +146,7 @@ class Workers:
         self._workers.append(Worker(number, pid, os.pidfd_open(pid), ours, account, deque()))
 
     def _serve(self) -> None:
-        """Wait for messages and ends of workers, and act on them."""
+        """Wait for messages and exits of workers, and process them."""
         by_source: dict[Any, Worker] = {w.connection: w for w in self._workers}
         by_source |= {w.pidfd: w for w in self._workers}
         for source in multiprocessing.connection.wait(list(by_source)):
@@ -157,11 +158,11 @@ class Workers:
                     self._receive(worker)
                     continue
                 except (EOFError, ConnectionError):
-                    pass  # it is ending
-            self._bury(worker)
+                    pass  # it is about to exit
+            self._replace_dead_worker(worker)
 
     def _receive(self, worker: Worker) -> None:
-        """Act on one message of a worker; EOFError or ConnectionError if it has ended."""
+        """Process one message of a worker; EOFError or ConnectionError if it has exited."""
         kind, content = worker.connection.recv()
         hook = self._config.hook
         if kind == "unit":
@@ -190,11 +191,11 @@ class Workers:
             text, place, nodeid = content
             message = warnings.WarningMessage(UserWarning(text), UserWarning, *place)
             terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-            if terminal is not None:  # the hook would repeat it for each worker that is to come
+            if terminal is not None:  # the hook would repeat it for each later worker
                 terminal.pytest_warning_recorded(warning_message=message, nodeid=nodeid)
 
-    def _bury(self, worker: Worker) -> None:
-        """Fail the test that a dead worker ran, and give the rest of its unit to another."""
+    def _replace_dead_worker(self, worker: Worker) -> None:
+        """Fail the running test of a dead worker and requeue the rest of its unit."""
         _, status = os.waitpid(worker.pid, 0)
         with contextlib.suppress(EOFError, ConnectionError):
             while worker.connection.poll():  # messages from before its exit
@@ -233,10 +234,10 @@ class Workers:
         os.close(worker.pidfd)
 
 
-def units_of(items: list[pytest.Item]) -> Iterator[list[int]]:
+def make_units(items: list[pytest.Item]) -> Iterator[list[int]]:
     """Yield units of tests, by index: groups, and neighbours in a file; long ones first."""
     units: dict[object, list[int]] = {}
-    sharing = {item.path for item in items if shares_fixture(item)}
+    sharing = {item.path for item in items if has_shared_fixture(item)}
     for index, item in enumerate(items):
         group = item.get_closest_marker("group")
         if group is not None:
@@ -244,20 +245,20 @@ def units_of(items: list[pytest.Item]) -> Iterator[list[int]]:
         else:
             key = (item.path, 0 if item.path in sharing else index // UNIT)
         units.setdefault(key, []).append(index)
-    long = {key: max(timeout_of(items[index]) for index in unit) for key, unit in units.items()}
+    long = {key: max(get_timeout_s(items[index]) for index in unit) for key, unit in units.items()}
     ordered = sorted(units, key=lambda key: (-max(long[key], LONG_S - 1), isinstance(key, tuple)))
     for key in ordered:
         yield units[key]
 
 
-def shares_fixture(item: pytest.Item) -> bool:
+def has_shared_fixture(item: pytest.Item) -> bool:
     """Return True if a test has a fixture of its module, which each worker would make again."""
     information = getattr(item, "_fixtureinfo", None)
     definitions = information.name2fixturedefs.values() if information is not None else ()
     return any(found[-1].scope == "module" for found in definitions)
 
 
-def timeout_of(item: pytest.Item) -> float:
+def get_timeout_s(item: pytest.Item) -> float:
     """Return the time-out in seconds that a test declares; 0 if it declares none."""
     marker = item.get_closest_marker("timeout")
     if marker is None:
@@ -322,7 +323,7 @@ def run_worker(
     try:
         tie_to_parent(controller)
         account.add(os.getpid())
-        settle(config, number, base)
+        reset_process_state(config, number, base)
         reporter = Reporter(config, connection)
         config.pluginmanager.register(reporter)
         reporter.listens = True
@@ -367,7 +368,7 @@ def run_units(
         unit = following
 
 
-def settle(config: pytest.Config, number: int, base: Path | None) -> None:
+def reset_process_state(config: pytest.Config, number: int, base: Path | None) -> None:
     """Replace the state that a fork must not share with the controller.
 
     That is its output, directory for files, random numbers, and exit handlers.
@@ -382,8 +383,8 @@ def settle(config: pytest.Config, number: int, base: Path | None) -> None:
     if capture is not None and capture.is_globally_capturing():  # a file shared with others
         capture.stop_global_capturing()
         capture.start_global_capturing()
-    for logger in logging.Logger.manager.loggerDict.values():  # else pytest attaches to each of
-        if isinstance(logger, logging.Logger):  # torch's fifty loggers, at three phases of a test
+    for logger in logging.Logger.manager.loggerDict.values():  # otherwise pytest attaches to each
+        if isinstance(logger, logging.Logger):  # fifty loggers of torch, at three phases of a test
             logger.propagate = True
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     assert base is not None

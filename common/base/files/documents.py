@@ -116,3 +116,8 @@ def staged_write(path: Path, content: bytes, *, durable: bool) -> Iterator[None]
         file.close()
     if durable:
         fsync_path(path.parent)
+
+
+def rename_keys(row: Mapping[str, Any], new_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row with the current names of its keys: earlier versions wrote the old names."""
+    return {new_names.get(key, key): value for key, value in row.items()}

@@ -58,7 +58,7 @@ def _jail_settings(config: JobConfig) -> JailSettings:
         processes=sandbox.max_processes,
         open_files=sandbox.open_files,
         scratch_bytes=sandbox.scratch_mb << 20,
-        files=sandbox.files,
+        max_files=sandbox.files,
         output_bytes=sandbox.output_kb << 10,
         sessions=sandbox.sessions,
         session_idle_s=sandbox.session_idle_s,

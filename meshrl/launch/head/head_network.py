@@ -70,6 +70,6 @@ class HeadNetwork:
 
 def describe_mesh(addresses: RedisAddresses, settings: MeshSettings) -> dict[str, Any]:
     """Return what every joining host receives; see `meshrl.common.api.gateway.HostAdmitted`."""
-    authority = Path(addresses.remote_ca_file).read_text() if addresses.remote_ca_file else ""
+    ca_pem = Path(addresses.remote_ca_file).read_text() if addresses.remote_ca_file else ""
     shared = {name: getattr(settings, name) for name in SHARED_SETTINGS if hasattr(settings, name)}
-    return {"redis_url": addresses.remote_url, "authority": authority, "settings": shared}
+    return {"redis_url": addresses.remote_url, "ca_pem": ca_pem, "settings": shared}

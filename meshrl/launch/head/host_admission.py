@@ -199,7 +199,7 @@ class HostAdmission:
         )
         print(f"{joined.host} at {joined.address} has joined", flush=True)
         return {
-            "prefix": joined.worker_prefix,
+            "worker_prefix": joined.worker_prefix,
             "planner": joined.planner_name,
             **self._describe_mesh(),
         }

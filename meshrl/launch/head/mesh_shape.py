@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshrl.common.base.errors import ConfigError, CorruptData
+from meshrl.common.base.files.documents import rename_keys
 from meshrl.common.base.host.settings import METRICS_OFF
+from meshrl.common.job.renamed_keys import RENAMED_POOL_KEYS
 from meshrl.common.state.pool.scheduling import host_services
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory.directory_paths import MeshPaths, read_json
@@ -33,10 +35,21 @@ class MeshShape:
     download_bytes_per_s: int = 0
 
 
+_OLD_KEYS = {
+    "encrypt": "encrypt_bulk",
+    "takes": "accepted_services",
+    "rate_up": "upload_bytes_per_s",
+    "rate_down": "download_bytes_per_s",
+}
+_OLD_POOL_KEYS = {
+    old.removeprefix("pool."): new.removeprefix("pool.") for old, new in RENAMED_POOL_KEYS.items()
+}
+
+
 def read_shape(mesh_paths: MeshPaths) -> MeshShape:
     """Return the shape of a mesh that was started before."""
     try:
-        return MeshShape(**read_json(mesh_paths.shape))
+        return MeshShape(**rename_keys(read_json(mesh_paths.shape), _OLD_KEYS))
     except (CorruptData, FileNotFoundError, TypeError) as error:
         raise ConfigError(
             f"{mesh_paths.shape}, which says what the mesh is made of, is gone or damaged: {error}",
@@ -48,7 +61,7 @@ def read_pool_settings(mesh_paths: MeshPaths) -> PoolSettings:
     """Return the pool settings of the mesh's last start."""
     path = mesh_paths.directory / POOL_FILE
     try:
-        return PoolSettings(**read_json(path))
+        return PoolSettings(**rename_keys(read_json(path), _OLD_POOL_KEYS))
     except FileNotFoundError:
         return PoolSettings()
     except (CorruptData, TypeError) as error:

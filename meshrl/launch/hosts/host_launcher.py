@@ -27,6 +27,7 @@ from meshrl.common.base.errors import (
     Refused,
     StateUnavailable,
 )
+from meshrl.common.base.files.documents import rename_keys
 from meshrl.common.base.host.settings import MeshSettings, parse_advertised_host
 from meshrl.common.mesh.process.output.streams import install_lossy_output
 from meshrl.common.state import events
@@ -57,6 +58,14 @@ POLL_S = 2.0  # between two checks of the host's membership
 REDIS_TIMEOUT_S = 5.0
 HEAD_TIMEOUT_S = 30.0  # a start waits for the head so long
 EVENT_TIMEOUT_S = 2.0
+
+
+_OLD_KEYS = {
+    "prefix": "worker_prefix",
+    "planner": "planner_name",
+    "takes": "accepted_services",
+    "asked_s": "join_requested_s",
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class HostShape:
     def read(cls, mesh_paths: MeshPaths) -> HostShape:
         """Return the shape of the host with this directory. Raises ConfigError."""
         try:
-            return cls(**read_json(mesh_paths.shape))
+            return cls(**rename_keys(read_json(mesh_paths.shape), _OLD_KEYS))
         except (CorruptData, FileNotFoundError, TypeError) as error:
             raise ConfigError(
                 f"what this host gives its mesh is gone or damaged: {error}",

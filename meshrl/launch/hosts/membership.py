@@ -26,11 +26,15 @@ CA_FILE_NAME = (
 )
 
 
+_OLD_KEYS = {"gateway": "gateway_key", "invitation": "invitation_secret"}
+
+
 @dataclass(frozen=True)
 class Membership:
     """Membership of one host.
 
-    `address` and `gateway`: where the mesh's gateway is reached, and its public key. `invitation`:
+    `address` and `gateway_key`: where the mesh's gateway is reached, and its public key.
+    `invitation_secret`:
     secret key of the token until the request is answered.
     """
 
@@ -90,7 +94,7 @@ def read_membership(mesh_paths: MeshPaths) -> Membership | None:
     """
     path = mesh_paths.membership
     try:
-        return Membership(**documents.read(path, REPAIR_HINT))
+        return Membership(**documents.rename_keys(documents.read(path, REPAIR_HINT), _OLD_KEYS))
     except FileNotFoundError:
         return None
     except TypeError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from meshrl.common.base.errors import CorruptData, StorageFull
 from meshrl.common.base.files import documents
+from meshrl.common.base.files.documents import rename_keys
 from meshrl.common.base.files.sealed_documents import encode_sealed, read_sealed
 from meshrl.common.state.server_state.rollback import JobWatermark, StateWatermark
 from meshrl.launch.redis.aof import Extent
@@ -33,6 +34,15 @@ class RedisNote:
     is_restoring: bool = False
 
 
+_OLD_KEYS = {
+    "mark": "watermark",
+    "files": "file_extents",
+    "floor": "token_floor",
+    "gone": "lost_jobs",
+    "returning": "is_restoring",
+}
+
+
 def read_note(
     path: Path, on_corrupt: Callable[[Path, CorruptData], None] | None = None
 ) -> RedisNote:
@@ -44,10 +54,13 @@ def read_note(
     if not path.is_file():
         return RedisNote()
     try:
-        told = read_sealed(path)
+        told = rename_keys(read_sealed(path), _OLD_KEYS)
         try:
-            extents = {name: Extent(**row) for name, row in told["files"].items()}
-            gone, mark = tuple(told["gone"]), told["mark"]
+            extents = {
+                name: Extent(**rename_keys(row, {"length": "length_bytes"}))
+                for name, row in told["file_extents"].items()
+            }
+            gone, mark = tuple(told["lost_jobs"]), told["watermark"]
         except (KeyError, TypeError):
             raise CorruptData("it is of an earlier version", where=str(path)) from None
     except CorruptData as error:
@@ -57,7 +70,7 @@ def read_note(
         return RedisNote()
     jobs = {job: JobWatermark(**row) for job, row in mark["jobs"].items()}
     noted = StateWatermark(mark["event"], mark["token"], jobs)
-    return RedisNote(noted, extents, told["floor"], gone, told["returning"])
+    return RedisNote(noted, extents, told["token_floor"], gone, told["is_restoring"])
 
 
 def write_note(path: Path, note: RedisNote) -> None:

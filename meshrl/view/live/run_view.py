@@ -46,10 +46,10 @@ CURVE_WIDTH = 60
 MAX_OTHER_JOBS = 6  # other jobs that are shown by name
 # Texts for the end of a problem, by the field of a snapshot that reports it.
 RESOLVED_TEXTS = {
-    "full": "there is room on the disk again",
-    "held": "the job runs",
-    "quiet": "the job comes further again",
-    "trouble": "redis answers again",
+    "disk_full_reason": "there is room on the disk again",
+    "block_reason": "the job runs",
+    "no_progress_reason": "the job comes further again",
+    "stale_reason": "redis answers again",
 }
 
 
@@ -88,7 +88,7 @@ class RunLines(LinePrinter):
             self._show_phase(snapshot)
         for name, over in RESOLVED_TEXTS.items():
             now, before = getattr(snapshot, name), self._shown_problems.get(name, "")
-            if now != before if name == "held" else bool(now) != bool(before):
+            if now != before if name == "block_reason" else bool(now) != bool(before):
                 self.print_line(f"{at} {now or over}")
             self._shown_problems[name] = now
         for alert in snapshot.alerts[self._alerts :]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshrl.common.base.errors import MeshError, PeerLost, StorageFull
+from meshrl.common.base.files.documents import rename_keys
 from meshrl.common.mesh.process.spawning import SpawnOptions
 from meshrl.directory.directory_paths import write_json
 from meshrl.job.checks.job_file.optional_keys import TRACKERS
@@ -63,7 +64,10 @@ class TrackerProgress:
     step: int = 0  # rows up to this one are shown
     shown_evaluations: list[str] = field(default_factory=list)  # tags that are shown
     dropped: int = 0  # records that were never shown
-    last_error: str = ""  # the last
+    last_error: str = ""
+
+
+_OLD_PROGRESS_KEYS = {"evaluations": "shown_evaluations", "trouble": "last_error"}
 
 
 def flatten_scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -228,7 +232,9 @@ class Trackers:
                 own = stored_progress.get(name) or {
                     "id": f"{job_file_content['job']}-{uuid.uuid4().hex[:8]}"
                 }
-                progress = TrackerProgress(**{**own, "trouble": ""})
+                progress = TrackerProgress(
+                    **{**rename_keys(own, _OLD_PROGRESS_KEYS), "last_error": ""}
+                )
                 target = asked[name]
                 if name == "tensorboard" and target is True:
                     target = run_dir / name

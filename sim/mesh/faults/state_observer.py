@@ -127,7 +127,7 @@ class StateObserver:
             return None
         versions = unpack(TrajectoryGroup, content).sampled_versions
         oldest = int(versions.min()) if len(versions) else -1
-        return ObservedGroup(oldest, int(row.get("foreign_above", -1)))
+        return ObservedGroup(oldest, int(row.get("abandoned_above", -1)))
 
     def read_final_state(self) -> FinalState:
         self._read_events()
@@ -155,7 +155,7 @@ class StateObserver:
             {told["name"] for _, kind, told in self._events if kind == "registered"}
         ):
             entry = self._read_hash(f"{{mesh}}:entry:{name}")
-            if entry.get("gone") != "1" and float(entry.get("expires_ms", 0)) > now_ms:
+            if entry.get("is_released") != "1" and float(entry.get("expires_ms", 0)) > now_ms:
                 found.leases.append(name)
         for space in (WEIGHTS, GROUPS):
             for path in sorted((self._root / "store" / space).glob("??/*")):

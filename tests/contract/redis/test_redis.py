@@ -16,9 +16,8 @@ from meshrl.sim.redis.server import FullResource, SimulatedRedisServer
 from tests.contract.redis.conftest import Pair, outcome
 from tests.contract.state.state_bench import HandClock
 
-KEYS = st.sampled_from(
-    ["one", "two", "three"]
-)  # few, so that commands of different types hit one key
+# Few, so that commands of different types hit one key.
+KEYS = st.sampled_from(["one", "two", "three"])
 FIELDS = st.sampled_from(["f", "g", "é", ""])
 TEXTS = st.sampled_from(["", "x", "ü \x00 \n", "12", "-7", "007", "1.5", "0"])
 MEMBERS = st.sampled_from(["a", "b", "ab", "9", "10"])

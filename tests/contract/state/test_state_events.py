@@ -86,9 +86,8 @@ async def test_reader_silent_beyond_the_limit_does_not_block_trimming(bench: Ben
     await readers.record_cursor(state, "recorder/gone", ids[0], "/runs/gone")
     await bench.pass_ms(30)
     up_since = events.parse_event_id(ids[-1])[0] + 10_000_000
-    assert (
-        await readers.trim_events(state, up_since, retention_ms=1, silent_ms=20) == 0
-    )  # the server was down, so the reader could not renew its cursor
+    # The server was down, so the reader could not renew its cursor.
+    assert await readers.trim_events(state, up_since, retention_ms=1, silent_ms=20) == 0
     assert await trim(bench, silent_ms=20) > 0
     [event] = [e.fields for e in await events.read_all(state, ids[-1]) if e.kind == "reader_gone"]
     assert (event["reader"], event["where"], event["at"]) == ("recorder/gone", "/runs/gone", ids[0])
@@ -208,11 +207,8 @@ async def test_step_rows_are_removed_once_recorded_and_covered(bench: Bench) -> 
 
     assert await trim_and_list_steps(0) == [1, 2, 3, 4, 5, 6]
     assert await trim_and_list_steps(2) == [3, 4, 5, 6]
-    assert await trim_and_list_steps(6) == [
-        4,
-        5,
-        6,
-    ]  # a checkpoint covers the first ones, and none covers the others
+    # A checkpoint covers the first ones, and none covers the others.
+    assert await trim_and_list_steps(6) == [4, 5, 6]
     assert [r.step for r in await steps.read_step_records(state, JOB, 4)] == [5, 6]
     await seats.go_back(4)
     for step in (5, 6):  # repeated, and not recorded yet
@@ -354,9 +350,8 @@ async def test_key_count_and_memory_of_a_real_server_stay_flat(
 ) -> None:
     state = await StateClient.open(servers("redis-server").url)
     await state.run_command("FLUSHALL")
-    await state.run_command(
-        "CONFIG", "SET", "appendfsync", "no"
-    )  # the test needs its contents, not its durability
+    # The test needs its contents, not its durability.
+    await state.run_command("CONFIG", "SET", "appendfsync", "no")
     bench = Bench(state, None)
     seats = await bench.training_job(steps=1_000_000)
     keys, memory, entries = [], [], []

@@ -54,9 +54,8 @@ class Gate(RuleBasedStateMachine):
         self.oldest = 0  # version that a lineage can return to
         self.steps_passed_over: Counter[int] = Counter()  # by group: steps that took younger groups
         self.start_versions: dict[int, int] = {}  # group -> version that it started with
-        self.abandoned_versions: dict[
-            int, int
-        ] = {}  # group -> lowest version at which a lineage it outlived was abandoned
+        # Group -> lowest version at which a lineage it outlived was abandoned.
+        self.abandoned_versions: dict[int, int] = {}
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
@@ -239,9 +238,8 @@ class Gate(RuleBasedStateMachine):
         for count in jobs.COUNT_FIELDS:
             assert getattr(row, count) == terms[count], count
         live = now.open + now.ready + now.leased
-        assert (
-            row.admitted == row.version * self.per_step + live
-        )  # groups of committed steps stay admitted
+        # Groups of committed steps stay admitted.
+        assert row.admitted == row.version * self.per_step + live
         assert now.admissible_groups == (
             min(self.staleness + row.version + 1, BUDGET) * self.per_step - row.admitted
         )

@@ -22,25 +22,18 @@ from meshrl.common.mesh.transport.socket_pump import JOIN_BYTES
 from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.load import scaled
-from tests.meshes import keys_of
+from tests.meshes import make_keys
 from tests.unit.common.mesh.runtime.talking import until
 
-SIZES = (
-    0,
-    1,
-    JOIN_BYTES,
-    JOIN_BYTES + 1,
-    65_536,
-    1 << 20,
-)  # of a body, around the limit up to which frames are joined
+# Of a body, around the limit up to which frames are joined.
+SIZES = (0, 1, JOIN_BYTES, JOIN_BYTES + 1, 65_536, 1 << 20)
 HALF_OPEN = 300
 NOISY = 200
 CHURN = 200
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 NULL = GREETING.replace(b"CURVE", b"NULL\0")
-HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(
-    192
-)  # a command of 200 bytes, with a key that no process owns
+# A command of 200 bytes, with a key that no process owns.
+HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(192)
 
 
 class Endpoint:
@@ -79,7 +72,7 @@ async def open_endpoint(request: pytest.FixtureRequest) -> AsyncIterator[Endpoin
         elif request.param == "open":
             endpoint = Endpoint(ZmqTransport(**options))  # type: ignore[arg-type]
         else:
-            endpoint = Endpoint(ZmqTransport(keys=keys_of(role), **options))  # type: ignore[arg-type]
+            endpoint = Endpoint(ZmqTransport(keys=make_keys(role), **options))  # type: ignore[arg-type]
         endpoints.append(endpoint)
         return endpoint
 
@@ -169,7 +162,7 @@ async def test_disconnected_peer_is_connected_again(open_endpoint: EndpointFacto
 
 def start_echo_server(keys_role: str = "engine") -> tuple[ZmqTransport, list[bytes]]:
     """Start a transport that echoes, and return it with the messages it received."""
-    transport, received = ZmqTransport(keys=keys_of(keys_role)), []
+    transport, received = ZmqTransport(keys=make_keys(keys_role)), []
 
     def deliver(peer: bytes, frames: list[Frame], role: str) -> None:
         received.append(bytes(frames[1]))
@@ -184,7 +177,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         self._address, self._answers = address, 0
-        self.transport = ZmqTransport(keys=keys_of("rollout"))
+        self.transport = ZmqTransport(keys=make_keys("rollout"))
         self.transport.start(self._count_answer, lambda *_: None, lambda *_: None)
 
     def _count_answer(self, *_: object) -> None:
@@ -282,7 +275,7 @@ async def test_handshake_is_answered_while_the_event_loop_is_blocked(blocked_pro
     """Check that a blocked loop, as during a model load, does not delay handshakes. Otherwise
     clients would give up one after another.
     """
-    client = ZmqTransport(keys=keys_of("rollout"))
+    client = ZmqTransport(keys=make_keys("rollout"))
     client.start(lambda *_: None, lambda *_: None, lambda *_: None)
     client.send(blocked_process, (b"h", b"x"))
     await until(lambda: client._connections[blocked_process]._was_reached)

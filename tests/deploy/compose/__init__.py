@@ -1,1 +1,1 @@
-"""compose/ as users run it, on an engine; `make test-compose`."""
+"""Tests of compose/ on a container engine, as users run it; `make test-compose`."""

@@ -1,4 +1,4 @@
-"""One project for all tests of compose/, on an engine that runs or on one of our own."""
+"""Fixtures of compose/: one project for all tests, on a running engine or one of our own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def running(engine: dict[str, str], figures: dict[str, Any]) -> Iterator[Project]:
+def running_project(engine: dict[str, str], figures: dict[str, Any]) -> Iterator[Project]:
     """Provide the project while its demo job trains."""
     mesh = Project(engine, demo=project.short(STEPS))
     mesh.down()

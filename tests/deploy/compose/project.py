@@ -1,4 +1,4 @@
-"""Project of compose/compose.yaml: started, queried, restarted piece by piece, removed."""
+"""Project of compose/compose.yaml: started, queried, restarted in parts, removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.load import scaled
 
 FOLDER = CODE / "compose"
 OURS = ("head", "workers", "sandbox")
-RUNS = "/var/lib/meshrl/runs"  # at the head
+RUNS = "/var/lib/meshrl/runs"  # on the head
 DEMO = "calculator"
 UP_S = 900.0
 ASK_S = 300.0
@@ -29,7 +29,7 @@ PAUSE_S = 2.0
 class Project:
     """Services of compose.yaml without Grafana, for which Debian has no packages."""
 
-    environment: dict[str, str]  # of the engine
+    environment: dict[str, str]  # variables of the engine
     name: str = "meshrl-test"
     workers: int = 2
     demo: str = ""  # words of `meshrl submit`; empty: the whole demo
@@ -53,13 +53,13 @@ class Project:
     def compose(self, *arguments: str, most_s: float = UP_S, files: tuple[str, ...] = ()) -> str:
         """Return the output of `docker compose`; AssertionError with the end of it if it fails."""
         named = [word for file in ("compose.yaml", *files) for word in ("-f", str(FOLDER / file))]
-        return self._said(["docker", "compose", "-p", self.name, *named, *arguments], most_s)
+        return self._run_command(["docker", "compose", "-p", self.name, *named, *arguments], most_s)
 
     def docker(self, *arguments: str, most_s: float = ASK_S) -> str:
-        return self._said(["docker", *arguments], most_s)
+        return self._run_command(["docker", *arguments], most_s)
 
     def containers(self, service: str) -> list[str]:
-        """Ids of all of a service, also of those that have ended, in the order of their numbers."""
+        """Return the ids of all containers of a service by number, including exited ones."""
         label = f"label=com.docker.compose.service={service}"
         project = f"label=com.docker.compose.project={self.name}"
         found = self.docker("ps", "-aq", "--filter", project, "--filter", label).split()
@@ -73,7 +73,7 @@ class Project:
         """Return the size of all layers of an image, as the engine counts them."""
         return round(int(self.docker("image", "inspect", "-f", "{{.Size}}", name)) / 1e6)
 
-    def ended(self, service: str) -> bool:
+    def has_exited(self, service: str) -> bool:
         """Return True if the service's container exited with 0; AssertionError at another
         status.
         """
@@ -81,26 +81,26 @@ class Project:
         assert state["Status"] != "exited" or state["ExitCode"] == 0, self.words()
         return bool(state["Status"] == "exited")
 
-    def healthy(self, container: str) -> bool:
+    def is_healthy(self, container: str) -> bool:
         return bool(self.inspected(container)["State"]["Health"]["Status"] == "healthy")
 
-    def inside(self, service: str, *command: str, number: int = 0) -> str:
+    def run_inside(self, service: str, *command: str, number: int = 0) -> str:
         """Return the output of a command in a container of the service."""
         return self.docker("exec", self.containers(service)[number], *command)
 
-    def refused(self, service: str, *command: str) -> str:
+    def run_rejected(self, service: str, *command: str) -> str:
         """Return the output of a command that must fail in a container of the service."""
         container = self.containers(service)[0]
         done = self._run(["docker", "exec", container, *command], ASK_S)
         assert done.returncode, f"{command} did not fail: {done.stdout}"
         return done.stdout + done.stderr
 
-    def outside(self, *command: str, **settings: str) -> str:
+    def run_outside(self, *command: str, **settings: str) -> str:
         """Return the output of a command of this machine that connects to the project's published
         ports.
         """
         enter = shlex.split(self.environment.get("MESHRL_ENGINE_ENTER", ""))
-        return self._said([*enter, *command], ASK_S, settings)
+        return self._run_command([*enter, *command], ASK_S, settings)
 
     def job(self, name: str) -> dict[str, Any]:
         """Return the head's status of a job; {} if there is none or the head does not answer."""
@@ -109,7 +109,7 @@ class Project:
         jobs = [] if asked.returncode else json.loads(asked.stdout)["jobs"]
         return next((job for job in jobs if job["id"] == name), {})
 
-    def finished(self, name: str) -> bool:
+    def has_finished(self, name: str) -> bool:
         """Return True if a job has finished; AssertionError if it has failed."""
         job = self.job(name)
         assert job.get("phase") not in ("failed", "stopped"), f"{job}\n{self.words()}"
@@ -130,17 +130,17 @@ class Project:
                 self.docker("start", container)
             else:
                 self.docker("restart", "--time", "60", container)
-            self.until("a container is well again", partial(self.healthy, container))
+            self.until("a container is well again", partial(self.is_healthy, container))
         return jobs
 
     def _keep_training(self, jobs: list[str]) -> None:
-        if self.finished(jobs[-1]):
+        if self.has_finished(jobs[-1]):
             jobs.append(f"{DEMO}-{len(jobs)}")
             words = shlex.split(self.demo)
-            self.inside("head", "meshrl", "submit", *words, "--set", f"name={jobs[-1]}")
-        self.until("it trains", lambda: self.trains(jobs[-1]))
+            self.run_inside("head", "meshrl", "submit", *words, "--set", f"name={jobs[-1]}")
+        self.until("it trains", lambda: self.has_trained(jobs[-1]))
 
-    def trains(self, name: str) -> bool:
+    def has_trained(self, name: str) -> bool:
         """Return True if a job has made a step."""
         return bool(self.job(name).get("steps_done", 0))
 
@@ -149,12 +149,14 @@ class Project:
         problem.
         """
         found: dict[str, Any] = json.loads(
-            self.inside("head", "meshrl", "audit", f"{RUNS}/{name}", "--json")
+            self.run_inside("head", "meshrl", "audit", f"{RUNS}/{name}", "--json")
         )
         return found
 
     def until(self, what: str, true: Callable[[], bool], most_s: float = UP_S) -> float:
-        """Seconds until it is so; AssertionError with the containers' last words."""
+        """Wait until the condition holds and return the seconds; AssertionError with the last log
+        lines.
+        """
         began, most_s = time.monotonic(), scaled(most_s)
         while not true():
             if time.monotonic() - began > most_s:
@@ -167,10 +169,12 @@ class Project:
         return self.compose("ps", "--all") + self.compose("logs", "--tail", "15")
 
     def down(self) -> None:
-        """Everything away, volumes too."""
+        """Remove everything, including volumes."""
         self.compose("down", "--volumes", "--timeout", "60")
 
-    def _said(self, command: list[str], most_s: float, more: dict[str, str] | None = None) -> str:
+    def _run_command(
+        self, command: list[str], most_s: float, more: dict[str, str] | None = None
+    ) -> str:
         done = self._run(command, most_s, more)
         assert done.returncode == 0, (
             f"{command} ended with {done.returncode}:\n{done.stderr[-3000:]}"
@@ -186,8 +190,10 @@ class Project:
         )
 
 
-def short(steps: int) -> str:
-    """Words of `meshrl submit` for the demo with small steps, no evaluation, few workers."""
+def make_short_demo(steps: int) -> str:
+    """Return words of `meshrl submit` for the demo with small steps, no evaluation and few
+    workers.
+    """
     settings = {
         "mesh.workers": "2",
         "rollout.slots": "16",

@@ -1,4 +1,4 @@
-"""Tests of compose.yaml's guarantees for every container, read from the file without an engine."""
+"""Guarantees of compose.yaml for every container, read from the file without an engine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def read(name: str) -> dict[str, Any]:
 
 
 SERVICES: dict[str, dict[str, Any]] = read("compose.yaml")["services"]
-ENDS = {"secrets", "demo"}  # they exit, and have no health check
+ENDS = {"secrets", "demo"}  # services that exit and have no health check
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_has_no_more_rights_than_it_needs(name: str) -> None:
+def test_service_has_minimal_rights(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in service["security_opt"]
@@ -49,11 +49,11 @@ def test_a_service_has_no_more_rights_than_it_needs(name: str) -> None:
         drains_s = [
             int(word[10:]) for word in service.get("command", ()) if word.startswith("--drain-s=")
         ]
-        assert grace_s >= sum(drains_s) + 30  # and it ends in order
+        assert grace_s >= sum(drains_s) + 30  # and it exits in order
         assert own or service["healthcheck"]["test"]
 
 
-def test_the_sandbox_alone_may_make_namespaces() -> None:
+def test_only_the_sandbox_may_create_namespaces() -> None:
     loose = {
         name
         for name, service in SERVICES.items()
@@ -65,19 +65,19 @@ def test_the_sandbox_alone_may_make_namespaces() -> None:
     assert read("compose.yaml")["networks"]["mesh"] == {"internal": True}
 
 
-def test_only_what_people_look_at_is_published_and_only_to_this_machine() -> None:
+def test_only_user_interfaces_are_published_and_only_on_loopback() -> None:
     published = {name: s["ports"] for name, s in SERVICES.items() if "ports" in s}
     assert set(published) == {"head", "grafana", "prometheus"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
-def test_each_service_sees_only_the_secrets_that_are_for_it() -> None:
+def test_each_service_mounts_only_its_own_secrets() -> None:
     seen = {
         name: {
             volume.split(":")[0] for volume in service.get("volumes", []) if "secrets-" in volume
         }
         for name, service in SERVICES.items()
-        if name != "secrets"  # which makes them
+        if name != "secrets"  # which generates them
     }
     assert {name: places for name, places in seen.items() if places} == {
         "redis": {"secrets-redis"},
@@ -88,7 +88,7 @@ def test_each_service_sees_only_the_secrets_that_are_for_it() -> None:
     }
 
 
-def test_overlays_change_services_that_there_are() -> None:
+def test_overlays_change_only_existing_services() -> None:
     for name in ("gpu.yaml", "prod.yaml"):
         assert set(read(name)["services"]) <= set(SERVICES)
     [asked] = read("gpu.yaml")["services"]["workers"]["deploy"]["resources"]["reservations"][
@@ -97,14 +97,14 @@ def test_overlays_change_services_that_there_are() -> None:
     assert asked["driver"] == "nvidia" and asked["capabilities"] == ["gpu"]
 
 
-def test_production_makes_no_secrets_and_runs_no_demo() -> None:
+def test_production_generates_no_secrets_and_runs_no_demo() -> None:
     services = read("prod.yaml")["services"]
     assert services["demo"]["profiles"] == ["demo"]
     for name in ("secrets", "redis", "head", "workers", "sandbox", "demo"):
         assert not any("secrets-" in volume for volume in services[name]["volumes"])
 
 
-def test_the_profile_refuses_no_call_that_a_jail_is_let() -> None:
+def test_seccomp_profile_blocks_no_call_that_a_jail_needs() -> None:
     profile = json.loads((FOLDER / "seccomp.json").read_text())
     refused = {name for rule in profile["syscalls"] for name in rule["names"]}
     assert not refused & set(ALLOWED_CALLS.split())

@@ -1,6 +1,6 @@
-"""A mesh in containers: each is no more than it has to be, and none is missed when it is restarted.
+"""Mesh in containers: minimal rights of each container, and restarts without lost work.
 
-The tests are in the order of a mesh's life: the last one takes it down.
+The tests follow a mesh's lifetime: the last one removes it.
 """
 
 from __future__ import annotations
@@ -25,92 +25,98 @@ CODE_JOB = "/usr/share/meshrl/examples/code.toml"
 
 
 @pytest.mark.parametrize("service", [*OURS, "redis", "prometheus"])
-def test_a_container_may_do_nothing_but_its_work(running: Project, service: str) -> None:
-    said = running.inside(service, "cat", STATUS)
+def test_container_has_minimal_rights(running_project: Project, service: str) -> None:
+    said = running_project.run_inside(service, "cat", STATUS)
     state = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
     assert state["Uid"].split()[0] != "0"
     assert {int(state[f"Cap{kind}"], 16) for kind in ("Eff", "Prm", "Bnd")} == {0}
     assert state["NoNewPrivs"] == "1"
     assert state["Seccomp"] == "2"
     for place in ("/", "/opt", "/usr/local", "/etc"):
-        assert "ead-only" in running.refused(service, "touch", f"{place}/x")
+        assert "ead-only" in running_project.run_rejected(service, "touch", f"{place}/x")
 
 
-def test_bubblewrap_works_where_code_of_the_model_runs_and_nowhere_else(running: Project) -> None:
-    assert "bwrap" in _isolation(running, "sandbox")
-    assert "bwrap" not in _isolation(running, "workers")
-    running.inside("sandbox", "meshrl", "run", CODE_JOB, "--dry-run", "--set", "out=/tmp/run")
-    said = running.refused("workers", "meshrl", "run", CODE_JOB, "--dry-run")
+def test_bubblewrap_works_only_in_the_sandbox(running_project: Project) -> None:
+    assert "bwrap" in _isolation(running_project, "sandbox")
+    assert "bwrap" not in _isolation(running_project, "workers")
+    running_project.run_inside(
+        "sandbox", "meshrl", "run", CODE_JOB, "--dry-run", "--set", "out=/tmp/run"
+    )
+    said = running_project.run_rejected("workers", "meshrl", "run", CODE_JOB, "--dry-run")
     assert "bwrap" in said and "sandbox.tier" in said
 
 
-def _isolation(running: Project, service: str) -> str:
-    lines = running.inside(service, "meshrl", "doctor").splitlines()
+def _isolation(running_project: Project, service: str) -> str:
+    lines = running_project.run_inside(service, "meshrl", "doctor").splitlines()
     return next(line for line in lines if line.split()[1:2] == ["isolation"])
 
 
-def test_prometheus_finds_every_host(running: Project) -> None:
-    hosts = len(OURS) - 1 + running.workers
-    running.until("Prometheus has asked all hosts", lambda: _up(running) == ["1"] * hosts)
+def test_prometheus_scrapes_every_host(running_project: Project) -> None:
+    hosts = len(OURS) - 1 + running_project.workers
+    running_project.until(
+        "Prometheus has asked all hosts", lambda: list_up_values(running_project) == ["1"] * hosts
+    )
 
 
-def _up(running: Project) -> list[str]:
+def list_up_values(running_project: Project) -> list[str]:
     asked = "http://127.0.0.1:9090/api/v1/query?query=up{job='meshrl'}"
-    found = json.loads(running.inside("prometheus", "wget", "-q", "-O", "-", asked))
+    found = json.loads(running_project.run_inside("prometheus", "wget", "-q", "-O", "-", asked))
     return [sample["value"][1] for sample in found["data"]["result"]]
 
 
-def test_a_person_with_a_token_hands_in_a_job_from_outside(
-    running: Project, tmp_path: Path
+def test_job_is_submitted_from_outside_with_a_token(
+    running_project: Project, tmp_path: Path
 ) -> None:
     token = tmp_path / "submit.token"
-    running.compose("cp", "demo:/secrets/submit/submit.token", str(token))
+    running_project.compose("cp", "demo:/secrets/submit/submit.token", str(token))
     token.chmod(0o600)
     named = ("--token", str(token))
     job = str(CODE / "examples/calculator.toml")
-    words = [*running.demo.split()[1:], "--set", "name=outside", "--set", "budget.steps=2"]
-    assert "outside" in running.outside(MESHRL, "submit", job, *words, *named)
-    running.outside(MESHRL, "wait", "outside", "--timeout", str(scaled(250)), *named)
-    assert "finished" in running.outside(MESHRL, "status", "outside", *named)
+    words = [*running_project.demo.split()[1:], "--set", "name=outside", "--set", "budget.steps=2"]
+    assert "outside" in running_project.run_outside(MESHRL, "submit", job, *words, *named)
+    running_project.run_outside(MESHRL, "wait", "outside", "--timeout", str(scaled(250)), *named)
+    assert "finished" in running_project.run_outside(MESHRL, "status", "outside", *named)
 
 
-def test_a_run_loses_nothing_when_every_container_is_restarted(
-    running: Project, figures: dict[str, Any]
+def test_run_loses_nothing_when_every_container_is_restarted(
+    running_project: Project, figures: dict[str, Any]
 ) -> None:
     """Kill one container without notice and restart the others in order."""
     began = time.monotonic()
-    jobs = running.restart_each()
+    jobs = running_project.restart_each()
     for name in jobs:
-        running.until(f"{name} ends", partial(running.finished, name))
+        running_project.until(f"{name} ends", partial(running_project.has_finished, name))
     figures["restarted_s"] = round(time.monotonic() - began)
-    accounts = [running.account(name) for name in jobs]
+    accounts = [running_project.account(name) for name in jobs]
     for name in ("lost", "trained_twice", "trained"):
         figures[name] = sum(account[name] for account in accounts)
     assert (figures["lost"], figures["trained_twice"]) == (0, 0)
     assert figures["trained"] > 0
 
 
-def test_all_of_it_ends_in_order_and_in_time(running: Project, figures: dict[str, Any]) -> None:
-    before = {name: running.containers(name) for name in ("redis", *OURS, "prometheus")}
+def test_all_containers_stop_in_order_and_in_time(
+    running_project: Project, figures: dict[str, Any]
+) -> None:
+    before = {name: running_project.containers(name) for name in ("redis", *OURS, "prometheus")}
     began = time.monotonic()
-    running.compose("stop")
+    running_project.compose("stop")
     figures["stop_s"] = round(time.monotonic() - began, 1)
     ended = {
-        name: [running.inspected(one)["State"]["ExitCode"] for one in ids]
+        name: [running_project.inspected(one)["State"]["ExitCode"] for one in ids]
         for name, ids in before.items()
     }
-    assert {code for codes in ended.values() for code in codes} == {0}, running.words()
+    assert {code for codes in ended.values() for code in codes} == {0}, running_project.words()
 
 
-def test_what_the_head_keeps_outlives_its_containers(running: Project) -> None:
-    running.compose("down")
-    running.up("head")
-    running.until("the head answers", lambda: bool(running.job(DEMO)))
-    assert running.job(DEMO)["phase"] == "finished"
+def test_state_of_the_head_outlives_its_containers(running_project: Project) -> None:
+    running_project.compose("down")
+    running_project.up("head")
+    running_project.until("the head answers", lambda: bool(running_project.job(DEMO)))
+    assert running_project.job(DEMO)["phase"] == "finished"
 
 
 @pytest.mark.parametrize("more", [(), ("gpu.yaml",), ("prod.yaml",)])
-def test_compose_takes_each_overlay(
+def test_compose_accepts_each_overlay(
     engine: dict[str, str], tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     settings = {"MESHRL_SECRETS": str(tmp_path), "MESHRL_ADDRESS": "192.0.2.10"}

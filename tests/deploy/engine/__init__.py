@@ -2,11 +2,11 @@
 
 Usage:
 
-    python -m tests.deploy.engine start DIR     an engine, its state in DIR; prints its variables
-    python -m tests.deploy.engine base DIR      the image that the tests' images begin from
-    python -m tests.deploy.engine stop DIR      ends it, and nothing else
+    python -m tests.deploy.engine start DIR     start an engine in DIR; print its variables
+    python -m tests.deploy.engine base DIR      build the base image of the tests' images
+    python -m tests.deploy.engine stop DIR      stop the engine, and nothing else
 
-It lives in a network namespace of its own, whose way out is a process (slirp4netns), so that the
-machine's interfaces, rules and settings stay as they are. What it publishes is reached from within
+The engine runs in its own network namespace, which a process (slirp4netns) connects to the outside.
+The machine's interfaces, rules and settings stay unchanged. Published ports are reached from within
 the namespace: `nsenter --net=/run/netns/...`, which `start` prints as MESHRL_ENGINE_ENTER.
 """

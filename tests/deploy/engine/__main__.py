@@ -1,4 +1,4 @@
-"""The engine's command line."""
+"""Command line of the engine."""
 
 from __future__ import annotations
 

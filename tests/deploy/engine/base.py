@@ -1,4 +1,4 @@
-"""The image that stands for the official ones: a Debian with Python, as they are made from."""
+"""Base image in place of official ones: a Debian with Python."""
 
 from __future__ import annotations
 

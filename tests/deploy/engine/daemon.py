@@ -1,4 +1,4 @@
-"""The daemon, its network namespace and the namespace's way out, started and ended by hand."""
+"""Docker daemon, its network namespace and the namespace's uplink, started and stopped directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.load import scaled
 READY_S = 60.0
 END_S = 60.0  # containers are given ten seconds of it
 PAUSE_S = 0.1
-SHARES = 20 * 1024  # as twenty processes: a mesh has about as many
+SHARES = 20 * 1024  # the weight of twenty processes, about as many as a mesh has
 SHORT_S = 30.0
 
 
@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(self, state: Path) -> None:
         self.state = state.resolve()
-        # Namespaces and control groups have names for the whole machine.
+        # Names of namespaces and control groups are global on the machine.
         self.name = "meshrl-" + hashlib.sha256(str(self.state).encode()).hexdigest()[:8]
         self.socket = self.state / "docker.sock"
 
@@ -45,7 +45,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the engine and wait until it answers; EngineError names missing parts."""
-        if self._answers():
+        if self._is_answering():
             return
         if os.geteuid() != 0:
             raise EngineError("an engine started by hand needs root, or a service that runs")
@@ -58,19 +58,21 @@ class Engine:
         space = f"/run/netns/{self.name}"
         self._spawn("slirp", "slirp4netns", "--configure", "--disable-host-loopback",
                     "--netns-type=path", space, "tap0")  # fmt: skip
-        self._wait("the namespace has no way out", self._has_way)
-        # Not `ip netns exec`, which mounts another /sys, where there are no control groups.
+        self._wait("the namespace has no way out", self._has_uplink)
+        # Not `ip netns exec`, which mounts another /sys without control groups.
         self._spawn(
             "dockerd", "nsenter", f"--net={space}", "dockerd",
             "--data-root", str(self.state / "data"), "--exec-root", str(self.state / "exec"),
             "--pidfile", str(self.state / "docker.pid"), "--host", f"unix://{self.socket}",
             "--cgroup-parent", f"/{self.name}", "--config-file", str(self._settings()),
         )  # fmt: skip
-        self._wait("the daemon does not answer", self._answers)
-        self._weigh()
+        self._wait("the daemon does not answer", self._is_answering)
+        self._set_cpu_shares()
 
-    def _weigh(self) -> None:
-        """Version 1 of control groups weighs all containers together as one process beside them."""
+    def _set_cpu_shares(self) -> None:
+        """Set the weight of all containers, which version 1 of control groups treats as one
+        process.
+        """
         shares = Path("/sys/fs/cgroup/cpu") / self.name / "cpu.shares"
         if shares.parent.parent.joinpath("cpu.shares").exists():
             shares.parent.mkdir(exist_ok=True)
@@ -91,10 +93,10 @@ class Engine:
     def _enter(self, *command: str) -> str:
         return run("nsenter", f"--net=/run/netns/{self.name}", *command, timeout=SHORT_S)
 
-    def _has_way(self) -> bool:
+    def _has_uplink(self) -> bool:
         return "default" in self._enter("ip", "route")
 
-    def _answers(self) -> bool:
+    def _is_answering(self) -> bool:
         if not self.socket.exists():
             return False
         try:
@@ -112,7 +114,7 @@ class Engine:
                 stderr=log,
                 start_new_session=True,
             )
-        (self.state / f"{name}.owned").write_text(f"{begun.pid} {_born(begun.pid)}")
+        (self.state / f"{name}.owned").write_text(f"{begun.pid} {_read_start_time(begun.pid)}")
 
     def _wait(self, failed: str, ready: Callable[[], bool]) -> None:
         until = time.monotonic() + scaled(READY_S)
@@ -130,14 +132,14 @@ class Engine:
         for number in (signal.SIGTERM, signal.SIGKILL):
             began = time.monotonic()
             until = began + scaled(END_S)
-            while _born(int(pid)) == born and time.monotonic() < until:
+            while _read_start_time(int(pid)) == born and time.monotonic() < until:
                 if time.monotonic() - PAUSE_S > began:  # once, at the beginning
                     os.kill(int(pid), number)
                 time.sleep(PAUSE_S)
         note.unlink()
 
 
-def _born(pid: int) -> str:
+def _read_start_time(pid: int) -> str:
     """Return the start time of a process, which distinguishes reused pids; "" if it has exited."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

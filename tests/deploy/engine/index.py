@@ -28,7 +28,7 @@ PORT = 8941
 
 
 def settings() -> dict[str, str]:
-    """pip's settings on this machine, the environment's before those of files."""
+    """Return pip's settings on this machine; environment variables override files."""
     found = {}
     for line in run(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
@@ -39,7 +39,7 @@ def settings() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def served(environment: dict[str, str]) -> Iterator[dict[str, str]]:
+def serve_secrets(environment: dict[str, str]) -> Iterator[dict[str, str]]:
     """Provide the files of a build's secrets by name: `pip` (its configuration) and `ca`
     (authorities).
 
@@ -49,13 +49,16 @@ def served(environment: dict[str, str]) -> Iterator[dict[str, str]]:
     asked = ("docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}")
     given = [f"{name}={value}" for name, value in environment.items()]
     subnet = ipaddress.ip_network(run("env", *given, *asked, timeout=SHORT_S).strip())
-    gateway = str(subnet[1])  # the bridge itself, unless it was configured otherwise
+    gateway = str(subnet[1])  # the bridge's own address, unless configured otherwise
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         served_from = Path(scratch, "served")
         served_from.mkdir()
         lines = ["[global]", f"trusted-host = {gateway}"]
         for key in LISTS:
-            places = [_reached(place, served_from, gateway) for place in told.get(key, "").split()]
+            places = [
+                _get_build_address(place, served_from, gateway)
+                for place in told.get(key, "").split()
+            ]
             if places:
                 lines.append(f"{key} =")
                 lines += [f"    {place}" for place in places]
@@ -70,8 +73,8 @@ def served(environment: dict[str, str]) -> Iterator[dict[str, str]]:
         yield files
 
 
-def _reached(place: str, served_from: Path, gateway: str) -> str:
-    """Return the place's address in a build."""
+def _get_build_address(place: str, served_from: Path, gateway: str) -> str:
+    """Return the address of a location in a build."""
     parsed = urlparse(place)
     if parsed.scheme not in ("", "file"):
         return place

@@ -18,7 +18,7 @@ PLUGINS = {"docker-compose": "docker-compose", "docker-buildx": "docker-buildx"}
 LATER = "trixie"
 MIRROR = "http://deb.debian.org/debian"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-LOCK_S = 300  # another installation may go on
+LOCK_S = 300  # another installation may be running
 INSTALL_S = 900.0
 
 
@@ -50,7 +50,7 @@ def install() -> None:
 
 
 def add_plugins(config: Path, scratch: Path) -> None:
-    """Compose and buildx in `config/cli-plugins`, of the release after this one."""
+    """Unpack compose and buildx of the next Debian release into `config/cli-plugins`."""
     wanted = [name for name in PLUGINS if not (config / "cli-plugins" / name).exists()]
     if not wanted:
         return

@@ -1,7 +1,7 @@
-"""Tests of compose/kubernetes: by schemas, by checks that no schema can make, and by running it.
+"""Tests of compose/kubernetes: schemas, checks beyond schemas, and a running mesh.
 
 Usage:
 
-python -m tests.deploy.kubernetes.schemas     validates every object; prints JSON
-python -m tests.deploy.kubernetes             that, and trains on a mesh of pods; prints JSON
+    python -m tests.deploy.kubernetes.schemas     validate every object; print JSON
+    python -m tests.deploy.kubernetes             also train on a mesh of pods; print JSON
 """

@@ -1,4 +1,4 @@
-"""Validation and trial of the objects: prints JSON, and exits with 1 if any is invalid."""
+"""Validation and trial of the objects, with a JSON result and exit status 1 for invalid objects."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshrl-pods-") as temporary:
         scratch = asked.state or Path(temporary)
-        checked = schemas.validated(rendering.everything(rendering.copied(scratch / "checked")))
+        checked = schemas.validate(
+            rendering.render_all(rendering.copy_overlays(scratch / "checked"))
+        )
         meshrl = str(Path(sys.executable).with_name("meshrl"))
-        found = scenario.tried(scratch, asked.image, meshrl, asked.steps)
-    told = {"invalid": checked["invalid"], "versions": checked["versions"]}
-    print(json.dumps(told | json.loads(scenario.told(found))))
-    return 0 if found.good and not checked["invalid"] else 1
+        found = scenario.run_scenario(scratch, asked.image, meshrl, asked.steps)
+    summary = {"invalid": checked["invalid"], "versions": checked["versions"]}
+    print(json.dumps(summary | json.loads(scenario.format_result(found))))
+    return 0 if found.is_good and not checked["invalid"] else 1
 
 
 if __name__ == "__main__":

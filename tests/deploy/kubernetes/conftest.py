@@ -12,7 +12,7 @@ from tests.deploy.kubernetes.rendering import Object
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]]:
     """Return the objects of each overlay by its name; `submit` is the Job."""
     directory = tmp_path_factory.mktemp("kustomize") / "kubernetes"
-    return rendering.everything(rendering.copied(directory))
+    return rendering.render_all(rendering.copy_overlays(directory))
 
 
 @pytest.fixture(params=rendering.OVERLAYS)

@@ -25,7 +25,7 @@ from tests.load import scaled
 
 COMMAND_S = 120.0
 SUBNET = "10.213.77.0/24"
-FIRST_HOST = 16  # of the subnet, for pods; the engine takes the first for itself
+FIRST_HOST = 16  # first address for pods in the subnet; the engine takes the first one of all
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 PROBE = """
 import sys, urllib.request, urllib.error
@@ -52,12 +52,12 @@ def run(*command: str, timeout: float = COMMAND_S) -> str:
 
 @dataclass
 class Pod:
-    """One pod: its name, address and template, and the volumes that go with it."""
+    """Pod with its name, address, template and volumes."""
 
     name: str
     address: str
     template: Object
-    mounts: dict[str, list[str]]  # of docker run, by the volume's name
+    mounts: dict[str, list[str]]  # arguments of docker run by the volume's name
     directory: Path
 
     def container(self, name: str) -> str:
@@ -65,14 +65,16 @@ class Pod:
 
     @property
     def main(self) -> Object:
-        """The container that is no init container."""
+        """Return the container that is not an init container."""
         [found] = self.template["spec"]["containers"]
         return dict(found)
 
 
 @dataclass
 class Node:
-    """Runs pods of a namespace's objects, from `image` in place of every image that they name."""
+    """Node that runs the pods of a namespace's objects, with `image` in place of every named
+    image.
+    """
 
     objects: list[Object]
     state: Path
@@ -89,7 +91,7 @@ class Node:
             yield self
         finally:
             for pod in list(self._pods):
-                self.removed(pod)
+                self.remove(pod)
             run("docker", "network", "rm", self.name)
 
     def pod(self, name: str, template: Object, claims: dict[str, Path] | None = None) -> Pod:
@@ -113,7 +115,7 @@ class Node:
         return pod
 
     def start(self, pod: Pod) -> None:
-        """Runs the init containers to their end, one after the other, and starts the main one."""
+        """Run the init containers in sequence to their end, then start the main container."""
         for container in pod.template["spec"].get("initContainers", ()):
             self._run(pod, container)
             code = int(run("docker", "wait", pod.container(container["name"]), timeout=600))
@@ -134,14 +136,14 @@ class Node:
         self._await(pod, "livenessProbe")
         return time.monotonic() - began
 
-    def probed(self, pod: Pod, probe: str) -> str:
+    def run_probe(self, pod: Pod, probe: str) -> str:
         """Return a probe's page; RuntimeError if it reports a problem."""
         asked = pod.main[probe]
         ports = {one["name"]: one["containerPort"] for one in pod.main["ports"]}
         where = f"http://{pod.address}:{ports[asked['httpGet']['port']]}{asked['httpGet']['path']}"
-        return self.fetched(where, asked["timeoutSeconds"])
+        return self.fetch_page(where, asked["timeoutSeconds"])
 
-    def fetched(self, where: str, timeout: float = 5.0) -> str:
+    def fetch_page(self, where: str, timeout: float = 5.0) -> str:
         """Return a page, requested from the node's own network."""
         enter = shlex.split(os.environ.get("MESHRL_ENGINE_ENTER", ""))
         return run(*enter, sys.executable, "-c", PROBE, where, str(timeout))
@@ -157,16 +159,16 @@ class Node:
         began = time.monotonic()
         run("docker", "stop", "--time", str(grace), name, timeout=grace + COMMAND_S)
         took = time.monotonic() - began
-        code = self.code(pod)
-        self.removed(pod)
+        code = self.get_exit_code(pod)
+        self.remove(pod)
         return code, took
 
-    def code(self, pod: Pod) -> int:
+    def get_exit_code(self, pod: Pod) -> int:
         """Return the main container's exit code."""
         name = pod.container(pod.main["name"])
         return int(run("docker", "inspect", "--format", "{{.State.ExitCode}}", name))
 
-    def runs(self, pod: Pod) -> bool:
+    def is_running(self, pod: Pod) -> bool:
         """Return True if the main container is running."""
         name = pod.container(pod.main["name"])
         return run("docker", "inspect", "--format", "{{.State.Running}}", name).strip() == "true"
@@ -191,7 +193,7 @@ class Node:
         """Run a command in the main container, as `kubectl exec` does."""
         return run("docker", "exec", pod.container(pod.main["name"]), *words)
 
-    def removed(self, pod: Pod) -> None:
+    def remove(self, pod: Pod) -> None:
         """Kill a pod and remove its containers; its logs stay beside its directory."""
         all_of = [*pod.template["spec"].get("initContainers", ()), pod.main]
         for container in all_of:
@@ -212,7 +214,7 @@ class Node:
                 for found in of_kind(self.objects, "Secret")
                 if found["metadata"]["name"] == volume["secret"]["secretName"]
             ]
-            # As the kubelet lays them out, so that all change at once: links to a directory.
+            # As the kubelet does: links to a directory, so that all files change at once.
             (path / "..data").mkdir(parents=True)
             for key, value in secret["data"].items():
                 file = path / "..data" / key
@@ -286,7 +288,7 @@ class Node:
         left = patience or asked.get("failureThreshold", 3)
         while True:
             try:
-                self.probed(pod, probe)
+                self.run_probe(pod, probe)
             except RuntimeError as error:
                 left -= 1
                 if not left:
@@ -306,6 +308,6 @@ def _bytes(amount: str) -> int:
     return int(amount[:-2]) * UNITS[amount[-2:]]
 
 
-def parsed(text: str) -> Any:
-    """JSON of a command."""
+def parse_output(text: str) -> Any:
+    """Parse the JSON output of a command."""
     return json.loads(text)

@@ -22,14 +22,16 @@ class End:
     address: str = ""
 
 
-def passes(policies: list[Object], source: End, target: End, port: int, protocol: str) -> bool:
+def is_allowed(policies: list[Object], source: End, target: End, port: int, protocol: str) -> bool:
     """Return True if `source` may connect to `target`."""
-    return _open(policies, source, target, "egress", port, protocol) and _open(
-        policies, target, source, "ingress", port, protocol
-    )
+    return _is_direction_open(
+        policies, source, target, "egress", port, protocol
+    ) and _is_direction_open(policies, target, source, "ingress", port, protocol)
 
 
-def _open(policies: list[Object], own: End, other: End, way: str, port: int, protocol: str) -> bool:
+def _is_direction_open(
+    policies: list[Object], own: End, other: End, way: str, port: int, protocol: str
+) -> bool:
     closing = [
         policy
         for policy in policies
@@ -42,13 +44,13 @@ def _open(policies: list[Object], own: End, other: End, way: str, port: int, pro
     rules = [rule for policy in closing for rule in policy["spec"].get(way, ())]
     peers = "to" if way == "egress" else "from"
     return any(
-        any(_is(peer, other, own.space) for peer in rule[peers])
-        and any(_in(allowed, port, protocol) for allowed in rule["ports"])
+        any(_matches_peer(peer, other, own.space) for peer in rule[peers])
+        and any(_matches_port(allowed, port, protocol) for allowed in rule["ports"])
         for rule in rules
     )
 
 
-def _is(peer: Object, end: End, space: str) -> bool:
+def _matches_peer(peer: Object, end: End, space: str) -> bool:
     if "ipBlock" in peer:
         block = ipaddress.ip_network(peer["ipBlock"]["cidr"])
         return bool(end.address) and ipaddress.ip_address(end.address) in block
@@ -73,6 +75,6 @@ def _selects(selector: Object, labels: dict[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in matched.items())
 
 
-def _in(allowed: Object, port: int, protocol: str) -> bool:
+def _matches_port(allowed: Object, port: int, protocol: str) -> bool:
     last: int = allowed["endPort"] if "endPort" in allowed else allowed["port"]
     return bool(allowed["protocol"] == protocol and allowed["port"] <= port <= last)

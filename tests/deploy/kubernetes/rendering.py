@@ -1,4 +1,4 @@
-"""The objects of an overlay, as `kubectl apply -k` would send them."""
+"""Objects of an overlay, as `kubectl apply -k` sends them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RENDER_S = 60.0
 Object = dict[str, Any]
 
 
-def copied(to: Path) -> Path:
+def copy_overlays(to: Path) -> Path:
     """Copy all overlays, with stub files in place of the output of `meshrl secrets`; return the
     copy.
     """
@@ -32,7 +32,7 @@ def copied(to: Path) -> Path:
     return to
 
 
-def rendered(directory: Path) -> list[Object]:
+def render(directory: Path) -> list[Object]:
     """Return the objects of a directory with a kustomization."""
     command = ("kubectl", "kustomize", str(directory))
     found = subprocess.run(command, capture_output=True, text=True, timeout=scaled(RENDER_S))
@@ -41,26 +41,26 @@ def rendered(directory: Path) -> list[Object]:
     return [part for part in yaml.load_all(found.stdout, Loader=yaml.CSafeLoader) if part]
 
 
-def everything(directory: Path) -> dict[str, list[Object]]:
+def render_all(directory: Path) -> dict[str, list[Object]]:
     """Return the objects of each overlay, and of the Job that submits a job."""
     places = {name: directory / "overlays" / name for name in OVERLAYS}
     places["submit"] = directory / "submit"
-    return {name: rendered(place) for name, place in places.items()}
+    return {name: render(place) for name, place in places.items()}
 
 
-def templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
+def list_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
     """Yield the name and the pod template of each workload."""
     for found in objects:
         if found["kind"] in ("StatefulSet", "Deployment", "Job"):
             yield found["metadata"]["name"], found["spec"]["template"]
 
 
-def of_kind(objects: list[Object], kind: str) -> list[Object]:
+def select_kind(objects: list[Object], kind: str) -> list[Object]:
     """Return the objects of one kind."""
     return [found for found in objects if found["kind"] == kind]
 
 
-def expanded(container: Object, given: dict[str, str] | None = None) -> list[str]:
+def expand_arguments(container: Object, given: dict[str, str] | None = None) -> list[str]:
     """Return a container's arguments with variables expanded as the kubelet does.
 
     `given` has the values that come from the pod, such as its address.

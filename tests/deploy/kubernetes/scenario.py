@@ -12,22 +12,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.deploy.kubernetes import rendering
-from tests.deploy.kubernetes.kubelet import Node, Pod, PodFailed, parsed, run
-from tests.deploy.kubernetes.rendering import SECRETS, Object, templates
+from tests.deploy.kubernetes.kubelet import Node, Pod, PodFailed, parse_output, run
+from tests.deploy.kubernetes.rendering import SECRETS, Object, list_templates
 from tests.load import scaled
 
 JOB = "game"
 HEAD, WORKER, SANDBOX, CLIENT = "meshrl-head", "meshrl-worker", "meshrl-sandbox", "meshrl-game"
-WORKERS = 2  # of the pods that the overlay has: what the job takes
+WORKERS = 2  # number of pods in the overlay that the job takes
 APART = 5  # steps between two disturbances
 OVER_S = 1200.0
 LOOK_S = 1.0
 
 
 @dataclass
-class Found:
-    """Result: the job's steps, `lost` and `trained_twice` of its account, and times in seconds.
-
+class ScenarioResult:
+    """Result: the job's steps, `lost` and `trained_twice` of its accounting, and times in seconds.
     The times are until all pods were ready, and of the exit of each stopped pod.
     """
 
@@ -38,11 +37,11 @@ class Found:
     lost: int
     trained_twice: int
     ends: dict[str, list[float]]  # by pod: exit code, seconds
-    restarts: int  # of containers that ended by themselves
+    restarts: int  # of containers that exited without a stop
     hosts: int  # registered hosts at the end
 
     @property
-    def good(self) -> bool:
+    def is_good(self) -> bool:
         """True if no trajectory was lost and every pod exited in order."""
         codes = [int(code) for code, _ in self.ends.values()]
         return self.phase == "finished" and not (self.lost or self.trained_twice or any(codes))
@@ -50,7 +49,7 @@ class Found:
 
 @dataclass
 class Mesh:
-    """The pods of one overlay on one node."""
+    """Pods of one overlay on one node."""
 
     node: Node
     pods: dict[str, Object]
@@ -73,7 +72,7 @@ class Mesh:
     def step(self, head: Pod) -> int:
         """Return the job's steps by its head's metrics; 0 before the job starts."""
         try:
-            page = self.node.fetched(f"http://{head.address}:9400/metrics")
+            page = self.node.fetch_page(f"http://{head.address}:9400/metrics")
         except RuntimeError:
             return 0  # the head starts or stops
         for line in page.splitlines():
@@ -82,16 +81,16 @@ class Mesh:
         return 0
 
     def await_step(self, head: Pod, client: Pod, step: int) -> int:
-        """Returns when the job has done so many steps. PodFailed when it is over before."""
+        """Wait until the job has made this many steps; PodFailed if it ends before."""
         until = time.monotonic() + scaled(OVER_S)
         while (done := self.step(head)) < step:
-            if not self.node.runs(client) or time.monotonic() > until:
+            if not self.node.is_running(client) or time.monotonic() > until:
                 raise PodFailed(f"{JOB} is at step {done}, not {step}: {self.node.log(client)}")
             time.sleep(LOOK_S)
         return done
 
 
-def secrets_of(objects: Path, command: str) -> None:
+def make_secrets(objects: Path, command: str) -> None:
     """Replace the stub files of a test by the output of `meshrl secrets`."""
     files = objects / "secrets/files"
     for name in SECRETS:
@@ -100,10 +99,10 @@ def secrets_of(objects: Path, command: str) -> None:
     run(command, "secrets", str(files), "--head", HEAD)
 
 
-def played(node: Node, disk: Path, steps: int) -> Found:
-    """Trains, disturbs, and counts."""
+def play(node: Node, disk: Path, steps: int) -> ScenarioResult:
+    """Train, replace pods, and count."""
     began = time.monotonic()
-    mesh = Mesh(node, dict(templates(node.objects)), disk)
+    mesh = Mesh(node, dict(list_templates(node.objects)), disk)
     for container in mesh.pods[CLIENT]["spec"]["initContainers"]:
         if container["args"][0] == "submit":
             container["args"].append(f"--set=budget.steps={steps}")
@@ -136,13 +135,13 @@ def played(node: Node, disk: Path, steps: int) -> Found:
     code = int(run("docker", "wait", client.container("wait"), timeout=OVER_S))
     if code:
         raise PodFailed(f"the job's pod ended with {code}: {node.log(client)}")
-    told = parsed(node.execute(head, "meshrl", "status", "--json"))
-    [job] = [one for one in told["jobs"] if one["id"] == JOB]
+    status = parse_output(node.execute(head, "meshrl", "status", "--json"))
+    [job] = [one for one in status["jobs"] if one["id"] == JOB]
     run_of = f"/var/lib/meshrl/head/runs/{JOB}"
-    count = parsed(node.execute(head, "meshrl", "audit", run_of, "--json"))
-    hosts = parsed(node.execute(head, "meshrl", "hosts", "--json"))
+    count = parse_output(node.execute(head, "meshrl", "audit", run_of, "--json"))
+    hosts = parse_output(node.execute(head, "meshrl", "hosts", "--json"))
     wall_s = time.monotonic() - began
-    return Found(
+    return ScenarioResult(
         round(ready_s, 1),
         round(wall_s, 1),
         job["phase"],
@@ -155,17 +154,17 @@ def played(node: Node, disk: Path, steps: int) -> Found:
     )
 
 
-def tried(scratch: Path, image: str, command: str, steps: int) -> Found:
+def run_scenario(scratch: Path, image: str, command: str, steps: int) -> ScenarioResult:
     """Run the overlay `cpu` and the Job with `steps` steps and fresh secrets."""
-    directory = rendering.copied(scratch / "kubernetes")
-    secrets_of(directory, command)
-    objects = rendering.everything(directory)
+    directory = rendering.copy_overlays(scratch / "kubernetes")
+    make_secrets(directory, command)
+    objects = rendering.render_all(directory)
     disk = scratch / "disk"
     disk.mkdir()
     with Node(objects["cpu"] + objects["submit"], scratch / "pods", image).open() as node:
-        return played(node, disk, steps)
+        return play(node, disk, steps)
 
 
-def told(found: Found) -> str:
+def format_result(found: ScenarioResult) -> str:
     """Return the result as one line of JSON."""
-    return json.dumps(asdict(found) | {"good": found.good})
+    return json.dumps(asdict(found) | {"good": found.is_good})

@@ -1,4 +1,6 @@
-"""Validates every object of every overlay: prints JSON, and ends with 1 if any is invalid."""
+"""Validation of every object of every overlay, with a JSON result and exit status 1 for invalid
+ones.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ VALIDATE_S = 120.0
 PYTHON = Path(__file__).parents[3] / ".venvs/kubernetes/bin/python"
 
 
-def validated(objects: dict[str, list[Object]]) -> dict[str, Any]:
-    """`overlays`, `versions`, `objects` (different ones), `validated`, `invalid`, `errors`."""
+def validate(objects: dict[str, list[Object]]) -> dict[str, Any]:
+    """Return `overlays`, `versions`, `objects` (distinct ones), `validated`, `invalid`,
+    `errors`.
+    """
     listed = [(where, found) for where, all_of in objects.items() for found in all_of]
     asked = json.dumps({"versions": VERSIONS, "objects": listed})
     script = str(Path(__file__).with_name("validating.py"))
@@ -41,7 +45,7 @@ def validated(objects: dict[str, list[Object]]) -> dict[str, Any]:
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
-        told = validated(rendering.everything(rendering.copied(Path(scratch, "kubernetes"))))
+        told = validate(rendering.render_all(rendering.copy_overlays(Path(scratch, "kubernetes"))))
     print(json.dumps(told))
     return 1 if told["invalid"] else 0
 

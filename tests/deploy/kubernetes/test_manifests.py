@@ -1,6 +1,4 @@
-"""Checks that no schema can make: objects fit the product, and policies allow the right
-connections.
-"""
+"""Checks beyond schemas: objects fit the product, and policies allow the right connections."""
 
 from __future__ import annotations
 
@@ -13,18 +11,18 @@ from typer.core import TyperGroup
 
 from meshrl.cli import app
 from tests.deploy.kubernetes import rendering
-from tests.deploy.kubernetes.policies import End, passes
-from tests.deploy.kubernetes.rendering import Object, expanded, of_kind, templates
+from tests.deploy.kubernetes.policies import End, is_allowed
+from tests.deploy.kubernetes.rendering import Object, expand_arguments, list_templates, select_kind
 
 pytestmark = pytest.mark.needs("kubectl")
 
 
-END_S = 60  # `meshrl down` and the end of a host take so long at most
+END_S = 60  # maximum duration of `meshrl down` and of a host's exit
 USER = 10001
 RANGE = (7100, 7199)
 HEALTH = 9400
 WORKER = "meshrl-worker"
-# Where an overlay makes no Secrets, the operator does, by these names.
+# Secrets that the operator makes where an overlay has none.
 OPERATORS = {"meshrl-head", "meshrl-join", "meshrl-submit"}
 
 
@@ -33,57 +31,58 @@ def containers(template: Object) -> list[Object]:
     return [*spec.get("initContainers", ()), *spec["containers"]]
 
 
-def options(words: list[str]) -> dict[str, str]:
+def parse_options(words: list[str]) -> dict[str, str]:
     return dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
 
 
-def selects(selector: Object, labels: dict[str, str]) -> bool:
+def matches_selector(selector: Object, labels: dict[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in selector.items())
 
 
-def hosts(objects: list[Object]) -> list[tuple[str, Object, Object]]:
+def list_hosts(objects: list[Object]) -> list[tuple[str, Object, Object]]:
     """Return the workloads whose pods are hosts of the mesh: name, pod, container."""
-    found = [(name, pod, containers(pod)) for name, pod in templates(objects)]
+    found = [(name, pod, containers(pod)) for name, pod in list_templates(objects)]
     return [(name, pod, all_of[0]) for name, pod, all_of in found if len(all_of) == 1]
 
 
 @pytest.mark.rotating(3)
-def test_all_that_a_mesh_takes_is_there(overlay: list[Object]) -> None:
+def test_overlay_has_all_parts_of_a_mesh(overlay: list[Object]) -> None:
     kinds = {
-        pod["metadata"]["labels"]["app.kubernetes.io/component"] for _, pod, _ in hosts(overlay)
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        for _, pod, _ in list_hosts(overlay)
     }
     assert kinds == {"head", "worker", "sandbox"}
     names = [(found["kind"], found["metadata"]["name"]) for found in overlay]
     assert len(names) == len(set(names))
-    [space] = of_kind(overlay, "Namespace")
+    [space] = select_kind(overlay, "Namespace")
     for found in overlay:
         if found["kind"] != "Namespace":
             assert found["metadata"]["namespace"] == space["metadata"]["name"], found["metadata"]
 
 
 @pytest.mark.rotating(3)
-def test_commands_are_those_of_this_version(overlay: list[Object]) -> None:
+def test_commands_are_valid_in_this_version(overlay: list[Object]) -> None:
     """Parse each container's arguments, expanded as the kubelet does, with the product's parser."""
     commands = cast(TyperGroup, typer.main.get_command(app)).commands
-    for _, pod in templates(overlay):
+    for _, pod in list_templates(overlay):
         for container in containers(pod):
-            command, *words = expanded(container)
+            command, *words = expand_arguments(container)
             commands[command].make_context(command, words)
 
 
-def test_a_command_of_another_version_would_be_found() -> None:
+def test_unknown_option_is_detected() -> None:
     with pytest.raises(Exception, match="No such option"):
         cast(TyperGroup, typer.main.get_command(app)).commands["join"].make_context(
             "join", ["--drain=9"]
         )
 
 
-def test_services_lead_to_pods_and_to_ports_that_these_have(overlay: list[Object]) -> None:
-    for service in of_kind(overlay, "Service"):
+def test_services_select_pods_with_their_ports(overlay: list[Object]) -> None:
+    for service in select_kind(overlay, "Service"):
         chosen = [
             pod
-            for _, pod in templates(overlay)
-            if selects(service["spec"]["selector"], pod["metadata"]["labels"])
+            for _, pod in list_templates(overlay)
+            if matches_selector(service["spec"]["selector"], pod["metadata"]["labels"])
         ]
         assert len(chosen) == 1, service["metadata"]["name"]
         ports = {
@@ -91,26 +90,30 @@ def test_services_lead_to_pods_and_to_ports_that_these_have(overlay: list[Object
         }
         for port in service["spec"]["ports"]:
             assert ports[port["targetPort"]] == port["port"]
-    [head] = of_kind(overlay, "StatefulSet")
-    [named] = [one for one in of_kind(overlay, "Service") if one["spec"].get("clusterIP") == "None"]
+    [head] = select_kind(overlay, "StatefulSet")
+    [named] = [
+        one for one in select_kind(overlay, "Service") if one["spec"].get("clusterIP") == "None"
+    ]
     assert head["spec"]["serviceName"] == named["metadata"]["name"]
     assert named["spec"]["publishNotReadyAddresses"] is True
-    told = options(expanded(head["spec"]["template"]["spec"]["containers"][0]))
+    told = parse_options(expand_arguments(head["spec"]["template"]["spec"]["containers"][0]))
     assert told["advertise"] == named["metadata"]["name"]
 
 
 @pytest.mark.rotating(3)
 def test_every_mount_has_its_volume_and_every_file_its_secret(overlay: list[Object]) -> None:
-    made = {found["metadata"]["name"]: set(found["data"]) for found in of_kind(overlay, "Secret")}
-    maps = {found["metadata"]["name"] for found in of_kind(overlay, "ConfigMap")}
+    made = {
+        found["metadata"]["name"]: set(found["data"]) for found in select_kind(overlay, "Secret")
+    }
+    maps = {found["metadata"]["name"] for found in select_kind(overlay, "ConfigMap")}
     claims = {
         found["metadata"]["name"]: {
             claim["metadata"]["name"]: {"claim": claim}
             for claim in found["spec"].get("volumeClaimTemplates", ())
         }
-        for found in of_kind(overlay, "StatefulSet")
+        for found in select_kind(overlay, "StatefulSet")
     }
-    for name, pod in templates(overlay):
+    for name, pod in list_templates(overlay):
         volumes = {one["name"]: one for one in pod["spec"]["volumes"]} | claims.get(name, {})
         used = set()
         for container in containers(pod):
@@ -121,7 +124,7 @@ def test_every_mount_has_its_volume_and_every_file_its_secret(overlay: list[Obje
             assert len(places) == len(container["volumeMounts"])
             assert "/tmp" in places
             said = [
-                *expanded(container),
+                *expand_arguments(container),
                 *(one.get("value", "") for one in container.get("env", ())),
             ]
             files = [word.rpartition("=")[2] for word in said if "/run/secrets/" in word]
@@ -129,7 +132,7 @@ def test_every_mount_has_its_volume_and_every_file_its_secret(overlay: list[Obje
                 directory, _, key = file.rpartition("/")
                 secret = places[directory]["secret"]
                 assert secret["secretName"] in OPERATORS
-                assert secret["defaultMode"] == 0o440  # root's, and of the group of the pod
+                assert secret["defaultMode"] == 0o440  # owned by root and the group of the pod
                 assert not made or key in made[secret["secretName"]]
         assert used == set(volumes), name
         for volume in pod["spec"]["volumes"]:
@@ -137,10 +140,12 @@ def test_every_mount_has_its_volume_and_every_file_its_secret(overlay: list[Obje
                 assert volume["configMap"]["name"] in maps
 
 
-def test_probes_and_prometheus_ask_where_health_is_served(overlay: list[Object]) -> None:
-    for name, pod, container in hosts(overlay):
-        told, notes = options(expanded(container)), pod["metadata"]["annotations"]
-        assert told["health"] == f"0.0.0.0:{HEALTH}", name  # the kubelet comes by the pod's address
+def test_probes_and_prometheus_use_the_health_port(overlay: list[Object]) -> None:
+    for name, pod, container in list_hosts(overlay):
+        told, notes = parse_options(expand_arguments(container)), pod["metadata"]["annotations"]
+        assert told["health"] == f"0.0.0.0:{HEALTH}", (
+            name
+        )  # the kubelet connects to the pod's address
         ports = {one["name"]: one["containerPort"] for one in container["ports"]}
         for probe, path in (
             ("startupProbe", "/livez"),
@@ -153,71 +158,80 @@ def test_probes_and_prometheus_ask_where_health_is_served(overlay: list[Object])
         assert (notes["prometheus.io/port"], notes["prometheus.io/path"]) == ("9400", "/metrics")
 
 
-def test_a_pod_has_the_time_that_it_says_it_takes_to_end(overlay: list[Object]) -> None:
-    for name, pod, container in hosts(overlay):
-        told, grace = options(expanded(container)), pod["spec"]["terminationGracePeriodSeconds"]
+def test_grace_period_covers_the_drain_time(overlay: list[Object]) -> None:
+    for name, pod, container in list_hosts(overlay):
+        told, grace = (
+            parse_options(expand_arguments(container)),
+            pod["spec"]["terminationGracePeriodSeconds"],
+        )
         least = int(told.get("drain-s", 0)) + END_S
         assert grace >= least, (name, grace, least)
 
 
-def test_ports_are_those_that_policies_and_services_name(overlay: list[Object]) -> None:
-    for name, _, container in hosts(overlay):
-        low, high = options(expanded(container))["listen"].rpartition(":")[2].split("-")
+def test_listen_ports_match_policies_and_services(overlay: list[Object]) -> None:
+    for name, _, container in list_hosts(overlay):
+        low, high = (
+            parse_options(expand_arguments(container))["listen"].rpartition(":")[2].split("-")
+        )
         assert (int(low), int(high)) == RANGE, name
     gateway = {
-        port["port"] for service in of_kind(overlay, "Service") for port in service["spec"]["ports"]
+        port["port"]
+        for service in select_kind(overlay, "Service")
+        for port in service["spec"]["ports"]
     }
-    assert gateway == {RANGE[1]}  # the gateway has the last of the range
+    assert gateway == {RANGE[1]}  # the gateway has the last port of the range
 
 
-def test_budgets_are_for_one_workload_each(overlay: list[Object]) -> None:
-    budgets = of_kind(overlay, "PodDisruptionBudget")
+def test_disruption_budgets_select_one_workload_each(overlay: list[Object]) -> None:
+    budgets = select_kind(overlay, "PodDisruptionBudget")
     for budget in budgets:
         chosen = [
             name
-            for name, pod in templates(overlay)
-            if selects(budget["spec"]["selector"]["matchLabels"], pod["metadata"]["labels"])
+            for name, pod in list_templates(overlay)
+            if matches_selector(
+                budget["spec"]["selector"]["matchLabels"], pod["metadata"]["labels"]
+            )
         ]
         assert chosen == [budget["metadata"]["name"]]
-    workers = {found["metadata"]["name"] for found in of_kind(overlay, "Deployment")}
+    workers = {found["metadata"]["name"] for found in select_kind(overlay, "Deployment")}
     assert workers <= {budget["metadata"]["name"] for budget in budgets}
 
 
-def test_workloads_select_their_own_pods_alone(overlay: list[Object]) -> None:
+def test_workloads_select_only_their_own_pods(overlay: list[Object]) -> None:
     for kind in ("StatefulSet", "Deployment"):
-        for found in of_kind(overlay, kind):
+        for found in select_kind(overlay, kind):
             selector = found["spec"]["selector"]["matchLabels"]
             chosen = [
                 name
-                for name, pod in templates(overlay)
-                if selects(selector, pod["metadata"]["labels"])
+                for name, pod in list_templates(overlay)
+                if matches_selector(selector, pod["metadata"]["labels"])
             ]
             assert chosen == [found["metadata"]["name"]]
 
 
-def test_no_two_hosts_share_a_volume(overlay: list[Object]) -> None:
+def test_each_host_has_its_own_volume(overlay: list[Object]) -> None:
     """Check that each pod has its own directory; only the head's outlives its pod."""
-    for name, pod, container in hosts(overlay):
+    for name, pod, container in list_hosts(overlay):
         volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
         for volume in volumes.values():
             assert set(volume) <= {"name", "emptyDir", "secret", "configMap"}, (name, volume)
         at = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        root = options(expanded(container))["root"]
+        root = parse_options(expand_arguments(container))["root"]
         place = at["/var/lib/meshrl"]
         assert root.startswith(
             "/var/lib/meshrl/"
         )  # the directory of a volume may be world-writable
         assert (place in volumes) == (name != "meshrl-head")
-    [head] = of_kind(overlay, "StatefulSet")
+    [head] = select_kind(overlay, "StatefulSet")
     assert head["spec"]["replicas"] == 1
     for claim in head["spec"]["volumeClaimTemplates"]:
         assert claim["spec"]["accessModes"] in (["ReadWriteOnce"], ["ReadWriteOncePod"])
 
 
 def test_pods_meet_the_restricted_standard(overlay: list[Object]) -> None:
-    [space] = of_kind(overlay, "Namespace")
+    [space] = select_kind(overlay, "Namespace")
     assert space["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
-    for name, pod in templates(overlay):
+    for name, pod in list_templates(overlay):
         spec = pod["spec"]
         whole = spec["securityContext"]
         assert (whole["runAsNonRoot"], whole["runAsUser"], whole["fsGroup"]) == (True, USER, USER)
@@ -228,38 +242,40 @@ def test_pods_meet_the_restricted_standard(overlay: list[Object]) -> None:
             assert own["capabilities"] == {"drop": ["ALL"]}, name
             assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
             assert "privileged" not in own
-            if "procMount" in own:  # the standard lets it pass in a user namespace alone
+            if "procMount" in own:  # the standard permits it only in a user namespace
                 assert spec["hostUsers"] is False
             limits, requests = container["resources"]["limits"], container["resources"]["requests"]
             assert "memory" in limits and {"cpu", "memory"} <= set(requests)
 
 
-def test_no_pod_can_ask_the_clusters_api(overlay: list[Object]) -> None:
-    accounts = {found["metadata"]["name"]: found for found in of_kind(overlay, "ServiceAccount")}
-    for _, pod in templates(overlay):
+def test_no_pod_can_use_the_cluster_api(overlay: list[Object]) -> None:
+    accounts = {
+        found["metadata"]["name"]: found for found in select_kind(overlay, "ServiceAccount")
+    }
+    for _, pod in list_templates(overlay):
         assert pod["spec"]["automountServiceAccountToken"] is False
         account = accounts[pod["spec"]["serviceAccountName"]]
         assert account["automountServiceAccountToken"] is False
         assert pod["spec"]["enableServiceLinks"] is False
-    bound = [one for binding in of_kind(overlay, "RoleBinding") for one in binding["subjects"]]
+    bound = [one for binding in select_kind(overlay, "RoleBinding") for one in binding["subjects"]]
     assert not {one["name"] for one in bound} & set(accounts)
 
 
-def test_settings_of_a_head_stay_closed_when_its_volume_is_mounted_again(
+def test_settings_of_a_head_stay_private_after_a_remount(
     overlay: list[Object],
 ) -> None:
     """Check for `OnRootMismatch`: `Always` opens every file to the group, and readable settings are
     rejected.
     """
-    [head] = of_kind(overlay, "StatefulSet")
+    [head] = select_kind(overlay, "StatefulSet")
     context = head["spec"]["template"]["spec"]["securityContext"]
     assert context["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
 @pytest.mark.parametrize("overlay", ["gpu-a100", "gpu-h100", "prod"], indirect=True)
-def test_workers_with_gpus_go_where_these_are(overlay: list[Object]) -> None:
+def test_gpu_workers_are_scheduled_on_gpu_nodes(overlay: list[Object]) -> None:
     workers = [
-        (pod, container) for name, pod, container in hosts(overlay) if name.startswith(WORKER)
+        (pod, container) for name, pod, container in list_hosts(overlay) if name.startswith(WORKER)
     ]
     chosen = [pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] for pod, _ in workers]
     assert len(chosen) == len(set(chosen)) > 0
@@ -268,23 +284,23 @@ def test_workers_with_gpus_go_where_these_are(overlay: list[Object]) -> None:
         assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in (
             pod["spec"]["tolerations"]
         )
-        assert options(expanded(container))["device"] == "cuda"
+        assert parse_options(expand_arguments(container))["device"] == "cuda"
         assert container["image"].endswith(":cuda")
 
 
-def test_a_pod_on_a_spot_node_says_so(objects: dict[str, list[Object]]) -> None:
+def test_pod_on_a_spot_node_declares_its_market(objects: dict[str, list[Object]]) -> None:
     told = {}
-    for name, pod, container in hosts(objects["prod"]):
+    for name, pod, container in list_hosts(objects["prod"]):
         if name.startswith(WORKER):
             spot = pod["spec"].get("nodeSelector", {}).get("karpenter.sh/capacity-type") == "spot"
-            told[options(expanded(container))["market"]] = spot
+            told[parse_options(expand_arguments(container))["market"]] = spot
     assert told == {"spot": True, "reserved": False}
 
 
-def test_bubblewrap_is_given_what_it_needs_and_only_in_sandboxes(
+def test_only_sandboxes_have_the_rights_that_bubblewrap_needs(
     objects: dict[str, list[Object]],
 ) -> None:
-    for name, pod, container in hosts(objects["prod"]):
+    for name, pod, container in list_hosts(objects["prod"]):
         own = container["securityContext"]
         if name == "meshrl-sandbox":
             assert (pod["spec"]["hostUsers"], own["procMount"]) == (False, "Unmasked")
@@ -302,9 +318,9 @@ GATEWAY, NAMES = 7199, 53
 PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
 
 
-def ends(objects: list[Object]) -> list[End]:
+def list_ends(objects: list[Object]) -> list[End]:
     """Return a pod of each workload and other possible peers."""
-    own = [End(name, pod["metadata"]["labels"], SPACE) for name, pod in templates(objects)]
+    own = [End(name, pod["metadata"]["labels"], SPACE) for name, pod in list_templates(objects)]
     return [
         *own,
         End("stranger", {"app": "debug"}, SPACE),
@@ -317,16 +333,16 @@ def ends(objects: list[Object]) -> list[End]:
     ]
 
 
-def role(end: End) -> str:
+def get_role(end: End) -> str:
     if end.space == SPACE and end.labels.get("app.kubernetes.io/name") == "meshrl":
         kind = end.labels["app.kubernetes.io/component"]
         return {"worker": "host", "sandbox": "host"}.get(kind, kind)
     return end.name
 
 
-def needed(source: End, target: End, port: int, protocol: str, office: bool) -> bool:
+def is_needed(source: End, target: End, port: int, protocol: str, office: bool) -> bool:
     """Return True if the mesh needs the connection; written independently of the policies."""
-    who, whom = role(source), role(target)
+    who, whom = get_role(source), get_role(target)
     if whom == "dns":
         return who in ("head", "host", "client") and port == NAMES
     if protocol != "TCP":
@@ -338,18 +354,18 @@ def needed(source: End, target: End, port: int, protocol: str, office: bool) -> 
     return who == "prometheus" and whom in ("head", "host") and port == HEALTH
 
 
-def test_what_passes_is_what_a_mesh_needs(
+def test_policies_allow_exactly_the_connections_of_a_mesh(
     overlay: list[Object], request: pytest.FixtureRequest
 ) -> None:
-    policies, around = of_kind(overlay, "NetworkPolicy"), ends(overlay)
+    policies, around = select_kind(overlay, "NetworkPolicy"), list_ends(overlay)
     office = "prod" in request.node.callspec.id
     wrong, asked = [], 0
     for source, target in product(around, around):
         if SPACE not in (source.space, target.space) or source == target:
             continue
         for port, protocol in product(PORTS, ("TCP", "UDP")):
-            found = passes(policies, source, target, port, protocol)
-            if found != needed(source, target, port, protocol, office):
+            found = is_allowed(policies, source, target, port, protocol)
+            if found != is_needed(source, target, port, protocol, office):
                 wrong.append((source.name, target.name, port, protocol, found))
             asked += 1
     assert not wrong
@@ -357,17 +373,17 @@ def test_what_passes_is_what_a_mesh_needs(
 
 
 def test_replicas_of_a_workload_reach_each_other(overlay: list[Object]) -> None:
-    policies = of_kind(overlay, "NetworkPolicy")
-    for end in ends(overlay):
-        if role(end) == "host":
-            assert passes(policies, end, end, 7150, "TCP")
+    policies = select_kind(overlay, "NetworkPolicy")
+    for end in list_ends(overlay):
+        if get_role(end) == "host":
+            assert is_allowed(policies, end, end, 7150, "TCP")
 
 
-def test_a_pod_that_nobody_knows_is_shut_in(overlay: list[Object]) -> None:
+def test_unknown_pod_is_isolated(overlay: list[Object]) -> None:
     """Check that a new pod in the namespace reaches nothing until a policy allows it."""
-    policies = of_kind(overlay, "NetworkPolicy")
+    policies = select_kind(overlay, "NetworkPolicy")
     stranger = End("stranger", {"app": "debug"}, SPACE)
-    for end in ends(overlay):
+    for end in list_ends(overlay):
         for port in PORTS:
-            assert not passes(policies, stranger, end, port, "TCP")
-            assert not passes(policies, end, stranger, port, "TCP")
+            assert not is_allowed(policies, stranger, end, port, "TCP")
+            assert not is_allowed(policies, end, stranger, port, "TCP")

@@ -11,7 +11,7 @@ from functools import cache
 
 from kubernetes_validate import utils
 
-utils.schema_contents = cache(utils.schema_contents)  # it would parse 2 MB for each object
+utils.schema_contents = cache(utils.schema_contents)  # otherwise it parses 2 MB for each object
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""promtool, as tests of compose/monitoring ask it."""
+"""Runs of promtool for tests of compose/monitoring."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from loadtests.monitoring.files import PROMETHEUS
 from tests.load import scaled
 
-PROMTOOL_S = 60.0  # it takes a tenth of a second on a machine that does nothing else
+PROMTOOL_S = 60.0  # a tenth of a second on an idle machine
 
 
-def promtool(*words: str | Path, cwd: Path = PROMETHEUS) -> str:
+def run_promtool(*words: str | Path, cwd: Path = PROMETHEUS) -> str:
     """Return promtool's output; AssertionError with all of it if promtool finds a mistake."""
     command = ["promtool", *map(str, words)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests of the configuration of Prometheus and Grafana: targets, rules, alerts and boards."""
+"""Configuration of Prometheus and Grafana: targets, rules, alerts and dashboards."""
 
 from __future__ import annotations
 
@@ -21,43 +21,47 @@ from loadtests.monitoring.files import (
     metrics,
     read,
 )
-from tests.deploy.monitoring.promtool import promtool
+from tests.deploy.monitoring.promtool import run_promtool
 
 ROOT = Path(__file__).parents[3]
 CONFIGURATIONS = ("prometheus.yaml", "kubernetes.yaml")
 
 
-def _scrape(name: str) -> dict[str, Any]:
+def _read_scrape_job(name: str) -> dict[str, Any]:
     """Return the job of a configuration that scrapes the mesh."""
     job: dict[str, Any]
     (job,) = [j for j in read(PROMETHEUS / name)["scrape_configs"] if j["job_name"] == "meshrl"]
     return job
 
 
-def _found(tmp_path: Path, job: dict[str, Any], groups: list[dict[str, Any]]) -> list[Any]:
+def _relabel_targets(
+    tmp_path: Path, job: dict[str, Any], groups: list[dict[str, Any]]
+) -> list[Any]:
     """Return the labels of the targets that Prometheus makes from a discovery's results."""
     (tmp_path / "found.json").write_text(json.dumps(groups))
     kept = {key: value for key, value in job.items() if not key.endswith("_sd_configs")}
     kept.pop("static_configs", None)
     told = kept | {"file_sd_configs": [{"files": ["found.json"]}]}
     (tmp_path / "p.yaml").write_text(yaml.safe_dump({"scrape_configs": [told]}))
-    said = promtool("check", "service-discovery", "--timeout=1s", "p.yaml", "meshrl", cwd=tmp_path)
+    said = run_promtool(
+        "check", "service-discovery", "--timeout=1s", "p.yaml", "meshrl", cwd=tmp_path
+    )
     return [target["labels"] for target in json.loads(said) if target.get("labels")]
 
 
 @pytest.mark.needs("promtool")
-def test_prometheus_takes_the_configuration_and_the_rules() -> None:
-    promtool("check", "config", "prometheus.yaml")
-    promtool("check", "rules", "--lint=all", "--lint-fatal", "alerts.yaml")
+def test_prometheus_accepts_configuration_and_rules() -> None:
+    run_promtool("check", "config", "prometheus.yaml")
+    run_promtool("check", "rules", "--lint=all", "--lint-fatal", "alerts.yaml")
 
 
 @pytest.mark.rotating(2)
 @pytest.mark.needs("promtool")
-def test_each_alert_fires_when_it_should_and_not_when_it_should_not() -> None:
-    promtool("test", "rules", "alerts_test.yaml")
+def test_alerts_fire_only_under_their_conditions() -> None:
+    run_promtool("test", "rules", "alerts_test.yaml")
 
 
-def test_each_alert_is_tried_both_ways() -> None:
+def test_each_alert_is_tested_firing_and_silent() -> None:
     tried = [
         one
         for test in read(PROMETHEUS / "alerts_test.yaml")["tests"]
@@ -69,7 +73,7 @@ def test_each_alert_is_tried_both_ways() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(alerts()))
-def test_an_alert_says_how_bad_it_is_what_to_do_and_where_it_is_written(name: str) -> None:
+def test_alert_has_severity_action_and_runbook(name: str) -> None:
     rule = alerts()[name]
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert re.search(r"`meshrl |[Rr]oom|Look |Start |algorithm\.", rule["annotations"]["summary"])
@@ -79,16 +83,16 @@ def test_an_alert_says_how_bad_it_is_what_to_do_and_where_it_is_written(name: st
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_labels_of_the_mesh_are_its_own(name: str) -> None:
-    assert _scrape(name)["honor_labels"] is True
+def test_labels_of_the_mesh_are_kept(name: str) -> None:
+    assert _read_scrape_job(name)["honor_labels"] is True
     assert read(PROMETHEUS / name)["rule_files"] == ["alerts.yaml"]
 
 
 @pytest.mark.needs("promtool")
-def test_a_host_that_dns_finds_has_the_role_of_its_name(tmp_path: Path) -> None:
-    job = _scrape("prometheus.yaml")
+def test_host_found_by_dns_has_the_role_of_its_name(tmp_path: Path) -> None:
+    job = _read_scrape_job("prometheus.yaml")
     assert job["static_configs"] == [{"targets": ["head:9400"], "labels": {"role": "head"}}]
-    (target,) = _found(
+    (target,) = _relabel_targets(
         tmp_path, job, [{"targets": ["10.0.0.7:9400"], "labels": {"__meta_dns_name": "workers"}}]
     )
     assert target["instance"] == "10.0.0.7:9400"
@@ -97,7 +101,7 @@ def test_a_host_that_dns_finds_has_the_role_of_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("promtool")
-def test_pods_are_scraped_where_their_annotations_say_and_no_others(tmp_path: Path) -> None:
+def test_only_annotated_pods_are_scraped_at_the_annotated_port(tmp_path: Path) -> None:
     def pod(address: str, port: str, **meta: str) -> dict[str, Any]:
         named = {f"__meta_kubernetes_{k}": v for k, v in meta.items()}
         labels = named | {"__meta_kubernetes_pod_ip": address}
@@ -112,9 +116,9 @@ def test_pods_are_scraped_where_their_annotations_say_and_no_others(tmp_path: Pa
         "pod_phase": "Running",
         "namespace": "meshrl",
     }
-    found = _found(
+    found = _relabel_targets(
         tmp_path,
-        _scrape("kubernetes.yaml"),
+        _read_scrape_job("kubernetes.yaml"),
         [
             pod("10.1.0.5", "7199", **asks),
             pod("10.1.0.5", "6379", **asks),  # another port of the same pod
@@ -125,16 +129,16 @@ def test_pods_are_scraped_where_their_annotations_say_and_no_others(tmp_path: Pa
     assert {target["__address__"] for target in found} == {"10.1.0.5:9400"}
     assert found[0]["role"] == "head"
     assert found[0]["pod"] == "meshrl-head-0"
-    assert all(target == found[0] for target in found)  # one target: equal labels are one
+    assert all(target == found[0] for target in found)  # targets with equal labels are one target
 
 
-def test_the_dashboards_are_what_their_program_makes(tmp_path: Path) -> None:
+def test_dashboards_match_their_generator(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-B", GRAFANA / "dashboards.py", tmp_path], check=True)
     made = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert made == dashboards()
 
 
-def test_every_panel_asks_the_data_source_that_is_provisioned() -> None:
+def test_panels_use_the_provisioned_data_source() -> None:
     (source,) = read(GRAFANA / "provisioning/datasources/prometheus.yaml")["datasources"]
     for dashboard in dashboards().values():
         asked = [p for p in dashboard["panels"] if p["type"] != "row"]
@@ -143,7 +147,7 @@ def test_every_panel_asks_the_data_source_that_is_provisioned() -> None:
         assert {a["datasource"]["uid"] for a in asked} == {source["uid"]}
 
 
-def test_panels_are_told_apart_and_none_covers_another() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     uids = [dashboard["uid"] for dashboard in dashboards().values()]
     assert len(set(uids)) == len(uids) == 3
     for dashboard in dashboards().values():
@@ -161,7 +165,7 @@ def test_panels_are_told_apart_and_none_covers_another() -> None:
             taken |= cells
 
 
-def test_variables_that_expressions_name_are_chosen_at_the_top() -> None:
+def test_variables_in_expressions_are_selectable() -> None:
     for dashboard in dashboards().values():
         named = set(
             re.findall(r"\$(\w+)", json.dumps([p.get("targets") for p in dashboard["panels"]]))
@@ -169,23 +173,25 @@ def test_variables_that_expressions_name_are_chosen_at_the_top() -> None:
         assert named == {variable["name"] for variable in dashboard["templating"]["list"]}
 
 
-def test_the_provider_reads_where_the_dashboards_are_mounted() -> None:
+def test_provider_path_matches_the_mount() -> None:
     (provider,) = read(GRAFANA / "provisioning/dashboards/meshrl.yaml")["providers"]
     assert provider["type"] == "file"
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
 
 
 @pytest.mark.needs("promtool")
-def test_prometheus_can_parse_what_every_panel_asks(tmp_path: Path) -> None:
+def test_prometheus_parses_every_panel_expression(tmp_path: Path) -> None:
     asked = [e for dashboard in dashboards().values() for e in expressions(dashboard)]
     assert len(asked) > 40
     rules = [{"record": f"panel:{n}", "expr": expr} for n, expr in enumerate(asked)]
     told = {"groups": [{"name": "panels", "rules": rules}]}
     (tmp_path / "panels.yaml").write_text(yaml.safe_dump(told))
-    assert f"{len(asked)} rules found" in promtool("check", "rules", "panels.yaml", cwd=tmp_path)
+    assert f"{len(asked)} rules found" in run_promtool(
+        "check", "rules", "panels.yaml", cwd=tmp_path
+    )
 
 
-def test_names_of_series_are_found_in_an_expression() -> None:
+def test_metric_names_are_extracted_from_expressions() -> None:
     told = 'sum by (job) (rate(meshrl_tokens{job="meshrl_no"}[5m])) / up{role="head"}'
     assert metrics(told) == {"meshrl_tokens", "up"}
     assert metrics(alerts()["MeshHeadDown"]["expr"]) == {"up"}

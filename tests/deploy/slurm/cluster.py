@@ -1,11 +1,11 @@
-"""A Slurm cluster on this machine: Debian's daemons on hosts that share a network and /home.
+"""Slurm cluster on this machine: Debian's daemons on hosts that share a network and /home.
 
     async with Cluster(nodes=4) as cluster:
         job = (await cluster.user("sbatch", "--parsable", "job.sbatch")).strip()
 
-Host `h0` is the controller, where people log in; `h1` and on are nodes. `USER` is an ordinary user
-with the same home directory everywhere, and `/tmp` is each node's own. Nothing of this machine's
-configuration is read or changed, and all ends with the block.
+Host `h0` is the controller and login node; `h1` and on are compute nodes. `USER` is an ordinary
+user with the same home directory everywhere, and `/tmp` is each node's own. This machine's
+configuration is neither read nor changed, and everything ends with the block.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ PartitionName=all Nodes=h[1-{nodes}] Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def lacking() -> str:
+def list_missing_programs() -> str:
     """Return the missing programs of Slurm; empty if there are none."""
     return ", ".join(name for name in PROGRAMS if shutil.which(name) is None)
 
 
 class Cluster:
-    """Slurm with so many nodes."""
+    """Slurm cluster with `nodes` compute nodes."""
 
     def __init__(self, nodes: int) -> None:
         self.hosts = Hosts(nodes + 1, shared="/home")

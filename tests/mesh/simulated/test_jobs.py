@@ -23,7 +23,7 @@ from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
 from meshrl.sim.virtual_process import VirtualProcess
 from meshrl.view.trace import trace_writer
 from tests.mesh.simulated.worlds import accounted, on_world, until_over, until_version, world_story
-from tests.traced import check, spans_of
+from tests.traced import check_trace, list_spans
 
 STEPS, WORKERS = 3, 4
 SOON_S = 60.0 + 10.0 * STEPS  # processes start, and steps are made, as without the other job
@@ -210,21 +210,21 @@ async def test_a_run_of_two_shards_is_traced_from_its_prompts_to_its_weights(
     path = tmp_path / "trace.json"
     assert trace_writer.write_trace(tmp_path, path, seen) > 100
     found = json.loads(path.read_text())["traceEvents"]
-    check(found)
+    check_trace(found)
 
-    begun = [s for n in (0, 1) for s in spans_of(found, f"shard {n}") if "args" in s]
+    begun = [s for n in (0, 1) for s in list_spans(found, f"shard {n}") if "args" in s]
     trained = {s["args"]["group"] for s in begun if "trained in step" in s["args"]}
     assert {e["id"] for e in found if e["ph"] == "s"} == trained
     steps = [e.fields for e in seen if e.kind == "step"]
     assert trained == {row["group"] for fields in steps for row in fields["groups"]}
-    inside = Counter(s["name"] for n in (0, 1) for s in spans_of(found, f"shard {n}"))
+    inside = Counter(s["name"] for n in (0, 1) for s in list_spans(found, f"shard {n}"))
     assert min(inside[name] for name in ("open", "queue", "prefill", "decode")) > 0, inside
 
-    trainer = Counter(span["name"] for span in spans_of(found, "trainer"))
+    trainer = Counter(span["name"] for span in list_spans(found, "trainer"))
     assert [trainer[f"step {n}"] for n in range(1, TRACED_STEPS + 1)] == [1] * TRACED_STEPS
     assert trainer["train"] == trainer["sync: stage"] == TRACED_STEPS, trainer
     assert trainer["round"] >= TRACED_STEPS and trainer["checkpoint: write"] >= 2
-    versions = {s["name"] for s in spans_of(found, "engines") if s["name"].startswith("version")}
+    versions = {s["name"] for s in list_spans(found, "engines") if s["name"].startswith("version")}
     assert f"version {TRACED_STEPS}" in versions
-    roles = {span["name"] for span in spans_of(found, "gangs")}
+    roles = {span["name"] for span in list_spans(found, "gangs")}
     assert {"training", "rollout"} <= roles

@@ -31,7 +31,7 @@ UNITS = {
     *("groups", "trajectories", "tokens", "versions", "steps", "bins", "hosts", "moves", "ends"),
     *("s", "CPU s", "s since 1970", "ms since 1970", "yes or no"),
 }
-OF_MANY = {"prefixes", "failures"}  # structures, whose parts have units of their own
+OF_MANY = {"prefixes", "failures"}  # structures whose parts have units of their own
 BY_NAME = {"_s": "s", "_ms": "ms since 1970", "_share": "share", "_mean": "tokens"}
 ACCOUNT = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "in_flight", "lost")
 TWICE = ("trained_twice", "opened_twice", "committed_twice", "typed_drops")
@@ -45,16 +45,16 @@ _FIRST = re.compile(r"Open\s+`([\w/]+\.py)`\s+first")
 _FILE = re.compile(r"`(\w+\.py)`")
 CODE = ("common", "loadtests", "meshrl", "services", "sim")
 DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-OF_OTHERS = {"grpo_trainer.py"}  # TRL's
+OF_OTHERS = {"grpo_trainer.py"}  # a file of TRL
 FILES = {path.name for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
 WALKS = (DOCS / "develop" / "walks.md").read_text()
-FILES_OPENED, RETURNS = 12, 2  # of a walk, at most
+FILES_OPENED, RETURNS = 12, 2  # limits of a walk
 _CODE = re.compile(r"`([^`]+)`")
 PRODUCT = ("common", "kernels", "meshrl", "services", "sim")
 
 
 def tables(document: str, heading: str) -> Iterator[list[str]]:
-    """The cells of each row of the tables of a section, headers left out."""
+    """Yield the cells of each row of a section's tables, without headers."""
     lines = (DOCS / document).read_text().split(f"\n{heading}\n")[1].splitlines()
     for line in takewhile(lambda line: not line.startswith("#"), lines):
         if line.startswith("| ") and "`" in line:
@@ -62,7 +62,7 @@ def tables(document: str, heading: str) -> Iterator[list[str]]:
 
 
 def units(document: str, heading: str) -> dict[str, str]:
-    """The unit of each key of the tables with three columns; each key is there once."""
+    """Return the unit of each key of a section's three-column tables; each key appears once."""
     found: dict[str, str] = {}
     for keys, *rest in tables(document, heading):
         unit, meaning = rest
@@ -75,7 +75,7 @@ def units(document: str, heading: str) -> dict[str, str]:
 
 
 def row() -> dict[str, Any]:
-    """A step's row with all that it may have."""
+    """Make a step's row with every possible key."""
     ones = BinStats(**{field.name: 1 for field in fields(BinStats)})
     trained = StepBatch(0, JobConfig()).build_metrics() | build_update_metrics(1, 1.0, ones, 1.0)
     assert not trained.keys() & {field.name for field in fields(StepDurations)}
@@ -89,7 +89,7 @@ def row() -> dict[str, Any]:
     return own | found
 
 
-def test_each_key_of_a_steps_row_has_one_unit_and_one_meaning() -> None:
+def test_step_row_keys_are_documented_with_their_units() -> None:
     documented = units("use/algorithms.md", "## Health of a step")
     assert documented.keys() == row().keys()
     board = (ROOT / "compose/monitoring/grafana/dashboards/meshrl-job.json").read_text()
@@ -101,13 +101,13 @@ def test_each_key_of_a_steps_row_has_one_unit_and_one_meaning() -> None:
                 assert unit == expected, key
 
 
-def test_each_key_of_a_summary_has_a_unit_and_a_meaning() -> None:
+def test_summary_keys_are_documented_with_their_units() -> None:
     account = dict.fromkeys((*ACCOUNT, *TWICE), 0)
     found = summarize(RunResult("j", Phase.TRAINING, 0, 1.0, account), [], [], [], JobUsage())
     assert units("operate/runs.md", "## Accounting").keys() == found.keys()
 
 
-def test_each_gauge_of_a_mesh_is_documented() -> None:
+def test_mesh_gauges_are_documented() -> None:
     section = list(tables("operate/monitoring.md", "### Metrics of a host"))
     documented = {key for keys, *_ in section for key in re.findall(r"`(meshrl_\w+)`", keys)}
     page = (ROOT / "meshrl/launch/monitoring/health_endpoint.py").read_text()
@@ -117,7 +117,7 @@ def test_each_gauge_of_a_mesh_is_documented() -> None:
     }
 
 
-def test_measurements_of_processes_have_the_documented_keys() -> None:
+def test_documented_measurements_appear_in_the_code() -> None:
     files = [*(ROOT / "services").rglob("*.py"), *(ROOT / "common").rglob("*.py")]
     code = "".join(file.read_text() for file in files)
     section = tables("operate/monitoring.md", "### Measurements of processes")
@@ -128,8 +128,8 @@ def test_measurements_of_processes_have_the_documented_keys() -> None:
     ] == []
 
 
-def is_named_well(dotted: str) -> bool:
-    """Whether it is a module or a package, or a name within one."""
+def exists(dotted: str) -> bool:
+    """Return True if the dotted name is a module, a package or a name within a module."""
     if dotted.partition(".")[0] in _LINKED:
         return False
     place = ROOT / dotted.replace(".", "/")
@@ -140,15 +140,15 @@ def is_named_well(dotted: str) -> bool:
     return module.is_file() and re.search(rf"\b{place.name}\b", module.read_text()) is not None
 
 
-def missing_in(text: str) -> list[str]:
-    """What a text names as a module of ours that is none."""
+def list_missing_modules(text: str) -> list[str]:
+    """List the names of our modules in a text that do not exist."""
     paths = [path for path in _PATH.findall(text) if not (ROOT / path).is_file()]
     folders = [
         path
         for path in _FOLDER.findall(text)
         if not (ROOT / path).exists() and not (ROOT / f"{path}.py").is_file()
     ]
-    return paths + folders + [name for name in _DOTTED.findall(text) if not is_named_well(name)]
+    return paths + folders + [name for name in _DOTTED.findall(text) if not exists(name)]
 
 
 def code() -> list[Path]:
@@ -156,18 +156,18 @@ def code() -> list[Path]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_module_that_a_document_names_exists(document: Path) -> None:
+def test_modules_named_in_documents_exist(document: Path) -> None:
     text = document.read_text()
-    assert missing_in(text) == []
+    assert list_missing_modules(text) == []
     assert set(_FILE.findall(text)) <= FILES | OF_OTHERS
 
 
-def test_every_module_that_code_names_in_its_words_exists() -> None:
-    missing = {str(path): missing_in(path.read_text()) for path in code()}
+def test_modules_named_in_comments_and_docstrings_exist() -> None:
+    missing = {str(path): list_missing_modules(path.read_text()) for path in code()}
     assert {path: names for path, names in missing.items() if names} == {}
 
 
-def test_the_file_to_open_first_lies_in_its_folder() -> None:
+def test_first_file_of_a_package_is_in_its_folder() -> None:
     rooms = [path for path in code() if path.name == "__init__.py"]
     first = {path: _FIRST.findall(path.read_text()) for path in rooms}
     assert sum(map(len, first.values())) > len(rooms) / 2
@@ -190,10 +190,10 @@ def test_the_file_to_open_first_lies_in_its_folder() -> None:
         '[sys.executable, "-m", "meshrl.services.planner.gone"]',
     ],
 )
-def test_a_module_that_is_gone_is_noticed(words: str) -> None:
-    assert len(missing_in(words)) == 1
+def test_missing_module_is_detected(words: str) -> None:
+    assert len(list_missing_modules(words)) == 1
     assert (
-        missing_in(
+        list_missing_modules(
             "`common/base/clock.py` `meshrl.common.mesh.runtime.mesh.Mesh` `services/planner`"
         )
         == []
@@ -201,7 +201,7 @@ def test_a_module_that_is_gone_is_noticed(words: str) -> None:
 
 
 def walks() -> dict[str, list[str]]:
-    """The text of each step, by the walk's title."""
+    """Return the text of each step by the walk's title."""
     found: dict[str, list[str]] = {}
     for section in WALKS.split("\n## ")[1:]:
         title, _, text = section.partition("\n")
@@ -209,8 +209,8 @@ def walks() -> dict[str, list[str]]:
     return found
 
 
-def names_in(path: Path) -> set[str]:
-    """Functions and classes of a module, methods as `Class.method`."""
+def list_names(path: Path) -> set[str]:
+    """Return the functions and classes of a module, methods as `Class.method`."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -222,7 +222,7 @@ def names_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("title", walks())
-def test_a_walk_is_short_and_every_file_and_name_in_it_exists(title: str) -> None:
+def test_walk_is_short_and_names_existing_code(title: str) -> None:
     steps = walks()[title]
     opened = [word for step in steps for word in _CODE.findall(step) if word.endswith(".py")]
     assert 5 <= len(set(opened)) <= FILES_OPENED
@@ -231,19 +231,19 @@ def test_a_walk_is_short_and_every_file_and_name_in_it_exists(title: str) -> Non
         words = _CODE.findall(step)
         files = [ROOT / word for word in words if word.endswith(".py")]
         assert files and not [f for f in files if not f.is_file()], f"{title}, step {number}"
-        known = set().union(*map(names_in, files))
+        known = set().union(*map(list_names, files))
         code = {w for w in words if not w.endswith(".py") and re.fullmatch(r"[\w.]+", w)}
         missing = code - known - {"ready"}
         assert not missing, f"{title}, step {number}: {missing}"
         assert code & known, f"{title}, step {number} names nothing to read"
 
 
-def test_a_name_that_is_gone_is_noticed() -> None:
-    assert "Assignment.generate" in names_in(ROOT / "services/rollout/routing/assignment.py")
-    assert "Assignment.gone" not in names_in(ROOT / "services/rollout/routing/assignment.py")
+def test_missing_name_is_detected() -> None:
+    assert "Assignment.generate" in list_names(ROOT / "services/rollout/routing/assignment.py")
+    assert "Assignment.gone" not in list_names(ROOT / "services/rollout/routing/assignment.py")
 
 
-def test_the_product_has_no_more_lines_than_its_limit() -> None:
+def test_product_stays_within_its_line_limit() -> None:
     files = [path for top in PRODUCT for path in (ROOT / top).rglob("*.py")]
     lines = sum(len(path.read_bytes().splitlines()) for path in files)
     limit = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["meshrl"]["product_lines"]

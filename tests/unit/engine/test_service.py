@@ -1,4 +1,4 @@
-"""An engine over the wire: pausing and sleeping, with requests in work."""
+"""Engine service over the network: pauses, sleep and updates with requests in flight."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ from meshrl.services.trainer.versions.publishing import VersionIdentity
 from tests.stories import story_on
 from tests.tokenizers import make_tokenizer
 from tests.unit.common.generation.engines_under_test import StandingClock
-from tests.unit.rollout.routing.test_router import Bench, on_bench
+from tests.unit.rollout.routing.test_router import Bench, run_on_bench
 from tests.unit.trainer.steps.groups_under_test import job
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 
-@story_on(on_bench)
-async def test_a_request_that_the_engine_cannot_serve_ends_as_aborted(bench: Bench) -> None:
-    bench.engine.commands.enqueue(lambda: bench.engine.admit([impossible()], []))
+@story_on(run_on_bench)
+async def test_unservable_request_is_aborted(bench: Bench) -> None:
+    bench.engine.commands.enqueue(lambda: bench.engine.admit([make_invalid_request()], []))
     await bench.generate(0)
 
 
-def impossible() -> GenerationRequest:
+def make_invalid_request() -> GenerationRequest:
     return GenerationRequest(999, np.array([1], np.int32), 5, 1.0, (), 0, -1, top_p=7.0)
 
 
-def wish(tier: str, epoch: int) -> SetTier:
+def desired_tier(tier: str, epoch: int) -> SetTier:
     return SetTier(tier, epoch, time_sliced=False, segment_owner="", offload_dir="")
 
 
-@story_on(on_bench)
-async def test_a_sleeping_engine_keeps_its_requests_and_goes_on(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_sleeping_engine_retains_its_requests_and_resumes(bench: Bench) -> None:
     engine, service = bench.rollout.ref("engine/g0"), bench.engine
     await service.weights.update_weights({}, 1, "first")
     for number, tier in enumerate(("memory", "disk")):
         turn = bench.begin(number)
         await bench.clock.sleep(0.05)
-        held = await engine.call(Engine.set_tier, wish(tier, 2 * number + 1))
-        assert (held.accelerator_bytes, held.memory_bytes, held.disk_bytes) == (0, 0, 0)
+        usage = await engine.call(Engine.set_tier, desired_tier(tier, 2 * number + 1))
+        assert (usage.accelerator_bytes, usage.memory_bytes, usage.disk_bytes) == (0, 0, 0)
         await bench.clock.sleep(5.0)
         assert not turn.done() and service.weights.is_asleep and service.tiers.tier == tier
         waking = asyncio.create_task(
-            engine.call(Engine.set_tier, wish("accelerator", 2 * number + 2))
+            engine.call(Engine.set_tier, desired_tier("accelerator", 2 * number + 2))
         )
         await bench.clock.sleep(1.0)
         assert not waking.done(), "it has no weights yet"
@@ -75,33 +75,35 @@ async def test_a_sleeping_engine_keeps_its_requests_and_goes_on(bench: Bench) ->
         await turn
 
 
-@story_on(on_bench)
-async def test_weights_that_come_while_it_falls_asleep_are_left_alone(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_weights_that_arrive_during_sleep_are_not_loaded(bench: Bench) -> None:
     engine, service = bench.rollout.ref("engine/g0"), bench.engine
     await service.weights.update_weights({}, 1, "first")
-    await engine.call(Engine.set_tier, wish("memory", 1))
+    await engine.call(Engine.set_tier, desired_tier("memory", 1))
     await service.weights.update_weights({}, 2, "second")
     assert (service.engine.version, service.weights.manifest) == (1, "")
 
 
-@story_on(on_bench)
-async def test_a_wish_of_an_older_epoch_is_refused_and_a_repeated_one_idle(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_tier_order_of_an_older_epoch_is_rejected_and_a_repeated_one_ignored(
+    bench: Bench,
+) -> None:
     engine = bench.rollout.ref("engine/g0")
     for _ in range(2):
-        await engine.call(Engine.set_tier, wish("memory", 4))
+        await engine.call(Engine.set_tier, desired_tier("memory", 4))
     with pytest.raises(Fenced, match="epoch 3"):
-        await engine.call(Engine.set_tier, wish("accelerator", 3))
+        await engine.call(Engine.set_tier, desired_tier("accelerator", 3))
     with pytest.raises(Fenced):
-        await engine.call(Engine.set_tier, wish("disk", 4))
-    told = bench.engine.tiers.stats()
-    assert (told["epoch"], told["tier"]) == (4, "memory")
-    assert told["sleep_s"] >= 0 and "wake_s" not in told
+        await engine.call(Engine.set_tier, desired_tier("disk", 4))
+    tier_stats = bench.engine.tiers.stats()
+    assert (tier_stats["epoch"], tier_stats["tier"]) == (4, "memory")
+    assert tier_stats["sleep_s"] >= 0 and "wake_s" not in tier_stats
     with pytest.raises(Refused, match="no tier 'attic'"):
-        await engine.call(Engine.set_tier, wish("attic", 5))
+        await engine.call(Engine.set_tier, desired_tier("attic", 5))
 
 
-class Torn(Mapping[str, Tensor]):
-    """A version of which a chunk is found damaged when it is read."""
+class CorruptVersion(Mapping[str, Tensor]):
+    """Weight version with a chunk that is found corrupt when it is read."""
 
     def __getitem__(self, name: str) -> Tensor:
         raise CorruptData("a chunk is not what its name says")
@@ -113,14 +115,14 @@ class Torn(Mapping[str, Tensor]):
         return 1
 
 
-@story_on(on_bench)
-async def test_shards_learn_of_a_quarantine_and_go_on_when_it_is_over(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_requests_wait_for_the_end_of_a_quarantine(bench: Bench) -> None:
     service = bench.engine
     await service.weights.update_weights({}, 1, "first")
     turns = [bench.begin(number) for number in range(3)]
     await bench.clock.sleep(0.05)
     with pytest.raises(Quarantined):
-        await service.weights.update_weights(Torn(), 2, "second")
+        await service.weights.update_weights(CorruptVersion(), 2, "second")
     await bench.clock.sleep(5.0)
     assert (service.engine.version, service.weights.manifest) == (-1, "")
     assert not any(turn.done() for turn in turns) and service.slice_function == ""
@@ -132,43 +134,43 @@ async def test_shards_learn_of_a_quarantine_and_go_on_when_it_is_over(bench: Ben
     assert stats.applied == 3 and stats.engine_step_ms >= 0
 
 
-@story_on(on_bench)
-async def test_what_comes_while_an_engine_is_in_quarantine_goes_to_another(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_requests_during_a_quarantine_go_to_another_engine(bench: Bench) -> None:
     other = await bench.add("engine/g1")
     for service in (bench.engine, other):
         await service.weights.update_weights({}, 1, "first")
     await bench.clock.sleep(1.0)
     with pytest.raises(Quarantined):
-        await bench.engine.weights.update_weights(Torn(), 2, "second")
+        await bench.engine.weights.update_weights(CorruptVersion(), 2, "second")
     await bench.clock.sleep(0.5)
     await asyncio.gather(*(bench.begin(number) for number in range(6)))
     assert other.engine.tokens_generated >= 6 * 20 and not bench.engine.engine.tokens_generated
 
 
-def adapter_of(version: int, model: dict[str, Tensor] | None = None) -> AdapterVersion:
+def make_adapter(version: int, model: dict[str, Tensor] | None = None) -> AdapterVersion:
     return AdapterVersion("other", version, {}, 0.5, "base", 0, model)
 
 
-@story_on(on_bench)
-async def test_adapters_lie_beside_their_base_and_other_work_begins_anew(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_adapters_are_loaded_beside_their_base_and_requests_restart(bench: Bench) -> None:
     service = bench.engine
     await service.weights.update_weights({}, 1, "merged")
-    merged = [bench.begin(number) for number in range(3)]
+    merged_turns = [bench.begin(number) for number in range(3)]
     await bench.clock.sleep(0.05)
     assert not service.weights.has_base("base")
-    await service.weights.put_adapter(adapter_of(2, {}), "second", 0)
+    await service.weights.put_adapter(make_adapter(2, {}), "second", 0)
     assert service.weights.has_base("base") and (
         service.weights.version,
         service.weights.manifest,
     ) == (2, "second")
-    for turn in await asyncio.gather(*merged):
+    for turn in await asyncio.gather(*merged_turns):
         versions = turn.versions[3 : turn.length].tolist()
         assert set(versions) <= {1, 2} and versions == sorted(versions) and versions[-1] == 2
     assert bench.router.links["engine/g0"].load.version == 2
-    beside = bench.begin(5)
+    adapter_turn = bench.begin(5)
     await bench.clock.sleep(0.05)
-    await service.weights.put_adapter(adapter_of(3), "third", 0)
-    versions = (await beside).versions[3:].tolist()
+    await service.weights.put_adapter(make_adapter(3), "third", 0)
+    versions = (await adapter_turn).versions[3:].tolist()
     assert set(versions) <= {2, 3} and service.engine.version == 0
     await service.weights.update_weights({}, 4, "merged again")
     assert (service.weights.version, service.weights.base_manifest) == (
@@ -179,24 +181,24 @@ async def test_adapters_lie_beside_their_base_and_other_work_begins_anew(bench: 
     assert set(turn.versions[3 : turn.length].tolist()) == {4}
 
 
-@story_on(on_bench)
-async def test_an_engine_that_wakes_wants_the_base_of_its_adapters_again(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_woken_engine_requires_the_base_of_its_adapters_again(bench: Bench) -> None:
     engine, service = bench.rollout.ref("engine/g0"), bench.engine
-    await service.weights.put_adapter(adapter_of(2, {}), "second", 0)
+    await service.weights.put_adapter(make_adapter(2, {}), "second", 0)
     turn = bench.begin(1)
     await bench.clock.sleep(0.05)
-    await engine.call(Engine.set_tier, wish("memory", 1))
-    waking = asyncio.create_task(engine.call(Engine.set_tier, wish("accelerator", 2)))
+    await engine.call(Engine.set_tier, desired_tier("memory", 1))
+    waking = asyncio.create_task(engine.call(Engine.set_tier, desired_tier("accelerator", 2)))
     await bench.clock.sleep(1.0)
     assert not service.weights.has_base("base") and not waking.done()
-    await service.weights.put_adapter(adapter_of(3, {}), "third", 0)
+    await service.weights.put_adapter(make_adapter(3, {}), "third", 0)
     await waking
     versions = (await turn).versions[3:].tolist()
     assert set(versions) <= {2, 3} and service.weights.version == 3
 
 
-class Unfit(Mapping[str, Tensor]):
-    """Adapters that the engine refuses, after it took their base."""
+class RejectedAdapters(Mapping[str, Tensor]):
+    """Adapters that the engine rejects after it loaded their base."""
 
     def __getitem__(self, name: str) -> Tensor:
         raise Refused("the adapter does not fit the model")
@@ -209,14 +211,14 @@ class Unfit(Mapping[str, Tensor]):
 
 
 @pytest.mark.parametrize("merged", [True, False])
-@story_on(on_bench)
-async def test_a_base_whose_adapters_are_refused_answers_nobody(bench: Bench, merged: bool) -> None:
+@story_on(run_on_bench)
+async def test_base_with_rejected_adapters_serves_no_requests(bench: Bench, merged: bool) -> None:
     service = bench.engine
     if merged:
         await service.weights.update_weights({}, 1, "merged")
-    refused = replace(adapter_of(2, {}), tensors=Unfit())
+    rejected_version = replace(make_adapter(2, {}), tensors=RejectedAdapters())
     with pytest.raises(Quarantined):
-        await service.weights.put_adapter(refused, "second", 0)
+        await service.weights.put_adapter(rejected_version, "second", 0)
     turns = [bench.begin(number) for number in range(3)]
     await bench.clock.sleep(5.0)
     assert (service.engine.version, service.weights.version, service.weights.manifest) == (
@@ -225,12 +227,12 @@ async def test_a_base_whose_adapters_are_refused_answers_nobody(bench: Bench, me
         "",
     )
     assert not any(turn.done() for turn in turns) and not service.weights.has_base("base")
-    await service.weights.put_adapter(adapter_of(3, {}), "third", 0)
+    await service.weights.put_adapter(make_adapter(3, {}), "third", 0)
     for turn in await asyncio.gather(*turns):
         assert set(turn.versions[3 : turn.length].tolist()) == {3}
 
 
-def test_pauses_are_counted_beside_steps_and_old_ones_forgotten() -> None:
+def test_update_pauses_are_measured_over_recent_updates() -> None:
     clock = StandingClock()
     pauses = UpdatePauses(clock)
     assert pauses.stats.pause_p99_ms == pauses.stats.engine_step_ms == 0
@@ -250,7 +252,7 @@ def test_pauses_are_counted_beside_steps_and_old_ones_forgotten() -> None:
     assert pauses.stats.pause_p99_ms == pytest.approx(4.0)
 
 
-def test_an_update_that_fails_has_paused_too() -> None:
+def test_failed_update_counts_as_a_pause() -> None:
     clock = StandingClock()
     pauses = UpdatePauses(clock)
     with pytest.raises(OSError, match="torn"), pauses.measure_update():
@@ -260,22 +262,22 @@ def test_an_update_that_fails_has_paused_too() -> None:
 
 
 JOBS = Path(__file__).parents[2] / "mesh/jobs"
-LACKING = compute_digest(b"a version that the store does not hold")
+MISSING = compute_digest(b"a version that the store does not hold")
 POLL_S = 100.0
 
 
-async def looks(bench: StoreBench, versions: VersionReceiver, seconds: float) -> None:
+async def poll_receiver(bench: StoreBench, versions: VersionReceiver, seconds: float) -> None:
     for _ in range(int(seconds / POLL_S)):
-        assert await versions.receive(LACKING) is None
+        assert await versions.receive(MISSING) is None
         await bench.clock.sleep(POLL_S)
 
 
 @story_on(on_store, "tmp_path")
-async def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(
+async def test_missing_version_waits_for_a_trainer_that_can_stage_it(
     bench: StoreBench, tmp_path: Path
 ) -> None:
-    described = tomllib.loads((JOBS / "digits.toml").read_text())["model"]["config"]
-    config = replace(job("grpo"), model=TrainedModelConfig(config=described))
+    model_config = tomllib.loads((JOBS / "digits.toml").read_text())["model"]["config"]
+    config = replace(job("grpo"), model=TrainedModelConfig(config=model_config))
     make_tokenizer(tmp_path)
     data = JobData("other", config, tmp_path, tmp_path)
     trainer, engine = bench.mesh("trainer/other", "trainer"), bench.mesh("engine/g0", "engine")
@@ -289,27 +291,29 @@ async def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(
     await trainer.join(core)
     await engine.join(None)
     versions = VersionReceiver(engine, "other")
-    await looks(bench, versions, 2 * RESTAGE_TIMEOUT_S)  # it is not ready
+    await poll_receiver(bench, versions, 2 * RESTAGE_TIMEOUT_S)  # the trainer is not ready
 
-    core.is_ready, core.position.weights = True, VersionIdentity(LACKING)
+    core.is_ready, core.position.weights = True, VersionIdentity(MISSING)
     core.enter_phase("updating", 1)
-    await looks(bench, versions, 2 * RESTAGE_TIMEOUT_S)
+    await poll_receiver(bench, versions, 2 * RESTAGE_TIMEOUT_S)
 
-    core.position.version = 1  # nothing has changed the weights since, and they are others
+    core.position.version = 1  # the weights have changed since, and no process can stage them again
     with pytest.raises(ConfigError, match="cannot be had"):
-        await looks(bench, versions, 2 * RESTAGE_TIMEOUT_S)
+        await poll_receiver(bench, versions, 2 * RESTAGE_TIMEOUT_S)
     for mesh in (engine, trainer):
         await mesh.leave()
 
 
 @story_on(on_store, "tmp_path")
-async def test_a_version_that_the_job_has_gone_on_from_is_not_waited_for(bench: StoreBench) -> None:
+async def test_superseded_version_is_not_waited_for(bench: StoreBench) -> None:
     await bench.submit()
     newest = await bench.begin()
     engine = bench.mesh("engine/g0", "engine")
     await engine.join(None)
     versions = VersionReceiver(engine, JOB)
-    await looks(bench, versions, 2 * RESTAGE_TIMEOUT_S)  # nobody could write that one again
+    await poll_receiver(
+        bench, versions, 2 * RESTAGE_TIMEOUT_S
+    )  # no process can write that version again
     image = await versions.receive(newest)
     assert image is not None and JOB in image.tensors
     await engine.leave()

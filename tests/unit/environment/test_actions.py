@@ -1,4 +1,4 @@
-"""Environments: how they are made, what they answer, and those with threads."""
+"""Environments: creation, checks of their answers, and execution in threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshrl.sim.mesh.job.job_setup import CHARACTERS
 from tests.load import scaled
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
-TAKEN: list[tuple[Any, EnvironmentAnswer]] = [
+VALID_ANSWERS: list[tuple[Any, EnvironmentAnswer]] = [
     ({"tool": "look", "input": {"at": 1}}, EnvironmentAnswer("look", {"at": 1})),
     ({"tool": "look"}, EnvironmentAnswer("look")),
     ({"tool": "look", "input": None, "done": False, "reward": None}, EnvironmentAnswer("look")),
@@ -47,7 +47,7 @@ TAKEN: list[tuple[Any, EnvironmentAnswer]] = [
         EnvironmentAnswer("", None, "over", True, 0.5),
     ),
 ]
-REFUSED: list[tuple[Any, str]] = [
+INVALID_ANSWERS: list[tuple[Any, str]] = [
     (None, "step() returned None: an environment answers {'tool'"),
     ("done", "returned 'done': an environment answers"),
     (({"done": True},), "an environment answers"),
@@ -75,23 +75,23 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-def test_answers_are_taken_as_a_whole() -> None:
-    for value, expected in TAKEN:
+def test_valid_answers_are_parsed() -> None:
+    for value, expected in VALID_ANSWERS:
         assert call_environment(lambda text, value=value: value, "x") == expected, value
 
 
-def test_answers_that_mix_what_does_not_go_together_are_refused_by_name() -> None:
-    for value, says in REFUSED:
+def test_contradictory_answers_are_rejected_by_name() -> None:
+    for value, expected_error in INVALID_ANSWERS:
 
         def step(text: str, value: Any = value) -> Any:
             return value
 
         with pytest.raises(InvalidAnswer) as caught:
             call_environment(step, "x")
-        assert says in str(caught.value), value
+        assert expected_error in str(caught.value), value
 
 
-def test_one_rule_holds_for_numbers() -> None:
+def test_finite_numbers_of_any_type_are_accepted() -> None:
     for value in (1, True, 0.5, np.int64(2), np.float16(1), Fraction(1, 2), 1e300):
         assert to_finite_float(value, "it") == float(value)
     others: list[Any] = ["1", None, np.True_, [], Decimal(1), 1j, np.zeros(1)]
@@ -100,8 +100,8 @@ def test_one_rule_holds_for_numbers() -> None:
             to_finite_float(other, "it")
 
 
-class Playing:
-    """Answers what the class is told to; this file is the author's."""
+class FixedAnswer:
+    """Environment that returns the class's `answer`; this file counts as the author's code."""
 
     answer: Any = None
 
@@ -118,28 +118,28 @@ class Playing:
         return None
 
 
-def test_a_bad_answer_is_told_at_the_line_of_the_authors_function(tmp_path: Path) -> None:
+def test_invalid_answer_names_the_line_of_the_authors_function(tmp_path: Path) -> None:
     served = Environments(
-        Playing, qwen3_tokenizer(tmp_path), "", modules=str(Path(__file__).parent)
+        FixedAnswer, qwen3_tokenizer(tmp_path), "", modules=str(Path(__file__).parent)
     )
-    told = [
+    answers = [
         served.run_operation(1, "begin", {"prompt": 5}),
         served.run_operation(1, "begin", {"prompt": "hi"}),
         served.run_operation(1, "step", [5]),
         served.run_operation(1, "cut", [5]),
     ]
-    assert [status for status, _ in told] == ["raised", "ok", "raised", "raised"]
+    assert [status for status, _ in answers] == ["raised", "ok", "raised", "raised"]
     for at, method in ((0, "open"), (2, "step"), (3, "cut")):
-        text = told[at][1]
+        text = answers[at][1]
         assert text.startswith(f"{method}() returned") and f" in {method}())" in text
         assert " (test_actions.py:" in text
 
 
-def test_a_last_observation_comes_with_the_end(tmp_path: Path) -> None:
+def test_last_observation_is_returned_with_the_end(tmp_path: Path) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
-    served = Environments(Playing, tokenizer, "")
+    served = Environments(FixedAnswer, tokenizer, "")
     served.run_operation(1, "begin", {"prompt": "hi"})
-    Playing.answer = {"append": " over", "done": True, "reward": 0.5}
+    FixedAnswer.answer = {"append": " over", "done": True, "reward": 0.5}
     status, (_, action, (ids, score)) = served.run_operation(1, "step", tokenizer.encode("x"))
     assert (status, action, tokenizer.decode(ids), score) == ("ok", "last", " over", 0.5)
 
@@ -160,11 +160,14 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
         with_cause(ValueError("no board"), KeyError("board")),
     ],
 )
-def test_mistakes_in_code_end_the_job_and_name_their_place(error: Exception) -> None:
-    with pytest.raises(ConfigError, match="cannot be made") as found, convert_creation_errors():
+def test_code_errors_fail_the_job_and_name_their_line(error: Exception) -> None:
+    with (
+        pytest.raises(ConfigError, match="cannot be made") as error_info,
+        convert_creation_errors(),
+    ):
         raise error
-    assert "test_actions.py:" in found.value.where
-    assert Failure.from_error(found.value).restart == "never"
+    assert "test_actions.py:" in error_info.value.where
+    assert Failure.from_error(error_info.value).restart == "never"
 
 
 @pytest.mark.parametrize(
@@ -179,18 +182,18 @@ def test_mistakes_in_code_end_the_job_and_name_their_place(error: Exception) -> 
         (with_cause(ValueError("no rows"), ConnectionError("refused")), "counted"),
     ],
 )
-def test_what_may_pass_is_left_as_it_is(error: Exception, restart: str) -> None:
-    with pytest.raises(type(error)) as found, convert_creation_errors():
+def test_transient_errors_are_not_converted(error: Exception, restart: str) -> None:
+    with pytest.raises(type(error)) as error_info, convert_creation_errors():
         raise error
-    assert found.value is error
+    assert error_info.value is error
     assert Failure.from_error(error).restart == restart
 
 
-WITHIN_S = 30.0  # for what comes at once
+WITHIN_S = 30.0  # for immediate answers
 
 
-class Waiting:
-    """A turn is over when the gate of its row has opened."""
+class GatedEnvironment:
+    """Environment whose turn ends when the gate of its row opens."""
 
     gates: dict[str, threading.Event]
 
@@ -207,21 +210,21 @@ class Waiting:
         return None
 
 
-class Shard:
-    """The other end of an environment process."""
+class ShardStream:
+    """Shard's end of the stream to an environment process."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._channel = ChildChannel(stream)
         self._stream = stream
 
-    def ask(self, *operations: list[Any]) -> None:
+    def send_operations(self, *operations: list[Any]) -> None:
         self._channel.send(msgpack.packb(list(operations)))
 
-    def answers(self) -> list[list[Any]]:
+    def receive_answers(self) -> list[list[Any]]:
         block = self._channel.recv()
         assert block is not None
-        found: list[list[Any]] = msgpack.unpackb(block)
-        return found
+        error_info: list[list[Any]] = msgpack.unpackb(block)
+        return error_info
 
     def end(self) -> None:
         self._stream.shutdown(socket.SHUT_WR)
@@ -229,69 +232,72 @@ class Shard:
 
 @pytest.fixture
 def gates() -> Iterator[dict[str, threading.Event]]:
-    Waiting.gates = {}
-    yield Waiting.gates
-    for gate in Waiting.gates.values():
+    GatedEnvironment.gates = {}
+    yield GatedEnvironment.gates
+    for gate in GatedEnvironment.gates.values():
         gate.set()
 
 
 @pytest.fixture
-def shard(tmp_path: Any, gates: dict[str, threading.Event]) -> Iterator[Shard]:
+def shard_stream(tmp_path: Any, gates: dict[str, threading.Event]) -> Iterator[ShardStream]:
     from meshrl.common.model.tokens.tokenizer import Tokenizer, build_character_tokenizer
 
     build_character_tokenizer(CHARACTERS, str(tmp_path / "tokenizer.json"))
-    served = Environments(Waiting, Tokenizer.load(str(tmp_path / "tokenizer.json")), "prompt")
-    ours, theirs = socket.socketpair()
-    ours.settimeout(scaled(WITHIN_S))
+    served = Environments(
+        GatedEnvironment, Tokenizer.load(str(tmp_path / "tokenizer.json")), "prompt"
+    )
+    shard_socket, process_socket = socket.socketpair()
+    shard_socket.settimeout(scaled(WITHIN_S))
     serving = threading.Thread(
-        target=threaded_server.serve_threaded, args=(ChildChannel(theirs), served.run_operation, 4)
+        target=threaded_server.serve_threaded,
+        args=(ChildChannel(process_socket), served.run_operation, 4),
     )
     serving.start()
-    shard = Shard(ours)
-    yield shard
+    shard_stream = ShardStream(shard_socket)
+    yield shard_stream
     for gate in gates.values():
         gate.set()
-    shard.end()
+    shard_stream.end()
     serving.join(scaled(WITHIN_S))
     assert not serving.is_alive()
-    ours.close()
-    theirs.close()
+    shard_socket.close()
+    process_socket.close()
 
 
 def begin(number: int, key: int, gate: str) -> list[Any]:
     return [number, key, "begin", {"prompt": "a", "gate": gate}]
 
 
-def test_a_trajectory_that_waits_holds_up_no_other(
-    shard: Shard, gates: dict[str, threading.Event]
+def test_waiting_trajectory_does_not_block_others(
+    shard_stream: ShardStream, gates: dict[str, threading.Event]
 ) -> None:
-    shard.ask(begin(1, 1, "shut"))
-    shard.ask(begin(2, 2, "open"))
-    assert sorted(answer[:2] for _ in range(2) for answer in shard.answers()) == [
+    shard_stream.send_operations(begin(1, 1, "shut"))
+    shard_stream.send_operations(begin(2, 2, "open"))
+    assert sorted(answer[:2] for _ in range(2) for answer in shard_stream.receive_answers()) == [
         [1, "ok"],
         [2, "ok"],
     ]
     gates["open"].set()
-    shard.ask([3, 1, "step", [3, 4]], [4, 2, "step", [3]])
-    [[number, status, action]] = shard.answers()
+    shard_stream.send_operations([3, 1, "step", [3, 4]], [4, 2, "step", [3]])
+    [[number, status, action]] = shard_stream.receive_answers()
     assert (number, status, action[1:]) == (4, "ok", ["done", 1.0])
     gates["shut"].set()
-    [[number, status, action]] = shard.answers()
+    [[number, status, action]] = shard_stream.receive_answers()
     assert (number, status, action[1:]) == (3, "ok", ["done", 2.0])
 
 
-def test_a_process_all_of_whose_threads_wait_says_that_it_lives(
-    shard: Shard, gates: dict[str, threading.Event]
+def test_process_with_busy_threads_answers_liveness_checks(
+    shard_stream: ShardStream, gates: dict[str, threading.Event]
 ) -> None:
-    shard.ask(*(begin(key, key, "shut") for key in range(1, 6)))
+    shard_stream.send_operations(*(begin(key, key, "shut") for key in range(1, 6)))
     for _ in range(5):
-        shard.answers()
-    shard.ask(*([10 + key, key, "step", [3]] for key in range(1, 6)))
-    shard.ask([0, 0, threaded_server.LIVENESS_OPERATION, []])
-    assert shard.answers() == [[0, "ok", ""]]
+        shard_stream.receive_answers()
+    shard_stream.send_operations(*([10 + key, key, "step", [3]] for key in range(1, 6)))
+    shard_stream.send_operations([0, 0, threaded_server.LIVENESS_OPERATION, []])
+    assert shard_stream.receive_answers() == [[0, "ok", ""]]
 
 
-def test_what_an_environment_raises_is_its_own_trajectory_s(shard: Shard) -> None:
-    shard.ask([1, 1, "begin", {"prompt": "a"}])
-    [[number, status, said]] = shard.answers()
-    assert (number, status) == (1, "raised") and "KeyError: 'gate'" in said
+def test_environment_error_fails_only_its_trajectory(shard_stream: ShardStream) -> None:
+    shard_stream.send_operations([1, 1, "begin", {"prompt": "a"}])
+    [[number, status, error_text]] = shard_stream.receive_answers()
+    assert (number, status) == (1, "raised") and "KeyError: 'gate'" in error_text

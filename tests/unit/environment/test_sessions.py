@@ -1,4 +1,4 @@
-"""Chat environments: calls go to tools one by one, and what is wrong with them to the model."""
+"""Chat environments: tool calls are executed in order; invalid ones are answered with an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shout(text: str) -> str:
 
 
 class Guess:
-    """A user who says higher or lower until the model has guessed it."""
+    """Environment of a user who answers higher or lower until the model finds the number."""
 
     def open(self, row: dict[str, Any]) -> Any:
         self.secret = row["secret"]
@@ -75,28 +75,28 @@ def served(tokenizer: Tokenizer) -> Environments:
 
 
 class Trajectory:
-    """What a shard does with an environment's answers, over one trajectory's ids."""
+    """Shard's side of an environment, over the token ids of one trajectory."""
 
     def __init__(self, served: Environments, tokenizer: Tokenizer, row: dict[str, Any]) -> None:
         self.served, self.tokenizer, self.row = served, tokenizer, row
         self.ids: list[int] = self.perform("begin", row)
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def perform(self, operation: str, argument: Any) -> Any:
         status, value = self.served.run_operation(1, operation, argument)
         assert status == "ok", value
         return value
 
-    def step(self, said: str) -> list[Any]:
-        ids = self.tokenizer.encode(said)
+    def step(self, turn: str) -> list[Any]:
+        ids = self.tokenizer.encode(turn)
         self.ids += ids
-        self.told.append(["step", ids])
+        self.calls.append(["step", ids])
         text, *action = self.perform("step", ids)
-        assert text == said
+        assert text == turn
         return self.take(action)
 
     def result(self, value: Any) -> list[Any]:
-        self.told.append(["result", value])
+        self.calls.append(["result", value])
         return self.take(self.perform("result", value))
 
     def take(self, action: list[Any]) -> list[Any]:
@@ -115,7 +115,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"name": name, "arguments": arguments}
 
 
-def test_a_turn_without_calls_ends_the_conversation(
+def test_turn_without_calls_ends_the_conversation(
     served: Environments, tokenizer: Tokenizer
 ) -> None:
     t = Trajectory(served, tokenizer, {"prompt": "1+1?"})
@@ -127,7 +127,7 @@ def test_a_turn_without_calls_ends_the_conversation(
     assert t.perform("cut", tokenizer.encode("2")) == ["2", None]
 
 
-def test_a_prompt_may_be_a_conversation(served: Environments, tokenizer: Tokenizer) -> None:
+def test_prompt_can_be_a_conversation(served: Environments, tokenizer: Tokenizer) -> None:
     messages = [
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": "2"},
@@ -137,15 +137,15 @@ def test_a_prompt_may_be_a_conversation(served: Environments, tokenizer: Tokeniz
     assert "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\nsure?<|im_end|>" in opening
 
 
-def test_the_calls_of_a_turn_are_made_one_after_another_and_answered_together(
+def test_calls_of_a_turn_run_in_order_and_are_answered_together(
     served: Environments, tokenizer: Tokenizer
 ) -> None:
     t = Trajectory(served, tokenizer, {"prompt": "go"})
     two = calls(call("add", a=1, b=2), call("shout", text="hé"))
     assert t.step(two) == ["tool", ["add", {"a": 1, "b": 2}]]
     assert t.result(3) == ["tool", ["shout", "hé"]]
-    action, said = t.result("HÉ")
-    assert action == "append" and said == (
+    action, text = t.result("HÉ")
+    assert action == "append" and text == (
         "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\nHÉ\n"
         "</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
@@ -154,7 +154,7 @@ def test_the_calls_of_a_turn_are_made_one_after_another_and_answered_together(
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "expected_error"),
     [
         ("{", "could not be read: invalid json"),
         ({"arguments": {}}, "could not be read: missing name"),
@@ -175,23 +175,25 @@ def test_the_calls_of_a_turn_are_made_one_after_another_and_answered_together(
         ("[" * 100_000, "could not be read"),
     ],
 )
-def test_a_call_that_cannot_be_made_is_answered_with_what_is_wrong(
-    served: Environments, tokenizer: Tokenizer, body: Any, says: str
+def test_invalid_call_is_answered_with_its_error(
+    served: Environments, tokenizer: Tokenizer, body: Any, expected_error: str
 ) -> None:
     t = Trajectory(served, tokenizer, {"prompt": "go"})
-    action, said = t.step(calls(body))
-    assert action == "append" and "error: " in said and says in said
+    action, text = t.step(calls(body))
+    assert action == "append" and "error: " in text and expected_error in text
     assert t.step(calls(call("add", a=1, b=2)))[0] == "tool", "the model may try again"
 
 
-def test_good_calls_beside_bad_ones_are_made(served: Environments, tokenizer: Tokenizer) -> None:
+def test_valid_calls_beside_invalid_ones_are_executed(
+    served: Environments, tokenizer: Tokenizer
+) -> None:
     t = Trajectory(served, tokenizer, {"prompt": "go"})
     assert t.step(calls("{", call("add", a=1, b=2), call("none")))[0] == "tool"
-    _, said = t.result(3)
-    assert said.index("invalid json") < said.index("\n3\n") < said.index("no tool 'none'")
+    _, text = t.result(3)
+    assert text.index("invalid json") < text.index("\n3\n") < text.index("no tool 'none'")
 
 
-def test_an_environment_of_messages_sees_turns_without_calls(tokenizer: Tokenizer) -> None:
+def test_message_environment_receives_turns_without_calls(tokenizer: Tokenizer) -> None:
     chat = ChatFormat.load("qwen3", {}, tokenizer)
     t = Trajectory(Environments(Guess, tokenizer, "", chat, TOOLS), tokenizer, {"secret": 7})
     assert tokenizer.decode(t.ids).startswith("<|im_start|>system\nguess")
@@ -204,7 +206,7 @@ def test_an_environment_of_messages_sees_turns_without_calls(tokenizer: Tokenize
     assert t.step("7<|im_end|>") == ["done", 1.0]
 
 
-def test_a_lost_conversation_goes_on_where_it_was(tokenizer: Tokenizer) -> None:
+def test_lost_conversation_is_restored(tokenizer: Tokenizer) -> None:
     chat = ChatFormat.load("qwen3", {}, tokenizer)
     served = Environments(None, tokenizer, "prompt", chat, TOOLS)
     t = Trajectory(served, tokenizer, {"prompt": "go"})
@@ -214,11 +216,11 @@ def test_a_lost_conversation_goes_on_where_it_was(tokenizer: Tokenizer) -> None:
     t.step(calls(call("shout", text="a"), call("add", a=1, b=1)))
     t.result("A")
     again = Environments(None, tokenizer, "prompt", chat, TOOLS)
-    assert again.run_operation(1, "restore", [t.row, t.told, before]) == ("ok", None)
+    assert again.run_operation(1, "restore", [t.row, t.calls, before]) == ("ok", None)
     assert again.run_operation(1, "result", 2) == t.served.run_operation(1, "result", 2)
 
 
-def test_a_replay_that_differs_from_what_was_logged_fails(tokenizer: Tokenizer) -> None:
+def test_replay_that_differs_from_the_log_fails(tokenizer: Tokenizer) -> None:
     chat = ChatFormat.load("qwen3", {}, tokenizer)
     t = Trajectory(Environments(None, tokenizer, "prompt", chat), tokenizer, {"prompt": "go"})
     other = Environments(None, tokenizer, "prompt", chat)
@@ -226,7 +228,7 @@ def test_a_replay_that_differs_from_what_was_logged_fails(tokenizer: Tokenizer) 
     assert status == "raised" and "differs from what was logged" in why
 
 
-def test_tools_are_described_by_their_signature() -> None:
+def test_tool_schema_comes_from_the_signature() -> None:
     assert TOOLS["add"].description_for_template == {
         "type": "function",
         "function": {
@@ -257,7 +259,7 @@ def test_tools_are_described_by_their_signature() -> None:
     assert JobTool("find", find).prepare_input({"words": []}) == {"words": []}
 
 
-def test_types_are_as_json_schema_has_them() -> None:
+def test_argument_types_follow_json_schema() -> None:
     def find(query: dict[str, Any]) -> None: ...
 
     find.parameters = {  # type: ignore
@@ -272,7 +274,7 @@ def test_types_are_as_json_schema_has_them() -> None:
         },
     }
     tool = JobTool("find", find)
-    taken: dict[str, Any] = {
+    accepted: dict[str, Any] = {
         "word": None,
         "page": 3.0,
         "pages": [1, 2.0],
@@ -280,50 +282,54 @@ def test_types_are_as_json_schema_has_them() -> None:
         "other": [1],
         "free": {},
     }
-    assert repr(tool.prepare_input(taken)) == repr({**taken, "page": 3, "pages": [1, 2]})
+    assert repr(tool.prepare_input(accepted)) == repr({**accepted, "page": 3, "pages": [1, 2]})
     assert tool.prepare_input({"word": "a"}) == {"word": "a"}
-    for refused, says in (
+    for invalid_input, expected_error in (
         ({"word": 1}, "word must be of type string or null"),
         ({"pages": [1, 2.5]}, r"pages\[1\] must be of type integer"),
         ({"share": True}, "share must be of type integer or number"),
     ):
-        with pytest.raises(InvalidToolCall, match=says):
-            tool.prepare_input(refused)
+        with pytest.raises(InvalidToolCall, match=expected_error):
+            tool.prepare_input(invalid_input)
 
 
-def test_what_cannot_travel_is_told_and_not_sent(tokenizer: Tokenizer) -> None:
-    class Odd(Guess):
+def test_unserializable_value_is_reported_as_an_error(tokenizer: Tokenizer) -> None:
+    class InvalidEnvironment(Guess):
         def step(self, text: str) -> Any:
             if text == "raise":
                 raise ValueError("\ud800")
             return {"tool": "shout", "input": 1 << 64}
 
-    served = Environments(Odd, tokenizer, "", ChatFormat.load("qwen3", {}, tokenizer))
+    served = Environments(
+        InvalidEnvironment, tokenizer, "", ChatFormat.load("qwen3", {}, tokenizer)
+    )
     served.run_operation(1, "begin", {"secret": 1})
     raised = "ValueError: ? (test_sessions.py:"
-    for text, says in (("raise", raised), ("x", "BadMessage: OverflowError")):
+    for text, expected_error in (("raise", raised), ("x", "BadMessage: OverflowError")):
         status, why = served.run_operation(1, "step", tokenizer.encode(text + "<|im_end|>"))
-        assert status == "raised" and says in why
+        assert status == "raised" and expected_error in why
 
 
-def test_an_environment_that_answers_nonsense_is_told_what_it_may_answer(
+def test_invalid_answer_error_lists_valid_answers(
     tokenizer: Tokenizer,
 ) -> None:
-    class Odd(Guess):
+    class InvalidEnvironment(Guess):
         def step(self, text: str) -> Any:
             return {"done": True, "reward": float("nan")} if text == "nan" else {"append": 5}
 
-    served = Environments(Odd, tokenizer, "", ChatFormat.load("qwen3", {}, tokenizer))
+    served = Environments(
+        InvalidEnvironment, tokenizer, "", ChatFormat.load("qwen3", {}, tokenizer)
+    )
     served.run_operation(1, "begin", {"secret": 1})
-    for text, says in (("nan", "must be finite"), ("x", "messages are a text or a list")):
+    for text, expected_error in (("nan", "must be finite"), ("x", "messages are a text or a list")):
         status, why = served.run_operation(1, "step", tokenizer.encode(text + "<|im_end|>"))
-        assert status == "raised" and says in why
-    plain = Environments(Guess, tokenizer, "")
-    status, why = plain.run_operation(1, "begin", {"secret": 1})
+        assert status == "raised" and expected_error in why
+    without_chat = Environments(Guess, tokenizer, "")
+    status, why = without_chat.run_operation(1, "begin", {"secret": 1})
     assert status == "raised" and "environment.chat" in why
 
 
-def test_text_begins_with_the_beginning_of_text_and_goes_on_without(tmp_path: Path) -> None:
+def test_only_the_prompt_starts_with_a_bos_token(tmp_path: Path) -> None:
     class Asks:
         def open(self, row: dict[str, Any]) -> str:
             return "what is it?"
@@ -343,30 +349,28 @@ def test_text_begins_with_the_beginning_of_text_and_goes_on_without(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["llama-3", "mistral", "qwen2.5"])
-def test_a_models_own_template_calls_tools_and_is_told_what_was_wrong(
-    tmp_path: Path, name: str
-) -> None:
+def test_models_chat_template_supports_tool_calls_and_errors(tmp_path: Path, name: str) -> None:
     own = Tokenizer.load(directory_of(FORMATS[name], tmp_path))
     chat = ChatFormat.load("template", {}, own)
     end = chat.stop_tokens[0]
 
-    def said(*written: dict[str, Any]) -> str:
+    def format_turn(*tool_calls: dict[str, Any]) -> str:
         if name == "qwen2.5":
-            return calls(*written).replace("<|im_end|>", end)
+            return calls(*tool_calls).replace("<|im_end|>", end)
         if name == "mistral":
-            return "[TOOL_CALLS]" + json.dumps(written) + end
-        return json.dumps(written[0]).replace("arguments", "parameters") + end
+            return "[TOOL_CALLS]" + json.dumps(tool_calls) + end
+        return json.dumps(tool_calls[0]).replace("arguments", "parameters") + end
 
     messages = [{"role": "system", "content": "sum"}, {"role": "user", "content": "1+2?"}]
     t = Trajectory(Environments(None, own, "prompt", chat, TOOLS), own, {"prompt": messages})
     assert "1+2?" in own.decode(t.ids) and "Adds two" in own.decode(t.ids)
-    assert t.step(said(call("add", a=1, b=2))) == ["tool", ["add", {"a": 1, "b": 2}]]
-    action, told = t.result(3)
-    assert action == "append" and "3" in told
-    action, told = t.step(said(call("add", a="x", b=2)))
-    assert action == "append" and "error" in told
-    action, told = t.step(said(call("sub", a=1, b=2)))
-    assert action == "append" and "there is no tool" in told
+    assert t.step(format_turn(call("add", a=1, b=2))) == ["tool", ["add", {"a": 1, "b": 2}]]
+    action, text = t.result(3)
+    assert action == "append" and "3" in text
+    action, text = t.step(format_turn(call("add", a="x", b=2)))
+    assert action == "append" and "error" in text
+    action, text = t.step(format_turn(call("sub", a=1, b=2)))
+    assert action == "append" and "there is no tool" in text
     assert t.step("3" + end) == ["done", None]
     again = Environments(None, own, "prompt", chat, TOOLS)
-    assert again.run_operation(1, "restore", [t.row, t.told, t.ids]) == ("ok", None)
+    assert again.run_operation(1, "restore", [t.row, t.calls, t.ids]) == ("ok", None)

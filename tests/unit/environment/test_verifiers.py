@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` package: their loop in its interpreter, turns by token ids."""
+"""Environments of the `verifiers` package: their loop in its interpreter, turns as token ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 CALL = '<tool_call>\n{"name": "adding_add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
 
 
-def configured(tmp_path: Path) -> JobData:
+def create_job(tmp_path: Path) -> JobData:
     (tmp_path / "modules").mkdir()
     shutil.copyfile(ROOT / "tests/verifiers/doubts.py", tmp_path / "modules/doubts.py")
     qwen3_tokenizer(tmp_path)
@@ -48,30 +48,30 @@ def configured(tmp_path: Path) -> JobData:
 async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
     clock = SystemClock()
     mesh = alone("rollout/job/0", clock, Random(1), SystemHost())
-    pool = EnvironmentPool(mesh, configured(tmp_path), tmp_path)
+    pool = EnvironmentPool(mesh, create_job(tmp_path), tmp_path)
     yield pool
     await pool.close()
     await mesh.leave()
 
 
 class Trajectory:
-    """What a shard does with one, over ids alone."""
+    """Shard's side of an environment, over token ids alone."""
 
     def __init__(self, pool: EnvironmentPool, tokenizer: Tokenizer, key: int, row: Any) -> None:
         self.pool, self.tokenizer, self.key, self.row = pool, tokenizer, key, row
         self.ids: list[int] = []
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     async def begin(self) -> str:
         self.ids = list(await self.pool.begin(self.key, self.row))
         return self.tokenizer.decode(self.ids)
 
-    async def step(self, said: str | list[int]) -> tuple[str, Any]:
-        """(append, its text) or (done, score)."""
-        ids = self.tokenizer.encode(said) if isinstance(said, str) else said
-        before, told = list(self.ids), list(self.told)
-        _, action, value = await self.pool.step(self.key, ids, lambda: [self.row, told, before])
-        self.told.append(["step", ids])
+    async def step(self, text: str | list[int]) -> tuple[str, Any]:
+        """Return (append, its text) or (done, score)."""
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+        before, calls = list(self.ids), list(self.calls)
+        _, action, value = await self.pool.step(self.key, ids, lambda: [self.row, calls, before])
+        self.calls.append(["step", ids])
         self.ids += ids
         if action == "append":
             self.ids += value
@@ -79,8 +79,8 @@ class Trajectory:
         return action, value
 
     async def cut(self, ids: list[int]) -> float | None:
-        replayed = [self.row, self.told, self.ids]
-        return (await self.pool.end_early(self.key, ids, lambda: replayed))[1]
+        replay = [self.row, self.calls, self.ids]
+        return (await self.pool.end_early(self.key, ids, lambda: replay))[1]
 
 
 def row(answer: int, mood: str = "patient") -> dict[str, Any]:
@@ -92,10 +92,10 @@ def trajectories(pool: EnvironmentPool, tmp_path: Path, rows: list[Any]) -> list
     return [Trajectory(pool, tokenizer, key, r) for key, r in enumerate(rows, 1)]
 
 
-async def test_a_rollout_of_the_package_is_a_trajectory_of_ours(
+async def test_rollout_of_the_package_becomes_a_trajectory(
     pool: EnvironmentPool, tmp_path: Path
 ) -> None:
-    """Tools, a user's second turn, the rubric's score, cuts and failures, many at once."""
+    """Run tools, a second user turn, a rubric score, cuts and failures concurrently."""
     ts = trajectories(
         pool,
         tmp_path,
@@ -112,14 +112,18 @@ async def test_a_rollout_of_the_package_is_a_trajectory_of_ours(
     assert '"name": "adding_add"' in openings[0]
     assert openings[0].endswith("user\nhow much?<|im_end|>\n<|im_start|>assistant\n")
 
-    action, said = await doubtful.step("<think>\nhm\n</think>\n\n" + CALL)
-    assert action == "append" and "<tool_response>\n3\n</tool_response>" in said
-    action, said = await doubtful.step("3<|im_end|>")
-    assert action == "append" and "user\nAre you sure?<|im_end|>" in said
-    # A turn that says "3" among ids that no text encodes to: half a character, marks, no end.
-    half = doubtful.tokenizer.encode("é")[:1]
-    odd = [*doubtful.tokenizer.encode("<tool_response>3"), *half, *half]
-    assert await doubtful.step(odd) == ("done", 1.0)
+    action, text = await doubtful.step("<think>\nhm\n</think>\n\n" + CALL)
+    assert action == "append" and "<tool_response>\n3\n</tool_response>" in text
+    action, text = await doubtful.step("3<|im_end|>")
+    assert action == "append" and "user\nAre you sure?<|im_end|>" in text
+    # A turn with "3" among ids that no text encodes to: half a character, markup, no end.
+    half_character = doubtful.tokenizer.encode("é")[:1]
+    unencodable_ids = [
+        *doubtful.tokenizer.encode("<tool_response>3"),
+        *half_character,
+        *half_character,
+    ]
+    assert await doubtful.step(unencodable_ids) == ("done", 1.0)
 
     assert await wrong.step("3<|im_end|>") == ("done", 0.0)
     assert await cut_in_turn.cut(cut_in_turn.tokenizer.encode("it is 3")) == 1.0
@@ -137,16 +141,18 @@ async def test_a_rollout_of_the_package_is_a_trajectory_of_ours(
         await infinite.step("1<|im_end|>")
 
 
-async def test_a_slow_environment_holds_nobody_up(pool: EnvironmentPool, tmp_path: Path) -> None:
+async def test_slow_environment_does_not_block_others(
+    pool: EnvironmentPool, tmp_path: Path
+) -> None:
     slow, quick = trajectories(pool, tmp_path, [row(3, f"slow {scaled(1.5)}"), row(3)])
-    await quick.begin()  # the process is up
+    await quick.begin()  # the process is running
     opening = asyncio.create_task(slow.begin())
     assert await quick.step("3<|im_end|>") == ("done", 1.0)
     assert not opening.done()
     await opening
 
 
-async def test_a_killed_process_is_rebuilt_from_logged_turns(
+async def test_killed_process_is_restored_from_logged_turns(
     pool: EnvironmentPool, tmp_path: Path
 ) -> None:
     one, two = trajectories(pool, tmp_path, [row(3, "doubtful"), row(3)])
@@ -154,17 +160,17 @@ async def test_a_killed_process_is_rebuilt_from_logged_turns(
     await one.step(CALL)
     (pid,) = pool.pids.values()
     os.kill(pid, signal.SIGKILL)
-    (_, said), (_, score) = await asyncio.gather(one.step("3<|im_end|>"), two.step("3<|im_end|>"))
-    assert "Are you sure?" in said and score == 1.0
+    (_, text), (_, score) = await asyncio.gather(one.step("3<|im_end|>"), two.step("3<|im_end|>"))
+    assert "Are you sure?" in text and score == 1.0
     assert await one.step("3<|im_end|>") == ("done", 1.0)
-    one.row = row(3)  # it would now ask something else than was logged
+    one.row = row(3)  # its next question differs from the logged one
     one.key = 9
     with pytest.raises(ToolFailed, match=r"does not repeat itself|did not ask"):
         await one.step("3<|im_end|>")
 
 
 def test_tasks_of_a_taskset_become_rows(tmp_path: Path) -> None:
-    job = configured(tmp_path)
+    job = create_job(tmp_path)
     config = JobConfig(
         environment=job.config.environment, dataset=DatasetConfig(tasks=4, held_out_tasks=2)
     )

@@ -1,4 +1,4 @@
-"""The calculator task and the code task: problems, tools, rewards, demonstrations and files."""
+"""Calculator and code examples: problems, tools, rewards, demonstrations and files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from meshrl.job import job_reader
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def loaded(name: str) -> Any:
-    """The module of an example."""
+def load_example(name: str) -> Any:
+    """Import an example's module by its file."""
     specification = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
@@ -29,7 +29,7 @@ def loaded(name: str) -> Any:
     return module
 
 
-calculator, programs = loaded("calculator"), loaded("programs")
+calculator, programs = load_example("calculator"), load_example("programs")
 
 
 def rows(folder: str, name: str) -> list[dict[str, Any]]:
@@ -37,21 +37,19 @@ def rows(folder: str, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "count", "drawn"),
+    ("folder", "count", "draw"),
     [
         ("calculator", 4096, lambda: calculator.problems(random.Random(777))),
         ("code", 1024, lambda: programs.rows(random.Random(777))),
     ],
 )
-def test_the_data_files_are_what_the_script_writes(
-    folder: str, count: int, drawn: Callable[[], Any]
-) -> None:
+def test_data_files_match_their_script(folder: str, count: int, draw: Callable[[], Any]) -> None:
     held_out, train = rows(folder, "held_out.jsonl"), rows(folder, "train.jsonl")
     assert len(held_out) == 256 and len(train) == count
     assert len({row["prompt"] for row in held_out}) == 256
     assert not {row["prompt"] for row in held_out} & {row["prompt"] for row in train}
     module = calculator if folder == "calculator" else programs
-    assert held_out == module.distinct(drawn(), 256)
+    assert held_out == module.distinct(draw(), 256)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +59,7 @@ def test_the_data_files_are_what_the_script_writes(
         ("code", "#a:down>sum\ndef f(x):a=sorted(x,reverse=True);return sum(a)$"),
     ],
 )
-def test_the_tokenizer_has_a_token_for_every_character_and_ends_with_the_dollar(
-    folder: str, text: str
-) -> None:
+def test_tokenizer_covers_every_character_and_ends_with_the_dollar(folder: str, text: str) -> None:
     tokenizer = Tokenizer.from_file(str(EXAMPLES / folder / "tokenizer.json"))
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     assert len(tokens) == len(text) and tokens[-1] == 1
@@ -73,7 +69,7 @@ def test_the_tokenizer_has_a_token_for_every_character_and_ends_with_the_dollar(
 
 
 def converse(row: dict[str, Any], turns: list[str]) -> list[dict[str, Any]]:
-    """Plays the model's `turns` against the environment, as a rollout shard would."""
+    """Play the model's `turns` against the environment as a rollout shard does."""
     environment = calculator.calculator()
     environment.open(row)
     log = []
@@ -88,7 +84,7 @@ def converse(row: dict[str, Any], turns: list[str]) -> list[dict[str, Any]]:
     return log
 
 
-def test_the_tool_does_one_operation_at_a_time() -> None:
+def test_tool_computes_one_operation_at_a_time() -> None:
     assert calculator.calculate("17a-13") == "4"
     assert calculator.calculate("-4b*16") == "-64"
     assert calculator.calculate("9999c+1") == "e"
@@ -96,7 +92,7 @@ def test_the_tool_does_one_operation_at_a_time() -> None:
         assert calculator.calculate(unreadable) == "e"
 
 
-def test_a_correct_conversation_earns_the_reward() -> None:
+def test_correct_conversation_has_reward_1() -> None:
     row = {"prompt": "?17a-13b-16=", "answer": -12}
     turns = converse(row, ["[17a-13]", "[4b-16]", "#-12$"])
     assert [turn.get("appended") for turn in turns] == [None, "{4}", None, "{-12}", None]
@@ -104,18 +100,18 @@ def test_a_correct_conversation_earns_the_reward() -> None:
 
 
 @pytest.mark.parametrize("last", ["#-13$", "#-12", "#-12$$", "-12$", "#$", "", "#1_2$", "# -12$"])
-def test_a_wrong_or_unfinished_answer_earns_nothing(last: str) -> None:
+def test_wrong_or_unfinished_answer_has_reward_0(last: str) -> None:
     row = {"prompt": "?17a-13b-16=", "answer": -12}
     assert calculator.reward(row, converse(row, ["[17a-13]", last])) == 0.0
 
 
-def test_nothing_is_earned_without_a_last_turn_of_the_model() -> None:
+def test_conversation_without_a_final_model_turn_has_reward_0() -> None:
     row = {"prompt": "?1a+1=", "answer": 2}
     assert calculator.reward(row, []) == 0.0
     assert calculator.reward(row, converse(row, ["[1a+1]"])) == 0.0
 
 
-def test_values_on_the_way_stay_in_range_and_lengths_have_a_tail() -> None:
+def test_intermediate_values_stay_in_range_and_lengths_have_a_tail() -> None:
     rng = random.Random(5)
     counts = []
     for _ in range(2000):
@@ -126,7 +122,7 @@ def test_values_on_the_way_stay_in_range_and_lengths_have_a_tail() -> None:
     assert 3.0 < sum(counts) / len(counts) < 3.5
 
 
-def test_demonstrations_err_little_at_first_and_guess_at_last() -> None:
+def test_demonstrations_have_few_errors_early_and_guess_late() -> None:
     def share(progress: float, test: Callable[[list[tuple[str, bool]]], bool]) -> float:
         rng = random.Random(3)
         return sum(test(calculator.demonstrate(rng, progress)) for _ in range(1000)) / 1000
@@ -138,7 +134,7 @@ def test_demonstrations_err_little_at_first_and_guess_at_last() -> None:
     assert 0.55 < share(0.9, guesses) < 0.75
 
 
-def test_a_demonstration_is_what_the_environment_and_the_tool_would_have_said() -> None:
+def test_demonstration_matches_environment_and_tool() -> None:
     rng = random.Random(11)
     for _ in range(200):
         (prompt, by_model), *rest = calculator.demonstrate(rng, 0.5)
@@ -151,7 +147,7 @@ def test_a_demonstration_is_what_the_environment_and_the_tool_would_have_said() 
         assert environment.step(rest[-1][0]) == {"done": True}
 
 
-def test_the_job_file_has_only_keys_that_exist() -> None:
+def test_calculator_job_file_is_valid() -> None:
     document = tomllib.loads((EXAMPLES / "calculator.toml").read_text())
     job = JobConfig.from_document(document)
     assert job.rollout.stop == ["]", "$"]
@@ -159,7 +155,7 @@ def test_the_job_file_has_only_keys_that_exist() -> None:
 
 
 def passes(row: dict[str, Any], text: str) -> bool:
-    """Whether a program of the example's own making passes the row's tests."""
+    """Return True if the example's program passes the row's tests."""
     names: dict[str, Any] = {}
     exec(row["prompt"] + text, names)
     try:
@@ -169,8 +165,8 @@ def passes(row: dict[str, Any], text: str) -> bool:
     return outputs == [case["output"] for case in row["tests"]["cases"]]
 
 
-def drawn(rng: random.Random) -> tuple[Any, dict[str, Any]]:
-    """A task and its row."""
+def draw_task(rng: random.Random) -> tuple[Any, dict[str, Any]]:
+    """Draw a task and its row."""
     while True:
         made = programs.task(rng)
         if cases := programs.cases(rng, made):
@@ -178,7 +174,7 @@ def drawn(rng: random.Random) -> tuple[Any, dict[str, Any]]:
             return made, row
 
 
-def test_a_prompt_and_what_the_model_writes_are_one_program() -> None:
+def test_prompt_and_completion_form_one_program() -> None:
     row = {
         "prompt": "#a:odd,b:double>sum\ndef f(x):",
         "tests": {"function": "f", "cases": [{"args": [[3, 1, 2]], "output": 8}]},
@@ -188,11 +184,11 @@ def test_a_prompt_and_what_the_model_writes_are_one_program() -> None:
     assert not passes(row, "return sum(x)")
 
 
-def test_right_programs_pass_however_they_are_written() -> None:
+def test_correct_programs_pass_in_any_style() -> None:
     rng = random.Random(5)
     ways = set()
     for _ in range(200):
-        made, row = drawn(rng)
+        made, row = draw_task(rng)
         for fuse in [0.0, 0.5, 1.0]:
             written = programs.program(made, rng, fuse)
             assert passes(row, written), (row["prompt"], written)
@@ -201,22 +197,22 @@ def test_right_programs_pass_however_they_are_written() -> None:
     assert len(ways) > 300
 
 
-def test_skipping_the_steps_and_leaving_one_out_mostly_fail() -> None:
+def test_programs_without_all_steps_mostly_fail() -> None:
     rng = random.Random(6)
-    made = [drawn(rng) for _ in range(300)]
-    lazy = [passes(row, programs.program(programs.Task([], task.end))) for task, row in made]
+    made = [draw_task(rng) for _ in range(300)]
+    skipped = [passes(row, programs.program(programs.Task([], task.end))) for task, row in made]
     short = [
         passes(row, programs.program(programs.Task(task.steps[1:], task.end))) for task, row in made
     ]
-    assert 0 < sum(lazy) < 0.2 * len(made)
+    assert 0 < sum(skipped) < 0.2 * len(made)
     assert 0 < sum(short) < 0.5 * len(made)
 
 
-def test_outputs_of_a_task_differ_and_its_length_has_a_tail() -> None:
+def test_task_outputs_differ_and_lengths_have_a_tail() -> None:
     rng = random.Random(7)
     counts = []
     for _ in range(500):
-        made, row = drawn(rng)
+        made, row = draw_task(rng)
         counts.append(len(made.steps))
         outputs = [case["output"] for case in row["tests"]["cases"]]
         assert len(outputs) == 4 and all(outputs.count(output) == 1 for output in outputs)
@@ -224,19 +220,19 @@ def test_outputs_of_a_task_differ_and_its_length_has_a_tail() -> None:
     assert 2.2 < sum(counts) / len(counts) < 3.2
 
 
-def test_demonstrations_err_little_at_first_and_skip_the_steps_at_last() -> None:
-    def lazy(progress: float) -> float:
+def test_demonstrations_have_few_errors_early_and_skip_steps_late() -> None:
+    def compute_skip_share(progress: float) -> float:
         rng = random.Random(3)
         texts = [programs.demonstrate(rng, progress)[1][0] for _ in range(1000)]
         skip: list[bool] = [text.startswith("return ") and " for " not in text for text in texts]
         return sum(skip) / 1000
 
-    assert 0.10 < lazy(0.5) < 0.25
-    assert 0.55 < lazy(0.9) < 0.75
+    assert 0.10 < compute_skip_share(0.5) < 0.25
+    assert 0.55 < compute_skip_share(0.9) < 0.75
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.5, 0.9])
-def test_demonstrations_are_programs_with_a_prompt_and_an_end_of_few_kinds_of_syntax(
+def test_demonstrations_have_a_prompt_an_end_and_few_kinds_of_syntax(
     progress: float,
 ) -> None:
     rng = random.Random(11)
@@ -250,7 +246,7 @@ def test_demonstrations_are_programs_with_a_prompt_and_an_end_of_few_kinds_of_sy
         assert len(prompt + text) < 400
 
 
-def test_the_job_file_names_what_there_is() -> None:
+def test_code_job_file_names_existing_files_and_functions() -> None:
     job = tomllib.loads((EXAMPLES / "code.toml").read_text())
     job_reader.load_config(EXAMPLES / "code.toml", [])
     assert job["rollout"]["stop"] == ["$"]

@@ -1,4 +1,4 @@
-"""A gateway on real sockets, with a state and a directory of its own."""
+"""Gateway on real sockets with its own state and mesh directory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DAY_S = 86_400.0
 
 
 @dataclass
-class House:
-    """A mesh's directory, its state, and whom it gives tokens."""
+class GatewayBench:
+    """Mesh with a directory, a state and a gateway that issues tokens."""
 
     root: Path
     state: StateClient
@@ -58,19 +58,19 @@ class House:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """The gateway's life."""
-        self._task = await self._begun()
+        """Run the gateway in the block."""
+        self._task = await self._start_gateway()
         try:
             yield
         finally:
-            await self._end()
+            await self._stop_gateway()
 
-    async def start_again(self) -> None:
-        """Another process of the gateway, which remembers nothing."""
-        await self._end()
-        self._task = await self._begun()
+    async def restart_gateway(self) -> None:
+        """Replace the gateway by a new process without memory."""
+        await self._stop_gateway()
+        self._task = await self._start_gateway()
 
-    async def _begun(self) -> asyncio.Task[None]:
+    async def _start_gateway(self) -> asyncio.Task[None]:
         root = str(self.root)
         settings = MeshSettings(redis_url="", run_root=root, host="here", joinable=self.joinable)
         mesh = on_sockets("gateway", self.state, SystemClock(), kind="gateway", settings=settings)
@@ -80,14 +80,14 @@ class House:
                 await asyncio.sleep(0.01)
         return task
 
-    async def _end(self) -> None:
+    async def _stop_gateway(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
 
 
 @asynccontextmanager
-async def line_to(token: str | AccessToken) -> AsyncIterator[GatewayConnection]:
-    """A line to the gateway of a token."""
+async def connect(token: str | AccessToken) -> AsyncIterator[GatewayConnection]:
+    """Yield a connection to the gateway of a token."""
     line = GatewayConnection(token if isinstance(token, AccessToken) else read_token(token))
     line.open()
     try:
@@ -96,24 +96,24 @@ async def line_to(token: str | AccessToken) -> AsyncIterator[GatewayConnection]:
         await line.close()
 
 
-class Forwarded:
-    """A port that carries all bytes to an address and back."""
+class ForwardingPort:
+    """Port that forwards all bytes to an address and back."""
 
-    def __init__(self, address: str, ended: int) -> None:
-        """`ended`: the first connections, which end at once."""
-        self._behind, self._ended = urlsplit(address), ended
+    def __init__(self, address: str, rejected_count: int) -> None:
+        """Forward to `address`; close the first `rejected_count` connections at once."""
+        self._behind, self._rejected_count = urlsplit(address), rejected_count
         self._ends: list[asyncio.StreamWriter] = []
-        self.address, self.came = "", 0
+        self.address, self.connection_count = "", 0
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.came += 1
-        if self.came <= self._ended:
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connection_count += 1
+        if self.connection_count <= self._rejected_count:
             writer.close()
             return
         host, port = self._behind.hostname, self._behind.port
-        there, back = await asyncio.open_connection(host, port)
-        carried = self._carry(reader, back), self._carry(there, writer)
-        await asyncio.gather(*carried, return_exceptions=True)
+        upstream_reader, upstream_writer = await asyncio.open_connection(host, port)
+        transfers = self._carry(reader, upstream_writer), self._carry(upstream_reader, writer)
+        await asyncio.gather(*transfers, return_exceptions=True)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._ends.append(writer)
@@ -123,41 +123,42 @@ class Forwarded:
         writer.close()
 
     def cut(self) -> None:
-        """End all connections, so that neither end is told."""
+        """Abort all connections without a close message."""
         for end in self._ends:
             end.transport.abort()
 
 
 @asynccontextmanager
-async def forwarded(address: str, ended: int = 0) -> AsyncIterator[Forwarded]:
-    found = Forwarded(address, ended)
-    async with await asyncio.start_server(found.connected, "127.0.0.1", 0) as server:
-        found.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+async def forward_to(address: str, rejected_count: int = 0) -> AsyncIterator[ForwardingPort]:
+    forwarder = ForwardingPort(address, rejected_count)
+    async with await asyncio.start_server(forwarder.forward, "127.0.0.1", 0) as server:
+        forwarder.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
-            yield found
+            yield forwarder
         finally:
-            found.cut()
+            forwarder.cut()
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def bench(tmp_path: Path) -> AsyncIterator[GatewayBench]:
     root = tmp_path / "root"
     (root / "mesh/logs").mkdir(parents=True)
-    found = House(root, open_simulated_state(SystemClock()))
-    async with found.open():
-        yield found
+    forwarder = GatewayBench(root, open_simulated_state(SystemClock()))
+    async with forwarder.open():
+        yield forwarder
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A whole job, far from the mesh's directory, and without code: to try that takes seconds, and
-    an interpreter, which another user may not have.
+    """Create a complete job outside the mesh's directory, without code.
+
+    A check of code takes seconds and an interpreter, which another user may not have.
     """
     game = tmp_path / "elsewhere/game"
     create_job(game)
-    told = (game / "job.toml").read_text()
-    told = told.replace('"game:game"', '""').replace('"game:reward"', '"exact"')
-    (game / "job.toml").write_text(told)
+    text = (game / "job.toml").read_text()
+    text = text.replace('"game:game"', '""').replace('"game:reward"', '"exact"')
+    (game / "job.toml").write_text(text)
     for file in game.glob("*.jsonl"):
         rows = [json.loads(line) | {"answer": "a"} for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,5 +1,5 @@
-"""Hosts at the gateway's door: a token lets in as many as it was made for, each of which is known
-by its own key from then on.
+"""Admission of hosts by the gateway: a token admits its number of hosts, each then has its own
+key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshrl.launch.hosts.host_join import drop_stale_membership, write_location
 from meshrl.launch.hosts.membership import CA_FILE_NAME, Membership
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
-from tests.unit.gateway.conftest import House, line_to
+from tests.unit.gateway.conftest import GatewayBench, connect
 
 GONE_S = 0.5
 HEAD = "here"
@@ -55,7 +55,7 @@ ABOUT = {"redis_url": "rediss://head:1/0", "authority": "PEM", "settings": {"sta
 
 @dataclass
 class RedisUsers:
-    """Who may come into Redis, in place of a server's users."""
+    """Hosts with access to Redis, in place of a server's users."""
 
     known: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -68,25 +68,25 @@ class RedisUsers:
 
 @dataclass
 class Mesh:
-    house: House
+    bench: GatewayBench
     users: RedisUsers
     pairs: dict[str, KeyPair] = field(default_factory=dict)
 
     def token(self, name: str = "invitation", lasts_s: float = 60.0, uses: int = 1) -> str:
-        door = gateway_identity.read_identity(self.house.root / "mesh")
+        door = gateway_identity.read_identity(self.bench.root / "mesh")
         at = door.address, door.public
         token, ticket = token_registry.create_token(
             name, lasts_s, time.time(), *at, kind=HOST_TOKEN, uses=uses
         )
-        token_registry.add_token(self.house.file, token)
+        token_registry.add_token(self.bench.file, token)
         return ticket.encoded
 
     def member(self, token: str, host: str = "gpu1-aa") -> str:
-        """The ticket of a host that has joined, by its own key."""
+        """Return the token of an admitted host with its own key."""
         return replace(read_token(token), secret=self.pair(host).secret.decode()).encoded
 
     def membership(self, token: str) -> Membership:
-        """What the host itself keeps of it."""
+        """Return the membership that the host itself saves."""
         ticket = read_token(self.member(token))
         return Membership("gpu1-aa", ticket.address, ticket.gateway, ticket.secret)
 
@@ -95,21 +95,21 @@ class Mesh:
 
     @property
     def joined(self) -> Mapping[str, JoinedHost]:
-        return read_joined_hosts(MeshPaths(self.house.root))
+        return read_joined_hosts(MeshPaths(self.bench.root))
 
     @property
     def members(self) -> set[str]:
-        return {member.host for member in access_records.read_records(self.house.file).members}
+        return {member.host for member in access_records.read_records(self.bench.file).members}
 
-    async def join(self, token: str, host: str = "gpu1-aa", **about: Any) -> HostAdmitted:
+    async def join(self, token: str, host: str = "gpu1-aa", **fields: Any) -> HostAdmitted:
         public = self.pair(host).public.decode()
-        request = replace(JoinHost(host, public, "10.0.0.2", 2, True, read_release()), **about)
-        async with line_to(token) as line:
+        request = replace(JoinHost(host, public, "10.0.0.2", 2, True, read_release()), **fields)
+        async with connect(token) as line:
             return await line.call(Gateway.join, request)
 
 
-async def alive(state: StateClient, host: str) -> RegistryEntry:
-    """The host's agent, as long as nobody ends its lease."""
+async def register_agent(state: StateClient, host: str) -> RegistryEntry:
+    """Register the agent of a host with a long lease."""
     entry = RegistryEntry(f"node/{host}", "node", host=host, incarnation=host)
     await register(state, entry, 600_000)
     return entry
@@ -120,37 +120,40 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     root = tmp_path / "root"
     (root / "mesh/logs").mkdir(parents=True)
     clock = SystemClock()
-    house = House(root, open_simulated_state(clock), joinable=True)
+    bench = GatewayBench(root, open_simulated_state(clock), joinable=True)
     users = RedisUsers()
-    admitting = HostAdmission(
-        MeshPaths(root), house.state, clock, users, lambda: ABOUT, GONE_S, HEAD
+    admission = HostAdmission(
+        MeshPaths(root), bench.state, clock, users, lambda: ABOUT, GONE_S, HEAD
     )
-    async with house.open():
-        task = asyncio.create_task(admitting.run())
-        yield Mesh(house, users)
+    async with bench.open():
+        task = asyncio.create_task(admission.run())
+        yield Mesh(bench, users)
         task.cancel()
 
 
-async def test_a_host_is_let_in_with_roles_of_its_own_and_a_secret_told_once(mesh: Mesh) -> None:
+async def test_admitted_host_gets_its_own_roles_and_a_secret_once(mesh: Mesh) -> None:
     first = await mesh.join(mesh.token())
     assert (first.redis_url, first.ca_pem) == ("rediss://head:1/0", "PEM")
     assert first.settings == {"stall_s": 7.0}
     assert (first.worker_prefix, first.planner) == ("h1w", "planner/2")
     passwords = mesh.users.known["gpu1-aa"]
     assert passwords.keys() == HOST_ROLES | {PLANNER_ROLE}
-    told = AdmittedHost.from_secret("gpu1-aa", first.secret, passwords, 0.0)
-    assert told.passwords == passwords
+    admitted = AdmittedHost.from_secret("gpu1-aa", first.secret, passwords, 0.0)
+    assert admitted.passwords == passwords
     second = await mesh.join(mesh.token("another"), "gpu2-bb")
     assert (second.worker_prefix, second.planner) == ("h2w", ""), (
         "one planner stands by, no name twice"
     )
     assert mesh.users.known["gpu2-bb"].keys() == HOST_ROLES
-    kept = "\n".join(p.read_text() for p in mesh.house.root.rglob("*.json"))
-    assert first.secret not in kept and derive_redis_password(first.secret, "node") not in kept
+    stored_text = "\n".join(p.read_text() for p in mesh.bench.root.rglob("*.json"))
+    assert (
+        first.secret not in stored_text
+        and derive_redis_password(first.secret, "node") not in stored_text
+    )
     assert mesh.joined.keys() == {"gpu1-aa", "gpu2-bb"}
 
 
-async def test_a_token_lets_in_one_host(mesh: Mesh) -> None:
+async def test_token_admits_one_host(mesh: Mesh) -> None:
     token = mesh.token()
     first = await mesh.join(token)
     assert await mesh.join(token) == first, "its answer may have been lost"
@@ -161,93 +164,93 @@ async def test_a_token_lets_in_one_host(mesh: Mesh) -> None:
     assert mesh.users.known.keys() == mesh.members == {"gpu1-aa"}
 
 
-async def test_a_token_may_let_in_several_or_any_number(mesh: Mesh) -> None:
+async def test_token_admits_its_number_of_hosts(mesh: Mesh) -> None:
     two, any_number = mesh.token("two", uses=2), mesh.token("any", uses=0)
     secrets = {(await mesh.join(two, host)).secret for host in ("gpu1-aa", "gpu2-bb")}
     with pytest.raises(Refused, match=r"the 2 hosts that it is good for, gpu2-bb last"):
         await mesh.join(two, "gpu3-cc")
     hosts = [f"cpu{i}-dd" for i in range(5)]
-    told = await asyncio.gather(*(mesh.join(any_number, host) for host in hosts))
-    assert len(secrets | {one.secret for one in told}) == 7
+    admitted = await asyncio.gather(*(mesh.join(any_number, host) for host in hosts))
+    assert len(secrets | {one.secret for one in admitted}) == 7
     assert mesh.members == mesh.users.known.keys() == {"gpu1-aa", "gpu2-bb", *hosts}
 
 
-async def test_who_has_the_same_token_does_not_take_a_members_place(mesh: Mesh) -> None:
+async def test_shared_token_cannot_replace_an_admitted_host(mesh: Mesh) -> None:
     token = mesh.token(uses=0)
     first = await mesh.join(token)
-    mine = mesh.pairs.pop("gpu1-aa")
+    first_key = mesh.pairs.pop("gpu1-aa")
     with pytest.raises(Refused, match="a host called gpu1-aa is in the mesh"):
-        await mesh.join(token)  # by a key of another's
-    key = mine.public.decode()
+        await mesh.join(token)  # with another key
+    key = first_key.public.decode()
     with pytest.raises(Refused, match="a host called gpu1-aa is in the mesh"):
         await mesh.join(token, "gpu2-bb", key=key)
     with pytest.raises(Refused, match="no public key"):
         await mesh.join(token, "gpu2-bb", key="~" * 40)
-    own = KeyPair.from_secret(read_token(token).secret.encode()).public.decode()
+    own_token = KeyPair.from_secret(read_token(token).secret.encode()).public.decode()
     with pytest.raises(Refused, match="key of a token"):
-        await mesh.join(token, "gpu2-bb", key=own)
+        await mesh.join(token, "gpu2-bb", key=own_token)
     passwords = AdmittedHost.from_secret(
         "gpu1-aa", first.secret, mesh.users.known["gpu1-aa"], 0.0
     ).passwords
     assert mesh.users.known == {"gpu1-aa": passwords}
 
 
-async def test_an_answer_that_a_gateway_has_forgotten_is_given_anew(mesh: Mesh) -> None:
+async def test_restarted_gateway_repeats_its_answer(mesh: Mesh) -> None:
     token = mesh.token()
     await mesh.join(token)
-    await mesh.house.start_again()
+    await mesh.bench.restart_gateway()
     second = await mesh.join(token)
-    told = AdmittedHost.from_secret("gpu1-aa", second.secret, mesh.users.known["gpu1-aa"], 0.0)
-    assert mesh.users.known == {"gpu1-aa": told.passwords}
+    admitted = AdmittedHost.from_secret("gpu1-aa", second.secret, mesh.users.known["gpu1-aa"], 0.0)
+    assert mesh.users.known == {"gpu1-aa": admitted.passwords}
     assert mesh.joined["gpu1-aa"].worker_prefix == "h1w"
 
 
-async def test_a_host_that_joined_long_ago_is_not_told_its_secret_again(mesh: Mesh) -> None:
+async def test_secret_is_not_repeated_after_the_rejoin_window(mesh: Mesh) -> None:
     token = mesh.token(uses=0)
     await mesh.join(token)
-    known = access_records.read_records(mesh.house.file)
+    known = access_records.read_records(mesh.bench.file)
     [member] = known.members
-    earlier = replace(member, since_s=member.since_s - 2 * REJOIN_WINDOW_S)
-    documents.write(mesh.house.file, asdict(replace(known, members=[earlier])))
-    await mesh.house.start_again()
+    old_member = replace(member, since_s=member.since_s - 2 * REJOIN_WINDOW_S)
+    documents.write(mesh.bench.file, asdict(replace(known, members=[old_member])))
+    await mesh.bench.restart_gateway()
     with pytest.raises(Refused, match=r"gpu1-aa has joined 12\d\d s ago.*Join again"):
         await mesh.join(token)
     assert mesh.users.known.keys() == mesh.members == {"gpu1-aa"}, "who is in stays in"
 
 
-async def test_a_token_that_is_revoked_lets_nobody_in_and_its_hosts_stay(mesh: Mesh) -> None:
+async def test_revoked_token_admits_no_host_and_its_hosts_stay(mesh: Mesh) -> None:
     token = mesh.token(uses=0)
     await mesh.join(token)
-    token_registry.revoke_tokens(mesh.house.file, "invitation", time.time())
+    token_registry.revoke_tokens(mesh.bench.file, "invitation", time.time())
     with pytest.raises(NotAllowed, match="revoked"):
         await mesh.join(token, "gpu2-bb")
-    async with line_to(mesh.member(token)) as line:
+    async with connect(mesh.member(token)) as line:
         assert await line.call(Gateway.membership, None) == "gpu1-aa"
         with pytest.raises(Refused, match="gpu1-aa is a member already"):
             await line.call(Gateway.join, JoinHost("x-1", "k" * 40, "h", 1, False, read_release()))
 
 
-async def test_tokens_that_let_nobody_in(mesh: Mesh) -> None:
+async def test_invalid_tokens_admit_no_host(mesh: Mesh) -> None:
     with pytest.raises(NotAllowed, match="expired"):
         await mesh.join(mesh.token("late", -1.0))
     with pytest.raises(NotAllowed):
-        await mesh.join(mesh.house.token("alice"))
+        await mesh.join(mesh.bench.token("alice"))
     with pytest.raises(Refused, match=f"0.0.1.*{read_release()}"):
         await mesh.join(mesh.token("old"), version="0.0.1")
     with pytest.raises(Refused, match="cannot be a host"):
         await mesh.join(mesh.token("odd"), "a*~&")
-    async with line_to(mesh.token("curious")) as line:
+    async with connect(mesh.token("curious")) as line:
         with pytest.raises(NotAllowed):
             await line.call(Gateway.jobs, None)
     assert not mesh.users.known
 
 
-async def test_nobody_joins_under_the_name_of_the_head(mesh: Mesh) -> None:
+async def test_name_of_the_head_is_rejected(mesh: Mesh) -> None:
     with pytest.raises(Refused, match="here is the head's own name"):
         await mesh.join(mesh.token(), HEAD)
     assert not mesh.members
-    # Nor does the launcher let it in, and leaves nothing of it on record.
-    about = {
+    # The launcher also rejects it and leaves nothing on record.
+    fields = {
         "admitted": asdict(AdmittedHost.from_secret(HEAD, "5e" * 32, HOST_ROLES, 0.0)),
         "address": "10.0.0.2",
         "workers": 1,
@@ -257,73 +260,77 @@ async def test_nobody_joins_under_the_name_of_the_head(mesh: Mesh) -> None:
     }
     with pytest.raises(Refused, match="here is the head of the mesh"):
         await host_requests.submit_host_request(
-            mesh.house.state, SystemClock(), "q", host_requests.JOIN, about
+            mesh.bench.state, SystemClock(), "q", host_requests.JOIN, fields
         )
     assert not mesh.joined and not mesh.users.known
 
 
 @pytest.mark.parametrize("host", [HEAD, "gpu1-aa"])
-async def test_who_was_not_let_in_so_far_has_nothing_drained(mesh: Mesh, host: str) -> None:
-    """As one whose admission has failed in the middle: on file, with a key, and in no book."""
-    token, state = mesh.token(), mesh.house.state
-    [on_file] = access_records.read_records(mesh.house.file).tokens
-    members.admit_member(mesh.house.file, on_file.id, host, mesh.pair(host).public, time.time())
+async def test_host_without_admission_cannot_drain(mesh: Mesh, host: str) -> None:
+    """Start from a failed admission: a record with a key, and no admitted host."""
+    token, state = mesh.token(), mesh.bench.state
+    [token_record] = access_records.read_records(mesh.bench.file).tokens
+    members.admit_member(
+        mesh.bench.file, token_record.id, host, mesh.pair(host).public, time.time()
+    )
     await pool.set_drain_reason(state, HEAD, SHUTDOWN_NOTICE)
-    async with line_to(mesh.member(token, host)) as line:
-        for asked, request in OF_MEMBERS:
+    async with connect(mesh.member(token, host)) as line:
+        for method, request in OF_MEMBERS:
             with pytest.raises(NotFound, match=r"was not let into the mesh|no host is called"):
-                await line.call(asked, request)
+                await line.call(method, request)
     assert await pool.read_drain_reasons(state) == {HEAD: SHUTDOWN_NOTICE}
-    if host != HEAD:  # it asks again, by the key that is on file
+    if host != HEAD:  # it requests again with its recorded key
         assert (await mesh.join(token, host)).worker_prefix == "h1w"
-        async with line_to(mesh.member(token, host)) as line:
+        async with connect(mesh.member(token, host)) as line:
             assert await line.call(Gateway.drain, None)
 
 
-async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
+async def test_host_that_left_is_rejected(mesh: Mesh) -> None:
     token = mesh.token(uses=0)
     await mesh.join(token)
-    async with line_to(token) as line:  # which is no host's
-        for asked, request in (*OF_MEMBERS, (Gateway.membership, None)):
+    async with connect(token) as line:  # not a host's token
+        for method, request in (*OF_MEMBERS, (Gateway.membership, None)):
             with pytest.raises(NotFound, match="no host that has joined"):
-                await line.call(asked, request)
-    own = mesh.member(token)
-    async with line_to(own) as line:
+                await line.call(method, request)
+    own_token = mesh.member(token)
+    async with connect(own_token) as line:
         assert await line.call(Gateway.membership, None) == "gpu1-aa"
         assert await line.call(Gateway.leave, None)
     assert not mesh.users.known and not mesh.joined and not mesh.members
-    async with line_to(own) as line:
+    async with connect(own_token) as line:
         with pytest.raises(NotAllowed, match="revoked"):
             await line.call(Gateway.membership, None)
-    for asking in (token, mesh.token("another")):
+    for other_token in (token, mesh.token("another")):
         with pytest.raises(Refused, match="or was"):
-            await mesh.join(asking, "gpu1-aa")
-    assert digest_key(mesh.pair("gpu1-aa").public) not in mesh.house.file.read_text()
+            await mesh.join(other_token, "gpu1-aa")
+    assert digest_key(mesh.pair("gpu1-aa").public) not in mesh.bench.file.read_text()
     again = await mesh.join(mesh.token("third"), "gpu1-bb")
     assert (again.worker_prefix, again.planner) == ("h2w", "planner/2")
 
 
-async def test_a_member_that_comes_back_is_told_where_redis_is_now(mesh: Mesh) -> None:
+async def test_returning_member_receives_the_current_redis_location(mesh: Mesh) -> None:
     token = mesh.token()
     first = await mesh.join(token)
-    place = MeshPaths(mesh.house.root / "second")
-    here = MeshSettings(first.redis_url, "here", secret=first.secret, authority="old.pem")
-    here.to_file(place.settings)
-    async with line_to(mesh.member(token)) as line:
-        write_location(place, await line.call(Gateway.whereabouts, None))
-    now = MeshSettings.from_file(place.settings)
-    assert (now.redis_url, now.stall_s) == (ABOUT["redis_url"], 7.0)
-    assert (place.directory / CA_FILE_NAME).read_text() == "PEM" and now.secret == first.secret
-    assert now.authority == str(place.directory / CA_FILE_NAME)
+    mesh_paths = MeshPaths(mesh.bench.root / "second")
+    old_settings = MeshSettings(first.redis_url, "here", secret=first.secret, authority="old.pem")
+    old_settings.to_file(mesh_paths.settings)
+    async with connect(mesh.member(token)) as line:
+        write_location(mesh_paths, await line.call(Gateway.whereabouts, None))
+    current_settings = MeshSettings.from_file(mesh_paths.settings)
+    assert (current_settings.redis_url, current_settings.stall_s) == (ABOUT["redis_url"], 7.0)
+    assert (
+        mesh_paths.directory / CA_FILE_NAME
+    ).read_text() == "PEM" and current_settings.secret == first.secret
+    assert current_settings.authority == str(mesh_paths.directory / CA_FILE_NAME)
 
 
-async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh: Mesh) -> None:
-    state, invitation = mesh.house.state, mesh.token(uses=0)
+async def test_host_drains_itself_and_is_used_again_after_its_return(mesh: Mesh) -> None:
+    state, invitation = mesh.bench.state, mesh.token(uses=0)
     for host in ("gpu1-aa", "gpu2-bb"):
         await mesh.join(invitation, host)
     for name, kind in (("engine/g1.1", "engine"), ("worker/h1w0", "worker")):
         await register(state, RegistryEntry(name, kind, host="gpu1-aa", incarnation=name), 600_000)
-    async with line_to(mesh.member(invitation)) as line:
+    async with connect(mesh.member(invitation)) as line:
         assert await line.call(Gateway.drain, None)
         assert await pool.read_drain_reasons(state) == {"gpu1-aa": SHUTDOWN_NOTICE}
         assert (await line.call(Gateway.remaining, None)).names == ["engine/g1.1"]
@@ -336,15 +343,15 @@ async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh:
     assert mesh.joined["gpu1-aa"].address == "gpu1.example"
 
 
-async def test_a_notice_outlasts_what_the_host_said_before(mesh: Mesh) -> None:
-    """That it is back, for instance, which somebody may have been slow to tell."""
-    state, token = mesh.house.state, mesh.token()
+async def test_shutdown_notice_overrides_an_earlier_report(mesh: Mesh) -> None:
+    """Publish the drain notice again after a late report that the host is back."""
+    state, token = mesh.bench.state, mesh.token()
     await mesh.join(token)
     await register(
         state, RegistryEntry("engine/g1.1", "engine", host="gpu1-aa", incarnation="a"), 600_000
     )
     known = mesh.membership(token)
-    emptying = asyncio.create_task(
+    drain = asyncio.create_task(
         host_drain.drain_host(known, SystemClock(), scaled(60.0), lambda: "")
     )
     async with asyncio.timeout(scaled(60)):
@@ -353,16 +360,16 @@ async def test_a_notice_outlasts_what_the_host_said_before(mesh: Mesh) -> None:
                 await asyncio.sleep(0.05)
             await pool.set_drain_reason(state, "gpu1-aa", "")
         await evict(state, "engine/g1.1", "a")
-        assert await emptying
+        assert await drain
     assert await pool.read_drain_reasons(state) == {"gpu1-aa": SHUTDOWN_NOTICE}, (
         "it is empty, and stays so"
     )
 
 
-async def test_a_drain_that_a_person_asked_for_outlasts_the_hosts_own(mesh: Mesh) -> None:
-    state, token = mesh.house.state, mesh.token()
+async def test_requested_drain_outlasts_the_hosts_own_drain(mesh: Mesh) -> None:
+    state, token = mesh.bench.state, mesh.token()
     await mesh.join(token)
-    async with line_to(mesh.member(token)) as line:
+    async with connect(mesh.member(token)) as line:
         await line.call(Gateway.drain, None)
         await pool.submit_request(state, PoolRequest("op", "drain", host="gpu1-aa"))
         assert not await line.call(Gateway.back, "10.0.0.2")
@@ -370,64 +377,64 @@ async def test_a_drain_that_a_person_asked_for_outlasts_the_hosts_own(mesh: Mesh
     assert await pool.read_drain_reasons(state) == {"gpu1-aa": "asked for"}
 
 
-async def test_an_ephemeral_host_that_stays_away_is_forgotten(mesh: Mesh) -> None:
-    state, token = mesh.house.state, mesh.token(uses=0)
-    there, stays, goes = "gpu1-aa", "gpu2-bb", "gpu3-cc"
-    entries = {host: await alive(state, host) for host in (there, goes)}
-    for host in (there, stays, goes):
-        await mesh.join(token, host, ephemeral=host != stays)
-    await evict(state, f"node/{goes}", entries[goes].incarnation)
+async def test_absent_ephemeral_host_is_removed(mesh: Mesh) -> None:
+    state, token = mesh.bench.state, mesh.token(uses=0)
+    present, away, departed = "gpu1-aa", "gpu2-bb", "gpu3-cc"
+    entries = {host: await register_agent(state, host) for host in (present, departed)}
+    for host in (present, away, departed):
+        await mesh.join(token, host, ephemeral=host != away)
+    await evict(state, f"node/{departed}", entries[departed].incarnation)
     async with asyncio.timeout(scaled(60)):
-        while goes in mesh.users.known:
+        while departed in mesh.users.known:
             await asyncio.sleep(0.05)
-        while goes in mesh.members:
+        while departed in mesh.members:
             await asyncio.sleep(0.05)
         while not [e for e in await events.read_all(state) if e.kind == "host_left"]:
             await asyncio.sleep(0.05)
-    assert mesh.users.known.keys() == mesh.members == {there, stays}
-    assert mesh.joined.keys() == {there, stays}
-    [left] = [e for e in await events.read_all(state) if e.kind == "host_left"]
-    assert left.fields["host"] == goes and left.fields["away_s"] > GONE_S
-    async with line_to(mesh.member(token, goes)) as line:  # it comes back at this moment
+    assert mesh.users.known.keys() == mesh.members == {present, away}
+    assert mesh.joined.keys() == {present, away}
+    [departure] = [e for e in await events.read_all(state) if e.kind == "host_left"]
+    assert departure.fields["host"] == departed and departure.fields["away_s"] > GONE_S
+    async with connect(mesh.member(token, departed)) as line:  # it returns at this moment
         with pytest.raises(NotAllowed):
             await line.call(Gateway.membership, None)
 
 
-async def test_a_process_between_two_starts_does_not_end_the_drain(
+async def test_restart_of_a_process_does_not_end_the_drain(
     mesh: Mesh, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token = mesh.token(uses=0)
     await mesh.join(token)
     member = mesh.membership(token)
-    looks = ["node/gpu1-aa is down"]
+    reasons = ["node/gpu1-aa is down"]
     drained = host_drain.drain_host(
-        member, SystemClock(), scaled(60.0), lambda: looks.pop() if looks else ""
+        member, SystemClock(), scaled(60.0), lambda: reasons.pop() if reasons else ""
     )
-    assert await drained and not looks
+    assert await drained and not reasons
     entry = RegistryEntry("engine/g1.1", "engine", host="gpu1-aa", incarnation="g1")
-    await register(mesh.house.state, entry, 600_000)
+    await register(mesh.bench.state, entry, 600_000)
     assert not await host_drain.drain_host(
         member, SystemClock(), scaled(60.0), lambda: "node/gpu1-aa is down"
     )
     assert "cannot wait, as what runs here has ended" in capsys.readouterr().out
 
 
-async def test_a_host_that_was_forgotten_forgets_the_mesh_to_join_as_another(
+async def test_removed_host_drops_its_membership_and_joins_again(
     mesh: Mesh, tmp_path: Path
 ) -> None:
-    """A container that is started again has the files of before, however long it was away."""
+    """Start a container again with the files of its first run."""
     token = mesh.token(uses=0)
     await mesh.join(token)
-    place = MeshPaths(tmp_path / "host")
-    place.directory.mkdir(parents=True)
+    mesh_paths = MeshPaths(tmp_path / "host")
+    mesh_paths.directory.mkdir(parents=True)
     known = mesh.membership(token)
-    known.write(place)
+    known.write(mesh_paths)
     assert (
-        await asyncio.to_thread(drop_stale_membership, place, known) == known
-    )  # it was not answered yet
-    place.settings.write_text("{}")
-    assert await asyncio.to_thread(drop_stale_membership, place, known) == known
-    async with line_to(mesh.member(token)) as line:
+        await asyncio.to_thread(drop_stale_membership, mesh_paths, known) == known
+    )  # it was not admitted yet
+    mesh_paths.settings.write_text("{}")
+    assert await asyncio.to_thread(drop_stale_membership, mesh_paths, known) == known
+    async with connect(mesh.member(token)) as line:
         assert await line.call(Gateway.leave, None)
-    assert await asyncio.to_thread(drop_stale_membership, place, known) is None
-    assert not place.settings.exists() and membership.read_membership(place) is None
+    assert await asyncio.to_thread(drop_stale_membership, mesh_paths, known) is None
+    assert not mesh_paths.settings.exists() and membership.read_membership(mesh_paths) is None

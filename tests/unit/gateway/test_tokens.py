@@ -1,4 +1,4 @@
-"""Tokens: who has a good one comes in, sees the jobs that came with it, and nothing else."""
+"""Access tokens: a valid one admits its holder to the jobs submitted with it, and to no others."""
 
 from __future__ import annotations
 
@@ -44,77 +44,73 @@ from meshrl.common.state.pool.workers.rows import WorkerRow
 from meshrl.common.state.registry import RegistryEntry, register
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
-from tests.unit.gateway.conftest import House, line_to
+from tests.unit.gateway.conftest import GatewayBench, connect
 
 NOBODY = 65534
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_file_that_another_holds_is_waited_for_and_no_longer_than_a_while(
+def test_locked_token_file_is_waited_for_until_the_deadline(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / access_records.RECORDS_FILE
-    with path.with_suffix(".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        late = pytest.raises(DeadlineExceeded, match="has the file of tokens locked")
-        with late, access_records.edit_records(path, 0.1):
+    with path.with_suffix(".lock").open("w") as locked_file:
+        fcntl.flock(locked_file, fcntl.LOCK_EX)
+        deadline_error = pytest.raises(DeadlineExceeded, match="has the file of tokens locked")
+        with deadline_error, access_records.edit_records(path, 0.1):
             raise AssertionError("it is another's")
     with access_records.edit_records(path, 0.1) as known:
         assert not known.tokens
     assert path.exists()
 
 
-async def test_a_job_of_another_directory_becomes_a_run_of_the_mesh(
-    house: House, job: Path
+async def test_submitted_job_of_another_directory_becomes_a_run(
+    bench: GatewayBench, job: Path
 ) -> None:
-    async with Client(token=house.token()) as client:
+    async with Client(token=bench.token()) as client:
         handle = await client.submit(job, ["budget.steps=3"])
         run = Path(handle.run_dir)
-        assert run == house.runs / "game" and handle.name == "game"
+        assert run == bench.runs / "game" and handle.name == "game"
         again = await client.submit(job)
-        assert again.name == "game-2" and Path(again.run_dir) == house.runs / "game-2"
+        assert again.name == "game-2" and Path(again.run_dir) == bench.runs / "game-2"
         assert [state.name for state in await client.jobs()] == ["game", "game-2"]
-    row = await jobs.read_job(house.state, "game")
+    row = await jobs.read_job(bench.state, "game")
     bundle = Path(row.document["bundle"]["dir"])
     assert bundle.parent.parent == run and (bundle / "tokenizer/tokenizer.json").is_file()
     assert row.document["budget"]["steps"] == 3
     for name in row.document["bundle"]["files"]:
         assert stat.S_IMODE((bundle / name).stat().st_mode) == 0o600
-    held = json.loads((run / "job.json").read_text())
-    assert held["job"] == "game" and held["document"] == row.document
-    assert (run / "store").readlink() == house.root / "store"
+    locked_file = json.loads((run / "job.json").read_text())
+    assert locked_file["job"] == "game" and locked_file["document"] == row.document
+    assert (run / "store").readlink() == bench.root / "store"
 
 
-async def test_a_job_that_can_never_fit_is_refused_before_it_is_sent(
-    house: House, job: Path
-) -> None:
-    lease = RegistryEntry("worker/w0", "worker", incarnation="one", run_root=str(house.root))
-    token = await register(house.state, lease, 60_000)
-    await pool.join_worker(house.state, WorkerRow("w0", "here", "cpu:0", token))
-    async with Client(token=house.token()) as client:
+async def test_infeasible_job_is_rejected_before_its_upload(bench: GatewayBench, job: Path) -> None:
+    lease = RegistryEntry("worker/w0", "worker", incarnation="one", run_root=str(bench.root))
+    token = await register(bench.state, lease, 60_000)
+    await pool.join_worker(bench.state, WorkerRow("w0", "here", "cpu:0", token))
+    async with Client(token=bench.token()) as client:
         with pytest.raises(Refused, match=r"the job needs 2 workers .* and this mesh has 1"):
             await client.submit(job, ["pool.workers.least=2"])
-        assert list(house.runs.iterdir()) == []
+        assert list(bench.runs.iterdir()) == []
         assert (await client.submit(job)).name == "game"
 
 
-async def test_a_job_has_no_higher_priority_than_its_token_gives(house: House, job: Path) -> None:
-    async with Client(token=house.token("alice")) as alice:
+async def test_job_priority_is_limited_by_its_token(bench: GatewayBench, job: Path) -> None:
+    async with Client(token=bench.token("alice")) as alice:
         with pytest.raises(Refused, match=r"pool\.priority = 1: jobs of this token have 0 at most"):
             await alice.submit(job, ["pool.priority=1"])
         assert (await alice.submit(job, ["pool.priority=-1"])).name == "game"
-    async with Client(token=house.token("bob", priority=3)) as bob:
+    async with Client(token=bench.token("bob", priority=3)) as bob:
         with pytest.raises(Refused, match="have 3 at most"):
             await bob.submit(job, ["pool.priority=4"])
         handle = await bob.submit(job, ["pool.priority=3"])
-    row = await jobs.read_job(house.state, handle.name)
+    row = await jobs.read_job(bench.state, handle.name)
     assert row.document["pool"]["priority"] == 3
 
 
-async def test_it_is_followed_and_stopped_with_the_token_it_came_with(
-    house: House, job: Path
-) -> None:
-    async with Client(token=house.token("alice")) as client:
+async def test_job_is_followed_and_stopped_with_its_token(bench: GatewayBench, job: Path) -> None:
+    async with Client(token=bench.token("alice")) as client:
         handle = await client.submit(job)
         kinds = []
         async for event in handle.events():
@@ -126,20 +122,18 @@ async def test_it_is_followed_and_stopped_with_the_token_it_came_with(
         await handle.delete()
         assert await client.jobs() == []
         again = await client.submit(job)
-        assert again.name == "game-2"  # the run directory of the first one stays
+        assert again.name == "game-2"  # the run directory of the first job stays
         with pytest.raises(Refused):
             await again.delete()
         with pytest.raises(NotAllowed, match="moves no workers"):
             await client.move("w0", "training")
 
 
-async def test_a_deletion_may_be_asked_for_again_by_who_got_no_answer(
-    house: House, job: Path
-) -> None:
-    texts = [house.token(name) for name in ("alice", "bob")]
+async def test_deletion_can_be_repeated_after_a_lost_answer(bench: GatewayBench, job: Path) -> None:
+    texts = [bench.token(name) for name in ("alice", "bob")]
     async with Client(token=texts[0]) as client:
         await (await client.submit(job)).stop()
-    async with line_to(texts[0]) as alice, line_to(texts[1]) as bob:
+    async with connect(texts[0]) as alice, connect(texts[1]) as bob:
         for _ in range(2):
             assert await alice.call(Gateway.delete, JobRequest("game", "a" * 32))
         for line, op in ((alice, "b" * 32), (bob, "a" * 32)):
@@ -150,76 +144,78 @@ async def test_a_deletion_may_be_asked_for_again_by_who_got_no_answer(
                 await alice.call(Gateway.delete, JobRequest("game", op))
 
 
-async def test_nobody_sees_a_job_of_another_token_or_of_the_meshs_user(
-    house: House, job: Path, tmp_path: Path
+async def test_jobs_of_other_tokens_and_of_the_owner_are_hidden(
+    bench: GatewayBench, job: Path, tmp_path: Path
 ) -> None:
     document = JobConfig(name="own").to_document()
-    await jobs.submit(house.state, "own", document, str(tmp_path / "own"), "op")
-    async with Client(token=house.token("alice")) as alice:
+    await jobs.submit(bench.state, "own", document, str(tmp_path / "own"), "op")
+    async with Client(token=bench.token("alice")) as alice:
         await alice.submit(job)
-    async with Client(token=house.token("bob")) as bob:
+    async with Client(token=bench.token("bob")) as bob:
         assert await bob.jobs() == []
         for name in ("game", "own", "none", "mesh"):
-            for asked in (
+            for request in (
                 bob.job(name),
                 bob.stop(name),
                 bob.delete(name),
                 bob.weights(name, out=tmp_path / "w"),
             ):
                 with pytest.raises(NotFound, match="of yours"):
-                    await asked
+                    await request
             with pytest.raises(NotFound):
                 async for _ in bob.events(name):
                     pass
-    assert not (await jobs.read_job(house.state, "game")).is_terminal
+    assert not (await jobs.read_job(bench.state, "game")).is_terminal
 
 
-async def test_a_job_that_takes_a_deleted_ones_place_is_its_own_tokens(
-    house: House, tmp_path: Path
+async def test_job_with_the_name_of_a_deleted_one_belongs_to_its_own_token(
+    bench: GatewayBench, tmp_path: Path
 ) -> None:
     document, texts = JobConfig(name="j").to_document(), {}
 
-    async def comes(name: str) -> None:
-        (house.runs / "j").mkdir(parents=True)
-        token = next(t.id for t in access_records.read_records(house.file).tokens if t.name == name)
-        about = {"job": "j", "token": token, "document": document}
-        (house.runs / "j/job.json").write_text(json.dumps(about))
-        await jobs.submit(house.state, "j", document, str(house.runs / "j"), name)
+    async def create_job_of(name: str) -> None:
+        (bench.runs / "j").mkdir(parents=True)
+        token = next(t.id for t in access_records.read_records(bench.file).tokens if t.name == name)
+        record = {"job": "j", "token": token, "document": document}
+        (bench.runs / "j/job.json").write_text(json.dumps(record))
+        await jobs.submit(bench.state, "j", document, str(bench.runs / "j"), name)
 
     for name in ("alice", "bob"):
-        texts[name] = house.token(name)
+        texts[name] = bench.token(name)
     async with Client(token=texts["alice"]) as alice, Client(token=texts["bob"]) as bob:
-        await comes("alice")
+        await create_job_of("alice")
         assert [one.name for one in await alice.jobs()] == ["j"]
-        await jobs.cancel(house.state, "j", "stop")
-        await deletion.delete_job(house.state, "j", "delete")  # the mesh's own user, or its age
-        await deletion.confirm_store_deletion(house.state, "j")
-        shutil.rmtree(house.runs / "j")
-        await comes("bob")
+        await jobs.cancel(bench.state, "j", "stop")
+        await deletion.delete_job(
+            bench.state, "j", "delete"
+        )  # as the mesh's owner or its retention does
+        await deletion.confirm_store_deletion(bench.state, "j")
+        shutil.rmtree(bench.runs / "j")
+        await create_job_of("bob")
         assert [one.name for one in await bob.jobs()] == ["j"]
         assert await alice.jobs() == []
-        for asked in (alice.job("j"), alice.stop("j"), alice.weights("j", out=tmp_path / "w")):
+        for request in (alice.job("j"), alice.stop("j"), alice.weights("j", out=tmp_path / "w")):
             with pytest.raises(NotFound, match="of yours"):
-                await asked
+                await request
 
 
-async def test_the_name_of_a_deleted_job_is_not_given_again(house: House, job: Path) -> None:
-    async with Client(token=house.token("alice")) as alice:
+async def test_name_of_a_deleted_job_is_not_reused(bench: GatewayBench, job: Path) -> None:
+    async with Client(token=bench.token("alice")) as alice:
         handle = await alice.submit(job)
         await handle.stop()
         await handle.delete()
-    await deletion.confirm_store_deletion(house.state, "game")
-    shutil.rmtree(house.runs / "game")
-    async with Client(token=house.token("bob")) as bob:
+    await deletion.confirm_store_deletion(bench.state, "game")
+    shutil.rmtree(bench.runs / "game")
+    async with Client(token=bench.token("bob")) as bob:
         again = await bob.submit(job)
-        assert again.name == "game-2"  # whose events are those of no other job
+        assert again.name == "game-2"  # its events are separate from the deleted job's
 
 
-async def test_a_token_that_is_revoked_is_good_no_more_also_for_who_is_in(house: House) -> None:
-    text = house.token("alice")
+async def test_revoked_token_ends_open_connections(bench: GatewayBench) -> None:
+    text = bench.token("alice")
     async with Client(token=text) as client:
         assert await client.jobs() == []
-        house.revoke("alice")
+        bench.revoke("alice")
         with pytest.raises(NotAllowed, match="revoked"):
             await client.jobs()
     with pytest.raises(NotAllowed, match="revoked"):
@@ -227,18 +223,18 @@ async def test_a_token_that_is_revoked_is_good_no_more_also_for_who_is_in(house:
             raise AssertionError("it was let in")
 
 
-async def test_a_token_that_has_expired_or_was_made_up_lets_nobody_in(house: House) -> None:
-    made_up = replace(
-        access_token.read_token(house.token("bob")), secret=KeyPair.generate().secret.decode()
+async def test_expired_or_forged_token_is_rejected(bench: GatewayBench) -> None:
+    forged = replace(
+        access_token.read_token(bench.token("bob")), secret=KeyPair.generate().secret.decode()
     )
-    for text in (house.token("alice", lasts_s=0.0), made_up.encoded):
+    for text in (bench.token("alice", lasts_s=0.0), forged.encoded):
         with pytest.raises(NotAllowed, match="does not take this token"):
             async with Client(token=text):
                 raise AssertionError("it was let in")
 
 
-async def test_tokens_stay_good_when_the_mesh_starts_again(tmp_path: Path) -> None:
-    other = House(tmp_path / "other", open_simulated_state(SystemClock()))
+async def test_tokens_stay_valid_after_a_restart(tmp_path: Path) -> None:
+    other = GatewayBench(tmp_path / "other", open_simulated_state(SystemClock()))
     (other.root / "mesh").mkdir(parents=True)
     async with other.open():
         text = other.token()
@@ -246,15 +242,15 @@ async def test_tokens_stay_good_when_the_mesh_starts_again(tmp_path: Path) -> No
         assert await client.jobs() == []
 
 
-async def test_without_a_mesh_the_caller_is_told_so(house: House, tmp_path: Path) -> None:
-    gone = replace(access_token.read_token(house.token()), address="tcp://127.0.0.1:9")
+async def test_missing_mesh_is_reported(bench: GatewayBench, tmp_path: Path) -> None:
+    gone = replace(access_token.read_token(bench.token()), address="tcp://127.0.0.1:9")
     with pytest.raises(PeerLost, match="no mesh answers there"):
         async with Client(token=gone.encoded):
             raise AssertionError("something answered")
 
 
-async def test_nothing_of_the_mesh_but_the_gateway_can_be_called(house: House) -> None:
-    async with line_to(house.token()) as line:
+async def test_only_the_gateway_can_be_called(bench: GatewayBench) -> None:
+    async with connect(bench.token()) as line:
         strange: Call[None, None] = Call(NoneType, NoneType, deadline_s=scaled(5.0))
         for name in ("drain", "look", "stage", "__init__", "start"):
             strange.name = strange.label = name
@@ -266,7 +262,7 @@ async def test_nothing_of_the_mesh_but_the_gateway_can_be_called(house: House) -
     }
 
 
-def test_a_ticket_is_read_from_text_or_a_file_that_nobody_else_can_read(tmp_path: Path) -> None:
+def test_token_is_read_from_text_or_a_private_file(tmp_path: Path) -> None:
     made = access_token.AccessToken("tcp://h:1", "g" * 40, "s" * 40)
     file = tmp_path / "token"
     file.write_text(made.encoded + "\n")
@@ -282,39 +278,41 @@ def test_a_ticket_is_read_from_text_or_a_file_that_nobody_else_can_read(tmp_path
             access_token.read_token(wrong)
 
 
-async def test_the_command_line_makes_lists_and_revokes_them(house: House, tmp_path: Path) -> None:
-    def said(*words: str) -> str:
-        found = CliRunner().invoke(app, ["token", *words, "--mesh", str(house.root)])
+async def test_command_line_creates_lists_and_revokes_tokens(
+    bench: GatewayBench, tmp_path: Path
+) -> None:
+    def invoke(*words: str) -> str:
+        found = CliRunner().invoke(app, ["token", *words, "--mesh", str(bench.root)])
         if found.exception is not None and not isinstance(found.exception, SystemExit):
             raise found.exception
         return found.output
 
-    (house.root / "mesh/settings.json").write_text("{}")
+    (bench.root / "mesh/settings.json").write_text("{}")
     file = tmp_path / "alice.token"
-    assert str(file) in said("create", "alice", "--days", "1", "--out", str(file))
+    assert str(file) in invoke("create", "alice", "--days", "1", "--out", str(file))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert (
-        access_token.read_token(file).secret not in house.file.read_text()
-    )  # it has digests of public keys
+        access_token.read_token(file).secret not in bench.file.read_text()
+    )  # it contains digests of public keys
     async with Client(token=file) as client:
         assert await client.jobs() == []
     with pytest.raises(Refused, match="has a token already"):
-        said("create", "alice")
-    assert said("create", "bob").startswith(access_token.TOKEN_PREFIX)
-    assert [(t["name"], t["good"]) for t in json.loads(said("list", "--json"))] == [
+        invoke("create", "alice")
+    assert invoke("create", "bob").startswith(access_token.TOKEN_PREFIX)
+    assert [(t["name"], t["good"]) for t in json.loads(invoke("list", "--json"))] == [
         ("alice", True),
         ("bob", True),
     ]
-    said("create", "carol", "--priority", "2")
-    assert [t["priority"] for t in json.loads(said("list", "--json"))] == [0, 0, 2]
-    assert "revoked 1" in said("revoke", "alice")
-    assert "good" in said("list") and not json.loads(said("list", "--json"))[0]["good"]
+    invoke("create", "carol", "--priority", "2")
+    assert [t["priority"] for t in json.loads(invoke("list", "--json"))] == [0, 0, 2]
+    assert "revoked 1" in invoke("revoke", "alice")
+    assert "good" in invoke("list") and not json.loads(invoke("list", "--json"))[0]["good"]
     with pytest.raises(NotFound):
-        said("revoke", "alice")
+        invoke("revoke", "alice")
 
 
-# Only root can become another user. The interpreter may lie where that user cannot read: what is
-# imported on the way is imported first.
+# Only root can become another user. That user may be unable to read the interpreter's directory, so
+# its modules are imported first.
 THEIRS = f"""
 import os, sys
 from pathlib import Path
@@ -336,36 +334,41 @@ main()
 
 
 @pytest.fixture
-def theirs(job: Path) -> Iterator[Path]:
-    """A directory of another user's, with the job."""
+def other_users_directory(job: Path) -> Iterator[Path]:
+    """Create another user's directory with the job."""
     with tempfile.TemporaryDirectory(prefix="theirs-") as made:
         shutil.copytree(job.parent, Path(made) / "game")
         yield Path(made)
 
 
-def hand_over(directory: Path) -> None:
+def change_owner(directory: Path) -> None:
     for path in (directory, *directory.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-async def test_another_user_submits_from_a_directory_of_their_own(
-    house: House, theirs: Path
+async def test_another_user_submits_from_their_own_directory(
+    bench: GatewayBench, other_users_directory: Path
 ) -> None:
-    (theirs / "token").write_text(house.token() + "\n")
-    (theirs / "token").chmod(0o600)
-    hand_over(theirs)
+    (other_users_directory / "token").write_text(bench.token() + "\n")
+    (other_users_directory / "token").chmod(0o600)
+    change_owner(other_users_directory)
     words = [sys.executable, "-c", THEIRS, "submit", "game/job.toml", "--token", "token"]
     client = await asyncio.create_subprocess_exec(
-        *[*words, str(house.root / "mesh")],
-        cwd=theirs,
-        env=os.environ | {"HOME": str(theirs), "PYTHONPATH": str(ROOT), "TMPDIR": str(theirs)},
+        *[*words, str(bench.root / "mesh")],
+        cwd=other_users_directory,
+        env=os.environ
+        | {
+            "HOME": str(other_users_directory),
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(other_users_directory),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    said = (await asyncio.wait_for(client.communicate(), scaled(90)))[0].decode()
-    assert client.returncode == 0, said
-    assert f"submitted game; its run directory is {house.runs / 'game'}" in said
-    files = [house.runs / "game", *(house.runs / "game").rglob("*")]
+    invoke = (await asyncio.wait_for(client.communicate(), scaled(90)))[0].decode()
+    assert client.returncode == 0, invoke
+    assert f"submitted game; its run directory is {bench.runs / 'game'}" in invoke
+    files = [bench.runs / "game", *(bench.runs / "game").rglob("*")]
     assert {path.lstat().st_uid for path in files} == {os.geteuid()}
-    assert (await jobs.read_job(house.state, "game")).run_dir == str(house.runs / "game")
+    assert (await jobs.read_job(bench.state, "game")).run_dir == str(bench.runs / "game")

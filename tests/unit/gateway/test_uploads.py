@@ -1,4 +1,4 @@
-"""Bundles from outside: whole ones become runs, and of all others nothing is left."""
+"""Uploaded bundles: complete ones become runs, and all others leave no files."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ from meshrl.services.gateway.uploads import (
 )
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
-from tests.unit.gateway.conftest import House, forwarded, line_to
+from tests.unit.gateway.conftest import GatewayBench, connect, forward_to
 
 
-class Packed:
-    """A job as its sender has it."""
+class PackedJob:
+    """Bundle of a job at its sender."""
 
     def __init__(self, job: Path, room: Path) -> None:
-        found = job_reader.read_job_file(job, [])
-        self.directory, self.document = bundle.pack_bundle(found.config, found.base, room)
+        uploads = job_reader.read_job_file(job, [])
+        self.directory, self.document = bundle.pack_bundle(uploads.config, uploads.base, room)
         about = self.document.pop("bundle")
         self.files: dict[str, Any] = about["files"]
         self.digest: str = about["digest"]
         self.parameters: int = about["parameters"]
 
     @property
-    def begin(self) -> BeginUpload:
+    def complete_request(self) -> BeginUpload:
         return BeginUpload(self.document, self.digest, self.files, self.parameters)
 
-    def listing(self, files: dict[str, Any]) -> BeginUpload:
+    def make_request(self, files: dict[str, Any]) -> BeginUpload:
         return BeginUpload(
             self.document, bundle_files.compute_digest(files), files, self.parameters
         )
 
-    async def send(self, line: GatewayConnection, upload: str, *left_out: str) -> None:
+    async def upload_files(self, line: GatewayConnection, upload: str, *left_out: str) -> None:
         for name in self.files.keys() - left_out:
             content = (self.directory / name).read_bytes()
             assert len(content) <= PIECE_BYTES
@@ -70,39 +70,41 @@ class Packed:
 
 
 @pytest.fixture
-def packed(job: Path, tmp_path: Path) -> Packed:
-    return Packed(job, tmp_path / "packed")
+def packed_job(job: Path, tmp_path: Path) -> PackedJob:
+    return PackedJob(job, tmp_path / "packed")
 
 
 @pytest.fixture
-async def line(house: House) -> AsyncIterator[GatewayConnection]:
-    async with line_to(house.token()) as found:
-        yield found
+async def line(bench: GatewayBench) -> AsyncIterator[GatewayConnection]:
+    async with connect(bench.token()) as uploads:
+        yield uploads
 
 
 @asynccontextmanager
-async def opened(line: GatewayConnection, begin: BeginUpload) -> AsyncIterator[UploadOpened]:
-    async with aclosing(line.stream(Gateway.upload, begin)) as held:
-        yield await anext(held)
+async def open_upload(
+    line: GatewayConnection, complete_request: BeginUpload
+) -> AsyncIterator[UploadOpened]:
+    async with aclosing(line.stream(Gateway.upload, complete_request)) as stream:
+        yield await anext(stream)
 
 
-async def empty(house: House) -> None:
-    """Returns once nothing is left of any upload."""
+async def wait_until_empty(bench: GatewayBench) -> None:
+    """Wait until no file of any upload is left."""
     async with asyncio.timeout(scaled(20)):
-        while list(house.runs.iterdir()):
+        while list(bench.runs.iterdir()):
             await asyncio.sleep(0.02)
-    assert await jobs.read_jobs(house.state) == []
+    assert await jobs.read_jobs(bench.state) == []
 
 
-async def test_a_whole_bundle_becomes_a_run_and_asking_again_gives_the_same(
-    house: House, line: GatewayConnection, packed: Packed
+async def test_complete_bundle_becomes_a_run_once(
+    bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob
 ) -> None:
-    async with opened(line, packed.begin) as upload:
-        await packed.send(line, upload.upload)
+    async with open_upload(line, packed_job.complete_request) as upload:
+        await packed_job.upload_files(line, upload.upload)
         done = await line.call(Gateway.finish, upload.upload)
         assert await line.call(Gateway.finish, upload.upload) == done
-    assert [row.id for row in await jobs.read_jobs(house.state)] == [done.job] == ["game"]
-    assert sorted(path.name for path in house.runs.iterdir()) == ["game"]
+    assert [row.id for row in await jobs.read_jobs(bench.state)] == [done.job] == ["game"]
+    assert sorted(path.name for path in bench.runs.iterdir()) == ["game"]
 
 
 @pytest.mark.rotating(3)
@@ -123,54 +125,75 @@ async def test_a_whole_bundle_becomes_a_run_and_asking_again_gives_the_same(
         "modules/" + "d/" * 20 + "x",
     ],
 )
-async def test_no_name_leads_out_of_a_bundle(
-    house: House, line: GatewayConnection, packed: Packed, name: str
+async def test_file_name_outside_the_bundle_is_rejected(
+    bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob, name: str
 ) -> None:
-    begin = packed.listing(packed.files | {name: [1, "0" * 64]})
+    complete_request = packed_job.make_request(packed_job.files | {name: [1, "0" * 64]})
     with pytest.raises(Refused, match="is no name of a file in a bundle"):
-        async with opened(line, begin):
+        async with open_upload(line, complete_request):
             pass
-    await empty(house)
+    await wait_until_empty(bench)
 
 
-async def test_lists_that_contradict_themselves_are_refused(
-    house: House, line: GatewayConnection, packed: Packed
+async def test_inconsistent_file_list_is_rejected(
+    bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob
 ) -> None:
-    twice = packed.files | {"modules/a": [1, "0" * 64], "modules/a/b": [1, "0" * 64]}
-    for begin, says in (
-        (packed.listing(twice), "both a file and a folder"),
-        (BeginUpload(packed.document, "0" * 64, packed.files, 1), "digest is not that of its list"),
-        (packed.listing(packed.files | {"data/x": [1 << 50, "0" * 64]}), "the most is"),
-        (packed.listing(packed.files | {"data/x": [-1, "0" * 64]}), "no size and digest"),
-        (BeginUpload(packed.document, packed.digest, {}, 1), "1 to 10000 files"),
-        (BeginUpload(packed.document, packed.digest, [], 1), "1 to 10000 files"),
-        (BeginUpload([], packed.digest, packed.files, 1), "a job is a table"),
-        (BeginUpload(packed.document, packed.digest, packed.files, -1), "-1 parameters"),
+    conflicting_files = packed_job.files | {
+        "modules/a": [1, "0" * 64],
+        "modules/a/b": [1, "0" * 64],
+    }
+    for complete_request, expected_error in (
+        (packed_job.make_request(conflicting_files), "both a file and a folder"),
+        (
+            BeginUpload(packed_job.document, "0" * 64, packed_job.files, 1),
+            "digest is not that of its list",
+        ),
+        (
+            packed_job.make_request(packed_job.files | {"data/x": [1 << 50, "0" * 64]}),
+            "the most is",
+        ),
+        (
+            packed_job.make_request(packed_job.files | {"data/x": [-1, "0" * 64]}),
+            "no size and digest",
+        ),
+        (BeginUpload(packed_job.document, packed_job.digest, {}, 1), "1 to 10000 files"),
+        (BeginUpload(packed_job.document, packed_job.digest, [], 1), "1 to 10000 files"),
+        (BeginUpload([], packed_job.digest, packed_job.files, 1), "a job is a table"),
+        (
+            BeginUpload(packed_job.document, packed_job.digest, packed_job.files, -1),
+            "-1 parameters",
+        ),
     ):
-        with pytest.raises(Refused, match=says):
-            async with opened(line, begin):
+        with pytest.raises(Refused, match=expected_error):
+            async with open_upload(line, complete_request):
                 pass
-    await empty(house)
+    await wait_until_empty(bench)
 
 
-async def test_a_job_that_names_other_files_or_is_none_is_refused(
-    house: House, line: GatewayConnection, packed: Packed
+async def test_job_with_other_files_or_invalid_values_is_rejected(
+    bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob
 ) -> None:
     for table, key, value in (
         ("model", "tokenizer", "/etc/passwd"),
         ("model", "tokenizer", ""),
-        ("model", "path", "model"),  # which the bundle has not
+        ("model", "path", "model"),  # not in the bundle
         ("dataset", "train", "../../x"),
     ):
-        changed = packed.document | {table: packed.document[table] | {key: value}}
+        document_with_change = packed_job.document | {
+            table: packed_job.document[table] | {key: value}
+        }
         with pytest.raises(Refused, match=f"{table}.{key}"):
-            async with opened(line, BeginUpload(changed, packed.digest, packed.files, 1)):
+            async with open_upload(
+                line, BeginUpload(document_with_change, packed_job.digest, packed_job.files, 1)
+            ):
                 pass
-    wrong = packed.document | {"budget": {"steps": -1}}
+    invalid_document = packed_job.document | {"budget": {"steps": -1}}
     with pytest.raises(ConfigError, match=r"budget\.steps = -1 must be at least 0"):
-        async with opened(line, BeginUpload(wrong, packed.digest, packed.files, 1)):
+        async with open_upload(
+            line, BeginUpload(invalid_document, packed_job.digest, packed_job.files, 1)
+        ):
             pass
-    await empty(house)
+    await wait_until_empty(bench)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +217,7 @@ async def test_a_job_that_names_other_files_or_is_none_is_refused(
         ("models.teacher.path", "/srv/model"),
     ],
 )
-def test_nothing_of_the_meshs_host_is_named(key: str, value: Any) -> None:
+def test_paths_of_the_meshs_host_are_rejected(key: str, value: Any) -> None:
     named: Any = value
     for part in reversed(key.split(".")):
         named = {part: named}
@@ -204,13 +227,13 @@ def test_nothing_of_the_meshs_host_is_named(key: str, value: Any) -> None:
         check_config_paths(parse_config(document), files)
 
 
-def test_a_holder_of_a_token_writes_nowhere_with_the_owners_credentials() -> None:
+def test_output_with_the_owners_credentials_is_rejected() -> None:
     document = JobConfig(out="s3://bucket/path").to_document()
     with pytest.raises(Refused, match="with its owner's credentials"):
         parse_config(document)
 
 
-def test_what_the_bundle_has_is_named_freely() -> None:
+def test_bundled_files_are_accepted() -> None:
     names = "tokenizer/tokenizer.json", "modules/server.py", "data/evaluation-a.jsonl"
     document = {
         "model": {"tokenizer": "tokenizer/tokenizer.json"},
@@ -223,11 +246,11 @@ def test_what_the_bundle_has_is_named_freely() -> None:
     check_config_paths(parse_config(document), {name: [1, ""] for name in names})
 
 
-async def test_bytes_outside_of_what_was_listed_are_refused(
-    house: House, line: GatewayConnection, packed: Packed
+async def test_bytes_outside_the_file_list_are_rejected(
+    bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob
 ) -> None:
-    async with opened(line, packed.begin) as upload:
-        name, (size, _) = next(iter(packed.files.items()))
+    async with open_upload(line, packed_job.complete_request) as upload:
+        name, (size, _) = next(iter(packed_job.files.items()))
         for piece in (
             UploadPiece(upload.upload, name, size, b"x"),
             UploadPiece(upload.upload, name, -1, b"x"),
@@ -239,154 +262,166 @@ async def test_bytes_outside_of_what_was_listed_are_refused(
                 await line.call(Gateway.put, piece)
         with pytest.raises(NotFound):
             await line.call(Gateway.put, UploadPiece("none", name, 0, b"x"))
-    await empty(house)
+    await wait_until_empty(bench)
 
 
-async def test_a_truncated_or_altered_bundle_becomes_no_run(
-    house: House, line: GatewayConnection, packed: Packed
+async def test_truncated_or_altered_bundle_is_rejected(
+    bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob
 ) -> None:
     name = "tokenizer/tokenizer.json"
-    async with opened(line, packed.begin) as upload:
-        await packed.send(line, upload.upload, name)
+    async with open_upload(line, packed_job.complete_request) as upload:
+        await packed_job.upload_files(line, upload.upload, name)
         with pytest.raises(Refused, match=f"did not arrive whole: {name}"):
             await line.call(Gateway.finish, upload.upload)
-        content = bytearray((packed.directory / name).read_bytes())
+        content = bytearray((packed_job.directory / name).read_bytes())
         content[0] ^= 1
         await line.call(Gateway.put, UploadPiece(upload.upload, name, 0, bytes(content)))
         with pytest.raises(Refused, match="digest differs"):
             await line.call(Gateway.finish, upload.upload)
-    await empty(house)
+    await wait_until_empty(bench)
 
 
-async def test_a_connection_that_is_cut_leaves_nothing(house: House, packed: Packed) -> None:
-    whole = access_token.read_token(house.token())
+async def test_lost_connection_leaves_no_files(bench: GatewayBench, packed_job: PackedJob) -> None:
+    direct_token = access_token.read_token(bench.token())
     async with (
-        forwarded(whole.address) as port,
-        line_to(replace(whole, address=port.address)) as line,
+        forward_to(direct_token.address) as port,
+        connect(replace(direct_token, address=port.address)) as line,
     ):
-        held = line.stream(Gateway.upload, packed.begin)
-        upload = await anext(held)
-        await packed.send(line, upload.upload, "tokenizer/tokenizer.json")
-        assert [path.name.startswith(INCOMING_PREFIX) for path in house.runs.iterdir()] == [True]
+        stream = line.stream(Gateway.upload, packed_job.complete_request)
+        upload = await anext(stream)
+        await packed_job.upload_files(line, upload.upload, "tokenizer/tokenizer.json")
+        assert [path.name.startswith(INCOMING_PREFIX) for path in bench.runs.iterdir()] == [True]
         port.cut()
-        await empty(house)
-        await held.aclose()
+        await wait_until_empty(bench)
+        await stream.aclose()
 
 
-async def test_what_is_silent_or_whose_token_is_revoked_is_given_up(
-    house: House, line: GatewayConnection, packed: Packed
+async def test_idle_or_revoked_upload_is_discarded(
+    bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob
 ) -> None:
-    async with aclosing(line.stream(Gateway.upload, packed.begin)) as held:
-        await anext(held)
-        house.revoke("alice")
+    async with aclosing(line.stream(Gateway.upload, packed_job.complete_request)) as stream:
+        await anext(stream)
+        bench.revoke("alice")
         with pytest.raises(MeshError, match=r"nothing of the job arrived|revoked"):
-            await anext(held)
-    await empty(house)
+            await anext(stream)
+    await wait_until_empty(bench)
 
 
-async def test_a_token_has_few_uploads_at_a_time(
-    house: House, line: GatewayConnection, packed: Packed
+async def test_concurrent_uploads_of_a_token_are_limited(
+    bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob
 ) -> None:
-    held = [line.stream(Gateway.upload, packed.begin) for _ in range(MAX_UPLOADS_PER_TOKEN + 1)]
-    for one in held[:MAX_UPLOADS_PER_TOKEN]:
+    stream = [
+        line.stream(Gateway.upload, packed_job.complete_request)
+        for _ in range(MAX_UPLOADS_PER_TOKEN + 1)
+    ]
+    for one in stream[:MAX_UPLOADS_PER_TOKEN]:
         await anext(one)
     with pytest.raises(Overloaded):
-        await anext(held[MAX_UPLOADS_PER_TOKEN])
-    for one in held:
+        await anext(stream[MAX_UPLOADS_PER_TOKEN])
+    for one in stream:
         await one.aclose()
-    await empty(house)
+    await wait_until_empty(bench)
 
 
-async def test_an_upload_is_its_tokens_alone(
-    house: House, line: GatewayConnection, packed: Packed
+async def test_upload_belongs_to_its_token(
+    bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob
 ) -> None:
-    async with opened(line, packed.begin) as upload, line_to(house.token("bob")) as other:
+    async with (
+        open_upload(line, packed_job.complete_request) as upload,
+        connect(bench.token("bob")) as other,
+    ):
         with pytest.raises(NotFound):
             await other.call(Gateway.finish, upload.upload)
-    await empty(house)
+    await wait_until_empty(bench)
 
 
 @pytest.fixture
-async def incoming(packed: Packed, tmp_path: Path) -> tuple[Uploads, Packed]:
-    """Uploads below `tmp_path/runs`, without a gateway."""
-    found = Uploads(SystemHost(), tmp_path / "runs")
-    await found.start()
-    return found, packed
+async def incoming(packed_job: PackedJob, tmp_path: Path) -> tuple[Uploads, PackedJob]:
+    """Create uploads below `tmp_path/runs` without a gateway."""
+    uploads = Uploads(SystemHost(), tmp_path / "runs")
+    await uploads.start()
+    return uploads, packed_job
 
 
-async def test_a_check_that_was_cut_off_may_be_asked_for_again(
-    incoming: tuple[Uploads, Packed],
+async def test_cancelled_check_can_be_repeated(
+    incoming: tuple[Uploads, PackedJob],
 ) -> None:
-    known, packed = incoming
-    begin = packed.begin
-    async with known.open_upload("t", begin, 0.0) as upload:
-        for name in packed.files:
-            content = (packed.directory / name).read_bytes()
-            await known.write_piece(upload, name, 0, content)
-        asked = asyncio.create_task(known.check_complete(upload))
+    uploads, packed_job = incoming
+    complete_request = packed_job.complete_request
+    async with uploads.open_upload("t", complete_request, 0.0) as upload:
+        for name in packed_job.files:
+            content = (packed_job.directory / name).read_bytes()
+            await uploads.write_piece(upload, name, 0, content)
+        check = asyncio.create_task(uploads.check_complete(upload))
         await asyncio.sleep(0)
-        asked.cancel()
-        await asyncio.wait([asked])
-        assert asked.cancelled()
-        await known.check_complete(upload)
+        check.cancel()
+        await asyncio.wait([check])
+        assert check.cancelled()
+        await uploads.check_complete(upload)
 
 
-async def test_a_sender_who_leaves_while_it_is_submitted_leaves_a_whole_run(
-    incoming: tuple[Uploads, Packed], tmp_path: Path
+async def test_sender_lost_during_submission_leaves_a_complete_run(
+    incoming: tuple[Uploads, PackedJob], tmp_path: Path
 ) -> None:
-    known, packed = incoming
-    begin, begun, answered = packed.begin, asyncio.Event(), asyncio.Event()
+    uploads, packed_job = incoming
+    complete_request, submission_started, state_answered = (
+        packed_job.complete_request,
+        asyncio.Event(),
+        asyncio.Event(),
+    )
 
     async def submit(upload: Upload) -> SubmittedJob:
-        begun.set()
-        await answered.wait()  # for the state, as it may be
-        run = known.create_run(upload, "game", {}, tmp_path / "store")
+        submission_started.set()
+        await state_answered.wait()  # wait like for a slow state store
+        run = uploads.create_run(upload, "game", {}, tmp_path / "store")
         return SubmittedJob("game", str(run))
 
-    async def sender() -> None:
-        async with known.open_upload("t", begin, 0.0) as upload:
-            for name in packed.files:
-                await known.write_piece(upload, name, 0, (packed.directory / name).read_bytes())
+    async def send_and_wait() -> None:
+        async with uploads.open_upload("t", complete_request, 0.0) as upload:
+            for name in packed_job.files:
+                await uploads.write_piece(
+                    upload, name, 0, (packed_job.directory / name).read_bytes()
+                )
             upload.submission_task = asyncio.create_task(submit(upload))
             await asyncio.Event().wait()
 
-    sending = asyncio.create_task(sender())
-    await begun.wait()
-    sending.cancel()
-    await asyncio.wait([sending], timeout=0.1)
-    answered.set()
-    await asyncio.wait([sending])
-    assert sending.cancelled() and len(known) == 0
+    sender_task = asyncio.create_task(send_and_wait())
+    await submission_started.wait()
+    sender_task.cancel()
+    await asyncio.wait([sender_task], timeout=0.1)
+    state_answered.set()
+    await asyncio.wait([sender_task])
+    assert sender_task.cancelled() and len(uploads) == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["game"]
     bundle_files.check_files(
-        tmp_path / "runs/game/bundle" / begin.digest, packed.files, read_large=True
+        tmp_path / "runs/game/bundle" / complete_request.digest, packed_job.files, read_large=True
     )
 
 
-async def test_what_an_earlier_gateway_left_half_way_is_removed(
-    house: House, tmp_path: Path
+async def test_unfinished_uploads_of_an_earlier_gateway_are_removed(
+    bench: GatewayBench, tmp_path: Path
 ) -> None:
-    left = tmp_path / "runs" / f"{INCOMING_PREFIX}x"
-    left.mkdir(parents=True)
-    (left / "half").write_text("")
+    unfinished = tmp_path / "runs" / f"{INCOMING_PREFIX}x"
+    unfinished.mkdir(parents=True)
+    (unfinished / "half").write_text("")
     await Uploads(SystemHost(), tmp_path / "runs").start()
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-async def test_a_gateway_that_starts_again_meanwhile_has_nothing_of_it(
-    packed: Packed, tmp_path: Path
+async def test_restarted_gateway_discards_open_uploads(
+    packed_job: PackedJob, tmp_path: Path
 ) -> None:
-    house = House(tmp_path / "other", open_simulated_state(SystemClock()))
-    (house.root / "mesh/logs").mkdir(parents=True)
-    async with house.open():
-        line = GatewayConnection(access_token.read_token(house.token()))
+    bench = GatewayBench(tmp_path / "other", open_simulated_state(SystemClock()))
+    (bench.root / "mesh/logs").mkdir(parents=True)
+    async with bench.open():
+        line = GatewayConnection(access_token.read_token(bench.token()))
         line.open()
-        held = line.stream(Gateway.upload, packed.begin)
-        upload = await anext(held)
-    await empty(house)
-    async with house.open():
+        stream = line.stream(Gateway.upload, packed_job.complete_request)
+        upload = await anext(stream)
+    await wait_until_empty(bench)
+    async with bench.open():
         with pytest.raises(NotFound, match="given up"):
-            await packed.send(line, upload.upload)
-        await held.aclose()
+            await packed_job.upload_files(line, upload.upload)
+        await stream.aclose()
         await line.close()
-    await empty(house)
+    await wait_until_empty(bench)

@@ -1,6 +1,6 @@
-"""Cases for the operators, and what each must answer, computed in float64 from its definition.
+"""Test cases of the operators, with expected results computed in float64 from the definitions.
 
-An implementation is anything with the operators' functions: meshrl.kernels.backends.reference,
+An implementation is any object with the operators' functions: meshrl.kernels.backends.reference,
 .native, .triton_kernels, or .launch.Launchers.
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from meshrl.kernels.ops import BLOCK_TOKENS, get_cache_shapes
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Of an output of about 1: sums in float32; for bf16 the rounding of weights and of the output.
+# For an output of about 1: sums in float32; for bf16 also the rounding of weights and output.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
-# Around the borders of a block of 16 tokens, of a chunk of 128 and of a GPU's split.
+# Lengths around the borders of a block of 16 tokens, of a chunk of 128 and of a GPU's split.
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 127, 128, 129, 144, 257, 300)
 
 lengths = st.one_of(st.sampled_from(LENGTHS), st.integers(0, 200))
@@ -30,7 +30,7 @@ dtypes = st.sampled_from(DTYPES)
 
 @dataclass(frozen=True)
 class Attended:
-    """Sequences of these lengths, their heads and where chance begins."""
+    """Random sequences of these lengths with their heads and seed."""
 
     lengths: list[int]
     group: int
@@ -41,7 +41,9 @@ class Attended:
     window: int = 0
 
     def sequences(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Queries [length, heads, width], keys and values [length, kv_heads, width]."""
+        """Return for each sequence queries [length, heads, width], keys and values [length,
+        kv_heads, width].
+        """
         chance = torch.Generator().manual_seed(self.seed)
         heads = (self.group * self.kv_heads, self.kv_heads, self.kv_heads)
         return [
@@ -75,8 +77,8 @@ attended = st.builds(
 def attention(
     queries: Tensor, keys: Tensor, values: Tensor, first: int, scale: float, window: int = 0
 ) -> Tensor:
-    """Float64: query r [rows, heads, width] sees the tokens up to `first` + r, of those the last
-    `window` (0: all).
+    """Compute attention in float64: query r of [rows, heads, width] sees tokens up to `first` + r.
+    Of those it sees the last `window` (0: all).
     """
     group = queries.shape[1] // keys.shape[1]
     out = torch.zeros(queries.shape, dtype=torch.float64)
@@ -98,7 +100,7 @@ def close(found: Tensor, exact: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Paged:
-    """A cache that holds the case's sequences in shuffled blocks, all else no number."""
+    """Cache with the case's sequences in shuffled blocks and NaN in all other elements."""
 
     keys: Tensor
     values: Tensor
@@ -107,7 +109,7 @@ class Paged:
 
 
 def paged(case: Attended, spare_blocks: int = 2) -> Paged:
-    """The cache, built from its layout's definition, token by token."""
+    """Build the cache token by token from the definition of its layout."""
     needed = [-(-length // BLOCK_TOKENS) for length in case.lengths]
     width = max(needed) + spare_blocks
     chance = torch.Generator().manual_seed(case.seed)
@@ -144,10 +146,12 @@ def check_paged_decode(implementation: Any, case: Attended, spare_blocks: int = 
 
 
 def check_paged_write(implementation: Any, case: Attended) -> None:
-    """Tokens that are written in any order lie where `paged` puts them, and nothing else does."""
+    """Check that tokens written in any order are where `paged` puts them, and nothing else
+    changes.
+    """
     cache = paged(case)
     keys, values = cache.keys.clone(), cache.values.clone()
-    keys[cache.table[cache.table >= 0]] = 7.0  # to be written over
+    keys[cache.table[cache.table >= 0]] = 7.0  # to be overwritten
     values[cache.table[cache.table >= 0]] = 7.0
     expected_keys = cache.keys.clone().where(cache.keys == cache.keys, keys)
     expected_values = cache.values.clone().where(cache.values == cache.values, values)
@@ -191,7 +195,7 @@ def check_token_logprob(implementation: Any, vocab: int, dtype: torch.dtype, see
         exact[i] = row.log_softmax(0)[tokens[i]]
     found = implementation.token_logprob(logits, tokens, temperature)
     assert found.dtype == torch.float32
-    # A logit's rounding is 4e-6 of a thousand; divided by the temperature it is what remains.
+    # A logit of a thousand has a rounding error of 4e-6, divided by the temperature.
     torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-5)
 
 
@@ -205,7 +209,7 @@ ROWS = (
 
 
 def check_buckets(implementation: Any, index: list[int]) -> None:
-    """Lanes are copies of their rows; scattering them back changes just those rows."""
+    """Check that lanes are copies of their rows and that scattering changes only those rows."""
     lanes = torch.tensor(index, dtype=torch.int64)
     for rows in ROWS:
         packed = implementation.bucket_pack(rows, lanes)

@@ -1,4 +1,4 @@
-"""Native code is built once for a machine, and where it cannot be there is a reason."""
+"""Native libraries: one build for each machine, or a reason why there is none."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ library_build.build_for_all_processors(Path(sys.argv[2]))
 def build(
     tmp_path: Path, source: str = SOURCE, path: str | None = None, *more: str, native: str = ""
 ) -> list[str]:
-    """[answer or reason, path] of a library that a process of its own asks for; `native` is a
-    folder of libraries that were made before.
+    """Build or load a library in a separate process; return [answer or reason, path]. `native` is a
+    folder of prebuilt libraries.
     """
     (tmp_path / "half.cpp").write_text(source)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "MESHRL_NATIVE": native}
@@ -69,7 +69,7 @@ def build(
 
 
 @pytest.mark.needs("compiler")
-def test_a_library_is_built_once_and_again_when_its_source_changes(tmp_path: Path) -> None:
+def test_library_is_built_once_and_rebuilt_when_its_source_changes(tmp_path: Path) -> None:
     answer, first = build(tmp_path)
     assert answer == "42"
     made = Path(first).stat().st_mtime_ns
@@ -79,25 +79,25 @@ def test_a_library_is_built_once_and_again_when_its_source_changes(tmp_path: Pat
 
 
 @pytest.mark.needs("compiler")
-def test_definitions_make_libraries_of_their_own(tmp_path: Path) -> None:
+def test_each_set_of_definitions_has_its_own_library(tmp_path: Path) -> None:
     assert build(tmp_path, SOURCE, None, "DIVISOR=4")[0] == "21"
     assert build(tmp_path)[0] == "42"
 
 
 @pytest.mark.needs("compiler")
-def test_a_source_that_does_not_compile_is_a_reason(tmp_path: Path) -> None:
+def test_source_that_does_not_compile_returns_a_reason(tmp_path: Path) -> None:
     reason, path = build(tmp_path, "int half(")
     assert "fails on half.cpp" in reason and "error" in reason and path == "None"
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
-def test_without_a_compiler_there_is_a_reason(tmp_path: Path) -> None:
+def test_missing_compiler_returns_a_reason(tmp_path: Path) -> None:
     reason, path = build(tmp_path, SOURCE, str(tmp_path))
     assert "no C++ compiler" in reason and path == "None"
 
 
 @pytest.mark.needs("compiler")
-def test_processes_that_want_a_library_at_once_build_it_once(tmp_path: Path) -> None:
+def test_concurrent_processes_build_a_library_once(tmp_path: Path) -> None:
     (tmp_path / "half.cpp").write_text(SOURCE)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment["TMPDIR"] = str(tmp_path)
@@ -116,7 +116,7 @@ def test_processes_that_want_a_library_at_once_build_it_once(tmp_path: Path) -> 
 
 
 @pytest.mark.needs("compiler")
-def test_what_others_may_have_written_is_built_again_and_not_loaded(tmp_path: Path) -> None:
+def test_library_writable_by_others_is_rebuilt_and_never_loaded(tmp_path: Path) -> None:
     answer, path = build(tmp_path)
     library = Path(path)
     library.write_bytes(b"planted")
@@ -133,7 +133,7 @@ def test_what_others_may_have_written_is_built_again_and_not_loaded(tmp_path: Pa
 
 
 @pytest.mark.needs("compiler")
-def test_a_host_without_a_compiler_loads_what_was_made_for_such_a_processor(tmp_path: Path) -> None:
+def test_host_without_a_compiler_loads_a_prebuilt_library(tmp_path: Path) -> None:
     folder, empty = tmp_path / "native", tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "half.cpp").write_text(SOURCE)
@@ -145,14 +145,14 @@ def test_a_host_without_a_compiler_loads_what_was_made_for_such_a_processor(tmp_
         pytest.skip("none is made for this architecture")
     assert answer == "42" and Path(found).parent == folder
     assert not (tmp_path / "cache").exists()
-    # Not of other sources, and not what anybody may have written to.
+    # A library of other sources, or one that others can write, is not loaded.
     assert build(tmp_path, f"{SOURCE}// newer", str(empty), native=str(folder))[1] == "None"
     for made in folder.glob("half-*.so"):
         made.chmod(0o777)
     assert build(tmp_path, SOURCE, str(empty), native=str(folder))[1] == "None"
 
 
-def test_all_libraries_that_anybody_asks_for_can_be_made_before() -> None:
+def test_prebuilt_libraries_cover_all_requested_ones() -> None:
     asked = {("decoder", define) for define in DTYPE_DEFINES.values()} | {
         ("ops", ""),
         ("delta", ""),
@@ -163,7 +163,7 @@ def test_all_libraries_that_anybody_asks_for_can_be_made_before() -> None:
     }
 
 
-def test_a_folder_for_libraries_that_another_user_made_first_is_passed_over(
+def test_cache_folder_of_another_user_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -178,13 +178,13 @@ def test_a_folder_for_libraries_that_another_user_made_first_is_passed_over(
 
 
 native = pytest.mark.needs("compiler")
-BLOCKS = 1000  # bytes of a block in `rebuilt`: no multiple of what the native code looks at
+BLOCKS = 1000  # bytes of a block in `rebuilt`: no multiple of the native code's stride
 
 
-def drawn(
+def draw_runs(
     elements: int, width: int, share: float, seed: int
 ) -> tuple[delta.ByteArray, delta.ByteArray]:
-    """Two runs of bytes, of whose elements about a share differ, each in some bit."""
+    """Draw two runs of bytes that differ in some bit of about `share` of their elements."""
     generator = np.random.default_rng(seed)
     old = generator.integers(0, 256, elements * width, np.uint8)
     new = old.copy()
@@ -195,10 +195,10 @@ def drawn(
     return old, new
 
 
-def rebuilt(
+def apply_differences(
     old: delta.ByteArray, found: delta.ElementDifferences, write: Callable[..., int]
 ) -> delta.ByteArray:
-    """The new run, put together block by block with gaps and values alone."""
+    """Rebuild the new run block by block from gaps and values alone."""
     width = found.values.itemsize
     positions = (np.cumsum(found.gaps.astype(np.int64) + 1) - 1).astype(np.uint32)
     new, done, step = old.copy(), 0, BLOCKS // width * width
@@ -218,24 +218,26 @@ CASES = given(
 
 @settings(max_examples=80)
 @CASES
-def test_plainly(elements: int, width: int, share: float, seed: int) -> None:
-    old, new = drawn(elements, width, share, seed)
+def test_numpy_differences_rebuild_the_new_run(
+    elements: int, width: int, share: float, seed: int
+) -> None:
+    old, new = draw_runs(elements, width, share, seed)
     found = delta.find_differences_numpy(old, new, width, elements)
     assert found is not None
-    assert (rebuilt(old, found, delta.overwrite_elements_numpy) == new).all()
+    assert (apply_differences(old, found, delta.overwrite_elements_numpy) == new).all()
 
 
 @native
 @settings(max_examples=80)
 @CASES
-def test_natively(elements: int, width: int, share: float, seed: int) -> None:
-    old, new = drawn(elements, width, share, seed)
+def test_native_differences_match_numpy(elements: int, width: int, share: float, seed: int) -> None:
+    old, new = draw_runs(elements, width, share, seed)
     assert delta.load_library() is not None
     found = delta.find_differences(old, new, width, elements)
     plain = delta.find_differences_numpy(old, new, width, elements)
     assert found is not None and plain is not None
     assert all((a == b).all() and a.dtype == b.dtype for a, b in zip(found, plain, strict=True))
-    assert (rebuilt(old, found, delta.overwrite_elements) == new).all()
+    assert (apply_differences(old, found, delta.overwrite_elements) == new).all()
 
 
 @native
@@ -246,8 +248,10 @@ def test_natively(elements: int, width: int, share: float, seed: int) -> None:
     st.integers(0, 400),
     st.integers(0, 99),
 )
-def test_more_than_are_wanted_are_none(elements: int, width: int, most: int, seed: int) -> None:
-    old, new = drawn(elements, width, 0.5, seed)
+def test_more_differences_than_the_limit_return_none(
+    elements: int, width: int, most: int, seed: int
+) -> None:
+    old, new = draw_runs(elements, width, 0.5, seed)
     plain = delta.find_differences_numpy(old, new, width, most)
     assert (delta.find_differences(old, new, width, most) is None) == (plain is None)
 
@@ -256,7 +260,7 @@ def test_more_than_are_wanted_are_none(elements: int, width: int, most: int, see
     ("was", "now"),
     [(0.0, -0.0), (float("nan"), -float("nan")), (1.0, np.nextafter(np.float32(1), np.float32(2)))],
 )
-def test_equal_or_incomparable_values_differ_by_their_bits(was: float, now: float) -> None:
+def test_equal_and_nan_values_are_compared_by_their_bits(was: float, now: float) -> None:
     old, new = (np.full(100, x, np.float32).view(np.uint8) for x in (was, was))
     new = new.copy()
     new.view(np.float32)[41] = now
@@ -264,10 +268,10 @@ def test_equal_or_incomparable_values_differ_by_their_bits(was: float, now: floa
     alike = delta.find_differences(old, old, 4, 100)
     assert found is not None and alike is not None
     assert found.gaps.tolist() == [41] and len(found.values) == 1
-    assert alike.gaps.size == 0  # also where nothing is a number
+    assert alike.gaps.size == 0  # also for NaN
 
 
-def test_runs_that_do_not_match_are_refused() -> None:
+def test_runs_of_different_sizes_are_rejected() -> None:
     run = np.zeros(12, np.uint8)
     with pytest.raises(ValueError, match="12 and 8 bytes"):
         delta.find_differences(run, run[:8], 4, 3)

@@ -1,4 +1,7 @@
-"""Log-probabilities and entropies without logits equal those with, in float64, gradients too."""
+"""Log-probabilities and entropies without logits: equal to those with logits, in float64.
+
+The comparison includes gradients.
+"""
 
 from collections.abc import Callable
 from typing import cast
@@ -46,8 +49,8 @@ def run(
     logprobs, entropy = function(*leaves, targets.to(device), *options)
     assert not entropy.requires_grad
     logprobs.backward(slope.to(logprobs))
-    found = logprobs, entropy, *(leaf.grad for leaf in leaves)
-    return [cast(Tensor, x).detach().double().cpu() for x in found]
+    results = logprobs, entropy, *(leaf.grad for leaf in leaves)
+    return [cast(Tensor, x).detach().double().cpu() for x in results]
 
 
 def check(
@@ -64,18 +67,20 @@ def check(
     hidden, weight, targets, slope = problem(t, vocab, d, scale=scale)
     hidden, weight = hidden.to(dtype).double(), weight.to(dtype).double()
     options = temperature, at_once
-    found = run(linear_logprob, hidden, weight, targets, slope, dtype, *options, device=device)
+    results = run(linear_logprob, hidden, weight, targets, slope, dtype, *options, device=device)
     expected = run(definition, hidden, weight, targets, slope, torch.float64, temperature)
-    for value, reference in zip(found, expected, strict=True):
+    for value, reference in zip(results, expected, strict=True):
         torch.testing.assert_close(value, reference, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("at_once", [0, 1])  # one chunk; chunks of NARROWEST tokens
+@pytest.mark.parametrize("at_once", [0, 1])  # one chunk, or chunks of MIN_CHUNK_IDS ids
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 0.05)],
 )
-def test_one_chunk_and_many(dtype: torch.dtype, tolerance: float, at_once: int) -> None:
+def test_results_match_for_one_chunk_and_many(
+    dtype: torch.dtype, tolerance: float, at_once: int
+) -> None:
     check(17, 3 * MIN_CHUNK_IDS + 7, 24, dtype, tolerance, temperature=0.7, at_once=at_once)
 
 
@@ -86,7 +91,7 @@ def test_one_chunk_and_many(dtype: torch.dtype, tolerance: float, at_once: int) 
     st.sampled_from([0.5, 1.0, 1.7]),
     st.sampled_from([0.1, 1.0, 30.0]),  # nearly uniform, and nearly certain
 )
-def test_whatever_the_sizes_the_temperature_and_the_certainty(
+def test_results_match_for_any_size_temperature_and_entropy(
     t: int, vocab: int, temperature: float, scale: float
 ) -> None:
     check(t, vocab, 8, torch.float64, 1e-9, temperature, at_once=1, scale=scale)
@@ -94,7 +99,7 @@ def test_whatever_the_sizes_the_temperature_and_the_certainty(
 
 @pytest.mark.parametrize("at_once", [0, 1])
 def test_absent_ids_have_no_probability_and_no_gradient(at_once: int) -> None:
-    """The first range fills a whole chunk; the last ends the vocabulary."""
+    """Check with a first range that fills a whole chunk and a last one that ends the vocabulary."""
     vocab, absent = (
         3 * MIN_CHUNK_IDS + 7,
         ((0, MIN_CHUNK_IDS), (MIN_CHUNK_IDS + 3, MIN_CHUNK_IDS + 5), (-9, 0)),
@@ -106,18 +111,20 @@ def test_absent_ids_have_no_probability_and_no_gradient(at_once: int) -> None:
     hidden, weight, targets, slope = problem(17, vocab, 24)
     targets = (~lost).nonzero()[targets % int((~lost).sum()), 0]
 
-    def masked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_expected(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         normal = (hidden @ weight.t()).masked_fill(lost, -torch.inf).log_softmax(-1)
         entropy = -torch.where(lost, 0, normal.exp() * normal.masked_fill(lost, 0)).sum(-1)
         return normal.gather(1, targets[:, None])[:, 0], entropy.detach()
 
-    def found(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_result(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return linear_logprob(hidden, weight, targets, 1.0, at_once, ranges)
 
     about = hidden, weight, targets, slope, torch.float64
-    for value, reference in zip(run(found, *about), run(masked, *about), strict=True):
+    for value, reference in zip(
+        run(compute_result, *about), run(compute_expected, *about), strict=True
+    ):
         torch.testing.assert_close(value, reference, atol=1e-11, rtol=1e-11)
-    assert not run(found, *about)[3][lost].any()
+    assert not run(compute_result, *about)[3][lost].any()
 
 
 def test_large_logits_do_not_overflow() -> None:
@@ -125,7 +132,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("vocab", [4, 2 * MIN_CHUNK_IDS])
-def test_tokens_that_cannot_be_sampled_add_nothing_to_the_entropy(vocab: int) -> None:
+def test_impossible_tokens_add_nothing_to_the_entropy(vocab: int) -> None:
     weight = torch.full((vocab, 1), -1e300, dtype=torch.float64)
     weight[1] = weight[3] = 0.0
     hidden = torch.ones(1, 1, dtype=torch.float64)
@@ -135,8 +142,8 @@ def test_tokens_that_cannot_be_sampled_add_nothing_to_the_entropy(vocab: int) ->
     torch.testing.assert_close(entropy, -half.log())
 
 
-def test_no_logits_of_the_whole_vocabulary_are_made() -> None:
-    """The largest tensor of either pass is a chunk's, however large the vocabulary."""
+def test_memory_never_contains_the_logits_of_all_ids() -> None:
+    """Check that the largest tensor has the size of a chunk, for any vocabulary."""
     t, vocab = 64, 20 * MIN_CHUNK_IDS
     hidden, weight, targets, slope = problem(t, vocab, 8)
     hidden, weight = (x.float().requires_grad_() for x in (hidden, weight))
@@ -146,7 +153,7 @@ def test_no_logits_of_the_whole_vocabulary_are_made() -> None:
     assert 0 < largest < t * vocab * 4 / 4
 
 
-def test_only_what_asks_for_a_gradient_gets_one() -> None:
+def test_gradients_are_computed_only_where_required() -> None:
     hidden, weight, targets, slope = problem(5, 2 * MIN_CHUNK_IDS, 8)
     for at_once in (0, 1):
         leaf = hidden.clone().requires_grad_()
@@ -156,7 +163,7 @@ def test_only_what_asks_for_a_gradient_gets_one() -> None:
 
 @pytest.mark.parametrize("at_once", [0, 1])
 @pytest.mark.parametrize("target", [-1, MIN_CHUNK_IDS + 1])
-def test_a_target_that_is_no_token_is_refused(at_once: int, target: int) -> None:
+def test_target_out_of_range_is_rejected(at_once: int, target: int) -> None:
     hidden, weight, targets, _ = problem(3, MIN_CHUNK_IDS + 1, 8)
     targets[1] = target
     with pytest.raises(IndexError, match="a target is out of range"):
@@ -164,7 +171,7 @@ def test_a_target_that_is_no_token_is_refused(at_once: int, target: int) -> None
 
 
 @pytest.mark.parametrize("at_once", [0, 1])
-def test_nothing_trained_gives_nothing(at_once: int) -> None:
+def test_empty_input_returns_empty_results(at_once: int) -> None:
     hidden, weight, targets, _ = problem(0, MIN_CHUNK_IDS + 1, 8)
     logprobs, entropy = linear_logprob(hidden, weight, targets, 1.0, at_once)
     assert logprobs.shape == entropy.shape == (0,)

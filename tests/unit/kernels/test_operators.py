@@ -1,4 +1,4 @@
-"""Each operator against its definition in float64: in PyTorch and in C++."""
+"""Operators against their definition in float64, in PyTorch and in C++."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ implementations = pytest.mark.parametrize(
 @implementations
 @given(index=st.permutations(range(7)).map(lambda rows: [*rows[:3], -1, *rows[3:5], -1]))
 @some
-def test_lanes_are_gathered_and_written_back(implementation: Any, index: list[int]) -> None:
+def test_lanes_are_packed_and_scattered_back(implementation: Any, index: list[int]) -> None:
     check_buckets(implementation, index)
 
 
 @implementations
-def test_a_bucket_may_be_empty_or_all_its_lanes(implementation: Any) -> None:
+def test_bucket_may_have_no_lanes_or_only_empty_ones(implementation: Any) -> None:
     check_buckets(implementation, [])
     check_buckets(implementation, [-1, -1])
     none = torch.zeros(0, 3)
@@ -59,7 +59,7 @@ def test_a_bucket_may_be_empty_or_all_its_lanes(implementation: Any) -> None:
 @implementations
 @given(case=attended)
 @some
-def test_a_query_attends_to_its_sequence(implementation: Any, case: Attended) -> None:
+def test_query_attends_to_its_sequence(implementation: Any, case: Attended) -> None:
     check_paged_decode(implementation, case)
 
 
@@ -75,7 +75,7 @@ def test_heads_share_keys_in_groups_of_any_size(
 
 @implementations
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_long_context_passes_many_chunks(implementation: Any, dtype: torch.dtype) -> None:
+def test_long_context_spans_many_chunks(implementation: Any, dtype: torch.dtype) -> None:
     check_paged_decode(implementation, Attended([2049, 1023], 2, 1, 32, dtype))
 
 
@@ -95,9 +95,9 @@ def test_prompts_attend_to_their_past(implementation: Any, case: Attended, paddi
 
 @implementations
 @pytest.mark.parametrize("at", [0, 15, 37, 129])
-def test_a_key_that_is_no_number_is_not_passed_over(implementation: Any, at: int) -> None:
+def test_nan_in_a_key_reaches_the_output(implementation: Any, at: int) -> None:
     ((queries, keys, values),) = Attended([130], 2, 2, 32, torch.float32).sequences()
-    keys[at, 0] = torch.nan  # of the first two heads
+    keys[at, 0] = torch.nan  # in the first two heads
     found = implementation.varlen_prefill(queries, keys, values, torch.tensor([0, 130]).int(), 0.2)
     expected = torch.zeros(130, 4, 32, dtype=torch.bool)
     expected[at:, :2] = True
@@ -111,7 +111,7 @@ def test_a_key_that_is_no_number_is_not_passed_over(implementation: Any, at: int
     seed=st.integers(0, 9),
 )
 @some
-def test_a_token_has_its_share_of_the_softmax(
+def test_token_logprob_matches_the_softmax(
     implementation: Any, vocab: int, dtype: torch.dtype, seed: int
 ) -> None:
     check_token_logprob(implementation, vocab, dtype, seed)
@@ -119,7 +119,7 @@ def test_a_token_has_its_share_of_the_softmax(
 
 @implementations
 @pytest.mark.parametrize("at", [0, 1029])
-def test_a_logit_that_is_no_number_is_not_passed_over(implementation: Any, at: int) -> None:
+def test_nan_in_a_logit_reaches_the_output(implementation: Any, at: int) -> None:
     logits = torch.zeros(2, 1030)
     logits[0, at] = torch.nan
     found = implementation.token_logprob(logits, torch.tensor([3, 3]), torch.ones(2))
@@ -128,7 +128,7 @@ def test_a_logit_that_is_no_number_is_not_passed_over(implementation: Any, at: i
 
 @pytest.mark.parametrize("width", [2, 48, 80, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_reference_takes_heads_of_any_width(width: int, dtype: torch.dtype) -> None:
+def test_reference_accepts_heads_of_any_width(width: int, dtype: torch.dtype) -> None:
     case = Attended([33, 4], 2, 2, width, dtype)
     check_paged_decode(reference, case)
     check_paged_write(reference, case)
@@ -159,7 +159,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", samples(torch.float32))
-def test_torch_finds_nothing_wrong_with_an_operator(name: str, dtype: torch.dtype) -> None:
+def test_operator_passes_torch_opcheck(name: str, dtype: torch.dtype) -> None:
     opcheck(getattr(ops, name), samples(dtype)[name])
 
 
@@ -178,7 +178,7 @@ def test_torch_finds_nothing_wrong_with_an_operator(name: str, dtype: torch.dtyp
     ],
 )
 @pytest.mark.needs("compiler")
-def test_an_index_out_of_range_is_refused(name: str, changes: dict[int, torch.Tensor]) -> None:
+def test_index_out_of_range_is_rejected(name: str, changes: dict[int, torch.Tensor]) -> None:
     arguments = list(samples(torch.float32)[name])
     for place, value in changes.items():
         arguments[place] = value
@@ -203,19 +203,21 @@ def test_an_index_out_of_range_is_refused(name: str, changes: dict[int, torch.Te
         ("token_logprob", 2, torch.ones(3)),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(name: str, place: int, value: torch.Tensor) -> None:
+def test_tensors_with_mismatched_shapes_are_rejected(
+    name: str, place: int, value: torch.Tensor
+) -> None:
     arguments = list(samples(torch.float32)[name])
     arguments[place] = value
     with pytest.raises(ValueError):
         getattr(ops, name)(*arguments)
 
 
-def test_a_cache_holds_float32_or_bfloat16() -> None:
+def test_cache_types_are_float32_and_bfloat16() -> None:
     with pytest.raises(TypeError):
         ops.get_cache_shapes(4, 2, 32, torch.float16)
 
 
-def test_tensors_may_be_strided() -> None:
+def test_strided_tensors_are_accepted() -> None:
     rows = torch.arange(24.0).view(4, 6)
     index = torch.tensor([9, 1, 9, -1])[1::2]
     assert ops.bucket_pack(rows[:, ::2], index).tolist() == [[6, 8, 10], [0, 0, 0]]
@@ -244,7 +246,7 @@ assert not absent & sys.modules.keys()
 
 
 @pytest.mark.deep
-def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) -> None:
+def test_missing_compiler_falls_back_to_the_reference_with_one_warning(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_A_COMPILER],

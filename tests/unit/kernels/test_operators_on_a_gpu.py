@@ -1,4 +1,4 @@
-"""Every operator on a real GPU, against float64 and within a CUDA graph."""
+"""Operators on a real GPU, against float64 and within a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.needs("cuda"), pytest.mark.timeout(300)]
 
 
 class OnGpu:
-    """The implementations for CUDA, given tensors of the CPU; what is written in place is brought
-    back. Not the operators: those would take the reference where something is amiss.
+    """CUDA implementations that take CPU tensors and copy in-place results back. They are called
+    directly, because the operators would fall back to the reference.
     """
 
     def __getattr__(self, name: str) -> Callable[..., torch.Tensor | None]:
@@ -45,7 +45,7 @@ class OnGpu:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 2, 3, 6, 7, 8, 9])
 @pytest.mark.parametrize("width", [32, 64, 128])
-def test_attention(group: int, width: int, dtype: torch.dtype) -> None:
+def test_attention_matches_float64(group: int, width: int, dtype: torch.dtype) -> None:
     case = Attended([0, 17, 600, 129], group, 2, width, dtype)
     check_paged_decode(OnGpu(), case)
     check_paged_decode(OnGpu(), case, spare_blocks=300)
@@ -54,13 +54,13 @@ def test_attention(group: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_logits(dtype: torch.dtype) -> None:
+def test_buckets_and_logprobs_match_float64(dtype: torch.dtype) -> None:
     check_buckets(OnGpu(), [-1, 3, 0, -1, 6])
     for vocab in (1, 4096, 151_936):
         check_token_logprob(OnGpu(), vocab, dtype, 1)
 
 
-def test_a_graph_holds_a_decode_step_and_replays_it_on_new_contents() -> None:
+def test_graph_replays_a_decode_step_on_new_contents() -> None:
     keys_shape, values_shape = ops.get_cache_shapes(64, 2, 64, torch.bfloat16)
     keys = torch.zeros(keys_shape, dtype=torch.bfloat16, device="cuda")
     values = torch.zeros(values_shape, dtype=torch.bfloat16, device="cuda")
@@ -86,7 +86,7 @@ def test_a_graph_holds_a_decode_step_and_replays_it_on_new_contents() -> None:
     assert torch.equal(out, step())
 
 
-# FlashAttention takes the first; float32 and float64 go through the buckets.
+# FlashAttention handles bfloat16; float32 and float64 use the buckets.
 KINDS = [(torch.bfloat16, 0.05), (torch.float32, 2e-3), (torch.float64, 1e-10)]
 
 
@@ -94,7 +94,7 @@ KINDS = [(torch.bfloat16, 0.05), (torch.float32, 2e-3), (torch.float64, 1e-10)]
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(3, 1, 32), (4, 2, 64), (2, 2, 128)])
 @pytest.mark.parametrize("padding", [0, 7])
 @pytest.mark.parametrize("window", [0, 17])
-def test_attention_within_a_bin(
+def test_attention_within_a_bin_matches_float64(
     dtype: torch.dtype,
     tolerance: float,
     heads: int,
@@ -109,6 +109,6 @@ def test_attention_within_a_bin(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), KINDS)
 @pytest.mark.parametrize("at_once", [0, 1])
-def test_logprobs_from_the_unembedding(dtype: torch.dtype, tolerance: float, at_once: int) -> None:
+def test_linear_logprob_matches_float64(dtype: torch.dtype, tolerance: float, at_once: int) -> None:
     sizes = 17, 3 * MIN_CHUNK_IDS + 7, 24
     test_linear_logprob.check(*sizes, dtype, tolerance, 0.7, at_once, device="cuda")

@@ -1,4 +1,4 @@
-"""Packing of sequences into bins, and of bins into rounds."""
+"""Packing of sequences into bins and of bins into rounds."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product, repeat
@@ -28,7 +28,7 @@ costs = st.builds(
 some_ranks = st.sampled_from([1, 2, 3, 8])
 
 
-def is_a_plan(rounds: list[Round], lengths: list[int], budget: int, ranks: int) -> None:
+def check_plan(rounds: list[Round], lengths: list[int], budget: int, ranks: int) -> None:
     assert all(len(one) == ranks and any(one) for one in rounds)
     assert sorted(i for one in rounds for bin in one for i in bin) == list(range(len(lengths)))
     for bin in (bin for one in rounds for bin in one):
@@ -37,15 +37,15 @@ def is_a_plan(rounds: list[Round], lengths: list[int], budget: int, ranks: int) 
 
 @settings(max_examples=150)
 @given(lengths_of_a_step, st.integers(1, 4096), some_ranks, costs)
-def test_every_sequence_is_in_one_bin_within_the_budget_or_alone(
+def test_each_sequence_is_in_one_bin_within_the_budget_or_alone(
     lengths: list[int], budget: int, ranks: int, cost: BinCost
 ) -> None:
-    is_a_plan(pack_rounds(lengths, budget, ranks, cost), lengths, budget, ranks)
+    check_plan(pack_rounds(lengths, budget, ranks, cost), lengths, budget, ranks)
 
 
 @settings(max_examples=100)
 @given(lengths_of_a_step, st.integers(1, 2048), some_ranks, costs, st.data())
-def test_sequences_that_come_bit_by_bit_are_all_packed_too(
+def test_incrementally_added_sequences_are_all_packed(
     lengths: list[int], budget: int, ranks: int, cost: BinCost, data: st.DataObject
 ) -> None:
     packer, rounds, left = RoundPacker(budget, ranks, cost), [], list(lengths)
@@ -54,12 +54,12 @@ def test_sequences_that_come_bit_by_bit_are_all_packed_too(
         rounds += packer.add_sequences(left[:count])
         left = left[count:]
     rounds += packer.flush()
-    is_a_plan(rounds, lengths, budget, ranks)
+    check_plan(rounds, lengths, budget, ranks)
     assert packer.flush() == [] and packer.add_sequences([]) == []
 
 
 @given(lengths_of_a_step, some_ranks, costs)
-def test_same_lengths_pack_the_same_way(lengths: list[int], ranks: int, cost: BinCost) -> None:
+def test_equal_lengths_are_packed_equally(lengths: list[int], ranks: int, cost: BinCost) -> None:
     assert pack_rounds(lengths, 640, ranks, cost) == pack_rounds(tuple(lengths), 640, ranks, cost)
 
 
@@ -69,26 +69,27 @@ def test_same_lengths_pack_the_same_way(lengths: list[int], ranks: int, cost: Bi
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
     st.sampled_from([BinCost(), BinCost(1, 0.1, 5), BinCost(0, 1, 3)]),
 )
-def test_small_plans_are_within_a_third_of_the_best(lengths: list[int], cost: BinCost) -> None:
-    """Against every way to give six sequences to at most three rounds of two bins: Graham's bound
-    for longest processing time first is a third, without budgets."""
+def test_small_plans_are_within_a_third_of_the_optimum(lengths: list[int], cost: BinCost) -> None:
+    """Check against all assignments of six sequences to at most three rounds of two bins. Graham's
+    bound for longest processing time first is a third, without budgets.
+    """
     ours = compute_makespan(pack_rounds(lengths, 40, 2, cost), lengths, cost)
     best = min(
         compute_makespan(rounds, lengths, cost)
-        for places in product([0], *repeat(range(6), len(lengths) - 1))  # bins are alike
-        if (rounds := rounds_of(places, lengths, 40))
+        for places in product([0], *repeat(range(6), len(lengths) - 1))  # bins are interchangeable
+        if (rounds := make_rounds(places, lengths, 40))
     )
     assert best * (1 - 1e-9) <= ours <= 4 / 3 * best
 
 
-def rounds_of(places: Sequence[int], lengths: list[int], budget: int) -> list[Round] | None:
+def make_rounds(places: Sequence[int], lengths: list[int], budget: int) -> list[Round] | None:
     bins = [[i for i, place in enumerate(places) if place == b] for b in range(6)]
     if any(sum(lengths[i] for i in bin) > budget for bin in bins):
         return None
     return [bins[r : r + 2] for r in (0, 2, 4) if any(bins[r : r + 2])]
 
 
-def long_tail(count: int, seed: int = 0) -> list[int]:
+def draw_long_tail(count: int, seed: int = 0) -> list[int]:
     random = np.random.default_rng(seed)
     lengths: list[int] = (
         np.clip(random.lognormal(np.log(500), 1.0, count), 8, 8192).astype(int).tolist()
@@ -97,8 +98,8 @@ def long_tail(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_a_long_tail_is_nearly_level_and_the_bins_are_full(ranks: int) -> None:
-    lengths, cost = long_tail(2048), BinCost(1.0, 1 / 4096, 300.0)
+def test_long_tail_is_balanced_and_fills_the_bins(ranks: int) -> None:
+    lengths, cost = draw_long_tail(2048), BinCost(1.0, 1 / 4096, 300.0)
     rounds = pack_rounds(lengths, 16384, ranks, cost)
     total = sum(map(cost.estimate_sequence, lengths))
     assert compute_makespan(rounds, lengths, cost) <= 1.005 * (
@@ -108,31 +109,31 @@ def test_a_long_tail_is_nearly_level_and_the_bins_are_full(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_streaming_costs_little(ranks: int) -> None:
-    lengths, cost = long_tail(2048, seed=1), BinCost(1.0, 1 / 4096, 300.0)
+def test_streaming_adds_little_time(ranks: int) -> None:
+    lengths, cost = draw_long_tail(2048, seed=1), BinCost(1.0, 1 / 4096, 300.0)
     packer = RoundPacker(16384, ranks, cost)
     rounds = [one for i in range(0, 2048, 16) for one in packer.add_sequences(lengths[i : i + 16])]
-    assert len(rounds) * ranks * 16384 > 0.7 * sum(lengths)  # most left early
+    assert len(rounds) * ranks * 16384 > 0.7 * sum(lengths)  # most rounds were complete early
     rounds += packer.flush()
     batch = compute_makespan(pack_rounds(lengths, 16384, ranks, cost), lengths, cost)
     assert compute_makespan(rounds, lengths, cost) <= 1.06 * batch
 
 
-def test_what_is_longer_than_the_budget_lies_beside_others_like_it() -> None:
+def test_oversized_sequences_share_rounds_with_similar_ones() -> None:
     rounds = pack_rounds([900, 10, 950, 10, 10, 800, 870], 100, 2, BinCost(1, 0.01))
     beside = [sorted(bin) for bin in rounds[0]] + [sorted(bin) for bin in rounds[1]]
     assert sorted(beside) == [[0], [2], [5], [6]]
     assert sorted(i for bin in rounds[2] for i in bin) == [1, 3, 4]
 
 
-def test_nothing_packs_into_nothing_and_an_empty_sequence_is_refused() -> None:
+def test_empty_input_has_no_rounds_and_an_empty_sequence_is_rejected() -> None:
     assert pack_rounds([], 2560) == []
     with pytest.raises(ValueError, match="no tokens"):
         pack_rounds([3, 0], 2560)
 
 
 @given(st.integers(1, 1 << 20))
-def test_padded_sizes_hold_the_bin_and_hardly_more(tokens: int) -> None:
+def test_padded_size_is_slightly_larger_than_the_bin(tokens: int) -> None:
     size = get_padded_size(tokens)
     assert tokens <= size < tokens + max(16, tokens / SIZES_PER_DOUBLING)
     assert get_padded_size(size) == size
@@ -146,79 +147,81 @@ def test_padded_sizes_are_few() -> None:
 TRUTH = BinCost(per_token=2e-5, per_square=3e-9, per_bin=1e-3)  # seconds
 
 
-def bins(count: int, seed: int = 0) -> Iterator[list[int]]:
+def draw_bins(count: int, seed: int = 0) -> Iterator[list[int]]:
     random = np.random.default_rng(seed)
     for _ in range(count):
         lengths = np.clip(random.lognormal(6, 1, int(random.integers(1, 12))), 8, 8192)
         yield [int(length) for length in lengths]
 
 
-def learned(truth: BinCost, count: int = 300, noise: float = 0.0, seed: int = 0) -> CostCalibration:
+def calibrate(
+    truth: BinCost, count: int = 300, noise: float = 0.0, seed: int = 0
+) -> CostCalibration:
     calibration = CostCalibration(estimate_from_flops(300_000, 96, 3), 8192)
     random = np.random.default_rng(seed)
-    for lengths in bins(count, seed):
+    for lengths in draw_bins(count, seed):
         calibration.add_measurement(
             lengths, truth.estimate_bin(lengths) * np.exp(noise * random.normal())
         )
     return calibration
 
 
-def worst_error(cost: BinCost, truth: BinCost) -> float:
+def compute_worst_error(cost: BinCost, truth: BinCost) -> float:
     return max(
         abs(cost.estimate_bin(lengths) / truth.estimate_bin(lengths) - 1)
-        for lengths in bins(100, seed=9)
+        for lengths in draw_bins(100, seed=9)
     )
 
 
-def test_a_cost_is_linear_and_quadratic_in_lengths_and_nothing_costs_nothing() -> None:
+def test_cost_has_a_linear_a_quadratic_and_a_constant_term() -> None:
     cost = BinCost(per_token=2.0, per_square=0.5, per_bin=7.0)
     assert cost.estimate_bin([4, 2]) == 7 + 2 * 6 + 0.5 * (16 + 4)
     assert cost.estimate_bin([]) == 0
 
 
-def test_before_the_first_bin_the_prior_holds() -> None:
+def test_cost_before_the_first_bin_is_the_prior() -> None:
     prior = BinCost(3, 2, 1)
     assert CostCalibration(prior, 100).get_cost() == prior
 
 
 def test_exact_times_are_learned_exactly() -> None:
-    assert worst_error(learned(TRUTH).get_cost(), TRUTH) < 0.01
+    assert compute_worst_error(calibrate(TRUTH).get_cost(), TRUTH) < 0.01
 
 
 @pytest.mark.parametrize("truth", [BinCost(1e-5), BinCost(1e-7, 1e-8, 1e-4), BinCost(2e-5, 0, 0.1)])
-def test_whatever_machine_it_is(truth: BinCost) -> None:
-    assert worst_error(learned(truth).get_cost(), truth) < 0.05
+def test_calibration_fits_any_machine(truth: BinCost) -> None:
+    assert compute_worst_error(calibrate(truth).get_cost(), truth) < 0.05
 
 
 def test_noise_averages_out() -> None:
-    assert worst_error(learned(TRUTH, noise=0.1).get_cost(), TRUTH) < 0.1
+    assert compute_worst_error(calibrate(TRUTH, noise=0.1).get_cost(), TRUTH) < 0.1
 
 
-def test_no_term_is_ever_negative() -> None:
+def test_cost_terms_are_never_negative() -> None:
     for seed in range(5):
-        cost = learned(BinCost(1e-5), count=20, noise=0.5, seed=seed).get_cost()
+        cost = calibrate(BinCost(1e-5), count=20, noise=0.5, seed=seed).get_cost()
         assert (
             min(cost.per_token, cost.per_square, cost.per_bin) >= 0 and cost.estimate_bin([100]) > 0
         )
 
 
 @pytest.mark.parametrize("times", [0.1, 2, 10])
-def test_a_machine_that_changes_is_learned_again(times: float) -> None:
-    calibration = learned(TRUTH)
+def test_calibration_follows_a_change_of_the_machine(times: float) -> None:
+    calibration = calibrate(TRUTH)
     slower = BinCost(times * TRUTH.per_token, times * TRUTH.per_square, times * TRUTH.per_bin)
-    for lengths in bins(600, seed=3):
+    for lengths in draw_bins(600, seed=3):
         calibration.add_measurement(lengths, slower.estimate_bin(lengths))
-    assert worst_error(calibration.get_cost(), slower) < 0.05
+    assert compute_worst_error(calibration.get_cost(), slower) < 0.05
 
 
-def test_a_bin_that_was_held_up_teaches_nothing() -> None:
-    calibration = learned(TRUTH)
+def test_outlier_does_not_change_the_estimate() -> None:
+    calibration = calibrate(TRUTH)
     before = calibration.get_cost()
     calibration.add_measurement([500, 40], 50 * TRUTH.estimate_bin([500, 40]))
     assert calibration.get_cost() == before
 
 
-def test_bins_that_are_all_alike_keep_the_estimate_finite_and_right_for_them() -> None:
+def test_equal_bins_keep_the_estimate_finite_and_accurate() -> None:
     calibration = CostCalibration(estimate_from_flops(300_000, 96, 3), 2560)
     for _ in range(5000):
         calibration.add_measurement([100] * 20, 0.05)
@@ -227,9 +230,9 @@ def test_bins_that_are_all_alike_keep_the_estimate_finite_and_right_for_them() -
     assert calibration.get_cost().estimate_bin([100] * 10) == pytest.approx(0.03, rel=0.2)
 
 
-def test_a_first_bin_that_compiled_something_is_forgotten() -> None:
+def test_slow_first_bin_is_forgotten() -> None:
     calibration = CostCalibration(estimate_from_flops(300_000, 96, 3), 8192)
     calibration.add_measurement([100, 200], 10.0)
-    for lengths in bins(40, seed=4):
+    for lengths in draw_bins(40, seed=4):
         calibration.add_measurement(lengths, TRUTH.estimate_bin(lengths))
-    assert worst_error(calibration.get_cost(), TRUTH) < 0.1
+    assert compute_worst_error(calibration.get_cost(), TRUTH) < 0.1

@@ -1,4 +1,4 @@
-"""The Triton kernels on a host without a GPU: right in Triton's interpreter, and they compile."""
+"""Triton kernels on a host without a GPU: results in Triton's interpreter, and compilation."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         pytest.param(COMPILED, {"TRITON_INTERPRET": "0"}, id="compiled"),
     ],
 )
-def test_the_kernels(
+def test_triton_kernels_match_the_reference(
     script: str, settings: dict[str, str], pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
-    # Triton names what it has compiled by everything that it depends on.
+    # Triton keys its compiled kernels by all their inputs.
     kept = pytestconfig.cache.mkdir("triton") if pytestconfig.cache else tmp_path
     environment = {**os.environ, "TRITON_CACHE_DIR": str(kept), **settings}
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Attention of sequences that lie end to end is that of each sequence alone, gradients included."""
+"""Attention of concatenated sequences against that of each sequence alone, with gradients."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from meshrl.kernels.ops.varlen import VarlenAttention, group_by_length
 
 CPU = torch.device("cpu")
-# Around the borders of blocks (16 queries) and of chunks (128 keys), and none at all.
+# Lengths around the borders of blocks (16 queries) and of chunks (128 keys), and zero.
 LENGTHS = [1, 16, 17, 300, 128, 129, 5, 0, 40]
 
 
-def starts_of(lengths: Sequence[int]) -> NDArray[np.int32]:
+def make_starts(lengths: Sequence[int]) -> NDArray[np.int32]:
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
@@ -29,8 +29,10 @@ def rows(
     return torch.randn(n, heads + 2 * kv_heads, width, dtype=torch.float64, generator=generator)
 
 
-def alone(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
-    """The definition, one sequence after the other, in the tensors' own type."""
+def attend_separately(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int = 0
+) -> Tensor:
+    """Compute the definition, one sequence after the other, in the tensors' own dtype."""
     shared = q.shape[1] // k.shape[1]
     found = []
     for first, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
@@ -46,7 +48,7 @@ def alone(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int =
     return torch.cat(found)
 
 
-def both(
+def compute_results(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     packed: Tensor,
     heads: int,
@@ -54,7 +56,7 @@ def both(
     real: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The result at the `real` places, and the gradient of a fixed sum of it."""
+    """Return the result at the `real` positions and the gradient of a fixed sum of it."""
     leaf = packed.to(dtype).clone().requires_grad_()
     out = attend(*leaf.split((heads, kv_heads, kv_heads), 1))[:real]
     slope = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -75,9 +77,9 @@ def check(
     window: int = 0,
 ) -> None:
     packed, real = rows(lengths, heads, kv_heads, width, padding), sum(lengths)
-    varlen = VarlenAttention(starts_of(lengths), real + padding, device)
-    expected = both(
-        lambda q, k, v: alone(q, k, v, lengths, window),
+    varlen = VarlenAttention(make_starts(lengths), real + padding, device)
+    expected = compute_results(
+        lambda q, k, v: attend_separately(q, k, v, lengths, window),
         packed,
         heads,
         kv_heads,
@@ -85,7 +87,9 @@ def check(
         torch.float64,
     )
     there = packed.to(device)
-    found = both(lambda q, k, v: varlen(0, q, k, v, window), there, heads, kv_heads, real, dtype)
+    found = compute_results(
+        lambda q, k, v: varlen(0, q, k, v, window), there, heads, kv_heads, real, dtype
+    )
     for value, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(value, reference, atol=tolerance, rtol=tolerance)
 
@@ -93,27 +97,27 @@ def check(
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("width", [16, 32, 64, 96, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (4, 2), (2, 2)])
-def test_the_native_path_in_float32(width: int, heads: int, kv_heads: int) -> None:
+def test_native_backend_matches_in_float32(width: int, heads: int, kv_heads: int) -> None:
     check(LENGTHS, heads, kv_heads, width, torch.float32, 2e-5, padding=3)
 
 
 @pytest.mark.parametrize("width", [6, 48])
-def test_widths_that_are_not_compiled_for(width: int) -> None:
+def test_widths_without_a_compiled_variant_match(width: int) -> None:
     check(LENGTHS, 4, 2, width, torch.float32, 2e-5, padding=3)
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 100, 200, 299, 4000])
-def test_a_window_hides_what_lies_further_back(window: int) -> None:
+def test_window_hides_earlier_tokens(window: int) -> None:
     check(LENGTHS, 4, 2, 32, torch.float32, 2e-5, padding=3, window=window)
     check(LENGTHS, 4, 2, 32, torch.float64, 1e-12, padding=3, window=window)
 
 
-def test_the_buckets_in_float64() -> None:
+def test_buckets_match_in_float64() -> None:
     check(LENGTHS, 3, 1, 32, torch.float64, 1e-12, padding=3)
 
 
-def test_bfloat16_on_a_cpu_is_rounded_only_at_the_ends() -> None:
+def test_bfloat16_on_a_cpu_is_rounded_only_at_input_and_output() -> None:
     check(LENGTHS, 3, 1, 32, torch.bfloat16, 0.03)
 
 
@@ -124,17 +128,17 @@ def test_bfloat16_on_a_cpu_is_rounded_only_at_the_ends() -> None:
     st.integers(0, 20),
     st.integers(0, 160),
 )
-def test_every_sequence_has_the_result_and_the_gradient_it_has_alone(
+def test_packed_sequence_has_the_result_and_gradient_of_a_single_one(
     lengths: list[int], kind: tuple[torch.dtype, float], padding: int, window: int
 ) -> None:
     check(lengths, 3, 1, 16, *kind, padding=padding, window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_not_a_bit_depends_on_the_neighbours(dtype: torch.dtype) -> None:
-    """No attention across borders: others may hold anything, even no numbers."""
+def test_result_is_bitwise_independent_of_neighbours(dtype: torch.dtype) -> None:
+    """Check with neighbours of any values, even NaN."""
     lengths = [30, 70, 20]
-    varlen = VarlenAttention(starts_of(lengths), sum(lengths), CPU)
+    varlen = VarlenAttention(make_starts(lengths), sum(lengths), CPU)
     part = slice(30, 100)
     results = []
     for neighbour in (1.0, torch.nan):
@@ -149,35 +153,35 @@ def test_not_a_bit_depends_on_the_neighbours(dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
-def test_slices_of_one_tensor_need_no_copy_to_be_right() -> None:
-    """As a model has them: heads beside each other, tokens further apart."""
+def test_slices_of_one_tensor_need_no_copy() -> None:
+    """Check the layout of a model: adjacent heads, tokens further apart."""
     packed = rows(LENGTHS, 3, 1, 32).float()
-    varlen = VarlenAttention(starts_of(LENGTHS), len(packed), CPU)
+    varlen = VarlenAttention(make_starts(LENGTHS), len(packed), CPU)
     q, k, v = packed.split((3, 1, 1), 1)
     strided = varlen(0, q, k, v)
     assert torch.equal(strided, varlen(0, q.contiguous(), k.contiguous(), v.contiguous()))
-    across = q.transpose(0, 1).contiguous().transpose(0, 1)  # tokens beside each other
+    across = q.transpose(0, 1).contiguous().transpose(0, 1)  # adjacent tokens
     assert torch.equal(strided, varlen(0, across, k, v))
 
 
 def test_large_scores_do_not_overflow() -> None:
     lengths = [200]
     packed = rows(lengths, 1, 1, 32).float() * 10
-    varlen = VarlenAttention(starts_of(lengths), 200, CPU)
+    varlen = VarlenAttention(make_starts(lengths), 200, CPU)
     found = varlen(0, *packed.split((1, 1, 1), 1))
     q, k, v = packed.double().split((1, 1, 1), 1)
-    expected = alone(q, k, v, lengths)
+    expected = attend_separately(q, k, v, lengths)
     torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("at", [0, 20, 129, 170])
-def test_a_key_that_is_no_number_is_not_passed_over(at: int, dtype: torch.dtype) -> None:
+def test_nan_in_a_key_reaches_later_tokens_of_its_sequence(at: int, dtype: torch.dtype) -> None:
     lengths = [30, 171, 17]
     packed = rows(lengths, 4, 2, 32, padding=3).to(dtype)
-    packed[30 + at, 4] = torch.nan  # of the first two heads
+    packed[30 + at, 4] = torch.nan  # in the first two heads
     packed.requires_grad_()
-    out = VarlenAttention(starts_of(lengths), len(packed), CPU)(0, *packed.split((4, 2, 2), 1))
+    out = VarlenAttention(make_starts(lengths), len(packed), CPU)(0, *packed.split((4, 2, 2), 1))
     expected = torch.zeros(len(packed), 4, 32, dtype=torch.bool)
     expected[30 + at : 201, :2] = True
     assert torch.equal(out.isnan()[:218], expected[:218])
@@ -188,23 +192,25 @@ def test_a_key_that_is_no_number_is_not_passed_over(at: int, dtype: torch.dtype)
     assert packed.grad[:30].isfinite().all() and packed.grad[201:].isfinite().all()
 
 
-def test_a_pass_is_the_same_to_the_last_bit() -> None:
+def test_pass_is_bitwise_reproducible() -> None:
     packed = rows(LENGTHS, 3, 1, 32)
-    varlen = VarlenAttention(starts_of(LENGTHS), len(packed), CPU)
+    varlen = VarlenAttention(make_starts(LENGTHS), len(packed), CPU)
     runs = [
-        both(lambda q, k, v: varlen(0, q, k, v), packed, 3, 1, len(packed), torch.float32)
+        compute_results(
+            lambda q, k, v: varlen(0, q, k, v), packed, 3, 1, len(packed), torch.float32
+        )
         for _ in range(2)
     ]
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
 
-def test_starts_that_are_none_are_refused() -> None:
+def test_invalid_starts_are_rejected() -> None:
     for starts in ([1, 4], [0, 5, 3], [0, 9], []):
         with pytest.raises(ValueError, match="starts"):
             VarlenAttention(np.array(starts, np.int32), 8, CPU)
 
 
-def test_a_bin_without_sequences_is_all_padding() -> None:
+def test_bin_without_sequences_is_all_padding() -> None:
     varlen = VarlenAttention(np.zeros(1, np.int32), 4, CPU)
     for dtype in (torch.float32, torch.float64):
         packed = torch.ones(4, 3, 16, dtype=dtype)
@@ -212,7 +218,7 @@ def test_a_bin_without_sequences_is_all_padding() -> None:
 
 
 @given(st.lists(st.integers(0, 400), max_size=200))
-def test_buckets_hold_every_sequence_once_and_are_few(lengths: list[int]) -> None:
+def test_buckets_contain_each_sequence_once_and_are_few(lengths: list[int]) -> None:
     buckets = group_by_length(np.array(lengths, np.int64))
     members = sorted(int(i) for bucket in buckets for i in bucket)
     assert members == [i for i, length in enumerate(lengths) if length]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Smoke:
-    """Small form of a documented command; the file says what its fields are."""
+    """Small form of a documented command; smoke_forms.toml describes the fields."""
 
     command: str
     form: str

@@ -1,4 +1,4 @@
-"""The conformance set is what it says, and the product keeps its rates on a slice of it."""
+"""Conformance set of code tasks, and the product's rates on a slice of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshrl.services.sandbox.outcomes import CallResult
 SLICE = ALL[::20]
 
 
-def test_rows_have_names_of_their_own_and_three_programs() -> None:
+def test_rows_have_unique_names_and_three_programs() -> None:
     assert len({row.name for row in ALL}) == len(ALL)
     assert len(ALL) >= 300
     for row in ALL:
@@ -28,7 +28,7 @@ def test_rows_have_names_of_their_own_and_three_programs() -> None:
             ast.parse(row.tests)
 
 
-def test_an_edit_that_fits_in_two_places_is_an_error() -> None:
+def test_edit_that_matches_twice_or_never_is_an_error() -> None:
     assert edited("a + b", ["+", "-"]) == "a - b"
     for old in ("a", "c"):
         with pytest.raises(ValueError, match="times"):
@@ -37,7 +37,7 @@ def test_an_edit_that_fits_in_two_places_is_an_error() -> None:
 
 @pytest.mark.deep
 @pytest.mark.needs("bwrap")
-async def test_of_a_slice_right_solutions_alone_are_paid_and_the_judge_agrees_with_it() -> None:
+async def test_only_correct_solutions_of_a_slice_are_paid_and_the_judge_agrees() -> None:
     judged = judge.verdicts(SLICE, jobs=1)
     assert judge.mistakes(SLICE, judged) == []
     answers = await graded(SLICE, jobs=2, runner="isolated")
@@ -47,7 +47,7 @@ async def test_of_a_slice_right_solutions_alone_are_paid_and_the_judge_agrees_wi
     assert [each.split()[2] for each in refused] in ([], ["async_fixture_bus"])
 
 
-def test_the_judge_tells_a_right_solution_from_a_wrong_one() -> None:
+def test_judge_distinguishes_correct_from_wrong_solutions() -> None:
     rows = [next(row for row in ALL if row.style == style) for style in ("mbpp", "apps")]
     swapped = [replace(row, right=row.wrong1, wrong1=row.right) for row in rows]
     said = judge.mistakes(swapped, judge.verdicts(swapped, jobs=1))
@@ -56,7 +56,7 @@ def test_the_judge_tells_a_right_solution_from_a_wrong_one() -> None:
     ]
 
 
-def test_rates_count_what_is_wrongly_paid_or_not_paid_among_what_is_graded() -> None:
+def test_rates_are_shares_of_graded_solutions() -> None:
     one, other, third = ALL[:3]
     judged = {(row.name, which): Verdict(1, 1) for row in ALL[:3] for which in row.solutions}
     full, half = CallResult(OK, 1.0, ""), CallResult(OK, 0.5, "")

@@ -1,4 +1,4 @@
-"""The load test of damage does to a file what it says, and tells trials apart."""
+"""Load test of file corruption: its changes to a file and its classification of trials."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("at_head", "at"), [(True, 7), (False, 32)])
-def test_a_flip_changes_one_bit(path: Path, at_head: bool, at: int) -> None:
+def test_flip_changes_one_bit(path: Path, at_head: bool, at: int) -> None:
     assert harm("flip", path, None, at_head) == ""
     changed = {place for place, byte in enumerate(path.read_bytes()) if byte != CONTENT[place]}
     assert changed == {at}
     assert (path.read_bytes()[at] ^ CONTENT[at]).bit_count() == 1
 
 
-def test_what_is_cut_short_emptied_or_deleted_lacks_it(path: Path) -> None:
+def test_truncated_emptied_and_deleted_files_lose_their_content(path: Path) -> None:
     assert harm("truncate", path, None, False) == ""
     assert path.read_bytes() == CONTENT[:32]
     assert harm("empty", path, None, False) == ""
@@ -37,7 +37,7 @@ def test_what_is_cut_short_emptied_or_deleted_lacks_it(path: Path) -> None:
     assert not path.exists()
 
 
-def test_an_older_copy_must_differ(path: Path, tmp_path: Path) -> None:
+def test_older_copy_must_differ(path: Path, tmp_path: Path) -> None:
     older = tmp_path / "older"
     older.write_bytes(CONTENT)
     assert harm("older", path, older, False)
@@ -47,11 +47,11 @@ def test_an_older_copy_must_differ(path: Path, tmp_path: Path) -> None:
     assert harm("older", path, None, False)
 
 
-def test_each_kind_is_tried_in_each_way_twice() -> None:
+def test_each_kind_is_tried_twice_with_each_corruption() -> None:
     assert len({trial.name for trial in ALL}) == len(ALL) == 2 * len(KINDS) * len(HARMS)
 
 
-def test_a_trial_that_is_skipped_is_no_trial() -> None:
+def test_skipped_trial_is_not_counted() -> None:
     rows = [
         {"name": name, "outcome": name, "lost": 0, "trained_twice": 0}
         for name in ("recovered", "named", "silent", "hung", "skipped")

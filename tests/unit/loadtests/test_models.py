@@ -1,4 +1,4 @@
-"""A dozen random checkpoints of all kinds are computed as transformers computes them."""
+"""A dozen random checkpoints of all kinds, compared with transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.group("transformers"), pytest.mark.needs("compiler")]
 
 
 @pytest.mark.deep
-def test_random_checkpoints_are_equal_and_changed_ones_are_not_read_silently(
+def test_random_checkpoints_match_and_changed_ones_are_detected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configs = 12

@@ -1,4 +1,4 @@
-"""Every documented load test runs, and prints the keys that docs/develop/benchmarks.md names."""
+"""Runs of every documented load test, checked for the keys of docs/develop/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV
 from tests.load import scaled
 from tests.unit.loadtests.benchmarks_page import documented
 from tests.unit.loadtests.smoke_forms import LACKING, SMOKES, Smoke
-from tests.unit.loadtests.test_history import numbered, right, write
+from tests.unit.loadtests.test_history import make_events, make_valid_history, write
 
 ROOT = Path(__file__).parents[3]
-WITHIN_S = 100.0  # of the form that takes longest
+WITHIN_S = 100.0  # limit of the slowest form
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-UNSET = ("MESHRL_REDIS_URL",)  # of tests; a load test has its own
-# Load tests about the nursery, or about all processes of a mesh, have one of their own.
+UNSET = ("MESHRL_REDIS_URL",)  # set by tests; a load test has its own
+# Load tests of the fork server, or of all processes of a mesh, start their own.
 OWN_NURSERY = ("loadtests.start", "loadtests.chaos", "loadtests.damage", "loadtests.doors")
 
 
-def test_every_documented_command_has_a_smoke_form() -> None:
+def test_each_documented_command_has_a_smoke_form() -> None:
     formed = {smoke.command for smoke in SMOKES}
     assert formed == documented().keys()
     assert LACKING.keys() <= formed
 
 
-def test_smoke_forms_run_the_commands_that_they_stand_for() -> None:
+def test_smoke_forms_run_their_documented_commands() -> None:
     for smoke in SMOKES:
         assert smoke.form.split()[0] == smoke.command.split()[0]
 
 
 @pytest.mark.parametrize("command", sorted({smoke.command for smoke in SMOKES}))
-def test_every_documented_key_is_expected_of_a_form_or_said_to_be_lacking(command: str) -> None:
+def test_each_documented_key_is_expected_of_a_form_or_listed_as_lacking(command: str) -> None:
     lacking = LACKING.get(command, {}).keys()
     wanted = {key for smoke in SMOKES if smoke.command == command for key in expected(smoke)}
     assert wanted | lacking == documented()[command]
     assert not wanted & lacking
 
 
-def test_figures_are_flattened_by_joined_names() -> None:
+def test_nested_figures_are_flattened_with_joined_names() -> None:
     nested = {"a": 1, "arm": {"s": 2.0, "of": {"x": [3]}}}
     assert flat(nested) == {"a": 1, "arm_s": 2.0, "arm_of_x": [3]}
     with pytest.raises(ValueError, match="arm_s"):
@@ -68,7 +68,7 @@ def test_figures_are_flattened_by_joined_names() -> None:
         for smoke in SMOKES
     ],
 )
-def test_a_load_test_prints_its_documented_keys(smoke: Smoke) -> None:
+def test_load_test_prints_its_documented_keys(smoke: Smoke) -> None:
     with scratch() as folder, prepared(smoke.form, folder) as words:
         found = printed(words, folder)
     missing = [key for key in expected(smoke) if not any(fnmatchcase(name, key) for name in found)]
@@ -129,7 +129,7 @@ def prepared(form: str, folder: Path) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         places = {"tmp": folder}
         if "{run}" in form:
-            places["run"] = write(folder / "run", "j", numbered(right(), "j"))
+            places["run"] = write(folder / "run", "j", make_events(make_valid_history(), "j"))
         if "{templates}" in form:
             places["templates"] = folder / "templates"
             places["templates"].mkdir()

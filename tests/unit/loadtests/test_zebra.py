@@ -1,4 +1,4 @@
-"""What is compared on paced ranks, and what is read of their steps."""
+"""Comparison on emulated ranks, and figures of their steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loadtests.zebra.__main__ import beside_the_simulator
 from loadtests.zebra.gang import COUNT, MICROS, Setting, arms, bin_of
 
 
-def test_all_arms_compute_as_many_sequences() -> None:
+def test_all_arms_compute_the_same_number_of_sequences() -> None:
     setting = Setting("D1", 4096)
     chosen = {arm.name: arm for arm in arms(setting)}
     assert chosen.keys() == {"zebra", "free", "distep", "ep", "asymmetric"}
@@ -21,7 +21,7 @@ def test_all_arms_compute_as_many_sequences() -> None:
 
 
 @pytest.mark.parametrize("model", ["D1", "W1", "W2"])
-def test_rows_go_to_all_experts_evenly(model: str) -> None:
+def test_rows_are_spread_evenly_over_experts(model: str) -> None:
     setting = Setting(model, 4096)
     chosen = bin_of(setting, 1).expert_ids
     assert chosen is not None and chosen.shape[1:] == (setting.profile.layers, 2)
@@ -31,7 +31,7 @@ def test_rows_go_to_all_experts_evenly(model: str) -> None:
         assert (chosen[:, layer, 0] != chosen[:, layer, 1]).all()
 
 
-def test_what_is_not_hidden_makes_the_step_longer_than_with_free_links() -> None:
+def test_unhidden_transfers_lengthen_the_step() -> None:
     setting = Setting("D1", 4096)
     one = {"step_s": 5.0, "spans": [(0.0, 4.0)], "transfers": [(0.0, 1.0)]}
     steps = {"zebra": [[one] for _ in range(2 * COUNT)]}

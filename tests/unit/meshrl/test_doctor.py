@@ -34,19 +34,19 @@ from tests.sglang.interpreter import python
 
 
 def run_doctor(tmp_path: Path, path: str, **more: str) -> str:
-    make_environment = {
+    environment = {
         **os.environ,
         "PATH": path,
         "XDG_CACHE_HOME": str(tmp_path),
         "COLUMNS": "250",
     }
-    make_environment |= more
+    environment |= more
     asked = subprocess.run(
         [sys.executable, "-m", "meshrl", "doctor"],
         capture_output=True,
         text=True,
         timeout=scaled(60),
-        env=make_environment,
+        env=environment,
         check=False,
     )
     return asked.stdout

@@ -23,7 +23,7 @@ from meshrl.common.state.pool.workers.placement import build_parser as seats
 from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.common.state.redis.client import StateClient
 from tests.load import scaled
-from tests.meshes import entered
+from tests.meshes import register_process
 
 BYTES = 1000  # size of its state, in any tier
 
@@ -57,7 +57,7 @@ async def main(kind: str, seat: Placement) -> None:
     if seat.rank:
         name = f"rank/{seat.job}/{seat.rank}"
     state, clock = await StateClient.open(settings.redis_url), SystemClock()
-    doorway = await entered(name, name.partition("/")[0], settings, state, clock)
+    doorway = await register_process(name, name.partition("/")[0], settings, state, clock)
     mesh = Mesh(
         name,
         kind,

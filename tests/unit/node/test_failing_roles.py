@@ -38,7 +38,7 @@ from meshrl.services.node.worker import build_parser, serve
 from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
-from tests.stories import story_on, virtually
+from tests.stories import story_on, virtual_test
 from tests.unit.node.virtual_role import ENGINE, poll_every_second, role_process
 
 DOCUMENT = {
@@ -139,7 +139,7 @@ def test_role_that_dies_after_each_start_does_not_fail_its_job(tmp_path: Path) -
     with_program(None, tmp_path, check, for_s=600.0, runs_s=40.0)
 
 
-@virtually()
+@virtual_test()
 async def test_error_of_a_process_of_an_unknown_job_is_reported(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
@@ -188,7 +188,7 @@ def alive(host: FullHost) -> list[str]:
     return [child.name for child in host.children.values() if child.poll() is None]
 
 
-@virtually(limit_s=3600.0)
+@virtual_test(limit_s=3600.0)
 async def test_unstartable_role_reports_the_reason_and_starts_later(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
@@ -207,7 +207,7 @@ async def test_unstartable_role_reports_the_reason_and_starts_later(
     assert poll_phase(role) == InstancePhase.GONE and not alive(host)
 
 
-@virtually(limit_s=3600.0)
+@virtual_test(limit_s=3600.0)
 async def test_stopping_a_role_that_never_started_raises_no_error(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
@@ -218,7 +218,7 @@ async def test_stopping_a_role_that_never_started_raises_no_error(
     assert role.phase == InstancePhase.GONE and not role.pid
 
 
-@virtually(limit_s=3600.0)
+@virtual_test(limit_s=3600.0)
 async def test_worker_with_exhausted_restart_budget_starts_when_the_host_can(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from meshrl.common.state.pool.demand.measurements import (
 )
 from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.workers.rows import Role, Tier
-from tests.unit.planner.pools import Looks
+from tests.unit.planner.pools import PlannerBench
 
 TRAJECTORIES, SLOTS = 128, 64
 
@@ -92,25 +92,27 @@ class Plant:
         return Measurements({"everybody": self.total}, (curve,))
 
 
-def run(looks: Looks, plant: Plant, steps: int, job: str = "job", *, ready: bool = True) -> None:
+def run(
+    bench: PlannerBench, plant: Plant, steps: int, job: str = "job", *, ready: bool = True
+) -> None:
     """Take a snapshot after each of `steps` steps of the plant, with the current split."""
     for _ in range(steps):
-        took_s = stepped(looks, plant, job)
-        looks.change(now_ms=looks.snapshot.now_ms + round(1000 * max(took_s, 1.0)))
-        looks.look(ready)
+        took_s = stepped(bench, plant, job)
+        bench.update(now_ms=bench.snapshot.now_ms + round(1000 * max(took_s, 1.0)))
+        bench.decide_once(ready)
 
 
-def stepped(looks: Looks, plant: Plant, job: str) -> float:
+def stepped(bench: PlannerBench, plant: Plant, job: str) -> float:
     """Make a step of the plant and return the seconds that it takes."""
-    took_s = plant.steps(1, *split(looks, job))
-    before: PlannedJob = next(j for j in looks.snapshot.jobs if j.id == job)
-    looks.job(job, measurements=plant.measured, steps_done=before.steps_done + 1)
+    took_s = plant.steps(1, *split(bench, job))
+    before: PlannedJob = next(j for j in bench.snapshot.jobs if j.id == job)
+    bench.update_job(job, measurements=plant.measured, steps_done=before.steps_done + 1)
     return took_s
 
 
-def split(looks: Looks, job: str = "job") -> tuple[int, int]:
+def split(bench: PlannerBench, job: str = "job") -> tuple[int, int]:
     """(engines, workers that train) of a job."""
-    there = [r for _, r in looks.residents(job) if r.tier == Tier.ACCELERATOR]
+    there = [r for _, r in bench.list_instances(job) if r.tier == Tier.ACCELERATOR]
     engines = sum(r.role == Role.ROLLOUT for r in there)
     return engines, sum(r.role == Role.TRAINING for r in there)
 
@@ -200,25 +202,27 @@ class Tall:
         return Measurements({"everybody": self.total}, curves, LengthQuantiles(512, levels, 50.0))
 
 
-def degrees_of(looks: Looks, job: str = "job") -> list[int]:
+def degrees_of(bench: PlannerBench, job: str = "job") -> list[int]:
     """Return the degrees of the job's engines in falling order."""
-    there = [r for _, r in looks.residents(job) if r.role == Role.ROLLOUT]
+    there = [r for _, r in bench.list_instances(job) if r.role == Role.ROLLOUT]
     return sorted((len(r.ranks) for r in there), reverse=True)
 
 
-def helpers_of(looks: Looks, job: str = "job") -> int:
+def helpers_of(bench: PlannerBench, job: str = "job") -> int:
     """Return the workers that train beside the job's core."""
-    return sum(r.role == Role.TRAINING and not r.core for _, r in looks.residents(job))
+    return sum(r.role == Role.TRAINING and not r.core for _, r in bench.list_instances(job))
 
 
 def run_tall(
-    looks: Looks, plant: Tall, steps: int, job: str = "job", *, ready: bool = True
+    bench: PlannerBench, plant: Tall, steps: int, job: str = "job", *, ready: bool = True
 ) -> None:
     """Take a snapshot after each of `steps` steps of the plant, with the current gangs."""
     for _ in range(steps):
-        degrees = degrees_of(looks, job)
-        took_s = plant.made(degrees, helpers_of(looks, job)) if degrees else 1.0
-        before = next(j for j in looks.snapshot.jobs if j.id == job)
-        looks.job(job, measurements=plant.measured(degrees), steps_done=before.steps_done + 1)
-        looks.change(now_ms=looks.snapshot.now_ms + round(1000 * max(took_s, 1.0)))
-        looks.look(ready)
+        degrees = degrees_of(bench, job)
+        took_s = plant.made(degrees, helpers_of(bench, job)) if degrees else 1.0
+        before = next(j for j in bench.snapshot.jobs if j.id == job)
+        bench.update_job(
+            job, measurements=plant.measured(degrees), steps_done=before.steps_done + 1
+        )
+        bench.update(now_ms=bench.snapshot.now_ms + round(1000 * max(took_s, 1.0)))
+        bench.decide_once(ready)

@@ -1,4 +1,4 @@
-"""Pool snapshots for the planner, whose workers reach their desired state at once."""
+"""Pool snapshots for the planner, whose instances reach their desired state at once."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ LOOK_MS = 500
 def pool(
     hosts: Sequence[int], *jobs: PlannedJob, networks: Sequence[str] = (), **other: Any
 ) -> PoolSnapshot:
-    """Return a mesh that has been up for long, with so many workers on each host, `host0` first.
-    `networks` of the hosts: all are in the head's network by default.
+    """Return a mesh that has been running for long, with that many workers on each host, `host0`
+    first.
+
+    All hosts are in the head's network unless `networks` names theirs.
     """
     workers: list[WorkerRow] = []
     for host, count in enumerate(hosts):
@@ -65,12 +67,12 @@ def job(id: str = "job", **other: Any) -> PlannedJob:
     return PlannedJob(id, requirements=JobRequirements(**needs), **(about | other))
 
 
-def settled(gang: Gang) -> Gang:
+def set_reconciled(gang: Gang) -> Gang:
     """Return the gang with all instances at their desired state."""
-    return replace(gang, instances=tuple(does(r, InstancePhase.READY) for r in gang.instances))
+    return replace(gang, instances=tuple(set_phase(r, InstancePhase.READY) for r in gang.instances))
 
 
-def does(resident: Instance, doing: InstancePhase) -> Instance:
+def set_phase(resident: Instance, doing: InstancePhase) -> Instance:
     reports = {
         rank: InstanceReport(rank, resident.generation, resident.epoch, 1, doing, resident.tier)
         for rank in resident.ranks
@@ -78,7 +80,7 @@ def does(resident: Instance, doing: InstancePhase) -> Instance:
     return replace(resident, reports=reports)
 
 
-def applied(
+def apply_decisions(
     snapshot: PoolSnapshot, decisions: Iterable[Decision], ready: bool = True
 ) -> PoolSnapshot:
     """Return the next snapshot. Each decision must apply as it would in Redis."""
@@ -130,7 +132,7 @@ def applied(
         snapshot,
         now_ms=snapshot.now_ms + LOOK_MS,
         workers=tuple(replace(w, gang=where.get(w.id, "")) for w in snapshot.workers),
-        gangs=tuple(settled(gang) if ready else gang for gang in gangs.values()),
+        gangs=tuple(set_reconciled(gang) if ready else gang for gang in gangs.values()),
         jobs=tuple(jobs.values()),
         hosts=tuple(hosts.values()),
         requests=tuple(requests.values()),
@@ -154,51 +156,53 @@ def _placed(gangs: dict[str, Gang], gang: str, resident: Instance) -> None:
     gangs[gang] = replace(before, instances=tuple(residents), next_instance=placed)
 
 
-class Looks:
-    """Sequence of a leader's snapshots of a pool."""
+class PlannerBench:
+    """Planner decisions over a sequence of snapshots of a pool."""
 
     def __init__(self, snapshot: PoolSnapshot, memory: PlannerMemory | None = None) -> None:
         self.snapshot, self.memory = snapshot, memory or PlannerMemory()
-        self.decisions: list[Decision] = []  # of the last look
+        self.decisions: list[Decision] = []  # of the last snapshot
 
-    def look(self, ready: bool = True) -> list[Decision]:
-        """Decide once and apply the decisions; `ready` is whether instances get there at once."""
+    def decide_once(self, ready: bool = True) -> list[Decision]:
+        """Decide once and apply the decisions; with `ready`, instances reach their desired state at
+        once.
+        """
         self.decisions, self.memory = decide(
             self.snapshot, PlannerMemory.decode(self.memory.encode())
         )
-        self.snapshot = applied(self.snapshot, self.decisions, ready)
+        self.snapshot = apply_decisions(self.snapshot, self.decisions, ready)
         check(self.snapshot)
         return self.decisions
 
     def settle(self, within: int = 12) -> list[Decision]:
-        """Decide until nothing is left to decide, and return all decisions."""
+        """Decide until no decision is left, and return all decisions."""
         found: list[Decision] = []
         for _ in range(within):
-            if not self.look():
+            if not self.decide_once():
                 return found
             found += self.decisions
         raise AssertionError(f"still deciding: {self.decisions}")
 
-    def change(self, **other: Any) -> None:
+    def update(self, **other: Any) -> None:
         self.snapshot = replace(self.snapshot, **other)
 
-    def worker(self, id: str, **other: Any) -> None:
-        """Another state of a worker."""
+    def update_worker(self, id: str, **other: Any) -> None:
+        """Change a worker's state."""
         found = [replace(w, **other) if w.id == id else w for w in self.snapshot.workers]
-        self.change(workers=tuple(found))
+        self.update(workers=tuple(found))
 
     def drain(self, host: str) -> None:
-        """Drain a host: nothing new is to be placed on it."""
+        """Drain a host: no new instance is to be placed there."""
         hosts = self.snapshot.hosts
         found = [replace(h, drain_reason="maintenance") if h.name == host else h for h in hosts]
-        self.change(hosts=tuple(found))
+        self.update(hosts=tuple(found))
 
-    def job(self, id: str, **other: Any) -> None:
-        """Another state of a job."""
+    def update_job(self, id: str, **other: Any) -> None:
+        """Change a job's state."""
         found = [replace(j, **other) if j.id == id else j for j in self.snapshot.jobs]
-        self.change(jobs=tuple(found))
+        self.update(jobs=tuple(found))
 
-    def residents(self, job: str = "job") -> list[tuple[str, Instance]]:
+    def list_instances(self, job: str = "job") -> list[tuple[str, Instance]]:
         """Return (first worker, instance) pairs of a job, by worker."""
         found = [
             (gang.workers[resident.ranks[0]], resident)
@@ -223,16 +227,16 @@ class Looks:
                         found[worker] = f"{found[worker]}+{name}" if worker in found else name
         return dict(sorted(found.items(), key=lambda one: (len(one[0]), one[0])))
 
-    def workers_of(self, job: str) -> int:
-        """Return the workers that a job is awake on."""
+    def count_awake_workers(self, job: str) -> int:
+        """Return the number of workers on which a job is awake."""
         return len(awake(self.snapshot, job))
 
 
-def begun(hosts: Sequence[int], *jobs: PlannedJob, **other: Any) -> Looks:
-    """Return the snapshots of a pool that has settled."""
-    looks = Looks(pool(hosts, *jobs, **other))
-    looks.settle()
-    return looks
+def start_pool(hosts: Sequence[int], *jobs: PlannedJob, **other: Any) -> PlannerBench:
+    """Return the bench of a pool after its initial decisions."""
+    bench = PlannerBench(pool(hosts, *jobs, **other))
+    bench.settle()
+    return bench
 
 
 def awake(snapshot: PoolSnapshot, job: str) -> set[str]:

@@ -31,7 +31,7 @@ from meshrl.services.planner.costs.expert_split_prediction import (
     predict_expert_split,
 )
 from meshrl.services.planner.policies.expert_split import ExpertSplitState
-from tests.unit.planner.pools import QUIET, Looks, job, pool
+from tests.unit.planner.pools import QUIET, PlannerBench, job, pool
 
 K = 1024
 # Like D1 of `sim/zebra`: eight layers, 24 experts of which a token goes to two.
@@ -49,7 +49,7 @@ SHAPE = ModelShape(
 TWO_KINDS = ["cuda:0 NVIDIA A40"] * 2 + ["cuda:0 Tesla V100-SXM2-32GB"] * 5
 
 
-def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> Looks:
+def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> PlannerBench:
     """Return a mesh with these accelerators, whose job has a core of four ranks."""
     needs: dict[str, Any] = {
         "ranks": 4,
@@ -58,62 +58,62 @@ def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> Looks:
         "bin_tokens": 16 * K,
     }
     planned = job(**(needs | {"model_key": "D1", "has_checkpoint": True} | about))
-    looks = Looks(pool([len(kinds)], planned, settings=QUIET, up_since_ms=up_ms))
+    bench = PlannerBench(pool([len(kinds)], planned, settings=QUIET, up_since_ms=up_ms))
     for number, accelerator in enumerate(kinds):
-        looks.worker(f"w{number}", accelerator=accelerator)
-    return looks
+        bench.update_worker(f"w{number}", accelerator=accelerator)
+    return bench
 
 
-def at_rest(kinds: list[str] = TWO_KINDS, **about: Any) -> Looks:
+def at_rest(kinds: list[str] = TWO_KINDS, **about: Any) -> PlannerBench:
     """Return a mesh with these accelerators after all initial decisions."""
-    looks = mixed(kinds, **about)
-    looks.settle()
-    return looks
+    bench = mixed(kinds, **about)
+    bench.settle()
+    return bench
 
 
-def core(looks: Looks) -> Instance:
-    [found] = [resident for _, resident in looks.residents() if resident.core]
+def core(bench: PlannerBench) -> Instance:
+    [found] = [resident for _, resident in bench.list_instances() if resident.core]
     return found
 
 
-def kinds_of(looks: Looks) -> list[str]:
+def kinds_of(bench: PlannerBench) -> list[str]:
     """Return the accelerator kinds of the core's ranks."""
-    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.instances)]
-    known = {worker.id: worker.accelerator for worker in looks.snapshot.workers}
+    [gang] = [g for g in bench.snapshot.gangs if any(r.core for r in g.instances)]
+    known = {worker.id: worker.accelerator for worker in bench.snapshot.workers}
     [ranks] = [r.ranks for r in gang.instances if r.core]
     return ["A40" if "A40" in known[gang.workers[rank]] else "V100" for rank in ranks]
 
 
-def trained(looks: Looks, tokens_per_s: float, steps: float, start: str = "") -> None:
+def trained(bench: PlannerBench, tokens_per_s: float, steps: float, start: str = "") -> None:
     """Report this training rate of the core in each of so many seconds, with one step each."""
     work = MeasuredWork(steps=steps, busy_s=steps, tokens=tokens_per_s * steps)
-    about = looks.snapshot.jobs[0].measurements
-    looks.job(
+    about = bench.snapshot.jobs[0].measurements
+    bench.update_job(
         "job",
         measurements=replace(
-            about, work_by_process={f"trainer/job{start or core(looks).id}": work}
+            about, work_by_process={f"trainer/job{start or core(bench).id}": work}
         ),
     )
 
 
-def watched(looks: Looks, tokens_per_s: float) -> list[Decision]:
+def watched(bench: PlannerBench, tokens_per_s: float) -> list[Decision]:
     """Run a window of steps and return the decisions made in it."""
     found: list[Decision] = []
     for steps in (2, 4, 6, 8):
-        trained(looks, tokens_per_s, steps)
-        found += looks.look()
+        trained(bench, tokens_per_s, steps)
+        found += bench.decide_once()
     return found
 
 
-def left(looks: Looks) -> None:
+def left(bench: PlannerBench) -> None:
     """Report each instance that is to be absent as covered by a checkpoint."""
     gangs = []
-    for gang in looks.snapshot.gangs:
+    for gang in bench.snapshot.gangs:
         some = tuple(
             r if r.tier != Tier.ABSENT else replace(r, reports=reports(r)) for r in gang.instances
         )
         gangs.append(replace(gang, instances=some))
-    looks.change(gangs=tuple(gangs))
+    bench.update(gangs=tuple(gangs))
 
 
 def reports(r: Instance) -> dict[int, InstanceReport]:
@@ -121,18 +121,18 @@ def reports(r: Instance) -> dict[int, InstanceReport]:
     return {rank: replace(one, rank=rank) for rank in r.ranks}
 
 
-def ranks_told(looks: Looks) -> str:
-    return decode_predictions(looks.memory.encode())["job"].expert_split_reason
+def ranks_told(bench: PlannerBench) -> str:
+    return decode_predictions(bench.memory.encode())["job"].expert_split_reason
 
 
 def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
-    looks = at_rest()
-    apart = core(looks).expert_split
+    bench = at_rest()
+    apart = core(bench).expert_split
     assert apart is not None and 1 <= apart.attention_ranks <= 3
-    assert kinds_of(looks) == ["A40"] * apart.attention_ranks + ["V100"] * (
+    assert kinds_of(bench) == ["A40"] * apart.attention_ranks + ["V100"] * (
         4 - apart.attention_ranks
     )
-    said = ranks_told(looks)
+    said = ranks_told(bench)
     assert f"attention on {apart.attention_ranks} ranks of A40 and experts on V100" in said
     assert "as declared" in said and "with ranks all alike" in said
 
@@ -145,84 +145,84 @@ def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
     ],
 )
 def test_without_two_kinds_ranks_are_alike_and_it_is_said_why(kinds: list[str], why: str) -> None:
-    looks = at_rest(kinds)
-    assert core(looks).expert_split is None
-    assert why in ranks_told(looks)
+    bench = at_rest(kinds)
+    assert core(bench).expert_split is None
+    assert why in ranks_told(bench)
 
 
 def test_enough_fast_accelerators_train_alone() -> None:
-    looks = at_rest(["cuda:0 Tesla T4"] * 4 + ["cuda:0 NVIDIA H100"] * 4)
-    assert core(looks).expert_split is None
-    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.instances)]
+    bench = at_rest(["cuda:0 Tesla T4"] * 4 + ["cuda:0 NVIDIA H100"] * 4)
+    assert core(bench).expert_split is None
+    [gang] = [g for g in bench.snapshot.gangs if any(r.core for r in g.instances)]
     assert gang.workers == ("w4", "w5", "w6", "w7")
 
 
 def test_who_does_not_ask_for_it_is_left_alone() -> None:
-    looks = at_rest(auto_expert_split=False)
-    assert core(looks).expert_split is None
-    assert not looks.memory.expert_splits
+    bench = at_rest(auto_expert_split=False)
+    assert core(bench).expert_split is None
+    assert not bench.memory.expert_splits
 
 
 def test_a_new_mesh_is_waited_for() -> None:
-    looks = mixed(TWO_KINDS[:5], up_ms=999_000)
-    looks.change(settings=replace(QUIET, join_grace_s=5.0))
-    looks.look()
-    assert not looks.memory.expert_splits, "the slow ones may still be coming"
+    bench = mixed(TWO_KINDS[:5], up_ms=999_000)
+    bench.update(settings=replace(QUIET, join_grace_s=5.0))
+    bench.decide_once()
+    assert not bench.memory.expert_splits, "the slow ones may still be coming"
 
 
 def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
-    looks = at_rest()
-    before = core(looks).expert_split
+    bench = at_rest()
+    before = core(bench).expert_split
     declared = build_declared_profile(SHAPE, "A40", "T4")
     told = [replace(declared.fast), replace(declared.slow, name="V100")]
     profiles = {kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in told}
-    looks.job("job", measurements=Measurements(profiles=profiles))
-    looks.look()
-    assert looks.memory.expert_splits["job"].predicted_split != before, (
+    bench.update_job("job", measurements=Measurements(profiles=profiles))
+    bench.decide_once()
+    assert bench.memory.expert_splits["job"].predicted_split != before, (
         "it would be another one now"
     )
-    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.instances)]
-    looks.worker(gang.workers[0], alive=False)
-    looks.change(now_ms=looks.snapshot.now_ms + 60_000)
-    looks.look()
-    looks.change(now_ms=looks.snapshot.now_ms + 60_000)
-    looks.settle()
-    assert gang.workers[0] not in looks.roles() and core(looks).expert_split == before
+    [gang] = [g for g in bench.snapshot.gangs if any(r.core for r in g.instances)]
+    bench.update_worker(gang.workers[0], alive=False)
+    bench.update(now_ms=bench.snapshot.now_ms + 60_000)
+    bench.decide_once()
+    bench.update(now_ms=bench.snapshot.now_ms + 60_000)
+    bench.settle()
+    assert gang.workers[0] not in bench.roles() and core(bench).expert_split == before
 
 
 def test_what_trains_as_much_as_was_predicted_stays() -> None:
-    looks = at_rest()
-    mixture = looks.memory.expert_splits["job"]
-    watched(looks, mixture.predicted_tokens_per_s)
+    bench = at_rest()
+    mixture = bench.memory.expert_splits["job"]
+    watched(bench, mixture.predicted_tokens_per_s)
     assert (
-        core(looks).tier == Tier.ACCELERATOR and core(looks).expert_split == mixture.predicted_split
+        core(bench).tier == Tier.ACCELERATOR and core(bench).expert_split == mixture.predicted_split
     )
-    assert "observed" in ranks_told(looks)
+    assert "observed" in ranks_told(bench)
 
 
 def test_what_trains_less_than_ranks_all_alike_would_is_undone_and_the_better_one_stays() -> None:
-    looks = at_rest()
-    mixture = looks.memory.expert_splits["job"]
-    first = core(looks)
-    watched(looks, mixture.uniform_tokens_per_s / 2)
-    assert core(looks).id == first.id and core(looks).tier == Tier.ABSENT
-    looks.look()
-    assert core(looks).tier == Tier.ABSENT, "it writes its checkpoint"
-    left(looks)
-    looks.settle()
-    second = core(looks)
+    bench = at_rest()
+    mixture = bench.memory.expert_splits["job"]
+    first = core(bench)
+    watched(bench, mixture.uniform_tokens_per_s / 2)
+    assert core(bench).id == first.id and core(bench).tier == Tier.ABSENT
+    bench.decide_once()
+    assert core(bench).tier == Tier.ABSENT, "it writes its checkpoint"
+    left(bench)
+    bench.settle()
+    second = core(bench)
     assert second.id != first.id and second.expert_split is None
-    watched(looks, mixture.uniform_tokens_per_s / 4)  # it is worse still
-    left(looks)
-    looks.settle()
-    assert core(looks).expert_split == first.expert_split
-    watched(looks, mixture.uniform_tokens_per_s / 2)
-    assert core(looks).tier == Tier.ACCELERATOR, "the best that was measured stays"
+    watched(bench, mixture.uniform_tokens_per_s / 4)  # it is worse still
+    left(bench)
+    bench.settle()
+    assert core(bench).expert_split == first.expert_split
+    watched(bench, mixture.uniform_tokens_per_s / 2)
+    assert core(bench).tier == Tier.ACCELERATOR, "the best that was measured stays"
 
 
 def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -> None:
-    looks = at_rest()
-    before = looks.memory.expert_splits["job"]
+    bench = at_rest()
+    before = bench.memory.expert_splits["job"]
     assert not before.is_measured
     declared = build_declared_profile(SHAPE, "A40", "V100")
     slower = replace(
@@ -232,44 +232,44 @@ def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -
     profiles = {
         kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in (declared.fast, slower)
     }
-    looks.job("job", measurements=Measurements(profiles=profiles))
-    looks.look()
-    after = looks.memory.expert_splits["job"]
+    bench.update_job("job", measurements=Measurements(profiles=profiles))
+    bench.decide_once()
+    after = bench.memory.expert_splits["job"]
     assert after.is_measured and after.predicted_tokens_per_s < before.predicted_tokens_per_s
     assert sum(after.predicted_split.hosted_experts) > sum(before.predicted_split.hosted_experts)  # type: ignore[union-attr]
-    assert core(looks).expert_split == before.predicted_split, "nothing has been measured of it yet"
-    watched(looks, after.predicted_tokens_per_s / 2)
-    left(looks)
-    looks.settle()
-    assert core(looks).expert_split in (after.predicted_split, None)
-    assert "as ranks have measured" in ranks_told(looks)
+    assert core(bench).expert_split == before.predicted_split, "nothing has been measured of it yet"
+    watched(bench, after.predicted_tokens_per_s / 2)
+    left(bench)
+    bench.settle()
+    assert core(bench).expert_split in (after.predicted_split, None)
+    assert "as ranks have measured" in ranks_told(bench)
 
 
 def test_what_is_not_predicted_to_pay_is_not_tried_because_predictions_are_too_high() -> None:
-    looks = at_rest(["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Tesla V100-SXM2-32GB"] * 4)
-    mixture = looks.memory.expert_splits["job"]
-    assert core(looks).expert_split is None and mixture.predicted_split is not None
+    bench = at_rest(["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Tesla V100-SXM2-32GB"] * 4)
+    mixture = bench.memory.expert_splits["job"]
+    assert core(bench).expert_split is None and mixture.predicted_split is not None
     assert mixture.predicted_tokens_per_s < mixture.uniform_tokens_per_s
-    watched(looks, mixture.uniform_tokens_per_s / 10)
-    assert core(looks).expert_split is None and core(looks).tier == Tier.ACCELERATOR
+    watched(bench, mixture.uniform_tokens_per_s / 10)
+    assert core(bench).expert_split is None and core(bench).tier == Tier.ACCELERATOR
 
 
 def test_a_core_without_a_checkpoint_is_not_divided_anew() -> None:
-    looks = at_rest(has_checkpoint=False)
-    watched(looks, 1.0)
-    assert core(looks).tier == Tier.ACCELERATOR
+    bench = at_rest(has_checkpoint=False)
+    watched(bench, 1.0)
+    assert core(bench).tier == Tier.ACCELERATOR
 
 
 def test_a_core_that_cannot_be_left_as_a_checkpoint_goes_on() -> None:
-    looks = at_rest()
-    first = core(looks)
-    watched(looks, 1.0)
-    looks.change(now_ms=looks.snapshot.now_ms + 1000 * 121)
-    looks.look()
-    assert core(looks).id == first.id and core(looks).tier == Tier.ACCELERATOR
-    assert "could not be left" in ranks_told(looks)
-    watched(looks, 1.0)
-    assert core(looks).tier == Tier.ACCELERATOR
+    bench = at_rest()
+    first = core(bench)
+    watched(bench, 1.0)
+    bench.update(now_ms=bench.snapshot.now_ms + 1000 * 121)
+    bench.decide_once()
+    assert core(bench).id == first.id and core(bench).tier == Tier.ACCELERATOR
+    assert "could not be left" in ranks_told(bench)
+    watched(bench, 1.0)
+    assert core(bench).tier == Tier.ACCELERATOR
 
 
 def test_it_is_remembered_whole() -> None:
@@ -317,15 +317,15 @@ def test_longer_sequences_have_more_ranks_with_attention() -> None:
 
 
 def test_a_place_decision_says_by_which_figures() -> None:
-    looks = at_rest()
-    found = watched(looks, 1.0)
+    bench = at_rest()
+    found = watched(bench, 1.0)
     [place] = [one for one in found if isinstance(one, PlaceInstance) and one.instance.core]
     assert place.rationale.rule == "mixture" and place.rationale.inputs["predicted"] > 0
 
 
 def test_at_a_declared_pace_as_much_less_is_predicted_as_everything_takes_longer() -> None:
-    looks, paced = at_rest(), at_rest(emulated_training="declared/50")
-    own, slower = looks.memory.expert_splits["job"], paced.memory.expert_splits["job"]
+    bench, paced = at_rest(), at_rest(emulated_training="declared/50")
+    own, slower = bench.memory.expert_splits["job"], paced.memory.expert_splits["job"]
     assert slower.predicted_tokens_per_s == pytest.approx(own.predicted_tokens_per_s / 50)
     assert slower.uniform_tokens_per_s == pytest.approx(own.uniform_tokens_per_s / 50)
     assert slower.predicted_split == own.predicted_split
@@ -336,37 +336,37 @@ def test_at_a_declared_pace_as_much_less_is_predicted_as_everything_takes_longer
 
 
 def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
-    looks = at_rest()
-    before = looks.memory.expert_splits["job"]
+    bench = at_rest()
+    before = bench.memory.expert_splits["job"]
     longer = LengthQuantiles(100, (12.0 * K,) * len(QUANTILES), 2.0 * K)
-    looks.job("job", measurements=Measurements(lengths=longer))
-    looks.look()
-    after = looks.memory.expert_splits["job"]
+    bench.update_job("job", measurements=Measurements(lengths=longer))
+    bench.decide_once()
+    after = bench.memory.expert_splits["job"]
     assert not before.has_sampled_lengths and after.has_sampled_lengths
     assert after.predicted_tokens_per_s < before.predicted_tokens_per_s, (
         "attention of long sequences takes longer"
     )
     assert from_json_value(ExpertSplitState, to_json_value(after)) == after
-    looks.job("job", measurements=Measurements())
-    looks.look()
-    assert looks.memory.expert_splits["job"] == after, "what is known stays known"
+    bench.update_job("job", measurements=Measurements())
+    bench.decide_once()
+    assert bench.memory.expert_splits["job"] == after, "what is known stays known"
 
 
 def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
     """Check that divisions are priced again only on changed input. The verdict that none fits is
     marked, so that a second one would show.
     """
-    looks = mixed(TWO_KINDS, model_shape=replace(SHAPE, parameters=1e12, active=2e11))
+    bench = mixed(TWO_KINDS, model_shape=replace(SHAPE, parameters=1e12, active=2e11))
     lengths = LengthQuantiles(100, (2.0 * K,) * len(QUANTILES), 1.0 * K)
-    looks.job("job", measurements=Measurements(lengths=lengths))
-    looks.settle()
+    bench.update_job("job", measurements=Measurements(lengths=lengths))
+    bench.settle()
 
     def looked(**about: Any) -> str:
-        marked = replace(looks.memory.expert_splits["job"], reason="marked")
-        looks.memory = replace(looks.memory, expert_splits={"job": marked})
-        looks.job("job", **about)
-        looks.look()
-        return looks.memory.expert_splits["job"].reason
+        marked = replace(bench.memory.expert_splits["job"], reason="marked")
+        bench.memory = replace(bench.memory, expert_splits={"job": marked})
+        bench.update_job("job", **about)
+        bench.decide_once()
+        return bench.memory.expert_splits["job"].reason
 
     near = replace(lengths, trajectories=200, mean_prompt_tokens=1.01 * K)
     assert looked() == looked(measurements=Measurements(lengths=near)) == "marked"

@@ -15,16 +15,24 @@ from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
 from meshrl.common.state.pool.workers.rows import Gang, Instance, InstancePhase, Role, Tier
 from meshrl.services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split, stepped
-from tests.unit.planner.pools import LOOK_MS, Looks, begun, does, job, pool, settled
+from tests.unit.planner.pools import (
+    LOOK_MS,
+    PlannerBench,
+    job,
+    pool,
+    set_phase,
+    set_reconciled,
+    start_pool,
+)
 
 SLOW_TRAINER: dict[str, Any] = {"work_s": 4.0, "base_s": 0.005, "sequence_s": 0.0005}
 
 
-def moved(looks: Looks, plant: Plant) -> PlaceInstance:
+def moved(bench: PlannerBench, plant: Plant) -> PlaceInstance:
     """Return the move that helps a slow trainer, before it is carried out."""
     for _ in range(12):
-        run(looks, plant, 1, ready=False)
-        places = [d for d in looks.decisions if isinstance(d, PlaceInstance)]
+        run(bench, plant, 1, ready=False)
+        places = [d for d in bench.decisions if isinstance(d, PlaceInstance)]
         if places:
             [place] = places
             assert place.move is not None and place.rationale.rule == "stage_time"
@@ -32,30 +40,30 @@ def moved(looks: Looks, plant: Plant) -> PlaceInstance:
     raise AssertionError("nothing moves")
 
 
-def slow(workers: int = 4) -> tuple[Looks, Plant]:
+def slow(workers: int = 4) -> tuple[PlannerBench, Plant]:
     """Return a settled job whose trainer is slow, at its default split."""
-    looks = begun([workers], job(steps_done=0))
-    return looks, Plant(**SLOW_TRAINER)
+    bench = start_pool([workers], job(steps_done=0))
+    return bench, Plant(**SLOW_TRAINER)
 
 
 def test_the_last_engine_helps_a_slow_trainer_and_the_rest_is_left_alone() -> None:
-    looks, plant = slow()
-    before = {r.id for _, r in looks.residents()}
-    place = moved(looks, plant)
-    after = {r.id for _, r in looks.residents()}
-    assert looks.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout", "w3": "training"}
+    bench, plant = slow()
+    before = {r.id for _, r in bench.list_instances()}
+    place = moved(bench, plant)
+    after = {r.id for _, r in bench.list_instances()}
+    assert bench.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout", "w3": "training"}
     assert after - before == {place.instance.id} and len(before - after) == 1
     assert place.gang == "g3", "its workers stay in their gang"
 
 
 def test_a_move_tells_what_the_others_did_meanwhile() -> None:
-    looks, plant = slow()
-    looks.job("job", instance_progress={"g0.0": 11, "g1.0": 100})
-    place = moved(looks, plant)
-    looks.job("job", instance_progress={"g0.0": 12, "g1.0": 180, place.instance.id: 3})
-    looks.look()
-    finish = next(d for d in looks.look() if isinstance(d, FinishMove))
-    assert not finish.undone and not looks.snapshot.moves
+    bench, plant = slow()
+    bench.update_job("job", instance_progress={"g0.0": 11, "g1.0": 100})
+    place = moved(bench, plant)
+    bench.update_job("job", instance_progress={"g0.0": 12, "g1.0": 180, place.instance.id: 3})
+    bench.decide_once()
+    finish = next(d for d in bench.decide_once() if isinstance(d, FinishMove))
+    assert not finish.undone and not bench.snapshot.moves
     assert finish.details["others"] == {
         "g0.0": {"before": 11, "after": 12},
         "g1.0": {"before": 100, "after": 180},
@@ -65,88 +73,88 @@ def test_a_move_tells_what_the_others_did_meanwhile() -> None:
 
 @pytest.mark.parametrize("how", ["late", "failed"])
 def test_a_move_that_does_not_arrive_is_undone_and_not_tried_again_at_once(how: str) -> None:
-    looks, plant = slow()
-    place = moved(looks, plant)
+    bench, plant = slow()
+    place = moved(bench, plant)
     if how == "late":
-        move_ms = round(1000 * looks.snapshot.settings.move_timeout_s)
-        looks.change(now_ms=looks.snapshot.now_ms + move_ms + 1)
+        move_ms = round(1000 * bench.snapshot.settings.move_timeout_s)
+        bench.update(now_ms=bench.snapshot.now_ms + move_ms + 1)
     else:
-        looks.change(
+        bench.update(
             gangs=tuple(
                 replace(
                     gang,
                     instances=tuple(
-                        does(r, InstancePhase.FAILED) if r.id == place.instance.id else r
+                        set_phase(r, InstancePhase.FAILED) if r.id == place.instance.id else r
                         for r in gang.instances
                     ),
                 )
-                for gang in looks.snapshot.gangs
+                for gang in bench.snapshot.gangs
             )
         )
-    decisions = looks.look()
+    decisions = bench.decide_once()
     assert next(d for d in decisions if isinstance(d, FinishMove)).undone
-    assert list(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
-    run(looks, plant, 2)
-    assert list(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
+    assert list(bench.roles().values()) == ["core", "rollout", "rollout", "rollout"]
+    run(bench, plant, 2)
+    assert list(bench.roles().values()) == ["core", "rollout", "rollout", "rollout"]
 
 
 def test_a_move_whose_worker_is_lost_ends() -> None:
-    looks, plant = slow()
-    moved(looks, plant)
-    looks.worker("w3", alive=False)
-    looks.look(ready=False)
-    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
-    decisions = looks.settle()
+    bench, plant = slow()
+    moved(bench, plant)
+    bench.update_worker("w3", alive=False)
+    bench.decide_once(ready=False)
+    bench.update(now_ms=bench.snapshot.now_ms + 11_000)
+    decisions = bench.settle()
     finish = next(d for d in decisions if isinstance(d, FinishMove))
-    assert finish.undone and not looks.snapshot.moves
+    assert finish.undone and not bench.snapshot.moves
 
 
 def test_two_jobs_move_at_once() -> None:
-    looks = begun([8], job("a", steps_done=0), job("b", submitted_ms=1, steps_done=0))
+    bench = start_pool([8], job("a", steps_done=0), job("b", submitted_ms=1, steps_done=0))
     plants = {"a": Plant(**SLOW_TRAINER), "b": Plant(**SLOW_TRAINER)}
     at_once = 0
     for _ in range(12):
-        took_s = max(stepped(looks, plant, name) for name, plant in plants.items())
-        looks.change(now_ms=looks.snapshot.now_ms + round(1000 * took_s))
-        looks.look(ready=False)
-        at_once = max(at_once, len({move.rollback["job"] for move in looks.snapshot.moves}))
+        took_s = max(stepped(bench, plant, name) for name, plant in plants.items())
+        bench.update(now_ms=bench.snapshot.now_ms + round(1000 * took_s))
+        bench.decide_once(ready=False)
+        at_once = max(at_once, len({move.rollback["job"] for move in bench.snapshot.moves}))
     assert at_once == 2
 
 
 def test_a_job_that_has_not_warmed_up_is_left_alone() -> None:
-    looks = begun([4], job(config=PlannerConfig(warmup_steps=100), steps_done=0))
-    run(looks, Plant(**SLOW_TRAINER), 20)
-    assert split(looks) == (3, 1)
+    bench = start_pool([4], job(config=PlannerConfig(warmup_steps=100), steps_done=0))
+    run(bench, Plant(**SLOW_TRAINER), 20)
+    assert split(bench) == (3, 1)
 
 
 def test_what_is_remembered_survives_its_record() -> None:
-    looks, plant = slow()
-    run(looks, plant, 20)
-    looks.worker("w1", alive=False)
-    looks.look()
-    document = json.loads(json.dumps(looks.memory.encode()))
+    bench, plant = slow()
+    run(bench, plant, 20)
+    bench.update_worker("w1", alive=False)
+    bench.decide_once()
+    document = json.loads(json.dumps(bench.memory.encode()))
     assert PlannerMemory.decode(document).encode() == document
-    assert looks.memory.missing_since == {"w1": looks.snapshot.now_ms - LOOK_MS}
-    assert looks.memory.reset_after_outage().missing_since == {}
+    assert bench.memory.missing_since == {"w1": bench.snapshot.now_ms - LOOK_MS}
+    assert bench.memory.reset_after_outage().missing_since == {}
 
 
 def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
-    looks = begun([4], job(config=PlannerConfig(training=2)))
-    assert "training" in looks.roles().values()
-    need = looks.snapshot.jobs[0].requirements
-    looks.job("job", requirements=replace(need, allows_hybrids=False))
-    decisions = looks.settle()
-    assert sorted(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
+    bench = start_pool([4], job(config=PlannerConfig(training=2)))
+    assert "training" in bench.roles().values()
+    need = bench.snapshot.jobs[0].requirements
+    bench.update_job("job", requirements=replace(need, allows_hybrids=False))
+    decisions = bench.settle()
+    assert sorted(bench.roles().values()) == ["core", "rollout", "rollout", "rollout"]
     assert next(d for d in decisions if isinstance(d, PlaceInstance)).rationale.rule == "unhelped"
-    looks.job("job", requirements=need)
-    looks.settle()
-    run(looks, Plant(**SLOW_TRAINER), 12)
-    assert "training" in looks.roles().values(), "it is helped again when that pays"
+    bench.update_job("job", requirements=need)
+    bench.settle()
+    run(bench, Plant(**SLOW_TRAINER), 12)
+    assert "training" in bench.roles().values(), "it is helped again when that pays"
 
 
-def paused(*hosts: int, **about: Any) -> Looks:
+def paused(*hosts: int, **about: Any) -> PlannerBench:
     """Return a job whose core has just been ordered to sleep, for a job that needs all workers."""
-    looks = begun(hosts, job("a", **about))
+    bench = start_pool(hosts, job("a", **about))
     urgent = job(
         "b",
         phase=Phase.QUEUED,
@@ -155,64 +163,64 @@ def paused(*hosts: int, **about: Any) -> Looks:
         submitted_ms=9,
         has_checkpoint=True,
     )
-    looks.change(jobs=(*looks.snapshot.jobs, urgent))
-    looks.look(ready=False)
-    return looks
+    bench.update(jobs=(*bench.snapshot.jobs, urgent))
+    bench.decide_once(ready=False)
+    return bench
 
 
-def failed(looks: Looks, tier: Tier) -> None:
+def failed(bench: PlannerBench, tier: Tier) -> None:
     """Report that the instances that were to sleep at that tier have failed to."""
     gangs = [
         replace(
             gang,
             instances=tuple(
-                does(r, InstancePhase.FAILED) if r.tier == tier else r for r in gang.instances
+                set_phase(r, InstancePhase.FAILED) if r.tier == tier else r for r in gang.instances
             ),
         )
-        for gang in looks.snapshot.gangs
+        for gang in bench.snapshot.gangs
     ]
-    looks.change(gangs=tuple(gangs))
+    bench.update(gangs=tuple(gangs))
 
 
 def test_what_a_core_said_of_an_earlier_wish_does_not_count_for_the_next() -> None:
-    looks = paused(1, has_checkpoint=True)
-    failed(looks, Tier.DISK)
+    bench = paused(1, has_checkpoint=True)
+    failed(bench, Tier.DISK)
     for _ in range(3):
-        looks.look(ready=False)
-        assert looks.roles("a") == {"w0": "core@memory"}, "nobody has said yet how that goes"
-    failed(looks, Tier.MEMORY)
-    looks.look(ready=False)
-    assert looks.roles("a") == {}, "its checkpoint is left"
+        bench.decide_once(ready=False)
+        assert bench.roles("a") == {"w0": "core@memory"}, "nobody has said yet how that goes"
+    failed(bench, Tier.MEMORY)
+    bench.decide_once(ready=False)
+    assert bench.roles("a") == {}, "its checkpoint is left"
 
 
 def test_a_core_that_does_not_sleep_in_time_counts_as_failed_and_who_waits_is_told() -> None:
-    looks = paused(1, has_checkpoint=True)
-    told = [j.block_reason for j in looks.snapshot.jobs if j.id == "b"]
+    bench = paused(1, has_checkpoint=True)
+    told = [j.block_reason for j in bench.snapshot.jobs if j.id == "b"]
     assert told == ["waiting: its core needs a worker; not yet asleep: g0.0 of a"]
-    late_ms = round(1000 * looks.snapshot.settings.move_timeout_s) + 1
+    late_ms = round(1000 * bench.snapshot.settings.move_timeout_s) + 1
     for roles in ({"w0": "core@memory"}, {}):
-        looks.change(now_ms=looks.snapshot.now_ms + late_ms)
-        looks.look(ready=False)
-        assert looks.roles("a") == roles
-    looks.settle()
-    assert looks.workers_of("b") == 1 and looks.snapshot.jobs[1].block_reason == ""
+        bench.update(now_ms=bench.snapshot.now_ms + late_ms)
+        bench.decide_once(ready=False)
+        assert bench.roles("a") == roles
+    bench.settle()
+    assert bench.count_awake_workers("b") == 1 and bench.snapshot.jobs[1].block_reason == ""
 
 
 def test_a_paused_core_leaves_a_host_that_drains_once_a_checkpoint_has_it() -> None:
-    looks = paused(2, 2)
-    looks.settle()
-    looks.drain("host0")
-    looks.change(requests=(PoolRequest("op", "drain", host="host0"),))
-    looks.settle()
-    looks.job("b", requirements=replace(looks.snapshot.jobs[1].requirements, min_workers=2))
-    looks.settle()
-    assert looks.roles("a") == {"w0": "core@disk"} and looks.snapshot.requests
-    looks.job("a", has_checkpoint=True)
-    looks.change(
-        evictable_services=frozenset(n for host in looks.snapshot.hosts for n in host.services)
+    bench = paused(2, 2)
+    bench.settle()
+    bench.drain("host0")
+    bench.update(requests=(PoolRequest("op", "drain", host="host0"),))
+    bench.settle()
+    bench.update_job("b", requirements=replace(bench.snapshot.jobs[1].requirements, min_workers=2))
+    bench.settle()
+    assert bench.roles("a") == {"w0": "core@disk"} and bench.snapshot.requests
+    bench.update_job("a", has_checkpoint=True)
+    bench.update(
+        evictable_services=frozenset(n for host in bench.snapshot.hosts for n in host.services)
     )
-    looks.settle()
-    assert looks.roles("a") == {} and not looks.snapshot.requests
+    bench.settle()
+    assert bench.roles("a") == {} and not bench.snapshot.requests
 
 
 def test_a_job_gives_back_where_a_core_is_to_wake_and_keeps_its_engine() -> None:
@@ -223,9 +231,9 @@ def test_a_job_gives_back_where_a_core_is_to_wake_and_keeps_its_engine() -> None
         Gang("g2", ("w2",), 1, (Instance("g2.0", "d", Role.ROLLOUT),), next_instance=1),
     )
     jobs = (job("d"), job("a", needs_rollout=False, max_workers=1, submitted_ms=1))
-    before = replace(pool([3], *jobs, gangs_formed=3), gangs=tuple(map(settled, there)))
-    looks = Looks(before)
-    decisions = looks.look()
+    before = replace(pool([3], *jobs, gangs_formed=3), gangs=tuple(map(set_reconciled, there)))
+    bench = PlannerBench(before)
+    decisions = bench.decide_once()
     assert [d.instance for d in decisions if isinstance(d, RemoveInstance)] == ["g1.1"]
-    assert looks.roles("a") == {"w1": "core"}
-    assert {r.id for _, r in looks.residents("d")} == {"g0.0", "g2.0"}
+    assert bench.roles("a") == {"w1": "core"}
+    assert {r.id for _, r in bench.list_instances("d")} == {"g0.0", "g2.0"}

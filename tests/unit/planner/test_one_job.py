@@ -22,7 +22,7 @@ from meshrl.common.state.pool.workers.rows import Role, TierBytes
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.launch.up_down import make_default_pool
 from tests.unit.planner.plant import Plant, run
-from tests.unit.planner.pools import NOW_MS, QUIET, Looks, begun, job, pool
+from tests.unit.planner.pools import NOW_MS, QUIET, PlannerBench, job, pool, start_pool
 
 LOST_MS = round(1000 * PoolSettings().worker_lost_s) + 1
 SHORT_MS = round(1000 * PoolSettings().shortage_grace_s) + 1
@@ -45,263 +45,263 @@ DAY_MS = 86_400_000
     ],
 )
 def test_a_job_is_placed_on_the_idle(workers: int, about: dict[str, Any], roles: list[str]) -> None:
-    looks = begun([workers], job(**about))
-    assert list(looks.roles().values()) == roles
+    bench = start_pool([workers], job(**about))
+    assert list(bench.roles().values()) == roles
 
 
 def test_a_worker_that_joins_rolls_out() -> None:
-    looks = begun([2], job())
-    looks.change(workers=pool([3]).workers[:2] + pool([3]).workers[2:])
-    decisions = looks.settle()
-    assert list(looks.roles().values()) == ["core", "rollout", "rollout"]
+    bench = start_pool([2], job())
+    bench.update(workers=pool([3]).workers[:2] + pool([3]).workers[2:])
+    decisions = bench.settle()
+    assert list(bench.roles().values()) == ["core", "rollout", "rollout"]
     assert [d.instance.role for d in decisions if isinstance(d, PlaceInstance)] == [Role.ROLLOUT]
 
 
-def lose(looks: Looks, worker: str) -> None:
-    looks.worker(worker, alive=False)
-    looks.settle()
-    looks.change(now_ms=looks.snapshot.now_ms + LOST_MS)
+def lose(bench: PlannerBench, worker: str) -> None:
+    bench.update_worker(worker, alive=False)
+    bench.settle()
+    bench.update(now_ms=bench.snapshot.now_ms + LOST_MS)
 
 
 def test_a_worker_that_is_missing_for_a_moment_changes_nothing() -> None:
-    looks = begun([3], job())
-    looks.worker("w0", alive=False)
-    assert looks.settle() == []
-    looks.worker("w0", alive=True, token=77)
-    looks.change(now_ms=looks.snapshot.now_ms + LOST_MS)
-    assert looks.settle() == []
+    bench = start_pool([3], job())
+    bench.update_worker("w0", alive=False)
+    assert bench.settle() == []
+    bench.update_worker("w0", alive=True, token=77)
+    bench.update(now_ms=bench.snapshot.now_ms + LOST_MS)
+    assert bench.settle() == []
 
 
 def test_a_lost_core_is_repaired_by_a_helper_which_has_the_model() -> None:
-    looks = begun([4], job(config=PlannerConfig(training=2)))
-    lose(looks, "w0")
-    decisions = looks.settle()
+    bench = start_pool([4], job(config=PlannerConfig(training=2)))
+    lose(bench, "w0")
+    decisions = bench.settle()
     assert isinstance(decisions[0], MarkWorkerLost) and decisions[0].worker == "w0"
-    assert looks.roles() == {"w1": "rollout", "w2": "core", "w3": "rollout"}
+    assert bench.roles() == {"w1": "rollout", "w2": "core", "w3": "rollout"}
     assert next(d for d in decisions if isinstance(d, PlaceInstance)).rationale.rule == "repair"
 
 
 def test_a_lost_worker_that_comes_back_is_used_again() -> None:
-    looks = begun([3], job())
-    lose(looks, "w0")
-    looks.settle()
-    looks.worker("w0", alive=True, token=78)
-    looks.settle()
-    assert sorted(looks.roles().values()) == ["core", "rollout", "rollout"]
+    bench = start_pool([3], job())
+    lose(bench, "w0")
+    bench.settle()
+    bench.update_worker("w0", alive=True, token=78)
+    bench.settle()
+    assert sorted(bench.roles().values()) == ["core", "rollout", "rollout"]
 
 
 def test_a_worker_is_told_lost_once() -> None:
-    looks = begun([3], job())
-    lose(looks, "w2")
-    assert sum(isinstance(d, MarkWorkerLost) for d in looks.settle()) == 1
-    looks.change(now_ms=looks.snapshot.now_ms + 10 * LOST_MS)
-    assert looks.settle() == []
+    bench = start_pool([3], job())
+    lose(bench, "w2")
+    assert sum(isinstance(d, MarkWorkerLost) for d in bench.settle()) == 1
+    bench.update(now_ms=bench.snapshot.now_ms + 10 * LOST_MS)
+    assert bench.settle() == []
 
 
 def test_the_last_two_workers_less_one_take_turns_and_end_them_when_it_is_back() -> None:
-    looks = begun([2], job())
-    lose(looks, "w0")
-    looks.settle()
-    assert looks.roles() == {"w1": "core+rollout"}
-    looks.worker("w0", alive=True, token=79)
-    decisions = looks.settle()
-    assert looks.roles() == {"w0": "rollout", "w1": "core"}
-    core = next(r for _, r in looks.residents() if r.core)
+    bench = start_pool([2], job())
+    lose(bench, "w0")
+    bench.settle()
+    assert bench.roles() == {"w1": "core+rollout"}
+    bench.update_worker("w0", alive=True, token=79)
+    decisions = bench.settle()
+    assert bench.roles() == {"w0": "rollout", "w1": "core"}
+    core = next(r for _, r in bench.list_instances() if r.core)
     assert not core.time_sliced and core.generation == 1
     assert all(d.instance.generation == 1 for d in decisions if isinstance(d, PlaceInstance))
 
 
 def test_without_turns_a_job_goes_on_with_what_is_left() -> None:
-    looks = begun([2], job(), settings=QUIET)
-    lose(looks, "w1")
-    looks.settle()
-    assert looks.roles() == {"w0": "core"}
-    assert looks.snapshot.jobs[0].block_reason == ""
+    bench = start_pool([2], job(), settings=QUIET)
+    lose(bench, "w1")
+    bench.settle()
+    assert bench.roles() == {"w0": "core"}
+    assert bench.snapshot.jobs[0].block_reason == ""
 
 
 def test_a_rank_lost_takes_its_core_with_it_which_forms_anew() -> None:
-    looks = begun([5], job(ranks=2))
-    lose(looks, "w1")
-    looks.settle()
-    cores = [w for w, role in looks.roles().items() if role == "core"]
+    bench = start_pool([5], job(ranks=2))
+    lose(bench, "w1")
+    bench.settle()
+    cores = [w for w, role in bench.roles().items() if role == "core"]
     assert len(cores) == 2 and "w1" not in cores
-    assert any(role == "rollout" for role in looks.roles().values())
+    assert any(role == "rollout" for role in bench.roles().values())
 
 
 def test_ranks_are_of_one_host() -> None:
-    looks = begun([1, 3], job(ranks=3))
-    assert [w for w, role in looks.roles().items() if role == "core"] == ["w1", "w2", "w3"]
+    bench = start_pool([1, 3], job(ranks=3))
+    assert [w for w, role in bench.roles().items() if role == "core"] == ["w1", "w2", "w3"]
 
 
 def test_a_mesh_that_is_new_is_waited_for_and_then_a_job_takes_turns() -> None:
-    looks = begun([1], job(phase=Phase.QUEUED), up_since_ms=NOW_MS)
-    assert looks.snapshot.jobs[0].block_reason == "", "nobody waits while workers may still join"
-    looks.change(now_ms=NOW_MS + 6000)
-    looks.settle()
-    assert looks.roles() == {"w0": "core+rollout"}
-    assert looks.snapshot.jobs[0].block_reason == ""
+    bench = start_pool([1], job(phase=Phase.QUEUED), up_since_ms=NOW_MS)
+    assert bench.snapshot.jobs[0].block_reason == "", "nobody waits while workers may still join"
+    bench.update(now_ms=NOW_MS + 6000)
+    bench.settle()
+    assert bench.roles() == {"w0": "core+rollout"}
+    assert bench.snapshot.jobs[0].block_reason == ""
 
 
 def test_a_job_that_can_never_fit_is_waited_with_and_fails_with_the_way_out() -> None:
-    looks = begun([1], job(ranks=2, phase=Phase.QUEUED))
-    assert looks.snapshot.jobs
-    looks.change(now_ms=looks.snapshot.now_ms + SHORT_MS)
-    failed = next(d for d in looks.look() if isinstance(d, FailJob))
+    bench = start_pool([1], job(ranks=2, phase=Phase.QUEUED))
+    assert bench.snapshot.jobs
+    bench.update(now_ms=bench.snapshot.now_ms + SHORT_MS)
+    failed = next(d for d in bench.decide_once() if isinstance(d, FailJob))
     assert "--workers 2" in failed.error
 
 
 def test_a_job_waits_for_hosts_where_the_head_has_no_workers() -> None:
     settings = make_default_pool(0)
-    looks = begun([1], job(ranks=2, phase=Phase.QUEUED), settings=settings)
-    looks.change(now_ms=looks.snapshot.now_ms + DAY_MS)
-    assert looks.snapshot.jobs and not [d for d in looks.look() if isinstance(d, FailJob)]
+    bench = start_pool([1], job(ranks=2, phase=Phase.QUEUED), settings=settings)
+    bench.update(now_ms=bench.snapshot.now_ms + DAY_MS)
+    assert bench.snapshot.jobs and not [d for d in bench.decide_once() if isinstance(d, FailJob)]
     assert make_default_pool(1) == PoolSettings()
 
 
 def test_a_job_that_is_too_large_for_every_accelerator_fails_with_the_bytes() -> None:
-    looks = Looks(pool([2], job(parameter_bytes=100)))
+    bench = PlannerBench(pool([2], job(parameter_bytes=100)))
     for worker in ("w0", "w1"):
-        looks.worker(worker, budget=TierBytes(accelerator=300))
-    looks.settle()
-    looks.change(now_ms=looks.snapshot.now_ms + SHORT_MS)
-    failed = next(d for d in looks.look() if isinstance(d, FailJob))
+        bench.update_worker(worker, budget=TierBytes(accelerator=300))
+    bench.settle()
+    bench.update(now_ms=bench.snapshot.now_ms + SHORT_MS)
+    failed = next(d for d in bench.decide_once() if isinstance(d, FailJob))
     assert "400 bytes" in failed.error and "the largest has 300" in failed.error
     assert "training.ranks" in failed.error
 
 
 def test_a_job_that_has_ended_leaves_nothing() -> None:
-    looks = begun([4], job(ranks=2))
-    looks.change(jobs=())
-    looks.settle()
-    assert looks.snapshot.gangs == ()
-    assert all(worker.gang == "" for worker in looks.snapshot.workers)
-    assert all(host.services == () for host in looks.snapshot.hosts)
+    bench = start_pool([4], job(ranks=2))
+    bench.update(jobs=())
+    bench.settle()
+    assert bench.snapshot.gangs == ()
+    assert all(worker.gang == "" for worker in bench.snapshot.workers)
+    assert all(host.services == () for host in bench.snapshot.hosts)
 
 
 def test_a_host_that_drains_is_left_by_a_core_when_a_checkpoint_has_it() -> None:
-    looks = begun([2, 2], job())
-    assert looks.roles()["w0"] == "core"
-    looks.drain("host0")
-    looks.settle()
-    assert looks.roles()["w0"] == "core" and "w1" not in looks.roles()
-    looks.job("job", has_checkpoint=True)
-    looks.settle()
-    assert set(looks.roles()) == {"w2", "w3"}
-    assert sorted(looks.roles().values()) == ["core", "rollout"]
+    bench = start_pool([2, 2], job())
+    assert bench.roles()["w0"] == "core"
+    bench.drain("host0")
+    bench.settle()
+    assert bench.roles()["w0"] == "core" and "w1" not in bench.roles()
+    bench.update_job("job", has_checkpoint=True)
+    bench.settle()
+    assert set(bench.roles()) == {"w2", "w3"}
+    assert sorted(bench.roles().values()) == ["core", "rollout"]
 
 
 GONE_MS = 11_000
 
 
-def host(looks: Looks, name: str, **state: Any) -> None:
-    hosts = (replace(h, **state) if h.name == name else h for h in looks.snapshot.hosts)
-    looks.change(hosts=tuple(hosts))
+def host(bench: PlannerBench, name: str, **state: Any) -> None:
+    hosts = (replace(h, **state) if h.name == name else h for h in bench.snapshot.hosts)
+    bench.update(hosts=tuple(hosts))
 
 
-def later(looks: Looks, ms: int) -> list[Decision]:
-    looks.change(now_ms=looks.snapshot.now_ms + ms)
-    return looks.settle()
+def later(bench: PlannerBench, ms: int) -> list[Decision]:
+    bench.update(now_ms=bench.snapshot.now_ms + ms)
+    return bench.settle()
 
 
 def told(decisions: list[Decision]) -> list[ReportHostPresence]:
     return [one for one in decisions if isinstance(one, ReportHostPresence)]
 
 
-def vanish(looks: Looks, name: str, alive: bool = False) -> None:
-    host(looks, name, alive=alive)
-    for worker in looks.snapshot.workers:
+def vanish(bench: PlannerBench, name: str, alive: bool = False) -> None:
+    host(bench, name, alive=alive)
+    for worker in bench.snapshot.workers:
         if worker.host == name:
-            looks.worker(worker.id, alive=alive)
+            bench.update_worker(worker.id, alive=alive)
 
 
 def test_a_host_that_vanishes_is_told_once_with_what_was_on_it_and_again_when_it_is_back() -> None:
-    looks = begun([2, 2], job(shards=4))
-    there = {g.id for g in looks.snapshot.gangs if {"w2", "w3"} & set(g.workers)}
-    services = looks.snapshot.hosts[1].services
-    vanish(looks, "host1")
-    assert told(looks.settle()) == [], "its agent may only be starting again"
-    [lost] = told(later(looks, GONE_MS))
+    bench = start_pool([2, 2], job(shards=4))
+    there = {g.id for g in bench.snapshot.gangs if {"w2", "w3"} & set(g.workers)}
+    services = bench.snapshot.hosts[1].services
+    vanish(bench, "host1")
+    assert told(bench.settle()) == [], "its agent may only be starting again"
+    [lost] = told(later(bench, GONE_MS))
     assert (lost.host, lost.is_back) == ("host1", False)
     inputs = lost.rationale.inputs
     assert inputs["workers"] == ["w2", "w3"]
     assert {resident.partition(".")[0] for resident in inputs["residents"]} == there != set()
     assert inputs["services"] == list(services) != []
-    assert told(later(looks, GONE_MS)) == []
-    assert looks.snapshot.hosts[1].services == ()
-    vanish(looks, "host1", alive=True)
-    assert [(one.host, one.is_back) for one in told(looks.settle())] == [("host1", True)]
-    vanish(looks, "host1")
-    looks.settle()
-    assert len(told(later(looks, GONE_MS))) == 1, "it has vanished once more"
+    assert told(later(bench, GONE_MS)) == []
+    assert bench.snapshot.hosts[1].services == ()
+    vanish(bench, "host1", alive=True)
+    assert [(one.host, one.is_back) for one in told(bench.settle())] == [("host1", True)]
+    vanish(bench, "host1")
+    bench.settle()
+    assert len(told(later(bench, GONE_MS))) == 1, "it has vanished once more"
 
 
 def test_a_host_that_has_left_is_no_loss_and_its_services_begin_elsewhere_at_once() -> None:
-    looks = begun([2, 2], job(shards=4))
-    assert looks.snapshot.hosts[1].services
-    vanish(looks, "host1")
-    host(looks, "host1", drain_reason=HOST_LEFT)
-    decisions = looks.settle()
-    assert len(looks.snapshot.hosts[0].services) == 4
-    assert told(decisions + later(looks, GONE_MS)) == []
+    bench = start_pool([2, 2], job(shards=4))
+    assert bench.snapshot.hosts[1].services
+    vanish(bench, "host1")
+    host(bench, "host1", drain_reason=HOST_LEFT)
+    decisions = bench.settle()
+    assert len(bench.snapshot.hosts[0].services) == 4
+    assert told(decisions + later(bench, GONE_MS)) == []
 
 
 def test_a_small_host_is_given_fewer_services_than_a_large_one() -> None:
-    looks = begun([6, 2], job(shards=8))
-    assert [len(one.services) for one in looks.snapshot.hosts] == [6, 2]
+    bench = start_pool([6, 2], job(shards=8))
+    assert [len(one.services) for one in bench.snapshot.hosts] == [6, 2]
 
 
 def test_a_single_shard_is_on_the_host_of_its_jobs_core() -> None:
-    looks = begun([2, 2], job(shards=0))
-    core = next(g.workers[0] for g in looks.snapshot.gangs for r in g.instances if r.core)
-    home = next(w.host for w in looks.snapshot.workers if w.id == core)
-    names = tuple(reversed(looks.snapshot.hosts))  # whichever comes first
-    for hosts in (looks.snapshot.hosts, names):
-        looks.change(jobs=(job(shards=1),), hosts=tuple(PoolHost(h.name) for h in hosts))
-        looks.settle()
-        [one] = [h.name for h in looks.snapshot.hosts if h.services]
+    bench = start_pool([2, 2], job(shards=0))
+    core = next(g.workers[0] for g in bench.snapshot.gangs for r in g.instances if r.core)
+    home = next(w.host for w in bench.snapshot.workers if w.id == core)
+    names = tuple(reversed(bench.snapshot.hosts))  # whichever comes first
+    for hosts in (bench.snapshot.hosts, names):
+        bench.update(jobs=(job(shards=1),), hosts=tuple(PoolHost(h.name) for h in hosts))
+        bench.settle()
+        [one] = [h.name for h in bench.snapshot.hosts if h.services]
         assert one == home
 
 
 def test_a_core_without_a_checkpoint_computes_on_where_its_host_drains_and_moves_with_it() -> None:
-    looks = begun([3, 1], job())
-    host(looks, "host0", drain_reason="maintenance")
-    looks.settle()
-    assert looks.roles() == {"w0": "core+rollout"}, "by turns, as nothing else is where it computes"
-    looks.job("job", has_checkpoint=True)
-    looks.settle()
-    assert looks.roles() == {"w3": "core+rollout"}
+    bench = start_pool([3, 1], job())
+    host(bench, "host0", drain_reason="maintenance")
+    bench.settle()
+    assert bench.roles() == {"w0": "core+rollout"}, "by turns, as nothing else is where it computes"
+    bench.update_job("job", has_checkpoint=True)
+    bench.settle()
+    assert bench.roles() == {"w3": "core+rollout"}
 
 
 def test_a_core_that_no_checkpoint_gets_leaves_when_a_move_would_be_undone() -> None:
-    looks = begun([3, 1], job())
-    host(looks, "host0", drain_reason="maintenance")
-    looks.settle()
-    later(looks, 121_000)
-    assert looks.roles() == {"w3": "core+rollout"}
+    bench = start_pool([3, 1], job())
+    host(bench, "host0", drain_reason="maintenance")
+    bench.settle()
+    later(bench, 121_000)
+    assert bench.roles() == {"w3": "core+rollout"}
 
 
-def ask(looks: Looks, **about: Any) -> list[str]:
+def ask(bench: PlannerBench, **about: Any) -> list[str]:
     """Apply a request until the pool is at rest, and return the reasons of rejections."""
-    looks.change(requests=(PoolRequest("op", about.pop("kind", "move"), **about),))
-    return [d.reason for d in looks.settle() if isinstance(d, RejectRequest)]
+    bench.update(requests=(PoolRequest("op", about.pop("kind", "move"), **about),))
+    return [d.reason for d in bench.settle() if isinstance(d, RejectRequest)]
 
 
 def test_a_worker_is_moved_by_hand_and_stays_there() -> None:
-    looks = begun([4], job())
-    assert ask(looks, worker="w1", role="training") == []
-    assert looks.roles()["w1"] == "training"
-    resident = dict(looks.residents())["w1"]
+    bench = start_pool([4], job())
+    assert ask(bench, worker="w1", role="training") == []
+    assert bench.roles()["w1"] == "training"
+    resident = dict(bench.list_instances())["w1"]
     assert resident.pinned
-    run(looks, Plant(base_s=0.3, work_s=0.2), 20)
-    assert looks.roles()["w1"] == "training", "the policy leaves it alone"
+    run(bench, Plant(base_s=0.3, work_s=0.2), 20)
+    assert bench.roles()["w1"] == "training", "the policy leaves it alone"
 
 
 def test_a_worker_is_put_aside_and_taken_back() -> None:
-    looks = begun([3], job())
-    ask(looks, worker="w2", role="idle")
-    assert looks.roles() == {"w0": "core", "w1": "rollout"}
-    ask(looks, worker="w2", role="rollout")
-    assert looks.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout"}
+    bench = start_pool([3], job())
+    ask(bench, worker="w2", role="idle")
+    assert bench.roles() == {"w0": "core", "w1": "rollout"}
+    ask(bench, worker="w2", role="rollout")
+    assert bench.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout"}
 
 
 @pytest.mark.parametrize(
@@ -316,26 +316,28 @@ def test_a_worker_is_put_aside_and_taken_back() -> None:
     ],
 )
 def test_a_request_that_cannot_be_granted_is_declined(about: dict[str, str], reason: str) -> None:
-    looks = begun([4], job(needs_scoring=True))
-    roles = looks.roles()
-    refusals = ask(looks, **about)
+    bench = start_pool([4], job(needs_scoring=True))
+    roles = bench.roles()
+    refusals = ask(bench, **about)
     assert len(refusals) == 1 and reason in refusals[0]
-    assert looks.roles() == roles
+    assert bench.roles() == roles
 
 
 def test_a_worker_is_moved_from_one_job_to_another() -> None:
-    looks = begun([6], job("a"), job("b", submitted_ms=1))
-    worker = next(w for w, role in looks.roles("b").items() if role == "rollout")
-    ask(looks, worker=worker, role="rollout", job="a")
-    assert looks.roles("a")[worker] == "rollout"
-    assert (looks.workers_of("a"), looks.workers_of("b")) == (3, 3), "each keeps its share"
+    bench = start_pool([6], job("a"), job("b", submitted_ms=1))
+    worker = next(w for w, role in bench.roles("b").items() if role == "rollout")
+    ask(bench, worker=worker, role="rollout", job="a")
+    assert bench.roles("a")[worker] == "rollout"
+    assert (bench.count_awake_workers("a"), bench.count_awake_workers("b")) == (3, 3), (
+        "each keeps its share"
+    )
 
 
 def test_a_drain_is_settled_when_nobody_is_left() -> None:
-    looks = begun([2, 2], job(has_checkpoint=True))
-    looks.drain("host0")
-    looks.change(
-        evictable_services=frozenset(n for host in looks.snapshot.hosts for n in host.services)
+    bench = start_pool([2, 2], job(has_checkpoint=True))
+    bench.drain("host0")
+    bench.update(
+        evictable_services=frozenset(n for host in bench.snapshot.hosts for n in host.services)
     )
-    assert ask(looks, kind="drain", host="host0") == [""]
-    assert set(looks.roles()) == {"w2", "w3"}
+    assert ask(bench, kind="drain", host="host0") == [""]
+    assert set(bench.roles()) == {"w2", "w3"}

@@ -37,16 +37,16 @@ from meshrl.services.planner.forecast.engine_curves import update_curves
 from meshrl.services.planner.forecast.work_account import WorkAccount
 from meshrl.services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import TRAJECTORIES, Plant, run, split
-from tests.unit.planner.pools import Looks, begun, job, pool
+from tests.unit.planner.pools import PlannerBench, job, pool, start_pool
 
 SLOW = Plant(work_s=8.0, base_s=0.005, sequence_s=0.0005)  # rollout takes 1 s beside it
 TOKENS = TRAJECTORIES * (SLOW.tokens + 10)  # of a step, prompts among them
 SHAPE = ModelShape(28, 3584, 28, 4, 128, 7.6e9, 7.6e9)
 
 
-def mesh(**about: Any) -> Looks:
-    looks = begun([4], job(steps_done=0, **about))
-    return looks
+def mesh(**about: Any) -> PlannerBench:
+    bench = start_pool([4], job(steps_done=0, **about))
+    return bench
 
 
 def gathered(plant: Plant, steps: float) -> Measurements:
@@ -65,71 +65,71 @@ def gathered(plant: Plant, steps: float) -> Measurements:
     return replace(plant.measured, lengths=lengths)
 
 
-def look(looks: Looks, plant: Plant, steps: float) -> None:
-    looks.job("job", measurements=gathered(plant, steps))
-    looks.change(now_ms=looks.snapshot.now_ms + 2000)
-    looks.look()
+def look(bench: PlannerBench, plant: Plant, steps: float) -> None:
+    bench.update_job("job", measurements=gathered(plant, steps))
+    bench.update(now_ms=bench.snapshot.now_ms + 2000)
+    bench.decide_once()
 
 
 def judgements(decisions: list[Decision]) -> list[dict[str, object]]:
     return [one.details for one in decisions if isinstance(one, ReportMoveOutcome)]
 
 
-def judged(looks: Looks, plant: Plant, steps: int) -> list[dict[str, Any]]:
+def judged(bench: PlannerBench, plant: Plant, steps: int) -> list[dict[str, Any]]:
     """Return the verdicts of so many steps."""
     found = []
     for _ in range(steps):
-        run(looks, plant, 1)
-        found += judgements(looks.decisions)
+        run(bench, plant, 1)
+        found += judgements(bench.decisions)
     return found
 
 
 def test_a_declared_pace_is_planned_by_when_most_of_the_first_groups_have_come() -> None:
-    looks, plant = mesh(emulated_training=f"{TOKENS / SLOW.work_s:.0f}/100"), replace(SLOW)
-    look(looks, plant, 0.5)
-    look(looks, plant, 1.0)
-    assert split(looks) == (3, 1), "the long ones have not come yet"
-    look(looks, plant, 2.5)
-    assert split(looks)[1] > 1
-    [verdict] = judged(looks, plant, 25)
+    bench, plant = mesh(emulated_training=f"{TOKENS / SLOW.work_s:.0f}/100"), replace(SLOW)
+    look(bench, plant, 0.5)
+    look(bench, plant, 1.0)
+    assert split(bench) == (3, 1), "the long ones have not come yet"
+    look(bench, plant, 2.5)
+    assert split(bench)[1] > 1
+    [verdict] = judged(bench, plant, 25)
     assert verdict["policy"] == "opening" and verdict["step"] == 0 and verdict["paid"]
     assert verdict["expected_s"] == pytest.approx(plant.step_s(3, 1), rel=0.15)
-    assert verdict["observed_s"] == pytest.approx(plant.step_s(*split(looks)), rel=0.01)
+    assert verdict["observed_s"] == pytest.approx(plant.step_s(*split(bench)), rel=0.01)
 
 
 def test_looks_between_steps_take_no_play_from_what_is_to_be_judged() -> None:
-    looks, plant = mesh(emulated_training=f"{TOKENS / SLOW.work_s:.0f}/100"), replace(SLOW)
-    look(looks, plant, 2.5)
+    bench, plant = mesh(emulated_training=f"{TOKENS / SLOW.work_s:.0f}/100"), replace(SLOW)
+    look(bench, plant, 2.5)
     found = []
     for _ in range(20):
-        found += judged(looks, plant, 1)
+        found += judged(bench, plant, 1)
         for _ in range(8):
-            looks.change(now_ms=looks.snapshot.now_ms + 250)
-            looks.look()
-            found += [one.details for one in looks.decisions if isinstance(one, ReportMoveOutcome)]
+            bench.update(now_ms=bench.snapshot.now_ms + 250)
+            bench.decide_once()
+            found += [one.details for one in bench.decisions if isinstance(one, ReportMoveOutcome)]
     assert [one["policy"] for one in found] == ["opening"]
 
 
 def test_a_look_with_a_model_s_shape_is_read_back_as_it_was() -> None:
-    looks = mesh(model_shape=SHAPE, emulated_training="100/100")
-    assert decode_snapshot(encode_snapshot(looks.snapshot)) == looks.snapshot
+    bench = mesh(model_shape=SHAPE, emulated_training="100/100")
+    assert decode_snapshot(encode_snapshot(bench.snapshot)) == bench.snapshot
 
 
 def test_a_pace_that_is_not_kept_is_found_out_and_the_move_undone() -> None:
     """Declared as slow, it trains fast: engines are what lacks then."""
-    looks, plant = mesh(emulated_training=f"{TOKENS / 8.0:.0f}/100"), replace(SLOW, work_s=0.2)
+    bench, plant = mesh(emulated_training=f"{TOKENS / 8.0:.0f}/100"), replace(SLOW, work_s=0.2)
     plant.sequence_s = 0.001
-    look(looks, plant, 2.5)
-    assert split(looks)[1] > 1
-    [verdict, *_] = judged(looks, plant, 40)
+    look(bench, plant, 2.5)
+    assert split(bench)[1] > 1
+    [verdict, *_] = judged(bench, plant, 40)
     assert not verdict["paid"] and verdict["undone"]
-    assert split(looks) == (3, 1)
+    assert split(bench) == (3, 1)
 
 
 def test_nothing_is_planned_of_what_nobody_has_measured_or_declared() -> None:
-    looks, plant = mesh(), replace(SLOW)
-    look(looks, plant, 2.5)
-    assert split(looks) == (3, 1)
+    bench, plant = mesh(), replace(SLOW)
+    look(bench, plant, 2.5)
+    assert split(bench) == (3, 1)
     held = mesh(emulated_training="not one")
     look(held, plant, 2.5)
     assert split(held) == (3, 1), "a pace that this version does not know"
@@ -161,32 +161,32 @@ def test_a_profile_is_believed_once_it_was_held_against_a_measurement() -> None:
 
 
 def test_what_a_job_has_measured_lets_the_next_one_of_the_same_model_be_planned_at_once() -> None:
-    looks, plant = Looks(pool([4], job(steps_done=0))), replace(SLOW)
+    bench, plant = PlannerBench(pool([4], job(steps_done=0))), replace(SLOW)
     about = {"model_key": "m", "model_shape": SHAPE, "emulated_training": ""}
-    looks.change(
-        workers=tuple(replace(w, accelerator="cuda:0 NVIDIA H100") for w in looks.snapshot.workers)
+    bench.update(
+        workers=tuple(replace(w, accelerator="cuda:0 NVIDIA H100") for w in bench.snapshot.workers)
     )
-    looks.settle()
-    looks.job("job", **about)
-    run(looks, plant, 14)
-    factor = next(iter(looks.memory.correction.factors.items()))
+    bench.settle()
+    bench.update_job("job", **about)
+    run(bench, plant, 14)
+    factor = next(iter(bench.memory.correction.factors.items()))
     assert factor[0].role == "training" and factor[1].count > 0
-    [line] = [one for one in format_predictions(looks.memory) if "gradients on one" in one]
+    [line] = [one for one in format_predictions(bench.memory) if "gradients on one" in one]
     assert "NVIDIA H100" in line and "observed 8 s" in line
     again = mesh(**about)
-    again.change(workers=looks.snapshot.workers)
-    again.memory = replace(again.memory, correction=looks.memory.correction)
+    again.update(workers=bench.snapshot.workers)
+    again.memory = replace(again.memory, correction=bench.memory.correction)
     fresh = replace(SLOW)
     look(again, fresh, 2.5)
     assert split(again)[1] > 1, "before it has made a step"
 
 
 def test_curves_without_steps_say_nothing() -> None:
-    looks = mesh(emulated_training="100/100")
+    bench = mesh(emulated_training="100/100")
     measured = gathered(replace(SLOW), 2.5)
-    looks.job("job", measurements=replace(measured, curves=(DecodeCurve("cpu", 1, 0.0),)))
-    looks.look()
-    assert split(looks) == (3, 1)
+    bench.update_job("job", measurements=replace(measured, curves=(DecodeCurve("cpu", 1, 0.0),)))
+    bench.decide_once()
+    assert split(bench) == (3, 1)
 
 
 def test_of_many_jobs_a_few_are_played_at_a_look_and_each_gets_its_turn() -> None:
@@ -205,16 +205,16 @@ def test_of_many_jobs_a_few_are_played_at_a_look_and_each_gets_its_turn() -> Non
 SLOW_TRAINER = Plant(work_s=4.0, base_s=0.005, sequence_s=0.0005)
 
 
-def configured(workers: int = 4, **config: object) -> Looks:
+def configured(workers: int = 4, **config: object) -> PlannerBench:
     about: dict[str, Any] = {"steps_done": 0, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
-    looks = begun([workers], job(**about))
-    return looks
+    bench = start_pool([workers], job(**about))
+    return bench
 
 
 def test_a_move_that_pays_is_judged_by_what_it_was_to_bring() -> None:
-    looks, plant = configured(), replace(SLOW_TRAINER)
-    [verdict] = judged(looks, plant, 25)
-    assert split(looks) == (2, 2)
+    bench, plant = configured(), replace(SLOW_TRAINER)
+    [verdict] = judged(bench, plant, 25)
+    assert split(bench) == (2, 2)
     assert verdict["paid"] and not verdict["undone"]
     assert verdict["before_s"] == pytest.approx(plant.step_s(3, 1), rel=0.01)
     assert verdict["observed_s"] == pytest.approx(plant.step_s(2, 2), rel=0.01)
@@ -223,59 +223,59 @@ def test_a_move_that_pays_is_judged_by_what_it_was_to_bring() -> None:
 
 
 def test_a_move_that_slows_everybody_down_is_undone_and_asked_more_of_next_time() -> None:
-    looks, plant = configured(), replace(SLOW_TRAINER, work_s=3.0, drag=2.5)
-    verdicts = judged(looks, plant, 60)
-    assert split(looks) == (3, 1)
+    bench, plant = configured(), replace(SLOW_TRAINER, work_s=3.0, drag=2.5)
+    verdicts = judged(bench, plant, 60)
+    assert split(bench) == (3, 1)
     assert [one["paid"] for one in verdicts] == [False] and verdicts[0]["undone"]
     assert verdicts[0]["regret_s"] > 0
-    watch = looks.memory.split_states["job"]
+    watch = bench.memory.split_states["job"]
     assert watch.failed_moves == {"training": 1} and watch.bias["training"] > 1
 
 
 def test_demand_that_grows_meanwhile_is_not_held_against_a_move() -> None:
-    looks, plant = configured(), replace(SLOW_TRAINER)
+    bench, plant = configured(), replace(SLOW_TRAINER)
     while (
-        looks.memory.split_states.get("job") is None
-        or looks.memory.split_states["job"].trial is None
+        bench.memory.split_states.get("job") is None
+        or bench.memory.split_states["job"].trial is None
     ):
-        run(looks, plant, 1)
+        run(bench, plant, 1)
     before_s = plant.step_s(3, 1)
     plant.tokens, plant.work_s = 2.2 * plant.tokens, 2.2 * plant.work_s
-    [verdict] = judged(looks, plant, 15)
+    [verdict] = judged(bench, plant, 15)
     assert plant.step_s(2, 2) > before_s, "a step takes longer than before the move"
     assert verdict["paid"] and verdict["expected_s"] > 1.5 * before_s
 
 
 def test_an_engine_more_brings_nothing_where_latency_binds() -> None:
     """Few trajectories, slow tools: engines are nearly empty, and rollout is late all the same."""
-    looks, plant = configured(5), Plant(flight=24.0, sequence_s=1e-5, tool_s=4.0, work_s=3.0)
+    bench, plant = configured(5), Plant(flight=24.0, sequence_s=1e-5, tool_s=4.0, work_s=3.0)
     before = plant.stages(4, 1)
     assert before[0] > 1.15 * before[1], "the stage times are out of balance"
     helped = configured(5, training=2)
     assert judged(helped, plant, 40) == [] or split(helped)[0] <= 4
-    assert judged(looks, plant, 40) == [], "nothing moves that brings nothing"
+    assert judged(bench, plant, 40) == [], "nothing moves that brings nothing"
 
 
 def test_several_workers_move_at_once() -> None:
-    looks, plant = configured(8), Plant(work_s=16.0, base_s=0.005, sequence_s=1e-4)
-    run(looks, plant, 8)
-    assert split(looks)[1] >= 4, "not one after the other"
+    bench, plant = configured(8), Plant(work_s=16.0, base_s=0.005, sequence_s=1e-4)
+    run(bench, plant, 8)
+    assert split(bench)[1] >= 4, "not one after the other"
 
 
 def test_nothing_moves_where_the_host_has_no_core_left() -> None:
-    looks, plant = configured(), replace(SLOW_TRAINER)
-    looks.change(hosts=(PoolHost("host0", cores=2.0, busy_cores=1.9),))
-    assert judged(looks, plant, 30) == [] and split(looks) == (3, 1)
-    assert looks.memory.split_states["job"].explanation["bottleneck"] == "cores"
-    looks.change(hosts=(PoolHost("host0", cores=2.0, busy_cores=0.5),))
-    run(looks, plant, 20)
-    assert split(looks) == (2, 2)
+    bench, plant = configured(), replace(SLOW_TRAINER)
+    bench.update(hosts=(PoolHost("host0", cores=2.0, busy_cores=1.9),))
+    assert judged(bench, plant, 30) == [] and split(bench) == (3, 1)
+    assert bench.memory.split_states["job"].explanation["bottleneck"] == "cores"
+    bench.update(hosts=(PoolHost("host0", cores=2.0, busy_cores=0.5),))
+    run(bench, plant, 20)
+    assert split(bench) == (2, 2)
 
 
 def test_a_split_that_is_to_be_held_is_held() -> None:
-    looks = configured(moves=False)
-    run(looks, replace(SLOW_TRAINER), 30)
-    assert split(looks) == (3, 1)
+    bench = configured(moves=False)
+    run(bench, replace(SLOW_TRAINER), 30)
+    assert split(bench) == (3, 1)
 
 
 def test_an_account_goes_on_when_a_process_starts_again() -> None:
@@ -293,12 +293,12 @@ def test_an_account_goes_on_when_a_process_starts_again() -> None:
 
 
 def test_what_is_remembered_of_a_trial_survives_its_record() -> None:
-    looks, plant = configured(), replace(SLOW_TRAINER)
+    bench, plant = configured(), replace(SLOW_TRAINER)
     for _ in range(20):
-        run(looks, plant, 1)
-        document = json.loads(json.dumps(looks.memory.encode()))
+        run(bench, plant, 1)
+        document = json.loads(json.dumps(bench.memory.encode()))
         assert PlannerMemory.decode(document).encode() == document
-    assert looks.memory.split_states["job"].verdicts
+    assert bench.memory.split_states["job"].verdicts
 
 
 jobs = given(
@@ -318,10 +318,10 @@ jobs = given(
 
 
 def assert_ends_up_no_slower(workers: int, plant: Plant) -> None:
-    looks = configured(workers)
-    began_s = plant.step_s(*split(looks))
-    verdicts = judged(looks, plant, 120)
-    ends_s = plant.step_s(*split(looks))
+    bench = configured(workers)
+    began_s = plant.step_s(*split(bench))
+    verdicts = judged(bench, plant, 120)
+    ends_s = plant.step_s(*split(bench))
     assert ends_s <= began_s * 1.001
     best_s = min(plant.step_s(workers - n, n) for n in range(1, workers))
     assert plant.drag > 1 or ends_s <= 1.3 * best_s, (ends_s, best_s, verdicts)

@@ -29,118 +29,120 @@ from meshrl.services.planner.policies.core_placement import (
 )
 from meshrl.services.planner.pool.draft import PoolDraft
 from tests.unit.planner.plant import SHORT, SLOTS, Tall, degrees_of, helpers_of, run_tall
-from tests.unit.planner.pools import Looks, begun, job, pool
+from tests.unit.planner.pools import PlannerBench, job, pool, start_pool
 
 ONES = [1] * 7
 LONG = Tall()
 JOB = job(model_key="m")
 
 
-def mesh(workers: int = 8, allowed: tuple[int, ...] = (1, 2, 4), **config: object) -> Looks:
+def mesh(workers: int = 8, allowed: tuple[int, ...] = (1, 2, 4), **config: object) -> PlannerBench:
     about: dict[str, Any] = {"steps_done": 0, "slots": SLOTS, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
-    looks = begun([workers], job(tensor_parallel=allowed, model_key="m", max_staleness=0, **about))
-    return looks
+    bench = start_pool(
+        [workers], job(tensor_parallel=allowed, model_key="m", max_staleness=0, **about)
+    )
+    return bench
 
 
-def told(looks: Looks, plant: Tall, steps: int) -> list[dict[str, Any]]:
+def told(bench: PlannerBench, plant: Tall, steps: int) -> list[dict[str, Any]]:
     """Return the verdicts of so many steps."""
     found = []
     for _ in range(steps):
-        run_tall(looks, plant, 1)
-        found += [one.details for one in looks.decisions if isinstance(one, ReportMoveOutcome)]
+        run_tall(bench, plant, 1)
+        found += [one.details for one in bench.decisions if isinstance(one, ReportMoveOutcome)]
     return found
 
 
-def takes_s(looks: Looks, plant: Tall) -> float:
-    return sum(plant.stages(degrees_of(looks), helpers_of(looks)))
+def takes_s(bench: PlannerBench, plant: Tall) -> float:
+    return sum(plant.stages(degrees_of(bench), helpers_of(bench)))
 
 
 @pytest.mark.deep
 def test_a_long_tail_leads_to_a_mixture_that_pays_and_stays() -> None:
-    looks, plant = mesh(), replace(LONG)
-    assert degrees_of(looks) == ONES
-    [verdict] = told(looks, plant, 60)
-    assert len(set(degrees_of(looks))) > 1, "some of several workers, some of one"
+    bench, plant = mesh(), replace(LONG)
+    assert degrees_of(bench) == ONES
+    [verdict] = told(bench, plant, 60)
+    assert len(set(degrees_of(bench))) > 1, "some of several workers, some of one"
     assert verdict["paid"] and verdict["policy"] == "lengths"
     # The prediction does not use which are long; the plant has each where it belongs.
     assert verdict["predicted_s"] == pytest.approx(verdict["observed_s"], rel=0.12)
     assert verdict["from"] == "rollout of 1,1,1,1,1,1,1"
-    assert takes_s(looks, plant) < 0.5 * plant.rollout_s(ONES)
+    assert takes_s(bench, plant) < 0.5 * plant.rollout_s(ONES)
 
 
 @pytest.mark.deep
 def test_gangs_that_are_slower_than_predicted_are_split_again_and_stay_so() -> None:
-    looks, plant = mesh(), replace(LONG, drag=4.0)
-    [verdict] = told(looks, plant, 80)
+    bench, plant = mesh(), replace(LONG, drag=4.0)
+    [verdict] = told(bench, plant, 80)
     assert verdict["undone"] and verdict["predicted_s"] < verdict["observed_s"]
-    assert degrees_of(looks) == ONES and helpers_of(looks) == 0
-    assert looks.memory.split_states["job"].failed_moves == {"degrees": 1}
+    assert degrees_of(bench) == ONES and helpers_of(bench) == 0
+    assert bench.memory.split_states["job"].failed_moves == {"degrees": 1}
 
 
 @pytest.mark.deep
 def test_short_trajectories_are_left_to_engines_of_one_worker() -> None:
-    looks, plant = mesh(), Tall(SHORT, sequence_s=0.01, waits=0.5)
-    assert told(looks, plant, 60) == [] and degrees_of(looks) == ONES
-    assert "degrees" in looks.memory.split_states["job"].explanation["verdict"] or (
-        "rollout of" in looks.memory.split_states["job"].explanation["verdict"]
+    bench, plant = mesh(), Tall(SHORT, sequence_s=0.01, waits=0.5)
+    assert told(bench, plant, 60) == [] and degrees_of(bench) == ONES
+    assert "degrees" in bench.memory.split_states["job"].explanation["verdict"] or (
+        "rollout of" in bench.memory.split_states["job"].explanation["verdict"]
     )
 
 
 @pytest.mark.deep
 def test_helpers_come_with_degrees_where_training_takes_longer() -> None:
-    looks, plant = mesh(), replace(LONG, work_s=60.0)
-    verdicts = told(looks, plant, 60)
+    bench, plant = mesh(), replace(LONG, work_s=60.0)
+    verdicts = told(bench, plant, 60)
     assert verdicts and all(one["paid"] for one in verdicts)
-    assert helpers_of(looks) >= 2 and max(degrees_of(looks)) > 1
-    assert takes_s(looks, plant) < 0.4 * sum(plant.stages(ONES, 0))
+    assert helpers_of(bench) >= 2 and max(degrees_of(bench)) > 1
+    assert takes_s(bench, plant) < 0.4 * sum(plant.stages(ONES, 0))
 
 
 def test_nothing_is_reshaped_without_lengths_or_where_the_split_is_held() -> None:
-    looks, plant = mesh(moves=False), replace(LONG)
-    run_tall(looks, plant, 20)
-    assert degrees_of(looks) == ONES
+    bench, plant = mesh(moves=False), replace(LONG)
+    run_tall(bench, plant, 20)
+    assert degrees_of(bench) == ONES
     assert degrees_of(mesh(allowed=(1, 2))) == ONES
 
 
 @pytest.mark.rotating(2)
 def test_one_degree_alone_leaves_engines_as_they_are() -> None:
-    looks = mesh(9, allowed=(2,))
-    run_tall(looks, replace(LONG), 40)
-    assert set(degrees_of(looks)) == {2}
+    bench = mesh(9, allowed=(2,))
+    run_tall(bench, replace(LONG), 40)
+    assert set(degrees_of(bench)) == {2}
 
 
 @pytest.mark.rotating(2)
 def test_a_wish_is_remembered_and_pursued_over_looks_until_all_is_there() -> None:
-    looks, plant = mesh(), replace(LONG)
+    bench, plant = mesh(), replace(LONG)
     for _ in range(40):
-        run_tall(looks, plant, 1, ready=False)
-        document = json.loads(json.dumps(looks.memory.encode()))
+        run_tall(bench, plant, 1, ready=False)
+        document = json.loads(json.dumps(bench.memory.encode()))
         assert PlannerMemory.decode(document).encode() == document
-        looks.look()
-    assert looks.memory.split_states["job"].desired_shape is None and looks.snapshot.moves == ()
-    assert max(degrees_of(looks)) > 1
+        bench.decide_once()
+    assert bench.memory.split_states["job"].desired_shape is None and bench.snapshot.moves == ()
+    assert max(degrees_of(bench)) > 1
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("lost", ["w1", "w3", "w7"])
 def test_a_worker_that_is_lost_meanwhile_ends_in_engines_of_the_others(lost: str) -> None:
-    looks, plant = mesh(), replace(LONG)
-    run_tall(looks, plant, 3)
-    looks.worker(lost, alive=False, token=0)
-    run_tall(looks, plant, 25)
-    assert sum(degrees_of(looks)) + helpers_of(looks) >= 4 and degrees_of(looks)
-    looks.worker(lost, alive=True, token=99)
-    run_tall(looks, plant, 40)
-    assert takes_s(looks, plant) < 0.6 * plant.rollout_s(ONES)
-    assert looks.memory.split_states["job"].desired_shape is None
+    bench, plant = mesh(), replace(LONG)
+    run_tall(bench, plant, 3)
+    bench.update_worker(lost, alive=False, token=0)
+    run_tall(bench, plant, 25)
+    assert sum(degrees_of(bench)) + helpers_of(bench) >= 4 and degrees_of(bench)
+    bench.update_worker(lost, alive=True, token=99)
+    run_tall(bench, plant, 40)
+    assert takes_s(bench, plant) < 0.6 * plant.rollout_s(ONES)
+    assert bench.memory.split_states["job"].desired_shape is None
 
 
 def test_what_was_predicted_of_a_degree_is_shown_beside_what_was_measured() -> None:
-    looks, plant = mesh(), replace(LONG, drag=1.3)
-    run_tall(looks, plant, 12)
-    lines = [one for one in format_predictions(looks.memory) if "rollout:4 on cpu" in one]
+    bench, plant = mesh(), replace(LONG, drag=1.3)
+    run_tall(bench, plant, 12)
+    lines = [one for one in format_predictions(bench.memory) if "rollout:4 on cpu" in one]
     assert len(lines) == 1 and "observed" in lines[0]
-    factor = looks.memory.correction.get_factor(engine_curves.build_correction_key("m", ("cpu", 4)))
+    factor = bench.memory.correction.get_factor(engine_curves.build_correction_key("m", ("cpu", 4)))
     assert factor.value == pytest.approx(1.3, rel=0.01)
 
 
@@ -165,46 +167,46 @@ def test_curves_of_degrees_that_nobody_has_are_those_of_one_worker_corrected() -
 
 
 def test_each_rank_of_a_core_counts_as_one_that_trains() -> None:
-    looks = begun([8], job(tensor_parallel=(1, 2), ranks=3, model_key="m"))
-    (one,) = looks.snapshot.jobs
-    draft = PoolDraft(looks.snapshot, looks.snapshot.workers)
+    bench = start_pool([8], job(tensor_parallel=(1, 2), ranks=3, model_key="m"))
+    (one,) = bench.snapshot.jobs
+    draft = PoolDraft(bench.snapshot, bench.snapshot.workers)
     split = read_split(one, draft.get_instances(one.id))
-    assert (split.engines, split.trainers) == (len(degrees_of(looks)), 3 + helpers_of(looks))
+    assert (split.engines, split.trainers) == (len(degrees_of(bench)), 3 + helpers_of(bench))
 
 
 WIDE = PoolSettings(gang_scope="network")
 
 
-def core_on(looks: Looks) -> list[str]:
+def core_on(bench: PlannerBench) -> list[str]:
     """Return the hosts of the core's ranks, in their order."""
-    host = {worker.id: worker.host for worker in looks.snapshot.workers}
-    gangs = [g for g in looks.snapshot.gangs if any(r.core for r in g.instances)]
+    host = {worker.id: worker.host for worker in bench.snapshot.workers}
+    gangs = [g for g in bench.snapshot.gangs if any(r.core for r in g.instances)]
     return [host[worker] for gang in gangs for worker in gang.workers]
 
 
 def test_a_core_spans_hosts_only_where_the_pool_says_so() -> None:
     wanted = job(ranks=4)
     for settings_, hosts in ((PoolSettings(), []), (WIDE, ["host0", "host1", "host1", "host1"])):
-        looks = Looks(pool([2, 3], wanted, settings=settings_))
-        looks.settle()
-        assert sorted(core_on(looks)) == hosts
-        assert bool(explain_infeasible(wanted.requirements, looks.snapshot.workers, settings_)) == (
+        bench = PlannerBench(pool([2, 3], wanted, settings=settings_))
+        bench.settle()
+        assert sorted(core_on(bench)) == hosts
+        assert bool(explain_infeasible(wanted.requirements, bench.snapshot.workers, settings_)) == (
             not hosts
         )
 
 
 def test_a_core_that_fits_on_a_host_is_on_one() -> None:
-    looks = begun([2, 3, 2], job(ranks=3), settings=WIDE)
-    assert core_on(looks) == ["host1"] * 3
+    bench = start_pool([2, 3, 2], job(ranks=3), settings=WIDE)
+    assert core_on(bench) == ["host1"] * 3
 
 
 def test_hosts_of_different_networks_do_not_form_a_gang() -> None:
     wanted = job(ranks=4)
-    looks = Looks(pool([2, 2], wanted, networks=["", "ib"], settings=WIDE))
-    told = explain_infeasible(wanted.requirements, looks.snapshot.workers, WIDE)
+    bench = PlannerBench(pool([2, 2], wanted, networks=["", "ib"], settings=WIDE))
+    told = explain_infeasible(wanted.requirements, bench.snapshot.workers, WIDE)
     assert "no network of this mesh has more than 2 workers" in told
-    looks = begun([2, 2, 3], wanted, networks=["", "ib", "ib"], settings=WIDE)
-    assert sorted(set(core_on(looks))) == ["host1", "host2"] and len(core_on(looks)) == 4
+    bench = start_pool([2, 2, 3], wanted, networks=["", "ib", "ib"], settings=WIDE)
+    assert sorted(set(core_on(bench))) == ["host1", "host2"] and len(core_on(bench)) == 4
 
 
 def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
@@ -213,57 +215,57 @@ def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
     """
     for lost in (False, True):
         wanted = job(ranks=4, has_checkpoint=True)
-        looks = Looks(pool([3, 1, 3], wanted, settings=WIDE))
-        looks.settle()
-        assert sorted(set(core_on(looks))) == ["host0", "host1"]
+        bench = PlannerBench(pool([3, 1, 3], wanted, settings=WIDE))
+        bench.settle()
+        assert sorted(set(core_on(bench))) == ["host0", "host1"]
         if lost:
-            for worker in looks.snapshot.workers:
+            for worker in bench.snapshot.workers:
                 if worker.host == "host1":
-                    looks.worker(worker.id, alive=False)
-            looks.settle()
-            looks.change(now_ms=looks.snapshot.now_ms + round(1000 * WIDE.worker_lost_s) + 1)
+                    bench.update_worker(worker.id, alive=False)
+            bench.settle()
+            bench.update(now_ms=bench.snapshot.now_ms + round(1000 * WIDE.worker_lost_s) + 1)
         else:
-            looks.change(requests=(PoolRequest("op", "drain", host="host1"),))
-        looks.settle()
-        assert sorted(core_on(looks)) == ["host0"] * 3 + ["host2"]
+            bench.update(requests=(PoolRequest("op", "drain", host="host1"),))
+        bench.settle()
+        assert sorted(core_on(bench)) == ["host0"] * 3 + ["host2"]
 
 
 def test_a_gang_that_may_span_hosts_no_more_ends_when_a_checkpoint_has_it() -> None:
-    looks = begun([2, 2, 4], job(ranks=4), settings=WIDE)
-    assert core_on(looks) == ["host2"] * 4
-    looks = Looks(pool([2, 3], job(ranks=3, has_checkpoint=True), settings=WIDE))
-    looks.worker("w2", alive=False)
-    looks.settle()
-    assert set(core_on(looks)) == {"host0", "host1"}
-    looks.worker("w2", alive=True)
-    looks.change(settings=replace(WIDE, gang_scope="host"))
-    looks.settle()
-    assert core_on(looks) == ["host1"] * 3
+    bench = start_pool([2, 2, 4], job(ranks=4), settings=WIDE)
+    assert core_on(bench) == ["host2"] * 4
+    bench = PlannerBench(pool([2, 3], job(ranks=3, has_checkpoint=True), settings=WIDE))
+    bench.update_worker("w2", alive=False)
+    bench.settle()
+    assert set(core_on(bench)) == {"host0", "host1"}
+    bench.update_worker("w2", alive=True)
+    bench.update(settings=replace(WIDE, gang_scope="host"))
+    bench.settle()
+    assert core_on(bench) == ["host1"] * 3
 
 
-def of_kinds(hosts: Sequence[int], kinds: Sequence[str], **wanted: Any) -> Looks:
+def of_kinds(hosts: Sequence[int], kinds: Sequence[str], **wanted: Any) -> PlannerBench:
     """Return a settled pool whose hosts have accelerators of these kinds."""
     snapshot = pool(hosts, job(**wanted), settings=WIDE)
     named = {f"host{number}": f"cuda:0 {kind}" for number, kind in enumerate(kinds)}
     workers = tuple(replace(w, accelerator=named[w.host]) for w in snapshot.workers)
-    looks = Looks(replace(snapshot, workers=workers))
-    looks.settle()
-    return looks
+    bench = PlannerBench(replace(snapshot, workers=workers))
+    bench.settle()
+    return bench
 
 
 def test_attention_has_the_fastest_accelerators_and_experts_the_slowest() -> None:
     kinds = ["Tesla V100-SXM2-32GB", "NVIDIA A40", "NVIDIA H100 80GB HBM3"]
-    looks = of_kinds([4, 4, 1], kinds, ranks=5, attention_ranks=2)
-    assert core_on(looks) == ["host1"] * 2 + ["host0"] * 3
-    looks = of_kinds([4, 4, 1], kinds, ranks=3, attention_ranks=1)
-    assert core_on(looks) == ["host2"] + ["host0"] * 2
+    bench = of_kinds([4, 4, 1], kinds, ranks=5, attention_ranks=2)
+    assert core_on(bench) == ["host1"] * 2 + ["host0"] * 3
+    bench = of_kinds([4, 4, 1], kinds, ranks=3, attention_ranks=1)
+    assert core_on(bench) == ["host2"] + ["host0"] * 2
 
 
 def test_where_two_kinds_are_not_enough_the_fastest_of_all_have_attention() -> None:
-    looks = of_kinds([2, 2], ["Tesla V100-SXM2-32GB", "NVIDIA A40"], ranks=4, attention_ranks=3)
-    assert core_on(looks) == ["host1"] * 2 + ["host0"] * 2
-    looks = of_kinds([3, 2], ["NVIDIA A40", "NVIDIA A40"], ranks=3, attention_ranks=1)
-    assert core_on(looks) == ["host0"] * 3
+    bench = of_kinds([2, 2], ["Tesla V100-SXM2-32GB", "NVIDIA A40"], ranks=4, attention_ranks=3)
+    assert core_on(bench) == ["host1"] * 2 + ["host0"] * 2
+    bench = of_kinds([3, 2], ["NVIDIA A40", "NVIDIA A40"], ranks=3, attention_ranks=1)
+    assert core_on(bench) == ["host0"] * 3
 
 
 offers = st.lists(st.lists(st.integers(0, 7).map(lambda n: 15 * n), max_size=4), max_size=5)

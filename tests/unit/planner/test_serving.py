@@ -24,102 +24,102 @@ from meshrl.common.state.pool.scheduling.host_services import (
 )
 from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT, PoolHost, PoolRequest
 from meshrl.common.state.pool.workers.process_names import SERVICE_NAMES, parse_service_name
-from tests.unit.planner.pools import Looks, begun, job, pool
+from tests.unit.planner.pools import PlannerBench, job, pool, start_pool
 
 
 def test_services_follow_jobs() -> None:
-    looks = begun([2, 2], job("a", shards=2, sandboxes=1), job("b", submitted_ms=1, shards=2))
-    assert sorted(n for host in looks.snapshot.hosts for n in host.services) == [
+    bench = start_pool([2, 2], job("a", shards=2, sandboxes=1), job("b", submitted_ms=1, shards=2))
+    assert sorted(n for host in bench.snapshot.hosts for n in host.services) == [
         "rollout/a/0",
         "rollout/a/1",
         "rollout/b/0",
         "rollout/b/1",
         "sandbox/a/0",
     ]
-    assert {len(host.services) for host in looks.snapshot.hosts} == {2, 3}
-    kept = {h.name: [n for n in h.services if "/a/" in n] for h in looks.snapshot.hosts}
-    looks.change(jobs=looks.snapshot.jobs[:1])
-    looks.settle()
-    assert {h.name: list(h.services) for h in looks.snapshot.hosts} == kept
+    assert {len(host.services) for host in bench.snapshot.hosts} == {2, 3}
+    kept = {h.name: [n for n in h.services if "/a/" in n] for h in bench.snapshot.hosts}
+    bench.update(jobs=bench.snapshot.jobs[:1])
+    bench.settle()
+    assert {h.name: list(h.services) for h in bench.snapshot.hosts} == kept
 
 
 def test_a_job_that_waits_has_no_shards_and_a_paused_one_keeps_its_own() -> None:
-    looks = begun([2], job("a"))
+    bench = start_pool([2], job("a"))
     urgent = job("b", phase=Phase.QUEUED, priority=5, min_workers=2, submitted_ms=1)
     small = job("c", phase=Phase.QUEUED, submitted_ms=2)
-    looks.change(jobs=(*looks.snapshot.jobs, urgent, small))
-    looks.settle()
-    held = {j.id: j.block_reason.partition(":")[0] for j in looks.snapshot.jobs}
+    bench.update(jobs=(*bench.snapshot.jobs, urgent, small))
+    bench.settle()
+    held = {j.id: j.block_reason.partition(":")[0] for j in bench.snapshot.jobs}
     assert held == {"a": "paused", "b": "", "c": "waiting"}
-    assert looks.snapshot.hosts[0].services == ("rollout/a/0", "rollout/b/0")
+    assert bench.snapshot.hosts[0].services == ("rollout/a/0", "rollout/b/0")
 
 
 def test_shards_of_a_host_that_is_gone_begin_elsewhere() -> None:
-    looks = begun([2, 2], job(shards=2))
-    hosts = looks.snapshot.hosts
-    looks.change(hosts=(replace(hosts[0], alive=False), hosts[1]))
-    assert looks.settle() == [], "its agent may only be starting again"
-    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
-    looks.settle()
-    assert looks.snapshot.hosts[0].services == ()
-    assert sorted(looks.snapshot.hosts[1].services) == ["rollout/job/0", "rollout/job/1"]
+    bench = start_pool([2, 2], job(shards=2))
+    hosts = bench.snapshot.hosts
+    bench.update(hosts=(replace(hosts[0], alive=False), hosts[1]))
+    assert bench.settle() == [], "its agent may only be starting again"
+    bench.update(now_ms=bench.snapshot.now_ms + 11_000)
+    bench.settle()
+    assert bench.snapshot.hosts[0].services == ()
+    assert sorted(bench.snapshot.hosts[1].services) == ["rollout/job/0", "rollout/job/1"]
 
 
 def test_shards_and_sandboxes_leave_a_host_that_drains_once_they_have_nothing_under_way() -> None:
-    looks = begun([2, 2], job(shards=2, sandboxes=2, has_checkpoint=True))
-    there = looks.snapshot.hosts[0].services
+    bench = start_pool([2, 2], job(shards=2, sandboxes=2, has_checkpoint=True))
+    there = bench.snapshot.hosts[0].services
     assert len([*there]) == 2
-    looks.drain("host0")
-    looks.change(requests=(PoolRequest("op", "drain", host="host0"),))
-    assert not settled_drains(looks.settle()) and looks.snapshot.hosts[0].services == there
-    looks.change(evictable_services=frozenset(there[:1]))
-    assert not settled_drains(looks.settle()) and looks.snapshot.hosts[0].services == there[1:]
-    looks.change(evictable_services=frozenset(there))
-    assert settled_drains(looks.settle()) == [""]
-    assert looks.snapshot.hosts[0].services == ()
-    assert len(looks.snapshot.hosts[1].services) == 4
-    looks.change(jobs=(*looks.snapshot.jobs, job("b", submitted_ms=1)))
-    looks.settle()
-    assert looks.snapshot.hosts[0].services == (), "what is new goes elsewhere too"
+    bench.drain("host0")
+    bench.update(requests=(PoolRequest("op", "drain", host="host0"),))
+    assert not settled_drains(bench.settle()) and bench.snapshot.hosts[0].services == there
+    bench.update(evictable_services=frozenset(there[:1]))
+    assert not settled_drains(bench.settle()) and bench.snapshot.hosts[0].services == there[1:]
+    bench.update(evictable_services=frozenset(there))
+    assert settled_drains(bench.settle()) == [""]
+    assert bench.snapshot.hosts[0].services == ()
+    assert len(bench.snapshot.hosts[1].services) == 4
+    bench.update(jobs=(*bench.snapshot.jobs, job("b", submitted_ms=1)))
+    bench.settle()
+    assert bench.snapshot.hosts[0].services == (), "what is new goes elsewhere too"
 
 
 def test_a_host_that_drains_waits_no_longer_than_a_move_may_take() -> None:
-    looks = begun([2, 2], job(shards=4))
-    looks.drain("host1")
-    looks.settle()
-    assert looks.snapshot.hosts[1].services
-    looks.change(now_ms=looks.snapshot.now_ms + 121_000)
-    looks.settle()
-    assert [len(host.services) for host in looks.snapshot.hosts] == [4, 0]
+    bench = start_pool([2, 2], job(shards=4))
+    bench.drain("host1")
+    bench.settle()
+    assert bench.snapshot.hosts[1].services
+    bench.update(now_ms=bench.snapshot.now_ms + 121_000)
+    bench.settle()
+    assert [len(host.services) for host in bench.snapshot.hosts] == [4, 0]
 
 
 def test_shards_stay_where_they_rest_while_no_other_host_takes_them() -> None:
-    looks = begun([2], job(shards=2))
-    there = looks.snapshot.hosts[0].services
-    looks.change(evictable_services=frozenset(there))
-    assert looks.settle() == [], "its host does not drain"
-    looks.drain("host0")
-    looks.settle()
-    looks.change(now_ms=looks.snapshot.now_ms + 121_000)
-    looks.settle()
-    assert looks.snapshot.hosts[0].services == there
+    bench = start_pool([2], job(shards=2))
+    there = bench.snapshot.hosts[0].services
+    bench.update(evictable_services=frozenset(there))
+    assert bench.settle() == [], "its host does not drain"
+    bench.drain("host0")
+    bench.settle()
+    bench.update(now_ms=bench.snapshot.now_ms + 121_000)
+    bench.settle()
+    assert bench.snapshot.hosts[0].services == there
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_drains_each_service_is_on_one_host_and_none_leaves_its_work(seed: int) -> None:
     drawn = random.Random(seed)
-    looks = begun([2, 2, 2], job(shards=3, sandboxes=2, has_checkpoint=True))
+    bench = start_pool([2, 2, 2], job(shards=3, sandboxes=2, has_checkpoint=True))
     for _ in range(30):
-        names = [name for host in looks.snapshot.hosts for name in host.services]
+        names = [name for host in bench.snapshot.hosts for name in host.services]
         rests = frozenset(name for name in names if drawn.random() < 0.3)
         hosts = tuple(
             replace(host, drain_reason="maintenance" if drawn.random() < 0.4 else "")
-            for host in looks.snapshot.hosts
+            for host in bench.snapshot.hosts
         )
-        looks.change(evictable_services=rests, hosts=hosts)
+        bench.update(evictable_services=rests, hosts=hosts)
         before = {name: host for host in hosts for name in host.services}
-        looks.look()
-        after = {name: host.name for host in looks.snapshot.hosts for name in host.services}
+        bench.decide_once()
+        after = {name: host.name for host in bench.snapshot.hosts for name in host.services}
         assert sorted(after) == sorted(names) == sorted(set(names)), "each on one"
         for name, place in after.items():
             was = before[name]
@@ -136,56 +136,56 @@ def settled_drains(decisions: list[Decision]) -> list[str]:
 
 
 def test_shards_are_left_to_a_host_that_is_gone_while_no_other_takes_them() -> None:
-    looks = begun([2], job(shards=2))
-    host = looks.snapshot.hosts[0]
-    looks.change(hosts=(replace(host, alive=False),))
-    looks.look()
-    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
-    assert looks.settle() == [ReportHostPresence("host0", False, ANY)], (
+    bench = start_pool([2], job(shards=2))
+    host = bench.snapshot.hosts[0]
+    bench.update(hosts=(replace(host, alive=False),))
+    bench.decide_once()
+    bench.update(now_ms=bench.snapshot.now_ms + 11_000)
+    assert bench.settle() == [ReportHostPresence("host0", False, ANY)], (
         "what was on it is told once"
     )
-    assert looks.snapshot.hosts[0].services == host.services != ()
+    assert bench.snapshot.hosts[0].services == host.services != ()
 
 
-def offers(looks: Looks, host: str, **offer: Any) -> None:
+def offers(bench: PlannerBench, host: str, **offer: Any) -> None:
     """Set the services that a host accepts."""
-    hosts = looks.snapshot.hosts
-    looks.change(hosts=tuple(replace(h, **offer) if h.name == host else h for h in hosts))
+    hosts = bench.snapshot.hosts
+    bench.update(hosts=tuple(replace(h, **offer) if h.name == host else h for h in hosts))
 
 
-def where(looks: Looks) -> dict[str, str]:
+def where(bench: PlannerBench) -> dict[str, str]:
     """Return the host of each service."""
-    return {name: host.name for host in looks.snapshot.hosts for name in host.services}
+    return {name: host.name for host in bench.snapshot.hosts for name in host.services}
 
 
 def test_services_go_where_they_are_taken() -> None:
-    looks = Looks(pool([3, 0, 0, 2], job(shards=2, sandboxes=2)))
-    offers(looks, "host0", accepted_services=())
-    offers(looks, "host1", accepted_services=("sandboxes",))
-    offers(looks, "host2", accepted_services=("shards",))
-    offers(looks, "host3", accepted_services=())
-    looks.settle()
-    assert where(looks) == {
+    bench = PlannerBench(pool([3, 0, 0, 2], job(shards=2, sandboxes=2)))
+    offers(bench, "host0", accepted_services=())
+    offers(bench, "host1", accepted_services=("sandboxes",))
+    offers(bench, "host2", accepted_services=("shards",))
+    offers(bench, "host3", accepted_services=())
+    bench.settle()
+    assert where(bench) == {
         "rollout/job/0": "host2",
         "rollout/job/1": "host2",
         "sandbox/job/0": "host1",
         "sandbox/job/1": "host1",
     }
-    assert looks.workers_of("job") == 5, "who takes no services computes all the same"
+    assert bench.count_awake_workers("job") == 5, "who takes no services computes all the same"
 
 
 def test_a_job_whose_services_no_host_takes_waits_and_takes_no_workers() -> None:
-    looks = Looks(pool([2], job("a", phase=Phase.QUEUED, sandboxes=1)))
-    offers(looks, "host0", accepted_services=("shards",))
-    looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, submitted_ms=1)))
-    looks.settle()
-    assert looks.snapshot.jobs[0].block_reason == (
+    bench = PlannerBench(pool([2], job("a", phase=Phase.QUEUED, sandboxes=1)))
+    offers(bench, "host0", accepted_services=("shards",))
+    bench.update(jobs=(*bench.snapshot.jobs, job("b", phase=Phase.QUEUED, submitted_ms=1)))
+    bench.settle()
+    assert bench.snapshot.jobs[0].block_reason == (
         "waiting: no host takes its sandboxes now: host0 takes shards"
     )
-    assert looks.workers_of("b") == 2 and list(where(looks)) == ["rollout/b/0"]
-    looks.change(hosts=(*looks.snapshot.hosts, PoolHost("host1", accepted_services=("sandboxes",))))
-    looks.settle()
-    assert looks.snapshot.jobs[0].block_reason == "" and where(looks)["sandbox/a/0"] == "host1"
+    assert bench.count_awake_workers("b") == 2 and list(where(bench)) == ["rollout/b/0"]
+    bench.update(hosts=(*bench.snapshot.hosts, PoolHost("host1", accepted_services=("sandboxes",))))
+    bench.settle()
+    assert bench.snapshot.jobs[0].block_reason == "" and where(bench)["sandbox/a/0"] == "host1"
 
 
 def test_sandboxes_go_where_the_isolation_is_that_their_job_asks_for() -> None:
@@ -194,65 +194,65 @@ def test_sandboxes_go_where_the_isolation_is_that_their_job_asks_for() -> None:
         job("b", sandboxes=2, submitted_ms=1),
         job("c", sandboxes=1, isolation_tier="runner", submitted_ms=2, phase=Phase.QUEUED),
     )
-    looks = Looks(pool([6, 1], *jobs))
-    offers(looks, "host0", isolation_tiers=("landlock",))
-    offers(looks, "host1", isolation_tiers=("trying",))
-    looks.settle()
-    assert {name for name in where(looks) if name.startswith("sandbox/a")} == set()
-    assert looks.snapshot.jobs[0].block_reason == "", (
+    bench = PlannerBench(pool([6, 1], *jobs))
+    offers(bench, "host0", isolation_tiers=("landlock",))
+    offers(bench, "host1", isolation_tiers=("trying",))
+    bench.settle()
+    assert {name for name in where(bench) if name.startswith("sandbox/a")} == set()
+    assert bench.snapshot.jobs[0].block_reason == "", (
         "it has begun: its host may turn out as it was"
     )
-    offers(looks, "host1", isolation_tiers=("cgroup",))
-    looks.settle()
-    assert {where(looks)[f"sandbox/a/{n}"] for n in range(2)} == {"host1"}
-    assert {where(looks)[f"sandbox/b/{n}"] for n in range(2)} == {"host0"}, "there is more room"
-    assert looks.snapshot.jobs[2].block_reason == (
+    offers(bench, "host1", isolation_tiers=("cgroup",))
+    bench.settle()
+    assert {where(bench)[f"sandbox/a/{n}"] for n in range(2)} == {"host1"}
+    assert {where(bench)[f"sandbox/b/{n}"] for n in range(2)} == {"host0"}, "there is more room"
+    assert bench.snapshot.jobs[2].block_reason == (
         "waiting: no host takes its sandboxes with sandbox.tier = runner now: "
         "host0 has landlock; host1 has cgroup"
     )
-    offers(looks, "host1", isolation_tiers=("cgroup", "runner"))
-    looks.settle()
-    assert where(looks)["sandbox/c/0"] == "host1" and looks.snapshot.jobs[2].block_reason == ""
+    offers(bench, "host1", isolation_tiers=("cgroup", "runner"))
+    bench.settle()
+    assert where(bench)["sandbox/c/0"] == "host1" and bench.snapshot.jobs[2].block_reason == ""
 
 
 def test_a_job_is_paused_whose_only_host_has_come_back_without_what_it_took() -> None:
-    looks = Looks(pool([2, 0], job(sandboxes=1, isolation_tier="bwrap")))
-    offers(looks, "host0", accepted_services=("shards",))
-    offers(looks, "host1", accepted_services=("sandboxes",), isolation_tiers=("bwrap",))
-    looks.settle()
-    assert where(looks)["sandbox/job/0"] == "host1"
-    offers(looks, "host1", alive=False)
-    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
-    looks.settle()
-    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].block_reason
-    offers(looks, "host1", alive=True, isolation_tiers=("trying",))
-    looks.settle()
-    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].block_reason
-    offers(looks, "host1", isolation_tiers=())
-    looks.settle()
-    assert list(where(looks)) == ["rollout/job/0"]
-    assert looks.snapshot.jobs[0].block_reason.startswith("paused: no host takes its sandboxes")
-    assert "host1 has no isolation" in looks.snapshot.jobs[0].block_reason
-    offers(looks, "host1", isolation_tiers=("bwrap",))
-    looks.settle()
-    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].block_reason
+    bench = PlannerBench(pool([2, 0], job(sandboxes=1, isolation_tier="bwrap")))
+    offers(bench, "host0", accepted_services=("shards",))
+    offers(bench, "host1", accepted_services=("sandboxes",), isolation_tiers=("bwrap",))
+    bench.settle()
+    assert where(bench)["sandbox/job/0"] == "host1"
+    offers(bench, "host1", alive=False)
+    bench.update(now_ms=bench.snapshot.now_ms + 11_000)
+    bench.settle()
+    assert where(bench)["sandbox/job/0"] == "host1" and not bench.snapshot.jobs[0].block_reason
+    offers(bench, "host1", alive=True, isolation_tiers=("trying",))
+    bench.settle()
+    assert where(bench)["sandbox/job/0"] == "host1" and not bench.snapshot.jobs[0].block_reason
+    offers(bench, "host1", isolation_tiers=())
+    bench.settle()
+    assert list(where(bench)) == ["rollout/job/0"]
+    assert bench.snapshot.jobs[0].block_reason.startswith("paused: no host takes its sandboxes")
+    assert "host1 has no isolation" in bench.snapshot.jobs[0].block_reason
+    offers(bench, "host1", isolation_tiers=("bwrap",))
+    bench.settle()
+    assert where(bench)["sandbox/job/0"] == "host1" and not bench.snapshot.jobs[0].block_reason
 
 
 def test_a_drain_is_settled_of_what_no_other_host_takes() -> None:
-    looks = Looks(pool([1, 0], job(sandboxes=1)))
-    offers(looks, "host0", accepted_services=("shards",))
-    offers(looks, "host1", accepted_services=("sandboxes",))
-    looks.settle()
-    looks.drain("host1")
-    looks.change(
+    bench = PlannerBench(pool([1, 0], job(sandboxes=1)))
+    offers(bench, "host0", accepted_services=("shards",))
+    offers(bench, "host1", accepted_services=("sandboxes",))
+    bench.settle()
+    bench.drain("host1")
+    bench.update(
         requests=(PoolRequest("op", "drain", host="host1"),),
-        evictable_services=frozenset(where(looks)),
+        evictable_services=frozenset(where(bench)),
     )
-    assert settled_drains(looks.settle()) == [""], "nobody else could have it"
-    assert where(looks)["sandbox/job/0"] == "host1"
-    looks.change(hosts=(*looks.snapshot.hosts, PoolHost("host2", accepted_services=("sandboxes",))))
-    looks.settle()
-    assert where(looks)["sandbox/job/0"] == "host2"
+    assert settled_drains(bench.settle()) == [""], "nobody else could have it"
+    assert where(bench)["sandbox/job/0"] == "host1"
+    bench.update(hosts=(*bench.snapshot.hosts, PoolHost("host2", accepted_services=("sandboxes",))))
+    bench.settle()
+    assert where(bench)["sandbox/job/0"] == "host2"
 
 
 taking = st.sets(st.sampled_from(ALL_SERVICES)).map(tuple)
@@ -275,7 +275,7 @@ def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_take
     """Hosts come back with other options again and again; jobs differ in what they ask for."""
     about = {"shards": 2, "sandboxes": 2, "has_checkpoint": True}
     jobs = [job(f"j{n}", isolation_tier=tier, **about) for n, tier in enumerate(wanted)]
-    looks = Looks(pool([3, 1, 0, 0], *jobs))
+    bench = PlannerBench(pool([3, 1, 0, 0], *jobs))
     for walk in walks:
         for number, (takes, known, alive, draining) in enumerate(walk):
             offer = {
@@ -284,15 +284,15 @@ def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_take
                 "alive": alive,
                 "drain_reason": draining,
             }
-            offers(looks, f"host{number}", **offer)
-        before = where(looks)
-        looks.change(now_ms=looks.snapshot.now_ms + 11_000)
-        looks.settle(within=40)
-        looks.change(now_ms=looks.snapshot.now_ms + 121_000)
-        looks.settle(within=40)
-        hosts = {host.name: host for host in looks.snapshot.hosts}
-        needs = {planned.id: planned.requirements for planned in looks.snapshot.jobs}
-        there = where(looks)
+            offers(bench, f"host{number}", **offer)
+        before = where(bench)
+        bench.update(now_ms=bench.snapshot.now_ms + 11_000)
+        bench.settle(within=40)
+        bench.update(now_ms=bench.snapshot.now_ms + 121_000)
+        bench.settle(within=40)
+        hosts = {host.name: host for host in bench.snapshot.hosts}
+        needs = {planned.id: planned.requirements for planned in bench.snapshot.jobs}
+        there = where(bench)
         for name, host in there.items():
             kind, of, _ = parse_service_name(name)
             if before.get(name) != host:
@@ -302,7 +302,7 @@ def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_take
                 assert hosts[host].alive and not hosts[host].drain_reason
             if hosts[host].alive and not hosts[host].is_probing_isolation:
                 assert not explain_rejected_service(hosts[host], kind, needs[of])
-        for planned in looks.snapshot.jobs:
+        for planned in bench.snapshot.jobs:
             for kind in SERVICE_NAMES:
                 fits = [
                     host

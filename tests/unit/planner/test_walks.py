@@ -26,7 +26,7 @@ from meshrl.services.planner.admission.fair_shares import (
     divide_pool,
     fill_shares,
 )
-from tests.unit.planner.pools import NOW_MS, Looks, job, pool, settled
+from tests.unit.planner.pools import NOW_MS, PlannerBench, job, pool, set_reconciled
 
 STEPS = 30
 KINDS = ["comes", "comes", "ends", "dies", "back", "idle", "later", "saved", "saved"]
@@ -41,11 +41,11 @@ def test_decisions_apply_whatever_comes_and_goes(seed: int) -> None:
     drawn = random.Random(seed)
     hosts = [drawn.randint(2, 5) for _ in range(drawn.randint(1, 2))]
     about = PoolSettings(gang_scope="network" if seed % 3 == 0 else "host")
-    looks = Looks(pool(hosts, job("first", ranks=2), settings=about))
+    bench = PlannerBench(pool(hosts, job("first", ranks=2), settings=about))
     for number in range(STEPS):
-        step(looks, drawn, number, [(1,)])
-        looks.look(ready=drawn.random() < 0.8)
-    looks.settle(within=40)
+        step(bench, drawn, number, [(1,)])
+        bench.decide_once(ready=drawn.random() < 0.8)
+    bench.settle(within=40)
 
 
 @pytest.mark.rotating(3)
@@ -57,20 +57,20 @@ def test_decisions_apply_where_engines_are_gangs(seed: int) -> None:
     drawn = random.Random(seed)
     hosts = [drawn.randint(2, 6) for _ in range(drawn.randint(1, 3))]
     about = PoolSettings(gang_scope="network" if seed % 3 == 0 else "host")
-    looks = Looks(
+    bench = PlannerBench(
         pool(hosts, job("first", tensor_parallel=(2,), can_time_slice=False), settings=about)
     )
     for number in range(STEPS):
-        step(looks, drawn, number, [(1,), (1, 2), (2,), (2, 4), (1, 4), (4,)])
-        looks.look(ready=drawn.random() < 0.8)
-        of_allowed_degrees(looks)
-    looks.settle(within=40)
+        step(bench, drawn, number, [(1,), (1, 2), (2,), (2, 4), (1, 4), (4,)])
+        bench.decide_once(ready=drawn.random() < 0.8)
+        of_allowed_degrees(bench)
+    bench.settle(within=40)
 
 
-def of_allowed_degrees(looks: Looks) -> None:
+def of_allowed_degrees(bench: PlannerBench) -> None:
     """Assert that all engines have degrees that their jobs allow."""
-    for planned in looks.snapshot.jobs:
-        engines = [r for _, r in looks.residents(planned.id) if r.role == Role.ROLLOUT]
+    for planned in bench.snapshot.jobs:
+        engines = [r for _, r in bench.list_instances(planned.id) if r.role == Role.ROLLOUT]
         assert {len(engine.ranks) for engine in engines} <= set(
             planned.requirements.tensor_parallel
         )
@@ -86,28 +86,28 @@ def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None
     wanted = job("first", tensor_parallel=degrees, ranks=ranks, can_time_slice=degrees[0] == 1)
     if explain_infeasible(wanted.requirements, pool(hosts).workers, PoolSettings()):
         return
-    looks = Looks(pool(hosts, wanted))
+    bench = PlannerBench(pool(hosts, wanted))
     for number in range(STEPS):
-        worker = drawn.choice(looks.snapshot.workers).id
+        worker = drawn.choice(bench.snapshot.workers).id
         kind = drawn.choice(["dies", "back", "back", "later"])
         if kind in ("dies", "back"):
-            looks.worker(worker, alive=kind == "back", token=100 + number)
+            bench.update_worker(worker, alive=kind == "back", token=100 + number)
         else:
-            looks.change(now_ms=looks.snapshot.now_ms + 1000 * drawn.choice([1, 11]))
-        looks.look(ready=drawn.random() < 0.8)
-    for worker in [worker.id for worker in looks.snapshot.workers]:
-        looks.worker(worker, alive=True, token=999)
-    looks.job("first", has_checkpoint=True)
-    looks.settle(within=40)
-    if looks.snapshot.jobs:  # it has not failed for a mesh that was too small for too long
-        assert {"core", "rollout"} <= set(looks.roles("first").values())
+            bench.update(now_ms=bench.snapshot.now_ms + 1000 * drawn.choice([1, 11]))
+        bench.decide_once(ready=drawn.random() < 0.8)
+    for worker in [worker.id for worker in bench.snapshot.workers]:
+        bench.update_worker(worker, alive=True, token=999)
+    bench.update_job("first", has_checkpoint=True)
+    bench.settle(within=40)
+    if bench.snapshot.jobs:  # it has not failed for a mesh that was too small for too long
+        assert {"core", "rollout"} <= set(bench.roles("first").values())
 
 
 def step(
-    looks: Looks, drawn: random.Random, number: int, degrees: Sequence[tuple[int, ...]]
+    bench: PlannerBench, drawn: random.Random, number: int, degrees: Sequence[tuple[int, ...]]
 ) -> None:
     """Apply one random event to jobs, to a worker, or to the clock."""
-    snapshot, kind = looks.snapshot, drawn.choice(KINDS)
+    snapshot, kind = bench.snapshot, drawn.choice(KINDS)
     worker = drawn.choice(snapshot.workers).id
     ids = [planned.id for planned in snapshot.jobs]
     if kind == "comes" and len(ids) < 5:
@@ -122,20 +122,20 @@ def step(
             submitted_ms=number,
             has_checkpoint=drawn.random() < 0.6,
         )
-        looks.change(jobs=(*snapshot.jobs, more))
+        bench.update(jobs=(*snapshot.jobs, more))
     elif kind == "ends" and ids:
         gone = drawn.choice(ids)
-        looks.change(jobs=tuple(planned for planned in snapshot.jobs if planned.id != gone))
+        bench.update(jobs=tuple(planned for planned in snapshot.jobs if planned.id != gone))
     elif kind in ("dies", "back"):
-        looks.worker(worker, alive=kind == "back", token=100 + number)
+        bench.update_worker(worker, alive=kind == "back", token=100 + number)
     elif kind == "idle":
         role = drawn.choice([Role.IDLE, Role.ROLLOUT])
         asked = PoolRequest(f"op{number}", "move", worker, role, drawn.choice(ids or [""]))
-        looks.change(requests=(*snapshot.requests, asked))
+        bench.update(requests=(*snapshot.requests, asked))
     elif kind == "later":
-        looks.change(now_ms=snapshot.now_ms + 1000 * drawn.choice([1, 11, 130]))
+        bench.update(now_ms=snapshot.now_ms + 1000 * drawn.choice([1, 11, 130]))
     elif kind == "saved" and ids:
-        looks.job(drawn.choice(ids), has_checkpoint=True)
+        bench.update_job(drawn.choice(ids), has_checkpoint=True)
 
 
 def resident(id: str, of: str, role: Role, *ranks: int, tier: Tier = Tier.ACCELERATOR) -> Instance:
@@ -144,7 +144,7 @@ def resident(id: str, of: str, role: Role, *ranks: int, tier: Tier = Tier.ACCELE
 
 
 def gangs(*found: Gang) -> tuple[Gang, ...]:
-    return tuple(settled(gang) for gang in found)
+    return tuple(set_reconciled(gang) for gang in found)
 
 
 def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_before_it_ends() -> None:
@@ -160,14 +160,14 @@ def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_befor
         job("d", priority=5, submitted_ms=1),
         job("a", ranks=2, needs_rollout=False, submitted_ms=2, has_checkpoint=True),
     )
-    looks = Looks(replace(pool([4], *jobs, gangs_formed=2), gangs=there))
-    decisions = looks.look()
+    bench = PlannerBench(replace(pool([4], *jobs, gangs_formed=2), gangs=there))
+    decisions = bench.decide_once()
     gone = {d.instance for d in decisions if isinstance(d, RemoveInstance)}
     core = next(d for d in decisions if isinstance(d, PlaceInstance) and d.instance.core)
     assert gone == {"g0.0", "g0.1"} and core.instance.job == "b"
-    looks.change(requests=(PoolRequest("op", "move", "w1", Role.IDLE),))
-    looks.settle()
-    assert looks.roles("d") == {"w2": "core+rollout"}, "w1 was put aside, and the planner lives"
+    bench.update(requests=(PoolRequest("op", "move", "w1", Role.IDLE),))
+    bench.settle()
+    assert bench.roles("d") == {"w2": "core+rollout"}, "w1 was put aside, and the planner lives"
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -181,17 +181,17 @@ def test_a_gang_of_a_core_is_broken_up_once_a_checkpoint_has_it(checkpointed: bo
         job("b", ranks=2, needs_rollout=False, priority=9, phase=Phase.QUEUED),
         job("d", submitted_ms=1, has_checkpoint=checkpointed),
     )
-    looks = Looks(replace(pool([3], *jobs, gangs_formed=1), gangs=there))
-    looks.settle()
-    assert looks.roles("d") == {"w0": "core+rollout"}
+    bench = PlannerBench(replace(pool([3], *jobs, gangs_formed=1), gangs=there))
+    bench.settle()
+    assert bench.roles("d") == {"w0": "core+rollout"}
     if checkpointed:
-        assert looks.roles("b") == {"w1": "core", "w2": "core"}
+        assert bench.roles("b") == {"w1": "core", "w2": "core"}
     else:
-        assert "g0.0" in {r.id for _, r in looks.residents("d")}
-        assert looks.snapshot.jobs[0].block_reason.startswith("waiting: its core needs 2 of host0")
-        looks.job("d", has_checkpoint=True)
-        looks.settle()
-    assert looks.workers_of("b") == 2 and looks.snapshot.jobs[0].block_reason == ""
+        assert "g0.0" in {r.id for _, r in bench.list_instances("d")}
+        assert bench.snapshot.jobs[0].block_reason.startswith("waiting: its core needs 2 of host0")
+        bench.update_job("d", has_checkpoint=True)
+        bench.settle()
+    assert bench.count_awake_workers("b") == 2 and bench.snapshot.jobs[0].block_reason == ""
 
 
 @pytest.mark.parametrize(
@@ -211,12 +211,12 @@ def test_who_has_lost_no_rank_stays_while_who_gives_turns_is_there(
         job("d", priority=5, min_workers=2),
         job("a", ranks=2, needs_rollout=False, min_workers=3, submitted_ms=2),
     )
-    looks = Looks(replace(pool([3], *jobs, gangs_formed=1), gangs=there))
-    looks.worker(lost, alive=False)
-    looks.settle()
-    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
-    looks.settle()
-    left = {r.id for gang in looks.snapshot.gangs for r in gang.instances}
+    bench = PlannerBench(replace(pool([3], *jobs, gangs_formed=1), gangs=there))
+    bench.update_worker(lost, alive=False)
+    bench.settle()
+    bench.update(now_ms=bench.snapshot.now_ms + 11_000)
+    bench.settle()
+    left = {r.id for gang in bench.snapshot.gangs for r in gang.instances}
     assert left & {r.id for r in here} == stays
 
 

@@ -1,4 +1,4 @@
-"""A launcher of jails for a test, in the best tier that this host has."""
+"""Launcher of jails for a test, in the best tier of this host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.resources import cgroups
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.launching import open_launcher
 
 
 @pytest.fixture
 async def launcher(tmp_path: Path) -> AsyncIterator[JailLauncher]:
-    async with launching(tmp_path / "jails.log", homes=cgroups.find_parents()) as made:
-        await made.start()
-        yield made
+    async with open_launcher(tmp_path / "jails.log", homes=cgroups.find_parents()) as launcher:
+        await launcher.start()
+        yield launcher

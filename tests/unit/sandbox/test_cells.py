@@ -1,4 +1,4 @@
-"""Sessions keep what their cells made, apart from each other, and their end is told by type."""
+"""Sessions: state between cells, isolation from each other, and typed ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.sessions import Sessions
 from tests.load import scaled
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.launching import open_launcher
 
 pytestmark = pytest.mark.needs("bwrap")
 LIMITS = JailLimits(wall_s=20.0, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes=4096)
@@ -29,21 +29,21 @@ LIMITS = JailLimits(wall_s=20.0, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes
 
 @pytest.fixture
 async def sessions(launcher: JailLauncher) -> AsyncIterator[Sessions]:
-    made = Sessions(launcher, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
-    yield made
-    made.close()
+    new_sessions = Sessions(launcher, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
+    yield new_sessions
+    new_sessions.close()
 
 
-async def test_variables_functions_and_imports_stay(sessions: Sessions) -> None:
+async def test_session_keeps_variables_functions_and_imports(sessions: Sessions) -> None:
     assert (
         await sessions.run("a", "import math\ndef f(x):\n    return x * k\nk = 3")
     ).stdout == b""
-    ran = await sessions.run("a", "f(math.floor(7.9))")
-    assert (ran.status, ran.stdout) == ("ok", b"21\n")
+    result = await sessions.run("a", "f(math.floor(7.9))")
+    assert (result.status, result.stdout) == ("ok", b"21\n")
     assert (await sessions.run("a", "_ + 1")).stdout == b"22\n"
 
 
-async def test_an_error_is_shown_and_the_session_goes_on(sessions: Sessions) -> None:
+async def test_error_is_shown_and_the_session_continues(sessions: Sessions) -> None:
     await sessions.run("a", "x = 5")
     failed = await sessions.run("a", "x = 6\n1 / 0")
     assert failed.status == "ok" and b"ZeroDivisionError" in failed.stderr
@@ -51,19 +51,19 @@ async def test_an_error_is_shown_and_the_session_goes_on(sessions: Sessions) -> 
     assert (await sessions.run("a", "x")).stdout == b"6\n"
 
 
-async def test_a_fork_that_leaves_its_cell_answers_nothing(sessions: Sessions) -> None:
-    falls = "import os\nchild = os.fork()\nif not child:\n    raise ValueError('of the child')\n"
-    ran = await sessions.run("a", falls + "os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])")
-    assert (ran.status, ran.stdout) == ("ok", b"1\n") and b"of the child" in ran.stderr
+async def test_forked_child_does_not_answer_for_its_cell(sessions: Sessions) -> None:
+    source = "import os\nchild = os.fork()\nif not child:\n    raise ValueError('of the child')\n"
+    result = await sessions.run("a", source + "os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])")
+    assert (result.status, result.stdout) == ("ok", b"1\n") and b"of the child" in result.stderr
     assert (await sessions.run("a", "child > 0")).stdout == b"True\n"
 
 
 @pytest.mark.rotating(3)
-async def test_a_cell_that_takes_too_long_ends_its_session_and_says_so(sessions: Sessions) -> None:
+async def test_cell_over_its_time_limit_ends_its_session(sessions: Sessions) -> None:
     await sessions.run("a", "x = 5")
-    late = await sessions.run("a", "print('begun')\nwhile True: pass")
-    assert (late.status, late.stdout) == ("timeout", b"begun\n")
-    assert "over 1 s of CPU time" in late.error and "begins a new one" in late.error
+    timed_out = await sessions.run("a", "print('begun')\nwhile True: pass")
+    assert (timed_out.status, timed_out.stdout) == ("timeout", b"begun\n")
+    assert "over 1 s of CPU time" in timed_out.error and "begins a new one" in timed_out.error
     assert (await sessions.run("a", "'x' in globals()")).stdout == b"False\n"
 
 
@@ -77,39 +77,39 @@ async def test_time_between_cells_does_not_count(launcher: JailLauncher) -> None
 
 
 @pytest.mark.rotating(3)
-async def test_limits_are_of_each_cell(launcher: JailLauncher) -> None:
+async def test_limits_apply_to_each_cell(launcher: JailLauncher) -> None:
     limits = replace(LIMITS, cpu_s=0.4)
     sessions = Sessions(launcher, SystemClock(), limits, max_sessions=3, idle_timeout_s=600.0)
-    spun = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
+    spinning = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     for _ in range(6):  # together far over the limit of one
-        ran = await sessions.run("a", "print('x' * 3000)")
-        assert (ran.status, len(ran.stdout)) == ("ok", 3001)
-        assert (await sessions.run("a", spun)).status == "ok"
+        result = await sessions.run("a", "print('x' * 3000)")
+        assert (result.status, len(result.stdout)) == ("ok", 3001)
+        assert (await sessions.run("a", spinning)).status == "ok"
     assert (await sessions.run("a", "print('x' * 5000)")).status == "output_limit"
     sessions.close()
 
 
-async def test_what_a_cell_is_refused_has_a_type_and_the_session_stays(sessions: Sessions) -> None:
+async def test_denied_cell_has_a_typed_status_and_the_session_continues(sessions: Sessions) -> None:
     await sessions.run("a", "x = 1")
     assert (await sessions.run("a", "bytearray(1 << 30)")).status == "out_of_memory"
     assert (await sessions.run("a", "import socket; socket.socket()")).status == "refused"
     assert (await sessions.run("a", "x")).stdout == b"1\n"
 
 
-async def test_the_session_unused_for_longest_makes_room_and_is_told(sessions: Sessions) -> None:
+async def test_least_recently_used_session_is_evicted(sessions: Sessions) -> None:
     for name in "abc":
         await sessions.run(name, f"x = {name!r}")
     await sessions.run("a", "x")
     assert (await sessions.run("d", "1")).stdout == b"1\n"
     assert sessions.size == 3
-    told = await sessions.run("b", "x")
-    assert told.status == "evicted" and "unused for longest" in told.error
-    assert told.stdout == b""
+    evicted = await sessions.run("b", "x")
+    assert evicted.status == "evicted" and "unused for longest" in evicted.error
+    assert evicted.stdout == b""
     assert b"NameError" in (await sessions.run("b", "x")).stderr
     assert (await sessions.run("a", "x")).stdout == b"'a'\n"
 
 
-async def test_an_idle_session_is_ended_and_its_next_call_told(launcher: JailLauncher) -> None:
+async def test_idle_session_is_evicted_and_its_next_call_reports_it(launcher: JailLauncher) -> None:
     sessions = Sessions(launcher, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=0.2)
     await sessions.run("a", "x = 1")
     await asyncio.sleep(0.3)
@@ -119,7 +119,7 @@ async def test_an_idle_session_is_ended_and_its_next_call_told(launcher: JailLau
     sessions.close()
 
 
-async def test_a_session_of_a_paused_job_is_not_idle(launcher: JailLauncher) -> None:
+async def test_session_of_a_paused_job_is_not_idle(launcher: JailLauncher) -> None:
     clock = JobClock(SystemClock())
     sessions = Sessions(launcher, SystemClock(), LIMITS, 3, 1.0, clock)
     await sessions.run("a", "x = 1")
@@ -134,7 +134,7 @@ async def test_a_session_of_a_paused_job_is_not_idle(launcher: JailLauncher) -> 
     sessions.close()
 
 
-async def test_a_session_that_was_ended_is_forgotten(sessions: Sessions) -> None:
+async def test_ended_session_leaves_no_state(sessions: Sessions) -> None:
     await sessions.run("a", "x = 1")
     sessions.end("a")
     assert sessions.size == 0
@@ -143,21 +143,23 @@ async def test_a_session_that_was_ended_is_forgotten(sessions: Sessions) -> None
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("exit", ["[]", "10**30", "'0'", "None"])
-async def test_an_end_of_a_cell_by_the_model_harms_nobody(sessions: Sessions, exit: str) -> None:
+async def test_forged_cell_answer_does_not_affect_other_sessions(
+    sessions: Sessions, exit: str
+) -> None:
     source = "import json, os\n"
     source += f"frame = json.dumps({{'cell': 1, 'failed': False, 'exit': {exit}}}).encode()\n"
     source += "fd = max(map(int, os.listdir('/proc/self/fd')[:-1]))\n"
     source += "os.write(fd, len(frame).to_bytes(4, 'little') + frame)"
-    ran = await sessions.run("a", source)
-    assert ran.status in ("ok", "crashed") and ran.exit_code in (0, 1, -9)
+    result = await sessions.run("a", source)
+    assert result.status in ("ok", "crashed") and result.exit_code in (0, 1, -9)
     assert (await sessions.run("b", "1 + 1")).stdout == b"2\n"
 
 
-@pytest.mark.parametrize("behind", ["os.close(fd)", "os.write(fd, bytes(1_200_000))"])
-async def test_a_cell_that_ends_its_channel_behind_its_answer_ends_its_session(
-    sessions: Sessions, behind: str
+@pytest.mark.parametrize("ending", ["os.close(fd)", "os.write(fd, bytes(1_200_000))"])
+async def test_cell_that_ends_its_channel_after_its_answer_ends_its_session(
+    sessions: Sessions, ending: str
 ) -> None:
-    """The answer is padded: its end, and what comes behind it, are seen once it was taken."""
+    """Check a padded answer, so that the channel's end is found after the answer."""
     source = f"""
 import json, os, sys, time
 frame = sys._getframe()
@@ -168,20 +170,20 @@ body = json.dumps({{"cell": token, "exit": 0, "pad": "x" * 900_000}}).encode()
 body = memoryview(len(body).to_bytes(4, "little") + body)
 while body:
     body = body[os.write(fd, body):]
-{behind}
+{ending}
 time.sleep(60)
 """
     first = await sessions.run("a", source)
     assert first.status in ("ok", "crashed")
-    # Far less than until a jail counts as stuck.
+    # Much shorter than until a jail counts as stuck.
     async with asyncio.timeout(min(200.0, scaled(40))):
-        told = first if first.status == "crashed" else await sessions.run("a", "1")
-    # "timeout", should it have been stopped between its answer and what is behind it
-    assert told.status in ("crashed", "timeout") and "begins a new one" in told.error
+        result = first if first.status == "crashed" else await sessions.run("a", "1")
+    # "timeout" if it was stopped between its answer and the bytes behind it
+    assert result.status in ("crashed", "timeout") and "begins a new one" in result.error
     assert (await sessions.run("a", "7")).stdout == b"7\n"
 
 
-async def test_a_session_that_is_closed_in_mid_cell_is_told_by_type(sessions: Sessions) -> None:
+async def test_session_can_be_ended_during_a_cell(sessions: Sessions) -> None:
     cell = asyncio.create_task(sessions.run("a", "import time; time.sleep(1)"))
     await asyncio.sleep(0.4)
     sessions.end("a")
@@ -191,105 +193,109 @@ async def test_a_session_that_is_closed_in_mid_cell_is_told_by_type(sessions: Se
     assert (await sessions.run("a", "_")).stdout == b"7\n"
 
 
-async def test_sessions_run_beside_each_other(sessions: Sessions) -> None:
+async def test_sessions_run_concurrently(sessions: Sessions) -> None:
     cells = [sessions.run(name, f"x = {name!r}\nx") for name in "abc"]
-    found = await asyncio.gather(*cells)
-    assert [ran.stdout for ran in found] == [b"'a'\n", b"'b'\n", b"'c'\n"]
+    results = await asyncio.gather(*cells)
+    assert [result.stdout for result in results] == [b"'a'\n", b"'b'\n", b"'c'\n"]
 
 
 @pytest.fixture
-async def cold(tmp_path: Path) -> AsyncIterator[JailLauncher]:
-    """A launcher whose zygote has yet to start: its first jail takes a while."""
-    async with launching(tmp_path / "cold.log", homes=cgroups.find_parents()) as made:
-        yield made
+async def cold_launcher(tmp_path: Path) -> AsyncIterator[JailLauncher]:
+    """Yield a launcher whose zygote has not started, so that its first jail takes longer."""
+    async with open_launcher(tmp_path / "cold.log", homes=cgroups.find_parents()) as launcher:
+        yield launcher
 
 
-async def jails_left(launcher: JailLauncher, idle: JailLauncher) -> int:
-    """How many processes it has beyond those of an idle one, once jails have had time to end."""
+async def wait_for_leftover_jails(launcher: JailLauncher, idle: JailLauncher) -> int:
+    """Return how many processes remain beyond an idle launcher's, after time for jails to end."""
     loop = asyncio.get_running_loop()
     until = loop.time() + scaled(10.0)
-    while (left := processes(launcher) - processes(idle)) and loop.time() < until:
+    while (leftover := count_processes(launcher) - count_processes(idle)) and loop.time() < until:
         await asyncio.sleep(0.01)
-    return left
+    return leftover
 
 
-def processes(launcher: JailLauncher) -> int:
+def count_processes(launcher: JailLauncher) -> int:
     return len(psutil.Process(launcher.pid).children(recursive=True))
 
 
-async def test_first_calls_share_one_jail(cold: JailLauncher, launcher: JailLauncher) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
-    cells = [sessions.run("a", f"x{i} = {i}") for i in range(3)]
-    assert [ran.status for ran in await asyncio.gather(*cells)] == ["ok"] * 3
-    assert (await sessions.run("a", "x0, x1, x2")).stdout == b"(0, 1, 2)\n"
-    assert cold.started_count == 1
-    sessions.close()
-    assert await jails_left(cold, launcher) == 0
-
-
-async def test_sessions_that_begin_at_once_take_no_more_than_all_places(cold: JailLauncher) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=2, idle_timeout_s=600.0)
-    found = await asyncio.gather(*(sessions.run(name, "1") for name in "abcd"))
-    assert [ran.status for ran in found] == ["ok", "ok", "refused", "refused"]
-    assert sessions.size == cold.started_count == 2
-    sessions.close()
-
-
-async def test_a_first_call_that_is_cancelled_leaves_the_start_to_those_that_wait(
-    cold: JailLauncher, launcher: JailLauncher
+async def test_first_calls_share_one_jail(
+    cold_launcher: JailLauncher, launcher: JailLauncher
 ) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
+    sessions = Sessions(cold_launcher, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
+    cells = [sessions.run("a", f"x{i} = {i}") for i in range(3)]
+    assert [result.status for result in await asyncio.gather(*cells)] == ["ok"] * 3
+    assert (await sessions.run("a", "x0, x1, x2")).stdout == b"(0, 1, 2)\n"
+    assert cold_launcher.started_count == 1
+    sessions.close()
+    assert await wait_for_leftover_jails(cold_launcher, launcher) == 0
+
+
+async def test_concurrently_started_sessions_respect_the_limit(cold_launcher: JailLauncher) -> None:
+    sessions = Sessions(cold_launcher, SystemClock(), LIMITS, max_sessions=2, idle_timeout_s=600.0)
+    results = await asyncio.gather(*(sessions.run(name, "1") for name in "abcd"))
+    assert [result.status for result in results] == ["ok", "ok", "refused", "refused"]
+    assert sessions.size == cold_launcher.started_count == 2
+    sessions.close()
+
+
+async def test_cancelled_first_call_leaves_the_start_to_waiting_calls(
+    cold_launcher: JailLauncher, launcher: JailLauncher
+) -> None:
+    sessions = Sessions(cold_launcher, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
     first = asyncio.create_task(sessions.run("a", "x = 1"))
     second = asyncio.create_task(sessions.run("a", "'x' in globals()"))
     await asyncio.sleep(0.01)
     first.cancel()
     assert (await second).stdout == b"False\n"
-    assert first.cancelled() and sessions.size == cold.started_count == 1
+    assert first.cancelled() and sessions.size == cold_launcher.started_count == 1
     sessions.close()
-    assert await jails_left(cold, launcher) == 0
+    assert await wait_for_leftover_jails(cold_launcher, launcher) == 0
 
 
-async def test_a_failed_start_leaves_no_place_taken(cold: JailLauncher, tmp_path: Path) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
-    only = asyncio.create_task(sessions.run("a", "1"))
+async def test_failed_start_releases_its_slot(cold_launcher: JailLauncher, tmp_path: Path) -> None:
+    sessions = Sessions(cold_launcher, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
+    only_call = asyncio.create_task(sessions.run("a", "1"))
     await asyncio.sleep(0.01)
     assert sessions.size == 1
-    only.cancel()
-    await asyncio.wait([only])
+    only_call.cancel()
+    await asyncio.wait([only_call])
     assert sessions.size == 0
     assert (await sessions.run("b", "1 + 1")).stdout == b"2\n"
     sessions.close()
 
-    nothing = Interpreter("/nonexistent", True, ())
-    failing = JailLauncher(SystemHost(), SystemClock(), "bwrap", nothing, None, tmp_path / "f.log")
+    missing_interpreter = Interpreter("/nonexistent", True, ())
+    failing = JailLauncher(
+        SystemHost(), SystemClock(), "bwrap", missing_interpreter, None, tmp_path / "f.log"
+    )
     sessions = Sessions(failing, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
-    found = await asyncio.gather(
+    results = await asyncio.gather(
         *(sessions.run("a", "1") for _ in range(2)), return_exceptions=True
     )
-    assert [type(each) for each in found] == [JailFailed] * 2
+    assert [type(each) for each in results] == [JailFailed] * 2
     assert sessions.size == 0
     await failing.stop()
 
 
-async def test_a_session_that_is_ended_while_it_starts_leaves_no_jail(
-    cold: JailLauncher, launcher: JailLauncher
+async def test_session_ended_during_its_start_leaves_no_jail(
+    cold_launcher: JailLauncher, launcher: JailLauncher
 ) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
+    sessions = Sessions(cold_launcher, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
     starting = asyncio.create_task(sessions.run("a", "1"))
     waiting = asyncio.create_task(sessions.run("a", "2"))
     await asyncio.sleep(0.01)
     sessions.end("a")
-    for told in (await starting, await waiting):
-        assert told.status == "crashed" and "begins a new one" in told.error
-    assert sessions.size == 0 and await jails_left(cold, launcher) == 0
+    for result in (await starting, await waiting):
+        assert result.status == "crashed" and "begins a new one" in result.error
+    assert sessions.size == 0 and await wait_for_leftover_jails(cold_launcher, launcher) == 0
     assert (await sessions.run("a", "3")).stdout == b"3\n"
     sessions.close()
 
 
-async def test_a_call_behind_a_cell_that_ends_the_session_is_told(sessions: Sessions) -> None:
-    ends = asyncio.create_task(sessions.run("a", "import os; os._exit(3)"))
-    waits = asyncio.create_task(sessions.run("a", "1"))
-    assert (await ends).status == "crashed"
-    told = await waits
-    assert told.status == "crashed" and "begins a new one" in told.error
+async def test_call_queued_behind_a_session_ending_cell_reports_crashed(sessions: Sessions) -> None:
+    ending_cell = asyncio.create_task(sessions.run("a", "import os; os._exit(3)"))
+    waiting_cell = asyncio.create_task(sessions.run("a", "1"))
+    assert (await ending_cell).status == "crashed"
+    result = await waiting_cell
+    assert result.status == "crashed" and "begins a new one" in result.error
     assert (await sessions.run("a", "7")).stdout == b"7\n"

@@ -1,4 +1,4 @@
-"""CPU time of a jail is counted from outside, all of it, and nobody computes between two calls."""
+"""CPU time of jails: measured from outside, completely, and not used between two calls."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ from meshrl.services.sandbox.jail.confinement import landlock
 from meshrl.services.sandbox.jail.metering import watch
 from meshrl.services.sandbox.sessions import Sessions
 from tests.load import scaled
-from tests.unit.sandbox.launching import SOON_S, ZYGOTE, launching, pythons
+from tests.unit.sandbox.launching import SOON_S, ZYGOTE, list_pythons, open_launcher
 
 pytestmark = [
     pytest.mark.needs("bwrap"),
-    # One's guests that go before all others would put off another's keeper on the same core.
+    # Prioritized guests of one test would delay another test's init process on the same core.
     pytest.mark.group("one core"),
 ]
 LIMITS = JailLimits(wall_s=8.0, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes=4096, processes=128)
-WATCHED_S = 0.5  # in which one that spins uses most of a core
-STOPS_S = 5.0  # until one that is told to stand still does
-STILL_S = 0.15  # CPU time in it, of who stands still: ticks, and the keeper's looks
+SAMPLE_S = 0.5  # in which a spinning process uses most of a core
+STOP_TIMEOUT_S = 5.0  # for a process to stop after its signal
+IDLE_CPU_S = 0.15  # CPU time within SAMPLE_S of a stopped jail: ticks, and the init process's polls
 THIS, ROOT = Path(__file__), Path(__file__).parents[3]
 TIERS = ("cgroup", "bwrap", "landlock")
 
 
 @pytest.fixture(params=TIERS)
-async def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JailLauncher]:
-    """A launcher of each tier that this host has."""
+async def tier_launcher(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[JailLauncher]:
+    """Yield a launcher of each tier that this host has."""
     homes = cgroups.find_parents() if request.param == "cgroup" else None
     if request.param == "cgroup" and homes is None:
         pytest.skip("no control groups")
@@ -51,20 +53,20 @@ async def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         if os.getuid() == 0:
             pytest.skip("run as a plain user by the last test of this file")
     tier = "landlock" if request.param == "landlock" else "bwrap"
-    async with launching(tmp_path / "log", tier=tier, homes=homes) as made:
-        await made.start()
-        yield made
+    async with open_launcher(tmp_path / "log", tier=tier, homes=homes) as launcher:
+        await launcher.start()
+        yield launcher
 
 
 @pytest.fixture
-async def sessions(tiered: JailLauncher) -> AsyncIterator[Sessions]:
-    made = Sessions(tiered, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
-    yield made
-    made.close()
+async def sessions(tier_launcher: JailLauncher) -> AsyncIterator[Sessions]:
+    sessions = Sessions(tier_launcher, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
+    yield sessions
+    sessions.close()
 
 
-def used_s(launcher: JailLauncher) -> float:
-    """CPU time of the processes in its outer jail."""
+def measure_cpu_s(launcher: JailLauncher) -> float:
+    """Return the CPU time of the processes in the launcher's outer jail."""
     total = 0.0
     for process in psutil.Process(launcher.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it has ended since
@@ -73,16 +75,16 @@ def used_s(launcher: JailLauncher) -> float:
     return total
 
 
-async def used_meanwhile(launcher: JailLauncher) -> float:
-    before = used_s(launcher)
-    await asyncio.sleep(min(5.0, scaled(WATCHED_S)))
-    return used_s(launcher) - before
+async def measure_cpu_use_s(launcher: JailLauncher) -> float:
+    before = measure_cpu_s(launcher)
+    await asyncio.sleep(min(5.0, scaled(SAMPLE_S)))
+    return measure_cpu_s(launcher) - before
 
 
-async def stands_still(launcher: JailLauncher) -> None:
-    """Return once its processes use no CPU time, as their keeper may need a while to stop them."""
-    async with asyncio.timeout(scaled(STOPS_S)):
-        while await used_meanwhile(launcher) >= STILL_S:
+async def wait_until_idle(launcher: JailLauncher) -> None:
+    """Wait until the jail's processes use no CPU time: stopping them may take a while."""
+    async with asyncio.timeout(scaled(STOP_TIMEOUT_S)):
+        while await measure_cpu_use_s(launcher) >= IDLE_CPU_S:
             pass
 
 
@@ -98,16 +100,18 @@ thread.start()
 """
 
 
-async def test_nobody_computes_between_two_cells(tiered: JailLauncher, sessions: Sessions) -> None:
+async def test_processes_are_stopped_between_two_cells(
+    tier_launcher: JailLauncher, sessions: Sessions
+) -> None:
     assert (await sessions.run("a", LEAVES_SPINNERS)).status == "ok"
-    await stands_still(tiered)
+    await wait_until_idle(tier_launcher)
     assert (await sessions.run("a", "done.append(1); thread.join(); 'joined'")).stdout == (
         b"'joined'\n"
     )
-    await stands_still(tiered)
+    await wait_until_idle(tier_launcher)
 
 
-# A program of a session that knows where its interpreter answers, and what it has been told.
+# Session code that finds the interpreter's answer channel and the cell's request.
 ANSWERS = """
 import json, os, sys
 def answer(**changes):
@@ -121,25 +125,25 @@ def answer(**changes):
 """
 
 
-async def test_an_early_answer_stops_a_cell(tiered: JailLauncher, sessions: Sessions) -> None:
+async def test_early_answer_stops_the_cell(tier_launcher: JailLauncher, sessions: Sessions) -> None:
     await sessions.run("a", ANSWERS)
-    early = await sessions.run("a", "answer()\nwhile True: pass")
-    assert early.status == "ok"
-    await stands_still(tiered)
+    result = await sessions.run("a", "answer()\nwhile True: pass")
+    assert result.status == "ok"
+    await wait_until_idle(tier_launcher)
 
 
-async def test_an_answer_that_comes_before_its_cell_ends_the_session(sessions: Sessions) -> None:
+async def test_answer_before_its_cell_ends_the_session(sessions: Sessions) -> None:
     await sessions.run("a", ANSWERS)
     await sessions.run("a", "answer()\nanswer(cell=3)")
-    told = await sessions.run("a", "while True: pass")
-    assert told.status == "crashed" and "where the interpreter answers" in told.error
+    result = await sessions.run("a", "while True: pass")
+    assert result.status == "crashed" and "where the interpreter answers" in result.error
     assert (await sessions.run("a", "1 + 1")).stdout == b"2\n"
 
 
-async def test_an_answer_to_another_cell_ends_the_session(sessions: Sessions) -> None:
+async def test_answer_to_another_cell_ends_the_session(sessions: Sessions) -> None:
     await sessions.run("a", ANSWERS)
-    told = await sessions.run("a", "answer(cell='0' * 16)\nwhile True: pass")
-    assert told.status == "crashed" and "where the interpreter answers" in told.error
+    result = await sessions.run("a", "answer(cell='0' * 16)\nwhile True: pass")
+    assert result.status == "crashed" and "where the interpreter answers" in result.error
 
 
 IN_CHILDREN = """
@@ -150,7 +154,7 @@ for _ in range(4):
 time.sleep(60)
 """
 
-# Each is over before anybody looks twice, and nobody waits for it.
+# Each ends before two polls can see it, and no process waits for it.
 IN_THEIR_CHILDREN = """
 import os, signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -165,7 +169,7 @@ time.sleep(60)
 """
 
 
-# The same by pairs, each of which is over long before the next look.
+# The same in pairs, each of which ends long before the next poll.
 IN_SHORT_PAIRS = """
 import os, signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -182,7 +186,9 @@ while True:
 """
 
 
-async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> ProgramResult:
+async def run_program(
+    launcher: JailLauncher, source: str, limits: JailLimits = LIMITS
+) -> ProgramResult:
     return await launcher.run(JailProgram(source), limits)
 
 
@@ -192,58 +198,62 @@ async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) 
     [IN_CHILDREN, IN_THEIR_CHILDREN, IN_SHORT_PAIRS],
     ids=["live", "gone", "pairs"],
 )
-async def test_the_limit_is_of_all_processes_together(tiered: JailLauncher, source: str) -> None:
+async def test_cpu_limit_applies_to_all_processes_together(
+    tier_launcher: JailLauncher, source: str
+) -> None:
     limits = JailLimits(wall_s=120.0, cpu_s=0.5, memory_bytes=128 * MIB)
-    found = await asyncio.wait_for(ran(tiered, source, limits), scaled(60))
-    assert (found.status, "of CPU time" in found.error) == ("timeout", True)
-    # Without groups it is counted at looks of a keeper that competes with its guest.
-    late_s = 1.0 if tiered.tier != "landlock" else 2.0
-    assert 0.45 <= found.cpu_s <= 2 * limits.cpu_s + late_s
+    result = await asyncio.wait_for(run_program(tier_launcher, source, limits), scaled(60))
+    assert (result.status, "of CPU time" in result.error) == ("timeout", True)
+    # Without control groups, CPU time is sampled by an init process that competes with its guest.
+    late_s = 1.0 if tier_launcher.tier != "landlock" else 2.0
+    assert 0.45 <= result.cpu_s <= 2 * limits.cpu_s + late_s
 
 
-def test_what_a_virtual_machine_was_robbed_of_is_a_core_s_mean() -> None:
-    """64 cores that each lack 2 % of their time lack more than a core together, but none lacks
-    more than 2 %: a sleeping program is not excused for as long as it sleeps.
+def test_steal_time_is_the_mean_over_cores() -> None:
+    """Check the mean over cores: 64 cores that each lose 2 % lose more than one core in total.
+
+    Otherwise a sleeping program's time limit would be extended for as long as it sleeps.
     """
     ticks = os.sysconf("SC_CLK_TCK")
     line = b"cpu  1 2 3 4 5 6 7 %d 0 0\n" % (64 * ticks)
     assert watch.parse_steal_s(line, 64) == pytest.approx(1.0)
 
 
-async def test_what_a_program_and_its_children_used_is_reported(launcher: JailLauncher) -> None:
+async def test_reported_cpu_time_includes_children(launcher: JailLauncher) -> None:
     source = """
 import subprocess, sys
 spin = "import time\\nwhile time.process_time() < 0.2: pass"
 subprocess.run([sys.executable, "-c", spin])
 """
-    found = await ran(launcher, source)
-    assert found.status == "ok" and 0.2 <= found.cpu_s < 1.0
+    result = await run_program(launcher, source)
+    assert result.status == "ok" and 0.2 <= result.cpu_s < 1.0
 
 
 @pytest.fixture
-def on_one_core() -> Iterator[None]:
-    """This process, and what it starts, on one core; before what else runs there, if it may."""
+def single_core() -> Iterator[None]:
+    """Pin this process and its children to one core, with priority if permitted."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
-    with before_others():
+    with prioritized():
         yield
     os.sched_setaffinity(0, before)
 
 
 @contextmanager
-def before_others() -> Iterator[None]:
-    """This process and what it starts alike go before other tests: how a keeper fares beside its
-    own guests is asked, and not how it fares beside another test.
+def prioritized() -> Iterator[None]:
+    """Raise the priority of this process and its children over other tests.
+
+    The tests measure an init process against its own guests, not against another test.
     """
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     if os.geteuid() == 0:
-        os.setpriority(os.PRIO_PROCESS, 0, AHEAD)
+        os.setpriority(os.PRIO_PROCESS, 0, HIGH_PRIORITY)
     yield
     if os.geteuid() == 0:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
 
 
-AHEAD = -10  # niceness
+HIGH_PRIORITY = -10  # niceness
 SPINNERS = """
 import os
 for _ in range(100):
@@ -258,24 +268,28 @@ while True: pass
 
 
 @pytest.mark.rotating(3)
-async def test_a_hundred_that_spin_on_one_core_do_not_put_off_their_end(
-    on_one_core: None, tiered: JailLauncher
+async def test_hundred_spinning_processes_on_one_core_end_in_time(
+    single_core: None, tier_launcher: JailLauncher
 ) -> None:
     limits = JailLimits(wall_s=200.0, cpu_s=1.0, memory_bytes=256 * MIB, processes=128)
-    found = await ran(tiered, SPINNERS, limits)
-    assert found.status == "timeout"
-    assert found.cpu_s <= 2 * limits.cpu_s + 1
-    assert found.wall_s < 90, "it was 100 s where only the first process counted"
+    result = await run_program(tier_launcher, SPINNERS, limits)
+    assert result.status == "timeout"
+    assert result.cpu_s <= 2 * limits.cpu_s + 1
+    assert result.wall_s < 90, "it was 100 s where only the first process counted"
 
 
 @pytest.mark.rotating(3)
-async def test_waiting_for_its_own_excuses_no_jail(on_one_core: None, tiered: JailLauncher) -> None:
-    """Eight on one core wait for it seven eighths of the time, while others of the jail run."""
+async def test_waiting_for_its_own_processes_does_not_extend_the_wall_limit(
+    single_core: None, tier_launcher: JailLauncher
+) -> None:
+    """Check eight spinning processes on one core, each of which waits most of the time for the
+    core.
+    """
     source = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
     limits = JailLimits(wall_s=0.5, cpu_s=60.0, memory_bytes=256 * MIB)
-    found = await ran(tiered, source, limits)
-    assert (found.status, "of wall clock time" in found.error) == ("timeout", True)
-    assert found.cpu_s <= 2 * limits.wall_s + 1
+    result = await run_program(tier_launcher, source, limits)
+    assert (result.status, "of wall clock time" in result.error) == ("timeout", True)
+    assert result.cpu_s <= 2 * limits.wall_s + 1
 
 
 CONTINUES_ITSELF = """
@@ -292,13 +306,13 @@ threading.Thread(target=spin, daemon=True).start()
 """
 
 
-async def test_a_session_that_lets_a_timer_continue_it_is_ended(tmp_path: Path) -> None:
-    async with launching(tmp_path / "log") as launcher:
+async def test_session_continued_by_a_timer_is_ended(tmp_path: Path) -> None:
+    async with open_launcher(tmp_path / "log") as launcher:
         sessions = Sessions(launcher, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
         try:
             assert (await sessions.run("a", CONTINUES_ITSELF)).status == "ok"
             async with asyncio.timeout(scaled(SOON_S)):
-                while len(pythons(launcher)) > ZYGOTE:
+                while len(list_pythons(launcher)) > ZYGOTE:
                     await asyncio.sleep(0.02)
             assert (await sessions.run("a", "1")).status == "timeout"
         finally:
@@ -309,17 +323,19 @@ async def test_a_session_that_lets_a_timer_continue_it_is_ended(tmp_path: Path) 
 @pytest.mark.needs("root")
 @pytest.mark.needs("landlock")
 @pytest.mark.timeout(300)
-def test_it_holds_for_a_plain_user_without_namespaces() -> None:
-    """Which is where Landlock is used: root's own files are out of reach of what root starts."""
+def test_cpu_limits_hold_for_a_plain_user_without_namespaces() -> None:
+    """Check the tier as a plain user: as root, its files would be protected from all jails
+    anyway.
+    """
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o777)
-        plain = [sys.executable, "-m", "tests.unit.sandbox.plain_user", sys.executable, "-m"]
+        prefix = [sys.executable, "-m", "tests.unit.sandbox.plain_user", sys.executable, "-m"]
         pytest_ = ["pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "landlock"]
         pytest_ += ["--tier", "deep"]
-        command = [*plain, *pytest_, "--basetemp", f"{directory}/base", str(THIS)]
-        with before_others():
-            done = subprocess.run(
+        command = [*prefix, *pytest_, "--basetemp", f"{directory}/base", str(THIS)]
+        with prioritized():
+            completed = subprocess.run(
                 command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(280)
             )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "9 passed" in done.stdout and "skipped" not in done.stdout
+    assert completed.returncode == 0, completed.stdout[-3000:]
+    assert "9 passed" in completed.stdout and "skipped" not in completed.stdout

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def fork(run: Callable[[int], None], rank: int) -> int:
-    """Run a rank in a process of its own; return its pid."""
+    """Fork a process that runs a rank; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -43,7 +43,7 @@ def fork_all(run: Callable[[int], None], ranks: int) -> int:
 
 
 async def run_program(program: Path, directory: Path, *words: str) -> None:
-    """Run a program of ranks to its end, which must be a good one."""
+    """Run a program of ranks to its end and require success."""
     log = directory / "ranks.log"
     child = SystemHost().spawn(
         [sys.executable, str(program), *words],

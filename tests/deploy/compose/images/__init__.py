@@ -1,1 +1,1 @@
-"""The images that the trial runs: ours, by `make images`, and stand-ins for official ones."""
+"""Images that the trial runs: ours, built by `make images`, and stand-ins for official ones."""

@@ -1,4 +1,4 @@
-"""Ours as users build them, by `make images`, on a Debian where no registry is reached."""
+"""Builds of our images by `make images`, on a Debian without access to a registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of who may call what covers every method of every interface, and every call site."""
+"""Call permissions cover every interface method and every call site."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[4]
 CALL_SITE = re.compile(
     r"\b(Engine|Node|Ranks|Resting|Sandbox|Scoring|Trainer|Weights|Worker)\.([a-z_]+)\b"
 )
-LOADERS = {"engine", "hybrid", "scoring", "trainer"}  # of weights
-# What runs in processes of several roles, or is not in the package of its role.
-ALSO = {
-    # whoever has files of a job to read
+LOADERS = {"engine", "hybrid", "scoring", "trainer"}  # processes that load weights
+# Modules that run in processes of several roles, or outside the package of their role.
+ROLES_BY_MODULE = {
+    # every role that reads files of a job
     "common/records/line_files.py": {"engine", "rollout", "trainer"},
     "common/weights/store/job_files.py": LOADERS | {"node", "rank", "rollout"},
     "common/weights/pull": LOADERS | {"rank"},
@@ -36,23 +36,23 @@ ALSO = {
 }
 
 
-def methods() -> set[str]:
-    """The label of every method of every interface of common/api."""
+def list_methods() -> set[str]:
+    """Return the label of every method of every interface of common/api."""
     found = set()
     for module in pkgutil.walk_packages(meshrl.common.api.__path__, "meshrl.common.api."):
         imported = importlib.import_module(module.name)
-        for thing in vars(imported).values():
-            if isinstance(thing, type) and issubclass(thing, Interface):
-                found |= {method.label for method in thing.methods.values()}
+        for member in vars(imported).values():
+            if isinstance(member, type) and issubclass(member, Interface):
+                found |= {method.label for method in member.methods.values()}
     return found
 
 
-def test_every_method_is_in_the_table_and_nothing_else() -> None:
-    assert methods() == CALL_PERMISSIONS.keys()
+def test_permission_table_has_exactly_the_interface_methods() -> None:
+    assert list_methods() == CALL_PERMISSIONS.keys()
     assert frozenset().union(*CALL_PERMISSIONS.values()) <= ROLES | {CLIENT, JOINER}
 
 
-def test_every_role_is_a_kind_of_process_that_there_is() -> None:
+def test_every_role_matches_an_existing_program() -> None:
     trainers = {"trainer", "rank", "hybrid"}  # meshrl.services.trainer
     programs = {path.parent.name for path in (ROOT / "services").glob("*/__main__.py")}
     people = {"person"}  # commands
@@ -60,18 +60,19 @@ def test_every_role_is_a_kind_of_process_that_there_is() -> None:
     assert programs - {"environment"} | trainers | {"worker"} | people == ROLES
 
 
-def call_sites() -> list[tuple[str, str]]:
-    """(file, method) wherever a service names a method that it does not itself answer."""
+def list_call_sites() -> list[tuple[str, str]]:
+    """Return (file, method) for each use of a method outside the module that implements it."""
     found = []
     for source in [*(ROOT / "services").rglob("*.py"), *(ROOT / "common").rglob("*.py")]:
-        place = source.relative_to(ROOT).parts[:3]
-        if place[:2] == ("common", "api") or place in (
+        module_path = source.relative_to(ROOT).parts[:3]
+        # These declare or explain methods.
+        if module_path[:2] == ("common", "api") or module_path in (
             ("common", "mesh", "runtime"),
             ("common", "mesh", "instances"),
-        ):  # they declare, and explain
+        ):
             continue
         for line in source.read_text().splitlines():
-            if line.lstrip().startswith("@") or '"' in line:  # answered, or spoken of
+            if line.lstrip().startswith("@") or '"' in line:  # implementations and texts
                 continue
             for owner, name in CALL_SITE.findall(line):
                 if f"{owner}.{name}" in CALL_PERMISSIONS:
@@ -79,18 +80,19 @@ def call_sites() -> list[tuple[str, str]]:
     return sorted(set(found))
 
 
-@pytest.mark.parametrize(("file", "method"), call_sites())
-def test_who_calls_may_call(file: str, method: str) -> None:
-    also = [roles for place, roles in ALSO.items() if file.startswith(place)]
-    roles = max(also, key=len) if also else {file.split("/")[1]}
+@pytest.mark.parametrize(("file", "method"), list_call_sites())
+def test_caller_has_permission_for_its_calls(file: str, method: str) -> None:
+    matching_roles = [
+        roles for module_path, roles in ROLES_BY_MODULE.items() if file.startswith(module_path)
+    ]
+    roles = max(matching_roles, key=len) if matching_roles else {file.split("/")[1]}
     allowed = CALL_PERMISSIONS[method]
     assert allowed & roles, f"{file} calls {method}, which only {sorted(allowed)} may call"
 
 
-def test_calls_that_belong_together_are_open_to_the_same_roles() -> None:
-    assert CALL_PERMISSIONS["Weights.fetch_manifest"] == LOADERS | {
-        "rank"
-    }  # its rows, when it is restored
+def test_related_calls_are_permitted_to_the_same_roles() -> None:
+    # A rank fetches its rows when it is restored.
+    assert CALL_PERMISSIONS["Weights.fetch_manifest"] == LOADERS | {"rank"}
     assert CALL_PERMISSIONS["Weights.verify_chunk"] == BULK_PERMISSIONS["weights", GET] >= LOADERS
     for method in ("Sandbox.load_job", "Sandbox.run_tools", "Sandbox.score_trajectories"):
         assert CALL_PERMISSIONS[method] == {"rollout"}

@@ -1,4 +1,4 @@
-"""Texts that people see: without control characters and without secrets."""
+"""Displayed texts, without control characters and secrets."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from meshrl.common.base.urls import Url
 from meshrl.common.state.redis import embedded_server
 
 ATTACKS = (
-    "\x1b[2J\x1b[H",  # clears the screen
+    "\x1b[2J\x1b[H",  # clear the screen
     "\x1b]0;title\x07\x1b]8;;http://x\x07link\x1b]8;;\x07",  # a title and a link
     "\x1b]52;c;aGk=\x07",  # the clipboard
-    "\x9b31m\x9d0;t\x9c\x90q\x9c",  # the same by C1
+    "\x9b31m\x9d0;t\x9c\x90q\x9c",  # the same by C1 codes
     "a\rb\x08\x7f\x00\x0b\x0c",
     "\u202e drow \u202c \u2066a\u2069 \u200f \u061c",  # bidirectional controls
     "\u2028\u2029\ufff9\U000e0041\ud800",
 )
-# What a URL is shown as: of a Redis, and of a place that files are written to.
-SHOWN = {
+# Redacted forms of a URL: of a Redis, and of a remote directory.
+REDIS_FORMS = {
     "redis://127.0.0.1:6379/0": ("redis://127.0.0.1:6379/0",) * 2,
     "unix:///run/a@b/redis.sock?db=1": (
         "unix:///run/a@b/redis.sock?db=1",
@@ -54,25 +54,27 @@ SHOWN = {
     "me:s3/cret@host:6379": ("***@host:6379",) * 2,
     "rediss://me:pw@[::1]:6379/0": ("rediss://me:***@[::1]:6379/0", "rediss://[::1]:6379/0"),
 }
-PLACES = {
+DIRECTORY_FORMS = {
     "s3://bucket/path@v1/a#b": "s3://bucket/path@v1/a#b",
     "s3://key:s3/cret@bucket/path": "s3://***@bucket/path",
     "https://t0ken@host/path?sig=s3cret#s3cret": "https://host/path",
     "simplecache::s3://me:s3cret@bucket/x": "simplecache::s3://***",
     "file:///my folder/x": "file:///my folder/x",
 }
-AWKWARD = "/#?@:[]%&=+; \t\u2100\\'\"é"
+SPECIAL_CHARACTERS = "/#?@:[]%&=+; \t\u2100\\'\"é"
 
 
 def is_plain(text: str) -> bool:
-    """True if a terminal only shows a text."""
-    return all(mark in "\n\t" or unicodedata.category(mark) not in CONTROLS for mark in text)
+    """Return True if a terminal displays the text without interpreting it."""
+    return all(
+        character in "\n\t" or unicodedata.category(character) not in CONTROLS for character in text
+    )
 
 
 CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def test_control_characters_are_shown() -> None:
+def test_control_characters_are_escaped() -> None:
     assert escape_controls("\x1b[31m\x9b\u202e\x7f") == r"\u001b[31m\u009b\u202e\u007f"
     for attack in ATTACKS:
         assert is_plain(escape_controls(attack)) and escape_controls(
@@ -82,20 +84,20 @@ def test_control_characters_are_shown() -> None:
         assert is_plain(escape_controls(chr(code))), hex(code)
 
 
-def test_other_text_stays_as_it_is() -> None:
+def test_other_text_is_unchanged() -> None:
     for text in ("", "a\tb\n", "naïve 漢字 🙂 👩\u200d👩", "عربي עברית", "\\u001b"):
         assert escape_controls(text) == text
     assert escape_controls("one\r\ntwo\r\n") == "one\ntwo\n"
 
 
-def test_printed_json_means_the_same() -> None:
+def test_escaped_json_decodes_to_the_same_value() -> None:
     for attack in ATTACKS:
         for ascii_only in (True, False):
             printed = escape_controls(json.dumps({"text": attack}, ensure_ascii=ascii_only))
             assert is_plain(printed) and json.loads(printed) == {"text": attack}
 
 
-def test_streams_are_guarded_for_as_long_as_asked() -> None:
+def test_streams_are_escaped_only_within_the_context() -> None:
     out, error, before = io.StringIO(), io.StringIO(), (sys.stdout, sys.stderr)
     sys.stdout, sys.stderr = out, error
     try:
@@ -110,16 +112,18 @@ def test_streams_are_guarded_for_as_long_as_asked() -> None:
     assert cast(io.StringIO, EscapingStream(out)).getvalue() == out.getvalue()
 
 
-def test_urls_are_shown_without_their_secrets() -> None:
-    for url, (redis, place) in SHOWN.items():
-        assert (Url.parse(url).redacted_redis_url, Url.parse(url).public_url) == (redis, place), url
-    for url, place in PLACES.items():
-        assert Url.parse(url).public_url == place
+def test_urls_are_redacted() -> None:
+    for url, (redis, public) in REDIS_FORMS.items():
+        assert (Url.parse(url).redacted_redis_url, Url.parse(url).public_url) == (redis, public), (
+            url
+        )
+    for url, public in DIRECTORY_FORMS.items():
+        assert Url.parse(url).public_url == public
 
 
-def test_no_character_of_a_password_makes_it_visible() -> None:
-    for first in AWKWARD:
-        for second in AWKWARD:
+def test_passwords_with_special_characters_are_redacted() -> None:
+    for first in SPECIAL_CHARACTERS:
+        for second in SPECIAL_CHARACTERS:
             password = f"hunter{first}and{second}fox"
             for url in (
                 f"redis://me:{password}@host:6379/0",
@@ -128,25 +132,29 @@ def test_no_character_of_a_password_makes_it_visible() -> None:
                 f"redis://host/0?username=me&password={quote(password, safe='')}",
                 f"s3://key:{password}@bucket/path",
             ):
-                told = Url.parse(url)
-                seen = [
-                    told.redacted_redis_url,
-                    told.public_url,
-                    told.redact(f"cannot open {url}, {password!r}"),
+                parsed_url = Url.parse(url)
+                outputs = [
+                    parsed_url.redacted_redis_url,
+                    parsed_url.public_url,
+                    parsed_url.redact(f"cannot open {url}, {password!r}"),
                 ]
-                seen += [repr(told), told.redact(quote(password)), told.redact(f"{password}.")]
-                assert not any(word in text for text in seen for word in ("hunter", "fox")), url
+                outputs += [
+                    repr(parsed_url),
+                    parsed_url.redact(quote(password)),
+                    parsed_url.redact(f"{password}."),
+                ]
+                assert not any(word in text for text in outputs for word in ("hunter", "fox")), url
 
 
-def test_an_ambiguous_url_of_redis_is_refused_with_what_to_escape(
+def test_ambiguous_redis_url_is_rejected_with_the_escape_to_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for mark in "/#?[":
-        monkeypatch.setenv(REDIS_ENV, f"redis://me:hunter{mark}fox@host:6379/0")
-        with pytest.raises(ConfigError, match=r"at redis://\*\*\*@host:6379/0.*%2F") as no:
+    for character in "/#?[":
+        monkeypatch.setenv(REDIS_ENV, f"redis://me:hunter{character}fox@host:6379/0")
+        with pytest.raises(ConfigError, match=r"at redis://\*\*\*@host:6379/0.*%2F") as raised:
             embedded_server.read_configured_url()
-        assert "hunter" not in str(no.value) and "fox" not in str(no.value)
-        escaped = f"redis://me:hunter{quote(mark, safe='')}fox@host:6379/0"
+        assert "hunter" not in str(raised.value) and "fox" not in str(raised.value)
+        escaped = f"redis://me:hunter{quote(character, safe='')}fox@host:6379/0"
         monkeypatch.setenv(REDIS_ENV, escaped)
         assert embedded_server.read_configured_url() == escaped
 

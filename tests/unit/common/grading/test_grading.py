@@ -1,4 +1,4 @@
-"""Gold answers as rewards compare them, and tests that the runner cannot run."""
+"""Gold answers in the form that rewards compare, and tests that the runner does not support."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CITIES = ["London", "Paris", "Rome"]
 LABELLED = {"text": CITIES, "label": ["A", "B", "C"]}
 NUMBERED = {"text": CITIES, "label": ["1", "2", "3"]}
 TABLES = [{"label": "A", "text": "London"}, {"label": "B", "text": "Paris"}]
-LETTERS: list[tuple[Any, Any, str]] = [  # gold, choices (None: the row has none), letter
+# Gold, choices (None: the row has none), expected letter.
+CHOICE_GOLDS: list[tuple[Any, Any, str]] = [
     ("B", None, "B"),
     ("b", None, "B"),
     ("(B)", None, "B"),
@@ -42,7 +43,7 @@ LETTERS: list[tuple[Any, Any, str]] = [  # gold, choices (None: the row has none
     ("B", {"A": "London", "B": "Paris"}, "B"),
     ("4", ["3", "4", "5"], "B"),
 ]
-NO_LETTERS: list[tuple[Any, Any, str]] = [  # gold, choices, what is wrong
+INVALID_CHOICE_GOLDS: list[tuple[Any, Any, str]] = [  # gold, choices, part of the error
     (1, None, "no 'choices'"),
     ("1", None, "no 'choices'"),
     (3, CITIES, "count from 0 to 2"),
@@ -119,31 +120,31 @@ both = mark.parametrize(N, [(1, 2)])
 """
 
 
-def test_golds_of_choices_are_letters_however_rows_write_them() -> None:
-    for gold, choices, wanted in LETTERS:
+def test_choice_golds_are_parsed_to_letters() -> None:
+    for gold, choices, expected in CHOICE_GOLDS:
         row = {"answer": gold} | ({} if choices is None else {"choices": choices})
-        assert parse_choice_gold(row, {}) == wanted, row
+        assert parse_choice_gold(row, {}) == expected, row
 
 
-def test_golds_that_name_no_choice_are_refused() -> None:
-    for gold, choices, wrong in NO_LETTERS:
+def test_golds_without_a_matching_choice_are_rejected() -> None:
+    for gold, choices, error in INVALID_CHOICE_GOLDS:
         row = {"answer": gold} | ({} if choices is None else {"choices": choices})
-        with pytest.raises(InvalidGold, match=wrong) as refused:
+        with pytest.raises(InvalidGold, match=error) as refused:
             parse_choice_gold(row, {})
         assert refused.value.fix, row
 
 
-def test_golds_of_texts() -> None:
-    for gold, wanted in ((42, "42"), (" Paris ", "Paris"), (3.5, "3.5"), ("None", "None")):
-        assert parse_text_gold({"gold": gold}, {"answer": "gold"}) == wanted
-    wrong: dict[Any, str] = {
+def test_text_golds_are_parsed_or_rejected() -> None:
+    for gold, expected in ((42, "42"), (" Paris ", "Paris"), (3.5, "3.5"), ("None", "None")):
+        assert parse_text_gold({"gold": gold}, {"answer": "gold"}) == expected
+    errors_by_gold: dict[Any, str] = {
         42.0: "a number with a point",
         1e30: "a number with a point",
         "  ": "empty",
     }
-    wrong |= {None: "null"}
-    for gold, told in wrong.items():
-        with pytest.raises(InvalidGold, match=told):
+    errors_by_gold |= {None: "null"}
+    for gold, error in errors_by_gold.items():
+        with pytest.raises(InvalidGold, match=error):
             parse_text_gold({"answer": gold}, {})
     for value in (["42"], {"value": 42}):
         with pytest.raises(InvalidGold, match="not a text"):
@@ -152,19 +153,19 @@ def test_golds_of_texts() -> None:
         parse_text_gold({}, {})
 
 
-def test_golds_of_mathematics() -> None:
+def test_math_golds_are_parsed_or_rejected() -> None:
     solution = "She sells 72.\n#### 72"
-    for gold, wanted in ((42, "42"), (42.0, "42"), (solution, "72"), (r"\{1,2\}", r"\{1,2\}")):
-        assert parse_math_gold({"answer": gold}, {}) == wanted
-    unusable: dict[Any, str] = {
+    for gold, expected in ((42, "42"), (42.0, "42"), (solution, "72"), (r"\{1,2\}", r"\{1,2\}")):
+        assert parse_math_gold({"answer": gold}, {}) == expected
+    errors_by_gold: dict[Any, str] = {
         r"\frac{1}{2": "braces",
         "eval(7)": "eval",
         "7" * 3000: "characters",
         None: "null",
     }
-    for bad, told in unusable.items():
-        with pytest.raises(InvalidGold, match=told):
-            parse_math_gold({"answer": bad}, {})
+    for gold, error in errors_by_gold.items():
+        with pytest.raises(InvalidGold, match=error):
+            parse_math_gold({"answer": gold}, {})
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_golds_of_mathematics() -> None:
         "@pytest.mark.parametrize()\ndef test_f(c): pass",
     ],
 )
-def test_parameters_that_are_given_in_any_way_are_no_fixtures(source: str) -> None:
+def test_parametrized_arguments_are_not_fixtures(source: str) -> None:
     assert find_unsupported(PARAMETRIZED + source) == ()
     assert pytest_support.find_missing_plugins(PARAMETRIZED + source) == ()
 
@@ -190,23 +191,23 @@ def test_parameters_that_are_given_in_any_way_are_no_fixtures(source: str) -> No
         "@pytest.mark.parametrize('c', [1])\ndef test_f(c, d): pass",
     ],
 )
-def test_what_no_mark_gives_is_a_fixture(source: str) -> None:
+def test_argument_without_a_mark_is_a_fixture(source: str) -> None:
     assert find_unsupported("import pytest\n" + source) == ("fixture d",)
     assert pytest_support.find_missing_plugins("import pytest\n" + source) == ("the fixture d",)
 
 
-def test_usual_tests_and_imports_that_may_fail_are_supported() -> None:
+def test_common_tests_and_optional_imports_are_supported() -> None:
     assert find_unsupported(USUAL) == ()
     source = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\ndef test_f(): pass"
     assert find_unsupported(source) == ()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["named"] for row in ROWS])
-def test_what_cannot_be_run_is_named(row: dict[str, str]) -> None:
+def test_unsupported_features_are_named(row: dict[str, str]) -> None:
     assert row["named"] in find_unsupported(row["source"])
 
 
-def test_a_column_that_is_missing_is_named_with_those_that_are_there() -> None:
+def test_missing_column_is_named_with_the_existing_ones() -> None:
     assert styles.get_tests({"tests": "x"}, "tests") == "x"
     with pytest.raises(
         InvalidTests, match=r"no 'tests', .* options.tests names; it has 'a', 'test'"

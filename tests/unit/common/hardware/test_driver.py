@@ -1,4 +1,4 @@
-"""What the driver tells of GPUs, through NVML's own library interface."""
+"""GPU readings of the driver, through NVML's own library interface."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.gpus.driver import DRIVER_NOT_LOADED, GIB, LOST, NO_SUPPORT, VERSION_
 
 A, B = (f"GPU-{letter}{'1' * 7}-0000-0000-0000-000000000000" for letter in "ab")
 M1, M2 = (f"MIG-{number}0000000-0000-0000-0000-000000000000" for number in (1, 2))
-NOBODY = 1 << 22  # above the last number that a process gets
+UNUSED_PID = 1 << 22  # above the highest possible pid
 pytestmark = pytest.mark.needs("compiler")
-LOOK = """
+READ_ALL = """
 import json, sys
 from dataclasses import asdict
 from meshrl.common.hardware.gpus import nvml
@@ -35,20 +35,20 @@ assert "torch" not in sys.modules
 """
 
 
-def test_the_structures_are_those_of_the_driver_s_own_bindings(gpus: Gpus) -> None:
-    """What stands for the library here has the layout that NVIDIA publishes."""
+def test_fake_structures_match_nvidias_bindings(gpus: Gpus) -> None:
+    """Check that the fake library's structures have the sizes that NVIDIA publishes."""
     library = ctypes.CDLL(str(Path(gpus.environment["LD_LIBRARY_PATH"]) / "libnvidia-ml.so.1"))
-    theirs = (
+    nvidia_structures = (
         pynvml.c_nvmlMemory_t,
         pynvml.c_nvmlUtilization_t,
         pynvml.c_nvmlProcessInfo_v3_t,
         pynvml.c_nvmlEventData_t,
     )
-    sizes = [library.structure_sizes(place) for place in range(len(theirs))]
-    assert sizes == [ctypes.sizeof(structure) for structure in theirs]
+    sizes = [library.structure_sizes(index) for index in range(len(nvidia_structures))]
+    assert sizes == [ctypes.sizeof(structure) for structure in nvidia_structures]
 
 
-def test_gpus_and_instances_are_told_with_what_holds_of_each(gpus: Gpus) -> None:
+def test_gpus_and_instances_are_listed_with_their_readings(gpus: Gpus) -> None:
     gpus.gpu(
         A, used=10 * GIB, busy=97, celsius=71, milliwatts=650_500, ecc=3, throttle=0x25, mig=-1
     )
@@ -56,47 +56,49 @@ def test_gpus_and_instances_are_told_with_what_holds_of_each(gpus: Gpus) -> None
     gpus.instance(B, M1, 7, used=GIB)
     gpus.instance(B, M2, 9, ci=1)
     gpus.process(A, os.getpid(), 6 * GIB)
-    gpus.process(A, NOBODY, NO_SUPPORT)
-    told = json.loads(gpus.run(LOOK))
-    assert [device["uuid"] for device in told["devices"]] == [A, B, M1, M2]
-    assert told["devices"][3]["instance"] == [9, 1] and told["devices"][3]["parent"] == B
-    assert told["devices"][1]["sliced"] and told["devices"][1]["memory"] == 0
-    assert told["readings"]["cuda:0 NVIDIA H100"] == {
+    gpus.process(A, UNUSED_PID, NO_SUPPORT)
+    output = json.loads(gpus.run(READ_ALL))
+    assert [device["uuid"] for device in output["devices"]] == [A, B, M1, M2]
+    assert output["devices"][3]["instance"] == [9, 1] and output["devices"][3]["parent"] == B
+    assert output["devices"][1]["sliced"] and output["devices"][1]["memory"] == 0
+    assert output["readings"]["cuda:0 NVIDIA H100"] == {
         "used": 10 * GIB,
         "total": 80 * GIB,
         "utilization": 0.97,
         "temperature_c": 71,
         "power_w": 650.5,
         "ecc_uncorrected": 3,
-        "throttled": ["power_cap", "thermal"],  # 0x1 is idle, which is no trouble
+        "throttled": ["power_cap", "thermal"],  # 0x1 is idle, which is not a fault
     }
-    # An instance has memory of its own; power is its GPU's, and this GPU tells no heat.
-    assert told["readings"]["cuda:1/7/0 NVIDIA H100 MIG 1g.10gb"] == {
+    # An instance has its own memory; power is its GPU's, and this GPU reports no temperature.
+    assert output["readings"]["cuda:1/7/0 NVIDIA H100 MIG 1g.10gb"] == {
         "used": GIB,
         "total": 10 * GIB,
         "power_w": 70.0,
     }
-    assert told["memory"][A]["free_bytes"] == 70 * GIB and told["memory"][B] is None
-    assert told["memory"][A]["processes"] == [
+    assert output["memory"][A]["free_bytes"] == 70 * GIB and output["memory"][B] is None
+    assert output["memory"][A]["processes"] == [
         {
             "pid": os.getpid(),
             "used_bytes": 6 * GIB,
             "name": Path("/proc/self/cmdline").read_text().split("\0")[0],
         },
-        {"pid": NOBODY, "used_bytes": None, "name": ""},
+        {"pid": UNUSED_PID, "used_bytes": None, "name": ""},
     ]
 
 
-def test_a_gpu_that_is_lost_is_told_among_the_others(gpus: Gpus) -> None:
+def test_lost_gpu_is_listed_with_the_others(gpus: Gpus) -> None:
     gpus.gpu(A)
     gpus.gpu(B)
     gpus.fail(A, LOST)
-    told = json.loads(gpus.run(LOOK))
-    lost, well = told["devices"]
-    assert "GPU is lost" in lost["lost"] and well["uuid"] == B and not well["lost"]
+    output = json.loads(gpus.run(READ_ALL))
+    lost_gpu, working_gpu = output["devices"]
+    assert (
+        "GPU is lost" in lost_gpu["lost"] and working_gpu["uuid"] == B and not working_gpu["lost"]
+    )
 
 
-def test_errors_are_told_once_with_their_number(gpus: Gpus) -> None:
+def test_xid_errors_are_reported_once(gpus: Gpus) -> None:
     gpus.gpu(A)
     gpus.xid(A, 79)
     code = """
@@ -114,8 +116,8 @@ with nvml.open_driver() as opened, opened.watch_errors(opened.list_devices()) as
     ("code", "why"),
     [(DRIVER_NOT_LOADED, "kernel module is not loaded"), (VERSION_MISMATCH, "of two versions")],
 )
-def test_a_driver_that_does_not_answer_says_why(gpus: Gpus, code: int, why: str) -> None:
-    gpus.init_fails(code)
+def test_unavailable_driver_error_has_the_reason(gpus: Gpus, code: int, why: str) -> None:
+    gpus.fail_init(code)
     assert why in gpus.run(NO_DRIVER)
 
 
@@ -129,6 +131,6 @@ except nvml.NoDriver as error:
 """
 
 
-def test_a_host_without_a_driver_says_so_and_no_import_fails(gpus: Gpus, tmp_path: Path) -> None:
-    said = gpus.run(NO_DRIVER, LD_LIBRARY_PATH=str(tmp_path))
-    assert "libnvidia-ml.so.1" in said or sys.platform != "linux"
+def test_host_without_a_driver_raises_no_driver(gpus: Gpus, tmp_path: Path) -> None:
+    output = gpus.run(NO_DRIVER, LD_LIBRARY_PATH=str(tmp_path))
+    assert "libnvidia-ml.so.1" in output or sys.platform != "linux"

@@ -1,4 +1,4 @@
-"""Files of a bundle, keys that may change, and plans of evaluation."""
+"""Bundle files, rules for key changes, and evaluation plans."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PLANNED = JobConfig(
 )
 
 
-def job_in(directory: Path) -> JobData:
+def make_job_data(directory: Path) -> JobData:
     for name, content in {
         "data/train.jsonl": '{"prompt": "1"}\n',
         "modules/rewards.py": "x = 1\n",
@@ -70,58 +70,60 @@ def job_in(directory: Path) -> JobData:
 @pytest.mark.parametrize(
     "name", ["data/train.jsonl", "modules/rewards.py", "tokenizer/tokenizer.json"]
 )
-@pytest.mark.parametrize("harm", ["flipped", "empty", "deleted"])
-def test_a_file_that_is_not_what_was_packed_is_named(tmp_path: Path, name: str, harm: str) -> None:
-    job = job_in(tmp_path)
+@pytest.mark.parametrize("corruption", ["flipped", "empty", "deleted"])
+def test_changed_bundle_file_is_named(tmp_path: Path, name: str, corruption: str) -> None:
+    job = make_job_data(tmp_path)
 
-    def read() -> None:
+    def read_all() -> None:
         assert job.read_rows("train") == [{"prompt": "1"}]
         assert job.modules_dir.is_dir() and job.tokenizer_file.is_file()
 
-    read()
+    read_all()
     path = tmp_path / name
     content = bytearray(path.read_bytes())
     content[0] ^= 1
-    if harm == "deleted":
+    if corruption == "deleted":
         path.unlink()
     else:
-        path.write_bytes(content if harm == "flipped" else b"")
-    with pytest.raises(CorruptData, match=str(path)) as said:
-        read()
-    assert "copy of the run" in said.value.fix
+        path.write_bytes(content if corruption == "flipped" else b"")
+    with pytest.raises(CorruptData, match=str(path)) as raised:
+        read_all()
+    assert "copy of the run" in raised.value.fix
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_key_may_change_or_says_why_not(key: str) -> None:
+def test_every_key_is_changeable_or_has_a_reason(key: str) -> None:
     rule = find_rule(key)
     assert not (rule.fixed_reason and rule.is_recorded)
     assert rule.fixed_reason == "" or rule.fixed_reason[0].islower()
 
 
-def test_every_rule_is_of_a_key_or_table_that_there_is() -> None:
+def test_every_rule_matches_an_existing_key_or_table() -> None:
     assert set(RULES) <= {*KEYS, *TABLES} and set(ZERO_SWITCH_REASONS) <= set(KEYS)
 
 
-def test_what_may_change_is_recorded_where_a_replay_computes_with_it() -> None:
+def test_keys_used_by_replays_are_recorded() -> None:
     recorded = {key for key in KEYS if find_rule(key).is_recorded}
     assert {key for key in KEYS if key.startswith("optimizer.")} <= recorded
     assert {"budget.steps", "training.bin_tokens", "algorithm.mask_truncated"} <= recorded
     assert set(select_recorded(JobConfig())) == recorded
 
 
-def test_a_job_is_made_again_as_it_was() -> None:
-    was = JobConfig()
-    document = apply_changes(was.to_document(), {"optimizer.adamw_lr": 0.5, "budget.steps": 9})
-    now = JobConfig.from_document(document)
-    assert restore_recorded(now, select_recorded(was)) == was
-    assert restore_recorded(now, {}) is now, "a record from before settings stood in records"
-    assert diff_documents(was.to_document(), document) == {
+def test_recorded_values_restore_the_original_job() -> None:
+    original = JobConfig()
+    document = apply_changes(original.to_document(), {"optimizer.adamw_lr": 0.5, "budget.steps": 9})
+    changed = JobConfig.from_document(document)
+    assert restore_recorded(changed, select_recorded(original)) == original
+    assert restore_recorded(changed, {}) is changed, (
+        "a record from before settings stood in records"
+    )
+    assert diff_documents(original.to_document(), document) == {
         "optimizer.adamw_lr": (0.001, 0.5),
         "budget.steps": (48, 9),
     }
 
 
-def test_some_values_may_change_but_not_from_or_to_zero() -> None:
+def test_some_values_cannot_change_from_or_to_zero() -> None:
     assert explain_rejected_change("optimizer.muon_lr", 0.003, 0.001) == ""
     assert "AdamW" in explain_rejected_change("optimizer.muon_lr", 0.003, 0.0)
     assert "reference" in explain_rejected_change("algorithm.kl_coefficient", 0.0, 0.1)
@@ -130,36 +132,40 @@ def test_some_values_may_change_but_not_from_or_to_zero() -> None:
     )
 
 
-def test_the_document_has_the_same_table() -> None:
+def test_documented_table_matches_the_change_rules() -> None:
     text = (Path(__file__).parents[4] / "docs/operate/jobs.md").read_text()
     [section] = re.findall(r"## Change a run\n(.*?)\n## ", text, re.DOTALL)
-    said: dict[str, str] = {}
+    documented: dict[str, str] = {}
     for line in section.splitlines():
         if cells := re.match(r"\| (`.*`) \| (.*) \|$", line):
-            said |= dict.fromkeys(re.findall(r"`([a-z_.]+)`", cells[1]), cells[2])
-    assert set(said) == set(RULES)
+            documented |= dict.fromkeys(re.findall(r"`([a-z_.]+)`", cells[1]), cells[2])
+    assert set(documented) == set(RULES)
     for key, rule in RULES.items():
         expected = rule.fixed_reason or (
             "at once" if not rule.is_recorded else "from the next step on"
         )
-        assert said[key].startswith(("no: " if rule.fixed_reason else "yes, ") + expected), key
+        assert documented[key].startswith(("no: " if rule.fixed_reason else "yes, ") + expected), (
+            key
+        )
 
 
 @given(
     st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))
 )
-def test_pass_at_k_is_the_share_of_choices_of_k_with_a_right_one(
+def test_pass_at_k_equals_the_share_of_subsets_with_a_right_sample(
     case: tuple[int, int, int],
 ) -> None:
-    samples, right, k = case
-    choices = list(combinations([i < right for i in range(samples)], k))
-    assert estimate_pass_at(k, samples, right) == pytest.approx(
+    samples, right_count, k = case
+    choices = list(combinations([i < right_count for i in range(samples)], k))
+    assert estimate_pass_at(k, samples, right_count) == pytest.approx(
         sum(map(any, choices)) / len(choices)
     )
 
 
-def test_the_estimate_does_not_depend_on_how_many_samples_there_are() -> None:
-    """Over all outcomes of n samples that are right with probability p, it is 1 - (1 - p)^k."""
+def test_pass_at_k_estimate_is_unbiased() -> None:
+    """Check that the mean over all outcomes of n samples, each right with probability p, is 1 - (1
+    - p)^k.
+    """
     p, k = 0.3, 2
     for n in (2, 3, 6):
         outcomes = [[bool(bits >> i & 1) for i in range(n)] for bits in range(2**n)]
@@ -169,16 +175,16 @@ def test_the_estimate_does_not_depend_on_how_many_samples_there_are() -> None:
         assert expected == pytest.approx(1 - (1 - p) ** k)
 
 
-def test_figures_are_of_the_samples_that_there_are() -> None:
+def test_figures_use_only_the_existing_samples() -> None:
     dataset = EvaluationDataset("sums", "x", samples=4, pass_at=[1, 4], solved=0.5)
-    found = compute_figures(dataset, [[1.0, 0.5, 0.0, 0.0], [0.25], []])
-    assert found == pytest.approx(
+    figures = compute_figures(dataset, [[1.0, 0.5, 0.0, 0.0], [0.25], []])
+    assert figures == pytest.approx(
         {"sums.mean": 1.75 / 5, "sums.pass@1": (0.5 + 0.0) / 2, "sums.pass@4": 1.0}
     )
     assert compute_figures(dataset, [[], []]) == {}
 
 
-def test_a_reward_that_misses_a_threshold_by_rounding_reaches_it() -> None:
+def test_reward_below_the_threshold_by_rounding_counts_as_solved() -> None:
     dataset = EvaluationDataset("sums", "x", samples=1, pass_at=[1])
     assert compute_figures(dataset, [[0.7 + 0.2 + 0.1]]) == pytest.approx(
         {"sums.mean": 1.0, "sums.pass@1": 1.0}
@@ -186,14 +192,14 @@ def test_a_reward_that_misses_a_threshold_by_rounding_reaches_it() -> None:
     assert compute_figures(dataset, [[0.999]])["sums.pass@1"] == 0.0
 
 
-def test_a_mean_of_large_rewards_is_finite() -> None:
+def test_mean_of_large_rewards_is_finite() -> None:
     assert compute_mean([1.7e308] * 4) == pytest.approx(1.7e308)
     assert compute_mean([0.7, 0.2, 0.1]) == pytest.approx(1 / 3)
 
 
-def test_a_version_is_evaluated_every_so_many_steps_and_the_last_one_after_training() -> None:
-    asked = [version for version in range(13) if plan_step_evaluation(PLANNED, version)]
-    assert asked == [4, 8]
+def test_versions_are_evaluated_at_the_interval_and_after_training() -> None:
+    planned_versions = [version for version in range(13) if plan_step_evaluation(PLANNED, version)]
+    assert planned_versions == [4, 8]
     plan = plan_step_evaluation(PLANNED, 4)
     assert plan is not None and (plan.tag, plan.version, plan.sampling_modes) == (
         "step-4",
@@ -207,20 +213,20 @@ def test_a_version_is_evaluated_every_so_many_steps_and_the_last_one_after_train
     assert plan is not None and plan.sampling_modes == ("sampled", "greedy")
 
 
-def test_nothing_is_evaluated_without_rows_or_without_a_reward() -> None:
+def test_no_evaluation_is_planned_without_rows_or_reward() -> None:
     for job in (replace(PLANNED, dataset=DatasetConfig()), replace(PLANNED, reward=RewardConfig())):
         assert (
             plan_step_evaluation(job, 4) is None
             and plan_boundary_evaluation(job, "before", 0) is None
         )
-    without = replace(PLANNED, evaluation=EvaluationConfig(every=0, before=False))
+    without_evaluation = replace(PLANNED, evaluation=EvaluationConfig(every=0, before=False))
     assert (
-        plan_step_evaluation(without, 4) is None
-        and plan_boundary_evaluation(without, "before", 0) is None
+        plan_step_evaluation(without_evaluation, 4) is None
+        and plan_boundary_evaluation(without_evaluation, "before", 0) is None
     )
 
 
-def test_figures_have_names() -> None:
+def test_figures_are_listed_by_name() -> None:
     datasets = [EvaluationDataset("a", "x", samples=4, pass_at=[1, 4])]
     assert list_figures(EvaluationConfig(datasets=datasets), held_out=True) == [
         "held_out.sampled",

@@ -1,4 +1,4 @@
-"""Ledgers and run files: records are read back whole by later processes."""
+"""Ledgers and run files, read completely by later processes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ HOST = SystemHost()
 WEIGHTS = "abcdef01" * 4
 
 
-def opened(group: int, member: int) -> tuple[RecordKind, list[object]]:
+def open_record(group: int, member: int) -> tuple[RecordKind, list[object]]:
     return RecordKind.OPEN, [group, member, 7, 0, [1, 2, 3]]
 
 
-def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[RecordKind, TokenRows]:
+def tokens_record(trajectory: int, tokens: list[int], version: int) -> tuple[RecordKind, TokenRows]:
     n = len(tokens)
     return RecordKind.TOKENS, TokenRows(
         trajectory_ids=np.array([trajectory], np.int64),
@@ -60,15 +60,15 @@ def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[RecordKin
     )
 
 
-def ledger_in(directory: Path, owner: str = "1") -> Ledger:
+def open_ledger(directory: Path, owner: str = "1") -> Ledger:
     ledger = Ledger(HOST, directory, owner)
     ledger.open_next_segment()
     return ledger
 
 
-def test_an_append_without_a_segment_is_refused(tmp_path: Path) -> None:
+def test_append_without_a_segment_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="no segment"):
-        Ledger(HOST, tmp_path, "1").append([opened(0, 0)])
+        Ledger(HOST, tmp_path, "1").append([open_record(0, 0)])
 
 
 records = st.lists(
@@ -76,7 +76,7 @@ records = st.lists(
         st.builds(lambda g: (RecordKind.CLOSE, [g, "ready"]), st.integers(0, 1 << 40)),
         st.builds(lambda text: (RecordKind.TURN, [1, 9 * text]), st.text(max_size=60)),
         st.builds(
-            sampled,
+            tokens_record,
             st.integers(0, 1 << 50),
             st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
             st.integers(0, 9),
@@ -87,13 +87,13 @@ records = st.lists(
 )
 
 
-def same(a: LedgerRecord, kind: RecordKind, payload: Any) -> bool:
+def is_same_record(a: LedgerRecord, kind: RecordKind, payload: Any) -> bool:
     if kind is not RecordKind.TOKENS:
         return a.kind is kind and a.payload == payload
-    return a.kind is kind and equal(a.payload, payload)
+    return a.kind is kind and is_equal_rows(a.payload, payload)
 
 
-def equal(a: TokenRows, b: TokenRows) -> bool:
+def is_equal_rows(a: TokenRows, b: TokenRows) -> bool:
     pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(TokenRows)]
     return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
 
@@ -101,94 +101,97 @@ def equal(a: TokenRows, b: TokenRows) -> bool:
 @pytest.mark.rotating(2)
 @settings(max_examples=40)
 @given(written=records, garbage=st.binary(max_size=40))
-def test_wherever_a_segment_is_cut_its_whole_records_are_read_and_nothing_else(
+def test_complete_records_of_a_cut_segment_are_read(
     tmp_path_factory: pytest.TempPathFactory, written: list[tuple[RecordKind, Any]], garbage: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("ledger") / "1-00001.ledger"
     frames = [HEADER, *(encode_record(kind, payload) for kind, payload in written)]
     content = b"".join(frames)
     ends = np.cumsum([len(f) for f in frames]).tolist()
-    for cut in range(len(content) + 1):
-        whole = max(0, sum(end <= cut for end in ends) - 1)
-        path.write_bytes(content[:cut])
-        found = list(iter_records_with_offsets(path))
-        assert len(found) == whole
-        assert all(same(r, *wrote) for (r, _), wrote in zip(found, written, strict=False))
-        assert [end for _, end in found] == ends[1 : whole + 1]
+    for length in range(len(content) + 1):
+        record_count = max(0, sum(end <= length for end in ends) - 1)
+        path.write_bytes(content[:length])
+        read_records = list(iter_records_with_offsets(path))
+        assert len(read_records) == record_count
+        assert all(
+            is_same_record(r, *wrote) for (r, _), wrote in zip(read_records, written, strict=False)
+        )
+        assert [end for _, end in read_records] == ends[1 : record_count + 1]
     path.write_bytes(content + garbage)
-    found = list(iter_records_with_offsets(path))
-    assert len(found) >= len(written)
-    assert all(same(r, *wrote) for (r, _), wrote in zip(found, written, strict=False))
+    read_records = list(iter_records_with_offsets(path))
+    assert len(read_records) >= len(written)
+    assert all(
+        is_same_record(r, *wrote) for (r, _), wrote in zip(read_records, written, strict=False)
+    )
 
 
-@given(place=st.integers(len(HEADER), 10_000), flip=st.integers(1, 255))
-def test_a_record_with_a_wrong_byte_is_not_read(
-    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
+@given(position=st.integers(len(HEADER), 10_000), flip=st.integers(1, 255))
+def test_records_from_a_corrupt_byte_on_are_not_read(
+    tmp_path_factory: pytest.TempPathFactory, position: int, flip: int
 ) -> None:
     path = tmp_path_factory.mktemp("ledger") / "1-00001.ledger"
-    one = encode_record(*sampled(make_trajectory_id(3, 1), [5, 700, 90_000], 2))
-    content = bytearray(HEADER + 3 * one)
-    place = len(HEADER) + place % (3 * len(one))
-    content[place] ^= flip
+    encoded = encode_record(*tokens_record(make_trajectory_id(3, 1), [5, 700, 90_000], 2))
+    content = bytearray(HEADER + 3 * encoded)
+    position = len(HEADER) + position % (3 * len(encoded))
+    content[position] ^= flip
     path.write_bytes(content)
-    hit = (place - len(HEADER)) // len(one)
-    assert len(list(iter_records(path.parent))) == hit
-    for whole, is_damage in ((len(content), True), (-1, hit < 2)):  # the last one may be torn
-        found, damaged = read_until_damaged(path, whole)
-        assert (len(found), damaged) == (hit, is_damage)
+    first_corrupt = (position - len(HEADER)) // len(encoded)
+    assert len(list(iter_records(path.parent))) == first_corrupt
+    # The last record may be torn.
+    for sealed_bytes, expected_corrupt in ((len(content), True), (-1, first_corrupt < 2)):
+        found, is_corrupt = read_until_corrupt(path, sealed_bytes)
+        assert (len(found), is_corrupt) == (first_corrupt, expected_corrupt)
 
 
-def read_until_damaged(path: Path, whole: int = -1) -> tuple[list[LedgerRecord], bool]:
-    found: list[LedgerRecord] = []
+def read_until_corrupt(path: Path, sealed_bytes: int = -1) -> tuple[list[LedgerRecord], bool]:
+    records: list[LedgerRecord] = []
     try:
-        found.extend(record for record, _ in iter_records_with_offsets(path, whole))
+        records.extend(record for record, _ in iter_records_with_offsets(path, sealed_bytes))
     except CorruptData as error:
         assert error.where == str(path)
-        return found, True
-    return found, False
+        return records, True
+    return records, False
 
 
 @pytest.mark.parametrize("version", [1, 2, 4, 200])
-def test_a_segment_of_another_format_is_told_from_a_damaged_one(
-    tmp_path: Path, version: int
-) -> None:
+def test_segment_of_another_format_is_not_reported_as_corrupt(tmp_path: Path, version: int) -> None:
     path = tmp_path / "1-00001.ledger"
-    whole = encode_record(RecordKind.CLOSE, [1, "ready"])
-    began = make_header(version) if version > FORMAT else MAGIC + bytes([version])
-    path.write_bytes(began + whole)
+    record_bytes = encode_record(RecordKind.CLOSE, [1, "ready"])
+    header_bytes = make_header(version) if version > FORMAT else MAGIC + bytes([version])
+    path.write_bytes(header_bytes + record_bytes)
     with pytest.raises(BadMessage, match=f"format {version};"):
         list(iter_records_with_offsets(path))
-    path.write_bytes(MAGIC + bytes([version]) + HEADER[len(MAGIC) + 1 :] + whole)
+    path.write_bytes(MAGIC + bytes([version]) + HEADER[len(MAGIC) + 1 :] + record_bytes)
     with pytest.raises(CorruptData, match="header"):
         list(iter_records_with_offsets(path))
 
 
-@pytest.mark.parametrize("place", range(len(HEADER)))
+@pytest.mark.parametrize("position", range(len(HEADER)))
 @pytest.mark.parametrize("bit", range(8))
-def test_any_flipped_bit_of_a_header_is_damage(tmp_path: Path, place: int, bit: int) -> None:
+def test_any_flipped_header_bit_is_corruption(tmp_path: Path, position: int, bit: int) -> None:
     path = tmp_path / "1-00001.ledger"
     content = bytearray(HEADER + encode_record(RecordKind.CLOSE, [1, "ready"]))
-    content[place] ^= 1 << bit
+    content[position] ^= 1 << bit
     path.write_bytes(content)
-    assert read_until_damaged(path) == read_until_damaged(path, len(content)) == ([], True)
+    assert read_until_corrupt(path) == read_until_corrupt(path, len(content)) == ([], True)
 
 
-def test_a_torn_segment_is_damage_only_if_it_was_sealed_further(tmp_path: Path) -> None:
+def test_torn_segment_is_corrupt_only_below_its_sealed_size(tmp_path: Path) -> None:
     path = tmp_path / "1-00001.ledger"
     for content in (b"", HEADER[:5], HEADER, bytes(4096)):
         path.write_bytes(content)
         assert (
             list(iter_records_with_offsets(path)) == list(iter_records_with_offsets(path, 0)) == []
         )
-        assert read_until_damaged(path, 5000) == ([], True)
+        assert read_until_corrupt(path, 5000) == ([], True)
     path.write_bytes(HEADER + 3 * encode_record(RecordKind.CLOSE, [1, "ready"]) + b"torn")
     assert len(list(iter_records_with_offsets(path))) == 3
     path.unlink()
     assert list(iter_records_with_offsets(path, 0)) == []
-    assert read_until_damaged(path, len(HEADER) + 1) == ([], True)
+    assert read_until_corrupt(path, len(HEADER) + 1) == ([], True)
 
 
-def test_of_a_damaged_trajectory_counts_what_came_before_the_gap_and_what_begins_anew() -> None:
+def test_restored_trajectory_ignores_records_between_gap_and_reopening() -> None:
     one, other = make_trajectory_id(1, 0), make_trajectory_id(2, 0)
     restored = RestoredGroups()
 
@@ -196,7 +199,7 @@ def test_of_a_damaged_trajectory_counts_what_came_before_the_gap_and_what_begins
         for kind, payload in records:
             restored.apply_record(LedgerRecord(kind, payload), lambda group, member: 0)
 
-    apply(opened(1, 0), sampled(one, [10], 0))
+    apply(open_record(1, 0), tokens_record(one, [10], 0))
     restored.mark_gap()
     both = TokenRows(
         trajectory_ids=np.array([one, other]),
@@ -205,17 +208,17 @@ def test_of_a_damaged_trajectory_counts_what_came_before_the_gap_and_what_begins
         logprobs=np.zeros(3, np.float32),
         versions=np.zeros(3, np.int32),
     )
-    apply(opened(2, 0), (RecordKind.TOKENS, both), (RecordKind.END, [one, "done", 1.0, ""]))
+    apply(open_record(2, 0), (RecordKind.TOKENS, both), (RecordKind.END, [one, "done", 1.0, ""]))
     assert restored.trajectories[one].turn_tokens.tolist() == [10]
     assert restored.trajectories[one].outcome is None
     assert restored.trajectories[other].turn_tokens.tolist() == [20, 21]
-    apply(opened(1, 0), sampled(one, [10], 0), sampled(one, [12], 0))
+    apply(open_record(1, 0), tokens_record(one, [10], 0), tokens_record(one, [12], 0))
     assert restored.trajectories[one].turn_tokens.tolist() == [10, 12], "it was written down again"
 
 
-def test_what_a_zombie_writes_after_the_seal_is_not_read(tmp_path: Path) -> None:
-    ledger = ledger_in(tmp_path)
-    ledger.append([opened(1, 0)], [1])
+def test_records_after_the_sealed_size_are_not_read(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path)
+    ledger.append([open_record(1, 0)], [1])
     sealed = ledger.segment_path.stat().st_size
     ledger.append([(RecordKind.CLOSE, [1, "ready"])], [1])
     assert [
@@ -223,26 +226,26 @@ def test_what_a_zombie_writes_after_the_seal_is_not_read(tmp_path: Path) -> None
     ] == [RecordKind.OPEN]
 
 
-def test_a_segment_goes_when_no_group_needs_it(tmp_path: Path) -> None:
-    ledger = ledger_in(tmp_path)
-    ledger.append([opened(1, 0), opened(2, 0)], [1, 2])
+def test_segment_is_released_when_no_group_needs_it(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path)
+    ledger.append([open_record(1, 0), open_record(2, 0)], [1, 2])
     first = ledger.segment_path
     assert ledger.open_next_segment() == (first, first.stat().st_size)
     assert ledger.forget_group(1) == []
     assert ledger.forget_group(2) == [first]
 
 
-def test_a_trajectory_is_rebuilt_token_for_token(tmp_path: Path) -> None:
+def test_trajectory_is_restored_token_for_token(tmp_path: Path) -> None:
     key = make_trajectory_id(3, 1)
     records = [
-        opened(3, 1),
-        sampled(key, [10, 11], 0),
+        open_record(3, 1),
+        tokens_record(key, [10, 11], 0),
         (RecordKind.TURN, [key, "[1+1]"]),
         (RecordKind.TOOL, [key, "calculator", "1+1", 2]),
         (RecordKind.APPEND, [key, [20, 21]]),
-        sampled(key, [12], 1),
+        tokens_record(key, [12], 1),
     ]
-    ledger = ledger_in(tmp_path)
+    ledger = open_ledger(tmp_path)
     for record in records:
         ledger.append([record], [3])
     restored = RestoredGroups()
@@ -259,109 +262,112 @@ def test_a_trajectory_is_rebuilt_token_for_token(tmp_path: Path) -> None:
     assert turn.list_calls() == [("calculator", "1+1", 2)]
 
 
-def test_a_tool_result_that_was_logged_is_not_asked_for_again(tmp_path: Path) -> None:
+def test_logged_tool_result_is_not_requested_again(tmp_path: Path) -> None:
     key = make_trajectory_id(0, 0)
     restored = RestoredGroups()
-    ledger = ledger_in(tmp_path)
-    ledger.append([opened(0, 0), sampled(key, [10], 0), (RecordKind.TURN, [key, "[2]"])], [0])
+    ledger = open_ledger(tmp_path)
+    ledger.append(
+        [open_record(0, 0), tokens_record(key, [10], 0), (RecordKind.TURN, [key, "[2]"])], [0]
+    )
     ledger.append([(RecordKind.TOOL, [key, "calculator", "2", 2])], [0])
     for record in iter_records(tmp_path):
         restored.apply_record(record, lambda group, member: 0)
     open_turn = restored.trajectories[key].open_turn
     assert open_turn is not None and open_turn.has_tool_value and open_turn.tool_value == 2
     assert restored.trajectories[key].build_replay() == [["step", [10]]]
-    told = restored.trajectories[key].build_replay(answered=True)
-    assert told == [["step", [10]], ["result", 2]], "the environment has gone on from its value"
+    replay = restored.trajectories[key].build_replay(answered=True)
+    assert replay == [["step", [10]], ["result", 2]], "the environment has gone on from its value"
 
 
 def test_buffers_grow_with_the_trajectory() -> None:
     t = Trajectory(0, 0, 0, 0, 0)
     t.set_prompt(list(range(100)))
-    made = np.arange(300, dtype=np.int32)
-    t.append_sampled(made, made.astype(np.float32), made)
+    sampled_values = np.arange(300, dtype=np.int32)
+    t.append_sampled(sampled_values, sampled_values.astype(np.float32), sampled_values)
     assert t.length == 400
     assert t.turn_tokens.tolist() == list(range(300))
 
 
-def test_a_full_disk_takes_whole_records_or_none_and_goes_on_when_there_is_room(
+def test_full_disk_accepts_only_complete_records_and_recovers(
     tmp_path: Path,
 ) -> None:
     host = SimulatedHost(SystemClock(), Random(1), disk_bytes=150)
     ledger = Ledger(host, tmp_path, "1")
     ledger.open_next_segment()
     keys = [make_trajectory_id(1, member) for member in range(6)]
-    written = 0
+    record_count = 0
     with pytest.raises(StorageFull, match="free space"):
         for key in keys:
-            ledger.append([sampled(key, [key, key], 0)], [1])
-            written += 1
-    assert 0 < written < len(keys)
+            ledger.append([tokens_record(key, [key, key], 0)], [1])
+            record_count += 1
+    assert 0 < record_count < len(keys)
     ledger.defer(RecordKind.TURN, [keys[0], "said"], 1)
     with pytest.raises(StorageFull):
-        ledger.append([sampled(keys[written], [7], 0)], [1])
-    assert [record.kind for record in iter_records(tmp_path)] == [RecordKind.TOKENS] * written
+        ledger.append([tokens_record(keys[record_count], [7], 0)], [1])
+    assert [record.kind for record in iter_records(tmp_path)] == [RecordKind.TOKENS] * record_count
     host.disk_bytes = -1
-    ledger.append([sampled(keys[written], [7], 0)], [1])
-    last = [record.kind for record in iter_records(tmp_path)][written:]
+    ledger.append([tokens_record(keys[record_count], [7], 0)], [1])
+    last = [record.kind for record in iter_records(tmp_path)][record_count:]
     assert last == [RecordKind.TURN, RecordKind.TOKENS], (
         "what was deferred is written before what followed it"
     )
 
 
-def test_the_text_of_a_long_turn_takes_half_its_bytes() -> None:
+def test_long_turn_text_is_compressed_to_half_its_bytes() -> None:
     text = " ".join(f"Then {n} and {n * n % 97} make {n + n * n % 97}," for n in range(60))
     assert len(encode_record(RecordKind.TURN, [1, text])) < 0.5 * len(text)
 
 
-def record(run: Path, *events: tuple[str, dict[str, object]], cut: bool = False) -> None:
+def write_events(run: Path, *events: tuple[str, dict[str, object]], cut: bool = False) -> None:
     lines = [json.dumps({"kind": kind, "fields": fields}) + "\n" for kind, fields in events]
     (run / "events.jsonl").write_text("".join(lines) + ('{"kind": "step", "li' if cut else ""))
 
 
-def checkpoint(run: Path, lineage: int, step: int) -> str:
-    """Its name."""
+def write_checkpoint(run: Path, lineage: int, step: int) -> str:
+    """Write a checkpoint's document and return the checkpoint's name."""
     (run / "checkpoints").mkdir(exist_ok=True)
     name = format_checkpoint_name(lineage, step, WEIGHTS)
-    held = {"lineage": lineage, "step": step, "weights": WEIGHTS}
-    (run / "checkpoints" / f"{name}.json").write_bytes(encode_sealed(held))
+    document = {"lineage": lineage, "step": step, "weights": WEIGHTS}
+    (run / "checkpoints" / f"{name}.json").write_bytes(encode_sealed(document))
     return name
 
 
-def test_a_lineage_is_above_all_that_events_and_checkpoints_tell_of(tmp_path: Path) -> None:
+def test_last_lineage_is_the_highest_of_events_and_checkpoints(tmp_path: Path) -> None:
     assert read_last_lineage(tmp_path) == 0
-    checkpoint(tmp_path, 2, 4)
+    write_checkpoint(tmp_path, 2, 4)
     assert read_last_lineage(tmp_path) == 2
-    record(tmp_path, ("step", {"lineage": 1}), ("restored", {"lineage": 5}), ("opened", {}))
+    write_events(tmp_path, ("step", {"lineage": 1}), ("restored", {"lineage": 5}), ("opened", {}))
     assert read_last_lineage(tmp_path) == 5
 
 
-def test_the_best_version_is_one_that_the_lineage_has(tmp_path: Path) -> None:
-    def judged(step: int, best: bool = True) -> tuple[str, dict[str, object]]:
+def test_best_version_belongs_to_the_current_lineage(tmp_path: Path) -> None:
+    def evaluation(step: int, best: bool = True) -> tuple[str, dict[str, object]]:
         return "evaluation", {"best": best, "step": step, "manifest": f"m{step}", "value": 0.5}
 
-    back = ("lineage", {"lineage": 1, "version": 8})
-    for told, expected in (
-        ([judged(4), judged(10)], "m10"),
-        ([judged(4), judged(10), back], None),  # retention has let go of the one before
-        ([judged(8), judged(10, best=False), back], "m8"),
-        ([judged(10), back, judged(10)], "m10"),
+    rollback = ("lineage", {"lineage": 1, "version": 8})
+    # Retention has removed the previous best version.
+    for recorded_events, expected in (
+        ([evaluation(4), evaluation(10)], "m10"),
+        ([evaluation(4), evaluation(10), rollback], None),
+        ([evaluation(8), evaluation(10, best=False), rollback], "m8"),
+        ([evaluation(10), rollback, evaluation(10)], "m10"),
     ):
-        record(tmp_path, *told)
-        found = read_best_version(tmp_path)
-        assert (None if found is None else found.manifest_digest) == expected
+        write_events(tmp_path, *recorded_events)
+        best = read_best_version(tmp_path)
+        assert (None if best is None else best.manifest_digest) == expected
 
 
-def test_an_event_that_was_cut_off_is_none(tmp_path: Path) -> None:
-    name = checkpoint(tmp_path, 0, 4)
-    checkpoint(tmp_path, 0, 8)
-    judged = {"best": True, "step": 4, "manifest": "m", "value": 0.5}
-    record(
+def test_truncated_event_is_ignored(tmp_path: Path) -> None:
+    name = write_checkpoint(tmp_path, 0, 4)
+    write_checkpoint(tmp_path, 0, 8)
+    evaluation = {"best": True, "step": 4, "manifest": "m", "value": 0.5}
+    write_events(
         tmp_path,
         ("step", {"lineage": 0, "checkpoint": name}),
-        ("evaluation", judged),
+        ("evaluation", evaluation),
         cut=True,
     )
-    found, top = find_committed(tmp_path), read_best_version(tmp_path)
+    found, best = find_committed(tmp_path), read_best_version(tmp_path)
     assert found is not None and found.stem == name
-    assert top is not None and top.version == 4
+    assert best is not None and best.version == 4
     assert read_last_lineage(tmp_path) == 0

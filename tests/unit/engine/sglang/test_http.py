@@ -1,4 +1,4 @@
-"""Calls and streams of the adapter's HTTP, against a small server on loopback."""
+"""HTTP calls and streams of the SGLang adapter against a small server on loopback."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ SOON_S = 5.0
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Served:
-    """A server whose every path is answered by one function, and a client of it."""
+class LoopbackServer:
+    """Server that answers every path with one function, and its client."""
 
     def __init__(self, url: str, http: HttpClient, peers: list[Any]) -> None:
         self.url, self.http = url, http
-        self.peers = peers  # the address of the connection of each request
+        self.peers = peers  # client address of each request
 
     def call(self, path: str, deadline_s: float = 0.0) -> Awaitable[Any]:
-        """As the engine's thread asks."""
+        """Call as the engine's thread does."""
         deadline_s = deadline_s or scaled(SOON_S)
         return asyncio.to_thread(self.http.call, "POST", path, {}, deadline_s=deadline_s)
 
 
 @asynccontextmanager
-async def serving(answer: Answering) -> AsyncIterator[Served]:
+async def serve(answer: Answering) -> AsyncIterator[LoopbackServer]:
     peers: list[Any] = []
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -62,7 +62,7 @@ async def serving(answer: Answering) -> AsyncIterator[Served]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    served = Served(url, HttpClient(url, SLOTS), peers)
+    served = LoopbackServer(url, HttpClient(url, SLOTS), peers)
     try:
         yield served
     finally:
@@ -74,93 +74,93 @@ async def echo(request: web.Request) -> web.Response:
     return web.json_response({"path": request.path, "body": await request.json()})
 
 
-async def refusing(request: web.Request) -> web.Response:
+async def reject_request(request: web.Request) -> web.Response:
     return web.Response(status=400, text="no such weights")
 
 
-async def hanging(request: web.Request) -> web.Response:
+async def never_answer(request: web.Request) -> web.Response:
     await asyncio.sleep(3600.0)
     return web.Response()
 
 
-async def hanging_up(request: web.Request) -> web.Response:
+async def abort_connection(request: web.Request) -> web.Response:
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
 
 
-async def test_an_answer_is_decoded_and_an_empty_one_is_none() -> None:
-    async with serving(echo) as served:
+async def test_answer_is_decoded_and_empty_answer_is_none() -> None:
+    async with serve(echo) as served:
         assert await served.call("/pause") == {"path": "/pause", "body": {}}
 
     async def nothing(request: web.Request) -> web.Response:
         return web.Response()
 
-    async with serving(nothing) as served:
+    async with serve(nothing) as served:
         assert await served.call("/abort") is None
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "said"),
+    ("answer", "kind", "expected_text"),
     [
-        (refusing, RemoteFailure, "/x answered 400: no such weights"),
-        (hanging_up, PeerLost, "/x: "),
-        (hanging, DeadlineExceeded, "/x took longer than 0.2 s"),
+        (reject_request, RemoteFailure, "/x answered 400: no such weights"),
+        (abort_connection, PeerLost, "/x: "),
+        (never_answer, DeadlineExceeded, "/x took longer than 0.2 s"),
     ],
 )
-async def test_what_went_wrong_has_a_type_and_says_where(
-    answer: Answering, kind: type[MeshError], said: str
+async def test_failed_call_raises_a_typed_error_with_its_url(
+    answer: Answering, kind: type[MeshError], expected_text: str
 ) -> None:
-    async with serving(answer) as served:
-        with pytest.raises(kind, match=said) as error:
-            await served.call("/x", 0.2 if answer is hanging else scaled(SOON_S))
+    async with serve(answer) as served:
+        with pytest.raises(kind, match=expected_text) as error:
+            await served.call("/x", 0.2 if answer is never_answer else scaled(SOON_S))
         assert error.value.where == served.url and "sglang.log" in error.value.fix
 
 
-async def test_a_server_that_has_gone_is_a_lost_peer() -> None:
-    async with serving(echo) as served:
+async def test_stopped_server_is_a_lost_peer() -> None:
+    async with serve(echo) as served:
         pass
     http = HttpClient(served.url, SLOTS)
     assert "/ready: ConnectError" in await http.probe("/ready", scaled(SOON_S))
-    heard: asyncio.Queue[Any] = asyncio.Queue()
-    http.stream("/generate", {}, heard.put_nowait)
+    event_queue: asyncio.Queue[Any] = asyncio.Queue()
+    http.stream("/generate", {}, event_queue.put_nowait)
     async with asyncio.timeout(scaled(SOON_S)):
-        assert isinstance(await heard.get(), OSError)
+        assert isinstance(await event_queue.get(), OSError)
     await http.close()
 
 
-async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxy_of_the_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    async with serving(echo) as served:
+    async with serve(echo) as served:
         assert (await served.call("/pause"))["path"] == "/pause"
-    async with serving(streaming([b'data: {"n": 1}\n\n'])) as served:
-        assert await all_of(served) == [{"n": 1}, None]
+    async with serve(stream_parts([b'data: {"n": 1}\n\n'])) as served:
+        assert await collect_events(served) == [{"n": 1}, None]
 
 
-async def test_calls_one_after_the_other_share_a_connection() -> None:
-    async with serving(echo) as served:
+async def test_sequential_calls_share_a_connection() -> None:
+    async with serve(echo) as served:
         for _ in range(3):
             await served.call("/pause")
         assert len(served.peers) == 3 and len(set(served.peers)) == 1
 
 
-def test_the_server_keeps_a_connection_for_longer_than_it_is_used_again() -> None:
+def test_server_keepalive_outlasts_the_clients() -> None:
     assert float(v0_5.ENVIRONMENT["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 2 * KEEPALIVE_S
 
 
-async def test_streams_that_are_all_at_work_do_not_keep_a_call_waiting() -> None:
-    """Nor do the aborts of all slots, which a server that stands may not answer."""
-    over = asyncio.Event()
+async def test_busy_streams_do_not_delay_a_call() -> None:
+    """Check also that aborts of all slots, which a stalled server may not answer, block no call."""
+    is_over = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.path in ("/generate", "/abort"):
-            await over.wait()
+            await is_over.wait()
         return web.json_response({})
 
-    async with serving(answer) as served:
+    async with serve(answer) as served:
         for _ in range(3 * SLOTS):
             served.http.stream("/generate", {}, lambda event: None)
         aborts = [
@@ -171,10 +171,10 @@ async def test_streams_that_are_all_at_work_do_not_keep_a_call_waiting() -> None
             while len(served.peers) < 2 * SLOTS + len(aborts):
                 await asyncio.sleep(0.01)
         assert await served.call("/pause", scaled(1.0)) == {}
-        over.set()
+        is_over.set()
 
 
-def streaming(
+def stream_parts(
     parts: list[bytes], *, then: Callable[[web.Request], None] | None = None
 ) -> Answering:
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -190,78 +190,78 @@ def streaming(
     return answer
 
 
-async def all_of(served: Served) -> list[Any]:
-    heard: asyncio.Queue[Any] = asyncio.Queue()
-    served.http.stream("/generate", {}, heard.put_nowait)
+async def collect_events(served: LoopbackServer) -> list[Any]:
+    event_queue: asyncio.Queue[Any] = asyncio.Queue()
+    served.http.stream("/generate", {}, event_queue.put_nowait)
     events = []
     async with asyncio.timeout(scaled(SOON_S)):
-        while isinstance(event := await heard.get(), dict):
+        while isinstance(event := await event_queue.get(), dict):
             events.append(event)
     return [*events, event]
 
 
-async def test_events_come_whole_however_they_are_cut() -> None:
+async def test_events_are_reassembled_from_parts_of_any_size() -> None:
     long = {"n": 2, "text": "x" * 200_000}
     whole = b"".join(b"data: %b\n\n" % json.dumps(e).encode() for e in ({"n": 1}, long, {"n": 3}))
     whole += b"data: [DONE]\n\n"
     for size in (7_001, 65_536, len(whole)):
         parts = [whole[i : i + size] for i in range(0, len(whole), size)]
-        async with serving(streaming(parts)) as served:
-            assert await all_of(served) == [{"n": 1}, long, {"n": 3}, None]
+        async with serve(stream_parts(parts)) as served:
+            assert await collect_events(served) == [{"n": 1}, long, {"n": 3}, None]
 
 
-async def test_a_stream_that_breaks_or_is_refused_ends_with_the_reason() -> None:
+async def test_broken_or_rejected_stream_ends_with_its_error() -> None:
     def cut(request: web.Request) -> None:
         assert request.transport is not None
         request.transport.abort()
 
-    async with serving(streaming([b'data: {"n": 1}\n\n'], then=cut)) as served:
-        first, end = await all_of(served)
+    async with serve(stream_parts([b'data: {"n": 1}\n\n'], then=cut)) as served:
+        first, end = await collect_events(served)
         assert first == {"n": 1} and isinstance(end, Exception)
-    async with serving(refusing) as served:
-        (end,) = await all_of(served)
+    async with serve(reject_request) as served:
+        (end,) = await collect_events(served)
         assert isinstance(end, RemoteFailure) and "no such weights" in str(end)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-async def test_hanging_up_is_noticed_by_the_server(how: str) -> None:
-    begun, gone = asyncio.Event(), asyncio.Event()
+async def test_closed_stream_is_noticed_by_the_server(how: str) -> None:
+    stream_started, stream_ended = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b'data: {"n": 1}\n\n')
-        begun.set()
+        stream_started.set()
         try:
             await asyncio.sleep(3600.0)
         finally:
-            gone.set()
+            stream_ended.set()
         return response
 
-    async with serving(answer) as served, asyncio.timeout(scaled(SOON_S)):
+    async with serve(answer) as served, asyncio.timeout(scaled(SOON_S)):
         stream = served.http.stream("/generate", {}, lambda event: None)
-        await begun.wait()
+        await stream_started.wait()
         if how == "cancel":
             stream.cancel()
         else:
             await served.http.close()
-        await gone.wait()
+        await stream_ended.wait()
 
 
-async def test_every_request_has_the_key_that_the_server_wants() -> None:
-    async def guarded(request: web.Request) -> web.StreamResponse:
+async def test_every_request_has_the_api_key() -> None:
+    async def require_key(request: web.Request) -> web.StreamResponse:
         if request.headers.get("Authorization") != "Bearer 5e1f":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({})
 
-    async with serving(guarded) as served:
+    async with serve(require_key) as served:
         with pytest.raises(RemoteFailure, match="401"):
             await served.call("/generate")
         http = HttpClient(served.url, SLOTS, "5e1f")
         assert await http.get("/server_info", scaled(SOON_S)) == {}
-        ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        http.stream("/generate", {}, ended.set_result)
-        assert await asyncio.wait_for(ended, scaled(SOON_S)) is None
+        stream_end: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        http.stream("/generate", {}, stream_end.set_result)
+        assert await asyncio.wait_for(stream_end, scaled(SOON_S)) is None
         await http.close()
 
 
@@ -278,7 +278,7 @@ def event(tokens: list[int], total: int, **more: Any) -> dict[str, Any]:
     return {"output_ids": tokens, "meta_info": meta}
 
 
-def test_a_chunk_brings_what_had_not_come() -> None:
+def test_chunk_contains_only_new_tokens() -> None:
     first = parse_chunk(event([4, 5], 2), 0, True)
     assert (first.tokens, first.version, first.computed_tokens) == ([4, 5], 3, 2)
     assert first.finish == FinishReason.RUNNING
@@ -287,36 +287,36 @@ def test_a_chunk_brings_what_had_not_come() -> None:
     assert (last.tokens, last.finish, last.computed_tokens) == ([6], FinishReason.LENGTH, 0)
 
 
-def test_an_abort_that_says_its_last_token_again_brings_nothing() -> None:
-    over = {"type": "abort", "message": "Abort in waiting queue"}
-    echo = event([4, 5], 2, finish_reason=over)  # all log-probabilities come once more
+def test_abort_that_repeats_its_last_token_adds_none() -> None:
+    is_over = {"type": "abort", "message": "Abort in waiting queue"}
+    echo = event([4, 5], 2, finish_reason=is_over)  # all log-probabilities are repeated
     echo["output_ids"] = [5]
     for own in (True, False):
         again = parse_chunk(echo, 2, own)
         assert again.tokens == [] and again.finish == FinishReason.ABORTED
-    # In one piece with the token before, as a server says it that is behind.
-    joined = event([5, 4, 5], 2, finish_reason=over)
+    # A slow server sends it in one piece with the token before.
+    joined = event([5, 4, 5], 2, finish_reason=is_over)
     joined["output_ids"] = [5, 5]
     assert parse_chunk(joined, 1, True).tokens == [5]
 
 
-def test_what_was_sampled_from_is_told_apart_from_the_models_own() -> None:
+def test_sampling_and_raw_logprobs_are_separate() -> None:
     both = parse_chunk(event([4, 5], 2, output_token_sampling_logprobs=[-1.0, -2.0]), 0, False)
     assert both.logprobs == [-1.0, -2.0] and both.raw_logprobs == [-0.4, -0.5]
 
 
-@pytest.mark.parametrize("told", [{}, {"output_token_sampling_logprobs": [-0.5]}], ids=str)
-def test_other_probabilities_are_not_taken_for_those_sampled_from(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("logprobs", [{}, {"output_token_sampling_logprobs": [-0.5]}], ids=str)
+def test_missing_sampling_logprobs_raise(logprobs: dict[str, Any]) -> None:
     with pytest.raises(RemoteFailure, match="of 2 tokens"):
-        parse_chunk(event([4, 5], 2, **told), 0, False)
+        parse_chunk(event([4, 5], 2, **logprobs), 0, False)
 
 
-def test_an_error_ends_the_request_with_its_reason() -> None:
+def test_error_ends_the_request_with_its_reason() -> None:
     refused = parse_chunk({"error": {"message": "too long", "code": 400}}, 0, True)
     assert refused.finish == FinishReason.ABORTED and refused.reason == "too long"
 
 
-def test_the_spans_at_the_end_settle_versions_and_count_what_is_out_already() -> None:
+def test_final_version_spans_correct_versions_and_count_sent_tokens() -> None:
     sent = SentRequest(request(1), "r", 10)
     sent.add_chunk(
         StreamChunk(tokens=[1, 2, 3, 4], logprobs=[0.0] * 4, raw_logprobs=[0.0] * 4, version=2)
@@ -328,7 +328,7 @@ def test_the_spans_at_the_end_settle_versions_and_count_what_is_out_already() ->
     assert sent.versions == [1, 1, 2, 2, 3]
 
 
-def test_a_request_that_samples_otherwise_asks_for_what_it_sampled_from() -> None:
+def test_truncated_sampling_requests_sampling_logprobs() -> None:
     body = build_generate_body(request(1, top_p=0.9, seed=2**64 - 1), 5, "r", "w:1.0", VOCAB)
     assert body["return_sampling_mask"] and body["sampling_params"]["top_k"] == VOCAB
     assert 0 <= body["sampling_params"]["sampling_seed"] < 2**63
@@ -343,26 +343,26 @@ tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 
 
 @given(given_=tokens, turn=tokens, sizes=st.lists(st.integers(1, 5), min_size=12), data=st.data())
-def test_a_stop_text_ends_it_at_the_same_token_however_tokens_come(
+def test_stop_text_ends_at_the_same_token_for_any_batching(
     given_: list[int], turn: list[int], sizes: list[int], data: st.DataObject
 ) -> None:
     begin = data.draw(st.integers(0, len(given_)))
     whole = text_of([*given_[begin:], *turn])
     start = data.draw(st.integers(0, len(whole)))
     text = whole[start : start + data.draw(st.integers(1, 5))] or "nowhere"
-    assume(text not in text_of(given_[begin:]))  # it would have ended before it came here
+    assume(text not in text_of(given_[begin:]))  # it would have ended earlier
     sent = SentRequest(request(1, [*given_, 0], stop_strings=(text,), turn_start=begin), "r", 99)
     sent.request.tokens = sent.request.tokens[:-1]
-    came, over = 0, False
+    arrived, is_over = 0, False
     for size in sizes:
-        part = turn[came : came + size]
-        if over or not part:
+        part = turn[arrived : arrived + size]
+        if is_over or not part:
             break
-        came += len(part)
+        arrived += len(part)
         none = [0.0] * len(part)
         sent.add_chunk(StreamChunk(tokens=part, logprobs=none, raw_logprobs=none))
-        over = sent.cut_at_stop_string(text_of, len(part))
+        is_over = sent.cut_at_stop_string(text_of, len(part))
     ends = [n for n in range(1, len(turn) + 1) if text in text_of([*given_[begin:], *turn[:n]])]
     assert sent.tokens == turn[: ends[0] if ends else len(turn)]
-    assert over == bool(ends)
+    assert is_over == bool(ends)
     assert len(sent.tokens) == len(sent.logprobs) == len(sent.versions)

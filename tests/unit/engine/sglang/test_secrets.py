@@ -1,4 +1,4 @@
-"""How an SGLang server is told the key that its clients need: by a file, and not for long."""
+"""Key of an SGLang server: passed in a file that is removed once it was read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY
 
 MODEL: ModelConfig = TINY
-# Stands where SGLang's interpreter would: notes how it was started, then ends.
+# Replacement of SGLang's interpreter: writes its arguments to a file, then exits.
 NOTES = """
 import json, sys
 from pathlib import Path
@@ -27,7 +27,7 @@ Path(__file__).with_name("noted").write_text(json.dumps(about))
 """
 
 
-# Stands where SGLang's interpreter would: as a server of somebody else's, who has another key.
+# Replacement of SGLang's interpreter: a foreign server with another key.
 OTHER = """
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -42,8 +42,8 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Other).se
 """
 
 
-def standing_in(directory: Path, program: str) -> str:
-    """An interpreter that runs a program of ours, whatever it is told."""
+def create_interpreter(directory: Path, program: str) -> str:
+    """Create an interpreter that runs `program` with any arguments."""
     (directory / "program.py").write_text(program)
     python = directory / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {directory}/program.py "$@"\n')
@@ -51,32 +51,34 @@ def standing_in(directory: Path, program: str) -> str:
     return str(python)
 
 
-async def test_a_server_with_another_key_is_somebody_elses(tmp_path: Path) -> None:
-    python = standing_in(tmp_path, OTHER)
-    how = LaunchConfig(python, tmp_path / "engine", 4, 64)
+async def test_server_with_another_key_is_foreign(tmp_path: Path) -> None:
+    python = create_interpreter(tmp_path, OTHER)
+    launch_config = LaunchConfig(python, tmp_path / "engine", 4, 64)
     with pytest.raises(PeerLost, match="another server"):
-        await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL, "auto", scaled(60.0))
+        await SGLangServer.start(
+            SystemHost(), SystemClock(), launch_config, MODEL, "auto", scaled(60.0)
+        )
 
 
-async def test_neither_name_nor_key_is_in_its_command_line(tmp_path: Path) -> None:
-    how = LaunchConfig(standing_in(tmp_path, NOTES), tmp_path / "engine", 4, 64)
+async def test_command_line_contains_neither_name_nor_key(tmp_path: Path) -> None:
+    launch_config = LaunchConfig(create_interpreter(tmp_path, NOTES), tmp_path / "engine", 4, 64)
     with pytest.raises(ConfigError, match="before it was ready"):
-        await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL)
-    words, secrets, mode = json.loads((tmp_path / "noted").read_text())
+        await SGLangServer.start(SystemHost(), SystemClock(), launch_config, MODEL)
+    build_command, secrets, mode = json.loads((tmp_path / "noted").read_text())
     assert set(secrets) == {"served-model-name", "api-key"} and mode == 0o600
-    assert not any(secret in word for word in words for secret in secrets.values())
-    assert not how.secrets_file.exists(), "it has been read"
+    assert not any(secret in word for word in build_command for secret in secrets.values())
+    assert not launch_config.secrets_file.exists(), "it has been read"
 
 
 @pytest.mark.parametrize("option", ["--api-key=abc", "--config", "--served-model-name"])
-async def test_options_that_would_undo_it_are_refused(tmp_path: Path, option: str) -> None:
-    how = LaunchConfig(sys.executable, tmp_path, 4, 64, options=(option, "x"))
+async def test_options_that_expose_the_key_are_rejected(tmp_path: Path, option: str) -> None:
+    launch_config = LaunchConfig(sys.executable, tmp_path, 4, 64, options=(option, "x"))
     with pytest.raises(ConfigError, match=option.partition("=")[0]) as refused:
-        await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL)
+        await SGLangServer.start(SystemHost(), SystemClock(), launch_config, MODEL)
     assert refused.value.where == "rollout.sglang_options"
 
 
-SAYS = """
+SINGLE_PROCESS_SERVER = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 secrets = json.load(open(sys.argv[sys.argv.index("--config") + 1]))
@@ -94,23 +96,31 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Server).s
 """
 
 
-def words(root: Path, degree: int) -> list[str]:
+def build_command(root: Path, degree: int) -> list[str]:
     options = ("--mem-fraction-static", "0.7")
-    how = LaunchConfig(
+    launch_config = LaunchConfig(
         "python", root, 4, 64, device="cuda", options=options, tensor_parallel_size=degree
     )
-    return how.build_command(30000)
+    return launch_config.build_command(30000)
 
 
-def test_a_server_is_told_how_many_gpus_share_the_model(tmp_path: Path) -> None:
-    found = words(tmp_path, 4)
-    assert found[found.index("--tp-size") + 1] == "4"
-    assert found.index("--tp-size") < found.index("--mem-fraction-static")
-    assert "--tp-size" not in words(tmp_path, 1)
+def test_server_gets_the_tensor_parallel_size(tmp_path: Path) -> None:
+    command_line = build_command(tmp_path, 4)
+    assert command_line[command_line.index("--tp-size") + 1] == "4"
+    assert command_line.index("--tp-size") < command_line.index("--mem-fraction-static")
+    assert "--tp-size" not in build_command(tmp_path, 1)
 
 
-async def test_a_server_that_computes_on_fewer_is_refused(tmp_path: Path) -> None:
-    how = LaunchConfig(standing_in(tmp_path, SAYS), tmp_path / "e", 4, 64, tensor_parallel_size=2)
+async def test_server_with_fewer_processes_is_rejected(tmp_path: Path) -> None:
+    launch_config = LaunchConfig(
+        create_interpreter(tmp_path, SINGLE_PROCESS_SERVER),
+        tmp_path / "e",
+        4,
+        64,
+        tensor_parallel_size=2,
+    )
     with pytest.raises(ConfigError, match="computes with 1 processes, not with 2") as refused:
-        await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL, "auto", scaled(60.0))
+        await SGLangServer.start(
+            SystemHost(), SystemClock(), launch_config, MODEL, "auto", scaled(60.0)
+        )
     assert refused.value.where == "rollout.tensor_parallel"

@@ -1,4 +1,4 @@
-"""New weights of an SGLang server that go wrong: read back, in quarantine, or with its end."""
+"""Weight updates of an SGLang server that fail: readback, quarantine and exit of the server."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from tests.unit.common.generation.engines_under_test import (
 )
 from tests.unit.common.generation.test_builtin_engine import expected_logprobs
 
-LEFT_S = 60.0  # until the server has let go of an adapter
+UNLOADED_S = 60.0  # until the server has unloaded an adapter
 STATE = decoder(1).state_dict()
 
 
 class Bench:
-    def __init__(self, place: Path, **how: Any) -> None:
+    def __init__(self, place: Path, **options: Any) -> None:
         self.server = Counterpart(4, 128)
-        self.engine: SGLangEngine = counterpart.engine(self.server, place, 4, 128, **how)
+        self.engine: SGLangEngine = counterpart.engine(self.server, place, 4, 128, **options)
         self.listener, self.place = Listener(self.engine), place
 
     def generate(self, tokens: int) -> None:
@@ -61,15 +61,17 @@ class Bench:
         while self.engine.tokens_generated < until:
             self.engine.step()
 
-    def there(self, versions: list[str]) -> None:
-        """The server has these, each as name@version, or comes to that."""
-        until = time.monotonic() + scaled(LEFT_S)
+    def wait_for_adapters(self, versions: list[str]) -> None:
+        """Wait until the server has exactly these adapters, each as name@version."""
+        until = time.monotonic() + scaled(UNLOADED_S)
         while time.monotonic() < until:
             self.engine.step()
-            found = sorted(name.partition(".")[0] for name in self.server.run(self.server.named()))
-            if found == sorted(versions):
+            adapter_names = sorted(
+                name.partition(".")[0] for name in self.server.run(self.server.named())
+            )
+            if adapter_names == sorted(versions):
                 return
-        pytest.fail(f"the server has {found}")
+        pytest.fail(f"the server has {adapter_names}")
 
     def close(self) -> None:
         self.engine.close()
@@ -84,7 +86,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def reading(tmp_path: Path) -> Iterator[Bench]:
+def readback_bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path, read_back=True)
     yield made
     made.close()
@@ -93,32 +95,32 @@ def reading(tmp_path: Path) -> Iterator[Bench]:
 # -- read back -----------------------------------------------------------------------------------
 
 
-def test_one_bit_of_any_tensor_that_differs_is_found(reading: Bench) -> None:
+def test_readback_finds_one_flipped_bit_of_any_tensor(readback_bench: Bench) -> None:
     for name in state_to_hf(TINY, STATE):
-        reading.server.flips = name
+        readback_bench.server.flips = name
         with pytest.raises(Quarantined, match="1 tensors are not what was put there: "):
-            reading.engine.update_weights(STATE, 5)
-        assert reading.engine.version == NO_VERSION and not reading.engine.step()
-    reading.engine.update_weights(STATE, 6)
-    heard = reading.listener.run(request(1, max_new=9, temperature=0.0))[1]
+            readback_bench.engine.update_weights(STATE, 5)
+        assert readback_bench.engine.version == NO_VERSION and not readback_bench.engine.step()
+    readback_bench.engine.update_weights(STATE, 6)
+    heard = readback_bench.listener.run(request(1, max_new=9, temperature=0.0))[1]
     expected = Listener(built_in("eager", seed=1)).run(request(1, max_new=9, temperature=0.0))[1]
     assert heard.versions == [6] * 9 and heard.tokens == expected.tokens
 
 
-def test_nothing_is_read_back_unless_it_is_asked_for(bench: Bench) -> None:
+def test_readback_is_off_by_default(bench: Bench) -> None:
     bench.server.flips = "model.norm.weight"
     bench.engine.update_weights(STATE, 5)
     assert bench.engine.version == 5
 
 
-def test_a_server_of_several_processes_tells_of_parts_which_is_an_error() -> None:
-    told: dict[str, Any] = {"ranks": [{"checksums": {}}, {"checksums": {}}]}
+def test_readback_of_several_ranks_raises() -> None:
+    report: dict[str, Any] = {"ranks": [{"checksums": {}}, {"checksums": {}}]}
     with pytest.raises(RemoteFailure, match="2 ranks"):
-        readback.find_differing(TINY, told, state_to_hf(TINY, STATE), torch.float32)
+        readback.find_differing(TINY, report, state_to_hf(TINY, STATE), torch.float32)
 
 
-class Ahead(SystemClock):
-    """On which time passes by what it is told."""
+class AdvancedClock(SystemClock):
+    """Clock that a test advances."""
 
     seconds = 0.0
 
@@ -126,66 +128,66 @@ class Ahead(SystemClock):
         return self.seconds
 
 
-class Slow(DiskTransport):
-    """Takes some seconds of a clock."""
+class SlowTransport(DiskTransport):
+    """Transport that takes some seconds of a clock."""
 
     takes_s = 0.0
 
-    def __init__(self, http: HttpClient, directory: Path, clock: Ahead) -> None:
+    def __init__(self, http: HttpClient, directory: Path, clock: AdvancedClock) -> None:
         super().__init__(http, directory)
         self._clock = clock
 
-    def push(self, *about: Any) -> None:
-        super().push(*about)
+    def push(self, *arguments: Any) -> None:
+        super().push(*arguments)
         self._clock.seconds += self.takes_s
 
 
-def test_weights_are_in_place_and_read_back_within_one_deadline(tmp_path: Path) -> None:
-    server, clock = Counterpart(4, 128), Ahead()
-    slow = Slow(server.http, tmp_path, clock)
-    how: dict[str, Any] = {"read_back": True, "clock": clock, "transport": slow}
-    engine = counterpart.engine(server, tmp_path, 4, 128, **how)
-    slow.takes_s = UPDATE_TIMEOUT_S
+def test_update_and_readback_share_one_deadline(tmp_path: Path) -> None:
+    server, clock = Counterpart(4, 128), AdvancedClock()
+    transport = SlowTransport(server.http, tmp_path, clock)
+    options: dict[str, Any] = {"read_back": True, "clock": clock, "transport": transport}
+    engine = counterpart.engine(server, tmp_path, 4, 128, **options)
+    transport.takes_s = UPDATE_TIMEOUT_S
     with pytest.raises(Quarantined, match="took longer than"):
         engine.update_weights(STATE, 5)
-    slow.takes_s = UPDATE_TIMEOUT_S / 2
+    transport.takes_s = UPDATE_TIMEOUT_S / 2
     engine.update_weights(STATE, 6)
     assert engine.version == 6
     engine.close()
     server.close()
 
 
-def test_a_version_is_compared_in_the_type_that_the_server_computes_in(reading: Bench) -> None:
+def test_readback_compares_in_the_servers_dtype(readback_bench: Bench) -> None:
     half = {name: tensor.bfloat16() for name, tensor in STATE.items()}
-    reading.engine.update_weights(half, 5)
-    assert reading.engine.version == 5
-    about = TINY, {"ranks": [{"checksums": digests(half)}]}
-    assert readback.find_differing(*about, state_to_hf(TINY, STATE), torch.bfloat16) == []
-    odd = readback.find_differing(*about, state_to_hf(TINY, STATE), torch.float32)
-    assert set(odd) == set(digests(STATE))
+    readback_bench.engine.update_weights(half, 5)
+    assert readback_bench.engine.version == 5
+    arguments = TINY, {"ranks": [{"checksums": compute_digests(half)}]}
+    assert readback.find_differing(*arguments, state_to_hf(TINY, STATE), torch.bfloat16) == []
+    differing = readback.find_differing(*arguments, state_to_hf(TINY, STATE), torch.float32)
+    assert set(differing) == set(compute_digests(STATE))
 
 
-def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    laid = readback.to_server_layout(TINY, state_to_hf(TINY, state))
-    return {name: readback.compute_digest(tensor) for name, tensor in laid}
+def compute_digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    layout = readback.to_server_layout(TINY, state_to_hf(TINY, state))
+    return {name: readback.compute_digest(tensor) for name, tensor in layout}
 
 
-def test_what_it_has_is_laid_out_as_a_servers() -> None:
-    laid = dict(readback.to_server_layout(TINY, state_to_hf(TINY, STATE)))
-    assert torch.equal(laid["model.layers.0.self_attn.qkv_proj.weight"], STATE["layers.0.qkv"])
+def test_readback_uses_the_servers_tensor_layout() -> None:
+    layout = dict(readback.to_server_layout(TINY, state_to_hf(TINY, STATE)))
+    assert torch.equal(layout["model.layers.0.self_attn.qkv_proj.weight"], STATE["layers.0.qkv"])
     gate, up = STATE["layers.1.gate_up"].chunk(2)
-    inner = laid["model.layers.1.mlp.gate_up_proj.weight"]
+    inner = layout["model.layers.1.mlp.gate_up_proj.weight"]
     assert torch.equal(inner[:48], gate) and torch.equal(inner[64:112], up)
     assert len(inner) == 128 and not inner[48:64].any() and not inner[112:].any()
-    assert laid["model.layers.1.mlp.down_proj.weight"].shape == (32, 64)
-    assert len(laid["lm_head.weight"]) == 64 and not laid["lm_head.weight"][40:].any()
+    assert layout["model.layers.1.mlp.down_proj.weight"].shape == (32, 64)
+    assert len(layout["lm_head.weight"]) == 64 and not layout["lm_head.weight"][40:].any()
     biased = {f"model.layers.0.self_attn.{x}_proj.bias": torch.ones(2) for x in "qkv"}
     assert [*dict(readback.to_server_layout(TINY, biased))] == [
         "model.layers.0.self_attn.qkv_proj.bias"
     ]
 
 
-def test_a_server_that_cannot_tell_of_the_whole_model_is_refused(bench: Bench) -> None:
+def test_readback_of_a_tensor_parallel_server_is_rejected(bench: Bench) -> None:
     launch = LaunchConfig("python", Path("m"), 4, 128, read_back=True)
     child = SystemHost().spawn([sys.executable, "-c", "input()"], name="nobody")
     server = SGLangServer(launch, child, bench.server.http, "mine", SystemClock())
@@ -193,7 +195,7 @@ def test_a_server_that_cannot_tell_of_the_whole_model_is_refused(bench: Bench) -
     with pytest.raises(ConfigError, match="2 processes of SGLang share the model"):
         bench.server.run(server._check_server("disk"))
     server.launch_config = replace(launch, read_back=False)
-    with pytest.raises(RemoteFailure, match="openapi"):  # which is what it is asked next
+    with pytest.raises(RemoteFailure, match="openapi"):  # the next request of the check
         bench.server.run(server._check_server("disk"))
     child.kill()
 
@@ -201,9 +203,9 @@ def test_a_server_that_cannot_tell_of_the_whole_model_is_refused(bench: Bench) -
 # -- quarantine ----------------------------------------------------------------------------------
 
 
-def test_a_server_that_goes_on_stands_from_its_quarantine_to_a_whole_version(bench: Bench) -> None:
-    """As when a base was put in place and its adapters were not."""
-    bench.server.takes_steps = 20  # it does not end meanwhile
+def test_quarantined_server_pauses_until_a_complete_version(bench: Bench) -> None:
+    """Quarantine the server as when a base was loaded and its adapters were not."""
+    bench.server.takes_steps = 20  # it does not end during the update
     bench.engine.submit([request(1, max_new=90, temperature=0.0)])
     bench.generate(5)
     assert not bench.server.stands
@@ -211,11 +213,11 @@ def test_a_server_that_goes_on_stands_from_its_quarantine_to_a_whole_version(ben
     assert bench.server.stands and bench.engine.version == NO_VERSION
     bench.server.takes_steps = math.inf
     bench.listener.drain()
-    had = bench.engine.tokens_generated
+    generated = bench.engine.tokens_generated
     bench.engine.submit([request(2, max_new=7)])
     for _ in range(20):
         assert not bench.engine.step() and bench.engine.drain_outputs() is None
-    assert bench.engine.tokens_generated == had
+    assert bench.engine.tokens_generated == generated
     bench.engine.update_weights(STATE, 7)
     heard = bench.listener.run()
     assert len(heard[1].tokens) == 90 and heard[2].versions == [7] * 7
@@ -223,7 +225,7 @@ def test_a_server_that_goes_on_stands_from_its_quarantine_to_a_whole_version(ben
     assert 5 <= old < 90 and heard[1].versions == [0] * old + [7] * (90 - old)
 
 
-def test_a_server_that_cannot_be_told_to_stand_works_for_nobody(bench: Bench) -> None:
+def test_server_that_cannot_be_paused_aborts_its_requests(bench: Bench) -> None:
     bench.server.takes_steps = 20
     bench.engine.submit([request(1, max_new=120, temperature=0.0)])
     bench.generate(5)
@@ -239,7 +241,7 @@ def test_a_server_that_cannot_be_told_to_stand_works_for_nobody(bench: Bench) ->
     assert again[2].versions == [7] * 9
 
 
-def test_a_server_that_ends_at_a_tensor_serves_nobody_and_is_reported(bench: Bench) -> None:
+def test_server_that_exits_during_an_update_is_lost(bench: Bench) -> None:
     bench.engine.submit([request(1, max_new=120, temperature=0.0)])
     bench.generate(5)
     bench.server.ends, bench.server.fails_at = True, 3
@@ -257,10 +259,10 @@ def test_requests_compute_with_their_adapters_without_a_merge(bench: Bench) -> N
     bench.engine.load_adapter("b", adapter(2), SCALE, 20)
     assert dict(bench.engine.adapter_versions) == {"a": 10, "b": 20}
     names = {1: "a", 2: "b", 3: ""}
-    asked = [
+    requests = [
         request(i, [3, 4, i], max_new=12, temperature=0.0, adapter=n) for i, n in names.items()
     ]
-    heard = bench.listener.run(*asked)
+    heard = bench.listener.run(*requests)
     models = {"a": with_adapter(adapter(1)), "b": with_adapter(adapter(2)), "": decoder()}
     for i, name in names.items():
         expected = expected_logprobs(models[name], [3, 4, i], heard[i].tokens)
@@ -271,20 +273,20 @@ def test_requests_compute_with_their_adapters_without_a_merge(bench: Bench) -> N
     np.testing.assert_allclose(scored, expected, atol=1e-4)
 
 
-def test_what_runs_ends_with_its_version_which_is_unloaded_then(bench: Bench) -> None:
+def test_running_requests_finish_with_their_adapter_version(bench: Bench) -> None:
     bench.engine.load_adapter("a", adapter(1), SCALE, 10)
     bench.engine.submit([request(1, max_new=100, adapter="a")])
     bench.generate(3)
     bench.engine.load_adapter("a", adapter(2), SCALE, 11)
-    bench.there(["a@10", "a@11"])
+    bench.wait_for_adapters(["a@10", "a@11"])
     heard = bench.listener.run(request(2, max_new=5, adapter="a"))
     assert heard[1].versions == [10] * 100 and heard[2].versions == [11] * 5
-    bench.there(["a@11"])
+    bench.wait_for_adapters(["a@11"])
     bench.engine.unload_adapter("a")
-    bench.there([])
+    bench.wait_for_adapters([])
 
 
-def test_one_in_use_is_not_unloaded_and_an_unknown_one_is_refused(bench: Bench) -> None:
+def test_adapter_in_use_or_unknown_is_rejected(bench: Bench) -> None:
     bench.engine.load_adapter("a", adapter(1), SCALE, 10)
     bench.engine.submit([request(1, max_new=100, adapter="a")])
     with pytest.raises(Refused, match="in use"):
@@ -297,7 +299,7 @@ def test_one_in_use_is_not_unloaded_and_an_unknown_one_is_refused(bench: Bench) 
     assert not bench.engine.adapter_versions
 
 
-def test_what_does_not_fit_is_refused_before_the_server_sees_it(bench: Bench) -> None:
+def test_invalid_adapter_is_rejected_before_it_is_sent(bench: Bench) -> None:
     bench.engine.load_adapter("a", adapter(1), SCALE, 10)
     mixed = adapter(1, 4, ["q_proj"]) | adapter(2, 8, ["o_proj"])
     for tensors in ({}, mixed):
@@ -310,7 +312,7 @@ def test_what_does_not_fit_is_refused_before_the_server_sees_it(bench: Bench) ->
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["k_proj", "up_proj"], ["v_proj", "gate_proj"]])
-def test_parts_of_a_matrix_without_adapter_go_as_zeros(bench: Bench, targets: list[str]) -> None:
+def test_fused_matrix_parts_without_adapter_are_zeros(bench: Bench, targets: list[str]) -> None:
     factors = adapter(1, 4, targets)
     bench.engine.load_adapter("a", factors, SCALE, 10)
     heard = bench.listener.run(request(1, [3, 4], max_new=12, temperature=0.0, adapter="a"))[1]
@@ -318,35 +320,35 @@ def test_parts_of_a_matrix_without_adapter_go_as_zeros(bench: Bench, targets: li
     np.testing.assert_allclose(heard.logprobs, expected, atol=1e-4)
 
 
-def test_a_view_of_a_larger_file_travels_without_the_file() -> None:
+def test_view_of_a_larger_tensor_is_pickled_alone() -> None:
     content = torch.zeros(1 << 20)
     assert len(pickle_inline({"a": content[:10]})) < 10_000
 
 
-def test_a_server_not_started_for_adapters_takes_none(bench: Bench, tmp_path: Path) -> None:
+def test_server_started_without_adapters_rejects_them(bench: Bench, tmp_path: Path) -> None:
     plain = counterpart.engine(bench.server, tmp_path, 4, 128, adapters=False)
     with pytest.raises(Refused, match=r"lora\.engines"):
         plain.load_adapter("a", adapter(1), SCALE, 10)
     plain.close()
 
 
-def test_a_server_is_started_for_what_the_job_adapts() -> None:
+def test_server_arguments_contain_the_adapter_limits() -> None:
     plain = LaunchConfig("python", Path("m"), 4, 128)
-    how = replace(plain, adapter_limits=AdapterLimits(8, ("q_proj", "o_proj")))
-    command = " ".join(how.build_arguments(1))
-    wanted = "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj o_proj"
-    assert f"{wanted} --lora-backend torch_native" in command
-    command = " ".join(replace(how, device="cuda").build_arguments(1))
-    assert wanted in command and "--lora-backend" not in command
+    options = replace(plain, adapter_limits=AdapterLimits(8, ("q_proj", "o_proj")))
+    command = " ".join(options.build_arguments(1))
+    expected_options = "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj o_proj"
+    assert f"{expected_options} --lora-backend torch_native" in command
+    command = " ".join(replace(options, device="cuda").build_arguments(1))
+    assert expected_options in command and "--lora-backend" not in command
     assert "lora" not in " ".join(plain.build_arguments(1))
 
 
-def test_a_server_without_the_endpoints_is_known_by_its_description() -> None:
-    lacking = v0_5.find_missing({"paths": {}, "components": {"schemas": {}}}, v0_5.ADAPTER_FIELDS)
-    assert lacking == [v0_5.GENERATE, v0_5.LOAD_ADAPTER, v0_5.UNLOAD_ADAPTER]
+def test_missing_endpoints_are_found_in_the_api_description() -> None:
+    missing = v0_5.find_missing({"paths": {}, "components": {"schemas": {}}}, v0_5.ADAPTER_FIELDS)
+    assert missing == [v0_5.GENERATE, v0_5.LOAD_ADAPTER, v0_5.UNLOAD_ADAPTER]
 
 
-def test_a_server_is_started_with_the_tiers_that_the_job_asks_for(tmp_path: Path) -> None:
+def test_server_arguments_contain_the_kv_tiers_of_the_job(tmp_path: Path) -> None:
     plain = LaunchConfig("python", Path("m"), 4, 128, device="cuda")
     assert "hicache" not in " ".join(plain.build_arguments(1))
     memory = replace(plain, hierarchical_cache=HierarchicalCache(3.6))

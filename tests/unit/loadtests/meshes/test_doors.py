@@ -1,4 +1,4 @@
-"""The stranger of `loadtests.doors` finds what is open, and takes nothing that is shut for it."""
+"""The unauthenticated peer of `loadtests.doors`, which finds open endpoints and no others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
-from tests.meshes import PATIENT, keys_of
+from tests.meshes import PATIENT, make_keys
 from tests.unit.common.mesh.runtime.talking import Talker
 
 ROOT = Path(__file__).parents[4]
@@ -35,8 +35,8 @@ TRIES_S = 90.0
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
-async def tried(plan: Plan) -> list[Tried]:
-    """What came of a plan."""
+async def run_plan(plan: Plan) -> list[Tried]:
+    """Return the outcome of a plan."""
     stranger = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "loadtests.doors.stranger"),
         cwd=ROOT,
@@ -50,8 +50,8 @@ async def tried(plan: Plan) -> list[Tried]:
 
 
 @pytest.fixture
-def talkative() -> Iterator[int]:
-    """A port that tells everybody the same."""
+def serve_constant() -> Iterator[int]:
+    """Serve a port that sends the same text to every peer."""
 
     def serve() -> None:
         with suppress(OSError):
@@ -69,8 +69,8 @@ def talkative() -> Iterator[int]:
 
 
 @pytest.fixture
-def reachable() -> Iterator[Path]:
-    """A directory in which everybody can reach what they know by name."""
+def readable_directory() -> Iterator[Path]:
+    """Make a directory that every user can read."""
     with tempfile.TemporaryDirectory(prefix="doors-") as directory:
         Path(directory).chmod(0o711)
         for name, mode in (("open", 0o644), ("shut", 0o600)):
@@ -80,10 +80,12 @@ def reachable() -> Iterator[Path]:
         yield Path(directory)
 
 
-async def test_open_and_shut_doors_are_told_apart(reachable: Path, talkative: int) -> None:
+async def test_open_and_protected_endpoints_are_distinguished(
+    readable_directory: Path, serve_constant: int
+) -> None:
     clock = SystemClock()
     state = open_simulated_state(clock)
-    transports = {"open": ZmqTransport(), "shut": ZmqTransport(keys=keys_of("test"))}
+    transports = {"open": ZmqTransport(), "shut": ZmqTransport(keys=make_keys("test"))}
     meshes = [
         Mesh(
             name,
@@ -101,10 +103,10 @@ async def test_open_and_shut_doors_are_told_apart(reachable: Path, talkative: in
     ]
     plan = Plan(
         ports=[
-            Port("127.0.0.1", talkative, "", "other"),
-            Port("127.0.0.1", talkative, "metrics", "open on purpose"),
+            Port("127.0.0.1", serve_constant, "", "other"),
+            Port("127.0.0.1", serve_constant, "metrics", "open on purpose"),
         ],
-        files=[str(reachable / "open"), str(reachable / "shut")],
+        files=[str(readable_directory / "open"), str(readable_directory / "shut")],
         pids={os.getpid(): "this test"},
     )
     for mesh in meshes:
@@ -115,15 +117,17 @@ async def test_open_and_shut_doors_are_told_apart(reachable: Path, talkative: in
         plan.processes.append(Process(mesh.name, address, mesh.incarnation))
         port = port_in(address)
         plan.ports.append(Port("127.0.0.1", port, "calls", mesh.name))
-    found = await tried(plan)
+    found = await run_plan(plan)
 
     def outcomes(mark: str) -> set[str]:
         return {one.outcome for one in found if mark in one.what}
 
     assert outcomes("of other)") == {ANSWERED}
     assert outcomes("open on purpose") == {METRICS}
-    answered = [one.what for one in found if one.outcome == ANSWERED and str(reachable) in one.what]
-    assert answered == [f"read {reachable}/open"]
+    answered = [
+        one.what for one in found if one.outcome == ANSWERED and str(readable_directory) in one.what
+    ]
+    assert answered == [f"read {readable_directory}/open"]
     assert outcomes("(this test)") == {REFUSED}
     assert ANSWERED in outcomes("of open, keyless")
     assert outcomes("of shut, keyless") == outcomes("of shut, guessing") == {REFUSED}

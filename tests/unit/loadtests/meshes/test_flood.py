@@ -1,4 +1,4 @@
-"""Malformed frames do a process of a mesh no harm: it serves as before, and holds no more."""
+"""Malformed frames at every port of a process, which must change neither service nor memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.contract.state.state_bench import running_server
 from tests.load import scaled
 from tests.meshes import SECRET
 
-FIRST, FRAMES = 2_000, 8_000  # until what is filled once is filled; then
+FIRST, FRAMES = 2_000, 8_000  # warm-up frames that fill caches, then counted frames
 UP_S = 60.0
 GROWN_MIB = 4.0  # a thread's stack, arenas of the allocator
 CHUNK = os.urandom(100_000)
@@ -33,7 +33,9 @@ CHUNK = os.urandom(100_000)
 
 @pytest.fixture
 async def settings(tmp_path: Path) -> AsyncIterator[MeshSettings]:
-    """Of a mesh that is a Redis and a weight store: a process with all ports that there are."""
+    """Return the settings of a mesh with Redis and a weight store, a process with every kind of
+    port.
+    """
     with running_server(embedded_server.find_server()) as server:
         found = MeshSettings(server.url, str(tmp_path), host="here", secret=SECRET)
         found.to_file(tmp_path / "settings.json")
@@ -50,7 +52,7 @@ async def settings(tmp_path: Path) -> AsyncIterator[MeshSettings]:
 
 
 async def until_up(mesh: Mesh) -> RegistryEntry:
-    """The weight store's."""
+    """Wait for the weight store's entry."""
     async with asyncio.timeout(scaled(UP_S)):
         while True:
             for entry in await registry.list_entries(mesh.state):
@@ -73,10 +75,10 @@ async def test_malformed_frames_at_every_port_change_nothing(settings: MeshSetti
         before = read([process])
         late = await asyncio.to_thread(poured, Pour(ports, FRAMES, seed=1))
         assert await client.fetch_chunk(entry, digest) == CHUNK
-        assert served(early) and served(late)
+        assert was_served(early) and was_served(late)
         held = late.held // len(ports)
         grew = between(before, read([process]))
-        async with asyncio.timeout(scaled(UP_S)):  # until what was dropped is closed
+        async with asyncio.timeout(scaled(UP_S)):  # until the rejected connections are closed
             while grew.descriptors > held or grew.threads > 0:
                 await asyncio.sleep(0.1)
                 grew = between(before, read([process]))
@@ -87,6 +89,6 @@ async def test_malformed_frames_at_every_port_change_nothing(settings: MeshSetti
         await mesh.leave()
 
 
-def served(wave: Poured) -> bool:
-    """Whether all were taken, and hung up on in time."""
+def was_served(wave: Poured) -> bool:
+    """Return True if all frames were read and their connections closed in time."""
     return wave.unconnected == 0 and wave.unheard <= wave.frames // 100

@@ -1,4 +1,4 @@
-"""What is read from the looks at a mesh over hosts."""
+"""Figures from snapshots of a mesh over several hosts."""
 
 from __future__ import annotations
 
@@ -15,33 +15,41 @@ SOUND: Arm = {"valid": 1, "late_share": 0.0, "host_cores": 1.0, "steal_cores": 0
 BOOKS: Arm = {"lost": 0, "trained_twice": 0, "typed_drops": 0, "host_lost": 0, "hosts_lost": 0}
 
 
-def looked(
+def make_snapshot(
     at: float, *stalls: tuple[str, float], leader: str = "planner/0", token: int = 1
 ) -> Look:
     found: list[dict[str, Any]] = [{"host": host, "since_s": since_s} for host, since_s in stalls]
     return Look(at, [], [], {}, leader, token, found)
 
 
-def seen(*looks: Look) -> HostsMesh:
+def make_observer(*looks: Look) -> HostsMesh:
     mesh = HostsMesh(Hosts(3))
     mesh.names = {0: "a", 1: "b", 2: "c"}
     mesh.seen = list(looks)
     return mesh
 
 
-def test_who_is_cut_off_is_named_by_a_stall_that_began_with_the_cut() -> None:
-    mesh = seen(looked(101, ("b", 40.0)), looked(104, ("c", 2.0)), looked(105, ("b", 5.0)))
+def test_partitioned_host_is_named_by_a_stall_that_began_with_the_cut() -> None:
+    mesh = make_observer(
+        make_snapshot(101, ("b", 40.0)),
+        make_snapshot(104, ("c", 2.0)),
+        make_snapshot(105, ("b", 5.0)),
+    )
     assert named_s(mesh, 0, 100.0, 1) == 5.0
     assert named_s(mesh, 0, 100.0, 0) == 4.0, "of the head's cut any other host's process tells"
-    assert named_s(seen(looked(130, ("b", 50.0))), 0, 100.0, 1) is None
+    assert named_s(make_observer(make_snapshot(130, ("b", 50.0))), 0, 100.0, 1) is None
 
 
-def test_two_leaders_of_one_token_are_told() -> None:
-    mesh = seen(looked(1), looked(2, leader="planner/1", token=2), looked(3, leader="planner/2"))
+def test_two_leaders_with_one_token_are_detected() -> None:
+    mesh = make_observer(
+        make_snapshot(1),
+        make_snapshot(2, leader="planner/1", token=2),
+        make_snapshot(3, leader="planner/2"),
+    )
     assert mesh.leaders() == {1: {"planner/0", "planner/2"}, 2: {"planner/1"}}
 
 
-def test_a_result_is_good_only_on_a_quiet_host_with_all_in_bounds() -> None:
+def test_result_is_good_only_on_a_quiet_host_within_all_bounds() -> None:
     three, one = SOUND | BOOKS | {"took_s": 120.0}, SOUND | BOOKS | {"took_s": 100.0}
     good = result({"three": [three], "one": [one]})
     assert (good["ratio_one_host"], good["ok"]) == (1.2, 1)

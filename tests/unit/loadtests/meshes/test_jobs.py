@@ -1,4 +1,4 @@
-"""What the load test of several jobs makes of what it sees."""
+"""Figures of the load test of several jobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0), (3.0, 1.0), (1.0, 1.0, 1.0)])
-def test_max_min_is_the_split_whose_sorted_levels_no_other_beats(shares: tuple[float, ...]) -> None:
+def test_max_min_split_has_the_best_sorted_levels(shares: tuple[float, ...]) -> None:
     floors, workers = [2] * len(shares), 8
     splits = itertools.product(range(2, workers + 1), repeat=len(shares))
     levels = {
@@ -25,7 +25,7 @@ def test_max_min_is_the_split_whose_sorted_levels_no_other_beats(shares: tuple[f
     assert levels[found] == max(levels.values())
 
 
-def test_a_worker_that_two_jobs_share_counts_for_each_in_parts() -> None:
+def test_shared_worker_counts_for_each_job_in_parts() -> None:
     two = Gang(
         "g0",
         ("w0", "w1"),
@@ -49,20 +49,20 @@ def ready(ms: int, resident: str, epoch: int = 1) -> Event:
     return Event(str(ms), ms, "actual", {**about, "status": "ready"})
 
 
-def test_a_change_of_role_lasts_from_its_decision_to_ready() -> None:
+def test_role_change_lasts_from_its_decision_to_ready() -> None:
     story = [
         desired(0, "g0.0", "rollout"),
         ready(3000, "g0.0"),
-        desired(10_000, "g0.0", "idle", was="rollout"),  # it leaves, and another one comes
+        desired(10_000, "g0.0", "idle", was="rollout"),  # it leaves, and another one arrives
         desired(10_000, "g0.1", "training"),
-        ready(10_200, "g0.0", epoch=0),  # of an older wish
+        ready(10_200, "g0.0", epoch=0),  # for an older desired state
         ready(10_500, "g0.1"),
-        ready(10_600, "g0.1"),  # told again
+        ready(10_600, "g0.1"),  # a repeated report
     ]
     assert role_changes(story) == {"idle rollout": [3.0], "rollout training": [0.5]}
 
 
-def test_the_others_rate_leaves_out_who_moved_and_who_did_nothing() -> None:
+def test_rate_of_others_excludes_moved_and_idle_engines() -> None:
     seen = [Seen(at, "engine/g0.0", "j", 0, 10.0 * at, 0) for at in range(0, 11)]
     seen += [Seen(at, "engine/g0.0", "j", 0, 100 + 5.0 * (at - 10), 0) for at in range(11, 21)]
     seen += [Seen(at, "engine/g1.0", "j", 0, 0.0, 0) for at in range(0, 21)]

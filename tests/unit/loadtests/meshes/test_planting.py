@@ -1,4 +1,4 @@
-"""No role can put other bytes where the code of jobs is fetched from."""
+"""Attempts of every role to replace the code of jobs where it is fetched from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def planting(port: Port) -> Planting:
     return plant(keys, entry, {compute_digest(CODE): len(CODE)})
 
 
-def test_no_role_plants_code(tmp_path: Path) -> None:
+def test_no_role_can_plant_code(tmp_path: Path) -> None:
     port = Port(tmp_path / "store")
     (published := tmp_path / "mine.py").write_bytes(CODE)
     port.chunks.open_space(PUBLISHED).import_file(published, compute_digest(CODE))
@@ -37,7 +37,7 @@ def test_no_role_plants_code(tmp_path: Path) -> None:
     port.server.close()
 
 
-def test_a_role_that_may_publish_is_found_out(
+def test_role_with_publish_permission_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = "weights", put_right(PUBLISHED)

@@ -1,4 +1,4 @@
-"""What each role may ask of each kind of process, over CURVE with a key for each process."""
+"""Calls of each role to each kind of process, over CURVE with a key for each process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.sim.redis.client import SimulatedSyncRedisClient
 from meshrl.sim.redis.server import SimulatedRedisServer
 from meshrl.sim.redis.simulated_state import open_state_on
-from tests.answering import answering
 from tests.meshes import PATIENT
+from tests.recording_actors import make_recording_actor
 
 HOST = "head-000001"
 
@@ -34,7 +34,7 @@ Opened = Callable[..., Awaitable[Process]]
 
 @pytest.fixture
 async def state() -> AsyncIterator[StateClient]:
-    """The owner's, of a mesh of one host."""
+    """Return the owner's connection in a mesh of one host."""
     found = open_state_on(SimulatedRedisServer(SystemClock()), StateClient, SystemClock())
     await credentials.admit_host(found, HOST)
     yield found
@@ -42,8 +42,8 @@ async def state() -> AsyncIterator[StateClient]:
 
 
 @pytest.fixture
-async def opened(state: StateClient) -> AsyncIterator[Opened]:
-    """`await opened(kind)` -> a process of that kind, with the mesh's own table."""
+async def open_process(state: StateClient) -> AsyncIterator[Opened]:
+    """Return a function that opens a process of a kind with the mesh's own permission table."""
     clock, meshes = SystemClock(), []
 
     async def join(
@@ -67,7 +67,7 @@ async def opened(state: StateClient) -> AsyncIterator[Opened]:
             access=AccessRules(callers=callers, credentials=doorway),
         )
         meshes.append(mesh)
-        await mesh.join(answering(kind, [] if ran is None else ran))
+        await mesh.join(make_recording_actor(kind, [] if ran is None else ran))
         return Process(name, mesh.transport.address, mesh.incarnation)
 
     yield join
@@ -75,11 +75,11 @@ async def opened(state: StateClient) -> AsyncIterator[Opened]:
         await mesh.leave()
 
 
-async def test_each_role_may_call_what_the_table_says_and_nothing_else(
-    opened: Opened, state: StateClient
+async def test_each_role_may_call_exactly_what_the_table_permits(
+    open_process: Opened, state: StateClient
 ) -> None:
     ran: list[str] = []
-    processes = [await opened(kind, ran=ran) for kind in (*ANSWERS, "gateway")]
+    processes = [await open_process(kind, ran=ran) for kind in (*ANSWERS, "gateway")]
     before = {(row.role, row.process) for row in await credentials.list_credentials(state)}
     matrix = await role_matrix(dict.fromkeys(ROLES, state), HOST, processes)
     assert matrix.errors == []
@@ -88,22 +88,22 @@ async def test_each_role_may_call_what_the_table_says_and_nothing_else(
     assert {(row.role, row.process) for row in await credentials.list_credentials(state)} == before
 
 
-async def test_a_table_that_is_not_the_mesh_s_own_is_found_out(
-    opened: Opened, state: StateClient
+async def test_deviating_permission_table_is_detected(
+    open_process: Opened, state: StateClient
 ) -> None:
     method = "Weights.save_checkpoint"
     wide = {**CALL_PERMISSIONS, method: CALL_PERMISSIONS[method] | {"sandbox"}}
     narrow = {label: roles - {"worker"} for label, roles in CALL_PERMISSIONS.items()}
-    weights = await opened("weights", wide)
-    engine = await opened("engine", narrow)
+    weights = await open_process("weights", wide)
+    engine = await open_process("engine", narrow)
     errors = (await role_matrix(dict.fromkeys(ROLES, state), HOST, [weights, engine])).errors
     assert len(errors) >= 3
     assert any("Weights.save_checkpoint of weights/0 by a sandbox" in error for error in errors)
     assert any("RoleControl.drain of engine/0 by a worker" in error for error in errors)
 
 
-async def test_without_a_key_no_method_of_any_process_answers(opened: Opened) -> None:
-    processes = [await opened(kind) for kind in ("engine", "weights", "gateway")]
+async def test_no_method_of_any_process_answers_without_a_key(open_process: Opened) -> None:
+    processes = [await open_process(kind) for kind in ("engine", "weights", "gateway")]
     tried, answered = without_key(processes)
     assert answered == []
     assert tried == 3 * len(processes) * 2 * len(methods())

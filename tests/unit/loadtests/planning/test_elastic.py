@@ -1,4 +1,4 @@
-"""Figures of a job that turns into another along its run, and its lengths."""
+"""Figures of a job that changes during its run, and its lengths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def moving(rl_s: float, switch_ms: int = 2000, planner_cpu_s: float = 1.0) -> Ar
     return arm("planner", rl_s, moves=moves, planner_cpu_s=planner_cpu_s)
 
 
-def test_an_arm_lasts_as_long_as_it_trains_and_moves_until_they_settle() -> None:
+def test_arm_time_lasts_from_training_to_its_last_settled_move() -> None:
     found = Arm("planner")
     told = [
         Event("500", 500, "phase", {"phase": "training"}),
@@ -51,12 +51,12 @@ def test_an_arm_lasts_as_long_as_it_trains_and_moves_until_they_settle() -> None
     assert len(found.moves) == 1 and found.switches_s == [2.0, 1.0]
 
 
-def test_the_span_is_of_what_steps_wait_beside_what_they_train() -> None:
-    """But for the first one, which waits for the first groups of all."""
+def test_span_is_the_range_of_wait_to_train_ratios() -> None:
+    """Check that the first step is excluded, because it waits for the first groups."""
     assert ratio_span(arm("static", 1.0)) == pytest.approx(4.0)
 
 
-def test_times_are_over_the_best_and_the_worst_split_s() -> None:
+def test_times_are_relative_to_the_best_and_worst_static_split() -> None:
     statics = [arm("static_2", 150.0), arm("static_3", 100.0), arm("static_4", 120.0)]
     found = figures(moving(102.0), statics, workers=6, wall_s=500.0)
     assert found["ratio_best_static"] == 1.02 and found["ratio_worst_static"] == 0.68
@@ -76,12 +76,12 @@ def test_times_are_over_the_best_and_the_worst_split_s() -> None:
         (moving(102.0), 721.0),
     ],
 )
-def test_what_falls_short_of_a_bound_is_not_good(planner: Arm, wall_s: float) -> None:
+def test_result_below_a_bound_is_not_good(planner: Arm, wall_s: float) -> None:
     statics = [arm("static_2", 150.0), arm("static_3", 100.0)]
     assert not good(figures(planner, statics, workers=6, wall_s=wall_s))
 
 
-def test_a_busy_host_or_a_job_that_stays_makes_no_valid_run() -> None:
+def test_busy_host_or_constant_job_makes_a_run_invalid() -> None:
     busy = arm("static_2", 150.0)
     busy.honest["valid"] = 0
     still = arm("static_2", 150.0)
@@ -90,7 +90,7 @@ def test_a_busy_host_or_a_job_that_stays_makes_no_valid_run() -> None:
         assert figures(moving(102.0), [static], workers=6, wall_s=500.0)["valid"] == 0
 
 
-def test_the_tail_grows_and_the_median_stays() -> None:
+def test_tail_grows_and_median_stays() -> None:
     job = JOB.with_steps(28)
     batch = job.groups_per_step * job.group_size
     drawn = lengths(job, 0, MOST)

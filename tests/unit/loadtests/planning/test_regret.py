@@ -1,10 +1,10 @@
-"""What the load test of moves draws, and the figures it makes."""
+"""Jobs that the load test of moves draws, and its figures."""
 
 from __future__ import annotations
 
 import pytest
 
-from loadtests.regret.drawn import LEAST_STEP_S, drawn, rollout_s, trained_tokens
+from loadtests.regret.drawn import LEAST_STEP_S, draw_job, rollout_s, trained_tokens
 from loadtests.regret.figures import Compared, errors, figures, good
 from meshrl.common.state.events import Event
 from meshrl.sim.drift import LinearDrift
@@ -12,12 +12,12 @@ from meshrl.sim.mesh.emulated_run import compute_rl_s
 from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
 
-def test_a_seed_draws_one_job() -> None:
-    assert drawn(7) == drawn(7) != drawn(8)
+def test_seed_determines_the_job() -> None:
+    assert draw_job(7) == draw_job(7) != draw_job(8)
 
 
-def test_thirty_jobs_differ_in_all_that_a_split_depends_on() -> None:
-    jobs = [drawn(seed) for seed in range(30)]
+def test_thirty_jobs_differ_in_all_parameters_of_a_split() -> None:
+    jobs = [draw_job(seed) for seed in range(30)]
     assert {job.workers for job in jobs} == {3, 4, 5, 6, 7, 8}
     assert {job.turns for job in jobs} == {1, 2, 3}
     assert any(job.tool_s.initial for job in jobs) and not all(job.tool_s.initial for job in jobs)
@@ -29,29 +29,29 @@ def test_thirty_jobs_differ_in_all_that_a_split_depends_on() -> None:
         assert rollout_s(job, job.workers - 1, *pace) >= 0.99 * LEAST_STEP_S
 
 
-def test_training_alone_is_slow_enough_that_a_third_of_the_defaults_are_far_off() -> None:
-    """Where the core takes twice as long as rollout beside it, two gangs that train are better."""
+def test_a_third_of_the_default_splits_is_far_from_optimal() -> None:
+    """Check that two training gangs are better if the core alone takes twice as long as rollout."""
     slow = 0
     for seed in range(30):
-        job = drawn(seed)
+        job = draw_job(seed)
         decode_ms, plateau, _ = job.engine_speed.split("/")
         beside_s = rollout_s(job, job.workers - 1, float(decode_ms) / 1e3, int(plateau))
         slow += trained_tokens(job) / float(job.training_speed.split("/")[0]) > 2 * beside_s
     assert slow >= 10
 
 
-def test_every_split_has_an_engine_and_the_core() -> None:
+def test_each_split_has_an_engine_and_the_core() -> None:
     assert list(EmulatedWorkload(workers=4).static_splits) == [0, 1, 2]
 
 
-def test_what_drifts_goes_from_its_first_value_to_its_last() -> None:
+def test_drifting_value_is_interpolated_over_the_run() -> None:
     job = EmulatedWorkload(steps=11, tool_s=LinearDrift(0.0, 2.0))
     assert [
         job.tool_s.get_value(job.compute_progress(version)) for version in (-1, 0, 5, 10, 12)
     ] == [0, 0, 1, 2, 2]
 
 
-def test_rows_tell_of_tools_and_of_groups_without_variance() -> None:
+def test_rows_have_tool_times_and_groups_without_variance() -> None:
     job = EmulatedWorkload(
         steps=10,
         groups_per_step=10,
@@ -67,24 +67,24 @@ def test_rows_tell_of_tools_and_of_groups_without_variance() -> None:
 TOLD: dict[str, object] = {"predicted_s": 2.0, "observed_s": 2.5, "paid": True, "undone": False}
 
 
-def compared(planner_s: float, *judged: dict[str, object]) -> Compared:
+def make_comparison(planner_s: float, *judged: dict[str, object]) -> Compared:
     return Compared("a", {0: 120.0, 1: 100.0, 2: 150.0}, planner_s, len(judged), judged)
 
 
-def test_regret_is_time_over_the_best_static_split_s() -> None:
-    one = compared(110.0)
+def test_regret_is_time_over_the_best_static_split() -> None:
+    one = make_comparison(110.0)
     assert one.best == 1
     assert one.regret == pytest.approx(0.1) and one.default_loses == pytest.approx(0.2)
 
 
-def test_figures_are_of_all_jobs_and_of_judged_moves() -> None:
+def test_figures_cover_all_jobs_and_judged_moves() -> None:
     undone: dict[str, object] = {
         "predicted_s": 3.0,
         "observed_s": 4.0,
         "paid": False,
         "undone": True,
     }
-    found = figures([compared(100.0, TOLD), compared(110.0, TOLD, undone)], "real_")
+    found = figures([make_comparison(100.0, TOLD), make_comparison(110.0, TOLD, undone)], "real_")
     assert found["real_moves"] == 3 and found["real_far_defaults"] == 2
     assert found["real_moves_that_paid"] == pytest.approx(2 / 3, abs=1e-4)
     assert found["real_undone"] == 1
@@ -93,7 +93,7 @@ def test_figures_are_of_all_jobs_and_of_judged_moves() -> None:
     assert not good(found, "real_")
 
 
-def test_a_move_without_an_observation_has_no_error() -> None:
+def test_move_without_an_observation_has_no_error() -> None:
     assert errors([{"predicted_s": 2.0, "observed_s": 0.0}, {"predicted_s": 2.0}]) == []
 
 
@@ -106,18 +106,18 @@ def test_a_move_without_an_observation_has_no_error() -> None:
         (105.0, TOLD | {"observed_s": 2.1, "paid": False}, False),
     ],
 )
-def test_a_run_is_good_where_moves_pay_are_foreseen_and_lose_little(
+def test_run_is_good_if_moves_pay_are_predicted_and_lose_little(
     planner_s: float, told: dict[str, object], reached: bool
 ) -> None:
-    assert good(figures([compared(planner_s, told)])) is reached
+    assert good(figures([make_comparison(planner_s, told)])) is reached
 
 
-def test_planners_that_judged_nothing_are_not_good() -> None:
-    assert not good(figures([compared(100.0)]))
+def test_run_without_judged_moves_is_not_good() -> None:
+    assert not good(figures([make_comparison(100.0)]))
 
 
-def test_the_demo_s_rl_phase_ends_with_its_last_step() -> None:
-    """Evaluations before and after it are none of it."""
+def test_rl_phase_of_the_demo_ends_with_its_last_step() -> None:
+    """Check that evaluations before and after the phase are excluded."""
     told = [
         Event("1", 1000, "phase", {"phase": "baseline"}),
         Event("2", 4000, "phase", {"phase": "training"}),

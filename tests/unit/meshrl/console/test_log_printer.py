@@ -206,9 +206,9 @@ def test_oversized_log_is_printed_before_it_restarts(tmp_path: Path) -> None:
         file.write(many * (1023 * b"z" + b"\n"))
     following.start()
     with os.fdopen(reads) as lines:
-        foreground = [json.loads(lines.readline())["event"] for _ in range(many + 1)]
+        events = [json.loads(lines.readline())["event"] for _ in range(many + 1)]
         following.stop()
-    assert foreground[:many] == many * ["z" * 1023] and "this log goes on from" in foreground[-1]
+    assert events[:many] == many * ["z" * 1023] and "this log goes on from" in events[-1]
     os.close(writes)
 
 

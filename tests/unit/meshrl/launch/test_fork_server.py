@@ -111,13 +111,13 @@ async def test_fork_server_is_restarted_and_its_processes_survive(
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")
     env = {**mine.environment, "PYTHONPATH": str(tmp_path)}
 
-    async def child_of(make_fork_server: int) -> int:
+    async def child_of(server_pid: int) -> int:
         """Fork a process without a fallback to a normal start."""
         async with asyncio.timeout(scaled(20.0)):
             while True:
                 host = SystemHost()  # a host without a record of a silent fork server
                 child = host.spawn([sys.executable, "-m", "sleeps"], name="sleeps", env=env)
-                if psutil.Process(child.pid).ppid() == make_fork_server:
+                if psutil.Process(child.pid).ppid() == server_pid:
                     return child.pid
                 os.kill(child.pid, signal.SIGKILL)
                 await asyncio.sleep(0.02)

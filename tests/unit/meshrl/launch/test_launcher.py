@@ -72,7 +72,7 @@ async def lineage(mesh: Launcher) -> int:
 
 
 async def list_live_entries(mesh: Launcher) -> dict[str, RegistryEntry]:
-    return {e.name: e for e in await registry.list_entries(mesh.state) if e.list_live_entries}
+    return {e.name: e for e in await registry.list_entries(mesh.state) if e.alive}
 
 
 async def await_successor(mesh: Launcher, name: str, incarnation: str) -> RegistryEntry:
@@ -151,9 +151,8 @@ async def test_redis_that_loses_state_during_a_start_is_reset(
         await mesh.state.run_command("HSET", f"{{{JOB}}}:given", "run_dir", str(run_dir))
         await until(lambda: equals(noted(), 0))
         await mesh.state.run_command("HSET", f"{{{JOB}}}:job", "version", -1)
-        await asyncio.sleep(
-            2.5 * redis_watchdog.CHECK_INTERVAL_S
-        )  # the loss is noticed before any service runs
+        # the loss is noticed before any service runs
+        await asyncio.sleep(2.5 * redis_watchdog.CHECK_INTERVAL_S)
 
     await mesh.start(begin)
     try:

@@ -156,7 +156,7 @@ async def test_mesh_continues_after_a_restart(container: Container) -> None:
             host=GUEST,
             secret="bb" * 32,
             joinable=True,
-            read_authority=told.remote_ca_file,
+            authority=told.remote_ca_file,
         )
         worker = await open_client(settings.make_redis_url("worker"))
         container.kill()
@@ -176,21 +176,21 @@ async def test_mesh_continues_after_a_restart(container: Container) -> None:
 def test_url_file_may_name_an_authority_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, read_authority = tmp_path / "url", tmp_path / "authority.pem"
+    file, authority = tmp_path / "url", tmp_path / "authority.pem"
     monkeypatch.setenv("MESHRL_REDIS_URL", str(file))
     with pytest.raises(ConfigError, match="no URL of a Redis can be read"):
         embedded_server.read_configured_url()
     file.touch(0o600)
     for url, after in (
-        ("rediss://mesh:secret@redis:6379/0", f"?ssl_ca_certs={read_authority}"),
-        ("rediss://redis:6379?db=1", f"&ssl_ca_certs={read_authority}"),
+        ("rediss://mesh:secret@redis:6379/0", f"?ssl_ca_certs={authority}"),
+        ("rediss://redis:6379?db=1", f"&ssl_ca_certs={authority}"),
         ("rediss://redis:6379?ssl_ca_certs=/own.pem", ""),
         ("redis://localhost/0", ""),
     ):
-        read_authority.unlink(missing_ok=True)
+        authority.unlink(missing_ok=True)
         file.write_text(f"{url}\n")
         assert embedded_server.read_configured_url() == url
-        read_authority.touch()
+        authority.touch()
         assert embedded_server.read_configured_url() == url + after
     file.write_text("secret")
     with pytest.raises(ConfigError, match="no URL of a Redis") as caught:

@@ -12,8 +12,8 @@ from meshrl.common.base.errors import HandshakeFailed, RemoteFailure
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.transport.address import format_key, parse_key
 from meshrl.common.state.hosts import credentials
-from tests.answering import answering
 from tests.load import scaled
+from tests.recording_actors import make_recording_actor
 from tests.unit.meshrl.launch.test_redis_hosts import GUEST, HEAD
 from tests.unit.meshrl.launch.test_redis_hosts import Mesh as Hosts
 from tests.unit.meshrl.launch.test_redis_hosts import mesh as hosts
@@ -27,13 +27,13 @@ REVOKED_S = 20.0
 async def test_processes_of_two_hosts_call_each_other_until_revocation(hosts: Hosts) -> None:
     ran: list[str] = []
     async with hosts.up() as owner:
-        await hosts.redis.admit_host(hosts.admitted(GUEST))
+        await hosts.redis.admit_host(hosts.make_admitted_host(GUEST))
         sandbox = await Mesh.open("sandbox/job/0", "sandbox", hosts.settings(HEAD))
         rollout = await Mesh.open("rollout/job/0", "rollout", hosts.settings(GUEST))
         lost: list[str] = []
         rollout._lease._on_lost = lost.append  # instead of ending this process
         try:
-            await sandbox.join(answering("sandbox", ran))
+            await sandbox.join(make_recording_actor("sandbox", ran))
             await rollout.join(None)
             shown = {
                 (row.role, row.host, row.public_key)

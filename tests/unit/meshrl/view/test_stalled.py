@@ -202,9 +202,9 @@ def test_every_partitioned_process_is_named_within_seconds() -> None:
 
 
 def test_released_process_is_a_stall_only_with_a_waiter() -> None:
-    make_exit = entry("engine/g1", renewed_s=20.0, left=True)
-    assert diagnose([make_exit], NOTHING, NOW) == []
-    (stall,) = diagnose([make_exit, entry("rollout/0", ("engine/g1", 3.0))], NOTHING, NOW)
+    released = entry("engine/g1", renewed_s=20.0, left=True)
+    assert diagnose([released], NOTHING, NOW) == []
+    (stall,) = diagnose([released, entry("rollout/0", ("engine/g1", 3.0))], NOTHING, NOW)
     assert "ended" in stall.reason
 
 
@@ -264,8 +264,8 @@ def test_loading_process_has_more_time() -> None:
 
 
 def test_instance_on_a_dead_worker_names_the_lost_lease() -> None:
-    make_exit = entry("worker/w1", renewed_s=40.0)
-    (stall,) = diagnose([make_exit], pool(resident(age_s=45)), NOW)
+    lapsed = entry("worker/w1", renewed_s=40.0)
+    (stall,) = diagnose([lapsed], pool(resident(age_s=45)), NOW)
     assert "worker/w1 lost its lease" in stall.reason
 
 

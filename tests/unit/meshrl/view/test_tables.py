@@ -91,10 +91,10 @@ def test_jobs_table_has_resources_and_block_reasons() -> None:
         row("b", WAITS, Phase.QUEUED),
         row("c", "paused: job a has priority 2", Phase.FINISHED),
     ]
-    make_frames = render_cells(
+    cells = render_cells(
         mesh_tables.make_jobs_table(replace(MESH, jobs=rows, entitlements={"a": 2, "b": 0}))
     )
-    assert make_frames[1:] == [
+    assert cells[1:] == [
         ["a", "training", "3/48", "1/2", "2", "3", "0", "/runs/a"],
         ["b", "waiting", "3/48", "1/0", "0", "1", "0", "/runs/b"],
         ["c", "finished", "3/48", "0", "1", "0", "/runs/c"],
@@ -106,9 +106,9 @@ def test_jobs_table_has_resources_and_block_reasons() -> None:
 def test_workers_table_has_all_instances_of_each_worker() -> None:
     said = {"running": 31, "version": 9, "job": "a"}
     engine = RegistryEntry(name="engine/g0.1", kind="engine", alive=True, stats=said)
-    make_frames = render_cells(mesh_tables.make_workers_table(replace(MESH, entries=[engine])))
+    cells = render_cells(mesh_tables.make_workers_table(replace(MESH, entries=[engine])))
     on = "accelerator"
-    assert make_frames[1:] == [
+    assert cells[1:] == [
         ["w0", "cpu:0", "g0", "g0.0", "a", "training", on, "ready", "core, by turns"],
         [
             "w0",
@@ -248,8 +248,8 @@ def test_output_without_a_terminal_has_one_line_for_each_change(
         ),
     ):
         printed_lines.show(*make_frames(*rows), at_s)
-    render_cells = capsys.readouterr().out.splitlines()
-    assert [line.partition("  ")[0] for line in render_cells] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[0] for line in lines] == [
         "[0:01] a: training",
         f"[0:01] b: {WAITS}",
         "[0:03] a: step 4/48",

@@ -116,7 +116,7 @@ async def test_gpu_figures_are_published_and_faults_become_events(
     assert gpu_status.format_gpu(await await_gpu_figure(mesh, "lost", 1)) == "GPU lost"
     lost_now = gpu_status.list_gpu_problems(await read_mesh_snapshot(mesh.state))
     assert lost_now == ["cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost"]
-    gpus.mended()
+    gpus.clear()
     assert (await mesh.await_events("gpu", 3))[2]["what"] == "back"
 
 

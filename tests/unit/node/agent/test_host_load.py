@@ -19,7 +19,7 @@ from meshrl.services.node.gpus.watch import DRIVER_TIMEOUT_S, READ_S, GpuWatch
 from meshrl.sim.virtual_loop import VirtualClock
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
-from tests.stories import virtually
+from tests.stories import virtual_test
 from tests.unit.common.generation.engines_under_test import StandingClock
 
 
@@ -66,7 +66,7 @@ class HangingHost(SimulatedHost):
         raise DeadlineExceeded(f"it took longer than {deadline_s:g} s")
 
 
-@virtually(limit_s=3600.0)
+@virtual_test(limit_s=3600.0)
 async def test_hanging_driver_is_reported_once_and_called_one_call_at_a_time(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:

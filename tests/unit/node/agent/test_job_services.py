@@ -42,7 +42,7 @@ from meshrl.sim.virtual_loop import VirtualClock
 from tests.load import scaled
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
-from tests.stories import virtually
+from tests.stories import virtual_test
 from tests.unit.node.smallmesh import WHY, SmallMesh, has_exited
 from tests.unit.node.test_failing_roles import DOCUMENT
 
@@ -79,7 +79,7 @@ async def test_running_services_are_adopted_and_stopped_when_unassigned(
     assert mesh.processes() == []
 
 
-@virtually(limit_s=3600.0)
+@virtual_test(limit_s=3600.0)
 async def test_failing_shard_fails_its_own_job_alone(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
@@ -114,7 +114,7 @@ async def test_failing_shard_fails_its_own_job_alone(
     assert not any(child.poll() is None for child in host.children.values())
 
 
-@virtually(limit_s=3600.0)
+@virtual_test(limit_s=3600.0)
 async def test_sandbox_receives_the_loadable_bundle_of_its_job(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
@@ -158,7 +158,7 @@ async def test_sandbox_receives_the_loadable_bundle_of_its_job(
     await agent.shut_down()
 
 
-@virtually(limit_s=3600.0)
+@virtual_test(limit_s=3600.0)
 async def test_slow_stop_delays_no_other_service(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.sim.virtual_loop import VirtualClock, VirtualLoop, run_virtual
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.simulated_host import SimulatedHost
-from tests.stories import story_on, virtually
+from tests.stories import story_on, virtual_test
 
 LEASES = SliceLimits(factor=2.0, floor_s=5.0, cap_s=60.0, default_s=20.0)
 MINE = ("acquire_slice", "release_slice", "kill_instance")
@@ -155,7 +155,7 @@ async def test_overdue_holder_is_killed_on_all_its_workers_and_the_next_proceeds
     assert scheduler.stats().turns_killed == 1
 
 
-@virtually()
+@virtual_test()
 async def test_host_suspension_extends_the_deadlines_of_holders(
     clock: VirtualClock, random: Random
 ) -> None:

@@ -1,4 +1,4 @@
-"""The corpus by family, and what of it is not contained yet."""
+"""Escape corpus by family, with the programs that are not contained yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPEN: dict[tuple[str, ...], dict[str, str]] = {
 
 
 def is_open(tier: str, family: str, name: str) -> bool:
-    """Whether it is known that a program escapes in that tier."""
+    """Return True if a program is known to escape in that tier."""
     return any(
         tier in tiers and name in families.get(family, "").split("|")
         for tiers, families in _OPEN.items()

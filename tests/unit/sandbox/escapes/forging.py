@@ -1,4 +1,4 @@
-"""What a forgery is: a wrong answer, and the tests that it is to pass."""
+"""Forgeries: wrong answers, and the tests that they try to pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORGED = Path(__file__).parent / "forged"
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests, and a right answer, which shows that they can be passed."""
+    """Tests with a right answer, which shows that they can pass."""
 
     name: str
     tests: Any
@@ -21,27 +21,31 @@ class Suite:
 
 @dataclass(frozen=True)
 class Forgery:
-    """Wrong in every test of its suite, so that it must score 0; or may be `refused` by name, where
-    its class claims what only a class under test could.
+    """Answer that is wrong in every test of its suite and must score 0.
+
+    If `refused`, rejection by name is also accepted: its class claims equality that only a class
+    under test could decide.
     """
 
     name: str
     source: str
     suite: str = ""
     refused: bool = False
-    brief: bool = False  # as contained after a little as after long
+    brief: bool = False  # contained after a short time just as after a long one
 
 
 def read(style: str) -> tuple[dict[str, Any], list[Forgery]]:
-    """Return the suites of a style of tests by name, or what all are tested by; and forgeries."""
+    """Return a style's suites by name, or the tests of all styles, and its forgeries."""
     document = tomllib.loads((FORGED / f"{style}.toml").read_text())
     blocks = document.get("blocks", {})
 
-    def whole(source: str) -> str:
+    def expand_blocks(source: str) -> str:
         for name, block in blocks.items():
             source = source.replace(f"@{name}@\n", block)
         return source
 
-    forged = [Forgery(**{**row, "source": whole(row["source"])}) for row in document["forgery"]]
+    forgeries = [
+        Forgery(**{**row, "source": expand_blocks(row["source"])}) for row in document["forgery"]
+    ]
     suites = {row["name"]: Suite(**row) for row in document.get("suite", ())}
-    return suites or document["tests"], forged
+    return suites or document["tests"], forgeries

@@ -1,8 +1,8 @@
-"""What a hostile program is, and how the files of the corpus say it.
+"""Hostile programs, and their format in the files of the corpus.
 
-A program prints ESCAPED when it has done what it must not. It is contained when that word never
-appears, when it ends as one of `ends`, and when what `runner` looks at outside is as it was. In a
-file, `@NAME@` on a line of its own stands for the block of that name.
+A program prints ESCAPED when it has done something forbidden. It is contained if that word never
+appears, if it ends as one of `ends`, and if `runner` finds the outside unchanged. In a file,
+`@NAME@` on a separate line stands for the block of that name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 ANY = ("ok", "timeout", "out_of_memory", "output_limit", "refused", "crashed")
 CANARY = "@CANARY@"  # stands for a file outside that every user may read
-OWN = "@OWN@"  # for one that belongs to the user of the jails, where root does not make them
-SECRET = "@SECRET@"  # for 24 bits, as 6 hexadecimal digits, that only the sender of a pair is told
-NAME = "@NAME@"  # for a word that both programs of a pair know
-SENT = "sent"  # what a sender prints once its word is on the way; it goes on until it is ended
+OWN = "@OWN@"  # stands for a file that belongs to the user of the jails, unless root runs them
+SECRET = "@SECRET@"  # stands for 24 bits, in 6 hexadecimal digits, that only a sender receives
+NAME = "@NAME@"  # stands for a word that both programs of a pair know
+SENT = "sent"  # printed by a sender once its word is sent; it continues until it is ended
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Escape:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two programs in two jails at once. They talk when the receiver prints the sender's secret, or
-    ESCAPED where the sender only has to be there to do harm.
+    """Two programs in two jails at once. They communicate if the receiver prints the sender's
+    secret, or ESCAPED if the sender only has to exist to do harm.
     """
 
     name: str
@@ -40,9 +40,10 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Left:
-    """Cells of a session after which nothing of it may run until the next, which answers by type,
-    and with `said` if that is given.
+class LeftoverCells:
+    """Cells of a session that must leave nothing running until the next one.
+
+    The next cell answers by type, and with `said` if given.
     """
 
     name: str
@@ -52,22 +53,22 @@ class Left:
 
 @dataclass(frozen=True)
 class Poison:
-    """Cells, each of a session, and what some of them must come to: their place, status, output."""
+    """Cells, each with its session, and the required status and output of some of them."""
 
     name: str
     cells: list[tuple[str, str]]
     said: list[dict[str, Any]]
 
-    def holds(self, said: list[tuple[str, str]]) -> bool:
-        """Whether the cells have come to these statuses and outputs, as they must."""
+    def is_contained(self, results: list[tuple[str, str]]) -> bool:
+        """Return True if the cells ended with the required statuses and outputs."""
         return all(
             row.get("status", status) == status and row.get("output", output) == output
             for row in self.said
-            for status, output in [said[row["cell"]]]
+            for status, output in [results[row["cell"]]]
         )
 
 
-# How a program is written that one line says: its text, in which the line stands for `{0}`.
+# Templates of programs that consist of one line: `{0}` stands for the line.
 FORMS = {
     "reads": """
 try:
@@ -126,27 +127,27 @@ def called(number, *arguments):
 
 
 def read(path: Path) -> list[Any]:
-    """Return what a file of the corpus holds, each kind in its order."""
+    """Return the entries of a corpus file, each kind in its order."""
     document = tomllib.loads(path.read_text())
     blocks = {"SYSCALL": SYSCALL, **document.get("blocks", {})}
 
-    def whole(text: str) -> str:
+    def expand_blocks(text: str) -> str:
         for name, block in blocks.items():
             text = text.replace(f"@{name}@\n", block)
         return text
 
-    def escape(row: dict[str, Any]) -> Escape:
+    def make_escape(row: dict[str, Any]) -> Escape:
         ends, mode = tuple(row.get("ends", ANY)), row.get("mode", "program")
-        return Escape(row["name"], whole(_source(row)), ends, mode)
+        return Escape(row["name"], expand_blocks(_source(row)), ends, mode)
 
     return [
-        *map(escape, document.get("escape", ())),
+        *map(make_escape, document.get("escape", ())),
         *(
-            Pair(row["name"], whole(row["sender"]), whole(row["receiver"]))
+            Pair(row["name"], expand_blocks(row["sender"]), expand_blocks(row["receiver"]))
             for row in document.get("pair", ())
         ),
         *(
-            Left(row["name"], tuple(map(whole, row["cells"])), row["said"])
+            LeftoverCells(row["name"], tuple(map(expand_blocks, row["cells"])), row["said"])
             for row in document.get("left", ())
         ),
         *(Poison(**row) for row in document.get("poison", ())),

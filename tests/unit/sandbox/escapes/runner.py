@@ -1,8 +1,8 @@
-"""Runs families of the corpus, as the user that it is started as: one JSON object for each.
+"""Runs families of the corpus as the current user and prints one JSON object.
 
-`python -m tests.unit.sandbox.escapes.runner TIER CANARY FAMILY...`; a tier may be `runsc`, a family
-one of FORGING or POISONING, too; none: the corpus. With `--all` also what is known not to be
-contained.
+`python -m tests.unit.sandbox.escapes.runner TIER CANARY FAMILY...`; a tier may also be `runsc`, and
+a family one of FORGING or POISONING; without families, the whole corpus runs. With `--all`,
+programs that are known not to be contained run too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from meshrl.services.sandbox.sessions import Sessions
 from tests.load import scaled
 from tests.unit.sandbox.escapes import program
 from tests.unit.sandbox.escapes.corpus import FAMILIES, POISONS, is_open
-from tests.unit.sandbox.escapes.graded import Grader
-from tests.unit.sandbox.escapes.program import Escape, Left, Pair, Poison
+from tests.unit.sandbox.escapes.forgery_grader import Grader
+from tests.unit.sandbox.escapes.program import Escape, LeftoverCells, Pair, Poison
 
 LIMITS = JailLimits(
     wall_s=2.0,
@@ -53,25 +53,27 @@ LIMITS = JailLimits(
     max_files=500,
     output_bytes=64 * 1024,
 )
-BRIEFLY = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for what can but run out of time
-UNHURRIED = replace(LIMITS, wall_s=8.0)  # nothing of a poison takes time, but the host may
-PATIENT = replace(LIMITS, wall_s=20.0, cpu_s=10.0)  # for what is heard before its time is over
+SHORT_LIMITS = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for programs that can only run out of time
+POISON_LIMITS = replace(LIMITS, wall_s=8.0)  # poisons need little time, but the host may be busy
+# For senders whose word must be received before their time is over.
+SENDER_LIMITS = replace(LIMITS, wall_s=20.0, cpu_s=10.0)
 GOOD = JailProgram("print(6 * 7)")
 WORD = b"ESCAPED"
-QUIET_LOOKS, LOOK_S, QUIET_S = 10, 0.005, 3.0  # until a session counts as left running
+QUIET_POLLS, POLL_S, QUIET_S = 10, 0.005, 3.0  # until a session counts as left running
 FORGING, POISONING, ALL = ("reward forging", "tests forging"), "session poisoning", "--all"
 
 
-def says(stdout: bytes) -> bool:
-    """Whether a program prints that it has escaped. A traceback shows lines of the program: only
-    what is printed counts.
+def has_escaped(stdout: bytes) -> bool:
+    """Return True if a program prints that it has escaped.
+
+    A traceback shows lines of the program: only printed lines count.
     """
     return any(line.startswith(WORD) or b" " + WORD in line for line in stdout.splitlines())
 
 
 class Runner:
-    def __init__(self, tier: str, canary: Path, own: Path, every: bool) -> None:
-        self.tier, self.all = tier, every
+    def __init__(self, tier: str, canary: Path, own_file: Path, includes_open: bool) -> None:
+        self.tier, self.includes_open = tier, includes_open
         clock = SystemClock()
         homes = cgroups.find_parents() if tier in ("cgroup", RUNSC) else None
         kind = {"landlock": "landlock", RUNSC: "runner"}.get(tier, "bwrap")
@@ -80,75 +82,79 @@ class Runner:
             interpreter = select_interpreter(JailSettings(runner=[RUNSC]))
         self.launcher = JailLauncher(SystemHost(), clock, kind, interpreter, homes)
         self.slots = JailSlots(clock, 4)
-        # Without namespaces the limit of processes counts all that the user has: one by one there.
-        self.at_once = asyncio.Semaphore(1 if tier == "landlock" else self.slots.count)
+        # Without namespaces the process limit counts all of the user: one program at a time.
+        self.concurrency = asyncio.Semaphore(1 if tier == "landlock" else self.slots.count)
         self.clock = clock
-        self.canary, self.own = canary, own
+        self.canary, self.own_file = canary, own_file
         self.limits = replace(LIMITS, wall_s=min(20.0, scaled(LIMITS.wall_s)))
-        self.patient = replace(PATIENT, wall_s=scaled(PATIENT.wall_s))
-        self.unhurried = replace(UNHURRIED, wall_s=scaled(UNHURRIED.wall_s))
-        self.before, self.littered = self._outside(), set(_scratch())
+        self.sender_limits = replace(SENDER_LIMITS, wall_s=scaled(SENDER_LIMITS.wall_s))
+        self.poison_limits = replace(POISON_LIMITS, wall_s=scaled(POISON_LIMITS.wall_s))
+        self.outside_before, self.scratch_before = self._read_outside(), set(_list_scratch())
 
-    def _outside(self) -> tuple[object, ...]:
-        """What no program may change."""
-        found = self.own.stat()
-        mine = psutil.Process()
-        texts = (self.canary.read_text(), self.own.read_text())
-        mode = (found.st_mode, found.st_mtime, found.st_gid, os.listxattr(self.own))
-        return (*texts, *mode, mine.nice(), mine.cpu_affinity(), mine.ionice())
+    def _read_outside(self) -> tuple[object, ...]:
+        """Return the outside state that no program may change."""
+        found = self.own_file.stat()
+        process = psutil.Process()
+        texts = (self.canary.read_text(), self.own_file.read_text())
+        mode = (found.st_mode, found.st_mtime, found.st_gid, os.listxattr(self.own_file))
+        return (*texts, *mode, process.nice(), process.cpu_affinity(), process.ionice())
 
-    def _placed(self, source: str) -> str:
-        outside = {program.CANARY: str(self.canary), program.OWN: str(self.own)}
+    def _insert_paths(self, source: str) -> str:
+        outside = {program.CANARY: str(self.canary), program.OWN: str(self.own_file)}
         for mark, path in outside.items():
             source = source.replace(mark, path)
         return source
 
-    async def escape(self, escape: Escape) -> dict[str, Any]:
-        limits = BRIEFLY if escape.ends == ("timeout",) else self.limits
-        asked = JailProgram(self._placed(escape.source), escape.mode)
+    async def run_escape(self, escape: Escape) -> dict[str, Any]:
+        limits = SHORT_LIMITS if escape.ends == ("timeout",) else self.limits
+        program_to_run = JailProgram(self._insert_paths(escape.source), escape.mode)
         async with self.slots.acquire():
-            ran = await self.launcher.run(asked, limits)
-        said = ran.stdout + ran.stderr
+            result = await self.launcher.run(program_to_run, limits)
+        output = result.stdout + result.stderr
         return {
             "name": escape.name,
-            "contained": not says(ran.stdout) and ran.status in escape.ends,
-            "status": ran.status,
-            "error": ran.error,
-            "said": said.decode(errors="replace")[-600:],
+            "contained": not has_escaped(result.stdout) and result.status in escape.ends,
+            "status": result.status,
+            "error": result.error,
+            "said": output.decode(errors="replace")[-600:],
         }
 
-    async def pair(self, pair: Pair) -> dict[str, Any]:
-        """The receiver runs while the sender goes on sending."""
+    async def run_pair(self, pair: Pair) -> dict[str, Any]:
+        """Run the receiver while the sender keeps sending."""
         secret, name = f"{secrets.randbits(24):06x}", secrets.token_hex(8)
         sources = [
-            self._placed(source).replace(program.SECRET, secret).replace(program.NAME, name)
+            self._insert_paths(source).replace(program.SECRET, secret).replace(program.NAME, name)
             for source in (pair.sender, pair.receiver)
         ]
-        async with self.at_once, self.slots.acquire():
-            jail = await self.launcher.open(JailProgram(sources[0]), self.patient)
+        async with self.concurrency, self.slots.acquire():
+            jail = await self.launcher.open(JailProgram(sources[0]), self.sender_limits)
             try:
-                sending = await self._sends(jail)
-                asked = JailProgram(sources[1])
-                ran = await self.launcher.run(asked, self.limits) if sending else None
-                failed = jail.stderr
+                is_sending = await self._wait_until_sending(jail)
+                program_to_run = JailProgram(sources[1])
+                result = (
+                    await self.launcher.run(program_to_run, self.limits) if is_sending else None
+                )
+                sender_stderr = jail.stderr
             finally:
                 jail.close()
-        heard = ran is not None and (secret.encode() in ran.stdout or says(ran.stdout))
-        said = failed if ran is None else ran.stdout + ran.stderr
+        has_leaked = result is not None and (
+            secret.encode() in result.stdout or has_escaped(result.stdout)
+        )
+        output = sender_stderr if result is None else result.stdout + result.stderr
         return {
             "name": pair.name,
-            "contained": not heard,
-            "status": "not sent" if ran is None else ran.status,
+            "contained": not has_leaked,
+            "status": "not sent" if result is None else result.status,
             "error": "",
-            "said": said.decode(errors="replace")[-600:],
+            "said": output.decode(errors="replace")[-600:],
         }
 
-    async def _sends(self, jail: Jail) -> bool:
-        """Whether it says that it does, before it ends."""
-        said, stream = b"", jail.output.streams[0]
+    async def _wait_until_sending(self, jail: Jail) -> bool:
+        """Return True once the sender reports that it sends, False if it ends before."""
+        output, stream = b"", jail.output.streams[0]
         try:
-            async with self.clock.timeout(self.patient.wall_s, "a sender"):
-                while program.SENT.encode() not in (said := said + jail.stdout):
+            async with self.clock.timeout(self.sender_limits.wall_s, "a sender"):
+                while program.SENT.encode() not in (output := output + jail.stdout):
                     if stream.is_eof:
                         return False
                     await stream.wait_readable()
@@ -156,124 +162,137 @@ class Runner:
             return False
         return True
 
-    async def left(self, left: Left) -> dict[str, Any]:
-        """One at a time, as all that runs below the launcher is looked at."""
-        # What is left running takes of the time of the cell that is to answer.
-        limits = self.patient if left.said else self.unhurried
+    async def run_leftover(self, left: LeftoverCells) -> dict[str, Any]:
+        """Run one case at a time, as all processes below the launcher are inspected."""
+        # Processes that are left running use CPU time that the answering cell needs.
+        limits = self.sender_limits if left.said else self.poison_limits
         sessions = Sessions(self.launcher, self.clock, limits, 8, 600.0)
-        said, running = [], []
+        results, running = [], []
         try:
             for cell in left.cells:
-                ran = await sessions.run("s", cell)
-                said.append((ran.status, (ran.stdout + ran.stderr).decode(errors="replace")))
-                running += await self._restless()
+                result = await sessions.run("s", cell)
+                results.append(
+                    (result.status, (result.stdout + result.stderr).decode(errors="replace"))
+                )
+                running += await self._find_running()
         finally:
             sessions.close()
-        right = not left.said or said[-1] == ("ok", left.said)
+        has_right_answer = not left.said or results[-1] == ("ok", left.said)
         return {
             "name": left.name,
-            "contained": not running and right,
-            "status": said[-1][0],
+            "contained": not running and has_right_answer,
+            "status": results[-1][0],
             "error": f"it runs between cells: {running}" if running else "",
-            "said": str(said)[-600:],
+            "said": str(results)[-600:],
         }
 
-    async def _restless(self) -> list[str]:
-        """What still runs when nothing should, as a process at rest is not even ready to run. The
-        zygote and the keepers, which are its children, are ours, and look at their jails meanwhile.
+    async def _find_running(self) -> list[str]:
+        """Return the processes that still run when none should: a stopped one is not runnable.
+
+        The zygote and its children, the init processes, are excluded: they poll their jails.
         """
-        quiet = 0
+        quiet_polls = 0
         busy: list[str] = []
-        until = self.clock.monotonic() + scaled(QUIET_S)
-        while quiet < QUIET_LOOKS:
+        deadline_s = self.clock.monotonic() + scaled(QUIET_S)
+        while quiet_polls < QUIET_POLLS:
             busy = []
             for process in psutil.Process().children(recursive=True):
                 if self.launcher.zygote_pid not in (process.pid, _parent(process)):
                     busy += [f"{process.pid}" for state in _threads(process.pid) if state == "R"]
-            quiet = 0 if busy else quiet + 1
-            if self.clock.monotonic() > until and busy:
+            quiet_polls = 0 if busy else quiet_polls + 1
+            if self.clock.monotonic() > deadline_s and busy:
                 return busy
-            await self.clock.sleep(LOOK_S)
+            await self.clock.sleep(POLL_S)
         return []
 
-    async def poison(self, case: Poison) -> dict[str, Any]:
-        said = []
-        async with self.at_once:
-            sessions = Sessions(self.launcher, self.clock, self.unhurried, 8, 600.0)
+    async def run_poison(self, case: Poison) -> dict[str, Any]:
+        results = []
+        async with self.concurrency:
+            sessions = Sessions(self.launcher, self.clock, self.poison_limits, 8, 600.0)
             try:
                 for session, source in case.cells:
-                    ran = await sessions.run(session, source)
-                    said.append((session, ran.status, (ran.stdout + ran.stderr).decode()))
+                    result = await sessions.run(session, source)
+                    results.append(
+                        (session, result.status, (result.stdout + result.stderr).decode())
+                    )
             finally:
                 sessions.close()
         return {
             "name": case.name,
-            "contained": case.holds([(status, text) for _, status, text in said]),
+            "contained": case.is_contained([(status, text) for _, status, text in results]),
             "status": "",
             "error": "",
-            "said": str(said)[-600:],
+            "said": str(results)[-600:],
         }
 
-    async def family(self, family: str) -> list[dict[str, Any]]:
+    async def run_family(self, family: str) -> list[dict[str, Any]]:
         if family in FORGING:
             grader = Grader(self.launcher, self.slots, self.limits)
-            work = grader.all_styles() if family == FORGING[0] else grader.styles()
-            return list(await asyncio.gather(*work))
+            gradings = (
+                grader.grade_all_styles() if family == FORGING[0] else grader.grade_each_style()
+            )
+            return list(await asyncio.gather(*gradings))
         if family == POISONING:
-            return list(await asyncio.gather(*map(self.poison, POISONS)))
-        at_once, one_by_one = [], []
+            return list(await asyncio.gather(*map(self.run_poison, POISONS)))
+        concurrent, sequential = [], []
         for entry in FAMILIES[family]:
-            if not self.all and is_open(self.tier, family, entry.name):
+            if not self.includes_open and is_open(self.tier, family, entry.name):
                 continue
-            if isinstance(entry, Left):
-                one_by_one.append(entry)
+            if isinstance(entry, LeftoverCells):
+                sequential.append(entry)
             else:
-                run = self.pair(entry) if isinstance(entry, Pair) else self.escape(entry)
-                at_once.append(_typed(entry.name, run))
-        results = list(await asyncio.gather(*at_once))
-        return [*results, *[await _typed(entry.name, self.left(entry)) for entry in one_by_one]]
+                run = self.run_pair(entry) if isinstance(entry, Pair) else self.run_escape(entry)
+                concurrent.append(_report_error(entry.name, run))
+        results = list(await asyncio.gather(*concurrent))
+        return [
+            *results,
+            *[await _report_error(entry.name, self.run_leftover(entry)) for entry in sequential],
+        ]
 
-    async def unharmed(self) -> list[str]:
-        """What is not as it was outside."""
-        wrong = []
-        ran = await self.launcher.run(GOOD, self.limits)
-        if (ran.status, ran.stdout) != ("ok", b"42\n"):
-            wrong.append(f"the next call: {ran}")
-        if (now := self._outside()) != self.before:
-            wrong.append(f"outside: {self.before} has become {now}")
-        return wrong
+    async def find_harm(self) -> list[str]:
+        """Describe outside changes."""
+        problems = []
+        result = await self.launcher.run(GOOD, self.limits)
+        if (result.status, result.stdout) != ("ok", b"42\n"):
+            problems.append(f"the next call: {result}")
+        if (now := self._read_outside()) != self.outside_before:
+            problems.append(f"outside: {self.outside_before} has become {now}")
+        return problems
 
     async def close(self) -> list[str]:
-        """Processes and directories that are left when all is over."""
+        """Stop the launcher and return processes and directories that are left."""
         await self.launcher.stop()
-        until = self.clock.monotonic() + scaled(10.0)
-        while left := psutil.Process().children(recursive=True):
-            if self.clock.monotonic() > until:
+        deadline_s = self.clock.monotonic() + scaled(10.0)
+        while leftover := psutil.Process().children(recursive=True):
+            if self.clock.monotonic() > deadline_s:
                 break
             await self.clock.sleep(0.01)
-        return [f"left behind: {thing}" for thing in (*left, *set(_scratch()) - self.littered)]
+        return [
+            f"left behind: {thing}"
+            for thing in (*leftover, *set(_list_scratch()) - self.scratch_before)
+        ]
 
 
-def _scratch() -> list[str]:
-    """Scratch directories of this user, who is no other test's."""
-    mine = os.getuid()
+def _list_scratch() -> list[str]:
+    """List scratch directories of this user, which no other test uses."""
+    own_user = os.getuid()
     found = []
-    for place in Path(tempfile.gettempdir()).glob("meshrl-jail-*"):
-        with contextlib.suppress(FileNotFoundError):  # another user's, who has removed it since
-            if place.stat().st_uid == mine != 0:
-                found.append(place.name)
+    for path in Path(tempfile.gettempdir()).glob("meshrl-jail-*"):
+        with contextlib.suppress(FileNotFoundError):  # another user has removed it since
+            if path.stat().st_uid == own_user != 0:
+                found.append(path.name)
     return found
 
 
 def _parent(process: psutil.Process) -> int:
-    """Return the number of its parent; 0 if it has ended."""
+    """Return the parent's pid, or 0 if the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return int(process.ppid())
     return 0
 
 
 def _threads(pid: int) -> list[str]:
-    """The state of each thread of a process; none if it has ended."""
+    """Return the state of each thread of a process, or none if it has ended."""
     states = []
     with contextlib.suppress(OSError):
         for thread in os.scandir(f"/proc/{pid}/task"):
@@ -282,27 +301,27 @@ def _threads(pid: int) -> list[str]:
     return states
 
 
-async def _typed(name: str, run: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """No program is to make the sandbox itself fail."""
+async def _report_error(name: str, run: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """Run a program, and report an error of the sandbox itself as an escape."""
     try:
         return await run
     except MeshError as error:
-        failed = {"status": type(error).__name__, "error": str(error), "said": ""}
-        return {"name": name, "contained": False, **failed}
+        error_report = {"status": type(error).__name__, "error": str(error), "said": ""}
+        return {"name": name, "contained": False, **error_report}
 
 
-async def run(tier: str, canary: Path, own: Path, asked: list[str]) -> list[dict[str, Any]]:
-    families = [family for family in asked if family != ALL]
-    runner = Runner(tier, canary, own, ALL in asked)
+async def run(tier: str, canary: Path, own_file: Path, names: list[str]) -> list[dict[str, Any]]:
+    families = [family for family in names if family != ALL]
+    runner = Runner(tier, canary, own_file, ALL in names)
     await runner.launcher.start()
     found: list[dict[str, Any]] = []
     for family in families:
         results = [
             result
-            for result in await runner.family(family)
-            if runner.all or not is_open(tier, family, result["name"])
+            for result in await runner.run_family(family)
+            if runner.includes_open or not is_open(tier, family, result["name"])
         ]
-        found.append({"family": family, "results": results, "harm": await runner.unharmed()})
+        found.append({"family": family, "results": results, "harm": await runner.find_harm()})
     found[-1]["harm"] += await runner.close()
     return found
 
@@ -310,9 +329,9 @@ async def run(tier: str, canary: Path, own: Path, asked: list[str]) -> list[dict
 def main(tier: str, canary: Path, families: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="own-") as directory:
         Path(directory).chmod(0o755)
-        own = Path(directory) / "own"
-        own.write_text("mine")
-        found = asyncio.run(run(tier, canary, own, families or list(FAMILIES)))
+        own_file = Path(directory) / "own"
+        own_file.write_text("mine")
+        found = asyncio.run(run(tier, canary, own_file, families or list(FAMILIES)))
     print(json.dumps({"user": os.getuid(), "families": found}))
 
 

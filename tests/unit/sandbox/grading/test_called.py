@@ -1,4 +1,4 @@
-"""What a function returns is compared as Python would compare it, across a jail's border."""
+"""Comparison of a function's results across a jail's border, as Python would compare them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from meshrl.common.grading.cases import (
 )
 from meshrl.common.grading.isolated_support import UnsupportedTests
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from tests.unit.sandbox.grading.graded import Judge, rows
+from tests.unit.sandbox.grading.graders import BatchGrader, read_rows
 
-RETURNS: dict[str, tuple[Any, str, float]] = {  # (what is wanted, the body of f, score)
+RETURNS: dict[str, tuple[Any, str, float]] = {  # (expected, the body of f, score)
     "float for int": (5, "return 5.0", 1.0),
     "other float for int": (5000000, "return 5000001.0", 0.0),
     "almost int": (3, "return 3.0000000000000004", 0.0),
@@ -72,17 +72,19 @@ RETURNS: dict[str, tuple[Any, str, float]] = {  # (what is wanted, the body of f
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
-async def test_results_are_compared_as_python_has_them(launcher: JailLauncher) -> None:
-    graded = {}
-    for name, (wanted, body, _) in RETURNS.items():
-        tests = {"function": "f", "cases": [{"args": [], "output": wanted}]}
+async def test_results_are_compared_like_in_python(launcher: JailLauncher) -> None:
+    programs = {}
+    for name, (expected, body, _) in RETURNS.items():
+        tests = {"function": "f", "cases": [{"args": [], "output": expected}]}
         word = "async def" if name == "async" else "def"
-        graded[name] = (tests, f"{word} f():\n {body}")
-    assert await Judge(launcher).all(graded) == {n: score for n, (*_, score) in RETURNS.items()}
+        programs[name] = (tests, f"{word} f():\n {body}")
+    assert await BatchGrader(launcher).grade_all(programs) == {
+        n: score for n, (*_, score) in RETURNS.items()
+    }
 
 
 @pytest.mark.needs("bwrap")
-async def test_arguments_and_functions_as_corpora_write_them(launcher: JailLauncher) -> None:
+async def test_call_formats_of_datasets_are_graded(launcher: JailLauncher) -> None:
     method = "class Solution:\n def add(self, a, b=1): return a + b"
     plain = "if True:\n def add(a, b=1): return a + b"
     big = 3**30_000
@@ -90,7 +92,7 @@ async def test_arguments_and_functions_as_corpora_write_them(launcher: JailLaunc
     lines = {"function": "add", "cases": [{"input": "[1]\n[2]", "output": "[1, 2]"}]}
     keywords = {"function": "add", "cases": [{"args": [1], "kwargs": {"b": 5}, "output": 6}]}
     large = {"function": "add", "cases": [{"args": [big], "output": big + 1}]}
-    graded = {
+    programs = {
         "wrapped": (inputs | {"outputs": [[3], [7]]}, method),
         "bare": (inputs | {"outputs": [3, 7]}, method),
         "half": (inputs | {"outputs": [3, [7]]}, plain),
@@ -100,11 +102,11 @@ async def test_arguments_and_functions_as_corpora_write_them(launcher: JailLaunc
         "large": (large, plain),
         "method": ({**keywords, "function": "Solution.add"}, method),
     }
-    scores = dict.fromkeys(graded, 1.0) | {"half": 0.5}
-    assert await Judge(launcher).all(graded) == scores
+    scores = dict.fromkeys(programs, 1.0) | {"half": 0.5}
+    assert await BatchGrader(launcher).grade_all(programs) == scores
 
 
-def test_shapes_that_mean_nothing_certain_are_refused_by_name() -> None:
+def test_ambiguous_test_formats_are_rejected() -> None:
     for tests, message in (
         ({"function": "f", "cases": [{"args": "ab", "output": 1}]}, "args are a list"),
         ({"function": "f", "cases": [{"output": 1}]}, "without 'input'"),
@@ -135,21 +137,21 @@ def test_shapes_that_mean_nothing_certain_are_refused_by_name() -> None:
             parse_tests(unsupported)
 
 
-def test_large_numbers_of_a_row_are_read_soon() -> None:
+def test_large_numbers_are_parsed_quickly() -> None:
     text = '{"inputs": [[1]], "outputs": [' + "-" + "7" * (MAX_DIGITS - 1) + '], "fn_name": "f"}'
-    begun = time.thread_time()
-    found = parse_tests(text)
-    assert isinstance(found, FunctionTests) and time.thread_time() - begun < 2.0
-    assert found.cases[0].accepted_results == [-(10 ** (MAX_DIGITS - 1) - 1) // 9 * 7 - 7 + 7]
+    start_s = time.thread_time()
+    parsed = parse_tests(text)
+    assert isinstance(parsed, FunctionTests) and time.thread_time() - start_s < 2.0
+    assert parsed.cases[0].accepted_results == [-(10 ** (MAX_DIGITS - 1) - 1) // 9 * 7 - 7 + 7]
 
 
-def test_tests_in_python_are_told_from_json() -> None:
+def test_python_tests_are_distinguished_from_json() -> None:
     for source in ("def test_f(): pass", "[1, 2][0]\ndef test(): pass", "{x for x in ()}"):
         assert parse_tests(source) == source
     assert parse_tests("[]") == StdioTests([])
 
 
-def test_what_a_program_must_define_is_what_its_tests_ask_for() -> None:
+def test_required_names_are_those_that_tests_use() -> None:
     assert find_required_names(parse_tests({"function": "A.f", "cases": []})) == {"A"}
     assert find_required_names(parse_tests([])) == set()
     assert find_required_names("import solution as s\nfrom solution import f, A as B\n") == {
@@ -164,13 +166,13 @@ def test_what_a_program_must_define_is_what_its_tests_ask_for() -> None:
 
 
 @pytest.mark.needs("bwrap")
-async def test_arguments_that_fit_into_no_frame_are_refused(launcher: JailLauncher) -> None:
+async def test_arguments_larger_than_a_frame_are_unsupported(launcher: JailLauncher) -> None:
     tests = {"function": "f", "cases": [{"args": ["x" * (16 << 20)], "output": 1}]}
-    answer = await Judge(launcher).answer(tests, "def f(x): return 1")
+    answer = await BatchGrader(launcher).answer(tests, "def f(x): return 1")
     assert (answer.status, answer.value) == ("unsupported", None)
 
 
-READS, ENDS, PRINTS = (rows("printed.toml", kind) for kind in ("reads", "ends", "prints"))
+READS, ENDS, PRINTS = (read_rows("printed.toml", kind) for kind in ("reads", "ends", "prints"))
 
 
 @pytest.mark.needs("bwrap")
@@ -183,20 +185,20 @@ READS, ENDS, PRINTS = (rows("printed.toml", kind) for kind in ("reads", "ends", 
     ],
     ids=["reads", "ends", "prints"],
 )
-async def test_programs_as_people_write_them(
+async def test_common_program_styles_are_graded(
     launcher: JailLauncher, case: dict[str, str], programs: list[dict[str, Any]]
 ) -> None:
     sources = {row["name"]: ([case], row.get("before", "") + row["source"]) for row in programs}
     scores = {row["name"]: row.get("score", 1.0) for row in programs}
-    assert await Judge(launcher).all(sources) == scores
+    assert await BatchGrader(launcher).grade_all(sources) == scores
 
 
 @pytest.mark.needs("bwrap")
-async def test_large_inputs_and_outputs(launcher: JailLauncher) -> None:
+async def test_large_inputs_and_outputs_are_graded(launcher: JailLauncher) -> None:
     lines = "\n".join(map(str, range(40_000)))
     echo = [{"input": lines, "output": lines}]
     wide = [{"input": "ä" * 5_000_000, "output": "5000000"}]
-    scores = await Judge(launcher).all(
+    scores = await BatchGrader(launcher).grade_all(
         {
             "echo": (echo, "import sys\nfor line in sys.stdin:\n    print(line, end='')"),
             "less": (echo, "import sys\nprint(sys.stdin.read()[:-1])"),
@@ -208,10 +210,10 @@ async def test_large_inputs_and_outputs(launcher: JailLauncher) -> None:
 
 
 @pytest.mark.needs("bwrap")
-async def test_shapes_of_the_corpora(launcher: JailLauncher) -> None:
+async def test_stdin_formats_of_datasets_are_graded(launcher: JailLauncher) -> None:
     double = "print(2 * int(input()))"
     pairs = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]}
-    scores = await Judge(launcher).all(
+    scores = await BatchGrader(launcher).grade_all(
         {
             "pairs": (pairs, double),
             "JSON text": ('{"inputs": ["1", "3"], "outputs": ["2", "5"]}', double),
@@ -234,8 +236,8 @@ async def test_shapes_of_the_corpora(launcher: JailLauncher) -> None:
 
 
 @pytest.mark.needs("bwrap")
-async def test_what_cannot_be_judged_is_no_score(launcher: JailLauncher) -> None:
-    judge = Judge(launcher)
+async def test_ungradable_tests_give_no_score(launcher: JailLauncher) -> None:
+    grader = BatchGrader(launcher)
     for tests, status in (
         ([{"input": "1", "output": "2", "testtype": "functional"}], "unsupported"),
         ([{"input": [[1]], "output": "2"}], "unsupported"),
@@ -243,13 +245,13 @@ async def test_what_cannot_be_judged_is_no_score(launcher: JailLauncher) -> None
         ({"inputs": ["1"], "outputs": []}, "bad_value"),
         ({"inputs": ["1"]}, "bad_value"),
     ):
-        answer = await judge.answer(tests, "print(2)")
+        answer = await grader.answer(tests, "print(2)")
         assert (answer.status, answer.value) == (status, None), tests
 
 
 @pytest.mark.needs("bwrap")
-async def test_the_options_set_the_tolerance(launcher: JailLauncher) -> None:
+async def test_options_set_the_tolerance(launcher: JailLauncher) -> None:
     tests = [{"input": "", "output": "3.14"}]
-    loose, tight = Judge(launcher, rel_tol=0.01), Judge(launcher)
-    assert (await loose.answer(tests, "print(3.1415)")).value == 1.0
-    assert (await tight.answer(tests, "print(3.1415)")).value == 0.0
+    loose_grader, tight_grader = BatchGrader(launcher, rel_tol=0.01), BatchGrader(launcher)
+    assert (await loose_grader.answer(tests, "print(3.1415)")).value == 1.0
+    assert (await tight_grader.answer(tests, "print(3.1415)")).value == 0.0

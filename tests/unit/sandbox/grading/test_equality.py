@@ -1,4 +1,4 @@
-"""Equality of texts and JSON values, and what of an answer is compared."""
+"""Equality of texts and JSON values, and the part of an answer that is compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = st.floats(0.0, 1e-2)
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "equal"),
+    ("result", "expected", "equal"),
     [
         ("5000001.0", "5000000", False),
         ("5000001.0", "5000000.0", False),
@@ -69,12 +69,12 @@ SMALL = st.floats(0.0, 1e-2)
         ("9" * 4000 + ".5", "9" * 4000 + ".0", False),
     ],
 )
-def test_words_are_compared(found: str, wanted: str, equal: bool) -> None:
-    assert is_same_text(found, wanted, Tolerance()) is equal
+def test_texts_are_compared_word_by_word(result: str, expected: str, equal: bool) -> None:
+    assert is_same_text(result, expected, Tolerance()) is equal
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "equal"),
+    ("result", "expected", "equal"),
     [
         (5.0, 5, True),
         (5000001.0, 5000000, False),
@@ -94,38 +94,45 @@ def test_words_are_compared(found: str, wanted: str, equal: bool) -> None:
         ([], {}, False),
     ],
 )
-def test_values_are_compared(found: Any, wanted: Any, equal: bool) -> None:
-    assert is_equal(plain_data.to_jsonable(found), wanted, Tolerance()) is equal
+def test_values_are_compared_by_type(result: Any, expected: Any, equal: bool) -> None:
+    assert is_equal(plain_data.to_jsonable(result), expected, Tolerance()) is equal
 
 
 @settings(max_examples=50)
 @given(VALUES)
-def test_a_value_equals_itself_whatever_it_crosses(value: Any) -> None:
+def test_value_equals_itself_after_serialization(value: Any) -> None:
     assert is_equal(plain_data.to_jsonable(value), value, Tolerance(0.0, 0.0))
 
 
 @settings(max_examples=50)
 @given(VALUES, VALUES, SMALL, SMALL)
-def test_values_of_one_kind_are_equal(a: Any, b: Any, relative: float, absolute: float) -> None:
+def test_only_values_of_one_kind_are_equal(
+    a: Any, b: Any, relative: float, absolute: float
+) -> None:
     def same_kind(x: Any, y: Any) -> bool:
         numbers = (int, float)
         if type(x) in numbers and type(y) in numbers:
             return True
         return type(x) is type(y)
 
-    found = is_equal(plain_data.to_jsonable(a), b, Tolerance(relative, absolute))
-    if found:
+    result = is_equal(plain_data.to_jsonable(a), b, Tolerance(relative, absolute))
+    if result:
         assert same_kind(a, b)
     if type(a) is type(b) is float:
-        assert found == is_equal(b, a, Tolerance(relative, absolute))
+        assert result == is_equal(b, a, Tolerance(relative, absolute))
 
 
 @given(NUMBERS, NUMBERS, SMALL, SMALL, SMALL, SMALL)
-def test_a_wider_tolerance_accepts_all_that_a_narrow_one_does(
-    a: float, b: float, relative: float, absolute: float, more: float, further: float
+def test_wider_tolerance_accepts_everything_a_narrow_one_does(
+    a: float,
+    b: float,
+    relative: float,
+    absolute: float,
+    extra_relative: float,
+    extra_absolute: float,
 ) -> None:
     narrow = Tolerance(relative, absolute)
-    wide = Tolerance(relative + more, absolute + further)
+    wide = Tolerance(relative + extra_relative, absolute + extra_absolute)
     assert is_equal(plain_data.to_jsonable(a), b, wide) or not is_equal(
         plain_data.to_jsonable(a), b, narrow
     )
@@ -140,60 +147,60 @@ def test_integers_are_exact_at_any_tolerance(a: int, b: int) -> None:
 
 
 @given(st.integers(), st.floats(0.999, 1.001))
-def test_a_rounded_float_is_no_integer(a: int, factor: float) -> None:
+def test_rounded_float_does_not_equal_an_integer(a: int, factor: float) -> None:
     try:
-        found = a * factor
+        result = a * factor
     except OverflowError:
         return
-    assert is_equal(found, a, Tolerance()) == (found == a)
+    assert is_equal(result, a, Tolerance()) == (result == a)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_how_a_float_is_spelled_is_all_the_same(value: float) -> None:
+def test_all_spellings_of_a_float_are_equal(value: float) -> None:
     spellings = (f"{value!r}", f"{value:.17g}", f"{value:.17e}", f"{value:+.20E}")
-    for wanted in (repr(value), f"{value:.17e}"):
-        assert all(is_same_text(found, wanted, Tolerance()) for found in spellings)
+    for expected in (repr(value), f"{value:.17e}"):
+        assert all(is_same_text(result, expected, Tolerance()) for result in spellings)
 
 
 ROWS = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
 READS, F, FENCED = (ROWS["blocks"][name] for name in ("READS", "F", "FENCED"))
 
 
-def cases(kind: str) -> list[tuple[str, str]]:
+def read_programs(kind: str) -> list[tuple[str, str]]:
     """Return the answers of a kind with their programs, each with its blocks in it."""
 
-    def whole(text: str) -> str:
+    def expand_blocks(text: str) -> str:
         for name, block in ROWS["blocks"].items():
             text = text.replace(f"@{name}@", block)
         return text
 
-    return [(whole(row["text"]), whole(row["program"])) for row in ROWS[kind]]
+    return [(expand_blocks(row["text"]), expand_blocks(row["program"])) for row in ROWS[kind]]
 
 
-@pytest.mark.parametrize(("text", "program"), cases("prints"))
-def test_the_last_block_that_is_a_program_counts(text: str, program: str) -> None:
+@pytest.mark.parametrize(("text", "program"), read_programs("prints"))
+def test_last_block_that_is_a_program_is_extracted(text: str, program: str) -> None:
     assert extract_program(strip_reasoning(text) or "", reads_stdin=True) == program
 
 
-@pytest.mark.parametrize(("text", "program"), cases("defines"))
-def test_the_last_block_that_defines_what_is_called_counts(text: str, program: str) -> None:
+@pytest.mark.parametrize(("text", "program"), read_programs("defines"))
+def test_last_block_that_defines_the_required_name_is_extracted(text: str, program: str) -> None:
     assert extract_program(text, required_names={"f"}) == program
 
 
-def test_a_class_that_defines_what_is_called_counts() -> None:
+def test_class_that_defines_the_required_method_is_extracted() -> None:
     method = F.replace("\n", "\n    ")
     text = f"```python\nclass Solution:\n    {method}\n```\n"
     assert "class Solution" in extract_program(text, required_names={"f"})
 
 
-def test_a_block_that_defines_all_that_is_tested_comes_before_one_of_a_part() -> None:
+def test_block_with_all_required_names_precedes_partial_blocks() -> None:
     both = f"class A: pass\n{F}"
     text = f"```python\n{both}```\nThe second again:\n```python\n{F}```\n"
     assert extract_program(text, required_names={"A", "f"}) == both
     assert extract_program(text, required_names={"f"}) == F
 
 
-def test_a_prefix_is_parsed_with_what_follows_it() -> None:
+def test_prefix_is_parsed_with_the_program() -> None:
     text = "```python\n    return x + 1\n```\nprints\n```\n5\n```"
     assert extract_program(text, prefix="def f(x):\n", required_names={"f"}) == "    return x + 1\n"
 
@@ -208,11 +215,11 @@ def test_a_prefix_is_parsed_with_what_follows_it() -> None:
     ],
 )
 @pytest.mark.parametrize("prefix", ["import math\n", "from __future__ import generators\nx = 1\n"])
-def test_a_prefix_comes_behind_what_python_wants_first(prefix: str, program: str) -> None:
-    found: dict[str, Any] = {}
+def test_prefix_is_inserted_after_future_imports(prefix: str, program: str) -> None:
+    result: dict[str, Any] = {}
     source = prepend(prefix, extract_program(f"```python\n{program}```", prefix, {"f"}))
-    exec(compile(source, "main.py", "exec", dont_inherit=True), found)
-    assert found["f"](1) == 2 and source.endswith(F)
+    exec(compile(source, "main.py", "exec", dont_inherit=True), result)
+    assert result["f"](1) == 2 and source.endswith(F)
     assert extract_program(f"```python\n{program}```\n```\nx = 5\n```", prefix, {"f"}) == program
 
 
@@ -240,12 +247,12 @@ INDENTS = st.sampled_from(["", "  ", "   "])
 
 @settings(max_examples=50)
 @given(PROGRAMS, PROSE, NOISE, PROSE, NOISE, FENCES, TAGS, INDENTS, st.booleans())
-def test_a_program_in_markdown_is_found_whatever_surrounds_it(
+def test_program_in_markdown_is_extracted_from_any_surroundings(
     program: str,
     before: str,
     noise: str,
     after: str,
-    more: str,
+    more_noise: str,
     fence: str,
     tag: str,
     indent: str,
@@ -255,14 +262,14 @@ def test_a_program_in_markdown_is_found_whatever_surrounds_it(
         indent + line if line.strip() else line
         for line in f"{fence}{tag}\n{program}{fence}\n".splitlines(keepends=True)
     )
-    text = "\n\n".join([before, noise, block, after, more])
-    found = extract_program(text.replace("\n", "\r\n") if crlf else text, reads_stdin=True)
-    assert ast.dump(ast.parse(found)) == ast.dump(ast.parse(program)) or indent
-    assert compile(found, "found", "exec").co_names == compile(program, "as", "exec").co_names
+    text = "\n\n".join([before, noise, block, after, more_noise])
+    result = extract_program(text.replace("\n", "\r\n") if crlf else text, reads_stdin=True)
+    assert ast.dump(ast.parse(result)) == ast.dump(ast.parse(program)) or indent
+    assert compile(result, "result", "exec").co_names == compile(program, "as", "exec").co_names
 
 
 @given(st.text(alphabet="`~\n pf(x)='\"1:", max_size=200))
-def test_any_text_has_a_program_or_none(text: str) -> None:
+def test_extraction_accepts_any_text(text: str) -> None:
     assert isinstance(extract_program(text, required_names={"f"}), str)
 
 
@@ -284,24 +291,24 @@ def test_any_text_has_a_program_or_none(text: str) -> None:
     ],
     ids=range(11),
 )
-def test_a_hostile_text_is_soon_read(text: str) -> None:
-    begun = time.thread_time()
+def test_hostile_text_is_parsed_quickly(text: str) -> None:
+    start_s = time.thread_time()
     extract_program(strip_reasoning(text) or "", reads_stdin=True)
-    assert time.thread_time() - begun < 3.0
+    assert time.thread_time() - start_s < 3.0
 
 
 TABLES = Path(__file__).parent / "texts"
-LEAST_ROWS = 150
-MOST_REJECTED = 0.01  # share of right answers that may be scored 0
+MIN_ROWS = 150
+MAX_REJECTED = 0.01  # share of right answers that may be scored 0
 
 Reward = Callable[[dict[str, Any], list[dict[str, Any]], dict[str, Any]], float]
 
 
-def check(name: str, reward: Reward) -> None:
-    """Score a table's answers; no wrong one may be accepted, and hardly a right one rejected."""
+def check_table(name: str, reward: Reward) -> None:
+    """Check that no wrong answer of a table is accepted and hardly any right one rejected."""
     rows = [json.loads(line) for line in (TABLES / name).read_text("utf-8").splitlines()]
     right = [row for row in rows if row["expected"]]
-    assert len(rows) >= LEAST_ROWS and 0.3 < len(right) / len(rows) < 0.8
+    assert len(rows) >= MIN_ROWS and 0.3 < len(right) / len(rows) < 0.8
     accepted: list[tuple[str, str]] = []
     rejected: list[tuple[str, str]] = []
     for row in rows:
@@ -309,18 +316,18 @@ def check(name: str, reward: Reward) -> None:
         if score != row["expected"]:
             (accepted if score else rejected).append((row["text"], row["gold"]))
     assert accepted == []
-    assert len(rejected) <= MOST_REJECTED * len(right), rejected
+    assert len(rejected) <= MAX_REJECTED * len(right), rejected
 
 
-def test_choice_takes_right_letters_in_all_formats_and_no_others() -> None:
-    check("choice.jsonl", score_choice)
+def test_choice_reward_accepts_only_right_letters_in_all_formats() -> None:
+    check_table("choice.jsonl", score_choice)
 
 
 @pytest.mark.group("maths")  # sympy is imported by one worker
-def test_math_takes_right_answers_in_all_formats_and_no_number_anywhere() -> None:
+def test_math_reward_accepts_only_right_answers_in_all_formats() -> None:
     from meshrl.services.sandbox.grading.mathematics import math_reward
 
-    check("math.jsonl", math_reward.compute_reward)
+    check_table("math.jsonl", math_reward.compute_reward)
 
 
 HOSTILE = [
@@ -335,8 +342,8 @@ HOSTILE = [
 ]
 
 
-def test_a_hostile_text_names_no_choice_and_is_soon_read() -> None:
-    begun = time.thread_time()
+def test_hostile_text_has_no_choice_and_is_parsed_quickly() -> None:
+    start_s = time.thread_time()
     for text in HOSTILE:
         assert score_choice({"answer": "B"}, [{"role": "model", "text": text}], {}) == 0.0
-    assert time.thread_time() - begun < 3.0
+    assert time.thread_time() - start_s < 3.0

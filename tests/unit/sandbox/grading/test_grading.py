@@ -1,4 +1,4 @@
-"""Rewards of texts, the calculator, what the answer is, and sums of rewards."""
+"""Rewards of texts, the calculator, answer extraction, and sums of rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.loaded_job import sum_rewards
 from meshrl.services.sandbox.outcomes import CallResult
 from tests.load import scaled
-from tests.unit.sandbox.grading.graded import graded, said
+from tests.unit.sandbox.grading.graders import grade, make_turns
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ from tests.unit.sandbox.grading.graded import graded, said
         ("", {}, 0.0),
     ],
 )
-def test_exact(text: str, options: dict[str, Any], score: float) -> None:
-    assert score_exact({"answer": "Paris"}, said(text), options) == score
+def test_exact_reward(text: str, options: dict[str, Any], score: float) -> None:
+    assert score_exact({"answer": "Paris"}, make_turns(text), options) == score
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_exact(text: str, options: dict[str, Any], score: float) -> None:
         ("none", r"#(?P<answer>\d+)", 0.0),
     ],
 )
-def test_regex(text: str, pattern: str, score: float) -> None:
-    assert score_regex({"answer": 42}, said(text), {"pattern": pattern}) == score
+def test_regex_reward(text: str, pattern: str, score: float) -> None:
+    assert score_regex({"answer": 42}, make_turns(text), {"pattern": pattern}) == score
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_regex(text: str, pattern: str, score: float) -> None:
         ("", 0.0),
     ],
 )
-def test_choice(text: str, score: float) -> None:
-    assert score_choice({"answer": "(b)"}, said(text), {}) == score
+def test_choice_reward(text: str, score: float) -> None:
+    assert score_choice({"answer": "(b)"}, make_turns(text), {}) == score
 
 
 @pytest.mark.parametrize(
@@ -97,25 +97,25 @@ def test_calculator(expression: str, value: str) -> None:
 
 
 @given(st.text(alphabet="0123456789+-*/%^(). episqrt", max_size=40))
-def test_the_calculator_always_answers_with_text(expression: str) -> None:
+def test_calculator_always_returns_text(expression: str) -> None:
     assert isinstance(calculate(expression), str)
 
 
-def test_an_answer_is_the_last_turn_of_the_model() -> None:
-    turns = [*said("first"), {"role": "tool", "value": 1}, *said("last$$")]
+def test_answer_is_the_models_last_turn() -> None:
+    turns = [*make_turns("first"), {"role": "tool", "value": 1}, *make_turns("last$$")]
     assert extract_answer(turns, {"strip": "$"}) == "last"
     assert extract_answer(turns[:2], {}) == "first", "a tool may end a trajectory"
     assert extract_answer(turns[1:2], {}) is None
     assert extract_answer([], {}) is None
 
 
-CUT: dict[str, Any] = {"role": "model", "text": "8", "stop": "", "truncated": True}
+TRUNCATED_TURN: dict[str, Any] = {"role": "model", "text": "8", "stop": "", "truncated": True}
 NO_ANSWERS = [
-    [CUT],
-    [CUT | {"text": "7; so 8;", "stop": ";"}, {"role": "tool", "value": 1}],
-    said("<think>8"),
-    said("[THINK]8"),
-    said("<think>7</think><think>8"),
+    [TRUNCATED_TURN],
+    [TRUNCATED_TURN | {"text": "7; so 8;", "stop": ";"}, {"role": "tool", "value": 1}],
+    make_turns("<think>8"),
+    make_turns("[THINK]8"),
+    make_turns("<think>7</think><think>8"),
     [],
 ]
 ANSWERS = {
@@ -129,8 +129,8 @@ ANSWERS = {
 }
 
 
-def test_there_is_one_definition_of_the_answer() -> None:
-    """The same turns have an answer, or none, for every reward; judges: test_judge.py."""
+def test_all_rewards_extract_the_same_answer() -> None:
+    """Check that all rewards agree on the answer of a trajectory; for judges, see test_judge.py."""
     row = {"answer": 8}
     for turns in NO_ANSWERS:
         assert extract_answer(turns, {}) is None, turns
@@ -138,52 +138,52 @@ def test_there_is_one_definition_of_the_answer() -> None:
         assert score_choice({"answer": "A"}, turns, {}) == 0.0
     for text, answer in ANSWERS.items():
         assert strip_reasoning(text) == answer, text
-        assert score_exact(row, said(text), {}) == 1.0, text
-        assert score_regex(row, said(text), {"pattern": "^(?P<answer>.)$"}) == 1.0, text
-        assert score_regex(row, said(text), {"pattern": "7"}) == 0.0, "reasoning is no answer"
-    last = CUT | {"text": "8;", "stop": ";"}
+        assert score_exact(row, make_turns(text), {}) == 1.0, text
+        assert score_regex(row, make_turns(text), {"pattern": "^(?P<answer>.)$"}) == 1.0, text
+        assert score_regex(row, make_turns(text), {"pattern": "7"}) == 0.0, "reasoning is no answer"
+    last = TRUNCATED_TURN | {"text": "8;", "stop": ";"}
     assert score_exact(row, [last], {}) == 1.0, "the last of max_turns is whole"
 
 
-def test_a_pattern_that_names_the_reasoning_is_looked_for_in_the_whole_turn() -> None:
-    form = r"^<think>.+</think>\s*<answer>.+</answer>$"
-    turns = said("<think>7 + 1</think>\n<answer>8</answer>")
-    assert score_regex({}, turns, {"pattern": form}) == 1.0
-    assert score_regex({}, said("<answer>8</answer>"), {"pattern": form}) == 0.0
-    assert score_regex({}, said("<think>I think 8</think>7"), {"pattern": "think 8"}) == 0.0
+def test_pattern_with_reasoning_tags_searches_the_whole_turn() -> None:
+    pattern = r"^<think>.+</think>\s*<answer>.+</answer>$"
+    turns = make_turns("<think>7 + 1</think>\n<answer>8</answer>")
+    assert score_regex({}, turns, {"pattern": pattern}) == 1.0
+    assert score_regex({}, make_turns("<answer>8</answer>"), {"pattern": pattern}) == 0.0
+    assert score_regex({}, make_turns("<think>I think 8</think>7"), {"pattern": "think 8"}) == 0.0
 
 
-def test_a_sum_of_parts_is_rounded_once_and_finite() -> None:
-    ones = [CallResult("ok", 1.0, "")] * 3
-    assert sum_rewards([0.7, 0.2, 0.1], ones) == CallResult("ok", 1.0, "")
+def test_reward_sum_is_rounded_once_and_finite() -> None:
+    results = [CallResult("ok", 1.0, "")] * 3
+    assert sum_rewards([0.7, 0.2, 0.1], results) == CallResult("ok", 1.0, "")
     assert sum_rewards([0.1] * 10, [CallResult("ok", 1.0, "")] * 10).value == 1.0
     for weights in ([1e308, 1e308, 1.0], [2.0, -2.0, 1.0]):
-        large = [
+        large_results = [
             CallResult("ok", 1.7e308, ""),
             CallResult("ok", 1.7e308, ""),
             CallResult("ok", 1.0, ""),
         ]
-        found = sum_rewards(weights, large)
-        assert (found.status, found.value) == ("bad_value", None)
-        assert "not finite" in found.error
+        total = sum_rewards(weights, large_results)
+        assert (total.status, total.value) == ("bad_value", None)
+        assert "not finite" in total.error
 
 
-def test_a_sum_is_a_score_only_if_every_part_is() -> None:
-    whole = [CallResult("ok", 1.0, ""), CallResult("ok", 0.5, "")]
-    assert sum_rewards([1.0, -0.5], whole) == CallResult("ok", 0.75, "")
-    failed = CallResult("timeout", None, "late")
-    assert sum_rewards([1.0, 0.0], [whole[0], failed]) is failed
+def test_reward_sum_needs_every_part() -> None:
+    results = [CallResult("ok", 1.0, ""), CallResult("ok", 0.5, "")]
+    assert sum_rewards([1.0, -0.5], results) == CallResult("ok", 0.75, "")
+    failed_result = CallResult("timeout", None, "late")
+    assert sum_rewards([1.0, 0.0], [results[0], failed_result]) is failed_result
 
 
-def of_identity(count: int) -> tuple[dict[str, Any], str]:
-    """Tests of a function `f` that returns what it is given, as cases and in Python."""
+def make_identity_tests(count: int) -> tuple[dict[str, Any], str]:
+    """Return tests of a function `f` that returns its argument, as cases and in Python."""
     cases = [{"args": [x], "output": x} for x in range(count)]
     python = "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(count))
     return {"function": "f", "cases": cases}, "from solution import f\n" + python
 
 
 @pytest.mark.needs("bwrap")
-async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) -> None:
+async def test_invalid_tests_give_an_error_and_no_score(launcher: JailLauncher) -> None:
     source = "def f(x):\n    return x"
     for tests in (
         "def test_f(:",
@@ -194,52 +194,52 @@ async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) ->
         [{"input": "x"}],
         None,
     ):
-        answer = await graded(launcher, tests, source)
+        answer = await grade(launcher, tests, source)
         assert answer.status in ("bad_value", "raised") and answer.value is None, (tests, answer)
-    unsupported = await graded(launcher, "import missing_module\ndef test_f(): pass", source)
+    unsupported = await grade(launcher, "import missing_module\ndef test_f(): pass", source)
     assert unsupported.status == "unsupported" and "missing_module" in unsupported.error
     for tests, score in (
         ("from solution import g\ndef test_g(): pass", 0.0),
         ("from solution import f\ndef test_f():\n    assert f(2) == 2", 1.0),
     ):
-        assert (await graded(launcher, tests, source)).value == score
+        assert (await grade(launcher, tests, source)).value == score
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
-async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLauncher) -> None:
+async def test_hanging_or_crashing_case_fails_alone(launcher: JailLauncher) -> None:
     source = "def f(x):\n    if x == 2:\n        while True: pass\n    if x == 3:\n"
     source += "        import os; os._exit(0)\n    return x"
-    for tests in of_identity(5):
-        answer = await graded(launcher, tests, source, case_s=min(2.0, scaled(0.5)))
+    for tests in make_identity_tests(5):
+        answer = await grade(launcher, tests, source, case_s=min(2.0, scaled(0.5)))
         assert answer == CallResult("ok", 0.6, "")
 
 
 @pytest.mark.deep
 @pytest.mark.needs("bwrap")
-async def test_limits_are_of_each_case(launcher: JailLauncher) -> None:
+async def test_limits_apply_to_each_case(launcher: JailLauncher) -> None:
     source = "import time\ndef f(x):\n    end = time.process_time() + 0.2\n"
     source += "    while time.process_time() < end: pass\n    return x"
-    for tests in of_identity(5):
-        answer = await graded(launcher, tests, source, case_s=min(0.8, scaled(0.35)))
+    for tests in make_identity_tests(5):
+        answer = await grade(launcher, tests, source, case_s=min(0.8, scaled(0.35)))
         assert answer == CallResult("ok", 1.0, "")
 
 
 @pytest.mark.needs("bwrap")
-async def test_all_or_nothing(launcher: JailLauncher) -> None:
+async def test_score_without_partial_credit_is_zero_or_one(launcher: JailLauncher) -> None:
     options: dict[str, Any] = {"partial": False, "prefix": "def f(x): "}
     cases = [{"args": [x], "output": x * 2} for x in (0, 1, 2)]
     for source, score in (("return x + x", 1.0), ("return x * x", 0.0)):
         tests = {"function": "f", "cases": cases}
-        assert (await graded(launcher, tests, source, **options)).value == score
+        assert (await grade(launcher, tests, source, **options)).value == score
 
 
 @pytest.mark.needs("bwrap")
-async def test_a_program_that_exits_between_cases_gains_nothing(launcher: JailLauncher) -> None:
+async def test_program_that_exits_between_cases_scores_zero(launcher: JailLauncher) -> None:
     source = "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()\n"
     source += "def f(x):\n    import time\n    time.sleep(0.2)\n    return x"
-    for tests in of_identity(4):
-        assert await graded(launcher, tests, source, case_s=1.0) == CallResult("ok", 0.0, "")
+    for tests in make_identity_tests(4):
+        assert await grade(launcher, tests, source, case_s=1.0) == CallResult("ok", 0.0, "")
 
 
 FORGED = """
@@ -280,9 +280,11 @@ GCD = Vector = Yes
 
 
 @pytest.mark.needs("bwrap")
-async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailLauncher) -> None:
-    assert (await graded(launcher, FORGED, VECTORS)).value == 1.0
-    assert (await graded(launcher, FORGED, YES)).value == 0.0
+async def test_equality_of_a_class_under_test_is_used_only_if_correct(
+    launcher: JailLauncher,
+) -> None:
+    assert (await grade(launcher, FORGED, VECTORS)).value == 1.0
+    assert (await grade(launcher, FORGED, YES)).value == 0.0
 
 
 @pytest.mark.rotating(3)
@@ -320,30 +322,30 @@ async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailL
     ],
     ids=["huge", "wide", "module", "parameters", "deep frame", "odd frame", "odd name"],
 )
-async def test_a_wrong_answer_never_becomes_an_error_that_spares_it_the_zero(
+async def test_wrong_answer_scores_zero_instead_of_causing_an_error(
     launcher: JailLauncher, tests: Any, source: str
 ) -> None:
-    assert await graded(launcher, tests, source, case_s=1.0) == CallResult("ok", 0.0, "")
+    assert await grade(launcher, tests, source, case_s=1.0) == CallResult("ok", 0.0, "")
 
 
 @pytest.mark.needs("bwrap")
-async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: JailLauncher) -> None:
+async def test_methods_sets_and_fast_input_are_graded(launcher: JailLauncher) -> None:
     source = "class Solution:\n    def __init__(self): self.seen = set()\n"
     source += "    def f(self, x):\n        self.seen |= {x, 10}\n        return self.seen"
     cases = [{"args": [2], "output": [2, 10]}, {"args": [3], "output": [3, 10]}]
     row: dict[str, Any] = {"tests": {"function": "Solution.f", "cases": cases}}
-    assert (await graded(launcher, row["tests"], source)).value == 1.0
+    assert (await grade(launcher, row["tests"], source)).value == 1.0
     source = (
         "import sys\ninput = sys.stdin.buffer.readline\nprint(sum(1 for _ in iter(input, b'')))"
     )
     row = {"tests": [{"input": "line of words\n" * 100_000, "output": "100000"}]}
-    assert (await graded(launcher, row["tests"], source)).value == 1.0
+    assert (await grade(launcher, row["tests"], source)).value == 1.0
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
-async def test_an_answer_that_hangs_in_every_case_is_given_up(launcher: JailLauncher) -> None:
+async def test_grading_stops_early_if_every_case_hangs(launcher: JailLauncher) -> None:
     cases = [{"input": "", "output": str(x)} for x in range(200)]
-    hung = await graded(launcher, cases, "while True: pass", case_s=0.2)
-    assert hung == CallResult("ok", 0.0, "")
+    answer = await grade(launcher, cases, "while True: pass", case_s=0.2)
+    assert answer == CallResult("ok", 0.0, "")
     assert launcher.started_count <= 8

@@ -1,4 +1,4 @@
-"""Tests in Python in two jails: what they use works, and what a solution claims does not count."""
+"""Python tests in two jails: supported features, and claims of a solution that do not count."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from meshrl.services.sandbox.isolation.jails.jail import Jail, JailFailed, Progr
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
-from tests.unit.sandbox.grading.graded import Judge, rows
+from tests.unit.sandbox.grading.graders import BatchGrader, read_rows
 
-CASE_S = 4.0  # nothing of these takes time, but the host may
-ROWS = rows("rows.toml", "row")
+CASE_S = 4.0  # these take no time, but the host may be busy
+ROWS = read_rows("rows.toml", "row")
 
 
-async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: float = 0.0) -> str:
+async def run_isolated(
+    launcher: JailLauncher, solution: str, tests: str, case_s: float = 0.0
+) -> str:
     slots, options = JailSlots(SystemClock(), 2), {"case_s": case_s or scaled(CASE_S)}
     attempt = GradingAttempt(launcher, slots, JailLimits(), options)
     return "".join("01"[one] for one in await isolated_tests.run_tests(attempt, solution, tests))
@@ -33,13 +35,13 @@ async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: floa
 @pytest.mark.needs("bwrap")
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
-async def test_tests_as_people_write_them(launcher: JailLauncher, row: dict[str, str]) -> None:
+async def test_common_test_styles_are_graded(launcher: JailLauncher, row: dict[str, str]) -> None:
     if row["passed"] == "unsupported":
         with pytest.raises(UnsupportedTests):
-            await passed(launcher, row["solution"], row["tests"])
+            await run_isolated(launcher, row["solution"], row["tests"])
         return
-    found = await passed(launcher, row["solution"], row["tests"])
-    assert found == ("1" * len(found) if row["passed"] == "all" else row["passed"])
+    passed = await run_isolated(launcher, row["solution"], row["tests"])
+    assert passed == ("1" * len(passed) if row["passed"] == "all" else row["passed"])
 
 
 EQUAL = """
@@ -86,8 +88,10 @@ f = Point = type(unittest.mock.ANY)
 
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("solution", [EQUAL, BORROWED], ids=["own", "borrowed"])
-async def test_an_all_equal_object_equals_nothing(launcher: JailLauncher, solution: str) -> None:
-    assert set(await passed(launcher, solution, DATA)) == {"0"}
+async def test_object_that_equals_everything_equals_nothing(
+    launcher: JailLauncher, solution: str
+) -> None:
+    assert set(await run_isolated(launcher, solution, DATA)) == {"0"}
 
 
 ALIASED = """
@@ -109,11 +113,11 @@ def h(): return Number(3)
 
 
 @pytest.mark.needs("bwrap")
-async def test_what_derives_from_data_is_compared_by_what_it_holds(launcher: JailLauncher) -> None:
+async def test_subclasses_of_data_types_are_compared_by_content(launcher: JailLauncher) -> None:
     tests = "from solution import f, g, h\ndef test_f(): assert f() == [1, 2]\n"
     tests += "def test_g(): assert g() == 'yes'\ndef test_h(): assert h() == 4\n"
     tests += "def test_difference(): assert h() - 4 == 0\ndef test_right(): assert f() == [3]\n"
-    assert await passed(launcher, ALIASED, tests) == "00001"
+    assert await run_isolated(launcher, ALIASED, tests) == "00001"
 
 
 @pytest.mark.needs("bwrap")
@@ -127,36 +131,36 @@ async def test_what_derives_from_data_is_compared_by_what_it_holds(launcher: Jai
     ],
     ids=["sleeps", "spins", "sleeps at once"],
 )
-async def test_a_case_that_hangs_costs_its_limit(
+async def test_hanging_case_costs_only_its_limit(
     launcher: JailLauncher, solution: str, tests: int
 ) -> None:
     source = "from solution import f\n"
     source += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(tests))
-    begun, case_s = time.monotonic(), min(1.5, scaled(0.3))
-    found = await passed(launcher, solution, source, case_s)
-    assert found == ("101" if tests == 3 else "0")
-    # By ten times the limit and ten seconds it was 13.
-    assert time.monotonic() - begun < scaled(9.0)
+    start_s, case_s = time.monotonic(), min(1.5, scaled(0.3))
+    passed = await run_isolated(launcher, solution, source, case_s)
+    assert passed == ("101" if tests == 3 else "0")
+    # With a limit of ten times and ten seconds it took 13 s.
+    assert time.monotonic() - start_s < scaled(9.0)
 
 
 @pytest.mark.needs("bwrap")
-async def test_time_in_which_the_tests_work_is_not_the_solutions(launcher: JailLauncher) -> None:
+async def test_time_of_the_tests_does_not_count_for_the_solution(launcher: JailLauncher) -> None:
     source = "import time\nfrom solution import f\ndef test_f():\n    for _ in range(3):\n"
     source += "        time.sleep(0.3)\n        assert f() == 1"
-    assert await passed(launcher, "def f(): return 1", source, min(0.85, scaled(0.6))) == "1"
+    assert await run_isolated(launcher, "def f(): return 1", source, min(0.85, scaled(0.6))) == "1"
 
 
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize(
-    ("tests", "named"),
+    ("tests", "error"),
     [
         ("import pytest\nx = getattr(pytest, 'stash')\ndef test_f(): pass", "pytest.stash"),
         ("import threading\nfrom solution import f\ndef test_f(): f(threading.Lock())", "lock"),
     ],
 )
-async def test_what_cannot_be_done_is_named(launcher: JailLauncher, tests: str, named: str) -> None:
-    with pytest.raises(UnsupportedTests, match=named):
-        await passed(launcher, "def f(x): return x", tests)
+async def test_unsupported_feature_is_named(launcher: JailLauncher, tests: str, error: str) -> None:
+    with pytest.raises(UnsupportedTests, match=error):
+        await run_isolated(launcher, "def f(x): return x", tests)
 
 
 CLIMBS = """
@@ -180,7 +184,7 @@ def f(*given):
 
 
 @pytest.mark.needs("bwrap")
-async def test_a_solution_reaches_no_more_of_what_it_is_handed(launcher: JailLauncher) -> None:
+async def test_solution_cannot_reach_internals_of_its_arguments(launcher: JailLauncher) -> None:
     tests = """
 from unittest.mock import Mock
 from solution import f
@@ -200,34 +204,36 @@ def test_mock():
     f(m)
     m.assert_called_once_with(3)
 """
-    assert await passed(launcher, CLIMBS, tests) == "00000"
+    assert await run_isolated(launcher, CLIMBS, tests) == "00000"
 
 
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("kind", ["def", "async def"])
-async def test_a_solution_hides_no_assert_of_a_callback(launcher: JailLauncher, kind: str) -> None:
-    waits = "await " if kind != "def" else ""
-    call = "asyncio.run(visit(check))" if waits else "visit(check)"
+async def test_solution_cannot_suppress_asserts_of_a_callback(
+    launcher: JailLauncher, kind: str
+) -> None:
+    await_keyword = "await " if kind != "def" else ""
+    call = "asyncio.run(visit(check))" if await_keyword else "visit(check)"
     tests = f"import asyncio\nfrom solution import visit\n{kind} check(value):\n"
     tests += f"    assert value == 41\ndef test_visit():\n    {call}\n"
     body = "    try:\n        {0}f({1})\n    except {2}: {3}\n"
-    for value, caught, then in ((41, "BaseException", "pass"), (41, "ValueError", "pass")):
-        source = f"{kind} visit(f):\n" + body.format(waits, value, caught, then)
-        assert await passed(launcher, source, tests) == "1"
-    for caught, then in (("BaseException", "raise"), ("ValueError", "pass")):
-        source = f"{kind} visit(f):\n" + body.format(waits, 40, caught, then)
-        assert await passed(launcher, source, tests) == "0"
+    for value, exception, handler in ((41, "BaseException", "pass"), (41, "ValueError", "pass")):
+        source = f"{kind} visit(f):\n" + body.format(await_keyword, value, exception, handler)
+        assert await run_isolated(launcher, source, tests) == "1"
+    for exception, handler in (("BaseException", "raise"), ("ValueError", "pass")):
+        source = f"{kind} visit(f):\n" + body.format(await_keyword, 40, exception, handler)
+        assert await run_isolated(launcher, source, tests) == "0"
         expected = tests.replace(call, f"with pytest.raises(AssertionError): {call}")
-        assert await passed(launcher, source, "import pytest\n" + expected) == "1"
-    source = f"{kind} visit(f):\n" + body.format(waits, 40, "BaseException", "pass")
+        assert await run_isolated(launcher, source, "import pytest\n" + expected) == "1"
+    source = f"{kind} visit(f):\n" + body.format(await_keyword, 40, "BaseException", "pass")
     with pytest.raises(
         UnsupportedTests, match="callback of the tests and the solution kept"
     ) as error:
-        await passed(launcher, source, tests)
+        await run_isolated(launcher, source, tests)
     assert error.value.is_caused_by_solution
 
 
-LINES = {  # a program, and the names of its prelude in their order
+LINES = {  # a program, and the sorted names of its prelude
     "def f(a: List[int]) -> Optional[int]: return a": "List Optional",
     "def f(a: 'List[int]'): return a": "List",
     "from typing import *\ndef f(a: List[int]): return a": "List",
@@ -258,23 +264,23 @@ PLAIN = "def total(nums: List[int]) -> int: return sum(nums)"
 def test_prelude_imports_only_names_that_a_program_lacks() -> None:
     for program, names in LINES.items():
         prelude = build_prelude(program)
-        found = [line.split()[-1] for line in prelude.splitlines() if "import" in line]
-        assert " ".join(sorted(found)) == names, program
+        imported = [line.split()[-1] for line in prelude.splitlines() if "import" in line]
+        assert " ".join(sorted(imported)) == names, program
         exec(prelude, {})
 
 
 @pytest.mark.needs("bwrap")
 async def test_solutions_without_imports_are_graded(launcher: JailLauncher) -> None:
     cases = [{"args": [[1, 2, 3]], "output": [[1, 2], [1, 3], [2, 3]]}]
-    graded = {
+    programs = {
         "method": ({"function": "Solution.pairs", "cases": cases}, SOLUTION),
         "bare name": ({"function": "steps", "cases": [{"args": [5], "output": 8}]}, SOLUTION),
         "function": ({"function": "f", "cases": [{"args": [[1, -2]], "output": 1}]}, BARE),
         "unit": (NAMES, SOLUTION),
         "wrong": ({"function": "total", "cases": [{"args": [[1]], "output": 2}]}, PLAIN),
     }
-    scores = dict.fromkeys(graded, 1.0) | {"wrong": 0.0}
-    assert await Judge(launcher).all(graded) == scores
+    scores = dict.fromkeys(programs, 1.0) | {"wrong": 0.0}
+    assert await BatchGrader(launcher).grade_all(programs) == scores
 
 
 SHORT_CASE_S, LAG_S = 0.2, 0.6
@@ -285,50 +291,52 @@ SLEEPS = "import time\ntime.sleep(1000)\n" + RIGHT
 OPTIONS = {"case_s": SHORT_CASE_S}
 
 
-class Lagging:
-    """A launcher in a process that stands still after each jail that it has opened."""
+class LaggingLauncher:
+    """Launcher in a process that is blocked after each jail that it has opened."""
 
     def __init__(self, launcher: JailLauncher) -> None:
         self._launcher = launcher
-        self.clock, self.tier, self.opened = launcher.clock, launcher.tier, 0
+        self.clock, self.tier, self.opened_count = launcher.clock, launcher.tier, 0
 
     async def open(self, *arguments: Any, **options: Any) -> Jail:
         jail = await self._launcher.open(*arguments, **options)
-        self.opened += 1
+        self.opened_count += 1
         time.sleep(LAG_S)  # noqa: ASYNC251 - the loop stands still
         return jail
 
 
-def graded(launcher: Any) -> CodeGrader:
+def make_grader(launcher: Any) -> CodeGrader:
     return CodeGrader(launcher, JailSlots(SystemClock(), 4), JailLimits(), OPTIONS)
 
 
 @pytest.mark.needs("bwrap")
 async def test_right_program_passes_when_its_first_call_is_late(launcher: JailLauncher) -> None:
     for tests, jails in ((CALLS, 1), (UNIT, 2)):
-        lagging = Lagging(launcher)
+        lagging_launcher = LaggingLauncher(launcher)
         turns = [{"role": "model", "text": RIGHT}]
-        answer = await graded(lagging).compute_reward({"tests": tests}, turns)
-        assert (answer.status, answer.value, lagging.opened) == ("ok", 1.0, jails), tests
+        answer = await make_grader(lagging_launcher).compute_reward({"tests": tests}, turns)
+        assert (answer.status, answer.value, lagging_launcher.opened_count) == ("ok", 1.0, jails), (
+            tests
+        )
 
 
 @pytest.mark.needs("bwrap")
 async def test_program_that_sleeps_at_its_start_is_not_passed(launcher: JailLauncher) -> None:
     for tests in (CALLS, UNIT):
-        answer = await graded(launcher).compute_reward(
+        answer = await make_grader(launcher).compute_reward(
             {"tests": tests}, [{"role": "model", "text": SLEEPS}]
         )
         assert (answer.status, answer.value) == ("ok", 0.0), tests
 
 
 def test_starved_jails_are_retried_and_then_a_typed_error() -> None:
-    launcher: Any = Lagging.__new__(Lagging)
+    launcher: Any = LaggingLauncher.__new__(LaggingLauncher)
     launcher.clock = SystemClock()
     attempt = GradingAttempt(launcher, JailSlots(launcher.clock, 1), JailLimits(), OPTIONS)
-    ran = ProgramResult(
+    result = ProgramResult(
         "timeout", b"", b"", -9, cpu_s=0.01, wall_s=22.0, is_wall_timeout=True, is_starved=True
     )
     for _ in range(MAX_STARVED_JAILS):
-        attempt.count_starved(ran)
+        attempt.count_starved(result)
     with pytest.raises(JailFailed, match=r"no time to run.*0.01 s of CPU time in 22 s"):
-        attempt.count_starved(ran)
+        attempt.count_starved(result)

@@ -1,4 +1,4 @@
-"""Answers whose worth is known are graded right: maths pairs, and programs with their tests."""
+"""Grading of answers with known results: maths pairs, and programs with their tests."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from tests.load import scaled
 KNOWN = Path(__file__).parents[3] / "known"
 
 
-def rows(name: str) -> list[dict[str, Any]]:
+def read_rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (KNOWN / name).read_text().splitlines()]
 
 
-MATHS = rows("maths.jsonl")
-CODING = rows("coding.jsonl")
+MATHS = read_rows("maths.jsonl")
+CODING = read_rows("coding.jsonl")
 
 
 @pytest.mark.rotating(4)
 @pytest.mark.group("maths")  # sympy is imported by one worker
 @pytest.mark.parametrize("family", sorted({row["family"] for row in MATHS}))
-def test_maths_pairs_are_graded_right(family: str) -> None:
+def test_maths_pairs_are_graded_correctly(family: str) -> None:
     from meshrl.services.sandbox.grading.mathematics.math_reward import is_equal
 
     pairs = [row for row in MATHS if row["family"] == family]
     assert len(pairs) >= 15
-    said = [(row, strip_reasoning(row["answer"])) for row in pairs]
+    answers = [(row, strip_reasoning(row["answer"])) for row in pairs]
     wrong = [
         row
-        for row, text in said
+        for row, text in answers
         if (text is not None and is_equal(row["gold"], text)) != row["right"]
     ]
     assert wrong == []
@@ -71,19 +71,21 @@ def test_maths_pairs_are_graded_right(family: str) -> None:
         ("8", r"<think>7</think>\boxed{8}", True),
     ],
 )
-def test_golds_and_answers_as_people_write_them(gold: str, answer: str, right: bool) -> None:
+def test_common_notations_of_golds_and_answers_are_graded(
+    gold: str, answer: str, right: bool
+) -> None:
     from meshrl.services.sandbox.grading.mathematics.math_reward import is_equal
 
-    said = strip_reasoning(answer)
-    assert (said is not None and is_equal(gold, said)) is right
+    stripped = strip_reasoning(answer)
+    assert (stripped is not None and is_equal(gold, stripped)) is right
 
 
-def test_there_are_pairs_of_both_kinds() -> None:
+def test_maths_pairs_include_right_and_wrong_answers() -> None:
     assert len(MATHS) >= 200
     assert 0.3 < sum(row["right"] for row in MATHS) / len(MATHS) < 0.7
 
 
-ENDLESS = [
+ENDLESS_ANSWERS = [
     r"\boxed{1000000!}",
     r"\boxed{10^{10^9}}",
     r"\boxed{\binom{10^9}{10^8}}",
@@ -96,8 +98,8 @@ ENDLESS = [
     "7 " * 40_000,
     r"\boxed{\int_0^{\infty} \frac{x^{99}}{e^x-1} \sin(x^x) dx}",
 ]
-# A process for each, as an answer may end it; they share the imports.
-TELLS = """
+# One process per answer, as an answer may end it; they share the imports.
+GRADE_EACH_PROGRAM = """
 import json, os, sys
 from meshrl.services.sandbox.grading.mathematics import math_reward
 math_reward.PAIR_CPU_LIMIT_S = 0.5
@@ -111,64 +113,66 @@ for answer in json.load(sys.stdin):
 
 
 @pytest.fixture(scope="module")
-def told() -> list[str]:
-    """What each endless answer came to, once all have ended by themselves."""
-    done = subprocess.run(
-        [sys.executable, "-c", TELLS],
-        input=json.dumps(ENDLESS),
+def endless_results() -> list[str]:
+    """Return the result of each endless answer, once all processes have ended."""
+    completed = subprocess.run(
+        [sys.executable, "-c", GRADE_EACH_PROGRAM],
+        input=json.dumps(ENDLESS_ANSWERS),
         cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
         timeout=scaled(100),
     )
-    found = done.stdout.splitlines()
-    assert len(found) == len(ENDLESS), done.stderr
-    return found
+    lines = completed.stdout.splitlines()
+    assert len(lines) == len(ENDLESS_ANSWERS), completed.stderr
+    return lines
 
 
 @pytest.mark.deep
 @pytest.mark.group("endless answers")
-@pytest.mark.parametrize("place", range(len(ENDLESS)), ids=[answer[:20] for answer in ENDLESS])
-def test_an_answer_that_takes_for_ever_is_soon_wrong(told: list[str], place: int) -> None:
-    assert told[place] == "False"
+@pytest.mark.parametrize(
+    "index", range(len(ENDLESS_ANSWERS)), ids=[answer[:20] for answer in ENDLESS_ANSWERS]
+)
+def test_endless_answer_is_graded_wrong_in_time(endless_results: list[str], index: int) -> None:
+    assert endless_results[index] == "False"
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("style", ["stdin", "calls", "pytest"])
-async def test_programs_are_graded_right(launcher: JailLauncher, style: str) -> None:
-    grading = CodeGrader(launcher, JailSlots(SystemClock(), 4), JailLimits(), {})
+async def test_programs_are_graded_correctly(launcher: JailLauncher, style: str) -> None:
+    grader = CodeGrader(launcher, JailSlots(SystemClock(), 4), JailLimits(), {})
 
-    async def graded(row: dict[str, Any], source: str) -> Any:
+    async def grade(row: dict[str, Any], source: str) -> Any:
         text = f"I think so:\n```python\n{source}\n```\nThat is it."
         turns = [{"role": "model", "text": text}]
-        answer = await grading.compute_reward({"tests": row["tests"]}, turns)
+        answer = await grader.compute_reward({"tests": row["tests"]}, turns)
         assert answer.status == "ok", (row["name"], answer)
         return answer.value
 
     problems = [row for row in CODING if row["style"] == style]
     assert len(problems) >= 16
-    right = await asyncio.gather(*(graded(row, row["right"]) for row in problems))
+    right = await asyncio.gather(*(grade(row, row["right"]) for row in problems))
     scores = dict(zip((row["name"] for row in problems), right, strict=True))
     assert scores == dict.fromkeys(scores, 1.0)
-    subtly = [(row, source) for row in problems for source in row["wrong"]]
-    assert len(subtly) == 2 * len(problems)
-    partly = await asyncio.gather(*(graded(row, source) for row, source in subtly))
-    unjust = [
+    subtle_errors = [(row, source) for row in problems for source in row["wrong"]]
+    assert len(subtle_errors) == 2 * len(problems)
+    partial_scores = await asyncio.gather(*(grade(row, source) for row, source in subtle_errors))
+    wrong_scores = [
         (row["name"], score)
-        for (row, _), score in zip(subtly, partly, strict=True)
+        for (row, _), score in zip(subtle_errors, partial_scores, strict=True)
         if not 0 < score < 1
     ]
-    assert unjust == []
+    assert wrong_scores == []
 
 
-def test_there_are_fifty_coding_problems() -> None:
+def test_coding_set_has_fifty_problems() -> None:
     assert len(CODING) >= 50
     assert len(Counter(row["name"] for row in CODING)) == len(CODING)
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "equal"),
+    ("result", "expected", "equal"),
     [
         (2, 2.0, True),
         (0.1 + 0.2, 0.3, True),
@@ -183,5 +187,5 @@ def test_there_are_fifty_coding_problems() -> None:
         (None, 0, False),
     ],
 )
-def test_values_are_compared_as_json(found: Any, wanted: Any, equal: bool) -> None:
-    assert is_equal(found, wanted, Tolerance()) is equal
+def test_values_are_compared_as_json(result: Any, expected: Any, equal: bool) -> None:
+    assert is_equal(result, expected, Tolerance()) is equal

@@ -1,4 +1,4 @@
-"""Tests in Python under the real pytest: what is passed, and what a program cannot change."""
+"""Python tests under the real pytest: scores, and manipulations that have no effect."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interprete
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.outcomes import CallResult
 from tests.load import scaled
-from tests.unit.sandbox.grading.graded import graded as grade
-from tests.unit.sandbox.grading.graded import rows
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.grading.graders import grade, read_rows
+from tests.unit.sandbox.launching import open_launcher
 
 pytestmark = [pytest.mark.needs("bwrap"), pytest.mark.group("real pytest")]
 ADD = "def add(a, b):\n    return a + b\n"
@@ -26,17 +25,21 @@ ADD = "def add(a, b):\n    return a + b\n"
 async def suites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PytestJails]:
     log = tmp_path_factory.mktemp("suites") / "jails.log"
     interpreter = add_pytest(Interpreter.default())
-    async with launching(log, interpreter=interpreter, homes=cgroups.find_parents()) as made:
-        await made.start()
-        yield PytestJails(made)
+    async with open_launcher(
+        log, interpreter=interpreter, homes=cgroups.find_parents()
+    ) as launcher:
+        await launcher.start()
+        yield PytestJails(launcher)
 
 
-async def graded(suites: PytestJails, tests: str, source: str, **options: Any) -> CallResult:
+async def grade_with_pytest(
+    suites: PytestJails, tests: str, source: str, **options: Any
+) -> CallResult:
     options = {"runner": "pytest", **options}
     return await grade(suites.launcher, tests, source, suites, **options)
 
 
-USUAL = """
+COMMON_TESTS = """
 import pytest, unittest
 from solution import add
 
@@ -88,27 +91,33 @@ def test_torn(torn): pass
 
 @pytest.mark.rotating(3)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_share_of_what_pytest_passes(suites: PytestJails) -> None:
-    assert await graded(suites, USUAL, ADD) == CallResult("ok", 5 / 6, "")
-    assert await graded(suites, USUAL, ADD, partial=False) == CallResult("ok", 0.0, "")
-    assert await graded(suites, USUAL, "def add(a, b): return 0") == CallResult("ok", 1 / 6, "")
-    assert await graded(suites, USUAL, "def sub(a, b): return 0") == CallResult("ok", 0.0, "")
-    assert await graded(suites, OUTCOMES, ADD) == CallResult("ok", 1 / 6, "")
+async def test_score_is_the_share_of_passed_tests(suites: PytestJails) -> None:
+    assert await grade_with_pytest(suites, COMMON_TESTS, ADD) == CallResult("ok", 5 / 6, "")
+    assert await grade_with_pytest(suites, COMMON_TESTS, ADD, partial=False) == CallResult(
+        "ok", 0.0, ""
+    )
+    assert await grade_with_pytest(suites, COMMON_TESTS, "def add(a, b): return 0") == CallResult(
+        "ok", 1 / 6, ""
+    )
+    assert await grade_with_pytest(suites, COMMON_TESTS, "def sub(a, b): return 0") == CallResult(
+        "ok", 0.0, ""
+    )
+    assert await grade_with_pytest(suites, OUTCOMES, ADD) == CallResult("ok", 1 / 6, "")
 
 
 @pytest.mark.deep
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_test_that_hangs_or_ends_its_process_costs_only_itself(suites: PytestJails) -> None:
+async def test_hanging_or_exiting_test_fails_alone(suites: PytestJails) -> None:
     tests = "from solution import f\nimport pytest\n"
     tests += "@pytest.mark.parametrize('x', range(6))\ndef test_f(x): assert f(x) == x\n"
     source = "import os\ndef f(x):\n    while x == 2: pass\n    if x == 3: os._exit(0)\n"
     source += "    if x == 4: raise KeyboardInterrupt\n    return x"
-    assert await graded(suites, tests, source, case_s=min(2.0, scaled(0.5))) == CallResult(
-        "ok", 0.5, ""
-    )
+    assert await grade_with_pytest(
+        suites, tests, source, case_s=min(2.0, scaled(0.5))
+    ) == CallResult("ok", 0.5, "")
 
 
-FORGERIES = rows("../escapes/forged/pytest.toml", "forgery")
+FORGERIES = read_rows("../escapes/forged/pytest.toml", "forgery")
 JUDGE = """
 import unittest
 from solution import add
@@ -128,28 +137,32 @@ PLAIN = "from solution import add\n" + "".join(
 @pytest.mark.rotating(3)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("forgery", FORGERIES, ids=[each["name"] for each in FORGERIES])
-async def test_no_unknown_forgery_is_paid(suites: PytestJails, forgery: dict[str, Any]) -> None:
+async def test_only_known_forgeries_get_a_reward(
+    suites: PytestJails, forgery: dict[str, Any]
+) -> None:
     if "paid" in forgery:
-        assert (await graded(suites, PLAIN, forgery["source"])).value == 1.0
+        assert (await grade_with_pytest(suites, PLAIN, forgery["source"])).value == 1.0
     else:
-        assert await graded(suites, JUDGE, forgery["source"]) == CallResult("ok", 0.0, "")
+        assert await grade_with_pytest(suites, JUDGE, forgery["source"]) == CallResult(
+            "ok", 0.0, ""
+        )
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_tests_that_a_program_adds_or_takes_away_change_nothing(suites: PytestJails) -> None:
-    assert (await graded(suites, JUDGE, ADD)).value == 1.0
+async def test_tests_added_or_removed_by_a_program_have_no_effect(suites: PytestJails) -> None:
+    assert (await grade_with_pytest(suites, JUDGE, ADD)).value == 1.0
     tests = "from solution import *\ndef test_add(): assert add(1, 1) == 2\n"
-    more = "def add(a, b): return 0\n" + "".join(f"def test_{i}(): pass\n" for i in range(9))
-    assert (await graded(suites, tests, more)).value == 0.0
-    assert (await graded(suites, tests, ADD)).value == 1.0
-    fewer = "def add(a, b): return a + b\ndef pytest_generate_tests(metafunc):\n"
-    fewer += "    metafunc.parametrize('nothing', [])\n"
-    assert (await graded(suites, tests, fewer)).value == 0.0
+    added_tests = "def add(a, b): return 0\n" + "".join(f"def test_{i}(): pass\n" for i in range(9))
+    assert (await grade_with_pytest(suites, tests, added_tests)).value == 0.0
+    assert (await grade_with_pytest(suites, tests, ADD)).value == 1.0
+    removed_tests = "def add(a, b): return a + b\ndef pytest_generate_tests(metafunc):\n"
+    removed_tests += "    metafunc.parametrize('nothing', [])\n"
+    assert (await grade_with_pytest(suites, tests, removed_tests)).value == 0.0
 
 
 @pytest.mark.deep
 @pytest.mark.asyncio(loop_scope="module")
-async def test_tests_that_cannot_be_run_are_no_score(suites: PytestJails) -> None:
+async def test_tests_that_cannot_run_give_no_score(suites: PytestJails) -> None:
     for tests, status, text in (
         ("import numpy_like\ndef test_f(): pass", "unsupported", "numpy_like"),
         ("def test_f(nobody): pass", "unsupported", "the fixture nobody"),
@@ -159,52 +172,55 @@ async def test_tests_that_cannot_be_run_are_no_score(suites: PytestJails) -> Non
         ("def test_f(): yield", "bad_value", "yield"),
         ("while True: pass\ndef test_f(): pass", "bad_value", "does not collect them"),
     ):
-        answer = await graded(suites, tests, ADD, case_s=min(4.0, scaled(1.0)))
+        answer = await grade_with_pytest(suites, tests, ADD, case_s=min(4.0, scaled(1.0)))
         assert answer.status == status and text in answer.error, answer
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_which_runner(suites: PytestJails) -> None:
-    logged = "import logging\nfrom solution import add\n"
-    logged += "def test_f(caplog):\n    logging.warning('x')\n"
-    logged += "    assert caplog.text and add(1, 1) == 2\n"
-    assert (await graded(suites, logged, ADD, runner="auto")).value == 1.0
-    refused = await graded(suites, logged, ADD, runner="isolated")
-    assert refused.status == "unsupported" and "fixture caplog" in refused.error
+async def test_auto_runner_uses_pytest_only_if_needed(suites: PytestJails) -> None:
+    log_tests = "import logging\nfrom solution import add\n"
+    log_tests += "def test_f(caplog):\n    logging.warning('x')\n"
+    log_tests += "    assert caplog.text and add(1, 1) == 2\n"
+    assert (await grade_with_pytest(suites, log_tests, ADD, runner="auto")).value == 1.0
+    rejected = await grade_with_pytest(suites, log_tests, ADD, runner="isolated")
+    assert rejected.status == "unsupported" and "fixture caplog" in rejected.error
     before = suites.launcher.started_count
-    assert (await graded(suites, JUDGE, ADD, runner="auto")).value == 1.0
-    assert suites.launcher.started_count == before + 2  # solution and tests, a jail each
+    assert (await grade_with_pytest(suites, JUDGE, ADD, runner="auto")).value == 1.0
+    # One jail each for the solution and the tests.
+    assert suites.launcher.started_count == before + 2
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_the_tests_do_goes_over_to_pytest(suites: PytestJails) -> None:
+async def test_unsupported_test_feature_selects_pytest(suites: PytestJails) -> None:
     tests = "import pytest\nfrom solution import add\n"
     tests += "def test_f():\n    assert getattr(pytest, 'ExitCode').OK == 0 and add(1, 1) == 2\n"
-    assert (await graded(suites, tests, ADD, runner="auto")).value == 1.0
+    assert (await grade_with_pytest(suites, tests, ADD, runner="auto")).value == 1.0
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_no_program_chooses_the_runner_that_it_can_forge(suites: PytestJails) -> None:
+async def test_program_cannot_choose_a_runner_that_it_can_forge(suites: PytestJails) -> None:
     tests = "from solution import Money\ndef test_money(): assert Money(5) == 5\n"
-    money = "class Money:\n    def __init__(self, n): self.n = n\n"
-    money += "    def __eq__(self, other): return self.n == other\n"
+    money_class = "class Money:\n    def __init__(self, n): self.n = n\n"
+    money_class += "    def __eq__(self, other): return self.n == other\n"
     for runner in ("auto", "isolated"):
-        refused = await graded(suites, tests, money, runner=runner)
-        assert refused.status == "unsupported" and "equality of a Money" in refused.error
-    claims = "class Money:\n    def __init__(self, n): self.n = n\n"
-    for forging in (
+        rejected = await grade_with_pytest(suites, tests, money_class, runner=runner)
+        assert rejected.status == "unsupported" and "equality of a Money" in rejected.error
+    class_source = "class Money:\n    def __init__(self, n): self.n = n\n"
+    for method in (
         "__eq__ = lambda self, other: type(other) is int",
         "__lt__ = lambda self, other: type(other) is int",
     ):
-        tests = f"from solution import Money\ndef test_money(): assert Money(5) {forging[2:4]} 8\n"
+        tests = f"from solution import Money\ndef test_money(): assert Money(5) {method[2:4]} 8\n"
         tests = tests.replace(" eq ", " == ").replace(" lt ", " < ")
-        answer = await graded(suites, tests, f"{claims}    {forging}\n", runner="auto")
+        answer = await grade_with_pytest(
+            suites, tests, f"{class_source}    {method}\n", runner="auto"
+        )
         assert answer.status == "unsupported" and answer.value is None
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_answers_to_one_row_look_at_its_tests_once(suites: PytestJails) -> None:
+async def test_tests_of_a_row_are_inspected_once(suites: PytestJails) -> None:
     tests, before = JUDGE + "# another row\n", suites.launcher.started_count
-    answers = await asyncio.gather(*(graded(suites, tests, ADD) for _ in range(3)))
+    answers = await asyncio.gather(*(grade_with_pytest(suites, tests, ADD) for _ in range(3)))
     assert [answer.value for answer in answers] == [1.0] * 3
     assert suites.launcher.started_count == before + 1 + 3

@@ -1,4 +1,4 @@
-"""Control groups are taken as far as the host has them: what lacks is done without."""
+"""Control groups as far as the host provides them, and tiers without the missing controllers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.jail.metering.usage import CgroupCpuTime
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.launching import open_launcher
 
-# The files that a kernel puts into a new group.
+# Files that a kernel creates in a new group.
 V2 = {
     "cgroup.procs": "",
     "cgroup.freeze": "0\n",
@@ -49,52 +49,52 @@ V1_CPU = {"cpu.shares": "1024\n"}
 V1_ACCOUNT = {"cpuacct.usage": "2500000000\n"}
 
 
-def probe() -> str:
-    """Return the name of the group by which this process tries what it may do."""
+def probe_name() -> str:
+    """Return the name of the group with which this process tests its permissions."""
     return f"{cgroups.PREFIX}probe-{os.getpid()}"
 
 
-def group(place: Path, *files: dict[str, str]) -> None:
-    """A directory as a kernel makes it."""
-    place.mkdir(parents=True, exist_ok=True)
+def make_group(directory: Path, *files: dict[str, str]) -> None:
+    """Create a directory as the kernel creates a group."""
+    directory.mkdir(parents=True, exist_ok=True)
     for name, text in {name: text for each in files for name, text in each.items()}.items():
-        (place / name).write_text(text)
+        (directory / name).write_text(text)
 
 
-def v2(root: Path, handed: str, *files: dict[str, str]) -> dict[str, str]:
-    """A hierarchy whose root hands on these controllers; its own paths are returned."""
-    group(root, {"cgroup.controllers": "cpu memory pids", "cgroup.subtree_control": handed})
-    group(root / "app", {"cgroup.procs": "1\n", "cgroup.subtree_control": ""})
-    for name in (probe(), "jail"):
-        group(root / name, V2, V2_MEMORY, PIDS, *files)
+def make_v2(root: Path, delegated: str, *files: dict[str, str]) -> dict[str, str]:
+    """Create a hierarchy that delegates these controllers, and return the process's paths."""
+    make_group(root, {"cgroup.controllers": "cpu memory pids", "cgroup.subtree_control": delegated})
+    make_group(root / "app", {"cgroup.procs": "1\n", "cgroup.subtree_control": ""})
+    for name in (probe_name(), "jail"):
+        make_group(root / name, V2, V2_MEMORY, PIDS, *files)
     return {"": "/app"}
 
 
-def v1(root: Path, **controllers: tuple[dict[str, str], ...]) -> dict[str, str]:
+def make_v1(root: Path, **controllers: tuple[dict[str, str], ...]) -> dict[str, str]:
     for name, files in controllers.items():
-        group(root / name, V1)
-        for jail in (probe(), "jail"):
-            group(root / name / jail, V1, *files)
+        make_group(root / name, V1)
+        for jail in (probe_name(), "jail"):
+            make_group(root / name / jail, V1, *files)
     return dict.fromkeys(controllers, "/")
 
 
-def test_on_v2_one_group_bounds_weighs_counts_and_freezes(tmp_path: Path) -> None:
-    homes = cgroups.find_parents(tmp_path, v2(tmp_path, "cpu memory pids", V2_CPU))
+def test_v2_group_limits_weighs_counts_and_freezes(tmp_path: Path) -> None:
+    homes = cgroups.find_parents(tmp_path, make_v2(tmp_path, "cpu memory pids", V2_CPU))
     assert homes == CgroupParents(tmp_path, tmp_path, tmp_path, tmp_path)
     assert (homes.paths, homes.missing_cpu_functions) == ((tmp_path,), ())
-    made = Cgroup(homes, "jail")
-    made.set_limits(1 << 20, 5)
-    made.set_frozen(True)
+    cgroup = Cgroup(homes, "jail")
+    cgroup.set_limits(1 << 20, 5)
+    cgroup.set_frozen(True)
     written = {name: (tmp_path / "jail" / name).read_text() for name in ("memory.max", "pids.max")}
     assert written == {"memory.max": str(1 << 20), "pids.max": "5"}
     assert (tmp_path / "jail" / "cgroup.freeze").read_text()[-2:] != "0\n"
     assert (tmp_path / "jail" / "cpu.weight").read_text().startswith(str(cgroups.WEIGHT))
-    assert (len(made.member_fds), made.read_oom_kills(), made.is_empty()) == (1, 2, True)
-    made.remove()
+    assert (len(cgroup.member_fds), cgroup.read_oom_kills(), cgroup.is_empty()) == (1, 2, True)
+    cgroup.remove()
 
 
-def test_on_v2_without_the_cpu_controller_the_rest_is_used(tmp_path: Path) -> None:
-    homes = cgroups.find_parents(tmp_path, v2(tmp_path, "memory pids"))
+def test_v2_without_the_cpu_controller_uses_the_other_controllers(tmp_path: Path) -> None:
+    homes = cgroups.find_parents(tmp_path, make_v2(tmp_path, "memory pids"))
     assert homes == CgroupParents(tmp_path, tmp_path, None, tmp_path)
     assert homes.missing_cpu_functions == ("weigh",)
     assert (
@@ -103,97 +103,109 @@ def test_on_v2_without_the_cpu_controller_the_rest_is_used(tmp_path: Path) -> No
     )
 
 
-def test_on_v2_without_a_freezer_memory_and_processes_are_bounded(tmp_path: Path) -> None:
-    own = v2(tmp_path, "cpu memory pids", V2_CPU)
-    for name in (probe(), "jail"):
+def test_v2_without_a_freezer_limits_memory_and_processes(tmp_path: Path) -> None:
+    own = make_v2(tmp_path, "cpu memory pids", V2_CPU)
+    for name in (probe_name(), "jail"):
         (tmp_path / name / "cgroup.freeze").unlink()
     homes = cgroups.find_parents(tmp_path, own)
     assert homes == CgroupParents(tmp_path, tmp_path, tmp_path)
     assert homes.missing_cpu_functions == ("count", "freeze")
-    made = Cgroup(homes, "jail")
-    assert (made.can_freeze, made.usage_fd) == (False, -1)
-    made.remove()
+    cgroup = Cgroup(homes, "jail")
+    assert (cgroup.can_freeze, cgroup.usage_fd) == (False, -1)
+    cgroup.remove()
 
 
-def test_v2_that_hands_on_no_memory_is_none(tmp_path: Path) -> None:
-    assert cgroups.find_parents(tmp_path, v2(tmp_path, "cpu", V2_CPU)) is None
+def test_v2_without_a_delegated_memory_controller_is_rejected(tmp_path: Path) -> None:
+    assert cgroups.find_parents(tmp_path, make_v2(tmp_path, "cpu", V2_CPU)) is None
 
 
-def test_v1_is_weighed_by_itself_and_counted_and_frozen_by_v2_beside_it(tmp_path: Path) -> None:
-    own = v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,), cpu=(V1_CPU,), cpuacct=(V1_ACCOUNT,))
-    group(tmp_path / "unified", V2)
-    for name in (probe(), "jail"):
-        group(tmp_path / "unified" / name, V2)
+def test_v1_weighs_while_a_parallel_v2_counts_and_freezes(tmp_path: Path) -> None:
+    own = make_v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,), cpu=(V1_CPU,), cpuacct=(V1_ACCOUNT,))
+    make_group(tmp_path / "unified", V2)
+    for name in (probe_name(), "jail"):
+        make_group(tmp_path / "unified" / name, V2)
     homes = cgroups.find_parents(tmp_path, {**own, "": "/"})
     assert homes is not None and homes.missing_cpu_functions == ()
     names = [place.name for place in homes.paths]
     assert names == ["memory", "pids", "cpu", "unified"]
-    made = Cgroup(homes, "jail")
-    assert (made.read_oom_kills(), made.can_freeze, CgroupCpuTime(made.usage_fd).read_s()) == (
+    cgroup = Cgroup(homes, "jail")
+    assert (
+        cgroup.read_oom_kills(),
+        cgroup.can_freeze,
+        CgroupCpuTime(cgroup.usage_fd).read_s(),
+    ) == (
         3,
         True,
         0.0,
     )
     assert (tmp_path / "cpu" / "jail" / "cpu.shares").read_text().startswith(str(cgroups.SHARES))
-    made.remove()
+    cgroup.remove()
 
 
-def test_v1_alone_counts_and_does_not_freeze(tmp_path: Path) -> None:
-    both = tmp_path / "cpu,cpuacct"  # as most hosts mount them, with links
-    group(both, V1)
-    for name in (probe(), "jail"):
-        group(both / name, V1, V1_CPU, V1_ACCOUNT)
+def test_v1_alone_counts_without_freezing(tmp_path: Path) -> None:
+    both = tmp_path / "cpu,cpuacct"  # the usual mount on most hosts, with links
+    make_group(both, V1)
+    for name in (probe_name(), "jail"):
+        make_group(both / name, V1, V1_CPU, V1_ACCOUNT)
     for link in ("cpu", "cpuacct"):
         (tmp_path / link).symlink_to(both)
-    own = v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,))
+    own = make_v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,))
     homes = cgroups.find_parents(tmp_path, {**own, "cpu": "/", "cpuacct": "/"})
     assert homes is not None and homes.missing_cpu_functions == ("freeze",)
     assert len(homes.paths) == 3, "what is mounted as one is joined once"
-    made = Cgroup(homes, "jail")
-    counted = CgroupCpuTime(made.usage_fd)
+    cgroup = Cgroup(homes, "jail")
+    counted = CgroupCpuTime(cgroup.usage_fd)
     (both / "jail" / "cpuacct.usage").write_text("4000000000\n")
-    assert (counted.read_s(), made.can_freeze) == (1.5, False)
-    made.remove()
+    assert (counted.read_s(), cgroup.can_freeze) == (1.5, False)
+    cgroup.remove()
 
 
-def test_a_group_that_still_holds_memory_is_not_empty(tmp_path: Path) -> None:
-    """What the kernel can take back, as pages of files that were read, keeps nobody from it."""
-    ones = {"memory": (V1_MEMORY,), "pids": (PIDS,)}
-    one = cgroups.find_parents(tmp_path / "1", v1(tmp_path / "1", **ones))
-    two = cgroups.find_parents(tmp_path / "2", v2(tmp_path / "2", "memory pids"))
-    assert one is not None and two is not None
-    cases = ((one, "memory.usage_in_bytes", "rss"), (two, "memory.current", "anon"))
+def test_group_with_unreclaimable_memory_is_not_empty(tmp_path: Path) -> None:
+    """Check that reclaimable memory, such as pages of read files, does not count."""
+    controllers = {"memory": (V1_MEMORY,), "pids": (PIDS,)}
+    v1_parents = cgroups.find_parents(tmp_path / "1", make_v1(tmp_path / "1", **controllers))
+    v2_parents = cgroups.find_parents(tmp_path / "2", make_v2(tmp_path / "2", "memory pids"))
+    assert v1_parents is not None and v2_parents is not None
+    cases = ((v1_parents, "memory.usage_in_bytes", "rss"), (v2_parents, "memory.current", "anon"))
     for homes, current, private in cases:
-        made, place = Cgroup(homes, "jail"), homes.memory / "jail"
-        assert made.is_empty()
-        (place / current).write_text(f"{90 * MIB}\n")
-        for held in (f"{private} 0\nshmem {88 * MIB}\n", f"{private} {88 * MIB}\nshmem 0\n"):
-            (place / "memory.stat").write_text(f"cache {88 * MIB}\n{held}")
-            assert not made.is_empty()
-        (place / "memory.stat").write_text(f"cache {90 * MIB}\n{private} 0\nshmem 4096\n")
-        assert made.is_empty()
-        made.remove()
+        cgroup, directory = Cgroup(homes, "jail"), homes.memory / "jail"
+        assert cgroup.is_empty()
+        (directory / current).write_text(f"{90 * MIB}\n")
+        for stat_text in (f"{private} 0\nshmem {88 * MIB}\n", f"{private} {88 * MIB}\nshmem 0\n"):
+            (directory / "memory.stat").write_text(f"cache {88 * MIB}\n{stat_text}")
+            assert not cgroup.is_empty()
+        (directory / "memory.stat").write_text(f"cache {90 * MIB}\n{private} 0\nshmem 4096\n")
+        assert cgroup.is_empty()
+        cgroup.remove()
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.needs("cgroups")
-async def test_files_of_a_jail_that_has_ended_are_no_memory_of_the_next(tmp_path: Path) -> None:
-    small = JailLimits(wall_s=60.0, memory_bytes=64 * MIB)
-    large = replace(small, memory_bytes=512 * MIB, scratch_bytes=256 * MIB)
-    fills = "part = bytes(1 << 20)\nfile = open('f', 'wb')\nfor _ in range(190): file.write(part)"
-    takes = "print(len(bytearray(16 << 20)))"
-    async with launching(tmp_path / "log", homes=cgroups.find_parents()) as launcher:
+async def test_files_of_an_ended_jail_are_not_charged_to_the_next(tmp_path: Path) -> None:
+    small_limits = JailLimits(wall_s=60.0, memory_bytes=64 * MIB)
+    large_limits = replace(small_limits, memory_bytes=512 * MIB, scratch_bytes=256 * MIB)
+    writing_program = (
+        "part = bytes(1 << 20)\nfile = open('f', 'wb')\nfor _ in range(190): file.write(part)"
+    )
+    allocating_program = "print(len(bytearray(16 << 20)))"
+    async with open_launcher(tmp_path / "log", homes=cgroups.find_parents()) as launcher:
         for _ in range(3):
-            filled = await launcher.run(JailProgram(fills), large)
-            taken = await launcher.run(JailProgram(takes), small)
-            assert (filled.status, taken.status) == ("ok", "ok"), taken.error
+            write_result = await launcher.run(JailProgram(writing_program), large_limits)
+            allocation_result = await launcher.run(JailProgram(allocating_program), small_limits)
+            assert (write_result.status, allocation_result.status) == ("ok", "ok"), (
+                allocation_result.error
+            )
 
 
-@pytest.mark.parametrize("lacks", ["cpu", "cpu.shares"])
-def test_v1_without_a_usable_cpu_controller_bounds_the_rest(tmp_path: Path, lacks: str) -> None:
-    cpu: dict[str, Any] = {} if lacks == "cpu" else {"cpu": ({},)}
-    homes = cgroups.find_parents(tmp_path, v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,), **cpu))
+@pytest.mark.parametrize("missing", ["cpu", "cpu.shares"])
+def test_v1_without_a_usable_cpu_controller_limits_memory_and_processes(
+    tmp_path: Path, missing: str
+) -> None:
+    cpu: dict[str, Any] = {} if missing == "cpu" else {"cpu": ({},)}
+    homes = cgroups.find_parents(
+        tmp_path, make_v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,), **cpu)
+    )
     assert homes == CgroupParents(tmp_path / "memory", tmp_path / "pids")
     assert homes.missing_cpu_functions == ("weigh", "count", "freeze")
 
@@ -201,27 +213,27 @@ def test_v1_without_a_usable_cpu_controller_bounds_the_rest(tmp_path: Path, lack
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.needs("cgroups")
-async def test_a_limit_is_enforced_with_whatever_groups_can_do(tmp_path: Path) -> None:
+async def test_cpu_limit_is_enforced_with_any_set_of_controllers(tmp_path: Path) -> None:
     found = cgroups.find_parents()
     assert found is not None
     limits = JailLimits(wall_s=60.0, cpu_s=0.2, memory_bytes=128 * MIB)
-    least = replace(found, cpu=None, unified=None, cpuacct=None)
-    accounts = cgroups.ROOT / "cpuacct"
-    partial = [least, replace(least, cpu=found.cpu)]
-    if (accounts / "tasks").exists():
-        partial.append(replace(least, cpuacct=accounts))
+    minimal = replace(found, cpu=None, unified=None, cpuacct=None)
+    cpuacct = cgroups.ROOT / "cpuacct"
+    partial = [minimal, replace(minimal, cpu=found.cpu)]
+    if (cpuacct / "tasks").exists():
+        partial.append(replace(minimal, cpuacct=cpuacct))
     for homes in partial:
         source = "import os\nif os.fork() == 0:\n    while True: pass\nos.wait()"
-        async with launching(tmp_path / "log", homes=homes) as launcher:
-            ran = await launcher.run(JailProgram(source), limits)
-        assert (ran.status, "of CPU time" in ran.error) == ("timeout", True)
-        assert 0.15 <= ran.cpu_s <= 2 * limits.cpu_s + 1
+        async with open_launcher(tmp_path / "log", homes=homes) as launcher:
+            result = await launcher.run(JailProgram(source), limits)
+        assert (result.status, "of CPU time" in result.error) == ("timeout", True)
+        assert 0.15 <= result.cpu_s <= 2 * limits.cpu_s + 1
 
 
-def test_a_better_tier_suffices_and_a_worse_one_does_not() -> None:
-    for place, found in enumerate(tiers.TIER_ORDER):
-        for other, demanded in enumerate(tiers.TIER_ORDER):
-            assert tiers.is_sufficient(found, demanded) == (place >= other)
+def test_only_equal_or_better_tiers_are_sufficient() -> None:
+    for index, found in enumerate(tiers.TIER_ORDER):
+        for other, required in enumerate(tiers.TIER_ORDER):
+            assert tiers.is_sufficient(found, required) == (index >= other)
     assert set(tiers.TIER_DESCRIPTIONS) == set(tiers.TIER_ORDER)
 
 
@@ -234,7 +246,7 @@ def test_a_better_tier_suffices_and_a_worse_one_does_not() -> None:
     ],
 )
 @pytest.mark.needs("bwrap")
-def test_what_keeps_bubblewrap_from_working_is_named(
+def test_setting_that_blocks_bubblewrap_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, fix: str
 ) -> None:
     for name in ("APPARMOR", "DEBIAN", "USERNS"):
@@ -243,7 +255,7 @@ def test_what_keeps_bubblewrap_from_working_is_named(
     assert fix in tier_detection.describe_missing_bwrap("it failed")
 
 
-def test_what_a_container_lacks_for_bubblewrap_is_named_with_what_to_add() -> None:
+def test_container_limits_on_bubblewrap_are_named_with_their_fix() -> None:
     seccomp, proc = "seccomp=compose/seccomp.json", "systempaths=unconfined"
     both = tier_detection.describe_container_limits("the profile refuses", masked=True, problem="x")
     assert both.startswith("the profile refuses; /proc is masked") and both.endswith("Unmasked)")
@@ -258,14 +270,14 @@ def test_what_a_container_lacks_for_bubblewrap_is_named_with_what_to_add() -> No
 
 
 @pytest.mark.needs("bwrap")
-async def test_what_is_found_was_tried(tmp_path: Path) -> None:
-    found = await tier_detection.detect_tier(SystemHost(), SystemClock(), tmp_path / "log")
-    assert found.tier == ("cgroup" if cgroups.find_parents() is not None else "bwrap")
+async def test_detected_tier_was_tested(tmp_path: Path) -> None:
+    detected = await tier_detection.detect_tier(SystemHost(), SystemClock(), tmp_path / "log")
+    assert detected.tier == ("cgroup" if cgroups.find_parents() is not None else "bwrap")
 
 
 @pytest.fixture
 def failing_bwrap() -> Iterator[Path]:
-    """A folder, which everybody may enter, with a bubblewrap that the host does not let work."""
+    """Yield an accessible folder with a bubblewrap that fails as on a restricted host."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         folder.chmod(0o755)
@@ -275,7 +287,7 @@ def failing_bwrap() -> Iterator[Path]:
         yield folder
 
 
-async def test_a_tier_that_does_not_work_says_why(
+async def test_failing_tier_has_a_reason(
     tmp_path: Path, failing_bwrap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{failing_bwrap}:/usr/bin:/bin")
@@ -286,7 +298,7 @@ async def test_a_tier_that_does_not_work_says_why(
 
 
 @pytest.mark.rotating(3)
-def test_of_a_bubblewrap_that_fails_for_no_setting_nobody_is_sure(
+def test_unexplained_bubblewrap_failure_is_inconclusive(
     failing_bwrap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(failing_bwrap))
@@ -327,30 +339,33 @@ for answers in (4, 8):
 print("all four")
 """
         limits = JailLimits(wall_s=min(20.0, scaled(3.0)), cpu_s=3.0, memory_bytes=128 * MIB)
-        async with launching(tmp_path / "log", homes=homes) as launcher:
-            ran = await launcher.run(JailProgram(source), limits)
-        assert ran.stdout == b"" and ran.status != "ok"
+        async with open_launcher(tmp_path / "log", homes=homes) as launcher:
+            result = await launcher.run(JailProgram(source), limits)
+        assert result.stdout == b"" and result.status != "ok"
         for home in homes.paths:
             assert not list(home.glob(f"{cgroups.PREFIX}{os.getpid()}-*"))
 
-    def test_groups_of_sandboxes_that_are_gone_are_swept(self) -> None:
+    def test_groups_of_exited_sandboxes_are_removed(self) -> None:
         homes = cgroups.find_parents()
         assert homes is not None
-        gone, here = f"{cgroups.PREFIX}999999999-0", f"{cgroups.PREFIX}{os.getpid()}-sweep"
-        for name in (gone, here):
+        stale_name, own_name = (
+            f"{cgroups.PREFIX}999999999-0",
+            f"{cgroups.PREFIX}{os.getpid()}-sweep",
+        )
+        for name in (stale_name, own_name):
             for home in homes.paths:
                 (home / name).mkdir()
         cgroups.remove_stale(homes)
         for home in homes.paths:
-            assert not (home / gone).exists()
-            (home / here).rmdir()
+            assert not (home / stale_name).exists()
+            (home / own_name).rmdir()
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap", "python3")
-def test_a_runner_is_a_tier_of_its_own_if_it_runs_a_program() -> None:
-    works = SandboxConfig(runner=[STANDIN], python="/usr/bin/python3")
-    found = isolation_probe.probe_isolation(works)
+def test_runner_is_a_tier_if_it_runs_a_program() -> None:
+    working = SandboxConfig(runner=[STANDIN], python="/usr/bin/python3")
+    found = isolation_probe.probe_isolation(working)
     assert (found.tier, found.interpreter_problem) == ("runner", "")
     assert found.description == "a container for each call (standin)"
     broken = isolation_probe.probe_isolation(

@@ -1,5 +1,5 @@
-"""What every jail does, whatever contains it: the tiers of bubblewrap and Landlock, gVisor's runsc,
-an OCI runtime by its template, and a container of any other command.
+"""Contract of every jail: the bubblewrap and Landlock tiers, gVisor's runsc, an OCI runtime by its
+template, and any other container command.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from meshrl.services.sandbox.isolation.runners import container_cleanup
 from meshrl.services.sandbox.sessions import Sessions
-from tests.descriptors import closed_again, open_descriptors
+from tests.descriptors import await_closed, list_descriptors
 from tests.load import scaled
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.launching import open_launcher
 
 STANDIN = str(Path(__file__).with_name("standin"))
 LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=128 * MIB, output_bytes=4096)
@@ -64,85 +64,94 @@ async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     kind: Kind = request.param
     log = tmp_path / "jails.log"
     homes = cgroups.find_parents() if kind.tier != "landlock" else None
-    given = kind.interpreter()
-    async with launching(log, tier=kind.tier, interpreter=given, homes=homes) as made:
-        await made.start()
-        yield made
-    await no_containers()
+    interpreter = kind.interpreter()
+    async with open_launcher(log, tier=kind.tier, interpreter=interpreter, homes=homes) as launcher:
+        await launcher.start()
+        yield launcher
+    await wait_for_no_containers()
 
 
-def containers() -> list[int]:
-    """Processes that a runner of ours has left."""
-    return marked(f"{container_cleanup.PREFIX}{os.getpid()}-")
+def list_containers() -> list[int]:
+    """List processes that a runner of this process has left."""
+    return list_container_processes(f"{container_cleanup.PREFIX}{os.getpid()}-")
 
 
-async def no_containers() -> None:
-    """Return once the last process that a runner of ours has left is gone."""
+async def wait_for_no_containers() -> None:
+    """Wait until no process of a runner of this process is left."""
     async with asyncio.timeout(scaled(10.0)):
-        while containers():
+        while list_containers():
             await asyncio.sleep(0.01)
 
 
-def marked(place: str) -> list[int]:
-    """Processes of containers whose names begin so."""
-    mark = f"{container_cleanup.CONTAINER_ENV}={place}".encode()
+def list_container_processes(name_prefix: str) -> list[int]:
+    """List processes of containers whose names start with the prefix."""
+    marker = f"{container_cleanup.CONTAINER_ENV}={name_prefix}".encode()
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            if name.isdigit() and mark in Path(f"/proc/{name}/environ").read_bytes():
+            if name.isdigit() and marker in Path(f"/proc/{name}/environ").read_bytes():
                 found.append(int(name))
     return found
 
 
-async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> ProgramResult:
+async def run_jailed(
+    launcher: JailLauncher, source: str, limits: JailLimits = LIMITS
+) -> ProgramResult:
     return await launcher.run(JailProgram(source), limits, b"hello")
 
 
 @pytest.mark.rotating(3)
-async def test_programs_end_by_type(launcher: JailLauncher) -> None:
-    read = "import sys\nprint(sys.stdin.read().upper())\nprint('oh', file=sys.stderr)\nsys.exit(3)"
+async def test_programs_end_with_typed_statuses(launcher: JailLauncher) -> None:
+    reading_program = (
+        "import sys\nprint(sys.stdin.read().upper())\nprint('oh', file=sys.stderr)\nsys.exit(3)"
+    )
+    # By the init process, or by the program's own limit.
     cases = [
-        (read, LIMITS, "ok", {3}),
+        (reading_program, LIMITS, "ok", {3}),
         ("import time\ntime.sleep(60)", QUICK, "timeout", {-9}),
-        ("while True: pass", QUICK, "timeout", {-9, -24}),  # by the keeper, or by its own limit
+        ("while True: pass", QUICK, "timeout", {-9, -24}),
         ("print('x' * 10_000)", LIMITS, "output_limit", None),
         ("bytearray(1 << 30)", LIMITS, "out_of_memory", {72}),
         ("open('/usr/x', 'w')", LIMITS, "refused", {77}),
         ("import socket\nsocket.socket()", LIMITS, "refused", {77}),
         ("import os\nos.kill(os.getpid(), 11)", LIMITS, "crashed", {-11}),
     ]
-    found = await asyncio.gather(*(ran(launcher, source, limits) for source, limits, _, _ in cases))
-    for (source, _, status, codes), each in zip(cases, found, strict=True):
-        assert each.status == status, (source, each)
-        assert codes is None or each.exit_code in codes, (source, each)
+    found = await asyncio.gather(
+        *(run_jailed(launcher, source, limits) for source, limits, _, _ in cases)
+    )
+    for (source, _, status, codes), result in zip(cases, found, strict=True):
+        assert result.status == status, (source, result)
+        assert codes is None or result.exit_code in codes, (source, result)
     assert (found[0].stdout, found[0].stderr) == (b"HELLO\n", b"oh\n")
     assert len(found[3].stdout) <= 4096
 
 
 @pytest.mark.rotating(3)
-async def test_what_was_printed_before_the_end_comes_back_whole(launcher: JailLauncher) -> None:
+async def test_output_before_the_end_is_complete(launcher: JailLauncher) -> None:
     limits = JailLimits(wall_s=30.0, cpu_s=10.0, output_bytes=4 * MIB)
-    found = await ran(launcher, "for i in range(3000): print(str(i % 10) * 999)", limits)
+    found = await run_jailed(launcher, "for i in range(3000): print(str(i % 10) * 999)", limits)
     assert found.status == "ok" and len(found.stdout) == 3_000_000
     assert found.stdout.endswith(b"9\n")
 
 
 @pytest.mark.rotating(3)
-async def test_a_session_keeps_state_and_ends_with_its_interpreter(launcher: JailLauncher) -> None:
+async def test_session_keeps_state_and_ends_with_its_interpreter(launcher: JailLauncher) -> None:
     sessions = Sessions(launcher, SystemClock(), LIMITS, 4, 600.0)
     try:
         assert (await sessions.run("a", "x = 41")).status == "ok"
         assert (await sessions.run("a", "x + 1")).stdout == b"42\n"
-        printed = await sessions.run("a", "print('y' * 3000, 'end')")
-        assert printed.stdout.endswith(b"y end\n")
-        lost = await sessions.run("a", "import os\nprint('last')\nos._exit(5)")
-        assert lost.status == "crashed" and lost.stdout == b"last\n"
+        printing_cell = await sessions.run("a", "print('y' * 3000, 'end')")
+        assert printing_cell.stdout.endswith(b"y end\n")
+        exiting_cell = await sessions.run("a", "import os\nprint('last')\nos._exit(5)")
+        assert exiting_cell.status == "crashed" and exiting_cell.stdout == b"last\n"
     finally:
         sessions.close()
 
 
 @pytest.mark.rotating(3)
-async def test_answers_are_graded_by_calls_and_tests_in_own_jails(launcher: JailLauncher) -> None:
+async def test_answers_are_graded_by_calls_and_tests_in_separate_jails(
+    launcher: JailLauncher,
+) -> None:
     calls = {"function": "f", "cases": [{"args": [2], "output": 4}, {"args": [3], "output": 9}]}
     tests = """
 from solution import f, Box
@@ -159,9 +168,9 @@ def test_b():
     slots = JailSlots(SystemClock(), 4)
 
     async def score(answer: str, tests: object) -> float:
-        grading = CodeGrader(launcher, slots, LIMITS, {"tests": "tests"})
+        grader = CodeGrader(launcher, slots, LIMITS, {"tests": "tests"})
         turns = [{"role": "model", "text": answer}]
-        graded = await grading.compute_reward({"tests": tests}, turns)
+        graded = await grader.compute_reward({"tests": tests}, turns)
         assert graded.status == "ok", graded
         return float(graded.value)
 
@@ -172,30 +181,30 @@ def test_b():
 
 
 @pytest.mark.rotating(3)
-async def test_a_call_that_is_given_up_leaves_nothing(launcher: JailLauncher) -> None:
-    before = open_descriptors()
-    for turns in range(8):  # at each await of its beginning
-        call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
+async def test_cancelled_call_leaves_nothing(launcher: JailLauncher) -> None:
+    before = list_descriptors()
+    for turns in range(8):  # cancelled at each await of its start
+        pending_call = asyncio.create_task(run_jailed(launcher, "import time\ntime.sleep(60)"))
         for _ in range(turns * turns):
             await asyncio.sleep(0)
-        call.cancel()
+        pending_call.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await call
-    call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
+            await pending_call
+    pending_call = asyncio.create_task(run_jailed(launcher, "import time\ntime.sleep(60)"))
     await asyncio.sleep(0.5)
-    call.cancel()
+    pending_call.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await call
+        await pending_call
     await launcher.stop()
-    await no_containers()
-    own = f"{container_cleanup.PREFIX}{os.getpid()}-"
-    assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(own)]
-    await closed_again(before)
+    await wait_for_no_containers()
+    own_prefix = f"{container_cleanup.PREFIX}{os.getpid()}-"
+    assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(own_prefix)]
+    await await_closed(before)
 
 
 @pytest.mark.rotating(3)
-async def test_what_a_cell_printed_is_there_when_it_has_ended(launcher: JailLauncher) -> None:
-    """However much it is, and though it comes by another way than the cell's answer."""
+async def test_cell_output_is_complete_when_the_cell_ends(launcher: JailLauncher) -> None:
+    """Check outputs of many sizes, as output and the cell's answer take different channels."""
     limits = JailLimits(wall_s=30.0, cpu_s=10.0, output_bytes=4 * MIB)
     sessions = Sessions(launcher, SystemClock(), limits, 1, 600.0)
     try:

@@ -1,6 +1,4 @@
-"""An image is the file system of what the model's code runs in, read-only; what it lacks is named
-before anything starts.
-"""
+"""Images as read-only file systems of model code; defects are reported before any start."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import select_interpreter
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
-from tests.unit.sandbox.launching import image, launching
+from tests.unit.sandbox.launching import build_image, open_launcher
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0)
-SEES = """
+INSPECT_PROGRAM = """
 import os, only_here
 print(only_here.WORD, open("/etc/secret-name").read().strip(), os.path.exists("/etc/passwd"))
 print(sorted(os.listdir("/dev")))
@@ -39,39 +37,41 @@ open("/tmp/x", "w").write("mine")
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """An OCI bundle, and the path of Python in it."""
-    place = tmp_path_factory.mktemp("bundle")
-    (place / "rootfs").mkdir()
-    python = image(place / "rootfs")
-    (place / "config.json").write_text(json.dumps({"root": {"path": "rootfs"}}))
-    return place, python
+    """Create an OCI bundle, and return it with the path of its Python."""
+    directory = tmp_path_factory.mktemp("bundle")
+    (directory / "rootfs").mkdir()
+    python = build_image(directory / "rootfs")
+    (directory / "config.json").write_text(json.dumps({"root": {"path": "rootfs"}}))
+    return directory, python
 
 
 @pytest.fixture
 async def launcher(tmp_path: Path, bundle: tuple[Path, str]) -> AsyncIterator[JailLauncher]:
     interpreter = select_interpreter(JailSettings(root=str(bundle[0]), python=bundle[1]))
     log = tmp_path / "jails.log"
-    async with launching(log, interpreter=interpreter, homes=cgroups.find_parents()) as made:
-        yield made
+    async with open_launcher(
+        log, interpreter=interpreter, homes=cgroups.find_parents()
+    ) as launcher:
+        yield launcher
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
-async def test_the_image_is_all_that_a_program_sees_and_it_cannot_change_it(
+async def test_program_sees_only_the_read_only_image(
     launcher: JailLauncher, bundle: tuple[Path, str]
 ) -> None:
-    ran = await launcher.run(JailProgram(SEES), LIMITS)
-    assert ran.stderr == b""
-    first, devices, *written = ran.stdout.decode().splitlines()
+    result = await launcher.run(JailProgram(INSPECT_PROGRAM), LIMITS)
+    assert result.stderr == b""
+    first, devices, *write_errors = result.stdout.decode().splitlines()
     assert first == "of the image image False"
     assert "sda" not in devices and "mem" not in devices and "null" in devices
-    assert len(written) == 4 and all(word.endswith("Error") for word in written)
+    assert len(write_errors) == 4 and all(word.endswith("Error") for word in write_errors)
     assert not (bundle[0] / "rootfs" / "x").exists()
     assert not list((bundle[0] / "rootfs").rglob("x"))
 
 
 @pytest.mark.needs("bwrap", "root")
-async def test_a_setuid_program_and_a_device_of_an_image_give_nothing(
+async def test_setuid_programs_and_devices_of_an_image_have_no_effect(
     tmp_path: Path, bundle: tuple[Path, str]
 ) -> None:
     root = bundle[0] / "rootfs"
@@ -91,15 +91,15 @@ except OSError as error:
     print(error.errno)
 """
     try:
-        async with launching(tmp_path / "jails.log", interpreter=interpreter) as launcher:
-            ran = await launcher.run(JailProgram(source), LIMITS)
+        async with open_launcher(tmp_path / "jails.log", interpreter=interpreter) as launcher:
+            result = await launcher.run(JailProgram(source), LIMITS)
     finally:
         device.unlink()
         program.unlink()
-    assert ran.stdout.decode().split() == ["False", "13"]
+    assert result.stdout.decode().split() == ["False", "13"]
 
 
-def test_links_of_an_image_never_lead_out_of_it(tmp_path: Path) -> None:
+def test_links_of_an_image_resolve_only_inside_it(tmp_path: Path) -> None:
     (tmp_path / "usr/bin").mkdir(parents=True)
     (tmp_path / "usr/bin/python3.9").write_text("#!\n")
     (tmp_path / "usr/bin/python3").symlink_to("/usr/bin/python3.9")
@@ -112,7 +112,7 @@ def test_links_of_an_image_never_lead_out_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "says"),
+    ("defect", "message"),
     [
         ("nothing", "there is no directory"),
         ("empty", "has no interpreter /usr/bin/python3, "),
@@ -123,26 +123,26 @@ def test_links_of_an_image_never_lead_out_of_it(tmp_path: Path) -> None:
         ("loader", "is loaded by /lib64/loader, which is not there"),
     ],
 )
-def test_what_an_image_lacks_is_named_at_first(tmp_path: Path, spoiled: str, says: str) -> None:
-    root, named = tmp_path / "image", "/usr/bin/python3"
-    python = root / named[1:]
-    if spoiled != "nothing":
+def test_image_defects_are_named(tmp_path: Path, defect: str, message: str) -> None:
+    root, python_path = tmp_path / "image", "/usr/bin/python3"
+    python = root / python_path[1:]
+    if defect != "nothing":
         root.mkdir()
-    if spoiled == "config":
+    if defect == "config":
         (root / "config.json").write_text("{}")
-    if spoiled == "rootless":
+    if defect == "rootless":
         (root / "config.json").write_text('{"root": {"path": "rootfs"}}')
-    if spoiled in ("mode", "machine", "loader"):
+    if defect in ("mode", "machine", "loader"):
         python.parent.mkdir(parents=True)
-        python.write_bytes(elf(8 if spoiled == "machine" else 0, "/lib64/loader"))
-        python.chmod(0o644 if spoiled == "mode" else 0o755)
-    with pytest.raises(ConfigError) as caught:
+        python.write_bytes(make_elf(8 if defect == "machine" else 0, "/lib64/loader"))
+        python.chmod(0o644 if defect == "mode" else 0o755)
+    with pytest.raises(ConfigError) as raised:
         images.find_python(images.find_root(str(root)))
-    assert says in caught.value.message and caught.value.fix
+    assert message in raised.value.message and raised.value.fix
 
 
-def elf(machine: int, loader: str) -> bytes:
-    """The head of a program with one segment, which names its loader; 0: of this machine."""
+def make_elf(machine: int, loader: str) -> bytes:
+    """Return an ELF header with one segment that names its loader; machine 0 is this machine."""
     machine = machine or images.MACHINES.get(os.uname().machine, 0)
     word = loader.encode() + b"\0"
     head = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHI", 2, machine, 1)
@@ -152,22 +152,22 @@ def elf(machine: int, loader: str) -> bytes:
 
 @pytest.mark.deep
 @pytest.mark.needs("bwrap")
-def test_an_old_python_and_a_missing_module_are_named(bundle: tuple[Path, str]) -> None:
-    place, python = bundle
-    old = place / "rootfs/etc/python3"
-    old.write_text(
+def test_old_python_and_missing_module_are_named(bundle: tuple[Path, str]) -> None:
+    directory, python = bundle
+    old_python = directory / "rootfs/etc/python3"
+    old_python.write_text(
         f"#!{python}\nimport sys\nsys.version_info = (3, 7, 3)\nsys.version = '3.7.3'\n"
         "exec(sys.argv[sys.argv.index('-c') + 1])\n"
     )
-    old.chmod(0o755)
+    old_python.chmod(0o755)
     try:
-        said = isolation_probe.probe_isolation(
-            SandboxConfig(root=str(place), python="/etc/python3")
+        problem = isolation_probe.probe_isolation(
+            SandboxConfig(root=str(directory), python="/etc/python3")
         ).interpreter_problem
     finally:
-        old.unlink()
-    assert "3.8 or newer, this is 3.7.3" in said
-    found = isolation_probe.probe_isolation(
-        SandboxConfig(root=str(place), python=python, imports=["only_here", "absent_here"])
+        old_python.unlink()
+    assert "3.8 or newer, this is 3.7.3" in problem
+    isolation = isolation_probe.probe_isolation(
+        SandboxConfig(root=str(directory), python=python, imports=["only_here", "absent_here"])
     )
-    assert "No module named 'absent_here'" in found.interpreter_problem
+    assert "No module named 'absent_here'" in isolation.interpreter_problem

@@ -1,4 +1,4 @@
-"""What runners add to the contract of a jail: limits from outside, ends, what is left behind."""
+"""Runners beyond the contract of a jail: outer limits, failures and cleanup."""
 
 from __future__ import annotations
 
@@ -20,22 +20,32 @@ from meshrl.services.sandbox.isolation.resources import resource_pool
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.isolation.runners import container_cleanup
 from tests.load import scaled
-from tests.unit.sandbox.isolation.test_contract import STANDIN, Kind, containers, marked, ran
-from tests.unit.sandbox.launching import PLAIN, launching, printed
+from tests.unit.sandbox.isolation.test_contract import (
+    STANDIN,
+    Kind,
+    list_container_processes,
+    list_containers,
+    run_jailed,
+)
+from tests.unit.sandbox.launching import PLAIN, open_launcher, run_program
 
 
 @pytest.fixture
 async def standin(tmp_path: Path) -> AsyncIterator[JailLauncher]:
-    given = Kind("runner", (STANDIN,)).interpreter()
-    async with launching(tmp_path / "jails.log", tier="runner", interpreter=given) as made:
-        yield made
+    interpreter = Kind("runner", (STANDIN,)).interpreter()
+    async with open_launcher(
+        tmp_path / "jails.log", tier="runner", interpreter=interpreter
+    ) as launcher:
+        yield launcher
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap", "python3")
-async def test_limits_hold_from_outside_too(standin: JailLauncher, tmp_path: Path) -> None:
-    """Each process is within what the keeper bounds; all of them together are not."""
-    many = """
+async def test_limits_of_all_processes_are_enforced_from_outside(
+    standin: JailLauncher, tmp_path: Path
+) -> None:
+    """Check processes that are each within the init process's limits, but exceed them together."""
+    forking_program = """
 import os
 reading, writing = os.pipe()
 for _ in range(5):
@@ -45,35 +55,35 @@ for _ in range(5):
         os.read(os.pipe()[0], 1)
 os.read(os.pipe()[0], 1)
 """
-    spinning = (
+    spinning_program = (
         "import os\nfor _ in range(4):\n    if os.fork() == 0:\n        while True: pass\nos.wait()"
     )
     limits = JailLimits(wall_s=60.0, cpu_s=30.0, memory_bytes=128 * MIB, scratch_bytes=MIB)
-    found = await ran(standin, many, limits)
-    assert found.status == "out_of_memory"
-    found = await ran(standin, spinning, JailLimits(wall_s=60.0, cpu_s=0.2))
-    assert (found.status, found.error) == ("timeout", "over 0.2 s of CPU time")
+    result = await run_jailed(standin, forking_program, limits)
+    assert result.status == "out_of_memory"
+    result = await run_jailed(standin, spinning_program, JailLimits(wall_s=60.0, cpu_s=0.2))
+    assert (result.status, result.error) == ("timeout", "over 0.2 s of CPU time")
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("script", "error"),
     [
         ("echo no kernel here >&2; exit 3", "ended at its start with status 3: no kernel here"),
         ("echo welcome to this container; cat", "what it says is no jail's: b'welcome"),
         ("exec /nowhere/python", "ended at its start with status 127"),
     ],
 )
-async def test_a_runner_without_a_jail_says_why(tmp_path: Path, script: str, says: str) -> None:
+async def test_failing_runner_has_a_reason(tmp_path: Path, script: str, error: str) -> None:
     program = tmp_path / "runner"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     interpreter = Kind("runner", (str(program),)).interpreter()
     log = tmp_path / "jails.log"
-    async with launching(log, tier="runner", interpreter=interpreter) as launcher:
-        with pytest.raises(JailFailed) as caught:
-            await ran(launcher, "print(1)")
-    assert says in str(caught.value) and not containers()
+    async with open_launcher(log, tier="runner", interpreter=interpreter) as launcher:
+        with pytest.raises(JailFailed) as raised:
+            await run_jailed(launcher, "print(1)")
+    assert error in str(raised.value) and not list_containers()
 
 
 SANDBOX = r"""
@@ -109,8 +119,8 @@ asyncio.run(main())
     ],
 )
 @pytest.mark.parametrize("killed", ["the sandbox", "all of ours"])
-async def test_a_killed_sandbox_leaves_no_container(runner: str, killed: str) -> None:
-    """Bridges end theirs; where they are killed with it, the next start of a runner does."""
+async def test_killed_sandbox_leaves_no_container(runner: str, killed: str) -> None:
+    """Check that bridges end their containers; if killed too, the next start does it."""
     sandbox = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SANDBOX, runner, stdout=asyncio.subprocess.PIPE
     )
@@ -118,47 +128,49 @@ async def test_a_killed_sandbox_leaves_no_container(runner: str, killed: str) ->
         assert sandbox.stdout is not None
         async with asyncio.timeout(scaled(60)):
             assert await sandbox.stdout.readline() == b"up\n"
-        spawners = bridges(sandbox.pid) if killed == "all of ours" else []
-        for pid in spawners:
-            os.kill(pid, signal.SIGSTOP)  # none of them sees the others end
-        places = named(sandbox.pid)
-        for pid in spawners:
+        bridge_pids = find_bridges(sandbox.pid) if killed == "all of ours" else []
+        for pid in bridge_pids:
+            os.kill(pid, signal.SIGSTOP)  # none of them notices that the others end
+        prefixes = list_temporary_names(sandbox.pid)
+        for pid in bridge_pids:
             os.kill(pid, signal.SIGKILL)
     finally:
         sandbox.kill()
         await sandbox.wait()
-    assert places
+    assert prefixes
     async with asyncio.timeout(scaled(60)):
-        while marked(places[0]) or (killed == "the sandbox" and contents(places[0]) - {"root"}):
+        while list_container_processes(prefixes[0]) or (
+            killed == "the sandbox" and list_contents(prefixes[0]) - {"root"}
+        ):
             await asyncio.sleep(0.02)
     container_cleanup.remove_stale()
-    assert not named(sandbox.pid)
+    assert not list_temporary_names(sandbox.pid)
 
 
-def named(sandbox: int) -> list[str]:
-    """What a sandbox's runners have in the directory for temporary files."""
-    mark = f"{container_cleanup.PREFIX}{sandbox}-"
-    return [each for each in os.listdir(tempfile.gettempdir()) if each.startswith(mark)]
+def list_temporary_names(sandbox: int) -> list[str]:
+    """List the temporary names of a sandbox's runners."""
+    prefix = f"{container_cleanup.PREFIX}{sandbox}-"
+    return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(prefix)]
 
 
-def bridges(sandbox: int) -> list[int]:
-    """The processes of ours below a sandbox, from the spawner down."""
+def find_bridges(sandbox: int) -> list[int]:
+    """Return the pids of the bridge processes below a sandbox, from the spawner down."""
     found = []
-    for each in psutil.Process(sandbox).children(recursive=True):
+    for process in psutil.Process(sandbox).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it has ended since
-            if any("spawner" in word for word in each.cmdline()):
-                found.append(each.pid)
+            if any("spawner" in word for word in process.cmdline()):
+                found.append(process.pid)
     return found
 
 
-def contents(place: str) -> set[str]:
+def list_contents(name: str) -> set[str]:
     try:
-        return set(os.listdir(os.path.join(tempfile.gettempdir(), place)))
+        return set(os.listdir(os.path.join(tempfile.gettempdir(), name)))
     except FileNotFoundError:
         return set()
 
 
-LEFT = """
+LEFTOVER_PROGRAM = """
 import os, sys
 from meshrl.services.sandbox.isolation.resources import resource_pool
 place, outside = resource_pool.create_scratch(0), resource_pool.create_scratch(0)
@@ -183,13 +195,13 @@ resource_pool.remove_scratch(outside)
 """
 
 
-def test_a_plain_user_removes_closed_and_deep_directories_and_follows_no_link() -> None:
-    printed(LEFT, become=PLAIN if os.getuid() == 0 else ())
+def test_scratch_removal_handles_closed_and_deep_directories_and_links() -> None:
+    run_program(LEFTOVER_PROGRAM, become=PLAIN if os.getuid() == 0 else ())
 
 
 @pytest.mark.needs("root")
-def test_root_gives_it_to_the_user_of_the_jail() -> None:
-    place = resource_pool.create_scratch(1_900_000_007)
-    assert os.stat(place).st_uid == os.stat(place).st_gid == 1_900_000_007
-    resource_pool.remove_scratch(place)
-    assert not os.path.lexists(place)
+def test_scratch_directory_belongs_to_the_jails_user() -> None:
+    scratch = resource_pool.create_scratch(1_900_000_007)
+    assert os.stat(scratch).st_uid == os.stat(scratch).st_gid == 1_900_000_007
+    resource_pool.remove_scratch(scratch)
+    assert not os.path.lexists(scratch)

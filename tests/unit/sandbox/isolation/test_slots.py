@@ -1,4 +1,4 @@
-"""Calls get slots in the order in which they came, and give them back whatever becomes of them."""
+"""Jail slots: granted in order of arrival, and always released."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
 
 
-async def test_who_comes_first_is_served_first_and_no_more_run_than_there_are() -> None:
+async def test_slots_are_granted_in_order_up_to_their_count() -> None:
     slots, order = JailSlots(SystemClock(), 2), []
 
     async def call(number: int) -> None:
@@ -27,7 +27,7 @@ async def test_who_comes_first_is_served_first_and_no_more_run_than_there_are() 
 
 
 @pytest.mark.parametrize("when", ["waiting", "given"])
-async def test_a_caller_that_leaves_gives_its_slot_back(when: str) -> None:
+async def test_cancelled_caller_releases_its_slot(when: str) -> None:
     slots = JailSlots(SystemClock(), 1)
 
     async def call() -> None:
@@ -35,18 +35,18 @@ async def test_a_caller_that_leaves_gives_its_slot_back(when: str) -> None:
             await asyncio.sleep(0)
 
     async with slots.acquire():
-        leaving = asyncio.create_task(call())
+        cancelled_call = asyncio.create_task(call())
         await asyncio.sleep(0)
         if when == "waiting":
-            leaving.cancel()
-    leaving.cancel()
-    await asyncio.gather(leaving, return_exceptions=True)
+            cancelled_call.cancel()
+    cancelled_call.cancel()
+    await asyncio.gather(cancelled_call, return_exceptions=True)
     async with asyncio.timeout(scaled(5)), slots.acquire():
         assert (slots.busy, slots.waiting) == (1, 0)
 
 
 @pytest.mark.deep
-async def test_more_than_can_be_served_in_time_are_refused() -> None:
+async def test_calls_beyond_the_waiting_limit_are_rejected() -> None:
     slots = JailSlots(SystemClock(), 0)
 
     async def call() -> None:

@@ -1,6 +1,4 @@
-"""What lets jails reach each other, their keeper or the depths of the kernel: each is asked for by
-a program, and must come back with its error.
-"""
+"""Forbidden channels between jails, to the init process and into the kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from meshrl.services.sandbox.isolation.jails.jail import ProgramResult
 from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.jail.confinement import syscall_table
-from tests.unit.sandbox.launching import PLAIN, launching, printed
+from tests.unit.sandbox.launching import PLAIN, open_launcher, run_program
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=5.0, memory_bytes=256 * MIB, open_files=128)
 PROGRAM = """
@@ -70,7 +68,7 @@ for name, attempt in tries.items():
     done.append(name)
 print(json.dumps(done))
 """
-TOLD = {
+EXPECTED_DENIED = {
     *("io_setup", "sendto", "recvfrom", "rt_sigqueueinfo", "fcntl", "inotify_init1"),
     *("fanotify_init", "sched_setscheduler", "sched_setaffinity", "setpriority", "prlimit64"),
     *("kcmp", "name_to_handle_at", "socketpair", "setsockopt", "socket", "userfaultfd", "seccomp"),
@@ -78,10 +76,10 @@ TOLD = {
 }
 
 
-async def tried(tier: str) -> ProgramResult:
+async def run_attempts(tier: str) -> ProgramResult:
     keeper = "1" if tier == "bwrap" else "os.getppid()"
     source = PROGRAM.format(numbers=json.dumps(syscall_table.list_numbers()), keeper=keeper)
-    async with launching(tier=tier) as launcher:
+    async with open_launcher(tier=tier) as launcher:
         return await launcher.run(JailProgram(source), LIMITS)
 
 
@@ -91,10 +89,10 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.needs("bwrap")
-async def test_in_namespaces_all_of_it_is_refused_and_named() -> None:
-    ran = await tried("bwrap")
-    assert (ran.status, json.loads(ran.stdout)) == ("ok", ["devices"]), ran
-    assert set(ran.denied_calls) == TOLD
+async def test_forbidden_channels_are_denied_and_named_in_namespaces() -> None:
+    result = await run_attempts("bwrap")
+    assert (result.status, json.loads(result.stdout)) == ("ok", ["devices"]), result
+    assert set(result.denied_calls) == EXPECTED_DENIED
 
 
 LOCKS = """
@@ -124,9 +122,11 @@ for mode in ("delete", "truncate", "wal"):
 """
 
 
-async def test_locks_are_granted_and_not_kept(launcher: JailLauncher) -> None:
-    found = await launcher.run(JailProgram(LOCKS), LIMITS)
-    assert (found.status, found.stdout, found.denied_calls) == ("ok", b"3\n" * 3, ()), found.stderr
+async def test_file_locks_are_granted_without_being_held(launcher: JailLauncher) -> None:
+    result = await launcher.run(JailProgram(LOCKS), LIMITS)
+    assert (result.status, result.stdout, result.denied_calls) == ("ok", b"3\n" * 3, ()), (
+        result.stderr
+    )
 
 
 MARKS = """
@@ -146,21 +146,21 @@ for name in ("null", "zero", "full", "random", "urandom"):
 
 
 @pytest.mark.needs("bwrap")
-async def test_a_device_can_be_written_and_its_node_not_changed(launcher: JailLauncher) -> None:
-    found = await launcher.run(JailProgram(MARKS), LIMITS)
-    assert (found.status, set(found.stdout.split())) == ("ok", {b"30"}), found
+async def test_devices_can_be_written_but_their_nodes_not_changed(launcher: JailLauncher) -> None:
+    result = await launcher.run(JailProgram(MARKS), LIMITS)
+    assert (result.status, set(result.stdout.split())) == ("ok", {b"30"}), result
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("landlock", "root")
-def test_without_namespaces_too() -> None:
-    status, opened, refused = json.loads(printed(MAIN, become=PLAIN))
-    assert (status, opened, set(refused)) == ("ok", [], TOLD)
+def test_forbidden_channels_are_denied_without_namespaces() -> None:
+    status, opened, denied = json.loads(run_program(MAIN, become=PLAIN))
+    assert (status, opened, set(denied)) == ("ok", [], EXPECTED_DENIED)
 
 
 MAIN = """
 import asyncio, json
 from tests.unit.sandbox.jail import test_closed
-ran = asyncio.run(test_closed.tried("landlock"))
+ran = asyncio.run(test_closed.run_attempts("landlock"))
 print(json.dumps([ran.status, json.loads(ran.stdout or b'["none"]'), ran.denied_calls]))
 """

@@ -1,4 +1,4 @@
-"""The memory limit holds for a jail as a whole where no control group bounds it."""
+"""Memory limit of a whole jail where no control group enforces it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
-from tests.unit.sandbox.launching import PLAIN, launching, printed
+from tests.unit.sandbox.launching import PLAIN, open_launcher, run_program
 
 LIMITS = JailLimits(wall_s=120.0, cpu_s=20.0, memory_bytes=160 * MIB, processes=16)
-EACH = """
+FILL_FUNCTION = """
 import mmap, os, time
 def filled(size, flags):
     block = mmap.mmap(-1, size, flags)
@@ -30,7 +30,7 @@ for _ in range(6):
         os._exit(0)
 time.sleep(60)
 """
-HIDING = EACH + "import ctypes\nctypes.CDLL(None).prctl(4, 0)\n" + HOLDING.format(PRIVATE)
+HIDING = FILL_FUNCTION + "import ctypes\nctypes.CDLL(None).prctl(4, 0)\n" + HOLDING.format(PRIVATE)
 INHERITED = """
 kept = filled(80 << 20, {})
 for _ in range(6):
@@ -41,56 +41,58 @@ for _ in range(6):
     os.wait()
 print("all six")
 """
-OVER = {
-    "private": EACH + HOLDING.format(PRIVATE),
-    "shared": EACH + HOLDING.format(SHARED),
+PROGRAMS_OVER_LIMIT = {
+    "private": FILL_FUNCTION + HOLDING.format(PRIVATE),
+    "shared": FILL_FUNCTION + HOLDING.format(SHARED),
     "hidden from the keeper": HIDING,
 }
-WITHIN = {
-    "inherited": EACH + INHERITED.format(PRIVATE),
-    "inherited and shared": EACH + INHERITED.format(SHARED),
+PROGRAMS_WITHIN_LIMIT = {
+    "inherited": FILL_FUNCTION + INHERITED.format(PRIVATE),
+    "inherited and shared": FILL_FUNCTION + INHERITED.format(SHARED),
 }
 
 
 @pytest.fixture
-async def ungrouped(tmp_path: Path) -> AsyncIterator[JailLauncher]:
-    async with launching(tmp_path / "jails.log") as made:
-        yield made
+async def launcher(tmp_path: Path) -> AsyncIterator[JailLauncher]:
+    async with open_launcher(tmp_path / "jails.log") as launcher:
+        yield launcher
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
-@pytest.mark.parametrize("source", OVER.values(), ids=OVER)
-async def test_processes_over_it_together_end(ungrouped: JailLauncher, source: str) -> None:
-    found = await ungrouped.run(JailProgram(source), LIMITS)
-    assert (found.status, found.error) == ("out_of_memory", "over 160 MiB of memory"), found
+@pytest.mark.parametrize("source", PROGRAMS_OVER_LIMIT.values(), ids=PROGRAMS_OVER_LIMIT)
+async def test_processes_over_the_limit_together_are_ended(
+    launcher: JailLauncher, source: str
+) -> None:
+    result = await launcher.run(JailProgram(source), LIMITS)
+    assert (result.status, result.error) == ("out_of_memory", "over 160 MiB of memory"), result
 
 
 @pytest.mark.needs("bwrap")
-@pytest.mark.parametrize("source", WITHIN.values(), ids=WITHIN)
-async def test_what_processes_share_counts_once(ungrouped: JailLauncher, source: str) -> None:
-    found = await ungrouped.run(JailProgram(source), LIMITS)
-    assert (found.status, found.stdout) == ("ok", b"all six\n"), found
+@pytest.mark.parametrize("source", PROGRAMS_WITHIN_LIMIT.values(), ids=PROGRAMS_WITHIN_LIMIT)
+async def test_shared_memory_counts_once(launcher: JailLauncher, source: str) -> None:
+    result = await launcher.run(JailProgram(source), LIMITS)
+    assert (result.status, result.stdout) == ("ok", b"all six\n"), result
 
 
 @pytest.mark.needs("bwrap")
-async def test_memory_that_nobody_maps_is_refused_by_name(ungrouped: JailLauncher) -> None:
+async def test_unmapped_memory_is_denied_by_name(launcher: JailLauncher) -> None:
     source = "import os\nos.write(os.memfd_create('x'), bytes(1 << 20))"
-    found = await ungrouped.run(JailProgram(source), LIMITS)
-    assert (found.status, found.denied_calls) == ("refused", ("memfd_create",))
+    result = await launcher.run(JailProgram(source), LIMITS)
+    assert (result.status, result.denied_calls) == ("refused", ("memfd_create",))
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("landlock", "root")
-def test_without_namespaces_too() -> None:
+def test_memory_limit_applies_without_namespaces() -> None:
     program = (
         "import asyncio; from tests.unit.sandbox.jail import test_memory as t; "
-        "print(*asyncio.run(t.both()))"
+        "print(*asyncio.run(t.run_over_and_within()))"
     )
-    assert printed(program, become=PLAIN).split() == ["out_of_memory", "ok"]
+    assert run_program(program, become=PLAIN).split() == ["out_of_memory", "ok"]
 
 
-async def both() -> list[str]:
-    sources = (OVER["shared"], WITHIN["inherited"])
-    async with launching(tier="landlock") as made:
-        return [(await made.run(JailProgram(each), LIMITS)).status for each in sources]
+async def run_over_and_within() -> list[str]:
+    sources = (PROGRAMS_OVER_LIMIT["shared"], PROGRAMS_WITHIN_LIMIT["inherited"])
+    async with open_launcher(tier="landlock") as launcher:
+        return [(await launcher.run(JailProgram(each), LIMITS)).status for each in sources]

@@ -1,4 +1,4 @@
-"""What the filter refused is in the outcome by name, out of the program's reach."""
+"""System calls that the filter denied, named in the result beyond the program's reach."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def call(number, *arguments):
 """
 
 
-async def ran(launcher: JailLauncher, source: str, mode: str = "program") -> ProgramResult:
+async def run_program(launcher: JailLauncher, source: str, mode: str = "program") -> ProgramResult:
     return await launcher.run(JailProgram(source, mode), LIMITS)
 
 
-async def test_what_ended_a_program_is_named(launcher: JailLauncher) -> None:
-    found = await ran(launcher, "import socket\nsocket.socket()")
-    assert (found.status, found.denied_calls) == ("refused", ("socket",))
-    assert found.error == "it asked for what the sandbox refuses: socket"
+async def test_denied_call_that_ended_the_program_is_named(launcher: JailLauncher) -> None:
+    result = await run_program(launcher, "import socket\nsocket.socket()")
+    assert (result.status, result.denied_calls) == ("refused", ("socket",))
+    assert result.error == "it asked for what the sandbox refuses: socket"
 
 
-async def test_what_a_program_lacked_is_named_in_order_and_once(launcher: JailLauncher) -> None:
+async def test_denied_calls_are_named_once_and_in_order(launcher: JailLauncher) -> None:
     source = """
 import os, socket
 for _ in range(3):
@@ -56,20 +56,22 @@ if os.fork() == 0:
         os._exit(0)
 os.wait()
 """
-    found = await ran(launcher, source)
-    assert (found.status, found.error, found.stdout) == ("ok", "", b"1\n" * 9)
-    assert found.denied_calls == ("chroot", "socket", "setuid", "sched_setscheduler")
-    assert format_result(found)["refused"] == list(found.denied_calls)
+    result = await run_program(launcher, source)
+    assert (result.status, result.error, result.stdout) == ("ok", "", b"1\n" * 9)
+    assert result.denied_calls == ("chroot", "socket", "setuid", "sched_setscheduler")
+    assert format_result(result)["refused"] == list(result.denied_calls)
 
 
-async def test_nothing_is_named_of_a_program_that_asked_for_nothing(launcher: JailLauncher) -> None:
-    found = await ran(launcher, "id; ls -l / > /dev/null; cp -a /etc/alternatives /tmp", "shell")
-    assert (found.status, found.denied_calls) == ("ok", ())
-    assert "refused" not in format_result(found)
+async def test_program_without_denied_calls_names_none(launcher: JailLauncher) -> None:
+    result = await run_program(
+        launcher, "id; ls -l / > /dev/null; cp -a /etc/alternatives /tmp", "shell"
+    )
+    assert (result.status, result.denied_calls) == ("ok", ())
+    assert "refused" not in format_result(result)
 
 
 @pytest.mark.rotating(3)
-async def test_a_flood_of_refused_calls_ends_in_time_and_is_refused(launcher: JailLauncher) -> None:
+async def test_flood_of_denied_calls_ends_in_time(launcher: JailLauncher) -> None:
     source = (
         CALL
         + """
@@ -83,15 +85,16 @@ while True:
         os.write(1, b"%d\\n" % found)
 """
     )
-    begun = time.monotonic()
+    start_s = time.monotonic()
     limits = JailLimits(wall_s=10.0, cpu_s=0.5, memory_bytes=256 * MIB)
-    found = await launcher.run(JailProgram(source), limits)
-    assert (found.status, found.denied_calls) == ("timeout", ("ptrace",))
-    assert set(found.stdout.split()) <= {b"1", b"38"}  # EPERM, then ENOSYS: never done
-    assert b"38" in found.stdout.split() and time.monotonic() - begun < scaled(30)
+    result = await launcher.run(JailProgram(source), limits)
+    assert (result.status, result.denied_calls) == ("timeout", ("ptrace",))
+    # EPERM, then ENOSYS: the call is never executed.
+    assert set(result.stdout.split()) <= {b"1", b"38"}
+    assert b"38" in result.stdout.split() and time.monotonic() - start_s < scaled(30)
 
 
-async def test_a_program_cannot_listen_instead_of_its_keeper(launcher: JailLauncher) -> None:
+async def test_program_cannot_become_the_seccomp_listener(launcher: JailLauncher) -> None:
     source = (
         CALL
         + """
@@ -105,48 +108,54 @@ for fd in range(3, 64):
         pass
 """
     )
-    found = await ran(launcher, source)
-    assert (found.stdout, found.denied_calls) == (b"1 1 22\n", ("seccomp",))
+    result = await run_program(launcher, source)
+    assert (result.stdout, result.denied_calls) == (b"1 1 22\n", ("seccomp",))
 
 
-async def test_each_cell_of_a_session_names_its_own(launcher: JailLauncher) -> None:
+async def test_each_cell_names_its_own_denied_calls(launcher: JailLauncher) -> None:
     sessions = Sessions(launcher, launcher.clock, LIMITS, 2, 60.0)
     try:
         cells = ["import socket, os", "socket.socket()", "1", "socket.socket()", "os.chroot('/')"]
-        ran = [await sessions.run("one", cell) for cell in cells]
+        results = [await sessions.run("one", cell) for cell in cells]
     finally:
         sessions.close()
-    assert [each.denied_calls for each in ran] == [(), ("socket",), (), ("socket",), ("chroot",)]
-    assert [each.status for each in ran] == ["ok", "refused", "ok", "refused", "refused"]
-    assert ran[-1].error == "it asked for what the sandbox refuses: chroot"
+    assert [each.denied_calls for each in results] == [
+        (),
+        ("socket",),
+        (),
+        ("socket",),
+        ("chroot",),
+    ]
+    assert [each.status for each in results] == ["ok", "refused", "ok", "refused", "refused"]
+    assert results[-1].error == "it asked for what the sandbox refuses: chroot"
 
 
-def test_a_signal_between_call_and_answer_leaves_nobody_waiting() -> None:
-    """A listener's answer waits for a lock, and a signal to the keeper ends that wait."""
-    asked: list[int] = []
+def test_interrupted_seccomp_answer_is_repeated() -> None:
+    """Check an answer that waits for a lock, which a signal interrupts."""
+    requests: list[int] = []
     sent: list[tuple[int, ...]] = []
 
     def ioctl(fd: int, what: int, record: bytearray | bytes) -> None:
-        asked.append(what)
+        requests.append(what)
         if what == syscall_policy.SECCOMP_NOTIF_RECV:
             assert isinstance(record, bytearray)
             record[:] = seccomp_listener.NOTIFICATION.pack(7, 1, 0, 101)
-        elif asked.count(what) < 3:
+        elif requests.count(what) < 3:
             raise InterruptedError(errno.EINTR, "a signal")
         else:
             sent.append(seccomp_listener.ANSWER.unpack(record))
 
-    said: list[int] = []
-    seccomp_listener.SeccompListener(-1, said.append, ioctl).deny_pending()
-    assert sent == [(7, 0, -errno.EPERM, 0)] and said == [101]
-    assert asked == [syscall_policy.SECCOMP_NOTIF_RECV] + 3 * [syscall_policy.SECCOMP_NOTIF_SEND]
+    denied_numbers: list[int] = []
+    seccomp_listener.SeccompListener(-1, denied_numbers.append, ioctl).deny_pending()
+    assert sent == [(7, 0, -errno.EPERM, 0)] and denied_numbers == [101]
+    assert requests == [syscall_policy.SECCOMP_NOTIF_RECV] + 3 * [syscall_policy.SECCOMP_NOTIF_SEND]
 
 
 PROC_LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0, memory_bytes=256 * MIB, output_bytes=8192)
 
 
-async def test_nothing_in_proc_can_be_opened_for_writing(launcher: JailLauncher) -> None:
-    """A trigger on /proc/pressure, say, is a channel between jails."""
+async def test_no_file_in_proc_can_be_opened_for_writing(launcher: JailLauncher) -> None:
+    """Check /proc: a trigger on /proc/pressure, for example, would be a channel between jails."""
     source = """
 import os
 opened = []
@@ -161,5 +170,5 @@ for place, folders, names in os.walk("/proc"):
 print(opened)
 print(open("/proc/self/oom_score_adj").read(), open("/proc/sys/user/max_user_namespaces").read())
 """
-    found = await launcher.run(JailProgram(source), PROC_LIMITS)
-    assert found.stdout == b"[]\n1000\n 0\n\n", found
+    result = await launcher.run(JailProgram(source), PROC_LIMITS)
+    assert result.stdout == b"[]\n1000\n 0\n\n", result

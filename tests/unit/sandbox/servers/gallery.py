@@ -1,4 +1,4 @@
-"""A small MCP server: tools on several pages that answer with each kind of content."""
+"""Small MCP server: tools on several pages that answer with each kind of content."""
 
 import asyncio
 from typing import Any
@@ -26,8 +26,8 @@ ANSWERS: dict[str, tuple[list[Any], dict[str, Any] | None]] = {
 }
 
 
-async def pages(_: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
-    """Two tools a page."""
+async def list_tools(_: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
+    """List two tools per page."""
     names, at = list(ANSWERS), int(params.cursor) if params and params.cursor else 0
     tools = [types.Tool(name=n, input_schema={"type": "object"}) for n in names[at : at + 2]]
     return types.ListToolsResult(
@@ -35,15 +35,15 @@ async def pages(_: Any, params: types.PaginatedRequestParams | None) -> types.Li
     )
 
 
-async def call(_: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
-    """The answer of a tool."""
+async def call_tool(_: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+    """Return the answer of a tool."""
     content, structure = ANSWERS[params.name]
     return types.CallToolResult(content=content, structured_content=structure)
 
 
 async def main() -> None:
-    """Serves standard streams."""
-    server: Server[Any] = Server("gallery", on_list_tools=pages, on_call_tool=call)
+    """Serve the standard streams."""
+    server: Server[Any] = Server("gallery", on_list_tools=list_tools, on_call_tool=call_tool)
     async with stdio_server() as (read, write):
         await server.run(read, write, server.create_initialization_options())
 

@@ -1,4 +1,4 @@
-"""A small MCP server: one tool that answers with text, one with a structure, one that fails."""
+"""Small MCP server: one tool that answers with text, one with a structure, one that fails."""
 
 from mcp.server import MCPServer
 
@@ -7,19 +7,19 @@ server = MCPServer("weather")
 
 @server.tool()
 def forecast(city: str, days: int = 1) -> str:
-    """What the weather will be."""
+    """Forecast the weather."""
     return f"{city}: sun for {days} days"
 
 
 @server.tool()
 def measured(city: str) -> dict[str, float]:
-    """What it is."""
+    """Return the measured weather."""
     return {"celsius": 21.5}
 
 
 @server.tool()
 def broken(city: str) -> str:
-    """Never works."""
+    """Fail always."""
     raise ValueError(f"no station in {city}")
 
 

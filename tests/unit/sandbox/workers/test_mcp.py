@@ -1,4 +1,4 @@
-"""Tools of an MCP server: listed for the model, called from a worker, killed with it."""
+"""Tools of an MCP server: listed for the model, called from a worker, killed with the worker."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def folder(tmp_path: Path) -> str:
 
 
 @pytest.mark.rotating(3)
-def test_the_model_is_told_of_its_tools(folder: str) -> None:
-    uses = {"ahead": "mcp:weather/forecast", "run": "python", "count": "calculator"}
-    tools = load_tools(uses, {"weather": COMMAND}, folder)
+def test_mcp_tools_are_described_to_the_model(folder: str) -> None:
+    tool_uses = {"ahead": "mcp:weather/forecast", "run": "python", "count": "calculator"}
+    tools = load_tools(tool_uses, {"weather": COMMAND}, folder)
     spec = tools["ahead"].description_for_template["function"]
-    assert spec["name"] == "ahead" and spec["description"] == "What the weather will be."
+    assert spec["name"] == "ahead" and spec["description"] == "Forecast the weather."
     assert spec["parameters"]["required"] == ["city"]
     assert tools["ahead"].prepare_input({"city": "Ulm"}) == {"city": "Ulm"}
     with pytest.raises(InvalidToolCall, match="city is missing"):
@@ -47,8 +47,8 @@ def test_the_model_is_told_of_its_tools(folder: str) -> None:
         load_tools({"x": "mcp:weather/sunset"}, {"weather": COMMAND}, folder)
 
 
-async def made(folder: str, uses: dict[str, str]) -> WorkerPool:
-    references = {TOOL + name: use for name, use in uses.items()}
+async def open_pool(folder: str, tool_uses: dict[str, str]) -> WorkerPool:
+    references = {TOOL + name: use for name, use in tool_uses.items()}
     functions = PoolFunctions("j", folder, references, {"weather": COMMAND})
     limits = PoolLimits(warm_workers=1, max_workers=1, rlimits={})
     pool = WorkerPool(SystemHost(), SystemClock(), functions, limits, Path(folder) / "log")
@@ -57,34 +57,36 @@ async def made(folder: str, uses: dict[str, str]) -> WorkerPool:
 
 
 @pytest.mark.deep
-async def test_its_tools_are_called_and_their_errors_are_for_the_model(folder: str) -> None:
+async def test_mcp_tools_are_called_and_their_errors_returned(folder: str) -> None:
     names = ("forecast", "measured", "broken")
-    pool = await made(folder, {name: f"mcp:weather/{name}" for name in names})
+    pool = await open_pool(folder, {name: f"mcp:weather/{name}" for name in names})
 
-    async def called(name: str, arguments: Any) -> Any:
+    async def call_tool(name: str, arguments: Any) -> Any:
         return (await pool.run([PoolCall(TOOL + name, [arguments], scaled(20.0))]))[0]
 
     try:
-        assert (await called("forecast", {"city": "Ulm", "days": 3})).value == "Ulm: sun for 3 days"
-        measured = (await called("measured", {"city": "Ulm"})).value
-        assert "21.5" in str(measured)
-        broken = await called("broken", {"city": "Ulm"})
-        assert broken.status == "ok" and "broken" in broken.value["error"]
-        assert (await called("forecast", "Ulm")).status == "raised"
+        assert (
+            await call_tool("forecast", {"city": "Ulm", "days": 3})
+        ).value == "Ulm: sun for 3 days"
+        measured_value = (await call_tool("measured", {"city": "Ulm"})).value
+        assert "21.5" in str(measured_value)
+        failure = await call_tool("broken", {"city": "Ulm"})
+        assert failure.status == "ok" and "broken" in failure.value["error"]
+        assert (await call_tool("forecast", "Ulm")).status == "raised"
     finally:
         await pool.stop()
 
 
 @pytest.mark.rotating(3)
-def test_all_pages_of_tools_are_read_and_no_part_of_an_answer_is_lost(tmp_path: Path) -> None:
+def test_all_tool_pages_and_answer_parts_are_read(tmp_path: Path) -> None:
     shutil.copy(SERVER.with_name("gallery.py"), tmp_path)
     server = mcp_client.McpServer([sys.executable, "gallery.py"], str(tmp_path))
     try:
         assert list(server.list_tools()) == ["picture", "file", "bytes", "link", "chart", "numbers"]
-        shown = {tool: server.call_tool(tool, {}) for tool in server.list_tools()}
+        answers = {tool: server.call_tool(tool, {}) for tool in server.list_tools()}
     finally:
         server.close()
-    assert shown == {
+    assert answers == {
         "picture": "a cat\n[image of image/png, 3 bytes: it cannot be shown as text]",
         "file": "the text of it",
         "bytes": "[resource file:///b of unknown type, 3 bytes: it cannot be shown as text]",
@@ -95,11 +97,11 @@ def test_all_pages_of_tools_are_read_and_no_part_of_an_answer_is_lost(tmp_path: 
 
 
 @pytest.mark.deep
-async def test_a_server_without_the_tool_fails_the_load(folder: str) -> None:
+async def test_server_without_the_tool_fails_the_load(folder: str) -> None:
     with pytest.raises(ToolFailed, match="has no tool 'sunset'; it has forecast, measured"):
-        await made(folder, {"x": "mcp:weather/sunset"})
+        await open_pool(folder, {"x": "mcp:weather/sunset"})
 
 
-def test_a_server_that_does_not_start_is_named(folder: str) -> None:
+def test_error_of_a_failing_server_start_is_reported(folder: str) -> None:
     with pytest.raises(RuntimeError, match="raise SystemExit"):
         mcp_client.list_server_tools([sys.executable, "-c", "raise SystemExit(3)"], folder)

@@ -1,4 +1,4 @@
-"""Whatever a job's code does, its call has a typed outcome and the pool serves the next one."""
+"""Worker pool: typed outcomes for any behaviour of a job's code, and calls after it."""
 
 from __future__ import annotations
 
@@ -157,24 +157,24 @@ Make = Callable[..., Awaitable[WorkerPool]]
 
 
 @pytest.fixture
-async def make(tmp_path: Path) -> AsyncIterator[Make]:
+async def make_pool(tmp_path: Path) -> AsyncIterator[Make]:
     pools: list[WorkerPool] = []
     (tmp_path / "behaviours.py").write_text(textwrap.dedent(BEHAVIOURS))
 
-    async def build(
+    async def start_pool(
         reward: str = "behaviours:reward",
         tool: str = "behaviours:tool",
-        waits: WaitTable | None = None,
+        wait_table: WaitTable | None = None,
         **limits: Any,
     ) -> WorkerPool:
         references = {f"{TOOL}t": tool, f"{REWARD}0": reward}
-        where = PoolFunctions("j", str(tmp_path), references), PoolLimits(**limits)
+        arguments = PoolFunctions("j", str(tmp_path), references), PoolLimits(**limits)
         log = tmp_path / "sandbox.log"
-        pools.append(WorkerPool(SystemHost(), SystemClock(), *where, log, waits))
+        pools.append(WorkerPool(SystemHost(), SystemClock(), *arguments, log, wait_table))
         await pools[-1].start()
         return pools[-1]
 
-    yield build
+    yield start_pool
     for pool in pools:
         await pool.stop()
 
@@ -182,14 +182,14 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 HANGING = {"spins", "spins_holding_the_gil", "sleeps"}
 
 
-def score(do: str, deadline_s: float = 0.0, **row: Any) -> PoolCall:
-    """Return a call with a deadline that is short if it hangs, and else far."""
+def make_reward_call(do: str, deadline_s: float = 0.0, **row: Any) -> PoolCall:
+    """Return a call whose deadline is short if it hangs, and long otherwise."""
     arguments = [{"do": do, **row}, [{"role": "model", "text": "4"}]]
     deadline_s = deadline_s or (0.3 if do in HANGING else scaled(5.0))
     return PoolCall(f"{REWARD}0", arguments, deadline_s)
 
 
-def use(
+def make_tool_call(
     deadline_s: float, do: str, *, name: str = "t", once: bool = False, **value: Any
 ) -> PoolCall:
     return PoolCall(TOOL + name, [{"do": do, **value}], scaled(deadline_s), once)
@@ -198,13 +198,13 @@ def use(
 GOOD = CallResult("ok", 0.5, "")
 
 
-async def with_neighbours(pool: WorkerPool, do: str, **row: Any) -> CallResult:
-    """The outcome of one call amid a batch that loses nothing else; nor does the next batch."""
-    good = score("good")
-    before, odd, *after = await pool.run([good, score(do, **row), good, good])
+async def run_among_good_calls(pool: WorkerPool, do: str, **row: Any) -> CallResult:
+    """Return the outcome of one call in a batch, after checking that no other call is lost."""
+    good = make_reward_call("good")
+    before, outcome, *after = await pool.run([good, make_reward_call(do, **row), good, good])
     assert [before, *after] == [GOOD] * 3
     assert await pool.run([good]) == [GOOD]
-    return odd
+    return outcome
 
 
 @pytest.mark.rotating(3)
@@ -226,18 +226,20 @@ async def with_neighbours(pool: WorkerPool, do: str, **row: Any) -> CallResult:
         ("forks", "ok", ""),
     ],
 )
-async def test_what_a_reward_does_is_an_outcome_of_its_own_call_only(
-    make: Make, do: str, status: str, error: str
+async def test_behaviour_of_a_reward_affects_only_its_own_call(
+    make_pool: Make, do: str, status: str, error: str
 ) -> None:
-    answer = await with_neighbours(await make(warm_workers=1, max_workers=1), do)
+    answer = await run_among_good_calls(await make_pool(warm_workers=1, max_workers=1), do)
     assert (answer.status, answer.error[: len(error)]) == (status, error)
     assert (answer.value is None) == (status != "ok")
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", ["nan", "inf", "str", "none", "huge", "complex", "list"])
-async def test_a_reward_that_is_no_finite_number_is_a_bad_value(make: Make, what: str) -> None:
-    answer = await with_neighbours(await make(warm_workers=1, max_workers=1), "returns", what=what)
+async def test_reward_that_is_no_finite_number_is_a_bad_value(make_pool: Make, what: str) -> None:
+    answer = await run_among_good_calls(
+        await make_pool(warm_workers=1, max_workers=1), "returns", what=what
+    )
     assert answer.status == "bad_value" and answer.value is None
     assert answer.error.startswith("reward returned ") and "finite number" in answer.error
 
@@ -246,80 +248,90 @@ async def test_a_reward_that_is_no_finite_number_is_a_bad_value(make: Make, what
 @pytest.mark.parametrize(
     "what", ["object", "int keys", "big int", "surrogate", "loop", "set", "long"]
 )
-async def test_a_result_that_no_wire_carries_is_a_bad_value(make: Make, what: str) -> None:
-    pool = await make(warm_workers=1, max_workers=1)
-    odd, good = await pool.run([use(5.0, "odd_value", what=what), use(5.0, "good", value="4")])
-    assert odd.status == "bad_value" and odd.error.startswith("t returned ")
+async def test_unserializable_result_is_a_bad_value(make_pool: Make, what: str) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1)
+    outcome, good = await pool.run(
+        [make_tool_call(5.0, "odd_value", what=what), make_tool_call(5.0, "good", value="4")]
+    )
+    assert outcome.status == "bad_value" and outcome.error.startswith("t returned ")
     assert good == CallResult("ok", "4", "")
 
 
-async def test_a_worker_is_not_told_where_the_settings_of_the_mesh_are(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+async def test_worker_environment_has_no_mesh_settings(
+    make_pool: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHRL_SETTINGS", "/run/mesh/settings.json")
-    pool = await make(warm_workers=1, max_workers=1)
-    (answer,) = await pool.run([score("is_told_where_the_settings_are")])
+    pool = await make_pool(warm_workers=1, max_workers=1)
+    (answer,) = await pool.run([make_reward_call("is_told_where_the_settings_are")])
     assert answer == CallResult("ok", 0.0, "")
 
 
-async def test_an_integer_reward_and_a_bool_are_floats(make: Make) -> None:
-    pool = await make(warm_workers=1)
-    answers = await pool.run([score("good", value=1), score("good", value=True)])
+async def test_integer_and_bool_rewards_become_floats(make_pool: Make) -> None:
+    pool = await make_pool(warm_workers=1)
+    answers = await pool.run(
+        [make_reward_call("good", value=1), make_reward_call("good", value=True)]
+    )
     assert [answer.value for answer in answers] == [1.0, 1.0]
     assert all(type(answer.value) is float for answer in answers)
 
 
-async def test_a_tool_that_eats_all_memory_crashes_and_its_process_is_replaced(make: Make) -> None:
-    pool = await make(warm_workers=1, max_workers=1, rlimits={"AS": 300 << 20})
-    eats, good = use(10.0, "leaks"), use(10.0, "good")
-    answers = await pool.run([good, eats, good])
+async def test_tool_that_exhausts_memory_crashes_and_its_process_is_replaced(
+    make_pool: Make,
+) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1, rlimits={"AS": 300 << 20})
+    memory_call, good = make_tool_call(10.0, "leaks"), make_tool_call(10.0, "good")
+    answers = await pool.run([good, memory_call, good])
     assert [answer.status for answer in answers] == ["ok", "crashed", "ok"]
     assert "MemoryError" in answers[1].error
     assert pool.replaced_count == 2
 
 
 @pytest.mark.rotating(3)
-async def test_a_leak_of_earlier_calls_does_not_fail_the_call_at_the_limit(make: Make) -> None:
-    pool = await make(warm_workers=1, max_workers=1, rlimits={"AS": 300 << 20})
-    answers = await pool.run([use(10.0, "leaks_a_little")] * 12)
+async def test_leaks_of_earlier_calls_do_not_fail_later_calls(make_pool: Make) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1, rlimits={"AS": 300 << 20})
+    answers = await pool.run([make_tool_call(10.0, "leaks_a_little")] * 12)
     assert [answer.status for answer in answers] == ["ok"] * 12
     assert pool.replaced_count >= 2
 
 
 @pytest.mark.parametrize("do", ["exits_once", "stops_itself_once"])
-async def test_a_call_whose_process_was_killed_is_run_again(make: Make, do: str) -> None:
-    pool = await make(warm_workers=1, max_workers=1)
-    assert await with_neighbours(pool, do) == CallResult("ok", 0.75, "")
+async def test_call_is_repeated_after_its_process_was_killed(make_pool: Make, do: str) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1)
+    assert await run_among_good_calls(pool, do) == CallResult("ok", 0.75, "")
     assert pool.replaced_count == 1
 
 
-async def test_a_call_that_must_not_run_twice_is_crashed(make: Make, tmp_path: Path) -> None:
-    pool = await make(warm_workers=1, max_workers=1)
-    crashed, good = await pool.run([use(5.0, "exits_once", once=True), use(5.0, "good")])
+async def test_call_that_must_not_repeat_is_reported_as_crashed(
+    make_pool: Make, tmp_path: Path
+) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1)
+    crashed, good = await pool.run(
+        [make_tool_call(5.0, "exits_once", once=True), make_tool_call(5.0, "good")]
+    )
     assert crashed.status == "crashed" and "once" in crashed.error
     assert good == GOOD
-    assert (await pool.run([use(5.0, "exits_once", once=True)]))[0].value == 0.75
+    assert (await pool.run([make_tool_call(5.0, "exits_once", once=True)]))[0].value == 0.75
 
 
-async def test_a_process_that_served_enough_calls_is_replaced_without_loss(make: Make) -> None:
-    pool = await make(warm_workers=1, max_workers=1, max_calls_per_worker=10)
-    answers = await pool.run([use(5.0, "names_its_process")] * 35)
+async def test_worker_is_replaced_after_its_call_limit_without_loss(make_pool: Make) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1, max_calls_per_worker=10)
+    answers = await pool.run([make_tool_call(5.0, "names_its_process")] * 35)
     assert [a.status for a in answers] == ["ok"] * 35
     assert len({a.value for a in answers}) >= 2
 
 
-async def test_killing_idle_workers_loses_nothing(make: Make) -> None:
-    pool = await make(warm_workers=2, max_workers=2)
+async def test_killed_idle_workers_lose_no_call(make_pool: Make) -> None:
+    pool = await make_pool(warm_workers=2, max_workers=2)
     for _ in range(3):
-        pids = {a.value for a in await pool.run([use(5.0, "names_its_process")] * 8)}
+        pids = {a.value for a in await pool.run([make_tool_call(5.0, "names_its_process")] * 8)}
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        assert await pool.run([score("good")] * 8) == [GOOD] * 8
+        assert await pool.run([make_reward_call("good")] * 8) == [GOOD] * 8
 
 
-async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: Path) -> None:
-    pool = await make(warm_workers=1, max_workers=1)
-    assert (await pool.run([use(2.0, "starts_a_daemon")]))[0].status == "timeout"
+async def test_subprocesses_of_a_killed_call_are_killed(make_pool: Make, tmp_path: Path) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1)
+    assert (await pool.run([make_tool_call(2.0, "starts_a_daemon")]))[0].status == "timeout"
     daemons = list(map(int, (tmp_path / "flag").read_text().split()))
     async with asyncio.timeout(scaled(4.0)):
         while any(map(read_start_time, daemons)):
@@ -327,73 +339,77 @@ async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: 
     assert len(daemons) == 2
 
 
-async def test_long_calls_run_in_parallel_as_the_pool_grows(make: Make, tmp_path: Path) -> None:
-    pool = await make(warm_workers=1, max_workers=4)
-    first = asyncio.create_task(pool.run([use(60.0, "waits")]))
+async def test_long_calls_run_in_parallel_as_the_pool_grows(
+    make_pool: Make, tmp_path: Path
+) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=4)
+    first = asyncio.create_task(pool.run([make_tool_call(60.0, "waits")]))
     await asyncio.sleep(0.1)
-    assert await pool.run([score("good")] * 3) == [GOOD] * 3
+    assert await pool.run([make_reward_call("good")] * 3) == [GOOD] * 3
     assert not first.done() and pool.size == 2
     (tmp_path / "flag").touch()
     assert await first == [CallResult("ok", 1.0, "")]
 
 
-async def test_a_caller_that_leaves_takes_its_waiting_calls_along(make: Make) -> None:
-    pool = await make(warm_workers=1, max_workers=1)
-    gone = asyncio.create_task(pool.run([score("sleeps")] * 5))
+async def test_waiting_calls_of_a_cancelled_caller_are_cancelled(make_pool: Make) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1)
+    cancelled = asyncio.create_task(pool.run([make_reward_call("sleeps")] * 5))
     await asyncio.sleep(0.05)
-    gone.cancel()
-    assert await pool.run([score("good")]) == [GOOD]
+    cancelled.cancel()
+    assert await pool.run([make_reward_call("good")]) == [GOOD]
     assert pool.replaced_count == 1
 
 
-async def test_an_unknown_tool_says_which_there_are(make: Make) -> None:
-    pool = await make()
-    answer = (await pool.run([use(1.0, "good", name="u")]))[0]
+async def test_unknown_tool_error_lists_the_known_ones(make_pool: Make) -> None:
+    pool = await make_pool()
+    answer = (await pool.run([make_tool_call(1.0, "good", name="u")]))[0]
     assert answer.status == "raised"
     assert answer.error == "job j has no u; it has reward, t"
 
 
 @pytest.mark.parametrize(
-    ("reference", "says"),
+    ("reference", "error"),
     [
         ("behaviours:missing", "AttributeError: module 'behaviours' has no attribute 'missing'"),
         ("nowhere:f", "ModuleNotFoundError: No module named 'nowhere'"),
         ("behaviours:FLAG", "is a str, not a function"),
     ],
 )
-async def test_unloadable_code_fails_with_its_reason(make: Make, reference: str, says: str) -> None:
-    with pytest.raises(ToolFailed, match=says):
-        await make(reward=reference)
-
-
-@pytest.mark.parametrize(("ends", "tries"), [(2, 3), (9, 3)])
-async def test_a_worker_that_a_signal_ends_while_it_loads_is_started_again(
-    make: Make, tmp_path: Path, ends: int, tries: int
+async def test_unloadable_code_fails_with_its_reason(
+    make_pool: Make, reference: str, error: str
 ) -> None:
-    begun = tmp_path / "begun"
+    with pytest.raises(ToolFailed, match=error):
+        await make_pool(reward=reference)
+
+
+@pytest.mark.parametrize(("kill_count", "start_count"), [(2, 3), (9, 3)])
+async def test_worker_killed_during_loading_is_restarted(
+    make_pool: Make, tmp_path: Path, kill_count: int, start_count: int
+) -> None:
+    start_log = tmp_path / "begun"
     code = f"""
         import os, signal
-        with open({str(begun)!r}, "a+") as file:
+        with open({str(start_log)!r}, "a+") as file:
             file.write("x")
             file.seek(0)
             begun = len(file.read())
-        if begun <= {ends}:
+        if begun <= {kill_count}:
             os.kill(os.getpid(), signal.SIGKILL)
 
         def reward(row, turns):
             return 0.5
     """
     (tmp_path / "killed.py").write_text(textwrap.dedent(code))
-    if ends < tries:
-        pool = await make(reward="killed:reward", warm_workers=1, max_workers=1)
-        assert await pool.run([score("good")]) == [GOOD]
+    if kill_count < start_count:
+        pool = await make_pool(reward="killed:reward", warm_workers=1, max_workers=1)
+        assert await pool.run([make_reward_call("good")]) == [GOOD]
     else:
         with pytest.raises(ToolFailed, match="ended the process"):
-            await make(reward="killed:reward", warm_workers=1, max_workers=1)
-    assert len(begun.read_text()) == tries
+            await make_pool(reward="killed:reward", warm_workers=1, max_workers=1)
+    assert len(start_log.read_text()) == start_count
 
 
-async def test_a_reader_of_model_texts_has_no_files_programs_or_network(tmp_path: Path) -> None:
+async def test_confined_worker_has_no_files_programs_or_network(tmp_path: Path) -> None:
     source = """
         import os, socket, subprocess
 
@@ -408,8 +424,8 @@ async def test_a_reader_of_model_texts_has_no_files_programs_or_network(tmp_path
     """
     (tmp_path / "closed.py").write_text(textwrap.dedent(source))
     functions = PoolFunctions("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, is_confined=True)
-    where = SystemHost(), SystemClock(), functions, PoolLimits(warm_workers=1)
-    pool = WorkerPool(*where, tmp_path / "log")
+    environment = SystemHost(), SystemClock(), functions, PoolLimits(warm_workers=1)
+    pool = WorkerPool(*environment, tmp_path / "log")
     await pool.start()
     calls = [
         PoolCall(f"{TOOL}t", [what], scaled(5.0))
@@ -423,46 +439,48 @@ async def test_a_reader_of_model_texts_has_no_files_programs_or_network(tmp_path
         assert [a.error.partition(":")[0] for a in answers[2:]] == ["PermissionError"] * 3
 
 
-async def test_a_batch_that_hangs_ends_in_two_deadlines_and_names_the_function(make: Make) -> None:
-    pool = await make(warm_workers=2, max_workers=2)
-    calls = [score("sleeps", deadline_s=1.0)] * 40
+async def test_hanging_batch_ends_within_two_deadlines_and_names_the_function(
+    make_pool: Make,
+) -> None:
+    pool = await make_pool(warm_workers=2, max_workers=2)
+    calls = [make_reward_call("sleeps", deadline_s=1.0)] * 40
     answers = await pool.run(calls, postpone_slow=True)
-    late = [answer for answer in answers if answer.status == "timeout"]
-    assert 1 <= len(late) <= 4, "not forty deadlines"
-    assert extract_location(late[0].error).startswith("behaviours.py:")
-    assert extract_location(late[0].error).endswith("in reward()")
+    timed_out = [answer for answer in answers if answer.status == "timeout"]
+    assert 1 <= len(timed_out) <= 4, "not forty deadlines"
+    assert extract_location(timed_out[0].error).startswith("behaviours.py:")
+    assert extract_location(timed_out[0].error).endswith("in reward()")
     assert {answer.status for answer in answers} == {"timeout", "postponed"}
 
 
-async def test_calls_that_nobody_has_begun_come_back_while_slow_ones_go_on(make: Make) -> None:
-    pool = await make(warm_workers=1, max_workers=1)
-    slow = asyncio.create_task(pool.run([score("sleeps", deadline_s=600.0)]))
+async def test_unstarted_calls_are_postponed_while_slow_ones_run(make_pool: Make) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1)
+    slow_call = asyncio.create_task(pool.run([make_reward_call("sleeps", deadline_s=600.0)]))
     await asyncio.sleep(0.1)
-    (answer,) = await pool.run([score("good", deadline_s=0.2)], postpone_slow=True)
+    (answer,) = await pool.run([make_reward_call("good", deadline_s=0.2)], postpone_slow=True)
     assert answer.status == "postponed"
-    slow.cancel()
+    slow_call.cancel()
 
 
-async def test_a_function_that_takes_long_is_named_while_it_runs(make: Make) -> None:
-    waits = WaitTable(SystemClock())
-    pool = await make(waits=waits, warm_workers=1, max_workers=1)
-    running = asyncio.create_task(pool.run([score("sleeps", min(5.0, scaled(1.0)))]))
-    while not running.done() and not waits.list_longest([]):
+async def test_slow_function_is_named_while_it_runs(make_pool: Make) -> None:
+    wait_table = WaitTable(SystemClock())
+    pool = await make_pool(wait_table=wait_table, warm_workers=1, max_workers=1)
+    running = asyncio.create_task(pool.run([make_reward_call("sleeps", min(5.0, scaled(1.0)))]))
+    while not running.done() and not wait_table.list_longest([]):
         await asyncio.sleep(0.02)
-    (wait,) = waits.list_longest([])
+    (wait,) = wait_table.list_longest([])
     assert re.fullmatch(r"reward of j, behaviours\.py:\d+ .*\(pid \d+\)", wait["on"]), wait
     await running
-    assert waits.list_longest([]) == []
+    assert wait_table.list_longest([]) == []
 
 
-def _deep(levels: int) -> Any:
+def _nest(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):
         value = [value]
     return value
 
 
-def _loop() -> Any:
+def _make_loop() -> Any:
     loop: list[Any] = []
     loop.append(loop)
     return loop
@@ -470,22 +488,35 @@ def _loop() -> Any:
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize(
-    "given",
-    [2**70, "\ud800", object(), {1: 2}, {(1,): 2}, _loop(), _deep(3000), "x" * MAX_FRAME_BYTES],
+    "argument",
+    [
+        2**70,
+        "\ud800",
+        object(),
+        {1: 2},
+        {(1,): 2},
+        _make_loop(),
+        _nest(3000),
+        "x" * MAX_FRAME_BYTES,
+    ],
     ids=["large", "surrogate", "object", "int key", "tuple key", "loop", "deep", "long"],
 )
-async def test_arguments_that_no_wire_carries_fail_their_call_alone(make: Make, given: Any) -> None:
-    pool = await make(warm_workers=1, max_workers=1)
+async def test_unserializable_arguments_fail_only_their_call(
+    make_pool: Make, argument: Any
+) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1)
     async with asyncio.timeout(scaled(30)):
-        odd = await with_neighbours(pool, "good", given=given)
-    assert (odd.status, odd.value) == ("bad_value", None)
-    assert "reward was given" in odd.error
+        outcome = await run_among_good_calls(pool, "good", given=argument)
+    assert (outcome.status, outcome.value) == ("bad_value", None)
+    assert "reward was given" in outcome.error
     assert pool.replaced_count == 0
 
 
 @pytest.mark.rotating(3)
-async def test_calls_that_no_frame_holds_together_are_all_answered(make: Make) -> None:
-    pool = await make(warm_workers=1, max_workers=1)
-    long = "x" * (MAX_FRAME_BYTES // 3)
-    assert await pool.run([score("good", scaled(30.0), given=long)] * 5) == [GOOD] * 5
+async def test_calls_larger_than_a_frame_together_are_answered(make_pool: Make) -> None:
+    pool = await make_pool(warm_workers=1, max_workers=1)
+    long_text = "x" * (MAX_FRAME_BYTES // 3)
+    assert (
+        await pool.run([make_reward_call("good", scaled(30.0), given=long_text)] * 5) == [GOOD] * 5
+    )
     assert pool.replaced_count == 0

@@ -85,13 +85,11 @@ best = ["jobs.ranks=[2, 8, 14]"]
 stretches = 3
 """
     known: dict[str, SimCluster] = {}
-    run_command = {
-        name: run_arm(arm, tmp_path, known) for name, arm in arms(tmp_path, more).items()
-    }
-    takes_s = {name: one.figures["agent"].step_s for name, one in run_command.items()}
+    results = {name: run_arm(arm, tmp_path, known) for name, arm in arms(tmp_path, more).items()}
+    takes_s = {name: one.figures["agent"].step_s for name, one in results.items()}
     assert takes_s["best"] == min(takes_s[n] for n in ("2", "8", "14"))
     assert (
-        run_command["best"].best_settings
+        results["best"].best_settings
         == f"jobs.ranks={min(('2', '8', '14'), key=takes_s.__getitem__)}"
     )
     assert takes_s["oracle"] <= takes_s["best"], "it changes along the run"

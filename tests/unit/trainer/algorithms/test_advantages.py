@@ -1,4 +1,4 @@
-"""Advantages: of trajectories in a group, of tokens in a step, and what rewards lose before."""
+"""Advantages of trajectories in a group and of tokens in a step, and reward shaping."""
 
 import math
 import random
@@ -51,7 +51,7 @@ def prepare(name: AlgorithmName, made: list[TrainingSequence], config: Algorithm
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", COMPARED)
 @given(rewards=rewards_of_a_group)
-def test_advantages_are_those_of_the_formula(name: AlgorithmName, rewards: list[float]) -> None:
+def test_group_advantages_match_the_formula(name: AlgorithmName, rewards: list[float]) -> None:
     expected = plain_advantages(name, rewards)
     assert advantages(name, rewards).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
@@ -59,7 +59,7 @@ def test_advantages_are_those_of_the_formula(name: AlgorithmName, rewards: list[
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", COMPARED)
 @given(rewards=rewards_of_a_group, constant=st.floats(-5, 5))
-def test_a_constant_added_to_all_rewards_changes_nothing(
+def test_constant_added_to_all_rewards_changes_no_advantage(
     name: AlgorithmName, rewards: list[float], constant: float
 ) -> None:
     moved = advantages(name, [r + constant for r in rewards])
@@ -69,7 +69,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", COMPARED)
 @given(rewards=rewards_of_a_group, order=st.randoms())
-def test_the_order_of_members_does_not_matter(
+def test_member_order_changes_no_advantage(
     name: AlgorithmName, rewards: list[float], order: random.Random
 ) -> None:
     places = list(range(len(rewards)))
@@ -80,17 +80,18 @@ def test_the_order_of_members_does_not_matter(
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_equal_rewards_are_filtered_where_groups_are_compared(name: AlgorithmName) -> None:
+def test_equal_rewards_are_filtered_by_group_algorithms(name: AlgorithmName) -> None:
     hooks = ALGORITHMS[name]
     assert hooks.compute_advantages(np.full(8, 0.1), AlgorithmConfig(name)) is None
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - set(COMPARED)))
-def test_a_group_of_equal_rewards_still_teaches_where_they_are_not(name: AlgorithmName) -> None:
+def test_equal_rewards_are_trained_by_other_algorithms(name: AlgorithmName) -> None:
     assert ALGORITHMS[name].compute_advantages(np.full(8, 0.1), AlgorithmConfig(name)) is not None
 
 
-# -- of tokens -------------------------------------------------------------------------------------
+# -- advantages of tokens
+# ---------------------------------------------------------------------------
 
 
 def sequence(seed: int, reward: float, values: bool = False) -> TrainingSequence:
@@ -113,7 +114,7 @@ def sequence(seed: int, reward: float, values: bool = False) -> TrainingSequence
 
 
 def plain_rewards(one: TrainingSequence, config: AlgorithmConfig) -> list[list[Any]]:
-    """[[place, reward]] of the model's own tokens."""
+    """Return [[place, reward]] of the model's own tokens."""
     places = [i for i in range(1, len(one.tokens)) if one.loss_mask[i]]
     found: list[list[Any]] = []
     for i in places:
@@ -157,7 +158,7 @@ def plain_gae(one: TrainingSequence, config: AlgorithmConfig) -> list[float]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("name", ["reinforce_pp", "ppo"])
-def test_advantages_of_tokens_are_those_of_the_formula(
+def test_token_advantages_match_the_formula(
     name: AlgorithmName, kl: Literal["k1", "k2", "k3"], seed: int
 ) -> None:
     config = AlgorithmConfig(
@@ -176,7 +177,7 @@ def test_advantages_of_tokens_are_those_of_the_formula(
             assert one.extras["returns"][own] == pytest.approx(targets, rel=1e-4, abs=1e-5)
 
 
-def test_without_a_divergence_every_token_has_the_reward_that_ends_its_trajectory() -> None:
+def test_token_advantages_without_kl_equal_the_final_reward() -> None:
     given_ = [sequence(i, reward) for i, reward in enumerate((1.0, 0.0, 3.0))]
     prepare("reinforce_pp", given_, AlgorithmConfig("reinforce_pp"))
     worth = [one.advantages[one.loss_mask] for one in given_]
@@ -184,14 +185,16 @@ def test_without_a_divergence_every_token_has_the_reward_that_ends_its_trajector
     assert worth[1][0] < worth[0][0] < worth[2][0]
 
 
-def test_a_step_of_equal_rewards_has_no_advantages() -> None:
+def test_step_of_equal_rewards_has_zero_advantages() -> None:
     given_ = [sequence(i, 1.0) for i in range(3)]
     prepare("reinforce_pp", given_, AlgorithmConfig("reinforce_pp"))
     assert not any(one.advantages.any() for one in given_)
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(0, 1))
-def test_gae_spans_one_step_and_the_whole_trajectory(rewards: list[float], discount: float) -> None:
+def test_gae_limits_are_one_step_and_the_whole_trajectory(
+    rewards: list[float], discount: float
+) -> None:
     values = np.linspace(-1, 1, len(rewards))
     worth = np.array(rewards)
     one_step = worth + discount * np.append(values[1:], 0) - values
@@ -200,7 +203,7 @@ def test_gae_spans_one_step_and_the_whole_trajectory(rewards: list[float], disco
     assert compute_gae(worth, values, discount, 1.0) == pytest.approx(whole, abs=1e-9)
 
 
-def test_a_divergence_without_a_reference_names_the_table_to_declare() -> None:
+def test_kl_without_a_reference_names_the_missing_table() -> None:
     one = sequence(0, 1.0)
     one.extras.clear()
     config = AlgorithmConfig("reinforce_pp", kl_in="reward", kl_coefficient=0.1)
@@ -208,7 +211,8 @@ def test_a_divergence_without_a_reference_names_the_table_to_declare() -> None:
         prepare("reinforce_pp", [one], config)
 
 
-# -- rewards and sums ------------------------------------------------------------------------------
+# -- reward shaping and aggregation
+# ------------------------------------------------------------------
 
 
 def job(name: AlgorithmName, longest: int = 100, **keys: Any) -> JobConfig:
@@ -218,7 +222,7 @@ def job(name: AlgorithmName, longest: int = 100, **keys: Any) -> JobConfig:
 
 
 @given(st.lists(st.integers(2, 100), min_size=1, max_size=8), st.integers(1, 60))
-def test_length_is_punished_softly_in_the_last_tokens(lengths: list[int], buffer: int) -> None:
+def test_overlong_penalty_grows_over_the_last_tokens(lengths: list[int], buffer: int) -> None:
     def plain(length: int) -> float:  # DAPO, equation 13
         if length <= 100 - buffer:
             return 0.0
@@ -229,7 +233,7 @@ def test_length_is_punished_softly_in_the_last_tokens(lengths: list[int], buffer
     assert found.tolist() == pytest.approx([0.5 * plain(length) for length in lengths])
 
 
-def test_dapo_punishes_the_last_fifth_and_others_nothing() -> None:
+def test_dapo_penalizes_the_last_fifth_and_others_nothing() -> None:
     lengths = np.array([80, 90, 100])
     assert compute_overlong_penalty(
         lengths, ALGORITHMS["dapo"].overlong_share, job("dapo")
@@ -244,8 +248,8 @@ def test_dapo_punishes_the_last_fifth_and_others_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_estimates_of_the_divergence_agree_with_its_exact_value(kind: str) -> None:
-    """k1 and k3 are unbiased; k2 is close while the policies are."""
+def test_kl_estimators_agree_with_the_exact_kl(kind: str) -> None:
+    """Check that k1 and k3 are unbiased, and that k2 is close for close policies."""
     draw = np.random.default_rng(0)
     logits = draw.normal(size=6)
     policy = np.exp(logits) / np.exp(logits).sum()
@@ -259,7 +263,7 @@ def test_estimates_of_the_divergence_agree_with_its_exact_value(kind: str) -> No
 @pytest.mark.parametrize(
     ("kind", "weight", "counts"), [("tokens", 1, 7), ("sequences", 1 / 4, 2), ("constant", 0.01, 2)]
 )
-def test_weights_and_counts_are_of_the_aggregation(kind: str, weight: float, counts: int) -> None:
+def test_weights_and_counts_follow_the_aggregation(kind: str, weight: float, counts: int) -> None:
     config = job("grpo", aggregation=kind)
     made = []
     for n in (4, 3):

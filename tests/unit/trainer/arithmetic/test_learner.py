@@ -1,4 +1,4 @@
-"""Gradients of bins and steps of the learner."""
+"""Gradients of the learner over bins and steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.common.generation.engines_under_test import (
     request,
 )
 from tests.unit.common.generation.test_moe_engine import THREE, paired
-from tests.unit.trainer.handing_over import handed_over
+from tests.unit.trainer.state_transfer import transfer_state
 
 MODEL = ModelConfig(
     architecture="llama",
@@ -73,7 +73,7 @@ def sequences(count: int = 9, version: int = 0) -> list[TrainingSequence]:
 
 
 def plain_gradient(learner: Learner, made: list[TrainingSequence]) -> tuple[float, torch.Tensor]:
-    """Sequence by sequence, without packing."""
+    """Compute the gradient sequence by sequence, without packing."""
     model = learner.model
     model.zero_grad()
     total = torch.zeros(())
@@ -93,7 +93,7 @@ def plain_gradient(learner: Learner, made: list[TrainingSequence]) -> tuple[floa
 
 
 @pytest.mark.parametrize("budget", [64, 200, 2560])
-def test_the_gradient_does_not_depend_on_the_packing(budget: int) -> None:
+def test_gradient_does_not_depend_on_the_packing(budget: int) -> None:
     one, made = learner(), sequences()
     gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, budget))
     loss, expected = plain_gradient(learner(), made)
@@ -102,17 +102,17 @@ def test_the_gradient_does_not_depend_on_the_packing(budget: int) -> None:
     assert torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_bin_computed_again_elsewhere_gives_the_same_bits() -> None:
+def test_recomputed_bin_gives_equal_bits() -> None:
     torch.set_num_threads(1)
     bins = make_bins(sequences(), 200)
     first, second = learner(), learner(seed=5)
     second.load_weights(first.get_weights())
     for bin in bins:
-        second.compute_gradient(bin)  # leaves nothing behind
+        second.compute_gradient(bin)  # no effect remains
         assert torch.equal(first.compute_gradient(bin)[0], second.compute_gradient(bin)[0])
 
 
-def test_scores_under_the_sampling_weights_leave_no_gap() -> None:
+def test_scores_under_the_sampling_weights_have_no_logprob_gap() -> None:
     one, made = learner(), sequences(version=3)
     bins = make_bins(made, 2560, version=3)
     for bin in bins:
@@ -123,7 +123,7 @@ def test_scores_under_the_sampling_weights_leave_no_gap() -> None:
     assert 0 < stats.entropy_sum / stats.tokens <= np.log(32)
 
 
-def test_tokens_of_other_versions_are_left_out_of_the_gap() -> None:
+def test_logprob_gap_excludes_tokens_of_other_versions() -> None:
     _, stats = sum_gradients(
         learner().compute_gradient(bin) for bin in make_bins(sequences(version=2), 2560, 3)
     )
@@ -138,7 +138,7 @@ def test_clipped_tokens_are_counted() -> None:
     assert stats.clipped_tokens == stats.tokens
 
 
-def test_the_sum_is_divided_by_the_tokens_once() -> None:
+def test_gradient_sum_is_divided_by_the_token_count_once() -> None:
     first, second = learner(), learner()
     gradient, stats = sum_gradients(
         first.compute_gradient(bin) for bin in make_bins(sequences(), 2560)
@@ -150,7 +150,7 @@ def test_the_sum_is_divided_by_the_tokens_once() -> None:
         assert torch.allclose(tensor, first.get_weights()[name], atol=1e-7)
 
 
-def test_steps_on_good_trajectories_make_them_likelier() -> None:
+def test_steps_increase_the_probability_of_good_trajectories() -> None:
     one, made = learner(), sequences()
     for sequence in made:
         sequence.advantages = np.ones((), np.float32)
@@ -164,7 +164,7 @@ def test_steps_on_good_trajectories_make_them_likelier() -> None:
     assert sum(one.score(bin).sum() for bin in bins) > before + 1
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+def test_non_finite_gradient_is_skipped() -> None:
     one = learner()
     before = one.copy_weights() | one.copy_optimizer_state()
     gradient = torch.zeros(one.parameter_count)
@@ -175,13 +175,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_a_learner_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
+def test_learner_resumes_from_its_saved_state(tmp_path: Path) -> None:
     first, second = learner(), learner(seed=7)
     bins = make_bins(sequences(), 200)
     for _ in range(2):
         gradient, stats = sum_gradients(first.compute_gradient(bin) for bin in bins)
         first.apply_gradient(gradient, stats.tokens, 1.0)
-    handed_over(first, second, tmp_path / "state")
+    transfer_state(first, second, tmp_path / "state")
     assert second.steps == 2
     for one in (first, second):
         gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
@@ -191,7 +191,7 @@ def test_a_learner_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def test_the_supervised_gradient_is_that_of_the_cross_entropy() -> None:
+def test_supervised_gradient_is_that_of_cross_entropy() -> None:
     one, made = learner(), sequences()
     for sequence in made:
         sequence.advantages = np.ones((), np.float32)
@@ -205,12 +205,12 @@ def test_the_supervised_gradient_is_that_of_the_cross_entropy() -> None:
     assert stats.loss_sum == pytest.approx(-sum(one.score(bin).sum() for bin in bins), rel=1e-4)
 
 
-def test_stats_add_up() -> None:
+def test_stats_of_bins_add_up() -> None:
     total = BinStats(tokens=2, gap_sum=1.0, gap_max=0.7) + BinStats(tokens=3, gap_max=0.2)
     assert total == BinStats(tokens=5, gap_sum=1.0, gap_max=0.7)
 
 
-def test_of_all_gradients_that_are_added_few_are_there_at_once() -> None:
+def test_gradient_addition_keeps_few_gradients_in_memory() -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
 
@@ -233,7 +233,7 @@ def gradients(count: int) -> list[torch.Tensor]:
     return [torch.randn(1000, generator=generator) * 10.0**i for i in range(count)]
 
 
-def test_the_sum_is_that_of_the_order_of_rounds_whatever_comes_first() -> None:
+def test_gradient_sum_is_independent_of_arrival_order() -> None:
     expected = sum(gradients(4)[1:], gradients(4)[0].clone())
     for order in itertools.permutations(range(4)):
         gradient_sum, made = GradientSum(), gradients(4)
@@ -243,7 +243,7 @@ def test_the_sum_is_that_of_the_order_of_rounds_whatever_comes_first() -> None:
         assert torch.equal(gradient_sum.get_total(4), expected)
 
 
-def test_a_missing_round_is_refused() -> None:
+def test_missing_round_is_rejected() -> None:
     gradient_sum = GradientSum()
     gradient_sum.add(1, torch.ones(3))
     with pytest.raises(Refused, match="0 of 2"):
@@ -322,7 +322,7 @@ def gap(model: Decoder, bins: list[Bin]) -> float:
 
 @pytest.mark.rotating(3)
 @paths
-def test_log_probabilities_are_the_engines_though_the_router_has_changed(path: str) -> None:
+def test_replayed_routing_reproduces_the_engines_logprobs(path: str) -> None:
     group = sampled(path, paired(1e-6, seed=1), [[first] for first in range(5)])
     later = paired(1e-6, seed=2)
     assert gap(later, bins_of(group, replayed=False)) > 0.1
@@ -330,7 +330,7 @@ def test_log_probabilities_are_the_engines_though_the_router_has_changed(path: s
 
 
 @paths
-def test_log_probabilities_are_the_engines_behind_any_prompt(path: str) -> None:
+def test_logprobs_match_the_engines_after_any_prompt(path: str) -> None:
     prompts = [np.random.default_rng(n).integers(0, VOCAB, 1 + 9 * n).tolist() for n in range(4)]
     model = paired(0.5, seed=1)  # no pair is near a tie
     group = sampled(path, model, prompts, tokens=60)
@@ -338,7 +338,7 @@ def test_log_probabilities_are_the_engines_behind_any_prompt(path: str) -> None:
     assert gap(model, bins_of(group, replayed=False)) < 1e-4
 
 
-def test_what_keeps_experts_busy_adds_up_over_trained_places_and_reaches_the_router() -> None:
+def test_balance_loss_sums_over_trained_positions_and_trains_the_router() -> None:
     model = paired(0.5, seed=1)
     model.config = THREE
     group = sampled("eager", model, [[first] for first in range(5)])

@@ -1,4 +1,4 @@
-"""Learner variants beside plain float32: adapters, reduced precision, experts."""
+"""Learner variants compared with plain float32: adapters, reduced precision, experts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from meshrl.common.model.network.lora import is_adapter_tensor
 from meshrl.services.trainer.bins.packing import Bin, make_bins
 from meshrl.services.trainer.learner.learner import Learner, sum_gradients
 from tests.unit.trainer.arithmetic.test_learner import MODEL, sequences
-from tests.unit.trainer.handing_over import handed_over
+from tests.unit.trainer.state_transfer import transfer_state
 
 RATES = OptimizerConfig(muon_lr=0.0, adamw_lr=0.01)
 
@@ -36,8 +36,8 @@ def good_bins(one: Learner, count: int = 12) -> list[Bin]:
     return bins
 
 
-def trained(one: Learner, steps: int = 4) -> tuple[float, float]:
-    """Sum of log-probabilities of good trajectories before and after some steps on them."""
+def train_steps(one: Learner, steps: int = 4) -> tuple[float, float]:
+    """Return the log-probability of good trajectories before and after some steps on them."""
     bins = good_bins(one)
     before = sum(float(one.score(bin).sum()) for bin in bins)
     for _ in range(steps):
@@ -49,12 +49,12 @@ def trained(one: Learner, steps: int = 4) -> tuple[float, float]:
     return before, sum(float(one.score(bin).sum()) for bin in bins)
 
 
-def test_adapters_learn_and_the_base_stands_still() -> None:
+def test_adapters_are_trained_and_the_base_is_fixed() -> None:
     one = learner()
     base = one.copy_weights()
     one.add_adapters(LoraConfig(rank=4), seed=1)
     assert one.parameter_count < sum(tensor.numel() for tensor in base.values()) / 2
-    before, after = trained(one)
+    before, after = train_steps(one)
     assert after > before + 1
     now = one.get_weights()
     assert all(torch.equal(tensor, now[name]) for name, tensor in base.items())
@@ -63,20 +63,20 @@ def test_adapters_learn_and_the_base_stands_still() -> None:
     )
 
 
-def test_adapters_go_on_where_their_state_was_taken(tmp_path: Path) -> None:
+def test_adapters_resume_from_their_saved_state(tmp_path: Path) -> None:
 
     first, second = learner(), learner()
     for one in (first, second):
         one.add_adapters(LoraConfig(rank=4), seed=1)
-    trained(first, steps=2)
-    handed_over(first, second, tmp_path / "state")
-    assert trained(first, steps=1) == trained(second, steps=1)
+    train_steps(first, steps=2)
+    transfer_state(first, second, tmp_path / "state")
+    assert train_steps(first, steps=1) == train_steps(second, steps=1)
 
 
 def test_bfloat16_passes_train_float32_masters() -> None:
     wide, narrow = learner(), learner(dtype=torch.bfloat16)
     for one in (wide, narrow):
-        before, after = trained(one)
+        before, after = train_steps(one)
         assert after > before + 1
     assert all(tensor.dtype == torch.float32 for tensor in narrow.get_weights().values())
     bins = good_bins(narrow)
@@ -89,7 +89,7 @@ def test_bfloat16_passes_train_float32_masters() -> None:
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
-def test_a_mixture_of_experts_is_balanced_by_its_own_loss(coefficient: float) -> None:
+def test_balance_loss_balances_the_experts(coefficient: float) -> None:
     config = replace(
         MODEL,
         architecture="qwen3_moe",
@@ -101,6 +101,6 @@ def test_a_mixture_of_experts_is_balanced_by_its_own_loss(coefficient: float) ->
     )
     one = learner(config)
     (bin,) = make_bins(sequences(), 2560)
-    bin.advantages[:] = 0.0  # nothing but the balance is left to learn
+    bin.advantages[:] = 0.0  # only the balance is left to learn
     gradient, _ = one.compute_gradient(bin)
     assert bool(gradient.any()) == (coefficient > 0)

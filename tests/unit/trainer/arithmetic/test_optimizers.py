@@ -1,4 +1,4 @@
-"""The optimizer, held to torch's own where torch has one."""
+"""Optimizers compared with those of PyTorch."""
 
 import pytest
 import torch
@@ -31,55 +31,64 @@ def gradients(model: nn.Module, steps: int) -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator) for _ in range(steps)]
 
 
-def follow(model: nn.Module, flat: torch.Tensor) -> None:
+def set_gradients(model: nn.Module, flat: torch.Tensor) -> None:
     """Set the gradients of `model` to slices of the flat gradient."""
     sizes = [p.numel() for p in model.parameters()]
     for parameter, piece in zip(model.parameters(), flat.split(sizes), strict=True):
         parameter.grad = piece.view_as(parameter).clone()
 
 
-def test_vectors_and_embeddings_move_as_under_adamw() -> None:
-    ours, theirs = Model(), Model()
-    optimizer = Optimizer(ours, CONFIG)
+def test_vectors_and_embeddings_match_adamw() -> None:
+    learner_optimizer, torch_optimizer = Model(), Model()
+    optimizer = Optimizer(learner_optimizer, CONFIG)
     adamw = torch.optim.AdamW(
-        [theirs.embedding, theirs.norm], lr=0.003, betas=(0.9, 0.95), weight_decay=0.1
+        [torch_optimizer.embedding, torch_optimizer.norm],
+        lr=0.003,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
     )
-    for gradient in gradients(ours, 6):
+    for gradient in gradients(learner_optimizer, 6):
         optimizer.step(gradient, 1.0)
-        follow(theirs, gradient)
+        set_gradients(torch_optimizer, gradient)
         adamw.step()
-    assert torch.allclose(ours.embedding, theirs.embedding, atol=1e-6)
-    assert torch.allclose(ours.norm, theirs.norm, atol=1e-6)
+    assert torch.allclose(learner_optimizer.embedding, torch_optimizer.embedding, atol=1e-6)
+    assert torch.allclose(learner_optimizer.norm, torch_optimizer.norm, atol=1e-6)
 
 
-def test_without_muon_everything_moves_as_under_adamw() -> None:
-    ours, theirs = Model(), Model()
-    optimizer = Optimizer(ours, OptimizerConfig(muon_lr=0.0, adamw_lr=0.003))
-    adamw = torch.optim.AdamW(theirs.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0)
-    for gradient in gradients(ours, 6):
+def test_all_parameters_match_adamw_without_muon() -> None:
+    learner_optimizer, torch_optimizer = Model(), Model()
+    optimizer = Optimizer(learner_optimizer, OptimizerConfig(muon_lr=0.0, adamw_lr=0.003))
+    adamw = torch.optim.AdamW(
+        torch_optimizer.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0
+    )
+    for gradient in gradients(learner_optimizer, 6):
         optimizer.step(gradient, 1.0)
-        follow(theirs, gradient)
+        set_gradients(torch_optimizer, gradient)
         adamw.step()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+    for one, other in zip(
+        learner_optimizer.parameters(), torch_optimizer.parameters(), strict=True
+    ):
         assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_matrices_move_as_under_muon() -> None:
-    ours, theirs = Model(), Model()
-    optimizer = Optimizer(ours, CONFIG)
-    matrices = [theirs.first, theirs.second, theirs.wide]
+def test_matrices_match_muon() -> None:
+    learner_optimizer, torch_optimizer = Model(), Model()
+    optimizer = Optimizer(learner_optimizer, CONFIG)
+    matrices = [torch_optimizer.first, torch_optimizer.second, torch_optimizer.wide]
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)
-    for gradient in gradients(ours, 6):
+    for gradient in gradients(learner_optimizer, 6):
         optimizer.step(gradient, 1.0)
-        follow(theirs, gradient)
+        set_gradients(torch_optimizer, gradient)
         muon.step()
     for name in ("first", "second", "wide"):
-        one, other, before = (getattr(m, name) for m in (ours, theirs, Model()))
-        moved = (other - before).norm()
-        assert (one - other).norm() < 0.02 * moved  # torch iterates in bfloat16
+        one, other, before = (
+            getattr(m, name) for m in (learner_optimizer, torch_optimizer, Model())
+        )
+        changed_vectors = (other - before).norm()
+        assert (one - other).norm() < 0.02 * changed_vectors  # torch iterates in bfloat16
 
 
-def test_an_orthogonal_update_has_singular_values_near_one() -> None:
+def test_orthogonal_update_has_singular_values_near_one() -> None:
     for shape in ((3, 12, 8), (8, 24), (8, 8)):
         matrices = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
         values = torch.linalg.svdvals(orthogonalize(matrices))
@@ -94,7 +103,7 @@ def test_matrices_of_one_shape_do_not_mix() -> None:
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("at_once", [1, 30, 100])
-def test_an_update_is_the_same_however_much_of_it_is_computed_at_once(
+def test_update_does_not_depend_on_the_piece_size(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that updates do not depend on the piece size.
@@ -117,7 +126,7 @@ def test_an_update_is_the_same_however_much_of_it_is_computed_at_once(
         assert torch.allclose(moment, state[name], atol=1e-6), name
 
 
-def test_an_optimizer_goes_on_where_its_state_was_taken() -> None:
+def test_optimizer_resumes_from_its_saved_state() -> None:
     first, second = Model(), Model()
     optimizer = Optimizer(first, CONFIG)
     early, late = gradients(first, 6)[:3], gradients(first, 6)[3:]
@@ -136,7 +145,7 @@ def test_an_optimizer_goes_on_where_its_state_was_taken() -> None:
         assert torch.equal(one, two)
 
 
-def test_a_state_takes_no_memory_of_its_own() -> None:
+def test_loaded_state_allocates_no_memory() -> None:
     model = Model()
     optimizer = Optimizer(model, CONFIG)
     moments = {n: t for n, t in optimizer.get_state().items() if n != "adamw.steps"}
@@ -146,7 +155,7 @@ def test_a_state_takes_no_memory_of_its_own() -> None:
     assert all(torch.equal(t, after[n]) for n, t in moments.items()), "it shows what is there now"
 
 
-def test_the_learning_rate_rises_and_then_falls_to_what_is_left() -> None:
+def test_learning_rate_warms_up_and_decays_to_its_minimum() -> None:
     config = OptimizerConfig(warmup_steps=5, final_lr=0.1)
     factors = [compute_lr_factor(step, 50, config) for step in range(50)]
     assert factors[0] == pytest.approx(0.2) and max(factors) == factors[4]

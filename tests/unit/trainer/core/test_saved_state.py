@@ -1,6 +1,4 @@
-"""A checkpoint's state: what any writers saved is what any readers load, by rows, and what went
-wrong has a name.
-"""
+"""Saved state of a checkpoint: any number of readers loads the rows of any number of writers."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from meshrl.common.base.digest import compute_file_digest
 from meshrl.common.base.errors import CorruptData, MeshError
 from meshrl.common.weights.layout.chunk_builder import TensorRows
 from meshrl.services.trainer.rows.saved_rows import SavedRows, save_rows, select_rank_files
-from tests.unit.trainer.handing_over import load_state, save_state
+from tests.unit.trainer.state_transfer import load_state, save_state
 
 STATE = {
     "a": torch.randn(5, 3),
@@ -43,21 +41,23 @@ def save_by_ranks(path: Path, ranks: int) -> None:
     for rank in range(ranks):
         parts = {name: rows(tensor, rank, ranks) for name, tensor in STATE.items()}
         parts = {n: p for n, p in parts.items() if p.rows.numel() and (p.shape or not rank)}
-        save_rows(path, name_of(rank), parts)
+        save_rows(path, file_name(rank), parts)
 
 
-def name_of(rank: int) -> str:
+def file_name(rank: int) -> str:
     return f"part-{rank:05d}-00000.safetensors"
 
 
-def test_the_digest_is_that_of_what_was_written(tmp_path: Path) -> None:
+def test_digest_is_that_of_the_written_bytes(tmp_path: Path) -> None:
     digest = save_rows(tmp_path, "part.safetensors", {n: rows(t, 0, 1) for n, t in STATE.items()})
     assert digest == compute_file_digest(tmp_path / "part.safetensors")
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 6])
 @pytest.mark.parametrize("readers", [1, 2, 5])
-def test_what_any_ranks_save_any_others_load(tmp_path: Path, writers: int, readers: int) -> None:
+def test_rows_saved_by_any_ranks_are_loaded_by_any_others(
+    tmp_path: Path, writers: int, readers: int
+) -> None:
     save_by_ranks(tmp_path, writers)
     saved = SavedRows(tmp_path)
     for rank in range(readers):
@@ -68,7 +68,7 @@ def test_what_any_ranks_save_any_others_load(tmp_path: Path, writers: int, reade
             assert torch.equal(found.rows, expected.rows), name
 
 
-def test_what_was_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
+def test_loaded_state_equals_the_saved_bits(tmp_path: Path) -> None:
     save_state(tmp_path / "state", STATE)
     found = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
     load_state(tmp_path / "state", found)
@@ -76,7 +76,7 @@ def test_what_was_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
     assert not any(b"pickle" in file.read_bytes() for file in (tmp_path / "state").iterdir())
 
 
-def test_states_of_an_earlier_meshrl_are_read_and_torch_reads_ours(tmp_path: Path) -> None:
+def test_states_of_earlier_versions_load_and_torch_loads_ours(tmp_path: Path) -> None:
     """Check that states of an earlier MeshRL, written by torch.distributed.checkpoint, still
     load.
     """
@@ -92,29 +92,29 @@ def test_states_of_an_earlier_meshrl_are_read_and_torch_reads_ours(tmp_path: Pat
     assert all(torch.equal(tensor, found[name]) for name, tensor in STATE.items())
 
 
-def test_a_file_that_cannot_be_written_is_an_error_that_can_be_handled(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+def test_unwritable_file_raises_a_typed_error(tmp_path: Path) -> None:
+    soft, missing_tensor = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, missing_tensor))
     try:
         with pytest.raises((OSError, MeshError)):
             save_state(tmp_path / "state", {"a": torch.zeros(100_000)})
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, missing_tensor))
 
 
-def test_a_state_of_another_model_or_without_some_rows_is_refused(tmp_path: Path) -> None:
+def test_state_of_another_model_or_without_rows_is_rejected(tmp_path: Path) -> None:
     save_state(tmp_path / "state", {"a": torch.zeros(3), "b": torch.zeros(2, 2)})
-    for wanted in ({"c": torch.zeros(3)}, {"a": torch.zeros(4)}, {"b": torch.zeros(2, 3)}):
+    for requested in ({"c": torch.zeros(3)}, {"a": torch.zeros(4)}, {"b": torch.zeros(2, 3)}):
         with pytest.raises(CorruptData, match="not all there"):
-            load_state(tmp_path / "state", wanted)
+            load_state(tmp_path / "state", requested)
 
 
-def test_a_rank_goes_on_from_its_own_files_and_what_all_have_alike(tmp_path: Path) -> None:
+def test_rank_restores_from_its_own_and_the_replicated_files(tmp_path: Path) -> None:
     save_by_ranks(tmp_path / "all/state", 3)
     names = [f"state/{file.name}" for file in (tmp_path / "all/state").iterdir()]
     for rank in range(3):
         found = select_rank_files(names, rank, 3)
-        assert found == [f"state/{name_of(writer)}" for writer in sorted({0, rank})]
+        assert found == [f"state/{file_name(writer)}" for writer in sorted({0, rank})]
         for name in found:
             target = tmp_path / f"{rank}" / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,20 +134,20 @@ def test_a_rank_goes_on_from_its_own_files_and_what_all_have_alike(tmp_path: Pat
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_state_without_the_rows_of_a_rank_is_refused(tmp_path: Path, missing: int) -> None:
+def test_state_without_the_rows_of_a_rank_is_rejected(tmp_path: Path, missing: int) -> None:
     save_by_ranks(tmp_path, 3)
-    (tmp_path / name_of(missing)).unlink()
+    (tmp_path / file_name(missing)).unlink()
     saved = SavedRows(tmp_path)
     with pytest.raises(CorruptData, match="not all there"):
         saved.fill("a", TensorRows((5, 3), 0, torch.zeros(5, 3)))
-    there = rows(STATE["a"], 1 if missing != 1 else 0, 3)
-    found = TensorRows(there.shape, there.first_row, torch.zeros_like(there.rows))
+    stored = rows(STATE["a"], 1 if missing != 1 else 0, 3)
+    found = TensorRows(stored.shape, stored.first_row, torch.zeros_like(stored.rows))
     saved.fill("a", found)
-    assert torch.equal(found.rows, there.rows), "of the others all is there"
+    assert torch.equal(found.rows, stored.rows), "of the others all is there"
 
 
 @pytest.mark.parametrize("how", ["empty", "cut", "another"])
-def test_a_file_that_is_none_is_told_by_name(tmp_path: Path, how: str) -> None:
+def test_invalid_file_is_reported_by_name(tmp_path: Path, how: str) -> None:
     save_state(tmp_path, {"a": torch.zeros(1000)})
     [file] = tmp_path.iterdir()
     content = file.read_bytes()
@@ -159,8 +159,8 @@ def test_a_file_that_is_none_is_told_by_name(tmp_path: Path, how: str) -> None:
     assert told.value.where == str(file)
 
 
-def test_files_that_have_nothing_of_what_is_loaded_are_opened_once(tmp_path: Path) -> None:
-    """Or a state of many files would be read as many times as it has."""
+def test_files_without_requested_tensors_are_opened_once(tmp_path: Path) -> None:
+    """Check that a state of many files is not read once for each of them."""
     for number in range(3):
         tensor = torch.full((2,), float(number))
         save_rows(tmp_path, f"{number}.safetensors", {f"t{number}": TensorRows((2,), 0, tensor)})

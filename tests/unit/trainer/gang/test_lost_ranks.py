@@ -24,15 +24,15 @@ LOST = RankLost("rank 1 does not answer")
 class FailingState(StateClient):
     """State client that is disconnected until some time, or loses its next answer to an event."""
 
-    away_until = 0.0
-    loses_an_answer = False
+    unreachable_until = 0.0
+    loses_answer = False
 
     async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
-        if self._monotonic() < self.away_until:
+        if self._monotonic() < self.unreachable_until:
             raise StateUnavailable("Redis does not answer")
         answer = await super().run_script(script, keys, *args)
-        if script == "append" and self.loses_an_answer:
-            self.loses_an_answer = False
+        if script == "append" and self.loses_answer:
+            self.loses_answer = False
             raise StateUnavailable("the answer was lost")
         return answer
 
@@ -46,11 +46,11 @@ class Bench:
         )
         self.losses = RankLossCounter(self.mesh, "j")
 
-    async def told(self) -> list[dict[str, Any]]:
+    async def read_losses(self) -> list[dict[str, Any]]:
         return [e.fields for e in await events.read_all(self.state) if e.kind == "rank_lost"]
 
 
-def on_bench(story: Callable[[Bench], Awaitable[None]]) -> None:
+def run_on_bench(story: Callable[[Bench], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         bench = Bench(clock, random)
         await bench.mesh.join(None)
@@ -59,36 +59,36 @@ def on_bench(story: Callable[[Bench], Awaitable[None]]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-@story_on(on_bench)
-async def test_a_loss_is_told_of_after_an_outage_of_redis(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_loss_is_reported_after_a_redis_outage(bench: Bench) -> None:
     began = bench.clock.monotonic()
-    bench.state.away_until = began + 4.0
+    bench.state.unreachable_until = began + 4.0
     await bench.losses.record(LOST)
     assert bench.clock.monotonic() - began >= 4.0
-    assert await bench.told() == [{"job": "j", "why": str(LOST)}]
+    assert await bench.read_losses() == [{"job": "j", "why": str(LOST)}]
 
 
-@story_on(on_bench)
-async def test_a_loss_whose_answer_was_lost_is_told_of_once(bench: Bench) -> None:
-    bench.state.loses_an_answer = True
+@story_on(run_on_bench)
+async def test_loss_with_a_lost_answer_is_reported_once(bench: Bench) -> None:
+    bench.state.loses_answer = True
     await bench.losses.record(LOST)
-    assert len(await bench.told()) == 1
+    assert len(await bench.read_losses()) == 1
     await bench.losses.record(LOST)
-    assert len(await bench.told()) == 2
+    assert len(await bench.read_losses()) == 2
 
 
-@story_on(on_bench)
-async def test_a_core_whose_name_is_anothers_tells_of_nothing(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_core_without_its_name_lease_reports_no_loss(bench: Bench) -> None:
     await registry.evict(bench.state, "trainer/j", bench.mesh.incarnation)
     entry = registry.RegistryEntry("trainer/j", "trainer", incarnation="another")
     await registry.register(bench.state, entry)
     with pytest.raises(Fenced):
         await bench.losses.record(LOST)
-    assert await bench.told() == []
+    assert await bench.read_losses() == []
 
 
-@story_on(on_bench)
-async def test_losses_without_a_step_between_them_end_the_core(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_consecutive_losses_without_a_step_end_the_core(bench: Bench) -> None:
     for _ in range(MAX_RANK_LOSSES - 1):
         await bench.losses.record(LOST)
     bench.losses.consecutive = 0  # a step was done
@@ -96,4 +96,4 @@ async def test_losses_without_a_step_between_them_end_the_core(bench: Bench) -> 
         await bench.losses.record(LOST)
     with pytest.raises(RankLost, match="rank 1"):
         await bench.losses.record(LOST)
-    assert len(await bench.told()) == 2 * MAX_RANK_LOSSES - 1
+    assert len(await bench.read_losses()) == 2 * MAX_RANK_LOSSES - 1

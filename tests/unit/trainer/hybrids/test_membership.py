@@ -1,4 +1,4 @@
-"""Hybrids: how they come and go, the board of a step's rounds, and sleep that fails."""
+"""Membership of hybrids, the board of a step's rounds, and failed sleep."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.tokenizers import make_tokenizer
-from tests.unit.trainer.tiers.bench import configured
+from tests.unit.trainer.tiers.bench import make_config
 
 
-def test_a_hybrid_leases_only_what_it_has_the_weights_for() -> None:
+def test_hybrid_leases_only_rounds_of_its_loaded_version() -> None:
     pool = HybridMembership()
     generation = pool.join("g1", 0.0)
     assert pool.get_stages() == {"g1": "requested"}
@@ -45,7 +45,7 @@ def test_a_hybrid_leases_only_what_it_has_the_weights_for() -> None:
     assert pool.get_stages() == {"g1": "fetching"}
 
 
-def test_a_new_version_is_there_to_be_fetched_before_a_hybrid_asks() -> None:
+def test_new_version_is_available_before_a_hybrid_requests_it() -> None:
     pool = HybridMembership()
     generation = pool.join("g1", 0.0)
     assert pool.can_lease_round("g1", generation, "v1", "v1", 1.0)
@@ -55,14 +55,14 @@ def test_a_new_version_is_there_to_be_fetched_before_a_hybrid_asks() -> None:
     assert pool.get_stages() == {"g1": "fetching"}
 
 
-def test_between_two_steps_a_hybrid_stays_ready() -> None:
+def test_hybrid_stays_ready_between_steps() -> None:
     pool = HybridMembership()
     generation = pool.join("g1", 0.0)
     assert not pool.can_lease_round("g1", generation, "v1", "", 1.0)
     assert pool.get_stages() == {"g1": "ready"}
 
 
-def test_what_a_hybrid_says_under_an_earlier_join_is_refused() -> None:
+def test_report_of_an_earlier_join_is_rejected() -> None:
     pool = HybridMembership()
     first = pool.join("g1", 0.0)
     second = pool.join("g1", 1.0)
@@ -77,7 +77,7 @@ def test_what_a_hybrid_says_under_an_earlier_join_is_refused() -> None:
         pool.record_result("g1", second, 3.0)
 
 
-def test_a_hybrid_that_is_silent_for_long_has_failed() -> None:
+def test_silent_hybrid_times_out() -> None:
     pool = HybridMembership(max_silence_s=10.0)
     generation = pool.join("g1", 0.0)
     pool.join("g2", 5.0)
@@ -96,49 +96,49 @@ actions = st.tuples(
 
 
 @given(st.lists(actions, max_size=40))
-def test_at_most_the_last_join_of_a_gang_counts(history: list[tuple[str, str, int]]) -> None:
+def test_only_the_last_join_of_a_gang_counts(history: list[tuple[str, str, int]]) -> None:
     pool = HybridMembership(max_silence_s=3.0)
-    live: dict[str, tuple[int, float]] = {}
+    live_rounds: dict[str, tuple[int, float]] = {}
     now, joins = 0.0, 0
     for action, gang, number in history:
         if action == "join":
             joins += 1
             assert pool.join(gang, now) == joins
-            live[gang] = joins, now
+            live_rounds[gang] = joins, now
         elif action == "wait":
             now += number
-            failed = {g for g, (_, heard) in live.items() if now - heard > 3.0}
+            failed = {g for g, (_, time_s) in live_rounds.items() if now - time_s > 3.0}
             assert set(pool.remove_silent(now)) == failed
-            live = {g: found for g, found in live.items() if g not in failed}
+            live_rounds = {g: found for g, found in live_rounds.items() if g not in failed}
         elif action == "leave":
-            ends = gang in live and live[gang][0] == number
+            ends = gang in live_rounds and live_rounds[gang][0] == number
             assert pool.leave(gang, number) == ends
             if ends:
-                del live[gang]
-        elif gang in live and live[gang][0] == number:
+                del live_rounds[gang]
+        elif gang in live_rounds and live_rounds[gang][0] == number:
             if action == "ask":
                 assert pool.can_lease_round(gang, number, "v", "v", now)
             else:
                 pool.record_result(gang, number, now)
-            live[gang] = number, now
+            live_rounds[gang] = number, now
         else:
             with pytest.raises(Fenced):
                 if action == "ask":
                     pool.can_lease_round(gang, number, "v", "v", now)
                 else:
                     pool.record_result(gang, number, now)
-        assert set(pool.get_stages()) == set(live)
+        assert set(pool.get_stages()) == set(live_rounds)
 
 
-def board_of(count: int) -> RoundBoard:
+def create_board(count: int) -> RoundBoard:
     board = RoundBoard()
     board.add_rounds(count)
     board.is_closed = True
     return board
 
 
-def test_the_core_and_hybrids_take_from_the_front() -> None:
-    board = board_of(4)
+def test_core_and_hybrids_lease_from_the_front() -> None:
+    board = create_board(4)
     assert board.take_round(now_s=0.0) == 0
     assert board.lease_round("g1", expires_s=5.0) == 1
     assert board.lease_round("g2", expires_s=5.0) == 2
@@ -147,8 +147,8 @@ def test_the_core_and_hybrids_take_from_the_front() -> None:
     assert board.lease_round("g1", expires_s=5.0) is None
 
 
-def test_a_lease_that_runs_out_is_computed_by_the_core_and_counts_once() -> None:
-    board = board_of(1)
+def test_expired_lease_is_computed_by_the_core_and_counted_once() -> None:
+    board = create_board(1)
     assert board.lease_round("g1", expires_s=5.0) == 0
     assert board.take_round(now_s=4.0) is None
     assert board.next_expiry() == 5.0
@@ -158,31 +158,32 @@ def test_a_lease_that_runs_out_is_computed_by_the_core_and_counts_once() -> None
     assert board.is_complete
 
 
-def test_what_a_hybrid_had_is_free_when_it_leaves() -> None:
-    board = board_of(2)
+def test_rounds_of_a_departed_hybrid_are_free() -> None:
+    board = create_board(2)
     assert board.lease_round("g1", expires_s=5.0) == 0
     assert board.release_rounds("g1") and not board.release_rounds("g1")
     assert board.lease_round("g2", expires_s=5.0) == 0
 
 
-def test_a_late_round_goes_before_new_ones_and_nobody_runs_far_ahead_of_it() -> None:
+def test_late_round_is_leased_first_and_limits_the_lookahead() -> None:
     board = RoundBoard()
     board.add_rounds(50)
     assert board.lease_round("silent", expires_s=5.0) == 0
-    taken = []
+    leased_rounds = []
     while (index := board.take_round(now_s=1.0)) is not None:
-        taken.append(index)
+        leased_rounds.append(index)
         board.complete_round(index)
     assert (
-        taken == list(range(1, MAX_ROUNDS_AHEAD)) and board.lease_round("g2", expires_s=9.0) is None
+        leased_rounds == list(range(1, MAX_ROUNDS_AHEAD))
+        and board.lease_round("g2", expires_s=9.0) is None
     )
     assert board.take_round(now_s=5.0) == 0
     board.complete_round(0)
     assert board.take_round(now_s=5.0) == MAX_ROUNDS_AHEAD
 
 
-def test_a_result_that_cannot_be_kept_is_computed_again() -> None:
-    board = board_of(1)
+def test_unsaved_result_is_computed_again() -> None:
+    board = create_board(1)
     assert board.lease_round("g1", expires_s=5.0) == 0
     assert board.claim_result(0) and not board.claim_result(0) and not board.is_complete
     assert board.take_round(now_s=9.0) is None
@@ -190,7 +191,7 @@ def test_a_result_that_cannot_be_kept_is_computed_again() -> None:
     assert board.take_round(now_s=1.0) == 0 and board.complete_round(0) and board.is_complete
 
 
-def test_nothing_is_complete_before_the_last_round_is_known() -> None:
+def test_board_is_incomplete_until_the_last_round_is_known() -> None:
     board = RoundBoard()
     board.add_rounds(1)
     assert board.take_round(0.0) == 0 and board.complete_round(0) and not board.is_complete
@@ -205,7 +206,9 @@ def test_nothing_is_complete_before_the_last_round_is_known() -> None:
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from("tldxrg"), st.integers(0, 2))))
-def test_any_order_of_events_has_each_round_once(count: int, events: list[tuple[str, int]]) -> None:
+def test_any_event_order_completes_each_round_once(
+    count: int, events: list[tuple[str, int]]
+) -> None:
     board = RoundBoard()
     board.add_rounds(count)
     out: dict[str, int] = {}
@@ -216,9 +219,9 @@ def test_any_order_of_events_has_each_round_once(count: int, events: list[tuple[
         if board.complete_round(index):
             counted.append(index)
 
-    for kind, who in events:
+    for kind, worker_name in events:
         now += 1.0
-        gang = f"g{who}"
+        gang = f"g{worker_name}"
         if (
             kind == "l"
             and gang not in out
@@ -234,15 +237,15 @@ def test_any_order_of_events_has_each_round_once(count: int, events: list[tuple[
             board.release_rounds(gang)
         elif kind == "g":
             board.add_rounds(1)
-        elif kind == "t" and (taken := board.take_round(now)) is not None:
-            done(taken)
+        elif kind == "t" and (leased_rounds := board.take_round(now)) is not None:
+            done(leased_rounds)
     board.is_closed = True
-    while (taken := board.take_round(now + 1e9)) is not None:
-        done(taken)
+    while (leased_rounds := board.take_round(now + 1e9)) is not None:
+        done(leased_rounds)
     assert board.is_complete and sorted(counted) == list(range(board.round_count))
 
 
-class Stubborn:
+class FailingLearner:
     """Learner whose first `fails` calls of `get_tensors` raise an error."""
 
     def __init__(self, learner: Learner, fails: int) -> None:
@@ -259,24 +262,24 @@ class Stubborn:
 
 
 @story_on(partial(run_virtual, limit_s=100.0), given=2)
-async def test_a_hybrid_whose_memory_cannot_be_given_back_is_awake_and_can_sleep_later(
+async def test_hybrid_that_fails_to_sleep_stays_awake_and_can_sleep_later(
     clock: Clock, random: Random, tmp_path: Path
 ) -> None:
-    def wish(tier: str, epoch: int) -> SetTier:
+    def desired_tier(tier: str, epoch: int) -> SetTier:
         return SetTier(tier, epoch, time_sliced=False, segment_owner="", offload_dir="")
 
     make_tokenizer(tmp_path)
-    data = JobData("j", configured("plain"), tmp_path, tmp_path)
+    data = JobData("j", make_config("plain"), tmp_path, tmp_path)
     mesh = alone("hybrid/g0.0", clock, random, SimulatedHost(clock, random.child("host")))
-    learner = Stubborn(create_learner(data), fails=1)
+    learner = FailingLearner(create_learner(data), fails=1)
     hybrid = Hybrid(mesh, data, Placement("g0", "g0.0", "j", 1), cast(Learner, learner))
     tiers = hybrid.tiers
     with pytest.raises(RuntimeError, match="illegal memory"):
-        await tiers.set_tier(wish("memory", 1))
+        await tiers.set_tier(desired_tier("memory", 1))
     assert tiers.tier == "accelerator" and hybrid.size_bytes > 0
     async with clock.timeout(1.0, "the learner, which is free"), hybrid._use_learner():
         pass
     async with clock.timeout(1.0, "its sleep"):
-        assert (await tiers.set_tier(wish("memory", 2))).accelerator_bytes == 0
-    assert (await tiers.set_tier(wish("accelerator", 3))).accelerator_bytes > 0
+        assert (await tiers.set_tier(desired_tier("memory", 2))).accelerator_bytes == 0
+    assert (await tiers.set_tier(desired_tier("accelerator", 3))).accelerator_bytes > 0
     hybrid.outbox.close()

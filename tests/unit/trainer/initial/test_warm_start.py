@@ -84,7 +84,7 @@ def echo(random: Random, progress: float) -> warm.Segments:
     return [(f"?{digit}=", False), (digit * 3 + "$", True)]
 
 
-def fresh(
+def create_fresh_decoder(
     config: ModelConfig = MODEL, name: AlgorithmName = "grpo", dtype: torch.dtype = torch.float32
 ) -> Learner:
     model = Decoder(config)
@@ -99,7 +99,7 @@ def run(
     learner: Learner | None = None,
     **changes: Any,
 ) -> tuple[Learner, list[tuple[int, float]]]:
-    learner = learner or fresh()
+    learner = learner or create_fresh_decoder()
     losses: list[tuple[int, float]] = []
     limits: dict[str, Any] = {"held_out": set(), "max_tokens": 32} | changes
     steps = warm.run_steps(
@@ -116,20 +116,20 @@ def run(
     return learner, losses
 
 
-def test_the_model_learns_the_demonstrations(tokenizer: Tokenizer) -> None:
+def test_model_learns_the_demonstrations(tokenizer: Tokenizer) -> None:
     learner, losses = run(tokenizer)
     assert [step for step, _ in losses] == list(range(1, 21))
     assert losses[-1][1] < losses[0][1] - 0.3
     assert learner.steps == 0
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_does_not(tokenizer: Tokenizer) -> None:
+def test_weights_depend_only_on_the_seed(tokenizer: Tokenizer) -> None:
     first, second, other = (run(tokenizer, seed=seed)[0].get_weights() for seed in (3, 3, 4))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
-def shown(tokenizer: Tokenizer) -> Bin:
+def training_prompts(tokenizer: Tokenizer) -> Bin:
     made = [
         warm.encode_segments([(f"?{digit}=", False), ("777$", True)], tokenizer)
         for digit in range(4)
@@ -138,24 +138,24 @@ def shown(tokenizer: Tokenizer) -> Bin:
     return bin
 
 
-def test_passes_in_bfloat16_are_of_the_warm_weights_at_once(tokenizer: Tokenizer) -> None:
-    learner, _ = run(tokenizer, learner=fresh(dtype=torch.bfloat16))
-    other, bin = fresh(dtype=torch.bfloat16), shown(tokenizer)
+def test_bfloat16_passes_use_the_warm_weights_at_once(tokenizer: Tokenizer) -> None:
+    learner, _ = run(tokenizer, learner=create_fresh_decoder(dtype=torch.bfloat16))
+    other, bin = create_fresh_decoder(dtype=torch.bfloat16), training_prompts(tokenizer)
     cold = other.score(bin)
     other.load_weights(learner.get_weights())
     scores = learner.score(bin)
     assert (scores == other.score(bin)).all() and abs(scores - cold).max() > 0.3
 
 
-def test_a_critic_begins_with_the_warm_weights(tokenizer: Tokenizer) -> None:
-    learner, _ = run(tokenizer, learner=fresh(name="ppo"))
+def test_critic_starts_from_the_warm_weights(tokenizer: Tokenizer) -> None:
+    learner, _ = run(tokenizer, learner=create_fresh_decoder(name="ppo"))
     weights = learner.get_weights()
     trunk = dict(critic.get_critic(learner.model).trunk.named_parameters())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in trunk.items())
-    assert not learner.score(shown(tokenizer), "values").any()
+    assert not learner.score(training_prompts(tokenizer), "values").any()
 
 
-def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer: Tokenizer) -> None:
+def test_warm_start_balances_the_experts(tokenizer: Tokenizer) -> None:
     sparse = replace(
         MODEL,
         architecture="qwen3_moe",
@@ -164,61 +164,65 @@ def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer: Tokenizer) -
         num_experts_per_token=1,
         expert_ffn_size=16,
     )
-    bin = shown(tokenizer)
-    plain, cross_entropy = fresh(sparse, "sft").compute_gradient(bin)
-    both, stats = fresh(replace(sparse, router_aux_loss_coef=0.1), "sft").compute_gradient(bin)
+    bin = training_prompts(tokenizer)
+    plain, cross_entropy = create_fresh_decoder(sparse, "sft").compute_gradient(bin)
+    both, stats = create_fresh_decoder(
+        replace(sparse, router_aux_loss_coef=0.1), "sft"
+    ).compute_gradient(bin)
     assert stats == cross_entropy  # on supervised tokens, the reported loss is unchanged
-    balanced = fresh(replace(sparse, router_aux_loss_coef=0.1))
-    balanced_bin = shown(tokenizer)
+    balanced = create_fresh_decoder(replace(sparse, router_aux_loss_coef=0.1))
+    balanced_bin = training_prompts(tokenizer)
     balanced_bin.advantages[:] = 0.0
     alone, _ = balanced.compute_gradient(balanced_bin)
     assert alone.any()
     torch.testing.assert_close(both, plain + alone, rtol=1e-4, atol=1e-5)
 
 
-def test_held_out_prompts_are_never_demonstrated(tokenizer: Tokenizer) -> None:
-    shown = []
+def test_held_out_prompts_are_not_demonstrated(tokenizer: Tokenizer) -> None:
+    training_prompts = []
 
-    def remembering(random: Random, progress: float) -> warm.Segments:
+    def record_prompt(random: Random, progress: float) -> warm.Segments:
         segments = echo(random, progress)
-        shown.append((segments[0][0], progress))
+        training_prompts.append((segments[0][0], progress))
         return segments
 
-    run(tokenizer, remembering, held_out={"?3="})
-    used = [prompt for prompt, _ in shown if prompt != "?3="]
-    assert len(shown) > len(used) == CONFIG.steps * CONFIG.batch
-    assert shown[0][1] == 0.0 and 0.9 < shown[-1][1] < 1.0
+    run(tokenizer, record_prompt, held_out={"?3="})
+    used = [prompt for prompt, _ in training_prompts if prompt != "?3="]
+    assert len(training_prompts) > len(used) == CONFIG.steps * CONFIG.batch
+    assert training_prompts[0][1] == 0.0 and 0.9 < training_prompts[-1][1] < 1.0
 
 
-def test_unusable_demonstrations_end_in_an_error_that_says_so(tokenizer: Tokenizer) -> None:
+def test_unusable_demonstrations_raise_a_typed_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"warm_start\.demonstrations"):
         run(tokenizer, max_tokens=4)
 
 
-def test_segments_are_encoded_singly_and_only_the_model_s_are_trained(tokenizer: Tokenizer) -> None:
+def test_segments_are_encoded_separately_and_only_model_segments_trained(
+    tokenizer: Tokenizer,
+) -> None:
     made = warm.encode_segments([("?12=", False), ("3$", True)], tokenizer)
     assert made.tokens.tolist() == [2, 5, 6, 3, 7, 1]
     assert made.loss_mask.tolist() == [False, False, False, False, True, True]
 
 
-def test_the_learning_rate_warms_up_stays_and_falls_to_nothing() -> None:
+def test_learning_rate_warms_up_stays_constant_and_decays_to_zero() -> None:
     config = WarmStartConfig(steps=100, warmup_steps=20, decay=0.4)
     factors = [warm.compute_lr_factor(step, config) for step in range(100)]
     assert factors[0] == pytest.approx(0.05) and factors[19:61] == [1.0] * 42
     assert factors[80] == pytest.approx(0.5) and factors[-1] == pytest.approx(1 / 40)
 
 
-def test_the_cache_returns_what_was_kept_under_the_same_job_only(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_cache_returns_weights_only_for_an_equal_job(tokenizer: Tokenizer, tmp_path: Path) -> None:
     learner, _ = run(tokenizer)
     path = warm.build_cache_path(str(tmp_path), {"seed": 3, "steps": 12}, [b"def demonstrate"])
     assert warm.load_weights(path) is None
     warm.save_weights(path, learner.get_weights())
     again = warm.build_cache_path(str(tmp_path), {"steps": 12, "seed": 3}, [b"def demonstrate"])
-    kept = warm.load_weights(again)
-    assert kept is not None
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in learner.get_weights().items())
+    cached_weights = warm.load_weights(again)
+    assert cached_weights is not None
+    assert all(
+        torch.equal(tensor, cached_weights[name]) for name, tensor in learner.get_weights().items()
+    )
     others = [
         warm.build_cache_path(str(tmp_path), {"seed": 4, "steps": 12}, [b"def demonstrate"]),
         warm.build_cache_path(str(tmp_path), {"seed": 3, "steps": 12}, [b"def", b" demonstrate"]),
@@ -228,9 +232,7 @@ def test_the_cache_returns_what_was_kept_under_the_same_job_only(
 
 
 @pytest.mark.parametrize("left", [0, 20, -40, None])
-def test_a_damaged_cache_is_no_warm_start(
-    tokenizer: Tokenizer, tmp_path: Path, left: int | None
-) -> None:
+def test_corrupt_cache_is_ignored(tokenizer: Tokenizer, tmp_path: Path, left: int | None) -> None:
     learner, _ = run(tokenizer)
     path = tmp_path / "kept.safetensors"
     warm.save_weights(path, learner.get_weights())
@@ -252,18 +254,18 @@ def data(tmp_path: Path) -> JobData:
     return JobData("j", config, tmp_path, tmp_path)
 
 
-def test_a_model_is_described_without_being_made(data: JobData) -> None:
+def test_model_shape_is_computed_without_allocation(data: JobData) -> None:
     config, parameters = describe_model(data)
     learner = create_learner(data)
     assert (config, parameters) == (learner.model.config, learner.parameter_count)
 
 
-def test_without_a_warm_start_nobody_makes_a_whole_model_for_the_ranks(data: JobData) -> None:
+def test_ranks_allocate_no_whole_model_without_a_warm_start(data: JobData) -> None:
     adapted = replace(data, config=replace(data.config, lora=LoraConfig(rank=2)))
     for one in (data, adapted):
-        begun = create_first_weights(one, lambda step, loss: None, lambda told: None)
+        phases = create_first_weights(one, lambda step, loss: None, lambda told: None)
         with pytest.raises(StopIteration) as ended:
-            next(begun)
+            next(phases)
         assert ended.value.value == (None, False)
 
 
@@ -279,7 +281,7 @@ def test_without_a_warm_start_nobody_makes_a_whole_model_for_the_ranks(data: Job
         ("\n    return {}['prompt']", "raised KeyError: 'prompt' (shows_3.py:3 in show())"),
     ],
 )
-def test_what_is_no_demonstration_is_named_with_its_line(
+def test_invalid_demonstration_is_reported_with_its_line(
     data: JobData, body: str, said: str, request: pytest.FixtureRequest
 ) -> None:
     number = request.node.callspec.indices["body"]
@@ -302,7 +304,7 @@ class TurnCalls(Interface):
 TurnCalls.methods = {name: Worker.methods[name] for name in ("acquire_slice", "release_slice")}
 
 
-class Keeper(Actor):
+class SliceRecorder(Actor):
     interface = TurnCalls
 
     def __init__(self) -> None:
@@ -322,11 +324,9 @@ class Keeper(Actor):
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
-async def test_every_slice_of_a_warm_start_runs_in_a_turn(
-    clock: Clock, random: Random, tmp_path: Path
-) -> None:
+async def test_warm_start_runs_in_time_slices(clock: Clock, random: Random, tmp_path: Path) -> None:
     async with Bench(clock, random, tmp_path) as bench:
-        core, keeper, worker = bench.core, Keeper(), bench.mesh(KEEPER)
+        core, keeper, worker = bench.core, SliceRecorder(), bench.mesh(KEEPER)
         await worker.join(keeper)
         core.runner.time_slices = SliceClient(core.mesh, KEEPER, "g0.0", 1, enabled=True)
         assert not await core.first_version._build_weights(
@@ -337,7 +337,9 @@ async def test_every_slice_of_a_warm_start_runs_in_a_turn(
         def pieces() -> Generator[None, None, str]:
             for _ in range(3):
                 assert keeper.held
-                cast(VirtualLoop, asyncio.get_running_loop()).now_s += SLICE_S  # that it takes
+                cast(
+                    VirtualLoop, asyncio.get_running_loop()
+                ).now_s += SLICE_S  # duration of a slice
                 yield
             return "made"
 
@@ -347,7 +349,7 @@ async def test_every_slice_of_a_warm_start_runs_in_a_turn(
         await worker.leave()
 
 
-async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(data: JobData) -> None:
+async def test_progress_counts_replayed_and_warm_start_steps(data: JobData) -> None:
     mesh = alone("trainer/j", SystemClock(), Random(0), SystemHost())
     seat = Placement("g0", "g0", data.id, 1, core=True)
     made = TrainerCore(

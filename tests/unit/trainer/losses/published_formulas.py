@@ -1,4 +1,4 @@
-"""A batch in plain lists, and the published formulas written out as loops over its tokens.
+"""Published losses, written as loops over the tokens of a batch in plain lists.
 
 Every loss is a function of the policy's log-probabilities `now`, as lists of sequences, and of
 `held`, the same ones where a formula stops the gradient.
@@ -20,8 +20,8 @@ from meshrl.services.trainer.losses.terms import LossTerms
 
 LONGEST = 40  # rollout.max_tokens
 
-Lists = list[list[float]]  # a number of each token, by sequence
-Term = Callable[[int, int], float]  # of a token, by its sequence and its place there
+Lists = list[list[float]]  # one number per token, by sequence
+Term = Callable[[int, int], float]  # of a token, by its sequence and position
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def job(name: AlgorithmName, **keys: Any) -> JobConfig:
 
 
 def weights(tokens: Tokens, config: JobConfig) -> torch.Tensor:
-    """[t] as a bin has them, from what is documented of aggregation."""
+    """Compute [t] of a bin by the documented aggregation."""
     kind = get_aggregation(config)
     constant = config.algorithm.loss_constant or LONGEST
     each: dict[str, Callable[[int], float]] = {
@@ -107,7 +107,7 @@ def weights(tokens: Tokens, config: JobConfig) -> torch.Tensor:
 
 
 def ours(tokens: Tokens, config: JobConfig) -> tuple[float, torch.Tensor]:
-    """(loss, slope [t]) of a step that has this batch alone."""
+    """Return (loss, slope [t]) of a step with this batch alone."""
     found = compute_objective(terms(tokens), weights(tokens, config), config.algorithm)
     by_tokens = get_aggregation(config) == "tokens"
     denominator = tokens.count if by_tokens else len(tokens.now)
@@ -115,7 +115,7 @@ def ours(tokens: Tokens, config: JobConfig) -> tuple[float, torch.Tensor]:
 
 
 def slope(loss: Loss, tokens: Tokens, step: float = 1e-6) -> torch.Tensor:
-    """Central differences of a plain loss with respect to each of `now`."""
+    """Compute the slope by central differences of a plain loss with respect to each of `now`."""
     found = []
     for i, one in enumerate(tokens.now):
         for t in range(len(one)):
@@ -128,7 +128,7 @@ def slope(loss: Loss, tokens: Tokens, step: float = 1e-6) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def alike(found: torch.Tensor, differences: torch.Tensor) -> bool:
+def is_close(found: torch.Tensor, differences: torch.Tensor) -> bool:
     """Return whether a slope agrees with differences, which are exact to rounding of the loss."""
     largest = max(1.0, float(differences.abs().max()))
     return torch.allclose(found, differences, rtol=1e-6, atol=2e-9 * largest)
@@ -138,7 +138,7 @@ def alike(found: torch.Tensor, differences: torch.Tensor) -> bool:
 
 
 def every(tokens: Tokens) -> list[tuple[int, int]]:
-    """(sequence, place) of each token."""
+    """Yield (sequence, place) of each token."""
     return [(i, t) for i, one in enumerate(tokens.now) for t in range(len(one))]
 
 
@@ -180,7 +180,7 @@ def grpo(now: Lists, held: Lists, tokens: Tokens) -> float:
 
 
 def grpo_published(now: Lists, held: Lists, tokens: Tokens) -> float:
-    """Shao et al. 2024, equation 3, with the estimate of the divergence in its equation 4."""
+    """Compute the loss of Shao et al. 2024, equation 3, with the KL estimate of its equation 4."""
 
     def term(i: int, t: int) -> float:
         gone = tokens.reference[i][t] - now[i][t]

@@ -1,4 +1,4 @@
-"""Off-policy corrections and KL terms, held to their formulas written as loops."""
+"""Off-policy corrections and KL terms, compared with their formulas written as loops."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ def weight_of(
     low: float = 0.5,
     high: float | None = None,
 ) -> float:
-    """Proximal over behaviour probability of a token, or of its sequence."""
+    """Return the proximal over the behaviour probability of a token, or of its sequence."""
     places = [t] if level == "token" else range(len(tokens.now[i]))
     weight = 1.0
     for u in places:
@@ -49,7 +49,7 @@ def weight_of(
 
 
 def decoupled(correction: str, level: str, **limits: Any) -> plain.Loss:
-    """AReaL, equation 5: the ratio, and its clips, are to the proximal policy."""
+    """Build the loss of AReaL, equation 5: ratio and clips are relative to the proximal policy."""
 
     def loss(now: plain.Lists, held: plain.Lists, tokens: plain.Tokens) -> float:
         def term(i: int, t: int) -> float:
@@ -65,7 +65,7 @@ def decoupled(correction: str, level: str, **limits: Any) -> plain.Loss:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("correction", ALL)
-def test_loss_and_slope_are_those_of_the_corrected_objective(
+def test_loss_and_slope_match_the_corrected_objective(
     correction: str, level: str, seed: int
 ) -> None:
     tokens = plain.batch(seed, 0.5)
@@ -73,21 +73,21 @@ def test_loss_and_slope_are_those_of_the_corrected_objective(
     loss = decoupled(correction, level)
     found, slope = plain.ours(tokens, config)
     assert found == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
-    assert plain.alike(slope, plain.slope(loss, tokens))
+    assert plain.is_close(slope, plain.slope(loss, tokens))
 
 
 @pytest.mark.parametrize("correction", ["tis", "mis"])
-def test_bounds_are_the_jobs_to_choose(correction: str) -> None:
+def test_correction_bounds_are_configurable(correction: str) -> None:
     tokens = plain.batch(11, 0.5)
     keys = {"correction_low": 0.9, "correction_high": 1.1}
     config = plain.job("dapo", correction=correction, **keys)
     loss = decoupled(correction, "token", low=0.9, high=1.1)
     found, slope = plain.ours(tokens, config)
     assert found == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
-    assert plain.alike(slope, plain.slope(loss, tokens))
+    assert plain.is_close(slope, plain.slope(loss, tokens))
 
 
-def test_without_a_correction_the_ratio_is_to_the_policy_that_sampled() -> None:
+def test_uncorrected_ratio_is_relative_to_the_behaviour_policy() -> None:
     tokens = plain.batch(4)
     before = plain.ours(tokens, plain.job("dapo"))
     tokens.proximal = [[-9.0] * len(one) for one in tokens.now]
@@ -96,7 +96,7 @@ def test_without_a_correction_the_ratio_is_to_the_policy_that_sampled() -> None:
 
 
 @pytest.mark.parametrize("correction", ALL)
-def test_the_corrected_gradient_is_right_in_expectation(correction: str) -> None:
+def test_corrected_gradient_is_unbiased(correction: str) -> None:
     """Check the expected gradient of a policy over four tokens that an older policy sampled. It is
     the policy gradient while no bound is met.
     """
@@ -119,7 +119,7 @@ def test_the_corrected_gradient_is_right_in_expectation(correction: str) -> None
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_the_divergence_joins_the_loss_unclipped_and_uncorrected(kind: str, seed: int) -> None:
+def test_kl_loss_is_unclipped_and_uncorrected(kind: str, seed: int) -> None:
     def loss(now: plain.Lists, held: plain.Lists, tokens: plain.Tokens) -> float:
         def term(i: int, t: int) -> float:
             gone = now[i][t] - tokens.reference[i][t]
@@ -132,7 +132,7 @@ def test_the_divergence_joins_the_loss_unclipped_and_uncorrected(kind: str, seed
     config = plain.job("dapo", correction="mis", kl=kind, kl_coefficient=0.3)
     found, slope = plain.ours(tokens, config)
     assert found == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
-    assert plain.alike(slope, plain.slope(loss, tokens))
+    assert plain.is_close(slope, plain.slope(loss, tokens))
 
 
 def k3(difference: float) -> tuple[float, float]:
@@ -146,7 +146,7 @@ def k3(difference: float) -> tuple[float, float]:
 
 
 @given(st.floats(-300.0, 300.0))
-def test_k3_is_its_formula_and_leads_back_beyond_20_nats(difference: float) -> None:
+def test_k3_matches_its_formula_and_keeps_its_sign_beyond_20_nats(difference: float) -> None:
     value, slope = k3(difference)
     assert math.isfinite(value) and math.isfinite(slope)
     assert value == pytest.approx(
@@ -161,7 +161,7 @@ def test_k3_is_its_formula_and_leads_back_beyond_20_nats(difference: float) -> N
         assert value > nearer and slope <= gentler < 0
 
 
-def test_a_divergence_that_the_reward_pays_is_not_in_the_loss() -> None:
+def test_kl_in_the_reward_is_not_in_the_loss() -> None:
     tokens = plain.batch(0)
     keys = {"kl_coefficient": 0.3, "kl_in": "reward"}
     assert (
@@ -170,7 +170,7 @@ def test_a_divergence_that_the_reward_pays_is_not_in_the_loss() -> None:
     )
 
 
-def test_what_a_bound_cut_is_told_apart_from_what_a_clip_cut() -> None:
+def test_bounded_and_clipped_tokens_are_counted_separately() -> None:
     tokens = plain.batch(6, 0.8, count=12)
     config = plain.job("dapo", correction="mis").algorithm
     one = torch.ones(tokens.count, dtype=torch.float64)
@@ -199,25 +199,25 @@ PUBLISHED: dict[str, tuple[AlgorithmName, dict[str, Any], plain.Loss, float]] = 
     "sft": ("sft", {}, plain.sft, 0.3),
     "distill": ("distill", {}, plain.distill, 0.5),
 }
-OF_TOKENS = ("reinforce_pp", "ppo")  # their advantages differ within a trajectory
+OF_TOKENS = ("reinforce_pp", "ppo")  # advantages differ within a trajectory
 
 
-def test_every_algorithm_is_held_to_a_formula() -> None:
+def test_every_algorithm_has_a_published_formula() -> None:
     assert {name for name, *_ in PUBLISHED.values()} == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_loss_and_slope_are_those_of_the_published_formula(case: str, seed: int) -> None:
+def test_loss_and_slope_match_the_published_formula(case: str, seed: int) -> None:
     name, keys, loss, spread = PUBLISHED[case]
     tokens = plain.batch(seed, spread, of_tokens=name in OF_TOKENS)
     found, slope = plain.ours(tokens, plain.job(name, **keys))
     assert found == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-12)
-    assert plain.alike(slope, plain.slope(loss, tokens))
+    assert plain.is_close(slope, plain.slope(loss, tokens))
 
 
 @pytest.mark.parametrize("case", [c for c in PUBLISHED if c not in ("sft", "cispo")])
-def test_the_batches_reach_both_sides_of_the_clips(case: str) -> None:
+def test_batches_reach_both_sides_of_the_clips(case: str) -> None:
     name, keys, _, spread = PUBLISHED[case]
     config = plain.job(name, **keys)
     slopes = torch.cat(
@@ -231,7 +231,7 @@ def replace_kl(config: JobConfig) -> JobConfig:
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"distill", "sft"}))
-def test_on_policy_every_algorithm_has_the_policy_gradient(name: AlgorithmName) -> None:
+def test_on_policy_gradient_is_the_policy_gradient(name: AlgorithmName) -> None:
     """Check that every algorithm's on-policy gradient is A / denominator for each token, as in
     REINFORCE (Williams 1992) and the RLOO paper.
     """
@@ -244,7 +244,7 @@ def test_on_policy_every_algorithm_has_the_policy_gradient(name: AlgorithmName) 
     assert torch.allclose(slope, -plain.flat(tokens.advantage) * share, rtol=1e-12)
 
 
-def test_on_policy_distillation_has_the_gradient_of_the_reverse_divergence() -> None:
+def test_on_policy_distillation_has_the_reverse_kl_gradient() -> None:
     """Check the gradient of a policy over four tokens by its exact expectation over samples."""
     logits = torch.tensor([0.3, -0.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([0.1, 0.5, -0.3, 0.2], dtype=torch.float64).log_softmax(0)
@@ -265,7 +265,9 @@ def test_on_policy_distillation_has_the_gradient_of_the_reverse_divergence() -> 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @pytest.mark.parametrize("correction", ["none", "tis", "mis"])
-def test_any_split_of_a_batch_has_one_sum(name: AlgorithmName, correction: str, seed: int) -> None:
+def test_loss_does_not_depend_on_the_split_into_bins(
+    name: AlgorithmName, correction: str, seed: int
+) -> None:
     tokens = plain.batch(seed, 0.05, of_tokens=name in OF_TOKENS)
     keys = {"correction_level": "sequence", "kl_coefficient": 0.1}
     config = plain.job(name, correction=correction, **keys)
@@ -280,7 +282,7 @@ def test_any_split_of_a_batch_has_one_sum(name: AlgorithmName, correction: str, 
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_token_that_moved_out_of_all_bounds_stays_finite(name: AlgorithmName) -> None:
+def test_extreme_ratio_gives_a_finite_loss(name: AlgorithmName) -> None:
     tokens = plain.batch(1)
     tokens.behaviour[0][0], tokens.teacher[0][0] = -800.0, -800.0
     tokens.reference[1][0] = -800.0
@@ -289,7 +291,7 @@ def test_a_token_that_moved_out_of_all_bounds_stays_finite(name: AlgorithmName) 
     assert math.isfinite(loss) and slope.isfinite().all()
 
 
-def test_the_job_chooses_clips_and_aggregation_in_place_of_the_algorithm() -> None:
+def test_job_overrides_clips_and_aggregation_of_the_algorithm() -> None:
     tokens = plain.batch(2)
     chosen = plain.job("dr_grpo", clip_high=0.28, aggregation="tokens")
     assert plain.ours(tokens, chosen)[0] == plain.ours(tokens, plain.job("dapo"))[0]
@@ -299,7 +301,7 @@ def test_the_job_chooses_clips_and_aggregation_in_place_of_the_algorithm() -> No
     )
 
 
-def test_a_loss_that_lacks_a_model_names_the_table_to_declare() -> None:
+def test_loss_without_its_model_names_the_missing_table() -> None:
     terms = replace(plain.terms(plain.batch(0)), extras={})
     one = torch.ones_like(terms.logprobs)
     for config, table in [
@@ -310,7 +312,7 @@ def test_a_loss_that_lacks_a_model_names_the_table_to_declare() -> None:
             compute_objective(terms, one, config)
 
 
-def test_a_step_scores_only_what_its_losses_ask_for() -> None:
+def test_step_computes_only_scores_of_its_losses() -> None:
     assert list_scoring_passes(AlgorithmConfig("grpo", correction="tis")) == ()
     assert list_scoring_passes(AlgorithmConfig("grpo", updates=4)) == ()
     assert list_scoring_passes(AlgorithmConfig("grpo", correction="tis", updates=4)) == (
@@ -322,11 +324,11 @@ def test_a_step_scores_only_what_its_losses_ask_for() -> None:
     )
 
 
-def test_dynamic_sampling_is_dapo_or_asked_for() -> None:
+def test_dynamic_sampling_is_on_for_dapo_or_by_option() -> None:
     assert has_refill(AlgorithmConfig("dapo")) and not has_refill(AlgorithmConfig("grpo"))
     assert has_refill(AlgorithmConfig("grpo", refill_filtered=True))
 
 
-def test_an_unknown_algorithm_names_those_that_are_known() -> None:
+def test_unknown_algorithm_error_lists_known_ones() -> None:
     with pytest.raises(ConfigError, match="reinforce_pp"):
         get_algorithm("gpro")

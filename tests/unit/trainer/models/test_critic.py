@@ -1,4 +1,4 @@
-"""PPO's critic: its values and their loss, what is published without it, and what it learns."""
+"""Critic of PPO: its values and their loss, its checkpoints, and its training."""
 
 import itertools
 from dataclasses import replace
@@ -27,7 +27,7 @@ from meshrl.services.trainer.losses.terms import LossTerms
 from meshrl.services.trainer.models import critic
 from meshrl.services.trainer.models.forward import enable_activation_checkpointing
 from tests.attention import causal_attention
-from tests.unit.trainer.handing_over import handed_over
+from tests.unit.trainer.state_transfer import transfer_state
 
 MODEL = ModelConfig(
     architecture="llama",
@@ -67,7 +67,9 @@ def sequences(count: int = 6, seed: int = 4) -> list[TrainingSequence]:
     return made
 
 
-def valued(one: Learner, made: list[TrainingSequence], budget: int = 64) -> list[TrainingSequence]:
+def prepare_batch(
+    one: Learner, made: list[TrainingSequence], budget: int = 64
+) -> list[TrainingSequence]:
     """Return a batch prepared as in a step: scored by the critic, then given advantages and
     returns.
     """
@@ -84,7 +86,7 @@ def valued(one: Learner, made: list[TrainingSequence], budget: int = 64) -> list
     return made
 
 
-def moved(one: Learner, seed: int = 1) -> Learner:
+def make_trained_critic(one: Learner, seed: int = 1) -> Learner:
     """Return the same learner with a critic that differs from its policy and predicts values other
     than 0.
     """
@@ -105,8 +107,8 @@ def plain_values(one: Learner, sequence: TrainingSequence) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("budget", [20, 64, 500])
-def test_values_are_those_of_each_sequence_alone(budget: int) -> None:
-    one, made = moved(learner()), sequences()
+def test_values_of_a_bin_equal_those_of_single_sequences(budget: int) -> None:
+    one, made = make_trained_critic(learner()), sequences()
     for members in pack_sequences(made, budget):
         bin = build_bin(members, 0)
         scores = one.score(bin, "values")
@@ -116,7 +118,7 @@ def test_values_are_those_of_each_sequence_alone(budget: int) -> None:
             assert scores[start:end] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_critic_begins_as_its_policy_and_says_nothing_yet() -> None:
+def test_critic_starts_from_its_policy_and_predicts_zero() -> None:
     one = learner()
     trunk = dict(critic.get_critic(one.model).trunk.named_parameters())
     own = dict(one.model.named_parameters())
@@ -125,22 +127,22 @@ def test_a_critic_begins_as_its_policy_and_says_nothing_yet() -> None:
     assert not one.score(make_bins(sequences(), 500)[0], "values").any()
 
 
-def test_what_a_warm_start_taught_the_policy_is_what_the_critic_begins_with() -> None:
+def test_critic_starts_from_the_warm_weights_of_its_policy() -> None:
     one, other = learner(), learner(seed=5)
     one.load_weights(other.get_weights())
     trunk = dict(critic.get_critic(one.model).trunk.named_parameters())
     assert all(torch.equal(tensor, other.get_weights()[name]) for name, tensor in trunk.items())
 
 
-def test_scoring_leaves_a_critic_as_it_is() -> None:
-    one = moved(learner())
+def test_scoring_does_not_change_the_critic() -> None:
+    one = make_trained_critic(learner())
     before = [p.detach().clone() for p in critic.get_critic(one.model).parameters()]
     one.score(make_bins(sequences(), 500)[0], "values")
     now = critic.get_critic(one.model).parameters()
     assert all(torch.equal(p, was) for p, was in zip(now, before, strict=True))
 
 
-def kept_numbers(one: Learner, bin: Bin) -> int:
+def count_saved_numbers(one: Learner, bin: Bin) -> int:
     """Return how many numbers a pass of the critic saves for the backward pass."""
     kept = {}
 
@@ -154,21 +156,21 @@ def kept_numbers(one: Learner, bin: Bin) -> int:
     return sum(count for at, count in kept.items() if at not in own)
 
 
-def test_a_critic_is_computed_again_on_the_way_back_where_its_policy_is() -> None:
-    plain, again = moved(learner()), moved(learner(checkpointed=True))
-    made = valued(plain, sequences(20))
+def test_critic_recomputes_activations_like_its_policy() -> None:
+    plain, again = make_trained_critic(learner()), make_trained_critic(learner(checkpointed=True))
+    made = prepare_batch(plain, sequences(20))
     (bin,) = make_bins(made, 500)
     assert torch.equal(plain.compute_gradient(bin)[0], again.compute_gradient(bin)[0])
-    assert kept_numbers(again, bin) < 0.6 * kept_numbers(plain, bin)
+    assert count_saved_numbers(again, bin) < 0.6 * count_saved_numbers(plain, bin)
 
 
-def test_no_weight_of_the_critic_is_published() -> None:
+def test_critic_weights_are_not_published() -> None:
     weights = learner().get_weights()
     assert set(weights) == set(dict(Decoder(MODEL).named_parameters()))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_value_loss_is_that_of_the_clipped_formula(seed: int) -> None:
+def test_value_loss_matches_the_clipped_formula(seed: int) -> None:
     draw = np.random.default_rng(seed)
     found, before, returns = (torch.from_numpy(draw.normal(size=9)) for _ in range(3))
     found.requires_grad_()
@@ -217,33 +219,33 @@ def plain_gradient(one: Learner, made: list[TrainingSequence]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("budget", [40, 500])
-def test_one_gradient_holds_both_losses_however_they_are_packed(budget: int) -> None:
-    one = moved(learner())
-    made = valued(one, sequences())
+def test_gradient_sums_both_losses_for_any_packing(budget: int) -> None:
+    one = make_trained_critic(learner())
+    made = prepare_batch(one, sequences())
     gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, budget))
     assert torch.allclose(gradient, plain_gradient(one, made), rtol=1e-3, atol=1e-4)
     assert stats.value_tokens == stats.tokens and stats.value_loss_sum > 0
 
 
-def test_a_bin_without_weight_moves_neither() -> None:
-    one = moved(learner())
+def test_bin_without_weight_changes_neither_model() -> None:
+    one = make_trained_critic(learner())
     (bin,) = make_bins(sequences(), 500)
     bin.weight[:] = 0
     gradient, _ = one.compute_gradient(bin)
     assert not gradient.any()
 
 
-def test_a_critic_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
+def test_critic_resumes_from_its_saved_state(tmp_path: Path) -> None:
     first, second = learner(), learner(seed=7)
     job = JobConfig(algorithm=PPO)
 
     def step(one: Learner, seed: int) -> None:
-        made = valued(one, sequences(seed=seed))
+        made = prepare_batch(one, sequences(seed=seed))
         gradient, _ = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, 64))
         one.apply_gradient(gradient, compute_denominator(made, job), 1.0)
 
     step(first, 1)
-    handed_over(first, second, tmp_path / "state")
+    transfer_state(first, second, tmp_path / "state")
     for one in (first, second):
         step(one, 2)
     own = dict(second.model.named_parameters())
@@ -258,7 +260,7 @@ def own(made: list[TrainingSequence], name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
-def test_the_bias_of_a_critic_takes_up_the_mean_of_the_returns(clip_norm: float) -> None:
+def test_critic_bias_moves_to_the_mean_return(clip_norm: float) -> None:
     """Check that one update sets the critic's bias to the mean return, however far the gradient is
     clipped. Later updates follow by fifths.
     """
@@ -266,7 +268,7 @@ def test_the_bias_of_a_critic_takes_up_the_mean_of_the_returns(clip_norm: float)
     one._optimizer_config = replace(RATES, clip_norm=clip_norm)
     bias = critic.get_critic(one.model).bias.detach()
     for update in range(7):
-        made = valued(one, sequences(seed=update))
+        made = prepare_batch(one, sequences(seed=update))
         residual = (own(made, "returns") - own(made, "values")).mean()
         expected = float(bias) + residual * max(1 / (update + 1), 0.2)
         gradient, _ = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, 64))
@@ -274,9 +276,9 @@ def test_the_bias_of_a_critic_takes_up_the_mean_of_the_returns(clip_norm: float)
         assert float(bias) == pytest.approx(expected, abs=1e-4)
 
 
-def test_explained_variance_is_that_of_the_tokens_that_carry_loss() -> None:
-    one = moved(learner())
-    made = valued(one, sequences(20))
+def test_explained_variance_covers_tokens_with_loss() -> None:
+    one = make_trained_critic(learner())
+    made = prepare_batch(one, sequences(20))
     for s in made:
         s.extras["values"][~s.loss_mask], s.extras["returns"][~s.loss_mask] = 1e3, -1e3
     _, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, 40))
@@ -287,7 +289,7 @@ def test_explained_variance_is_that_of_the_tokens_that_carry_loss() -> None:
     assert found["value_loss"] == pytest.approx(np.mean((returns - values) ** 2) / 2, rel=1e-4)
 
 
-def sampled(
+def sample_trajectories(
     one: Learner, draw: np.random.Generator, count: int = 32, length: int = 5
 ) -> list[TrainingSequence]:
     """Return trajectories of the learner's own policy after a prompt of one token, 0 to 3."""
@@ -310,16 +312,16 @@ def sampled(
 
 
 @pytest.mark.rotating(3)
-def test_ppo_learns_what_is_rewarded_and_what_to_expect() -> None:
+def test_ppo_learns_the_rewarded_token_and_its_value() -> None:
     """Check that PPO learns the rewarded token and its value. Token 5 is worth 1, from 1 in 32 to
     most tokens; the critic predicts a prompt's value.
     """
     one, job, draw = learner(), JobConfig(algorithm=PPO), np.random.default_rng(0)
     shares, explained = [], []
     for _ in range(40):
-        made = sampled(one, draw)
+        made = sample_trajectories(one, draw)
         shares.append(np.mean([s.tokens[1:] == 5 for s in made]))
-        bins = make_bins(valued(one, made), 256)
+        bins = make_bins(prepare_batch(one, made), 256)
         for _update in range(2):
             gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
             one.apply_gradient(gradient, compute_denominator(made, job), 1.0)

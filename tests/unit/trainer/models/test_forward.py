@@ -1,4 +1,4 @@
-"""A pass over a bin gives what each of its sequences gives alone, whatever saves time or memory."""
+"""Forward pass over a bin: equal to single sequences for every optimization of time or memory."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -76,7 +76,7 @@ def gradient(model: Decoder) -> torch.Tensor:
 
 
 def one_by_one(made: list[TrainingSequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities, entropies and the gradient in float64, by the textbook."""
+    """Compute log-probabilities, entropies and the gradient in float64, sequence by sequence."""
     model = decoder(torch.float64)
     logprobs, entropies = [], []
     for one in made:
@@ -99,7 +99,7 @@ def one_pass(model: Decoder, bin: Bin) -> ForwardOutputs:
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(2, 120), min_size=1, max_size=6))
-def test_a_bin_gives_what_its_sequences_give_alone(lengths: list[int]) -> None:
+def test_bin_equals_its_single_sequences(lengths: list[int]) -> None:
     made, model = sequences(lengths), decoder()
     logprobs, entropies, expected = one_by_one(made)
     out = one_pass(model, build_bin(made))
@@ -109,10 +109,10 @@ def test_a_bin_gives_what_its_sequences_give_alone(lengths: list[int]) -> None:
     assert float(error) < 1e-5
 
 
-def test_a_bin_repeats_to_the_last_bit_and_a_sequence_in_other_company_to_rounding() -> None:
+def test_bins_are_bit_reproducible_and_sequences_equal_within_rounding() -> None:
     made = sequences([2, 3, 2, 4, 2, 64, 33])
     bin, model, other = build_bin(made), decoder(), decoder()
-    run_forward(other, build_bin(made[:2]))  # what it has computed before makes no difference
+    run_forward(other, build_bin(made[:2]))  # earlier computations make no difference
     first, second = one_pass(model, bin), one_pass(other, bin)
     assert torch.equal(first.logprobs, second.logprobs)
     assert torch.equal(gradient(model), gradient(other))
@@ -123,7 +123,7 @@ def test_a_bin_repeats_to_the_last_bit_and_a_sequence_in_other_company_to_roundi
         )
 
 
-def test_outputs_know_their_places_and_sequences() -> None:
+def test_outputs_have_positions_and_sequences() -> None:
     made = sequences([9, 2, 30])
     bin = build_bin(made)
     out = run_forward(decoder(), bin)
@@ -133,7 +133,7 @@ def test_outputs_know_their_places_and_sequences() -> None:
     assert out.hidden.shape == (len(belongs), 32) and out.aux_loss is None
 
 
-def test_padding_behind_the_sequences_changes_no_bit() -> None:
+def test_padding_changes_no_bit() -> None:
     made = sequences([40, 17])
     bin = build_bin(made)
     padded = build_bin(made)
@@ -144,13 +144,13 @@ def test_padding_behind_the_sequences_changes_no_bit() -> None:
     torch.testing.assert_close(gradient(first), gradient(second), atol=1e-6, rtol=1e-6)
 
 
-def test_a_bin_without_sequences_has_a_gradient_of_nothing() -> None:
+def test_empty_bin_has_a_zero_gradient() -> None:
     model = decoder()
     out = one_pass(model, build_bin([]))
     assert len(out.loss_positions) == 0 and not gradient(model).any()
 
 
-def kept_bytes(model: Decoder, bin: Bin) -> int:
+def count_saved_bytes(model: Decoder, bin: Bin) -> int:
     """Return the bytes that autograd saves between the passes, without parameters."""
     kept = {}
 
@@ -166,7 +166,7 @@ def kept_bytes(model: Decoder, bin: Bin) -> int:
 
 
 @pytest.mark.parametrize("config", [{}, {"experts": 4, "experts_per_token": 2}])
-def test_recomputed_layers_give_the_same_bits_and_keep_little(config: dict[str, Any]) -> None:
+def test_activation_checkpointing_gives_equal_bits_and_saves_memory(config: dict[str, Any]) -> None:
     if config:
         config = {"architecture": "qwen3_moe", "expert_ffn_size": 24, **config}
     bin = build_bin(sequences([100, 60, 33]))
@@ -176,7 +176,7 @@ def test_recomputed_layers_give_the_same_bits_and_keep_little(config: dict[str, 
     outs = [one_pass(model, bin) for model in (plain, again)]
     assert torch.equal(outs[0].logprobs, outs[1].logprobs)
     assert torch.equal(gradient(plain), gradient(again))
-    assert kept_bytes(again, bin) < 0.5 * kept_bytes(plain, bin)
+    assert count_saved_bytes(again, bin) < 0.5 * count_saved_bytes(plain, bin)
 
 
 def narrow(masters: Decoder) -> tuple[WorkingCopy, list[torch.Tensor]]:
@@ -186,7 +186,7 @@ def narrow(masters: Decoder) -> tuple[WorkingCopy, list[torch.Tensor]]:
     return copy, sums
 
 
-def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32() -> None:
+def test_bfloat16_passes_match_float64_and_accumulate_in_float32() -> None:
     made = sequences([100, 60, 33])
     logprobs, entropies, expected = one_by_one(made)
     copy, sums = narrow(decoder())
@@ -200,7 +200,7 @@ def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32() -> None:
 
 
 @pytest.mark.deep
-def test_many_small_gradients_do_not_vanish_in_their_sum() -> None:
+def test_small_gradients_accumulate_without_loss() -> None:
     """Check sums of many small gradients. A bfloat16 sum stops growing at 256 times the addend."""
     bin = build_bin(sequences([20]))
     copy, sums = narrow(decoder())
@@ -212,7 +212,7 @@ def test_many_small_gradients_do_not_vanish_in_their_sum() -> None:
         torch.testing.assert_close(total, 300 * single, rtol=1e-4, atol=1e-6)
 
 
-def test_a_copy_takes_over_what_the_masters_have_become() -> None:
+def test_bfloat16_copy_follows_its_masters() -> None:
     masters = decoder()
     copy, _ = narrow(masters)
     with torch.no_grad():
@@ -245,7 +245,7 @@ def unpacked(bins: Iterable[Bin]) -> Iterator[dict[str, NDArray[Any]]]:
 
 
 @given(st.lists(st.integers(2, 320), min_size=1, max_size=40), st.integers(320, 2560))
-def test_every_sequence_is_in_the_bins_once_and_whole(lengths: list[int], budget: int) -> None:
+def test_every_sequence_is_packed_once_and_whole(lengths: list[int], budget: int) -> None:
     given_ = [sequence(length, seed) for seed, length in enumerate(lengths)]
     bins = make_bins(given_, budget)
     assert all(bin.tokens.size <= budget for bin in bins)
@@ -261,7 +261,7 @@ def test_every_sequence_is_in_the_bins_once_and_whole(lengths: list[int], budget
         assert (part["extra.reference"] == one.extras["reference"][1:]).all()
 
 
-def test_tokens_are_fresh_while_all_before_them_is_of_the_trained_version() -> None:
+def test_tokens_are_fresh_after_a_prefix_of_the_trained_version() -> None:
     one = sequence(6)
     one.loss_mask = np.array([False, True, True, False, True, True])
     one.versions = np.array([-1, 3, 3, -1, 2, 3], np.int32)
@@ -269,14 +269,14 @@ def test_tokens_are_fresh_while_all_before_them_is_of_the_trained_version() -> N
     assert not find_fresh_tokens(one, 2).any() and not find_fresh_tokens(one, -1).any()
 
 
-def test_a_prompt_of_another_version_leaves_nothing_fresh() -> None:
+def test_prompt_of_another_version_leaves_no_token_fresh() -> None:
     one = sequence(4)
     one.loss_mask = np.array([False, False, True, True])
     one.versions = np.array([1, 1, 2, 2], np.int32)
     assert not find_fresh_tokens(one, 2).any()
 
 
-def test_a_number_that_an_abandoned_lineage_gave_to_other_weights_is_not_fresh() -> None:
+def test_version_of_an_abandoned_lineage_is_not_fresh() -> None:
     one = sequence(4)
     one.loss_mask = np.array([False, True, True, True])
     one.versions = np.array([-1, 9, 9, 9], np.int32)
@@ -287,7 +287,7 @@ def test_a_number_that_an_abandoned_lineage_gave_to_other_weights_is_not_fresh()
     assert find_fresh_tokens(one, 8).tolist() == [False, True, True, False]
 
 
-def test_a_bin_survives_the_wire() -> None:
+def test_bin_survives_serialization() -> None:
     (bin,) = make_bins([sequence(50), sequence(70)], 2560, version=0)
     arrays = {name: array.copy() for name, array in bin.to_arrays().items()}
     for array in arrays.values():
@@ -297,7 +297,7 @@ def test_a_bin_survives_the_wire() -> None:
     assert again.loss_token_count == bin.loss_token_count and again.tokens.flags.writeable
 
 
-def test_arrays_that_are_no_bin_are_refused() -> None:
+def test_invalid_bin_arrays_are_rejected() -> None:
     (bin,) = make_bins([sequence(50)], 2560)
     arrays = bin.to_arrays()
     for wrong in (
@@ -312,6 +312,6 @@ def test_arrays_that_are_no_bin_are_refused() -> None:
             Bin.from_arrays(wrong)
 
 
-def test_a_sequence_without_anything_to_predict_is_refused() -> None:
+def test_sequence_without_predicted_tokens_is_rejected() -> None:
     with pytest.raises(ValueError, match="fewer than two tokens"):
         make_bins([sequence(1)], 2560)

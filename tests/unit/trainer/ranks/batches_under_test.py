@@ -1,4 +1,4 @@
-"""A tiny model, and batches made from a seed: what any number of ranks must train alike."""
+"""Tiny model and seeded batches, which any number of ranks must train equally."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Variant:
     model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
     dtype: torch.dtype = torch.float32
     expert_parallel: int = 1
-    large: bool = False  # what is whole of it goes when it has been used
+    large: bool = False  # replicated parameters are freed after use
 
 
 VARIANTS = {
@@ -74,7 +74,7 @@ SHARED = {
         expert_parallel=2,
     ),
     "large": Variant(model=MIXTURE | {"num_experts": 6}, expert_parallel=2, large=True),
-    # Experts see the tokens of all ranks at once, so that their gradients are rounded otherwise.
+    # Experts see the tokens of all ranks at once, so their gradients are rounded differently.
     "narrow": Variant(model=MIXTURE, dtype=torch.bfloat16, expert_parallel=2),
 }
 
@@ -109,7 +109,7 @@ def given_weights(variant: str) -> dict[str, Tensor]:
 
 
 def bins_of_step(step: int) -> list[Bin]:
-    """BINS bins of one or two sequences."""
+    """Build BINS bins of one or two sequences."""
     random = np.random.default_rng(step)
     return [
         make_bins([sequence(random, step) for _ in range(1 + number % 2)], 80, step)[0]
@@ -128,6 +128,6 @@ def sequence(random: np.random.Generator, step: int) -> TrainingSequence:
         advantages=np.array(random.standard_normal(), np.float32),
         extras={
             name: random.standard_normal(length).astype(np.float32)
-            for name in ("values", "returns")  # which a critic's losses compare with
+            for name in ("values", "returns")  # compared by a critic's losses
         },
     )

@@ -1,9 +1,9 @@
-"""The ranks of a gang, without a mesh: `python rank_program.py RANKS DIRECTORY VARIANT..`.
+"""Ranks of a gang, without a mesh: `python rank_program.py RANKS DIRECTORY VARIANT..`.
 
-They are forks of one process, because importing PyTorch costs more than all that they do. Each
-trains the batches of `batches_under_test` for a few steps, in each variant. Some rounds are
-computed as a hybrid would, by a plain learner; halfway the whole state moves to new ranks, which
-meet as those on several hosts do. Rank 0 writes weights and the optimizer's state.
+They are forks of one process, because the import of PyTorch is most of their cost. Each trains the
+batches of `batches_under_test` for a few steps, in each variant. A plain learner computes some
+rounds as a hybrid would. Halfway the whole state moves to new ranks, which rendezvous as on several
+hosts. Rank 0 writes weights and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._dynamo  # which FSDP imports in each process, for two CPU-seconds
+import torch._dynamo  # DTensor's import by FSDP costs each process two CPU-seconds
 import torch.distributed as dist
 from safetensors.torch import save_file
 
@@ -30,7 +30,6 @@ from meshrl.services.trainer.ranks.row_tasks import write_rows
 from meshrl.services.trainer.rows.saved_rows import MASTER_PREFIX, SavedRows
 from tests.load import scaled
 from tests.unit.trainer.forking import fork_all
-from tests.unit.trainer.handing_over import load_state
 from tests.unit.trainer.ranks.batches_under_test import (
     STEPS,
     bins_of_step,
@@ -40,6 +39,7 @@ from tests.unit.trainer.ranks.batches_under_test import (
     has_critic,
 )
 from tests.unit.trainer.ranks.rows_under_test import sharded_learner
+from tests.unit.trainer.state_transfer import load_state
 
 SOME_BYTES = 4096  # of tensors that are gathered together
 
@@ -48,10 +48,10 @@ def assert_begins_whole(rank: Rank, variant: str, place: Path) -> None:
     """Assert that rows drawn rank by rank equal those of a model drawn as a whole, bit for bit. A
     critic starts from them.
     """
-    keep(rank, place)
+    save_rows_of(rank, place)
     if rank.rank:
         return
-    found, plain = whole(rank, place), fresh_learner(variant)
+    found, plain = load_whole_state(rank, place), fresh_learner(variant)
     expected = named(plain.get_weights()) | plain.copy_optimizer_state()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -64,28 +64,28 @@ def named(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {MASTER_PREFIX + name: tensor for name, tensor in weights.items()}
 
 
-def outline(rank: Rank) -> dict[str, torch.Tensor]:
+def get_meta_tensors(rank: Rank) -> dict[str, torch.Tensor]:
     return named(rank.learner.get_meta_tensors(False)) | dict(rank.learner.get_meta_tensors(True))
 
 
-def keep(rank: Rank, place: Path) -> None:
+def save_rows_of(rank: Rank, place: Path) -> None:
     """Save each rank's rows, some tensors to a file; return when all ranks have."""
-    for number, names in enumerate(batch_by_bytes(outline(rank), SOME_BYTES)):
+    for number, names in enumerate(batch_by_bytes(get_meta_tensors(rank), SOME_BYTES)):
         write_rows(rank, place, names, number, include_masters=True)
     dist.barrier()
 
 
-def whole(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
+def load_whole_state(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
     """Return what all ranks have saved."""
-    state = {n: torch.empty_like(t, device="cpu") for n, t in outline(rank).items()}
+    state = {n: torch.empty_like(t, device="cpu") for n, t in get_meta_tensors(rank).items()}
     load_state(place, state)
     return state
 
 
 def weights_of(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
     """Return all weights, which every rank gathers."""
-    keep(rank, place)
-    found = whole(rank, place)
+    save_rows_of(rank, place)
+    found = load_whole_state(rank, place)
     return {name: found[MASTER_PREFIX + name] for name in rank.learner.get_meta_tensors(False)}
 
 
@@ -95,38 +95,40 @@ def restore(rank: Rank, place: Path) -> None:
     rank.learner.restore(saved, lambda name, part: saved.fill(MASTER_PREFIX + name, part))
 
 
-def take(rank: Rank, given: dict[str, torch.Tensor]) -> None:
+def load_received_weights(rank: Rank, given: dict[str, torch.Tensor]) -> None:
     """Load the weights that rank 0 received."""
     rank.learner.scatter_weights(
         list(rank.learner.get_meta_tensors(False)), None if rank.rank else given
     )
 
 
-def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.socket]) -> None:
+def train_all(
+    number: int, ranks: int, directory: Path, listeners: dict[str, socket.socket]
+) -> None:
     torch.set_num_threads(1)
-    for variant in doors:
+    for variant in listeners:
         rank = Rank(partial(sharded_learner, variant), number, ranks, "cpu")
         rank.join(Rendezvous(1, str(directory / f"{variant}-first"), scaled(60.0)))
         assert_begins_whole(rank, variant, directory / f"{variant}-begun")
-        take(rank, given_weights(variant))
+        load_received_weights(rank, given_weights(variant))
         norms = []
         for step in range(STEPS):
             if step == STEPS // 2:
                 halfway = directory / f"{variant}-halfway"
-                keep(rank, halfway)
+                save_rows_of(rank, halfway)
                 rank.leave()
-                door = doors[variant]
-                second = Rendezvous(2, format_rendezvous_url(door, variant), scaled(60.0))
-                rank.join(second, "lo", door if number == 0 else None)
+                listener = listeners[variant]
+                second = Rendezvous(2, format_rendezvous_url(listener, variant), scaled(60.0))
+                rank.join(second, "lo", listener if number == 0 else None)
                 restore(rank, halfway)
             norms.append(train(rank, step, variant, directory))
         ended = directory / f"{variant}-ended"
-        keep(rank, ended)
+        save_rows_of(rank, ended)
         what = "values" if has_critic(variant) else "logprobs"
         scores = torch.from_numpy(rank.score(bins_of_step(0)[number], what))
         save_file({"scores": scores}, directory / f"{variant}{number}.safetensors")
         if number == 0:
-            found = whole(rank, ended)
+            found = load_whole_state(rank, ended)
             weights = {
                 n: found.pop(MASTER_PREFIX + n) for n in rank.learner.get_meta_tensors(False)
             }
@@ -141,7 +143,7 @@ def train(rank: Rank, step: int, variant: str, directory: Path) -> float:
     weights = weights_of(rank, directory / f"{variant}-{step}")
     rank.begin_step()
     for index, of_round in enumerate(rounds):
-        if index == 1 and not has_critic(variant):  # a critic's weights are nowhere but in the core
+        if index == 1 and not has_critic(variant):  # a critic's weights exist only in the core
             hybrid = fresh_learner(variant)
             hybrid.load_weights(weights)
             gradient, _ = hybrid.compute_round_gradient(of_round)
@@ -149,11 +151,11 @@ def train(rank: Rank, step: int, variant: str, directory: Path) -> float:
         else:
             of_round += [make_filler_bin(of_round[0])] * (rank.ranks - len(of_round))
             rank.compute_round(index, [of_round[rank.rank]])
-    nap(rank, directory / f"{rank.rank}.kept")
+    offload_and_restore(rank, directory / f"{rank.rank}.kept")
     return rank.apply_gradient(len(rounds), 100.0, 1.0)
 
 
-def nap(rank: Rank, place: Path) -> None:
+def offload_and_restore(rank: Rank, place: Path) -> None:
     """Offload this rank's rows and the step's gradient to a file, and restore them."""
     memory = rank.collect_memory(include_gradients=True)
     tensors = rank.learner.get_tensors()
@@ -173,8 +175,8 @@ def nap(rank: Rank, place: Path) -> None:
 
 
 def main(ranks: int, directory: Path, variants: Sequence[str]) -> int:
-    doors = {variant: open_listener("127.0.0.1", range(1)) for variant in variants}
-    return fork_all(lambda number: train_all(number, ranks, directory, doors), ranks)
+    listeners = {variant: open_listener("127.0.0.1", range(1)) for variant in variants}
+    return fork_all(lambda number: train_all(number, ranks, directory, listeners), ranks)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The model of `batches_under_test` in rows."""
+"""Sharded model of `batches_under_test`."""
 
 from __future__ import annotations
 

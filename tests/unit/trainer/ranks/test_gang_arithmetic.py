@@ -1,4 +1,4 @@
-"""Ranks that hold a model in rows train as one process does."""
+"""Training with a sharded model equals that of one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.trainer.ranks.batches_under_test import (
 )
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
-RANKS = 3  # which neither the bins of a step nor the rows of most parameters are a multiple of
+RANKS = 3  # not divided by the bins of a step nor by the rows of most parameters
 SHARING = 4
 
 
@@ -36,7 +36,7 @@ def one_process(variant: str) -> tuple[Learner, list[float]]:
     return learner, norms
 
 
-def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
@@ -45,9 +45,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.rotating(len(VARIANTS))
 @pytest.mark.parametrize("variant", VARIANTS)
-async def test_ranks_that_hold_a_model_in_rows_make_the_updates_of_one_process(
-    tmp_path: Path, variant: str
-) -> None:
+async def test_sharded_ranks_make_the_updates_of_one_process(tmp_path: Path, variant: str) -> None:
     """Check that sharded ranks make the updates of one process.
 
     Cases: from weights that they receive, after a move of the state to new ranks, with rounds that
@@ -60,7 +58,7 @@ async def test_ranks_that_hold_a_model_in_rows_make_the_updates_of_one_process(
 @pytest.mark.deep
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("variant", SHARED)
-async def test_ranks_may_share_experts_that_others_lack(tmp_path: Path, variant: str) -> None:
+async def test_ranks_can_share_experts_that_others_lack(tmp_path: Path, variant: str) -> None:
     await run_program(PROGRAM, tmp_path, str(SHARING), str(tmp_path), variant)
     assert_trained_as_one_process(variant, tmp_path, SHARING)
 
@@ -72,8 +70,8 @@ def assert_trained_as_one_process(variant: str, directory: Path, ranks: int) -> 
         torch.testing.assert_close(weights["norms"], torch.tensor(norms), rtol=0.03, atol=0)
         return
     torch.testing.assert_close(weights.pop("norms"), torch.tensor(norms))
-    assert_alike(weights, learner.get_weights())
-    assert_alike(load_file(directory / f"{variant}.state"), learner.copy_optimizer_state())
+    assert_close(weights, learner.get_weights())
+    assert_close(load_file(directory / f"{variant}.state"), learner.copy_optimizer_state())
     for rank in range(ranks):
         scores = load_file(directory / f"{variant}{rank}.safetensors")["scores"]
         what = "values" if has_critic(variant) else "logprobs"

@@ -1,4 +1,4 @@
-"""Errors of a gang: the core waits for a lost rank, and does not repeat a mistake."""
+"""Errors of a gang: the core waits for a lost rank and does not repeat a rejected order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ JOB = "job"
 
 
 class FirstRank(Rank):
-    """Rank 0 of two, whose process group has itself alone: the other rank only answers."""
+    """Rank 0 of two whose process group has rank 0 alone; the other rank only answers."""
 
     def join(
         self, rendezvous: Rendezvous, interface: str = "lo", listener: socket.socket | None = None
@@ -75,7 +75,7 @@ class FirstRank(Rank):
 
 
 class OtherRank(Actor):
-    """Answers an order with what `answers` has for it, or raises what `raises` has."""
+    """Rank that answers an order from `answers`, or raises the error in `raises`."""
 
     interface = Ranks
 
@@ -86,7 +86,7 @@ class OtherRank(Actor):
         self.answers: dict[str, Any] = {
             "stand_by": StandbyAnswer("", ""),
             "compute_round": RoundStats([asdict(BinStats(tokens=1))]),
-            "add_gradient": self._keep,
+            "add_gradient": self._save_gradient,
             "apply_gradient": 0.0,
             "score_bin": lambda part: BinScores(np.zeros(len(part.bin["tokens"]), np.float32)),
             "finish_staging": StagingResult(),
@@ -97,7 +97,7 @@ class OtherRank(Actor):
             "drain": None,
         }
 
-    def _keep(self, lent: AddGradient) -> None:
+    def _save_gradient(self, lent: AddGradient) -> None:
         self.given[lent.index] = np.array(map_gradient_file(lent.path, lent.element_count))
 
     def answer(self, name: str, order: Any) -> Any:
@@ -110,11 +110,11 @@ class OtherRank(Actor):
         return found
 
     @property
-    def rested(self) -> list[str]:
+    def list_sleep_actions(self) -> list[str]:
         return [order.action for order in self.ordered["execute_sleep_order"]]
 
 
-def answering(name: str, method: Any) -> Any:
+def make_handler(name: str, method: Any) -> Any:
     def answer(self: OtherRank, order: Any) -> Any:
         return self.answer(name, order)
 
@@ -122,11 +122,11 @@ def answering(name: str, method: Any) -> Any:
 
 
 for order, method in Ranks.methods.items():
-    setattr(OtherRank, order, answering(order, method))
+    setattr(OtherRank, order, make_handler(order, method))
 
 
 class Gang:
-    """A core's gang of two."""
+    """Gang of two ranks of a core."""
 
     def __init__(self, mesh: Mesh, other: OtherRank, directory: Path) -> None:
         def make(group: Any) -> FsdpLearner:
@@ -139,7 +139,7 @@ class Gang:
         )
 
     @property
-    def in_a_group(self) -> bool:
+    def has_group(self) -> bool:
         try:
             return self.rank.learner is not None
         except Refused:
@@ -171,12 +171,12 @@ def a_round() -> list[Any]:
     return bins_of_step(0)[:2]
 
 
-async def test_a_lost_rank_ends_the_group_and_a_new_one_goes_on(gang: Gang) -> None:
+async def test_lost_rank_ends_the_group_and_a_new_group_continues(gang: Gang) -> None:
     for lost in (Fenced("an order of an earlier generation"), RankLost("a collective failed")):
         gang.other.raises["compute_round"] = lost
         with pytest.raises(RankLost, match=str(lost)):
             await gang.compute.compute_round(0, a_round())
-        assert not gang.in_a_group
+        assert not gang.has_group
         with pytest.raises(RankLost, match=str(lost)):  # until it is formed again
             await gang.compute.begin_step()
         gang.other.raises.clear()
@@ -186,17 +186,17 @@ async def test_a_lost_rank_ends_the_group_and_a_new_one_goes_on(gang: Gang) -> N
         assert stats.tokens == a_round()[0].mask.sum() + 1
 
 
-async def test_another_ranks_mistake_is_raised_as_what_it_is(gang: Gang) -> None:
+async def test_error_of_another_rank_is_raised_with_its_type(gang: Gang) -> None:
     gang.other.raises["compute_round"] = TypeError("not a tensor")
     with pytest.raises(RemoteFailure, match="TypeError: not a tensor"):
         await gang.compute.compute_round(0, a_round())
-    assert not gang.in_a_group
+    assert not gang.has_group
     gang.other.raises = {"form_group": TypeError("not a path")}
-    with pytest.raises(RemoteFailure, match="not a path"):  # at once, and not once more
+    with pytest.raises(RemoteFailure, match="not a path"):  # immediately, without a repetition
         await gang.compute.form_group()
 
 
-async def test_the_next_group_leaves_what_a_lost_one_began(gang: Gang, tmp_path: Path) -> None:
+async def test_next_group_discards_work_of_a_lost_group(gang: Gang, tmp_path: Path) -> None:
     names = list(gang.compute.meta_tensors)[:2]
     staging = gang.compute.create_staging(StagingOptions("F32", 1 << 20), "a version")
     saving = gang.compute.create_saver(tmp_path / "scratch/state", include_masters=False)
@@ -204,21 +204,21 @@ async def test_the_next_group_leaves_what_a_lost_one_began(gang: Gang, tmp_path:
     await saving.copy(list(saving.meta_tensors)[:2], 0)
     assert gang.other.ordered["stage_rows"][0].tensor_names == names
     await gang.compute.form_group()
-    for going_on in (
+    for training in (
         staging.copy(names, 0, 1),
         staging.finish(),
         saving.copy(list(saving.meta_tensors)[:2], 1),
         saving.finish(),
     ):
         with pytest.raises(RankLost, match="formed anew"):
-            await going_on
+            await training
     await staging.close()
-    assert gang.in_a_group
+    assert gang.has_group
     await gang.compute.begin_step()
 
 
 @pytest.mark.parametrize("order", ["stage_rows", "finish_staging"])
-async def test_a_rank_that_is_lost_while_it_stages_ends_the_group_and_the_next_one_stages_anew(
+async def test_rank_lost_during_staging_ends_the_group_and_staging_restarts(
     gang: Gang, order: str
 ) -> None:
     names = list(gang.compute.meta_tensors)
@@ -239,13 +239,15 @@ async def test_a_rank_that_is_lost_while_it_stages_ends_the_group_and_the_next_o
     gang.other.raises[order] = PeerLost("the rank was killed")
     with pytest.raises(RankLost, match="was killed"):
         await staged()
-    assert not gang.in_a_group
+    assert not gang.has_group
     gang.other.raises.clear()
     await gang.compute.form_group()
     await staged()
 
 
-async def test_what_hinders_a_rank_is_told_as_what_it_is(gang: Gang, tmp_path: Path) -> None:
+async def test_recoverable_rank_error_keeps_its_type_and_the_group(
+    gang: Gang, tmp_path: Path
+) -> None:
     """Check that a rank's error is reported by its kind, and that the same group recovers."""
     saving = gang.compute.create_saver(tmp_path / "scratch/state", include_masters=True)
     await saving.copy(list(saving.meta_tensors), 0)
@@ -257,12 +259,12 @@ async def test_what_hinders_a_rank_is_told_as_what_it_is(gang: Gang, tmp_path: P
         )
         with pytest.raises(kind, match="a chunk is gone") as told:
             await gang.compute.restore(*about, tmp_path / "scratch/state")
-        assert told.value.where == "/somewhere" and gang.in_a_group
+        assert told.value.where == "/somewhere" and gang.has_group
     gang.other.answers["restore_rows"] = RestoreResult()
     await gang.compute.restore(*about, tmp_path / "scratch/state")
 
 
-async def test_what_rank_0_finds_damaged_is_told_and_the_group_restores_something_older(
+async def test_corrupt_checkpoint_is_reported_and_an_older_one_restored(
     gang: Gang, tmp_path: Path
 ) -> None:
     whole, cut_short = tmp_path / "whole/state", tmp_path / "cut/state"
@@ -275,13 +277,11 @@ async def test_what_rank_0_finds_damaged_is_told_and_the_group_restores_somethin
     about = "step-000-000001-00000000", {"state/part": "digest"}, "manifest"
     with pytest.raises(CorruptData, match="cut short"):
         await gang.compute.restore(*about, cut_short)
-    assert gang.in_a_group
+    assert gang.has_group
     await gang.compute.restore(*about, whole)
 
 
-async def test_a_checkpoint_that_cannot_be_written_leaves_the_group_as_it_is(
-    gang: Gang, tmp_path: Path
-) -> None:
+async def test_failed_checkpoint_write_keeps_the_group(gang: Gang, tmp_path: Path) -> None:
     def saving(name: str) -> LocalStateWriter | GangStateWriter:
         return gang.compute.create_saver(tmp_path / name / "state", include_masters=True)
 
@@ -308,23 +308,23 @@ async def test_a_checkpoint_that_cannot_be_written_leaves_the_group_as_it_is(
     await whole.copy([first], 0)
     await whole.copy(rest, 1)
     await whole.finish()
-    assert gang.in_a_group and not left
+    assert gang.has_group and not left
 
 
 @pytest.mark.parametrize(
     "name", ["../../id", "/etc/x", "part-00000-00000.safetensors", "part-00001-00000.safetensors/x"]
 )
-async def test_a_rank_decides_on_no_file_but_its_own(gang: Gang, tmp_path: Path, name: str) -> None:
+async def test_rank_saves_only_files_of_its_own(gang: Gang, tmp_path: Path, name: str) -> None:
     saving = gang.compute.create_saver(tmp_path / "scratch/state", include_masters=False)
     await saving.copy(list(saving.meta_tensors), 0)
     before = files_of(tmp_path)
     gang.other.answers["finish_saving"] = SavingResult({name: "0" * 64})
     with pytest.raises(BadMessage, match="no file of rank 1's rows"):
         await saving.finish()
-    assert files_of(tmp_path) == before and gang.in_a_group
+    assert files_of(tmp_path) == before and gang.has_group
 
 
-async def test_an_error_of_an_earlier_group_leaves_the_next_one_as_it_is(gang: Gang) -> None:
+async def test_late_error_of_an_earlier_group_is_ignored(gang: Gang) -> None:
     asked, failed = asyncio.Event(), asyncio.Event()
 
     async def order() -> None:
@@ -339,11 +339,11 @@ async def test_an_error_of_an_earlier_group_leaves_the_next_one_as_it_is(gang: G
     failed.set()
     with pytest.raises(RankLost, match="was killed"):
         await late
-    assert gang.in_a_group
+    assert gang.has_group
     await gang.compute.begin_step()
 
 
-async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_path: Path) -> None:
+async def test_gang_over_hosts_without_a_rendezvous_port_fails_at_once(tmp_path: Path) -> None:
     clock = SystemClock()
     state = open_simulated_state(clock)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -372,20 +372,20 @@ async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_p
     await state.close()
 
 
-async def test_a_mistake_of_rank_0_ends_the_group_and_one_in_the_job_does_not(gang: Gang) -> None:
+async def test_error_of_rank_0_ends_the_group_and_a_job_error_does_not(gang: Gang) -> None:
     first, second = a_round()
     gang.other.raises["compute_round"] = ConfigError("the job cannot be")
     with pytest.raises(ConfigError):
         await gang.compute.compute_round(0, [first, second])
-    assert gang.in_a_group
+    assert gang.has_group
     gang.other.raises.clear()
-    wrong = replace(first, tokens=first.tokens + 10_000)  # in no vocabulary
+    wrong = replace(first, tokens=first.tokens + 10_000)  # outside the vocabulary
     with pytest.raises(IndexError):
         await gang.compute.compute_round(1, [wrong, second])
-    assert not gang.in_a_group
+    assert not gang.has_group
 
 
-async def test_all_ranks_are_lent_a_hybrids_gradient(gang: Gang) -> None:
+async def test_all_ranks_receive_a_hybrids_gradient(gang: Gang) -> None:
     gradient = np.arange(gang.compute.parameter_count, dtype=np.float32)
     await gang.compute.add_gradient(0, gradient)
     norm = await gang.compute.apply_gradient(1, 1.0, 1.0)
@@ -394,41 +394,41 @@ async def test_all_ranks_are_lent_a_hybrids_gradient(gang: Gang) -> None:
     assert not [path for path in (gang.directory / "lent").rglob("*") if path.is_file()]
 
 
-async def test_all_ranks_take_other_settings_until_the_gang_forms_anew(gang: Gang) -> None:
+async def test_changed_settings_apply_to_all_ranks_until_the_gang_reforms(gang: Gang) -> None:
     algorithm = replace(VARIANTS["plain"].algorithm, clip_high=0.5)
     await gang.compute.update_settings(algorithm, replace(OPTIMIZER, muon_lr=0.25))
     [order] = gang.other.ordered["update_settings"]
     assert (order.algorithm["clip_high"], order.optimizer["muon_lr"]) == (0.5, 0.25)
-    assert gang.in_a_group
+    assert gang.has_group
 
 
 @pytest.mark.parametrize(
     ("raised", "told"),
     [(Fenced("another generation"), RankLost), (TypeError("no rows"), RemoteFailure)],
 )
-async def test_a_gradient_that_a_rank_cannot_take_ends_the_group_and_is_told(
+async def test_unreadable_gradient_ends_the_group_with_an_error(
     gang: Gang, raised: Exception, told: type[MeshError]
 ) -> None:
     gang.other.raises["add_gradient"] = raised
     size = gang.compute.parameter_count
-    for index in (0, 1):  # the failure of one breaks the other one off
+    for index in (0, 1):  # the failure of one cancels the other
         await gang.compute.add_gradient(index, np.ones(size, np.float32))
     with pytest.raises(told, match=str(raised)):
         await gang.compute.apply_gradient(2, 1.0, 1.0)
-    assert not gang.in_a_group
+    assert not gang.has_group
     gang.other.raises.clear()
     await gang.compute.form_group()
-    assert gang.in_a_group
+    assert gang.has_group
 
 
-def test_only_what_collectives_raise_tells_of_a_lost_rank() -> None:
+def test_only_collective_errors_indicate_a_lost_rank() -> None:
     assert is_collective_error(
         RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed")
     )
     assert not is_collective_error(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
 
 
-class Drawer:
+class ProcessMemory:
     """Offload medium that stores a rank's tensors in this process."""
 
     def __init__(self) -> None:
@@ -455,48 +455,48 @@ def first_rank_bytes(gang: Gang) -> int:
 ABOUT = {"tier": "memory", "job": JOB, "lineage": 0, "version": 1, "ranks": 2}
 
 
-async def test_all_ranks_sleep_and_wake_as_they_were(gang: Gang) -> None:
-    drawer = Drawer()
+async def test_all_ranks_sleep_and_wake_unchanged(gang: Gang) -> None:
+    process_memory = ProcessMemory()
     gradient = np.arange(gang.compute.parameter_count, dtype=np.float32)
     await gang.compute.add_gradient(0, gradient)
-    await gang.compute.sleep(lambda: dict(ABOUT), drawer.keep)
+    await gang.compute.sleep(lambda: dict(ABOUT), process_memory.keep)
     assert first_rank_bytes(gang) == gang.compute.size_bytes == 0
     await gang.compute.move("disk")
-    await gang.compute.wake(drawer.take)
-    assert gang.other.rested == ["keep", "release", "move", "take", "forget"]
-    norm = await gang.compute.apply_gradient(1, 1.0, 1.0)  # with the gradient of before
+    await gang.compute.wake(process_memory.take)
+    assert gang.other.list_sleep_actions == ["keep", "release", "move", "take", "forget"]
+    norm = await gang.compute.apply_gradient(1, 1.0, 1.0)  # with the gradient from before
     assert norm == pytest.approx(float(np.linalg.norm(gradient.astype(np.float64))))
 
 
-async def test_no_rank_sleeps_where_another_has_no_room(gang: Gang) -> None:
+async def test_no_rank_sleeps_if_another_lacks_space(gang: Gang) -> None:
     for _ in range(2):
         gang.other.raises["rest keep"] = StorageFull("the disk is full")
         with pytest.raises(StorageFull):
-            await gang.compute.sleep(lambda: dict(ABOUT), Drawer().keep)
-        assert gang.other.rested[-2:] == ["keep", "discard"]
-        assert gang.in_a_group and first_rank_bytes(gang) > 0
+            await gang.compute.sleep(lambda: dict(ABOUT), ProcessMemory().keep)
+        assert gang.other.list_sleep_actions[-2:] == ["keep", "discard"]
+        assert gang.has_group and first_rank_bytes(gang) > 0
     await gang.compute.begin_step()
 
 
-async def test_no_rank_wakes_where_another_has_no_memory(gang: Gang) -> None:
-    drawer = Drawer()
-    await gang.compute.sleep(lambda: dict(ABOUT), drawer.keep)
+async def test_no_rank_wakes_if_another_lacks_memory(gang: Gang) -> None:
+    process_memory = ProcessMemory()
+    await gang.compute.sleep(lambda: dict(ABOUT), process_memory.keep)
     gang.other.raises["rest take"] = Refused("no memory")
     with pytest.raises(Refused, match="no memory"):
-        await gang.compute.wake(drawer.take)
-    assert first_rank_bytes(gang) == 0 and gang.other.rested[-1] == "release"
+        await gang.compute.wake(process_memory.take)
+    assert first_rank_bytes(gang) == 0 and gang.other.list_sleep_actions[-1] == "release"
     gang.other.raises.clear()
-    await gang.compute.wake(drawer.take)
+    await gang.compute.wake(process_memory.take)
     assert first_rank_bytes(gang) > 0
 
 
-async def test_a_rank_that_is_lost_asleep_ends_the_group_when_it_wakes(gang: Gang) -> None:
-    drawer = Drawer()
-    await gang.compute.sleep(lambda: dict(ABOUT), drawer.keep)
+async def test_rank_lost_during_sleep_ends_the_group_on_wake(gang: Gang) -> None:
+    process_memory = ProcessMemory()
+    await gang.compute.sleep(lambda: dict(ABOUT), process_memory.keep)
     gang.other.raises["rest take"] = Fenced("an order of another generation")
     with pytest.raises(CorruptData, match="has lost one"):
-        await gang.compute.wake(drawer.take)
-    assert not gang.in_a_group
+        await gang.compute.wake(process_memory.take)
+    assert not gang.has_group
     gang.other.raises.clear()
     await gang.compute.form_group()
     await gang.compute.begin_step()

@@ -1,4 +1,4 @@
-"""Checkpoint files of a rank on another host than rank 0, and their removal there."""
+"""Checkpoint files of a rank on another host than rank 0, and their removal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GENERATION = 1
 
 
 class SecondRank(Rank):
-    """Has rows, and no group."""
+    """Rank with rows and without a process group."""
 
     def __init__(self) -> None:
         super().__init__(lambda mesh: pytest.fail("it forms no group"), 1, 2, "cpu")
@@ -83,17 +83,17 @@ def scratch(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").iterdir())
 
 
-async def test_what_rank_0_has_given_up_does_not_stay(tmp_path: Path) -> None:
+async def test_files_of_an_abandoned_checkpoint_are_removed(tmp_path: Path) -> None:
     rank = saving(tmp_path)
     for number in (0, 1):
         assert not (await rank.save(order("step-000-000001-aa.core", number))).code
-    written = tmp_path / "checkpoints/step-000-000001-aa.core.1/state"
-    assert len(list(written.iterdir())) == 2  # of one checkpoint
+    write_checkpoint = tmp_path / "checkpoints/step-000-000001-aa.core.1/state"
+    assert len(list(write_checkpoint.iterdir())) == 2  # of one checkpoint
     await rank.save(order("step-000-000002-bb.core"))
     assert scratch(tmp_path) == ["step-000-000002-bb.core.1"]
 
 
-async def test_a_rank_that_begins_anew_removes_its_own_and_no_other_ranks(tmp_path: Path) -> None:
+async def test_restarted_rank_removes_only_its_own_unfinished_files(tmp_path: Path) -> None:
     await saving(tmp_path).save(order("step-000-000001-aa.core"))
     others = ["step-000-000001-aa", "step-000-000001-aa.core", "step-000-000001-aa.core.11"]
     for name in others:
@@ -102,11 +102,11 @@ async def test_a_rank_that_begins_anew_removes_its_own_and_no_other_ranks(tmp_pa
     assert scratch(tmp_path) == others
 
 
-async def test_a_disk_that_cannot_be_written_is_an_answer(tmp_path: Path) -> None:
+async def test_unwritable_disk_is_reported_as_a_fault(tmp_path: Path) -> None:
     rank = saving(tmp_path)
     (tmp_path / "checkpoints").write_bytes(b"no directory")
-    trouble = await rank.save(order("step-000-000001-aa.core"))
-    assert trouble.code == "os_error" and "NotADirectory" in trouble.message
+    fault = await rank.save(order("step-000-000001-aa.core"))
+    assert fault.code == "os_error" and "NotADirectory" in fault.message
 
 
 MOMENT = torch.arange(6.0).reshape(6, 1)
@@ -114,10 +114,10 @@ WEIGHTS = torch.full((8,), 1.0)  # of version 1, as `StoreBench.stage` has them
 
 
 class RestoringRank(Rank):
-    """One of three ranks, with rows and without a process group."""
+    """Rank 1 of three, with rows and without a process group."""
 
     def __init__(self, first: int) -> None:
-        """`first`: of its two rows of the moment."""
+        """Create the rank; `first` is the first of its two moment rows."""
         super().__init__(lambda mesh: pytest.fail("it forms no group"), 1, 3, "cpu")
         self.moment = TensorRows((6, 1), first, torch.zeros(2, 1))
         self.weights = TensorRows((8,), 2, torch.zeros(3))
@@ -139,52 +139,62 @@ class RestoringRank(Rank):
         saved.fill("moment", self.moment)
 
 
-async def written(bench: StoreBench) -> RestoreRows:
+async def write_checkpoint(create_bench: StoreBench) -> RestoreRows:
     """Return a checkpoint that three ranks have written, two moment rows each."""
-    await bench.submit()
-    manifest = await bench.stage(1)
+    await create_bench.submit()
+    manifest = await create_bench.stage(1)
     name = format_checkpoint_name(0, 1, manifest)
-    directory = bench.run_dir / "checkpoints" / name
+    directory = create_bench.run_dir / "checkpoints" / name
     for rank in range(3):
         part = {"moment": TensorRows((6, 1), 2 * rank, MOMENT[2 * rank : 2 * rank + 2])}
         save_rows(directory / "state", f"part-{rank:05d}-00000.safetensors", part)
     files = compute_file_digests(directory)
-    about = {"job": JOB, "lineage": 0, "step": 1, "weights": manifest, "files": files}
-    directory.with_name(f"{name}.json").write_bytes(encode_sealed(about))
+    record = {"job": JOB, "lineage": 0, "step": 1, "weights": manifest, "files": files}
+    directory.with_name(f"{name}.json").write_bytes(encode_sealed(record))
     return RestoreRows(1, 0, "another", name, files, manifest)
 
 
-async def restored(bench: StoreBench, rank: Rank, order: RestoreRows) -> RankFault:
-    data = JobData(JOB, JobConfig(), bench.root, Path("/elsewhere"), local_dir=bench.root / "away")
-    return (await RowRestorer(bench.trainer, bench.bulk, data, rank, run).restore(order)).fault
+async def restore_rows(create_bench: StoreBench, rank: Rank, order: RestoreRows) -> RankFault:
+    data = JobData(
+        JOB,
+        JobConfig(),
+        create_bench.root,
+        Path("/elsewhere"),
+        local_dir=create_bench.root / "away",
+    )
+    return (
+        await RowRestorer(create_bench.trainer, create_bench.bulk, data, rank, run).restore(order)
+    ).fault
 
 
 @pytest.mark.parametrize("first", [2, 3], ids=["as they were", "otherwise"])
 @story_on(on_store, "tmp_path")
-async def test_it_has_its_rows_however_they_were_cut(bench: StoreBench, first: int) -> None:
+async def test_rank_restores_rows_of_any_division(create_bench: StoreBench, first: int) -> None:
     rank = RestoringRank(first)
-    assert not (await restored(bench, rank, await written(bench))).code
+    assert not (await restore_rows(create_bench, rank, await write_checkpoint(create_bench))).code
     assert torch.equal(rank.moment.rows, MOMENT[first : first + 2])
     assert torch.equal(rank.weights.rows, WEIGHTS[2:5])
 
 
 @story_on(on_store, "tmp_path")
-async def test_damage_of_the_version_is_said_as_it_was_found(bench: StoreBench) -> None:
+async def test_corruption_of_a_version_is_reported_as_found(create_bench: StoreBench) -> None:
     """Check that corruption of a version is reported as it was found. After the store's quarantine,
     only the absence of the file could be reported.
     """
-    order = await written(bench)
+    order = await write_checkpoint(create_bench)
     asked = ManifestRequest(order.manifest)
-    [tensor] = (await bench.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)).tensors
-    HARMS[0](bench.chunks.chunk_path(tensor.chunk), b"")
-    assert (await restored(bench, RestoringRank(2), order)).code == CorruptData.code
+    [tensor] = (
+        await create_bench.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
+    ).tensors
+    HARMS[0](create_bench.chunks.chunk_path(tensor.chunk), b"")
+    assert (await restore_rows(create_bench, RestoringRank(2), order)).code == CorruptData.code
 
 
 THIRD = 3
 
 
 class OwnRows(Rank):
-    """Has 100 bytes of them, and is in no process group."""
+    """Learner with 100 bytes of rows and without a process group."""
 
     def __init__(self) -> None:
         self.rank = 1
@@ -197,7 +207,7 @@ class OwnRows(Rank):
         pass
 
 
-def bench(clock: VirtualClock, random: Random, root: Path = Path("/nowhere")) -> RankActor:
+def create_bench(clock: VirtualClock, random: Random, root: Path = Path("/nowhere")) -> RankActor:
     settings = MeshSettings(redis_url="simulated", run_root=str(root), worker="worker/w1")
     host = SimulatedHost(clock, random.child("host"))
     mesh = alone("rank/j/1", clock, random, host, settings=settings)
@@ -206,7 +216,7 @@ def bench(clock: VirtualClock, random: Random, root: Path = Path("/nowhere")) ->
     return RankActor(mesh, data, seat, OwnRows())
 
 
-def wish(tier: str, epoch: int) -> SetTier:
+def desired_tier(tier: str, epoch: int) -> SetTier:
     return SetTier(tier, epoch, time_sliced=False, segment_owner="", offload_dir="")
 
 
@@ -215,31 +225,33 @@ def move(tier: str) -> SleepOrder:
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
-async def test_it_is_absent_only_once_its_rows_are_gathered(
+async def test_rank_leaves_after_its_rows_are_gathered(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
-    rank = bench(clock, random)
-    assert (await rank.set_tier(wish("absent", 1))).accelerator_bytes == 0, "it is of no group"
+    rank = create_bench(clock, random)
+    assert (await rank.set_tier(desired_tier("absent", 1))).accelerator_bytes == 0, (
+        "it is of no group"
+    )
     await rank.stand_by(RankOrder(THIRD))
-    asked = asyncio.create_task(rank.set_tier(wish("absent", 2)))
+    asked = asyncio.create_task(rank.set_tier(desired_tier("absent", 2)))
     await clock.sleep(60.0)
     assert not asked.done(), "rank 0 has its rows still to gather"
     await rank.execute_sleep_order(move("absent"))
     assert (await asked).accelerator_bytes == 100
     await rank.execute_sleep_order(move("accelerator"))
-    await rank.set_tier(wish("accelerator", 3))
+    await rank.set_tier(desired_tier("accelerator", 3))
     assert rank.collect_stats()["tier"] == Tier.ACCELERATOR
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
-async def test_one_that_begins_anew_while_its_gang_sleeps_sleeps_too_until_it_forms_again(
+async def test_rank_restarted_during_sleep_sleeps_until_the_gang_reforms(
     clock: VirtualClock, random: Random
 ) -> None:
-    rank = bench(clock, random)
-    settled = await rank.set_tier(wish("disk", 5))
-    assert (settled.accelerator_bytes, settled.disk_bytes) == (0, 0)
+    rank = create_bench(clock, random)
+    usage = await rank.set_tier(desired_tier("disk", 5))
+    assert (usage.accelerator_bytes, usage.disk_bytes) == (0, 0)
     assert rank.collect_stats()["tier"] == Tier.DISK
-    woken = asyncio.create_task(rank.set_tier(wish("accelerator", 6)))
+    woken = asyncio.create_task(rank.set_tier(desired_tier("accelerator", 6)))
     await clock.sleep(60.0)
     assert not woken.done(), "rank 0 has yet to form the gang"
     await rank.stand_by(RankOrder(THIRD))
@@ -247,16 +259,16 @@ async def test_one_that_begins_anew_while_its_gang_sleeps_sleeps_too_until_it_fo
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
-async def test_it_opens_no_file_that_others_name_but_where_gangs_of_its_host_meet(
+async def test_rank_rejects_paths_outside_the_rendezvous_directory(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
-    """Whatever host the process is on that calls itself rank 0, or its worker."""
+    """Reject paths from a process of any host that claims to be rank 0 or its worker."""
     run, secret = tmp_path / "run", tmp_path / "secret"
     (run / "mesh" / "gangs").mkdir(parents=True)
     secret.write_bytes(bytes(400))
     link = run / "mesh" / "gangs" / "link"
     link.symlink_to(secret)
-    rank = bench(clock, random, run)
+    rank = create_bench(clock, random, run)
     await rank.stand_by(RankOrder(THIRD))
     around = run / "mesh" / "gangs" / ".." / ".." / ".." / "secret"
     for path in (secret, link, around, Path("secret")):
@@ -271,4 +283,4 @@ async def test_it_opens_no_file_that_others_name_but_where_gangs_of_its_host_mee
     )
     for other in others:
         with pytest.raises(Refused, match="Who says so is not its worker"):
-            await rank.set_tier(replace(wish("disk", 1), **other))
+            await rank.set_tier(replace(desired_tier("disk", 1), **other))

@@ -1,4 +1,4 @@
-"""Finished groups, as the weight store has them, and jobs that train on them."""
+"""Finished groups as in the weight store, and jobs that train on them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ def group(
     reference: bool = False,
     seed: int = 0,
 ) -> TrajectoryGroup:
-    """Return a group whose members have a prompt of two tokens, and the model's own after it."""
+    """Return a group whose members have a prompt of two tokens and sampled tokens."""
     draw = np.random.default_rng(seed)
     sizes = np.array(lengths or [6 + i for i in range(len(rewards))], np.int32)
     own = np.concatenate([np.arange(n) >= 2 for n in sizes])

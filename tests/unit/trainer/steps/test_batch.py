@@ -1,4 +1,4 @@
-"""From a group's bytes to sequences with advantages and weights, and what metrics say of them."""
+"""Batches: sequences with advantages and weights from a group's bytes, and their metrics."""
 
 import random
 from dataclasses import replace
@@ -22,7 +22,7 @@ from meshrl.services.trainer.steps.batch import (
 from tests.unit.trainer.steps.groups_under_test import LONGEST, group, job
 
 
-def test_a_groups_members_become_sequences_with_what_is_known_of_them() -> None:
+def test_members_become_sequences_with_their_data() -> None:
     given_ = group([1.0, np.nan, 0.0], reference=True)
     batch = StepBatch(3, job())
     first, second = batch.add(given_)
@@ -33,41 +33,41 @@ def test_a_groups_members_become_sequences_with_what_is_known_of_them() -> None:
     assert batch.sequences == [first, second] and first.loss_token_count == 4
 
 
-def test_scores_that_do_not_fit_the_tokens_are_refused() -> None:
+def test_mismatched_scores_are_rejected() -> None:
     given_ = group([1.0, 0.0], reference=True)
     with pytest.raises(BadMessage, match="reference"):
         StepBatch(3, job()).add(replace(given_, reference_logprobs=given_.reference_logprobs[:-1]))
 
 
 @pytest.mark.parametrize("name", ["tokens", "logprobs", "versions", "rewards", "lengths"])
-def test_arrays_that_do_not_fit_together_are_refused(name: str) -> None:
+def test_mismatched_arrays_are_rejected(name: str) -> None:
     given_ = group([1.0, 0.0])
     with pytest.raises(BadMessage, match="group 7 has"):
         StepBatch(3, job()).add(replace(given_, **{name: getattr(given_, name)[:-1]}))
 
 
-def test_what_is_not_trained_makes_no_group_stale() -> None:
+def test_untrained_members_do_not_make_a_group_stale() -> None:
     given_ = group([1.0, np.nan, 0.0], version=9)
-    given_.versions[6:13] = [-1, -1, 0, 0, 0, 1, 1]  # of the member that failed
+    given_.versions[6:13] = [-1, -1, 0, 0, 0, 1, 1]  # of the failed member
     assert compute_staleness(given_, 10) == 1
     assert StepBatch(10, job()).add(given_) and set(given_.sampled_versions) == {9}
     assert compute_staleness(replace(given_, rewards=np.zeros(3, np.float32)), 10) == 10
 
 
-def test_where_experts_sent_tokens_goes_with_them() -> None:
+def test_expert_ids_stay_with_their_tokens() -> None:
     given_ = group([1.0, np.nan, 0.0])
     experts = np.arange(len(given_.tokens) * 6, dtype=np.int16).reshape(-1, 6)
-    routed = replace(given_, expert_ids=experts, expert_shape=[3, 2])
-    _, second = StepBatch(3, job()).add(routed)
+    routed_group = replace(given_, expert_ids=experts, expert_shape=[3, 2])
+    _, second = StepBatch(3, job()).add(routed_group)
     assert second.expert_ids is not None
     assert second.expert_ids.shape == (8, 3, 2)
     assert (second.expert_ids.reshape(8, 6) == experts[-8:]).all()
     assert StepBatch(3, job()).add(given_)[0].expert_ids is None
     with pytest.raises(BadMessage, match="experts"):
-        StepBatch(3, job()).add(replace(routed, expert_shape=[2, 2]))
+        StepBatch(3, job()).add(replace(routed_group, expert_shape=[2, 2]))
 
 
-def test_a_group_without_variance_is_filtered_and_counted() -> None:
+def test_group_without_variance_is_filtered_and_counted() -> None:
     batch = StepBatch(3, job())
     assert batch.add(group([1.0, 1.0])) == []
     batch.add(group([1.0, 0.0], number=8))
@@ -79,23 +79,23 @@ def test_a_group_without_variance_is_filtered_and_counted() -> None:
     assert not has_no_signal(group([1.0, 1.0]), job("reinforce_pp"))
 
 
-def test_a_group_that_differs_in_punished_length_alone_still_teaches() -> None:
+def test_group_that_differs_only_in_length_penalty_is_trained() -> None:
     long, punished = group([1.0, 1.0], lengths=[20, LONGEST]), job(overlong_buffer=8)
     assert has_no_signal(long, job()) and not has_no_signal(long, punished)
-    short, cut = StepBatch(3, punished).add(long)
-    assert short.advantages > 0 > cut.advantages
+    short, truncated_group = StepBatch(3, punished).add(long)
+    assert short.advantages > 0 > truncated_group.advantages
 
 
 @pytest.mark.parametrize(
     "dynamic", [job("dapo"), job(overlong_buffer=8, refill_filtered=True)], ids=["dapo", "grpo"]
 )
-def test_dynamic_sampling_asks_for_answers_that_differ_not_for_lengths(dynamic: JobConfig) -> None:
-    """0 < right answers < all, whatever their lengths (DAPO, equation 11)."""
+def test_dynamic_sampling_requires_different_answers_not_lengths(dynamic: JobConfig) -> None:
+    """Require 0 < right answers < all for any lengths (DAPO, equation 11)."""
     for equal in (1.0, 0.0):
         assert has_no_signal(group([equal, equal], lengths=[20, LONGEST]), dynamic)
-    short, cut = StepBatch(3, dynamic).add(group([1.0, 0.0], lengths=[20, LONGEST]))
-    assert short.advantages > 0 > cut.advantages
-    # A right answer of full length is worth as little as a short wrong one; both are kept.
+    short, truncated_group = StepBatch(3, dynamic).add(group([1.0, 0.0], lengths=[20, LONGEST]))
+    assert short.advantages > 0 > truncated_group.advantages
+    # A right answer of full length is worth as little as a short wrong one; both are trained.
     evened = StepBatch(3, dynamic).add(group([0.0, 1.0], lengths=[20, LONGEST]))
     assert [float(s.advantages) for s in evened] == [0.0, 0.0]
 
@@ -109,14 +109,14 @@ def test_weights_follow_the_aggregation(kind: str, weights: list[float]) -> None
     assert [s.weight for s in found] == pytest.approx(weights)
 
 
-def cut(rewards: list[float], which: list[int]) -> TrajectoryGroup:
-    """Return a group whose members `which` were cut off at the maximum length."""
+def truncated_group(rewards: list[float], truncated_members: list[int]) -> TrajectoryGroup:
+    """Return a group whose `truncated_members` were truncated at the maximum length."""
     given_ = group(rewards)
-    return replace(given_, truncated=np.isin(np.arange(len(rewards)), which))
+    return replace(given_, truncated=np.isin(np.arange(len(rewards)), truncated_members))
 
 
-def test_what_was_cut_off_carries_no_loss_where_the_job_says_so_but_counts_as_baseline() -> None:
-    given_ = cut([1.0, np.nan, 0.0, 0.5], [1, 2])
+def test_masked_truncated_members_have_no_loss_but_count_in_the_baseline() -> None:
+    given_ = truncated_group([1.0, np.nan, 0.0, 0.5], [1, 2])
     plain, masking = StepBatch(3, job()), StepBatch(3, job(mask_truncated=True))
     all_of_them, kept = plain.add(given_), masking.add(given_)
     assert [s.member_index for s in all_of_them] == [0, 2, 3] and [
@@ -137,8 +137,8 @@ def test_what_was_cut_off_carries_no_loss_where_the_job_says_so_but_counts_as_ba
     assert sum(masking.token_staleness.values()) == sum(s.loss_token_count for s in kept)
 
 
-def test_a_group_of_which_all_was_cut_off_is_left_out_and_replaced_in_dynamic_sampling() -> None:
-    given_ = cut([1.0, np.nan, 0.0], [0, 2])
+def test_fully_truncated_group_is_replaced_in_dynamic_sampling() -> None:
+    given_ = truncated_group([1.0, np.nan, 0.0], [0, 2])
     batch = StepBatch(3, job(mask_truncated=True))
     assert batch.add(given_) == [] and batch.filtered_ids == [7]
     assert (batch.build_metrics()["truncated"], batch.build_metrics()["masked"]) == (2, 2)
@@ -146,12 +146,12 @@ def test_a_group_of_which_all_was_cut_off_is_left_out_and_replaced_in_dynamic_sa
     assert not has_no_signal(given_, job("dapo"))
 
 
-def test_endings_that_do_not_fit_the_members_are_refused() -> None:
+def test_mismatched_endings_are_rejected() -> None:
     with pytest.raises(BadMessage, match="endings"):
         StepBatch(3, job()).add(replace(group([1.0, 0.0]), truncated=np.zeros(3, np.bool_)))
 
 
-def test_divergence_is_paid_by_the_reward_of_the_trajectory() -> None:
+def test_kl_penalty_lowers_the_trajectory_reward() -> None:
     given_ = group([1.0, 0.0, 0.5], reference=True)
     keys = {"kl": "k1", "kl_in": "reward", "kl_coefficient": 0.1}
     found = StepBatch(3, job("dr_grpo", **keys)).add(given_)
@@ -166,20 +166,20 @@ def test_divergence_is_paid_by_the_reward_of_the_trajectory() -> None:
     assert [float(s.advantages) for s in found] == pytest.approx(expected, rel=1e-5)
 
 
-def test_divergence_does_not_keep_a_group_that_has_nothing_to_teach() -> None:
+def test_kl_penalty_does_not_unfilter_a_group() -> None:
     keys: dict[str, Any] = {"kl_in": "reward", "kl_coefficient": 0.1}
     assert has_no_signal(group([1.0, 1.0], reference=True), job(**keys))
 
 
-def test_divergence_without_a_reference_names_the_table_to_declare() -> None:
+def test_kl_without_a_reference_names_the_missing_table() -> None:
     keys: dict[str, Any] = {"kl_in": "reward", "kl_coefficient": 0.1}
     with pytest.raises(ConfigError, match=r"models\.reference"):
         StepBatch(3, job(**keys)).add(group([1.0, 0.0]))
 
 
-def test_trained_tokens_are_counted_by_how_stale_they_are() -> None:
+def test_trained_tokens_are_counted_by_staleness() -> None:
     batch = StepBatch(5, job(max_staleness=3))
-    given_ = group([1.0, 0.0], lengths=[6, 5])  # 4 and 3 tokens of the model's own
+    given_ = group([1.0, 0.0], lengths=[6, 5])  # 4 and 3 sampled tokens
     given_.versions[3:5] = 5
     batch.add(given_)
     batch.add(group([1.0, 0.0], lengths=[4, 4], number=8, version=4))
@@ -189,7 +189,7 @@ def test_trained_tokens_are_counted_by_how_stale_they_are() -> None:
     assert metrics["staleness_max"] == 3 and metrics["mixed"] == 1
 
 
-def test_tokens_of_an_abandoned_lineage_are_as_stale_as_the_version_that_it_ended_at() -> None:
+def test_staleness_of_an_abandoned_lineage_counts_from_its_last_version() -> None:
     given_ = replace(group([1.0, 0.0], lengths=[4, 4], version=12), abandoned_above=8)
     for version, lag in ((8, 0), (10, 2), (13, 5)):
         batch = StepBatch(version, job(max_staleness=2))
@@ -200,20 +200,20 @@ def test_tokens_of_an_abandoned_lineage_are_as_stale_as_the_version_that_it_ende
 
 
 @given(st.lists(st.integers(-4, 4), min_size=2, max_size=6), st.integers(-3, 3), st.randoms())
-def test_neither_a_constant_nor_the_order_of_members_changes_advantages(
+def test_constant_and_member_order_change_no_advantages(
     rewards: list[int], constant: int, order: random.Random
 ) -> None:
     places = list(range(len(rewards)))
     order.shuffle(places)
     lengths = [5] * len(rewards)
     one = StepBatch(3, job(filter_zero_variance=False)).add(group(rewards, lengths))
-    moved = [float(rewards[i] + constant) for i in places]
-    other = StepBatch(3, job(filter_zero_variance=False)).add(group(moved, lengths))
+    shifted = [float(rewards[i] + constant) for i in places]
+    other = StepBatch(3, job(filter_zero_variance=False)).add(group(shifted, lengths))
     expected = [float(one[i].advantages) for i in places]
     assert [float(s.advantages) for s in other] == pytest.approx(expected, abs=1e-6)
 
 
-def test_dynamic_sampling_replaces_what_teaches_nothing_but_not_for_ever() -> None:
+def test_dynamic_sampling_replaces_filtered_groups_up_to_a_limit() -> None:
     config = job("dapo", groups_per_step=2)
     silent, telling = group([1.0, 1.0]), group([1.0, 0.0], number=8)
     refill = RefillPolicy(config)
@@ -228,12 +228,12 @@ def test_dynamic_sampling_replaces_what_teaches_nothing_but_not_for_ever() -> No
     assert (metrics["refilled"], metrics["filtered_share"]) == (20, 21 / 22)
 
 
-def test_without_dynamic_sampling_nothing_is_replaced() -> None:
+def test_groups_are_not_replaced_without_dynamic_sampling() -> None:
     assert not RefillPolicy(job()).try_replace(group([1.0, 1.0]))
     assert RefillPolicy(job(refill_filtered=True)).try_replace(group([1.0, 1.0]))
 
 
-def test_a_batch_of_nothing_still_has_metrics() -> None:
+def test_empty_batch_has_metrics() -> None:
     metrics = StepBatch(0, replace(job(), seed=1)).build_metrics()
     assert metrics["filtered_share"] == 0 and metrics["staleness_tokens"] == [0, 0, 0]
 
@@ -241,44 +241,44 @@ def test_a_batch_of_nothing_still_has_metrics() -> None:
 # -- rewards as numbers ----------------------------------------------------------------------------
 
 
-def rewarded(*rewards: float) -> TrajectoryGroup:
+def train_metrics(*rewards: float) -> TrajectoryGroup:
     return replace(group([0.0] * len(rewards)), rewards=np.array(rewards, np.float64))
 
 
 def test_rewards_are_float64_up_to_the_advantage() -> None:
-    assert not has_no_signal(rewarded(100000001, 100000002), job())
-    assert not has_no_signal(rewarded(1.0, 1.0 + 1e-12), job())
-    assert has_no_signal(rewarded(0.1, 0.1, 0.1), job())
-    assert len(StepBatch(3, job()).add(rewarded(1e39, 0.0))) == 2
-    first, _ = StepBatch(3, job(name="reinforce_pp")).add(rewarded(100000001, 100000002))
+    assert not has_no_signal(train_metrics(100000001, 100000002), job())
+    assert not has_no_signal(train_metrics(1.0, 1.0 + 1e-12), job())
+    assert has_no_signal(train_metrics(0.1, 0.1, 0.1), job())
+    assert len(StepBatch(3, job()).add(train_metrics(1e39, 0.0))) == 2
+    first, _ = StepBatch(3, job(name="reinforce_pp")).add(train_metrics(100000001, 100000002))
     assert float(first.advantages) == 100000001
 
 
-def test_equal_rewards_have_no_spread() -> None:
+def test_equal_rewards_have_zero_variance() -> None:
     batch = StepBatch(3, job())
-    batch.add(rewarded(*[0.1] * 7))
+    batch.add(train_metrics(*[0.1] * 7))
     assert batch.build_metrics()["reward_spread"] == 0.0
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_group_without_a_score_is_filtered_without_warnings() -> None:
+def test_group_without_scores_is_filtered_without_warnings() -> None:
     for filtered in (True, False):
         batch = StepBatch(3, job(filter_zero_variance=filtered))
-        assert batch.add(rewarded(np.nan, np.nan)) == []
+        assert batch.add(train_metrics(np.nan, np.nan)) == []
         assert batch.filtered_ids == [7]
         assert batch.build_metrics()["reward"] == 0.0
-        assert has_no_signal(rewarded(np.nan, np.nan), job(filter_zero_variance=filtered))
+        assert has_no_signal(train_metrics(np.nan, np.nan), job(filter_zero_variance=filtered))
 
 
 @pytest.mark.filterwarnings("error")
-def test_rewards_too_large_to_train_on_are_named() -> None:
+def test_overflowing_rewards_raise_by_name() -> None:
     said = r"rewards of group 7 go from 0 to 1e\+30.* divide what the reward returns"
     plain: tuple[AlgorithmName, ...] = ("dr_grpo", "rloo", "ppo")
     divided: tuple[AlgorithmName, ...] = ("grpo", "reinforce_pp")  # by the deviation
     for name in plain:
         with pytest.raises(ConfigError, match=said):
-            StepBatch(3, job(name=name)).add(rewarded(1e30, 0.0))
+            StepBatch(3, job(name=name)).add(train_metrics(1e30, 0.0))
     for name in divided:
-        StepBatch(3, job(name=name)).add(rewarded(1e30, 0.0))
+        StepBatch(3, job(name=name)).add(train_metrics(1e30, 0.0))
         with pytest.raises(ConfigError, match="rewards of group 7"):
-            StepBatch(3, job(name=name)).add(rewarded(1e200, 0.0))
+            StepBatch(3, job(name=name)).add(train_metrics(1e200, 0.0))

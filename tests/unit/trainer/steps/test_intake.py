@@ -1,4 +1,4 @@
-"""Groups of a step from a real weight store: what may not train gives its place to another."""
+"""Intake of a step's groups from a real weight store: rejected groups are replaced."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ JOB, SHARD = "job", "rollout/job/0"
 CONFIG = job("dapo", groups_per_step=2, group_size=2)
 
 
-class Rollout:
-    """Trainer's intake, with a shard that finishes the requested groups."""
+class IntakeBench:
+    """Trainer's intake with a shard that finishes the requested groups."""
 
     def __init__(self, mesh: Mesh, rolling: Mesh) -> None:
         self.mesh, self.rolling, self.shard = mesh, rolling, rolling.token
         self.bulk = BulkClient(mesh)
         self.intake = GroupIntake(mesh, self.bulk, JOB)
 
-    async def hand_in(self, made: TrajectoryGroup) -> int:
+    async def finish_group(self, made: TrajectoryGroup) -> int:
         """Open a group, finish it as a shard does, and return its id."""
         (one,) = await groups.admit_groups(self.mesh.state, JOB, SHARD, self.shard, 1, _operation())
         await submit_group(self.rolling, self.bulk, JOB, replace(made, group=one.group))
@@ -78,7 +78,7 @@ class Rollout:
             )
         return [one.group for one in opened]
 
-    async def taken(self, refill: RefillPolicy, *stale_ones: int) -> list[TrajectoryGroup]:
+    async def take_groups(self, refill: RefillPolicy, *stale_ones: int) -> list[TrajectoryGroup]:
         def stale(group: TrajectoryGroup) -> bool:
             lag = compute_staleness(group, 0)
             return lag > CONFIG.algorithm.max_staleness or group.group in stale_ones
@@ -86,18 +86,18 @@ class Rollout:
         found = self.intake.stream_groups(1, stale, refill.try_replace)
         return [group async for group in found]
 
-    async def replaces(self, good: int, *stale: int, counted: str = "host_lost") -> None:
+    async def assert_replaces(self, good: int, *stale: int, counted: str = "host_lost") -> None:
         """Assert that a step takes group `good`, and a new one for a group counted as `counted`."""
-        taking = asyncio.ensure_future(self.taken(RefillPolicy(CONFIG), *stale))
+        step_groups = asyncio.ensure_future(self.take_groups(RefillPolicy(CONFIG), *stale))
         async with asyncio.timeout(scaled(20)):
-            while not (await self.account())[counted]:
-                assert not taking.done()
+            while not (await self.count_in_flight())[counted]:
+                assert not step_groups.done()
                 await asyncio.sleep(0.01)
             (another,) = await self.finish([0.0, 1.0])
-            assert [one.group for one in await taking] == [good, another]
-        assert (await self.account())["lost"] == 0
+            assert [one.group for one in await step_groups] == [good, another]
+        assert (await self.count_in_flight())["lost"] == 0
 
-    async def account(self) -> dict[str, int]:
+    async def count_in_flight(self) -> dict[str, int]:
         state = self.mesh.state
         in_flight = (await groups.count_in_flight(state, JOB)).samples
         return trajectory_accounting.compute_account(await events.read_all(state), in_flight)
@@ -108,7 +108,7 @@ def _operation() -> str:
 
 
 @pytest.fixture
-async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
+async def bench(tmp_path: Path) -> AsyncIterator[IntakeBench]:
     clock, host = SystemClock(), SystemHost()
     state = open_simulated_state(clock)
 
@@ -118,17 +118,17 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
 
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
-    serving, asking = mesh(STORE_NAME, "there"), mesh("trainer/job", "here")
+    serving, waiting_intake = mesh(STORE_NAME, "there"), mesh("trainer/job", "here")
     door = InProcessAuthenticator()
     bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", authenticator=door)
     await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
-    await asking.join(None)
+    await waiting_intake.join(None)
     rolling = mesh(SHARD, "here")
     await rolling.join(None)
-    await _training(state, CONFIG, asking)
-    yield Rollout(asking, rolling)
+    await _training(state, CONFIG, waiting_intake)
+    yield IntakeBench(waiting_intake, rolling)
     await rolling.leave()
-    await asking.leave()
+    await waiting_intake.leave()
     await serving.leave()
     bulk.close()
     await state.close()
@@ -142,75 +142,81 @@ async def _training(state: StateClient, config: JobConfig, trainer: Mesh) -> Non
     await jobs.set_phase(state, JOB, jobs.Phase.TRAINING, trainer.token, trainer.name)
 
 
-async def test_groups_without_signal_are_replaced_until_the_step_is_full(rollout: Rollout) -> None:
-    silent, telling = await rollout.finish([1.0, 1.0], [1.0, 0.0])
+async def test_groups_without_signal_are_replaced_until_the_step_is_full(
+    bench: IntakeBench,
+) -> None:
+    silent, reporting = await bench.finish([1.0, 1.0], [1.0, 0.0])
     refill = RefillPolicy(CONFIG)
-    taking = asyncio.ensure_future(rollout.taken(refill))
+    step_groups = asyncio.ensure_future(bench.take_groups(refill))
     async with asyncio.timeout(scaled(20)):
-        while refill.replaced_count < 1 or not (await rollout.account())["filtered"]:
+        while refill.replaced_count < 1 or not (await bench.count_in_flight())["filtered"]:
             await asyncio.sleep(0.01)
-        assert not taking.done()
-        (another,) = await rollout.finish([0.0, 0.0])
-        while refill.replaced_count < 2 or (await rollout.account())["filtered"] < 4:
+        assert not step_groups.done()
+        (another,) = await bench.finish([0.0, 0.0])
+        while refill.replaced_count < 2 or (await bench.count_in_flight())["filtered"] < 4:
             await asyncio.sleep(0.01)
-        (last,) = await rollout.finish([0.0, 1.0])
-        assert [one.group for one in await taking] == [telling, last]
-    account = await rollout.account()
-    assert (account["filtered"], account["in_flight"], account["lost"]) == (4, 4, 0)
-    assert {silent, another}.isdisjoint({telling, last})
+        (last,) = await bench.finish([0.0, 1.0])
+        assert [one.group for one in await step_groups] == [reporting, last]
+    count_in_flight = await bench.count_in_flight()
+    assert (count_in_flight["filtered"], count_in_flight["in_flight"], count_in_flight["lost"]) == (
+        4,
+        4,
+        0,
+    )
+    assert {silent, another}.isdisjoint({reporting, last})
 
 
-async def test_without_dynamic_sampling_the_step_takes_them(rollout: Rollout) -> None:
-    finished = await rollout.finish([1.0, 1.0], [1.0, 0.0])
+async def test_step_accepts_groups_without_signal_without_dynamic_sampling(
+    bench: IntakeBench,
+) -> None:
+    finished = await bench.finish([1.0, 1.0], [1.0, 0.0])
     refill = RefillPolicy(job("grpo", groups_per_step=2, group_size=2))
     async with asyncio.timeout(scaled(20)):
-        assert [one.group for one in await rollout.taken(refill)] == finished
+        assert [one.group for one in await bench.take_groups(refill)] == finished
     assert refill.replaced_count == 0
 
 
-async def test_a_group_that_cannot_be_read_goes_back_to_the_cursor_and_another_comes(
-    rollout: Rollout,
+async def test_unreadable_group_is_requeued_and_replaced(
+    bench: IntakeBench,
 ) -> None:
-    await rollout.finish([1.0, 0.0], garbled=True)
-    (good,) = await rollout.finish([1.0, 0.0])
-    await rollout.replaces(good)
+    await bench.finish([1.0, 0.0], garbled=True)
+    (good,) = await bench.finish([1.0, 0.0])
+    await bench.assert_replaces(good)
 
 
-async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: Rollout) -> None:
+async def test_group_with_mismatched_arrays_is_requeued(bench: IntakeBench) -> None:
     made = group([1.0, 0.0], version=0, reference=True)
-    await rollout.hand_in(replace(made, reference_logprobs=made.reference_logprobs[:-1]))
-    (good,) = await rollout.finish([1.0, 0.0])
-    await rollout.replaces(good)
+    await bench.finish_group(replace(made, reference_logprobs=made.reference_logprobs[:-1]))
+    (good,) = await bench.finish([1.0, 0.0])
+    await bench.assert_replaces(good)
 
 
-async def test_tokens_staler_than_their_row_says_go_back_as_stale(rollout: Rollout) -> None:
-    stale, good = await rollout.finish([1.0, 0.0], [1.0, 0.0])
-    await rollout.replaces(good, stale, counted="stale_requeued")
-    account = await rollout.account()
-    assert (account["stale_requeued"], account["host_lost"]) == (2, 0)
+async def test_tokens_staler_than_recorded_are_requeued_as_stale(bench: IntakeBench) -> None:
+    stale, good = await bench.finish([1.0, 0.0], [1.0, 0.0])
+    await bench.assert_replaces(good, stale, counted="stale_requeued")
+    count_in_flight = await bench.count_in_flight()
+    assert (count_in_flight["stale_requeued"], count_in_flight["host_lost"]) == (2, 0)
 
 
-async def test_a_group_of_a_damaged_file_goes_back(rollout: Rollout, tmp_path: Path) -> None:
-    ids = await rollout.finish([1.0, 0.0], [1.0, 0.0])
-    leased = await groups.lease_groups(
-        rollout.mesh.state, JOB, rollout.mesh.name, rollout.mesh.token, 1
-    )
+async def test_group_in_a_corrupt_file_is_requeued(bench: IntakeBench, tmp_path: Path) -> None:
+    ids = await bench.finish([1.0, 0.0], [1.0, 0.0])
+    leased = await groups.lease_groups(bench.mesh.state, JOB, bench.mesh.name, bench.mesh.token, 1)
     path = ChunkStore(tmp_path / "store").open_space(GROUPS).chunk_path(leased.groups[0].digest)
     flip(path, b"")
-    await rollout.replaces(ids[1])
-    found = await events.read_all(rollout.mesh.state)
+    await bench.assert_replaces(ids[1])
+    found = await events.read_all(bench.mesh.state)
     [told] = [event.fields for event in found if event.kind == "damaged"]
     assert (told["what"], told["job"], told["path"]) == ("group", JOB, str(path))
     kept = tmp_path / "store" / "quarantine" / GROUPS / path.parent.name / path.name
     assert told["aside"] == str(kept)
 
 
-async def test_what_a_failed_member_sampled_makes_its_group_no_older(rollout: Rollout) -> None:
+async def test_failed_member_does_not_make_its_group_stale(bench: IntakeBench) -> None:
     made = group([1.0, np.nan, 0.0], version=3)
     made.versions[6:13] = [-1, -1, 0, 0, 0, 0, 0]
     failed = group([np.nan, np.nan], version=2)
-    ids = [await rollout.hand_in(made), await rollout.hand_in(failed)]
-    mesh = rollout.mesh
+    ids = [await bench.finish_group(made), await bench.finish_group(failed)]
+    mesh = bench.mesh
     leased = await groups.lease_groups(mesh.state, JOB, mesh.name, mesh.token, 1, ())
     rows = {row.group: row for row in leased.groups}
     assert [rows[i].min_version for i in ids] == [3, 2]
@@ -218,35 +224,35 @@ async def test_what_a_failed_member_sampled_makes_its_group_no_older(rollout: Ro
 
 @pytest.mark.parametrize("still", ["asleep", "paused"])
 @story_on(partial(run_virtual, limit_s=1e5), given=2)
-async def test_who_sleeps_or_is_paused_waits_for_nobody_and_then_from_the_beginning(
+async def test_wait_for_groups_restarts_after_sleep_or_pause(
     clock: VirtualClock, random: Random, still: str
 ) -> None:
     mesh = alone("trainer/job", clock, random, SimulatedHost(clock, random.child("host")))
     await mesh.join(None)
     await _training(mesh.state, CONFIG, mesh)
     intake = GroupIntake(mesh, BulkClient(mesh), JOB)
-    taking = asyncio.ensure_future(anext(intake.stream_groups(1, lambda group: False)))
+    step_groups = asyncio.ensure_future(anext(intake.stream_groups(1, lambda group: False)))
 
-    def stand(stands: bool) -> None:
+    def set_still(is_still: bool) -> None:
         if still == "paused":
-            mesh.job_clock.set_paused(stands)
-        elif stands:
+            mesh.job_clock.set_paused(is_still)
+        elif is_still:
             intake.is_awake.clear()
         else:
             intake.is_awake.set()
 
-    def said() -> list[float]:
+    def measure_waits() -> list[float]:
         waits = mesh.waits.list_longest([])
         assert all(wait["what"] == "ready groups" for wait in waits)
         return [clock.wall() - wait["since_ms"] / 1000 for wait in waits]
 
     await clock.sleep(30.0)
-    assert said() == [pytest.approx(30.0, abs=0.1)]
-    stand(True)
+    assert measure_waits() == [pytest.approx(30.0, abs=0.1)]
+    set_still(True)
     await clock.sleep(3600.0)
-    assert said() == []
-    stand(False)
+    assert measure_waits() == []
+    set_still(False)
     await clock.sleep(5.0)
-    assert said() == [pytest.approx(5.0, abs=0.1)]
-    taking.cancel()
-    await asyncio.gather(taking, return_exceptions=True)
+    assert measure_waits() == [pytest.approx(5.0, abs=0.1)]
+    step_groups.cancel()
+    await asyncio.gather(step_groups, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""A step by every algorithm: what is scored before it, its updates, and its replay."""
+"""Steps with every algorithm: scores before the step, updates, and replay."""
 
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
@@ -75,7 +75,7 @@ def step(learner: Learner, config: JobConfig) -> TrainingStep:
     )
 
 
-async def as_they_come(**which: Any) -> AsyncIterator[TrajectoryGroup]:
+async def stream_groups(**which: Any) -> AsyncIterator[TrajectoryGroup]:
     for one in groups(**which):
         yield one
 
@@ -83,13 +83,13 @@ async def as_they_come(**which: Any) -> AsyncIterator[TrajectoryGroup]:
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("keys", [{}, {"correction": "mis", "updates": 2, "kl_coefficient": 0.1}])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
+async def test_recorded_step_replays_bit_by_bit_for_every_algorithm(
     name: AlgorithmName, keys: dict[str, Any]
 ) -> None:
     config = job(name, **keys)
     first, second = learner(config), learner(config)
     before = first.copy_weights()
-    done = await step(first, config).run(as_they_come())
+    done = await step(first, config).run(stream_groups())
     assert len(done.updates) == keys.get("updates", 1) and first.steps == len(done.updates)
     assert not all(torch.equal(tensor, before[n]) for n, tensor in first.get_weights().items())
     again = await step(second, config).replay(groups(), done.updates)
@@ -100,7 +100,7 @@ async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
 
 
 @pytest.mark.parametrize("kind", ["tokens", "sequences", "constant"])
-async def test_a_masked_trajectory_has_no_part_in_gradient_or_divisor(kind: str) -> None:
+async def test_masked_trajectory_is_excluded_from_gradient_and_divisor(kind: str) -> None:
     """Check that a masked trajectory has no part in the step, whose advantages are those of the
     whole group.
     """
@@ -108,11 +108,11 @@ async def test_a_masked_trajectory_has_no_part_in_gradient_or_divisor(kind: str)
     masked = [replace(one, truncated=np.array([False, True, False])) for one in groups()]
     found, expected = learner(config), learner(config)
 
-    async def coming() -> AsyncIterator[TrajectoryGroup]:
+    async def stream_masked_groups() -> AsyncIterator[TrajectoryGroup]:
         for one in masked:
             yield one
 
-    done = await step(found, config).run(coming())
+    done = await step(found, config).run(stream_masked_groups())
     whole = StepBatch(VERSION, config)
     kept = [s for one in groups() for s in whole.add(one) if s.member_index != 1]
     gradient, stats = sum_gradients(
@@ -131,17 +131,17 @@ async def test_a_masked_trajectory_has_no_part_in_gradient_or_divisor(kind: str)
     [
         (5, 4, (), [1, 1, 1, 2]),
         (9, 8, (), [1] * 7 + [2]),
-        (6, 2, (0, 1, 2), [1, 2]),  # what has nothing to teach takes no update's place
+        (6, 2, (0, 1, 2), [1, 2]),  # groups without training signal take no place in an update
         (4, 3, (0, 2, 3), [1]),
     ],
 )
-async def test_a_step_makes_as_many_updates_as_it_was_told_to(
+async def test_step_makes_the_configured_number_of_updates(
     count: int, updates: int, silent: tuple[int, ...], dealt: list[int]
 ) -> None:
     config = job("grpo", updates=updates)
     which: dict[str, Any] = {"count": count, "silent": silent}
     first, second = learner(config), learner(config)
-    done = await step(first, config).run(as_they_come(**which))
+    done = await step(first, config).run(stream_groups(**which))
     taught = [{group for one in plan for bin in one for group, _ in bin} for plan in done.updates]
     assert [len(groups) for groups in taught] == dealt
     assert sorted(set().union(*taught)) == [g for g in range(count) if g not in silent]
@@ -152,22 +152,22 @@ async def test_a_step_makes_as_many_updates_as_it_was_told_to(
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("name", ["dr_grpo", "grpo", "gspo"])
-async def test_a_step_tells_the_divisors_of_its_sums(name: AlgorithmName, updates: int) -> None:
+async def test_step_records_the_divisors_of_its_sums(name: AlgorithmName, updates: int) -> None:
     config = job(name, updates=updates)
-    done = await step(learner(config), config).run(as_they_come(silent=(3,)))
+    done = await step(learner(config), config).run(stream_groups(silent=(3,)))
     trained = [s.loss_token_count for s in done.batch.sequences]
     assert len(trained) == 9
     assert done.denominator_sum == (sum(trained) if name == "grpo" else 9)
 
 
-async def test_supervised_tokens_have_no_gap_to_an_engine() -> None:
+async def test_supervised_tokens_have_no_logprob_gap() -> None:
     config = job("sft")
-    done = await step(learner(config), config).run(as_they_come())
+    done = await step(learner(config), config).run(stream_groups())
     assert done.stats.tokens > 0 == done.stats.fresh_tokens == done.stats.sampled_tokens
     assert done.stats.gap_max == done.stats.kl_sum == 0.0
 
 
-async def test_updates_of_a_step_keep_to_the_policy_that_it_began_with() -> None:
+async def test_updates_of_a_step_share_its_initial_policy() -> None:
     config = job("dapo", correction="tis", updates=2)
     one, plain = learner(config), learner(config)
     batch = StepBatch(VERSION, config)
@@ -180,23 +180,23 @@ async def test_updates_of_a_step_keep_to_the_policy_that_it_began_with() -> None
         members = [s for one_group in part for s in one_group]
         gradient, _ = sum_gradients(plain.compute_gradient(bin) for bin in make_bins(members, 60))
         plain.apply_gradient(gradient, compute_denominator(members, config), factor)
-    await step(one, config).run(as_they_come())
+    await step(one, config).run(stream_groups())
     for name, tensor in one.get_weights().items():
         assert torch.allclose(tensor, plain.get_weights()[name], atol=2e-5), name
 
 
-async def test_the_gap_to_the_engine_is_that_of_the_weights_which_it_had() -> None:
-    """Later updates of a step move the policy; that is no gap."""
+async def test_logprob_gap_uses_the_sampling_weights() -> None:
+    """Exclude the change by later updates of a step from the gap."""
     config = job("dapo", updates=2)
     one = learner(config)
-    done = await step(one, config).run(as_they_come())
+    done = await step(one, config).run(stream_groups())
     first = sum(s.loss_token_count for s in done.batch.sequences if s.group_id < 2)
     assert 0 < done.stats.fresh_tokens == first < done.stats.tokens
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"ppo", "reinforce_pp"}))
-def test_a_gradient_does_not_depend_on_how_sequences_are_packed(name: AlgorithmName) -> None:
+def test_gradient_does_not_depend_on_packing(name: AlgorithmName) -> None:
     config = job(name, correction="tis", correction_level="sequence", kl_coefficient=0.05)
     one, batch = learner(config), StepBatch(VERSION, config)
     for given in groups():
@@ -220,34 +220,36 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def weights_of(one: Learner) -> dict[str, torch.Tensor]:
+def get_weights(one: Learner) -> dict[str, torch.Tensor]:
     return dict(one.copy_weights())
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_a_step_is_repeated_with_the_settings_in_its_record(change: str) -> None:
+async def test_replay_uses_the_recorded_settings(change: str) -> None:
     was = replace(job(), optimizer=OptimizerConfig(muon_lr=0.02, adamw_lr=0.02))
     now = replace(was, **CHANGES[change])
     first = learner(was)
-    done = await step(first, was).run(as_they_come())
+    done = await step(first, was).run(stream_groups())
     record = select_recorded(was)
 
     resumed = learner(was)
-    resumed.update_settings(now.algorithm, now.optimizer)  # as a trainer starts on the changed job
+    resumed.update_settings(
+        now.algorithm, now.optimizer
+    )  # like a trainer that starts with the changed job
     then = restore_recorded(now, record)
     assert then == was
     resumed.update_settings(then.algorithm, then.optimizer)
     await step(resumed, then).replay(groups(), done.updates)
-    expected = weights_of(first)
-    assert all(torch.equal(t, expected[name]) for name, t in weights_of(resumed).items())
+    expected = get_weights(first)
+    assert all(torch.equal(t, expected[name]) for name, t in get_weights(resumed).items())
 
     other = learner(was)
     other.update_settings(now.algorithm, now.optimizer)
     await step(other, now).replay(groups(), done.updates)
-    assert not all(torch.equal(t, expected[name]) for name, t in weights_of(other).items())
+    assert not all(torch.equal(t, expected[name]) for name, t in get_weights(other).items())
 
 
-def test_what_is_recorded_is_what_a_step_computes_with() -> None:
+def test_record_contains_the_settings_of_the_step() -> None:
     recorded = select_recorded(job())
     assert {"optimizer.muon_lr", "optimizer.final_lr", "budget.steps", "algorithm.clip_high"} <= (
         set(recorded)

@@ -1,4 +1,4 @@
-"""Phases and parts that a step reports, and its wait for the evaluation of a version."""
+"""Phases and parts of a step's duration, and its wait for the evaluation of a version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.common.generation.engines_under_test import StandingClock
 Story = Callable[[StepTraceWriter, VirtualClock], Awaitable[None]]
 
 
-def told(root: Path, story: Story, share: float = 1.0) -> list[dict[str, Any]]:
+def run_and_read_traces(root: Path, story: Story, share: float = 1.0) -> list[dict[str, Any]]:
     async def main(clock: VirtualClock, random: Random) -> None:
         mesh = alone("trainer/tiny", clock, random, SimulatedHost(clock, random.child("host")))
         config = JobConfig(name="tiny", tracking=TrackingConfig(trace=share))
@@ -55,7 +55,7 @@ async def step(times: StepTraceWriter, clock: VirtualClock) -> None:
     began = clock.monotonic()
     await clock.sleep(0.5)
     times.intake.enter("")
-    times.enter_phase("writing")  # of the checkpoint before: that is no phase of this step
+    times.enter_phase("writing")  # for the previous checkpoint: not a phase of this step
     times.add_checkpoint(2, 4.0)
     times.add_round(began, clock.monotonic() - began)
     await clock.sleep(0.25)
@@ -63,12 +63,12 @@ async def step(times: StepTraceWriter, clock: VirtualClock) -> None:
     await clock.sleep(1.0)
 
 
-def test_phases_fill_a_step_while_a_checkpoint_is_written_beside_it(tmp_path: Path) -> None:
+def test_phases_cover_a_step_during_a_checkpoint_write(tmp_path: Path) -> None:
     async def story(times: StepTraceWriter, clock: VirtualClock) -> None:
         await step(times, clock)
         times.end_step(tokens=700)
 
-    written, done = told(tmp_path, story)
+    written, done = run_and_read_traces(tmp_path, story)
     assert (written["kind"], written["step"], written["parts"]) == ("checkpoint", 2, ["write", 4e3])
     assert (done["kind"], done["step"], done["tokens"]) == ("step", 3, 700)
     assert done["parts"] == ["waiting", 2000.0, "computing", 750.0, "committing", 1000.0]
@@ -77,26 +77,26 @@ def test_phases_fill_a_step_while_a_checkpoint_is_written_beside_it(tmp_path: Pa
     assert done["at"] == pytest.approx(written["at"] + 4.0 - 2.5)
 
 
-def test_a_step_that_is_cut_off_is_not_told_and_the_next_one_is_its_own(tmp_path: Path) -> None:
+def test_cancelled_step_is_not_traced_and_the_next_one_starts_fresh(tmp_path: Path) -> None:
     async def story(times: StepTraceWriter, clock: VirtualClock) -> None:
         await step(times, clock)
         await step(times, clock)
         times.end_step(tokens=1)
 
-    rows = [row for row in told(tmp_path, story) if row["kind"] == "step"]
+    rows = [row for row in run_and_read_traces(tmp_path, story) if row["kind"] == "step"]
     assert len(rows) == 1 and rows[0]["rounds"] == [2000.0, 500.0]
 
 
-def test_a_job_without_traces_times_no_step(tmp_path: Path) -> None:
+def test_job_without_traces_writes_no_step_times(tmp_path: Path) -> None:
     async def story(times: StepTraceWriter, clock: VirtualClock) -> None:
         await step(times, clock)
         assert times.intake is NULL_STOPWATCH
         times.end_step(tokens=1)
 
-    assert told(tmp_path, story, share=0.0) == []
+    assert run_and_read_traces(tmp_path, story, share=0.0) == []
 
 
-def test_parts_add_up_within_a_step_and_over_all() -> None:
+def test_parts_add_up_within_a_step_and_in_total() -> None:
     clock = StandingClock()
     parts = StepPartTimer(clock.monotonic)
     for seconds in (1.0, 3.0):
@@ -110,7 +110,7 @@ def test_parts_add_up_within_a_step_and_over_all() -> None:
     assert parts.total_s == {"stage": 8.0, "update": 0.5}
 
 
-def test_a_step_that_was_cut_off_shows_in_the_sum_alone() -> None:
+def test_cancelled_step_counts_only_in_the_total() -> None:
     clock = StandingClock()
     parts = StepPartTimer(clock.monotonic)
     parts.begin_step()
@@ -152,13 +152,13 @@ class Bench:
             self.mesh.state, "calc", jobs.EvaluationRecord(tag, 0, version, {}), name, token
         )
 
-    async def waited(self, version: int) -> float:
-        started = self.clock.monotonic()
+    async def measure_wait(self, version: int) -> float:
+        start_core = self.clock.monotonic()
         await wait_for_evaluation(self.mesh, self.data, version)
-        return self.clock.monotonic() - started
+        return self.clock.monotonic() - start_core
 
 
-def on_bench(story: Callable[[Bench], Awaitable[None]]) -> None:
+def run_on_bench(story: Callable[[Bench], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         bench = Bench(clock, random)
         await bench.submit()
@@ -167,32 +167,32 @@ def on_bench(story: Callable[[Bench], Awaitable[None]]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-@story_on(on_bench)
-async def test_a_version_that_nobody_evaluates_holds_nothing_up(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_version_without_evaluation_causes_no_wait(bench: Bench) -> None:
     for version in (0, 1, 3, 8):
-        assert await bench.waited(version) == 0.0
+        assert await bench.measure_wait(version) == 0.0
 
 
-@story_on(on_bench)
-async def test_the_commit_waits_until_the_result_is_on_record_and_says_so(bench: Bench) -> None:
-    waiting = asyncio.ensure_future(bench.waited(4))
+@story_on(run_on_bench)
+async def test_commit_waits_for_the_recorded_result(bench: Bench) -> None:
+    waiting = asyncio.ensure_future(bench.measure_wait(4))
     await bench.clock.sleep(20.0)
     assert not waiting.done()
     [wait] = bench.mesh.waits.list_longest([])
     assert (wait["on"], wait["what"]) == ("rollout/calc/0", "the evaluation of version 4")
     await bench.record(4)
     assert 20.0 <= await waiting < 21.0
-    assert await bench.waited(4) < 1.0, "a predecessor's result counts"
+    assert await bench.measure_wait(4) < 1.0, "a predecessor's result counts"
 
 
-@story_on(on_bench)
-async def test_training_goes_on_when_the_evaluation_does_not_come(bench: Bench) -> None:
-    assert HOLD_S <= await bench.waited(4) < HOLD_S + 1.0
+@story_on(run_on_bench)
+async def test_commit_continues_after_the_evaluation_timeout(bench: Bench) -> None:
+    assert HOLD_S <= await bench.measure_wait(4) < HOLD_S + 1.0
 
 
-@story_on(on_bench)
-async def test_a_pause_is_no_part_of_what_the_commit_waits(bench: Bench) -> None:
-    waiting = asyncio.ensure_future(bench.waited(4))
+@story_on(run_on_bench)
+async def test_pause_is_excluded_from_the_evaluation_wait(bench: Bench) -> None:
+    waiting = asyncio.ensure_future(bench.measure_wait(4))
     await bench.clock.sleep(HOLD_S / 2)
     bench.mesh.job_clock.set_paused(True)
     await bench.clock.sleep(10 * HOLD_S)
@@ -204,8 +204,8 @@ async def test_a_pause_is_no_part_of_what_the_commit_waits(bench: Bench) -> None
     assert 11 * HOLD_S <= await waiting < 11 * HOLD_S + 1.0
 
 
-@story_on(on_bench)
-async def test_a_job_that_has_ended_is_not_waited_for(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_ended_job_causes_no_wait(bench: Bench) -> None:
     state, name, token = bench.mesh.state, bench.mesh.name, bench.mesh.token
     await jobs.set_phase(state, "calc", jobs.Phase.STOPPED, token, name)
-    assert await bench.waited(4) < 1.0
+    assert await bench.measure_wait(4) < 1.0

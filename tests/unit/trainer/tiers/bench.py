@@ -1,4 +1,4 @@
-"""A training core and the worker that owns its segments, on a network of their own."""
+"""Training core and the worker that owns its segments, on their own network."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ SegmentCalls.methods = {
 }
 
 
-class Keeper(SegmentCallsMixin):
+class SegmentWorker(SegmentCallsMixin):
     interface = SegmentCalls
 
     def __init__(self, segments: MemorySegments) -> None:
         self.segments = segments
 
 
-def configured(variant: str) -> JobConfig:
+def make_config(variant: str) -> JobConfig:
     config = replace(job("grpo"), model=TrainedModelConfig(config=MODEL))
     if variant == "critic":
         return replace(config, algorithm=AlgorithmConfig(name="ppo"))
@@ -70,7 +70,7 @@ def configured(variant: str) -> JobConfig:
 
 
 class Bench:
-    """`budget`: bytes of memory that the worker has for segments."""
+    """Training core on its own network; `budget` is the worker's bytes for segments."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class Bench:
         budget: int = 0,
     ) -> None:
         self.clock, self.random, self.directory = clock, random, directory
-        self.config = configured(variant)
+        self.config = make_config(variant)
         make_tokenizer(directory)
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state: StateClient = open_simulated_state(clock)
         self.segments = MemorySegments(lambda: 1 << 40, budget, WORKER)
         self.starts, self.epoch = 0, 0
-        self.core = self.started()
+        self.core = self.start_core()
 
     def mesh(self, name: str) -> Mesh:
         self.starts += 1
@@ -103,7 +103,7 @@ class Bench:
             ),
         )
 
-    def started(self) -> TrainerCore:
+    def start_core(self) -> TrainerCore:
         """Start a process of the core, as at the beginning of the job."""
         data = JobData("j", self.config, self.directory, self.directory)
         learner = create_learner(data)
@@ -124,7 +124,7 @@ class Bench:
 
     async def __aenter__(self) -> Bench:
         self.worker = self.mesh(WORKER)
-        await self.worker.join(Keeper(self.segments))
+        await self.worker.join(SegmentWorker(self.segments))
         await self.core.mesh.join(None)
         return self
 
@@ -134,11 +134,11 @@ class Bench:
             await self.core.mesh.leave()
             await self.worker.leave()
 
-    async def settle(self, tier: str) -> TierUsage:
+    async def set_tier(self, tier: str) -> TierUsage:
         self.epoch += 1
-        return await self.core.tiers.set_tier(self.wish(tier, self.epoch))
+        return await self.core.tiers.set_tier(self.desired_tier(tier, self.epoch))
 
-    def wish(self, tier: str, epoch: int) -> SetTier:
+    def desired_tier(self, tier: str, epoch: int) -> SetTier:
         return SetTier(
             tier, epoch, time_sliced=False, segment_owner=WORKER, offload_dir=str(self.directory)
         )
@@ -156,17 +156,17 @@ class Bench:
         task = asyncio.create_task(stepping)
         while between is not None and not task.done():
             await between()
-            await asyncio.sleep(0)  # to its next piece
+            await asyncio.sleep(0)  # until its next piece
         await task
         self.core.position.version = number
 
     def digest(self) -> str:
         """Return a digest of all state that the next step depends on."""
         learner = self.learner
-        hashed = xxhash.xxh3_128(repr(sorted(learner.get_counts().items())).encode())
+        digest_state = xxhash.xxh3_128(repr(sorted(learner.get_counts().items())).encode())
         tensors: dict[str, Tensor] = learner.get_tensors() | learner.get_derived_tensors()
         for name, tensor in tensors.items():
-            hashed.update(name.encode())
+            digest_state.update(name.encode())
             copied = tensor.detach().clone().view(-1).view(torch.uint8)
-            hashed.update(copied.numpy().tobytes())
-        return hashed.hexdigest()
+            digest_state.update(copied.numpy().tobytes())
+        return digest_state.hexdigest()

@@ -1,4 +1,4 @@
-"""Core that sleeps, in memory and on disk, between steps and within: it resumes bit by bit."""
+"""Core that sleeps in memory or on disk between and within steps, and resumes bit by bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIERS = ("accelerator", "memory", "disk")
 in_virtual_time = story_on(partial(run_virtual, limit_s=1e6), given=2)
 
 
-def undisturbed(directory: Path, variant: str) -> list[str]:
+def run_without_sleep(directory: Path, variant: str) -> list[str]:
     found: list[str] = []
 
     async def main(clock: Clock, random: Random) -> None:
@@ -42,37 +42,37 @@ def undisturbed(directory: Path, variant: str) -> list[str]:
 @pytest.fixture
 def expected(tmp_path: Path) -> list[str]:
     """Return the digests after each step of a core that never sleeps."""
-    return undisturbed(tmp_path, "plain")
+    return run_without_sleep(tmp_path, "plain")
 
 
 @pytest.mark.parametrize("variant", ["plain", "critic", "adapters", "bfloat16"])
-def test_any_sequence_of_tiers_leaves_the_same_bits(variant: str, tmp_path: Path) -> None:
-    expected, found = undisturbed(tmp_path, variant), []
+def test_any_sequence_of_tiers_gives_equal_bits(variant: str, tmp_path: Path) -> None:
+    expected, found = run_without_sleep(tmp_path, variant), []
 
     async def main(clock: Clock, random: Random) -> None:
-        draw, one_at_a_time = random.child("tiers"), asyncio.Lock()
+        draw, sequential = random.child("tiers"), asyncio.Lock()
         async with Bench(clock, random, tmp_path, variant) as bench:
 
-            async def wander() -> None:
-                async with one_at_a_time:
-                    await wandered()
+            async def change_tiers() -> None:
+                async with sequential:
+                    await step_with_changing_tiers()
 
-            async def wandered() -> None:
+            async def step_with_changing_tiers() -> None:
                 while draw.randrange(3):
                     tier = TIERS[draw.randrange(3)]
-                    held = await bench.settle(tier)
+                    usage = await bench.set_tier(tier)
                     assert bench.core.tiers.stats()["tier"] == tier
-                    assert (held.accelerator_bytes > 0) == (tier == "accelerator")
-                    assert (held.memory_bytes > 0, held.disk_bytes > 0) == (
+                    assert (usage.accelerator_bytes > 0) == (tier == "accelerator")
+                    assert (usage.memory_bytes > 0, usage.disk_bytes > 0) == (
                         tier == "memory",
                         tier == "disk",
                     )
-                    assert bench.segments.total_bytes == held.memory_bytes
-                await bench.settle("accelerator")
+                    assert bench.segments.total_bytes == usage.memory_bytes
+                await bench.set_tier("accelerator")
 
             for number in range(1, STEPS + 1):
-                await bench.step(number, wander)
-                await wander()
+                await bench.step(number, change_tiers)
+                await change_tiers()
                 found.append(bench.digest())
 
     run_virtual(main, limit_s=1e6)
@@ -81,103 +81,105 @@ def test_any_sequence_of_tiers_leaves_the_same_bits(variant: str, tmp_path: Path
 
 @pytest.mark.rotating(3)
 @in_virtual_time
-async def test_a_step_waits_where_it_is_while_the_core_sleeps(
+async def test_step_is_suspended_while_the_core_sleeps(
     clock: Clock, random: Random, tmp_path: Path, expected: list[str]
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
-        await bench.settle("disk")
+        await bench.set_tier("disk")
         step = asyncio.create_task(bench.step(1))
-        await clock.sleep(5000.0)  # no deadline of its own runs
+        await clock.sleep(5000.0)  # its own deadlines are paused
         assert not step.done()
         assert bench.core.sleep_timer.total_s == pytest.approx(5000.0)
         tensors = bench.learner.get_tensors().values()
         sizes = {tensor.untyped_storage().nbytes() for tensor in tensors}
         assert sizes == {0}, "memory that is not given back"
-        await bench.settle("accelerator")
+        await bench.set_tier("accelerator")
         await step
         assert bench.digest() == expected[0]
 
 
 @in_virtual_time
-async def test_no_room_leaves_it_where_it_was(
+async def test_failed_sleep_without_space_keeps_the_tier(
     clock: Clock, random: Random, tmp_path: Path, expected: list[str]
 ) -> None:
     async with Bench(clock, random, tmp_path, budget=1000) as bench:
         for _ in range(2):
             with pytest.raises(StorageFull, match="of the worker's 1000"):
-                await bench.settle("memory")
+                await bench.set_tier("memory")
             assert bench.core.tiers.stats()["tier"] == "accelerator"
-        await bench.step(1)  # it computes on
-        await bench.settle("disk")
+        await bench.step(1)  # it continues to compute
+        await bench.set_tier("disk")
         with pytest.raises(StorageFull):
-            await bench.settle("memory")
+            await bench.set_tier("memory")
         assert bench.core.tiers.stats()["tier"] == "disk"
-        held = await bench.settle("accelerator")
-        assert held.disk_bytes == held.memory_bytes == 0 and not files_in(tmp_path)
+        usage = await bench.set_tier("accelerator")
+        assert usage.disk_bytes == usage.memory_bytes == 0 and not list_files(tmp_path)
         assert bench.digest() == expected[0]
 
 
 @in_virtual_time
-async def test_a_file_that_is_damaged_is_set_aside_and_the_state_is_lost_by_type(
+async def test_corrupt_offload_file_is_quarantined_and_the_state_lost_by_type(
     clock: Clock, random: Random, tmp_path: Path
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
-        held = await bench.settle("disk")
-        (file,) = files_in(tmp_path)
+        usage = await bench.set_tier("disk")
+        (file,) = list_files(tmp_path)
         with file.open("r+b") as content:
-            content.seek(held.disk_bytes - 5)
+            content.seek(usage.disk_bytes - 5)
             content.write(b"\xff\x01\xff\x02")
         with pytest.raises(CorruptData):
-            await bench.settle("accelerator")
-        assert files_in(tmp_path / "quarantine")
+            await bench.set_tier("accelerator")
+        assert list_files(tmp_path / "quarantine")
         assert bench.core.tiers.stats()["tier"] == "accelerator"
         with pytest.raises(RankLost, match="last committed step"):
             await bench.step(1)
-        await bench.core.compute.form_group()  # as `_regain` does, before a checkpoint is restored
+        await bench.core.compute.form_group()  # as `_regain` does before it restores a checkpoint
         await bench.core.compute.begin_step()
 
 
 @in_virtual_time
-async def test_who_asks_may_go_at_any_await_and_ask_again(
+async def test_tier_change_can_be_cancelled_and_repeated_at_any_await(
     clock: Clock, random: Random, tmp_path: Path, expected: list[str]
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
         for turns in range(40):
             for tier in ("memory", "disk", "accelerator"):
                 bench.epoch += 1
-                wish = bench.wish(tier, bench.epoch)
-                asking = asyncio.create_task(bench.core.tiers.set_tier(wish))
+                desired_tier = bench.desired_tier(tier, bench.epoch)
+                asking = asyncio.create_task(bench.core.tiers.set_tier(desired_tier))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-                await bench.core.tiers.set_tier(wish)
+                await bench.core.tiers.set_tier(desired_tier)
                 assert bench.core.tiers.stats()["tier"] == tier
         await bench.step(1)
         assert bench.digest() == expected[0]
 
 
 @in_virtual_time
-async def test_one_that_was_to_end_goes_on_where_it_is_needed_all_the_same(
+async def test_removal_can_be_cancelled_at_any_tier(
     clock: Clock, random: Random, tmp_path: Path, expected: list[str]
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
-        covered = 0  # the version that it has
+        covered = 0  # its own version
         bench.core.position.checkpointed_version = bench.core.checkpoints.last_step = covered
-        await bench.settle("absent")
+        await bench.set_tier("absent")
         step = asyncio.create_task(bench.step(1))
-        await bench.settle("memory")
-        await bench.settle("accelerator")
+        await bench.set_tier("memory")
+        await bench.set_tier("accelerator")
         await step
         assert bench.digest() == expected[0]
 
 
 @in_virtual_time
-async def test_a_later_wish_takes_over(clock: Clock, random: Random, tmp_path: Path) -> None:
+async def test_later_tier_change_replaces_an_earlier_one(
+    clock: Clock, random: Random, tmp_path: Path
+) -> None:
     async with Bench(clock, random, tmp_path) as bench:
-        settle = bench.core.tiers.set_tier
+        tier_change = bench.core.tiers.set_tier
         asked = [
-            asyncio.create_task(settle(bench.wish(tier, epoch)))
+            asyncio.create_task(tier_change(bench.desired_tier(tier, epoch)))
             for epoch, tier in enumerate(("memory", "disk", "accelerator", "memory"), 1)
         ]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -188,31 +190,33 @@ async def test_a_later_wish_takes_over(clock: Clock, random: Random, tmp_path: P
 
 
 @in_virtual_time
-async def test_a_process_that_starts_again_goes_on_from_what_was_kept(
+async def test_restarted_process_resumes_from_its_offloaded_state(
     clock: Clock, random: Random, tmp_path: Path, expected: list[str]
 ) -> None:
     for tier in ("memory", "disk"):
         async with Bench(clock, random.child(tier), tmp_path) as bench:
             await bench.step(1)
             bench.core.position.weights = VersionIdentity("m1")
-            await bench.settle(tier)
-            dead, bench.core = bench.core, bench.started()
-            await dead.mesh.leave()
+            await bench.set_tier(tier)
+            closed_core, bench.core = bench.core, bench.start_core()
+            await closed_core.mesh.leave()
             await bench.core.mesh.join(None)
-            row = Row(lineage=0, version=1, manifest="m1", checkpoint=dead.checkpoints.last_name)
-            assert await bench.core.sleeper.try_resume(row)
+            job_progress = JobProgress(
+                lineage=0, version=1, manifest="m1", checkpoint=closed_core.checkpoints.last_name
+            )
+            assert await bench.core.sleeper.try_resume(job_progress)
             assert bench.digest() == expected[0]
             assert bench.core.position.version == 1 and bench.core.position.manifest == "m1"
-            assert not bench.segments.total_bytes and not files_in(tmp_path)
+            assert not bench.segments.total_bytes and not list_files(tmp_path)
             await bench.step(2)
             assert bench.digest() == expected[1]
 
 
-def files_in(directory: Path) -> list[Path]:
+def list_files(directory: Path) -> list[Path]:
     return list(directory.glob("*.kept*"))
 
 
-class Row(JobRow):
+class JobProgress(JobRow):
     """Progress fields of a job's row."""
 
     def __init__(self, **about: object) -> None:
@@ -220,7 +224,7 @@ class Row(JobRow):
 
 
 @pytest.mark.parametrize(
-    "stands",
+    "pending",
     [
         {"lineage": 1},
         {"version": 2},
@@ -230,24 +234,26 @@ class Row(JobRow):
     ],
 )
 @in_virtual_time
-async def test_what_is_of_another_version_is_left_alone_and_removed(
-    clock: Clock, random: Random, stands: dict[str, object], tmp_path: Path
+async def test_sleeping_state_of_another_version_is_removed(
+    clock: Clock, random: Random, pending: dict[str, object], tmp_path: Path
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
         await bench.step(1)
         bench.core.position.weights = VersionIdentity("m")
-        await bench.settle("memory")
-        dead, bench.core = bench.core, bench.started()
-        await dead.mesh.leave()
+        await bench.set_tier("memory")
+        closed_core, bench.core = bench.core, bench.start_core()
+        await closed_core.mesh.leave()
         await bench.core.mesh.join(None)
         before = bench.digest()
-        about = {"lineage": 0, "version": 1, "manifest": "m", "checkpoint": ""} | stands
-        assert not await bench.core.sleeper.try_resume(Row(**about))
+        about = {"lineage": 0, "version": 1, "manifest": "m", "checkpoint": ""} | pending
+        assert not await bench.core.sleeper.try_resume(JobProgress(**about))
         assert bench.digest() == before and not bench.segments.total_bytes
 
 
 @in_virtual_time
-async def test_a_half_update_is_of_no_version(clock: Clock, random: Random, tmp_path: Path) -> None:
+async def test_partial_update_belongs_to_no_version(
+    clock: Clock, random: Random, tmp_path: Path
+) -> None:
     async with Bench(clock, random, tmp_path) as bench:
         assert bench.core.describe_state()["version"] == 0
         bench.core.enter_phase("updating", 1)
@@ -256,7 +262,7 @@ async def test_a_half_update_is_of_no_version(clock: Clock, random: Random, tmp_
         assert bench.core.describe_state()["version"] == 1
         bench.core.position.version = 1
         assert bench.core.describe_state()["version"] == 1
-        bench.core.position.is_complete = False  # it is being restored
+        bench.core.position.is_complete = False  # during its restore
         assert bench.core.describe_state()["version"] == -1
 
 
@@ -264,7 +270,7 @@ async def test_a_half_update_is_of_no_version(clock: Clock, random: Random, tmp_
     ("staged", "committed", "used"), [("", "m2", False), ("m1", "m2", False), ("m1", "m1", True)]
 )
 @in_virtual_time
-async def test_a_step_that_was_not_committed_counts_if_its_weights_have_been_since(
+async def test_uncommitted_step_counts_if_its_weights_were_committed(
     clock: Clock, random: Random, staged: str, committed: str, used: bool, tmp_path: Path
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
@@ -276,17 +282,17 @@ async def test_a_step_that_was_not_committed_counts_if_its_weights_have_been_sin
             (1, VersionIdentity(staged)) if staged else (0, VersionIdentity(""))
         )
         before = bench.digest()
-        await bench.settle("memory")
-        dead, bench.core = core, bench.started()
-        await dead.mesh.leave()
+        await bench.set_tier("memory")
+        closed_core, bench.core = core, bench.start_core()
+        await closed_core.mesh.leave()
         await bench.core.mesh.join(None)
-        row = Row(lineage=0, version=1, manifest=committed, checkpoint="")
-        assert await bench.core.sleeper.try_resume(row) == used
+        job_progress = JobProgress(lineage=0, version=1, manifest=committed, checkpoint="")
+        assert await bench.core.sleeper.try_resume(job_progress) == used
         assert (bench.digest() == before) == used and not bench.segments.total_bytes
 
 
 @in_virtual_time
-async def test_a_step_that_is_repeated_is_not_taken_for_computed(
+async def test_repeated_step_does_not_count_as_computed(
     clock: Clock, random: Random, tmp_path: Path
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
@@ -294,20 +300,22 @@ async def test_a_step_that_is_repeated_is_not_taken_for_computed(
         core.enter_phase("updating", 1)
         core.position.computed_step, core.position.staged_version = 1, (1, VersionIdentity("m1"))
         about = {"born": 0, "checkpoint": "", "checkpoint_step": 0}
-        core.resume_from(build_committed_version(Row(lineage=0, version=0, manifest="m0"), about))
-        core.enter_phase("updating", 1)  # again, and half of its updates are made
+        core.resume_from(
+            build_committed_version(JobProgress(lineage=0, version=0, manifest="m0"), about)
+        )
+        core.enter_phase("updating", 1)  # again, with half of its updates made
         assert core.describe_state()["version"] == -1
 
 
 @in_virtual_time
-async def test_a_step_that_waits_for_its_evaluation_refuses_an_end_and_goes_on(
+async def test_step_that_waits_for_its_evaluation_rejects_removal(
     clock: Clock, random: Random, tmp_path: Path, expected: list[str]
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
         core = bench.core
         core.enter_phase("updating", 1)
         core.position.computed_step = 1
-        asking = asyncio.create_task(bench.settle("absent"))
+        asking = asyncio.create_task(bench.set_tier("absent"))
         await clock.sleep(COMMIT_TIMEOUT_S / 2)
         assert not asking.done()
         await clock.sleep(COMMIT_TIMEOUT_S)

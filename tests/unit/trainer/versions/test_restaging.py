@@ -21,23 +21,23 @@ from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.versions.publishing import VersionIdentity
 from tests.stories import story_on
 from tests.unit.common.base.files.harms import Harm, delete, flip
-from tests.unit.trainer.versions.test_restoring import Trained, trained
+from tests.unit.trainer.versions.test_restoring import TrainedJob, run_with_trained_job
 from tests.unit.weights.store_bench import JOB
 
-PIECE_S = 200.0  # twice that is longer than a caller waits
+PIECE_S = 200.0  # twice this is longer than a caller's timeout
 
 
-class Slow(GangCompute):
-    """Takes its time to stage, as a gang does, which is lost when that is cut off."""
+class SlowGang(GangCompute):
+    """Gang that stages slowly and is lost when staging is cancelled."""
 
-    stagings, cut = 0, False
+    stagings, cancelled = 0, False
 
     def create_staging(self, options: StagingOptions, description: str) -> GangStaging:
         return SlowStaging(self, super().create_staging(options, description))
 
 
 class SlowStaging(GangStaging):
-    def __init__(self, compute: Slow, inner: GangStaging) -> None:
+    def __init__(self, compute: SlowGang, inner: GangStaging) -> None:
         self._compute, self._inner = compute, inner
 
     async def wait_until_written(self) -> None:
@@ -50,7 +50,7 @@ class SlowStaging(GangStaging):
         try:
             await self._compute._mesh.clock.sleep(PIECE_S)
         except asyncio.CancelledError:
-            self._compute.cut = True
+            self._compute.cancelled = True
             raise
         await self._inner.copy(names, part_index, part_count)
 
@@ -59,9 +59,9 @@ class SlowStaging(GangStaging):
         return await self._inner.finish()
 
 
-async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
+async def create_core(bench: TrainedJob) -> tuple[TrainerCore, SlowGang]:
     """Return a core at the last version, of which the store has nothing any more."""
-    compute = Slow(bench.store.trainer, JOB, Rank.for_single_rank(bench.learner))
+    compute = SlowGang(bench.store.trainer, JOB, Rank.for_single_rank(bench.learner))
     seat = Placement("g0", "g0.0", JOB, 1, core=True)
     core = TrainerCore(bench.store.trainer, bench.data, seat, compute)
     last = len(bench.manifests) - 1
@@ -77,9 +77,11 @@ async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
     return core, compute
 
 
-@story_on(trained, "tmp_path")
-async def test_it_goes_on_when_who_asked_is_gone_and_who_asks_then_joins_it(bench: Trained) -> None:
-    core, compute = await core_of(bench)
+@story_on(run_with_trained_job, "tmp_path")
+async def test_restaging_continues_without_its_caller_and_later_callers_join(
+    bench: TrainedJob,
+) -> None:
+    core, compute = await create_core(bench)
     restage = bench.manifests[1]
     gone = asyncio.create_task(core.restage(restage))
     await bench.store.clock.sleep(PIECE_S / 2)
@@ -88,27 +90,29 @@ async def test_it_goes_on_when_who_asked_is_gone_and_who_asks_then_joins_it(benc
     assert await core.restage(restage) == RestageResult(False, retry_later=True), "it goes on"
     both = await asyncio.gather(core.restage(restage), core.restage(restage))
     assert list(both) == [RestageResult(True)] * 2
-    assert (compute.stagings, compute.cut) == (2, False), "compared once, and written once"
+    assert (compute.stagings, compute.cancelled) == (2, False), "compared once, and written once"
     assert await bench.store.stored(bench.manifests[1])
 
 
-@story_on(trained, "tmp_path")
-async def test_it_ends_with_the_core(bench: Trained) -> None:
-    core, compute = await core_of(bench)
+@story_on(run_with_trained_job, "tmp_path")
+async def test_restaging_ends_with_the_core(bench: TrainedJob) -> None:
+    core, compute = await create_core(bench)
     asked = asyncio.create_task(core.restage(bench.manifests[1]))
     await bench.store.clock.sleep(PIECE_S / 2)
     await core.stop()
     await asyncio.wait([asked])
-    assert compute.cut
+    assert compute.cancelled
 
 
-@story_on(trained, "tmp_path")
-async def test_a_version_cut_otherwise_is_written_again_from_its_checkpoint(bench: Trained) -> None:
+@story_on(run_with_trained_job, "tmp_path")
+async def test_version_with_another_layout_is_restaged_from_its_checkpoint(
+    bench: TrainedJob,
+) -> None:
     """Check restaging of a version whose chunk layout differs, as after a resume with another
     number of ranks.
     """
     await bench.checkpoint(2, most=64)
-    core, _ = await core_of(bench)
+    core, _ = await create_core(bench)
     restage = bench.manifests[2]
     while (told := await core.restage(restage)).retry_later:
         pass
@@ -117,9 +121,9 @@ async def test_a_version_cut_otherwise_is_written_again_from_its_checkpoint(benc
 
 
 @pytest.mark.parametrize("gone", ["a chunk", "all chunks", "its manifest too"])
-@story_on(trained, "tmp_path")
-async def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_cuts_it(
-    bench: Trained, gone: str
+@story_on(run_with_trained_job, "tmp_path")
+async def test_version_after_the_checkpoint_is_restaged_in_its_manifests_layout(
+    bench: TrainedJob, gone: str
 ) -> None:
     """Check that restaging follows the chunk layout of the manifest, also where other writers chose
     it.
@@ -159,13 +163,13 @@ async def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_c
     assert all(torch.equal(image.tensors[name], weights[name]) for name in weights)
 
 
-@story_on(trained, "tmp_path")
-async def test_changed_weights_are_not_cut_as_a_manifest_says(bench: Trained) -> None:
+@story_on(run_with_trained_job, "tmp_path")
+async def test_changed_weights_do_not_follow_an_old_layout(bench: TrainedJob) -> None:
     await bench.checkpoint(2, most=64)
     bench.model(2).unlink()
     its_own, *_ = await bench.chunks(2)
     content = its_own.read_bytes()
-    core, _ = await core_of(bench)
+    core, _ = await create_core(bench)
     its_own.write_bytes(content)
     bench.learner.apply_gradient(torch.randn(bench.learner.parameter_count), 1.0, 1.0)
     restage = bench.manifests[2]
@@ -174,25 +178,25 @@ async def test_changed_weights_are_not_cut_as_a_manifest_says(bench: Trained) ->
     assert told == RestageResult(False)
 
 
-@story_on(trained, "tmp_path")
-async def test_what_its_checkpoint_has_no_more_is_not_written_again(bench: Trained) -> None:
+@story_on(run_with_trained_job, "tmp_path")
+async def test_version_missing_in_its_checkpoint_is_not_restaged(bench: TrainedJob) -> None:
     await bench.checkpoint(2, most=64)
     bench.model(2).unlink()
-    core, _ = await core_of(bench)
+    core, _ = await create_core(bench)
     restage = bench.manifests[2]
     while (told := await core.restage(restage)).retry_later:
         pass
     assert told == RestageResult(False)
 
 
-async def staged(bench: Trained) -> None:
+async def stage_step_2(bench: TrainedJob) -> None:
     """Stage the weights of step 2 in the store."""
     bench.learner.apply_gradient(torch.ones(bench.learner.parameter_count), 1.0, 1.0)
     bench.manifests.append((await bench.publisher.stage_version(0, 2, bench.manifests[-1])).digest)
     bench.weights.append(bench.learner.copy_weights())
 
 
-async def checkpoint(bench: Trained) -> None:
+async def write_checkpoint(bench: TrainedJob) -> None:
     await bench.checkpoints.begin_checkpoint(
         0, 2, VersionIdentity(bench.manifests[2]), {"version": 2}
     )
@@ -201,28 +205,28 @@ async def checkpoint(bench: Trained) -> None:
 
 
 @pytest.mark.parametrize("harm", [flip, delete], ids=lambda harm: harm.__name__)
-@story_on(trained, "tmp_path")
-async def test_what_is_damaged_before_its_use_is_written_again(bench: Trained, harm: Harm) -> None:
-    await staged(bench)
+@story_on(run_with_trained_job, "tmp_path")
+async def test_corrupt_version_is_restaged_before_its_use(bench: TrainedJob, harm: Harm) -> None:
+    await stage_step_2(bench)
     for path in await bench.chunks(2):
         harm(path, b"of another")
-    await bench.store.restart_store()  # which remembers manifests
-    await checkpoint(bench)
+    await bench.store.restart_store()  # it caches manifests
+    await write_checkpoint(bench)
     chunks = await bench.chunks(2)
     assert await bench.store.stored(bench.manifests[2])
     for path in chunks:
         path.unlink()
     await bench.store.restart_store()
-    assert await bench.usable() == 2, "the checkpoint's own model is that version"
+    assert await bench.restore() == 2, "the checkpoint's own model is that version"
 
 
-@story_on(trained, "tmp_path")
-async def test_weights_that_have_changed_are_not_taken_for_the_version(bench: Trained) -> None:
-    await staged(bench)
+@story_on(run_with_trained_job, "tmp_path")
+async def test_changed_weights_are_not_staged_as_the_version(bench: TrainedJob) -> None:
+    await stage_step_2(bench)
     for path in await bench.chunks(2):
         path.unlink()
     await bench.store.restart_store()
     bench.learner.load_weights(bench.weights[1])
     with pytest.raises((CorruptData, NotFound)):
-        await checkpoint(bench)
+        await write_checkpoint(bench)
     assert bench.checkpoints.last_name == bench.names[-1], "the one before"

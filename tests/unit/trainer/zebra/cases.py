@@ -1,6 +1,4 @@
-"""Mixtures and gangs, and the rounds that they train: what any gang must compute as one process
-does.
-"""
+"""Mixtures, gangs and their training rounds, which a gang must compute like one process."""
 
 from __future__ import annotations
 
@@ -55,12 +53,12 @@ SHARED: dict[str, Any] = MODEL | {
 
 @dataclass(frozen=True)
 class Case:
-    """A gang of four ranks that trains a mixture."""
+    """Gang of four ranks that trains a mixture."""
 
     model: Mapping[str, Any]
     shape: ZebraDivision
     top: int = 2
-    replayed: bool = False  # where tokens are sent is given
+    replayed: bool = False  # with recorded routing
     again: bool = False  # activation checkpointing
     dtype: torch.dtype = torch.float32
     experts: int = EXPERTS

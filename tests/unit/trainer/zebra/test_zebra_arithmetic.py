@@ -24,12 +24,11 @@ NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of gradients, relative to 
 @pytest.mark.timeout(300)
 @pytest.mark.rotating(len(CASES))
 @pytest.mark.parametrize("name", CASES)
-async def test_ranks_of_two_kinds_compute_what_one_process_does(tmp_path: Path, name: str) -> None:
-    """Check that ranks of two kinds compute what one process does.
+async def test_ranks_of_two_kinds_match_one_process(tmp_path: Path, name: str) -> None:
+    """Compare losses, gradients, scores and updated weights with those of one process.
 
-    Compared are losses, gradients, scores and updated weights: with experts on attention ranks or
-    none elsewhere, with given routing, recomputed layers, and dense layers in between. Repeated
-    rounds are equal to the last bit.
+    Cases: experts on attention ranks or not, recorded routing, recomputed layers, and dense layers
+    in between. Repeated rounds are equal to the last bit.
     """
     await run_program(PROGRAM, tmp_path, str(tmp_path), name)
     files = [load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in range(RANKS)]

@@ -1,4 +1,4 @@
-"""The ranks of a zebra gang, without a mesh: `python zebra_program.py DIRECTORY`.
+"""Ranks of a zebra gang, without a mesh: `python zebra_program.py DIRECTORY`.
 
 They are forks of one process. Each computes the rounds of each case of `cases` twice, and writes
 its rows of the gradients, the statistics of its bins and, after a step, its rows of the weights.
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch._dynamo  # which DTensor imports in each process, for two CPU-seconds
+import torch._dynamo  # DTensor's import costs each process two CPU-seconds
 from safetensors.torch import save_file
 
 from meshrl.common.api.ranks import Rendezvous
@@ -41,12 +41,12 @@ def run_case(rank: int, directory: Path, name: str) -> None:
     settings = LearnerSettings(OPTIMIZER, ALGORITHM, dtype=case.dtype)
     gang = RankContext(mesh, RandomParameters(case.config, SEED), scaled(DEADLINE_S))
     learner = ZebraLearner(model, settings, gang, case.shape, case.again)
-    save_file(found(learner, case, rank), directory / f"{name}-{rank}.safetensors")
+    save_file(compute_case(learner, case, rank), directory / f"{name}-{rank}.safetensors")
     leave_group()
 
 
-def found(learner: ZebraLearner, case: Case, rank: int) -> dict[str, torch.Tensor]:
-    """Gradients, statistics, scores, and weights after a step."""
+def compute_case(learner: ZebraLearner, case: Case, rank: int) -> dict[str, torch.Tensor]:
+    """Return gradients, statistics, scores, and weights after a step."""
     made: dict[str, torch.Tensor] = {}
     total = None
     for number in range(ROUNDS):

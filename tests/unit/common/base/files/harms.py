@@ -1,4 +1,4 @@
-"""What may happen to a file: each takes it, and an older copy to put over it."""
+"""Corruptions of a file, each called with the path and an older copy's content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Harm = Callable[[Path, bytes], None]
 
 
 def flip(path: Path, older: bytes) -> None:
-    """One bit, in the middle."""
+    """Flip one bit in the middle."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -39,7 +39,7 @@ HARMS: list[Harm] = [flip, truncate, empty, delete, older_copy]
 
 @contextmanager
 def files_up_to(size_bytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a size, as on a disk that is full."""
+    """Prevent files of this process from growing beyond a size, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
     try:

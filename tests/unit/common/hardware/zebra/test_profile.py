@@ -61,7 +61,7 @@ PROFILE = MixtureProfile(
     attention_token_bytes=1e4,
     expert_row_bytes=4096,
 )
-# As the source's W1 without its gate: 2,048 wide, 8 key-value heads of 128, 12 experts.
+# The source's W1 without its gate: hidden size 2,048, 8 key-value heads of 128, 12 experts.
 EXPERT = 3 * 2048 * 7168
 PARAMETERS = 4 * (2 * 2048 * 3072 + 12 * 2048 + 12 * EXPERT) + 2 * 32000 * 2048
 SHAPE = ModelShape(4, 2048, 16, 8, 128, PARAMETERS, PARAMETERS - 40 * EXPERT, 12, 2)
@@ -69,7 +69,7 @@ seconds = st.floats(0, 2)
 E, H = TaskKind.EXPERTS, TaskKind.HOSTED
 
 
-def test_a_curve_is_straight_between_what_was_measured() -> None:
+def test_curve_interpolates_linearly_between_measurements() -> None:
     curve = CostCurve((1000, 2000, 4000), (1.0, 3.0, 11.0))
     assert [curve.interpolate_s(x) for x in (0, 500, 1000, 1500, 3000, 5000)] == [
         0,
@@ -83,7 +83,7 @@ def test_a_curve_is_straight_between_what_was_measured() -> None:
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_more_takes_no_less(a: int, b: int) -> None:
+def test_curve_is_monotonic(a: int, b: int) -> None:
     curve = CostCurve((1000, 2000, 4000), (1.0, 3.0, 11.0))
     assert curve.interpolate_s(min(a, b)) <= curve.interpolate_s(max(a, b))
 
@@ -100,24 +100,24 @@ def test_more_takes_no_less(a: int, b: int) -> None:
         ((1,), (-1.0,)),
     ],
 )
-def test_a_curve_of_nonsense_is_refused(at: tuple[int, ...], values: tuple[float, ...]) -> None:
+def test_invalid_curve_is_rejected(at: tuple[int, ...], values: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError):
         CostCurve(at, values)
 
 
-def test_a_kind_survives_json() -> None:
+def test_accelerator_costs_round_trip_json() -> None:
     assert parse_accelerator_costs(json.loads(json.dumps(asdict(FAST))), "fast") == FAST
 
 
-def test_a_profile_without_attention_or_memory_is_refused_and_named() -> None:
-    for fast, said in ((SLOW, "has no attention"), (replace(FAST, memory_bytes=0.0), "0.0 bytes")):
-        with pytest.raises(ConfigError, match=said) as refused:
+def test_profile_without_attention_or_memory_is_rejected() -> None:
+    for fast, error in ((SLOW, "has no attention"), (replace(FAST, memory_bytes=0.0), "0.0 bytes")):
+        with pytest.raises(ConfigError, match=error) as raised:
             replace(PROFILE, fast=fast)
-        assert refused.value.where and refused.value.fix
+        assert raised.value.where and raised.value.fix
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "error"),
     [
         (3, "AcceleratorCosts is no table"),
         ({"name": "V100"}, "memory_bytes is missing"),
@@ -128,40 +128,40 @@ def test_a_profile_without_attention_or_memory_is_refused_and_named() -> None:
         (asdict(SLOW) | {"experts": {"at": 1, "seconds": [1]}}, "list"),
     ],
 )
-def test_a_kind_of_nonsense_is_refused_and_named(table: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as refused:
+def test_invalid_accelerator_costs_are_rejected(table: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error) as raised:
         parse_accelerator_costs(table, "slow")
-    assert refused.value.where and refused.value.fix
+    assert raised.value.where and raised.value.fix
 
 
-def attention(profile: MixtureProfile, length: int) -> float:
-    """How many times as long the slow kind takes."""
+def attention_ratio(profile: MixtureProfile, length: int) -> float:
+    """Return the ratio of the slow kind's attention time to the fast kind's."""
     fast, slow = profile.fast.attention, profile.slow.attention
     assert isinstance(fast, CostCurve) and isinstance(slow, CostCurve)
     return slow.interpolate_s(length) / fast.interpolate_s(length)
 
 
-def experts(profile: MixtureProfile) -> float:
+def experts_ratio(profile: MixtureProfile) -> float:
     return profile.slow.experts.interpolate_s(1000) / profile.fast.experts.interpolate_s(1000)
 
 
-def test_a_v100_is_four_fifths_of_an_a40_for_experts_and_far_less_for_attention() -> None:
+def test_v100_is_four_fifths_of_an_a40_for_experts_and_less_for_attention() -> None:
     profile = build_declared_profile(SHAPE, "A40", "V100")
-    assert experts(profile) == pytest.approx(1 / 0.8)
-    assert attention(profile, 65536) == pytest.approx(3.7, rel=0.01)
-    assert 1.25 < attention(profile, 1024) < attention(profile, 8192) < 3.7
+    assert experts_ratio(profile) == pytest.approx(1 / 0.8)
+    assert attention_ratio(profile, 65536) == pytest.approx(3.7, rel=0.01)
+    assert 1.25 < attention_ratio(profile, 1024) < attention_ratio(profile, 8192) < 3.7
 
 
-def test_a_t4_has_both_measured_ratios_to_an_l40s() -> None:
+def test_t4_has_the_measured_ratios_to_an_l40s() -> None:
     profile = build_declared_profile(SHAPE, "L40S", "T4")
-    assert experts(profile) == pytest.approx(7.0)
-    assert attention(profile, 4096) == pytest.approx(9.9, rel=0.01)
-    assert attention(profile, 65536) == pytest.approx(13.6, rel=0.01)
+    assert experts_ratio(profile) == pytest.approx(7.0)
+    assert attention_ratio(profile, 4096) == pytest.approx(9.9, rel=0.01)
+    assert attention_ratio(profile, 65536) == pytest.approx(13.6, rel=0.01)
     middle = build_declared_profile(SHAPE, "L40S", "T4", score_speed=0.5)
-    assert attention(middle, 65536) == pytest.approx(13.6, rel=0.01)
+    assert attention_ratio(middle, 65536) == pytest.approx(13.6, rel=0.01)
 
 
-def test_other_kinds_are_known_by_their_peaks() -> None:
+def test_speeds_of_other_kinds_follow_their_peaks() -> None:
     assert (
         compute_speed("A100").matrix_flops_per_s == load_accelerators()["A100"].flops * UTILISATION
     )
@@ -176,7 +176,7 @@ def test_other_kinds_are_known_by_their_peaks() -> None:
         compute_speed("abacus")
 
 
-def test_times_and_bytes_are_those_of_the_shape() -> None:
+def test_times_and_bytes_follow_the_model_shape() -> None:
     profile = build_declared_profile(SHAPE, "A40", "V100")
     rate = load_accelerators()["A40"].flops * UTILISATION
     assert profile.fast.experts.interpolate_s(1) == pytest.approx(2 * EXPERT / rate)
@@ -189,14 +189,14 @@ def test_times_and_bytes_are_those_of_the_shape() -> None:
     assert profile.row_bytes == 4096 and profile.link_bytes_per_s == 6.25e9
 
 
-def test_a_dense_model_has_nothing_to_divide() -> None:
+def test_dense_model_is_rejected() -> None:
     with pytest.raises(ConfigError, match="0 of 0 experts"):
         build_declared_profile(ModelShape(4, 2048, 16, 8, 128, 1e9, 1e9), "A40", "V100")
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[int, int, MicroBatchCosts]:
-    """Layers, micro-batches, and costs with some experts hosted."""
+    """Draw layers, micro-batches, and costs with some experts hosted."""
     layers, micros = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     hosted = draw(st.lists(st.sampled_from((0.0, 0.3)), min_size=layers, max_size=layers))
     costs = MicroBatchCosts(
@@ -212,41 +212,51 @@ def steps(draw: st.DrawFn) -> tuple[int, int, MicroBatchCosts]:
     return layers, micros, costs
 
 
-def planned(layers: int, micros: int, costs: MicroBatchCosts) -> list[Operation]:
-    """The plan of the schedule's own order."""
+def plan_step(layers: int, micros: int, costs: MicroBatchCosts) -> list[Operation]:
+    """Plan the operations in the schedule's own order."""
     attention = order_attention_tasks(layers, micros, costs.has_hosted_experts)
     return plan_operations(layers, attention, order_expert_tasks(layers, micros))
 
 
-def needed(
+def list_dependencies(
     stream: RankStream, task: ScheduledTask, layers: int, hosts: tuple[bool, ...]
 ) -> list[tuple[RankStream, ScheduledTask]]:
-    """What a task needs, as the source words it."""
-    back, layer, micro, work = task
+    """List the dependencies of a task as the paper defines them."""
+    backward, layer, micro, work = task
     if stream is RankStream.DISPATCH:
-        return [(RankStream.ATTENTION, ScheduledTask(back, layer + 1 if back else layer, micro))]
+        return [
+            (RankStream.ATTENTION, ScheduledTask(backward, layer + 1 if backward else layer, micro))
+        ]
     if stream is RankStream.COMBINE:
-        both = [(RankStream.EXPERTS, task)]
-        return both + (
-            [(RankStream.ATTENTION, ScheduledTask(back, layer, micro, H))] if hosts[layer] else []
+        dependencies = [(RankStream.EXPERTS, task)]
+        return dependencies + (
+            [(RankStream.ATTENTION, ScheduledTask(backward, layer, micro, H))]
+            if hosts[layer]
+            else []
         )
     if work is not TaskKind.ATTENTION:
-        return [(RankStream.DISPATCH, ScheduledTask(back, layer, micro, E))]
-    if back:
-        last = (RankStream.ATTENTION, ScheduledTask(False, layer, micro))
+        return [(RankStream.DISPATCH, ScheduledTask(backward, layer, micro, E))]
+    if backward:
+        last_attention = (RankStream.ATTENTION, ScheduledTask(False, layer, micro))
         return [
-            last if layer == layers else (RankStream.COMBINE, ScheduledTask(True, layer, micro, E))
+            last_attention
+            if layer == layers
+            else (RankStream.COMBINE, ScheduledTask(True, layer, micro, E))
         ]
     return [(RankStream.COMBINE, ScheduledTask(False, layer - 1, micro, E))] if layer else []
 
 
 @given(steps())
-def test_a_task_starts_as_soon_as_it_may(step: tuple[int, int, MicroBatchCosts]) -> None:
+def test_tasks_start_as_soon_as_their_dependencies_end(
+    step: tuple[int, int, MicroBatchCosts],
+) -> None:
     layers, micros, costs = step
-    plan = planned(layers, micros, costs)
+    plan = plan_step(layers, micros, costs)
     for stream, task, _, *numbers in plan:
-        found = {(plan[n - 1].stream, plan[n - 1].task) for n in numbers if n}
-        assert found == set(needed(stream, task, layers, costs.has_hosted_experts))
+        dependencies = {(plan[n - 1].stream, plan[n - 1].task) for n in numbers if n}
+        assert dependencies == set(
+            list_dependencies(stream, task, layers, costs.has_hosted_experts)
+        )
     assert compute_makespan_s(layers, micros, costs) == pytest.approx(
         simulate_plan_s(layers, plan, costs)
     )
@@ -256,33 +266,37 @@ def test_a_task_starts_as_soon_as_it_may(step: tuple[int, int, MicroBatchCosts])
 
 
 @given(steps())
-def test_streams_run_in_the_order_of_the_schedule(step: tuple[int, int, MicroBatchCosts]) -> None:
+def test_streams_follow_the_schedules_order(step: tuple[int, int, MicroBatchCosts]) -> None:
     layers, micros, costs = step
-    run: dict[RankStream, list[ScheduledTask]] = {stream: [] for stream in RankStream}
-    for operation in planned(layers, micros, costs):
-        run[operation.stream].append(operation.task)
-    assert run[RankStream.ATTENTION] == order_attention_tasks(
+    tasks_by_stream: dict[RankStream, list[ScheduledTask]] = {stream: [] for stream in RankStream}
+    for operation in plan_step(layers, micros, costs):
+        tasks_by_stream[operation.stream].append(operation.task)
+    assert tasks_by_stream[RankStream.ATTENTION] == order_attention_tasks(
         layers, micros, costs.has_hosted_experts
     )
-    assert run[RankStream.EXPERTS] == run[RankStream.COMBINE] == order_expert_tasks(layers, micros)
-    assert run[RankStream.DISPATCH] == order_expert_tasks(layers, micros)
+    assert (
+        tasks_by_stream[RankStream.EXPERTS]
+        == tasks_by_stream[RankStream.COMBINE]
+        == order_expert_tasks(layers, micros)
+    )
+    assert tasks_by_stream[RankStream.DISPATCH] == order_expert_tasks(layers, micros)
 
 
 @given(steps())
-def test_a_step_is_no_shorter_than_either_kinds_work_and_no_longer_than_all_of_it(
+def test_makespan_is_between_the_busiest_kind_and_the_serial_time(
     step: tuple[int, int, MicroBatchCosts],
 ) -> None:
     layers, micros, costs = step
-    found = build_timeline(layers, micros, costs)
-    assert found.makespan_s >= max(found.attention_busy_s, found.experts_busy_s) - 1e-9
-    everything = found.attention_busy_s + found.experts_busy_s + found.transfer_s
-    assert found.makespan_s <= everything + 1e-9
-    assert 0 <= found.hidden_transfer_share <= 1
-    assert 0 <= found.attention_utilisation <= 1 + 1e-9
+    timeline = build_timeline(layers, micros, costs)
+    assert timeline.makespan_s >= max(timeline.attention_busy_s, timeline.experts_busy_s) - 1e-9
+    serial_s = timeline.attention_busy_s + timeline.experts_busy_s + timeline.transfer_s
+    assert timeline.makespan_s <= serial_s + 1e-9
+    assert 0 <= timeline.hidden_transfer_share <= 1
+    assert 0 <= timeline.attention_utilisation <= 1 + 1e-9
 
 
 @given(steps())
-def test_one_micro_batch_hides_nothing(step: tuple[int, int, MicroBatchCosts]) -> None:
+def test_one_micro_batch_hides_no_transfer(step: tuple[int, int, MicroBatchCosts]) -> None:
     layers, _, costs = step
     assert compute_serial_s(layers, 1, costs) == pytest.approx(compute_makespan_s(layers, 1, costs))
     assert compute_serial_s(layers, 3, costs) >= compute_makespan_s(layers, 3, costs) - 1e-9
@@ -307,7 +321,7 @@ def test_more_micro_batches_keep_experts_busy() -> None:
     )
 
 
-def test_backward_costs_more_unless_it_was_measured() -> None:
+def test_backward_cost_is_scaled_unless_measured() -> None:
     costs = MicroBatchCosts(
         1.0,
         2.0,
@@ -324,7 +338,7 @@ def test_backward_costs_more_unless_it_was_measured() -> None:
     assert replace(costs, head_backward_s=7.0).get_head_s(True) == 7.0
 
 
-def test_tasks_that_wait_for_each_other_are_refused() -> None:
+def test_deadlocked_order_is_rejected() -> None:
     experts = order_expert_tasks(1, 2)
     with pytest.raises(ConfigError, match="never starts"):
         plan_operations(1, order_attention_tasks(1, 2), experts[::-1])
@@ -337,22 +351,22 @@ def test_tasks_that_wait_for_each_other_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "costs", [{"attention": -1.0}, {"dispatch": float("nan")}, {"hosted": (float("inf"),)}]
+    "costs", [{"attention_s": -1.0}, {"dispatch_s": float("nan")}, {"hosted_s": (float("inf"),)}]
 )
-def test_what_is_no_time_is_refused(costs: dict[str, Any]) -> None:
+def test_invalid_costs_are_rejected(costs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        MicroBatchCosts(**{"attention": 1.0, "experts": 1.0} | costs)
+        MicroBatchCosts(**{"attention_s": 1.0, "experts_s": 1.0} | costs)
 
 
-def test_layers_have_to_be_told_of_all_or_none() -> None:
+def test_hosting_costs_must_cover_all_layers() -> None:
     with pytest.raises(ConfigError, match="1 of 2 layers"):
         compute_makespan_s(
             2, 1, MicroBatchCosts(1, 1, hosted_s=(0.5,), expert_rank_shares=(0.5, 1.0))
         )
 
 
-def written(order: list[ScheduledTask]) -> str:
-    """F01 is a forward of layer 0 and micro-batch 1; h is of hosted experts."""
+def format_order(order: list[ScheduledTask]) -> str:
+    """Format an order: F01 is the forward of layer 0 and micro-batch 1; h marks hosted experts."""
     return " ".join(
         ("h" if task.kind is TaskKind.HOSTED else "")
         + "FB"[task.backward]
@@ -361,21 +375,24 @@ def written(order: list[ScheduledTask]) -> str:
     )
 
 
-def test_the_last_piece_alternates_and_layers_go_back_in_reverse() -> None:
-    assert written(order_attention_tasks(2, 2)) == "F00 F01 F10 F11 F20 B20 F21 B21 B10 B11 B00 B01"
-    assert written(order_expert_tasks(2, 2)) == "F00 F01 F10 F11 B10 B11 B00 B01"
+def test_last_stage_alternates_and_backward_layers_are_reversed() -> None:
+    assert (
+        format_order(order_attention_tasks(2, 2))
+        == "F00 F01 F10 F11 F20 B20 F21 B21 B10 B11 B00 B01"
+    )
+    assert format_order(order_expert_tasks(2, 2)) == "F00 F01 F10 F11 B10 B11 B00 B01"
 
 
-def test_hosted_experts_follow_their_piece_and_go_back_before_it() -> None:
+def test_hosted_experts_run_after_forward_and_before_backward_attention() -> None:
     order = order_attention_tasks(2, 2, (False, True))
     hosted = "F00 F01 F10 F11 hF10 hF11 F20 B20 F21 B21 hB10 hB11 B10 B11 B00 B01"
-    assert written(order) == hosted
+    assert format_order(order) == hosted
 
 
 @given(
     layers=st.integers(1, 5), micros=st.integers(1, 5), hosted=st.lists(st.booleans(), max_size=5)
 )
-def test_each_task_runs_once(layers: int, micros: int, hosted: list[bool]) -> None:
+def test_each_task_is_scheduled_once(layers: int, micros: int, hosted: list[bool]) -> None:
     attention = order_attention_tasks(layers, micros, hosted)
     assert len(set(attention)) == len(attention)
     hosts = sum(hosted[:layers])

@@ -1,4 +1,4 @@
-"""Nurseries of a test's own, which import little and listen at once."""
+"""Fork servers of single tests, which import little and listen at once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ Open = Callable[..., SystemChild]
 
 
 @pytest.fixture
-def open_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Starts a nursery that has imported some modules; what a test spawns comes from it."""
+def open_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """Start a fork server that has imported some modules; the test's processes are forked from
+    it.
+    """
     children: list[SystemChild] = []
 
     def start(*modules: str) -> SystemChild:

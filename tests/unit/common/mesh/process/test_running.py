@@ -1,4 +1,4 @@
-"""Processes: how they start, answer, log and end, with all that they started."""
+"""Processes: start, answers, logs and exit, with all their descendants."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.output.log_bounds import BURST_BYTES, RATE_BYTES_PER_S
 from meshrl.common.mesh.process.spawning import SpawnOptions
 from tests.load import scaled
-from tests.unit.common.mesh.process.modules import ended, module, python
-from tests.unit.common.mesh.process.test_nursery import Open
+from tests.unit.common.mesh.process.modules import python_argv, wait_until_ended, write_module
+from tests.unit.common.mesh.process.test_fork_server import Open
 
 SERVICE = """
 import asyncio
@@ -53,8 +53,8 @@ ENDS = """
     own = tempfile.TemporaryDirectory()
     print(imported.kept.name, own.name)
 """
-FULL = Path("/dev/full")  # every write to it is refused: no space is left
-CODE = """
+FULL_DEVICE = Path("/dev/full")  # every write to it fails: no space is left
+NOISY_PROGRAM = """
     import sys, warnings
     from meshrl.common.mesh.process.output.streams import install_lossy_output
     if sys.argv[1] == "lossy":
@@ -65,7 +65,7 @@ CODE = """
     warnings.warn("a warning")
     sys.exit(7)
 """
-# Each of these writes its pid into the file named by the first argument and stays.
+# Each of these writes its pid into the file named by the first argument and then sleeps.
 ORPHANS = """
     import os, signal, subprocess, sys
     from meshrl.common.mesh.process.entry.child import ChildChannel
@@ -91,7 +91,7 @@ ORPHANS = """
             os.kill(os.getpid(), signal.SIGSEGV)
         sys.exit(5)
 """
-STARTED = 4  # by it
+ORPHAN_COUNT = 4  # started by ORPHANS
 PRINTS = """
     import os, subprocess, sys
     for _ in range(12):
@@ -116,7 +116,7 @@ OWNER = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_service_cleanly(number: signal.Signals) -> None:
+def test_signal_ends_a_service_cleanly(number: signal.Signals) -> None:
     argv = [sys.executable, "-c", SERVICE]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -125,7 +125,7 @@ def test_a_signal_ends_a_service_cleanly(number: signal.Signals) -> None:
         assert process.wait(timeout=scaled(20)) == 0
 
 
-def test_settings_come_from_the_file_that_the_environment_names(
+def test_settings_are_read_from_the_file_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "settings.json"
@@ -147,16 +147,16 @@ def test_settings_come_from_the_file_that_the_environment_names(
         MeshSettings.from_env()
 
 
-def test_settings_that_others_can_read_or_have_made_are_refused(
+def test_settings_readable_or_owned_by_other_users_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "settings.json"
     MeshSettings(redis_url="redis://localhost", run_root="/runs").to_file(path)
     monkeypatch.setenv(SETTINGS_ENV, str(path))
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match="mode 640") as refused:
+    with pytest.raises(ConfigError, match="mode 640") as raised:
         MeshSettings.from_env()
-    assert "chmod 600" in refused.value.fix
+    assert "chmod 600" in raised.value.fix
     if os.geteuid() == 0:
         path.chmod(0o600)
         os.chown(path, 65534, 65534)
@@ -164,14 +164,14 @@ def test_settings_that_others_can_read_or_have_made_are_refused(
             MeshSettings.from_env()
 
 
-async def asked(logs: Path, code: str, within_s: float = 0.0) -> dict[str, object]:
+async def run_command(logs: Path, code: str, within_s: float = 0.0) -> dict[str, object]:
     command = [sys.executable, "-c", code]
     return await run_for_document(SystemHost(), command, "asked/j", logs, within_s or scaled(60.0))
 
 
-async def test_the_last_line_is_the_answer_and_nothing_is_left(tmp_path: Path) -> None:
+async def test_last_output_line_is_the_document_and_the_log_is_removed(tmp_path: Path) -> None:
     logs = tmp_path / "mesh" / "logs"
-    assert await asked(logs, "print('first'); print('{\"a\": 1}')") == {"a": 1}
+    assert await run_command(logs, "print('first'); print('{\"a\": 1}')") == {"a": 1}
     assert list(logs.iterdir()) == []
 
 
@@ -183,46 +183,46 @@ async def test_the_last_line_is_the_answer_and_nothing_is_left(tmp_path: Path) -
         ("print('[1]')", r"\[1\]"),
     ],
 )
-async def test_who_ends_without_an_answer_is_told_by_its_last_words(
+async def test_error_without_a_document_quotes_the_last_output(
     tmp_path: Path, code: str, why: str
 ) -> None:
     with pytest.raises(MeshError, match=f"asked/j has ended without an answer: {why}"):
-        await asked(tmp_path, code)
+        await run_command(tmp_path, code)
     assert not os.listdir(tmp_path)
 
 
-async def test_one_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+async def test_unresponsive_command_is_killed_at_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded, match="asked/j"):
-        await asked(tmp_path, "import time; time.sleep(1e6)", within_s=0.2)
+        await run_command(tmp_path, "import time; time.sleep(1e6)", within_s=0.2)
     assert not os.listdir(tmp_path)
 
 
-async def test_a_fork_removes_at_its_end_what_it_has_made_and_nothing_of_the_nursery(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_nursery: Callable[..., SystemChild]
+async def test_forked_process_removes_only_its_own_temporary_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_fork_server: Callable[..., SystemChild]
 ) -> None:
-    paths = module(tmp_path, "imported", IMPORTED) | module(tmp_path, "ends", ENDS)
+    paths = write_module(tmp_path, "imported", IMPORTED) | write_module(tmp_path, "ends", ENDS)
     monkeypatch.setenv("PYTHONPATH", paths["PYTHONPATH"])
-    open_nursery("imported")
+    open_fork_server("imported")
     host, log = SystemHost(), tmp_path / "log"
     for _ in range(2):
-        child = host.spawn(python("ends"), name="ends", log=log)
+        child = host.spawn(python_argv("ends"), name="ends", log=log)
         assert await child.wait(scaled(20)) == 0, log.read_text()
-    kept, own, kept_again, own_again = map(Path, log.read_text().split())
-    assert kept == kept_again and kept.is_dir()
-    assert not own.exists() and not own_again.exists()
+    import_dir, own_dir, second_import_dir, second_own_dir = map(Path, log.read_text().split())
+    assert import_dir == second_import_dir and import_dir.is_dir()
+    assert not own_dir.exists() and not second_own_dir.exists()
 
 
-@pytest.mark.parametrize("told", [b"go", b"", b"x"])
-def test_a_process_begins_at_its_owners_word_only(told: bytes) -> None:
+@pytest.mark.parametrize("signal_bytes", [b"go", b"", b"x"])
+def test_forked_process_starts_only_on_its_owners_signal(signal_bytes: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        if told:
-            ours.send(told)
+        if signal_bytes:
+            ours.send(signal_bytes)
         ours.close()
-        assert wait_for_start(theirs) is (told == b"go")
+        assert wait_for_start(theirs) is (signal_bytes == b"go")
 
 
-def test_an_owner_that_ended_before_it_read_the_answer_lets_nothing_go() -> None:
+def test_process_does_not_start_if_its_owner_ended_before_reading_its_pid() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         theirs.send(b"the number of the process")
@@ -230,105 +230,109 @@ def test_an_owner_that_ended_before_it_read_the_answer_lets_nothing_go() -> None
         assert not wait_for_start(theirs)
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
-def test_what_a_full_disk_does_not_take_of_a_log_is_lost_and_ends_nobody() -> None:
-    def status(how: str) -> int:
-        with FULL.open("w") as log:
-            argv = [sys.executable, "-c", textwrap.dedent(CODE), how]
+@pytest.mark.skipif(not FULL_DEVICE.exists(), reason="this system has no /dev/full")
+def test_full_disk_loses_log_output_without_ending_the_process() -> None:
+    def status(output_mode: str) -> int:
+        with FULL_DEVICE.open("w") as log:
+            argv = [sys.executable, "-c", textwrap.dedent(NOISY_PROGRAM), output_mode]
             return subprocess.run(argv, stdout=log, stderr=log, check=False).returncode
 
     assert (status("plain"), status("lossy")) == (1, 7)
 
 
-def test_what_there_is_room_for_is_there(tmp_path: Path) -> None:
+def test_lossy_output_is_complete_while_there_is_space(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as file:
-        argv = [sys.executable, "-c", textwrap.dedent(CODE), "lossy"]
+        argv = [sys.executable, "-c", textwrap.dedent(NOISY_PROGRAM), "lossy"]
         subprocess.run(argv, stdout=file, stderr=file, check=False)
     assert log.read_text().count("a line a line") > 3 and log.read_text().count("an error") == 3
 
 
 @pytest.fixture(params=["forked", "executed"])
-def way(request: pytest.FixtureRequest, open_nursery: Open, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How guarded processes begin."""
+def start_method(
+    request: pytest.FixtureRequest, open_fork_server: Open, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Start guarded processes by fork and by exec."""
     if request.param == "forked":
-        open_nursery()
+        open_fork_server()
     else:
         monkeypatch.setenv(FORK_SERVER_ENV, FORK_SERVER_OFF)
     return str(request.param)
 
 
-def numbers(pids: Path) -> list[int]:
-    """The numbers in a file, of whole lines."""
+def read_pids(pids: Path) -> list[int]:
+    """Return the numbers in the complete lines of a file."""
     text = pids.read_text() if pids.exists() else ""
     return list(map(int, text[: text.rfind("\n") + 1].split()))
 
 
-async def orphans(pids: Path) -> list[int]:
-    """The processes that the code has started, once all are there."""
+async def wait_for_orphans(pids: Path) -> list[int]:
+    """Return the processes that the code has started, once all exist."""
     async with asyncio.timeout(scaled(20)):
-        while len(found := numbers(pids)) < STARTED:
+        while len(found := read_pids(pids)) < ORPHAN_COUNT:
             await asyncio.sleep(0.01)
     assert all(map(read_start_time, found))
     return found
 
 
-async def test_nothing_that_guarded_code_started_outlives_it(tmp_path: Path, way: str) -> None:
-    env = module(tmp_path, "orphans", ORPHANS)
-    for how, code in ((b"crash", -signal.SIGSEGV), (b"exit", 5), (b"kill", -signal.SIGKILL)):
-        pids, log = tmp_path / how.decode(), tmp_path / "log"
+async def test_descendants_of_guarded_code_end_with_it(tmp_path: Path, start_method: str) -> None:
+    env = write_module(tmp_path, "orphans", ORPHANS)
+    for ending, code in ((b"crash", -signal.SIGSEGV), (b"exit", 5), (b"kill", -signal.SIGKILL)):
+        pids, log = tmp_path / ending.decode(), tmp_path / "log"
         child = SystemHost().spawn(
-            python("orphans", str(pids)),
+            python_argv("orphans", str(pids)),
             name="c",
             env=env,
             log=log,
             options=SpawnOptions(has_channel=True, is_guarded=True),
         )
-        left = await orphans(pids)
+        orphan_pids = await wait_for_orphans(pids)
         usage = child.read_usage()
-        assert usage is not None and child.pid not in left
-        if how == b"kill":
+        assert usage is not None and child.pid not in orphan_pids
+        if ending == b"kill":
             child.kill()
         else:
-            await child.send(how)
+            await child.send(ending)
         assert await child.wait(scaled(20)) == code, log.read_text()
-        assert not any(map(read_start_time, [*left, child.pid])), (way, how)
+        assert not any(map(read_start_time, [*orphan_pids, child.pid])), (start_method, ending)
         child.close()
 
 
-async def test_guarded_code_ends_with_its_owner_and_with_a_killed_guard(
-    tmp_path: Path, way: str
+async def test_guarded_code_ends_with_its_owner_and_with_its_guard(
+    tmp_path: Path, start_method: str
 ) -> None:
-    env = module(tmp_path, "orphans", ORPHANS) | module(tmp_path, "owner", OWNER)
+    env = write_module(tmp_path, "orphans", ORPHANS) | write_module(tmp_path, "owner", OWNER)
     pids, log = tmp_path / "pids", tmp_path / "log"
-    owner = SystemHost().spawn(python("owner", str(pids), str(log)), name="o", env=env, log=log)
-    left = await orphans(pids)
+    owner = SystemHost().spawn(
+        python_argv("owner", str(pids), str(log)), name="o", env=env, log=log
+    )
+    orphan_pids = await wait_for_orphans(pids)
     owner.kill()
-    assert all([await ended(pid) for pid in left]), way
+    assert all([await wait_until_ended(pid) for pid in orphan_pids]), start_method
 
     child = SystemHost().spawn(
-        python("orphans", str(tmp_path / "more")),
+        python_argv("orphans", str(tmp_path / "more")),
         name="c",
         env=env,
         options=SpawnOptions(has_channel=True, is_guarded=True),
     )
-    await orphans(tmp_path / "more")
+    await wait_for_orphans(tmp_path / "more")
     assert child.read_usage() is not None
-    os.kill(child._guard, signal.SIGKILL)  # the process itself ends with it
+    os.kill(child._guard, signal.SIGKILL)  # killing the guard also kills the process
     assert await child.wait(scaled(20)) == -signal.SIGKILL
-    assert await ended(child.pid)
-    for pid in numbers(tmp_path / "more"):
+    assert await wait_until_ended(child.pid)
+    for pid in read_pids(tmp_path / "more"):
         os.kill(pid, signal.SIGKILL)
     child.close()
 
 
-async def test_error_of_guarded_code_is_found_though_it_ended_before_its_pid_was_known(
-    tmp_path: Path, way: str
+async def test_error_of_guarded_code_is_found_if_it_ended_before_its_pid_was_known(
+    tmp_path: Path, start_method: str
 ) -> None:
-    env, log = module(tmp_path, "raises", "raise ValueError('at import')"), tmp_path / "log"
+    env, log = write_module(tmp_path, "raises", "raise ValueError('at import')"), tmp_path / "log"
     host = SystemHost()
     child = host.spawn(
-        python("raises"),
+        python_argv("raises"),
         name="r",
         env=env,
         log=log,
@@ -336,26 +340,26 @@ async def test_error_of_guarded_code_is_found_though_it_ended_before_its_pid_was
     )
     assert await child.wait(scaled(20)) == 1
     failure = host.find_failure(child.pid, log, 1)
-    assert failure is not None and failure.text == "at import", way
+    assert failure is not None and failure.text == "at import", start_method
     child.close()
 
 
-async def test_output_of_guarded_code_is_bounded_and_the_drop_is_noted(
-    tmp_path: Path, way: str
+async def test_output_of_guarded_code_is_bounded_and_drops_are_logged(
+    tmp_path: Path, start_method: str
 ) -> None:
     log = tmp_path / "log"
-    env = module(tmp_path, "prints", PRINTS)
-    begun = asyncio.get_running_loop().time()
+    env = write_module(tmp_path, "prints", PRINTS)
+    start_s = asyncio.get_running_loop().time()
     child = SystemHost().spawn(
-        python("prints"), name="p", env=env, log=log, options=SpawnOptions(is_guarded=True)
+        python_argv("prints"), name="p", env=env, log=log, options=SpawnOptions(is_guarded=True)
     )
     assert await child.wait(scaled(30)) == 0
-    took_s = asyncio.get_running_loop().time() - begun
+    took_s = asyncio.get_running_loop().time() - start_s
     content = log.read_bytes()
     dropped = sum(map(int, re.findall(rb"\[meshrl: (\d+) bytes of output dropped", content)))
     assert (
         content.count(b"x") <= BURST_BYTES + took_s * (RATE_BYTES_PER_S + TAIL_BYTES) + TAIL_BYTES
-    ), way
+    ), start_method
     text = re.sub(rb"\n\[meshrl: .*\]\n", b"", content)
     assert text.endswith(b"last words\n")
     assert dropped and len(text) + dropped == (12 << 20) + len("last words\n")

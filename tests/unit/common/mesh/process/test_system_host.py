@@ -1,4 +1,4 @@
-"""Promises of a Host about processes, threads, files and ports, with real ones."""
+"""Contract of a host for processes, threads, files and ports, on real ones."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from meshrl.common.mesh.process.tcp_sockets import (
     find_listen_addresses,
 )
 from tests.load import scaled
-from tests.unit.common.mesh.process.modules import ended, module, python
+from tests.unit.common.mesh.process.modules import python_argv, wait_until_ended, write_module
 from tests.unit.common.mesh.runtime.talking import until
 
-SOON_S = 30.0  # for whatever should happen, on a busy host
+SOON_S = 30.0  # for anything that should happen, on a busy host
 NOBODY = 65534
 
 
 @pytest.fixture(autouse=True, params=["executed", "forked"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Modules keep every promise, however they are started."""
+def start_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Start modules by exec and by fork."""
     if request.param == "forked":
-        request.getfixturevalue("open_nursery")()
+        request.getfixturevalue("open_fork_server")()
     else:
         monkeypatch.setenv(FORK_SERVER_ENV, FORK_SERVER_OFF)
     return str(request.param)
 
 
-async def test_a_module_gets_its_arguments_and_its_output_goes_to_the_log(tmp_path: Path) -> None:
-    env = module(tmp_path, "says", "import sys; print(__name__, sys.argv[1:])")
+async def test_module_gets_its_arguments_and_its_output_goes_to_the_log(tmp_path: Path) -> None:
+    env = write_module(tmp_path, "says", "import sys; print(__name__, sys.argv[1:])")
     log = tmp_path / "logs" / "says.log"
-    child = SystemHost().spawn(python("says", "--to", "me"), name="says", env=env, log=log)
+    child = SystemHost().spawn(python_argv("says", "--to", "me"), name="says", env=env, log=log)
     assert await child.wait(scaled(SOON_S)) == 0
     assert log.read_text() == "__main__ ['--to', 'me']\n"
 
 
-async def test_a_program_that_is_not_python_is_executed(tmp_path: Path) -> None:
+async def test_non_python_program_is_executed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = SystemHost().spawn(
         ["/bin/sh", "-c", "echo $0 $1; exit 3", "a", "b"], name="sh", log=log
@@ -69,8 +69,8 @@ async def test_wait_gives_up_at_its_deadline_and_kill_ends_the_process(tmp_path:
     assert child.poll() == -signal.SIGKILL
 
 
-async def test_limits_and_niceness_hold_in_the_child(tmp_path: Path) -> None:
-    env = module(
+async def test_limits_and_niceness_apply_to_the_child(tmp_path: Path) -> None:
+    env = write_module(
         tmp_path,
         "shows",
         "import os, resource; print(os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE)[0])",
@@ -78,7 +78,7 @@ async def test_limits_and_niceness_hold_in_the_child(tmp_path: Path) -> None:
     log = tmp_path / "log"
     before = os.nice(0)
     child = SystemHost().spawn(
-        python("shows"),
+        python_argv("shows"),
         name="shows",
         env=env,
         log=log,
@@ -100,47 +100,47 @@ PARENT = """
 """
 
 
-@pytest.mark.parametrize("grandchild", [["sleep", "60"], python("sleeps")])
-async def test_children_die_with_a_parent_that_is_killed(
-    tmp_path: Path, grandchild: list[str]
-) -> None:
-    env = module(tmp_path, "parent", PARENT)
-    module(tmp_path, "sleeps", "import time; time.sleep(60)")
-    note = tmp_path / "pid"
-    parent = SystemHost().spawn(python("parent", str(note), *grandchild), name="parent", env=env)
+@pytest.mark.parametrize("grandchild", [["sleep", "60"], python_argv("sleeps")])
+async def test_children_die_with_a_killed_parent(tmp_path: Path, grandchild: list[str]) -> None:
+    env = write_module(tmp_path, "parent", PARENT)
+    write_module(tmp_path, "sleeps", "import time; time.sleep(60)")
+    pid_file = tmp_path / "pid"
+    parent = SystemHost().spawn(
+        python_argv("parent", str(pid_file), *grandchild), name="parent", env=env
+    )
     async with asyncio.timeout(scaled(SOON_S)):
-        while not (note.exists() and note.read_text()):
+        while not (pid_file.exists() and pid_file.read_text()):
             await asyncio.sleep(0.01)
-    pid = int(note.read_text())
+    pid = int(pid_file.read_text())
     assert read_start_time(pid)
     parent.kill()
-    assert await ended(pid)
+    assert await wait_until_ended(pid)
 
 
-async def test_a_process_whose_death_pipe_closes_ends_though_its_parent_lives(
+async def test_process_ends_when_its_death_pipe_closes(
     tmp_path: Path,
 ) -> None:
-    up = tmp_path / "up"
-    code = f"import pathlib, time; pathlib.Path({str(up)!r}).touch(); time.sleep(600)"
-    env = module(tmp_path, "sleeps", code)
+    started_file = tmp_path / "up"
+    code = f"import pathlib, time; pathlib.Path({str(started_file)!r}).touch(); time.sleep(600)"
+    env = write_module(tmp_path, "sleeps", code)
     host = SystemHost()
-    child = host.spawn(python("sleeps"), name="sleeps", env=env)
+    child = host.spawn(python_argv("sleeps"), name="sleeps", env=env)
     async with asyncio.timeout(scaled(SOON_S)):
-        while not up.exists():
+        while not started_file.exists():
             assert await child.wait(0.01) is None
     assert host._spawner._death_pipe is not None
     os.close(host._spawner._death_pipe[1])
     assert await child.wait(scaled(SOON_S)) == -signal.SIGKILL
 
 
-async def test_a_session_leaves_nothing_behind_when_its_leader_ends(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    script = f"sleep 60 & echo $! > {note}; exit 0"
+async def test_processes_of_a_session_end_with_its_leader(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    script = f"sleep 60 & echo $! > {pid_file}; exit 0"
     child = SystemHost().spawn(
         ["/bin/sh", "-c", script], name="sh", options=SpawnOptions(own_session=True)
     )
     assert await child.wait(scaled(SOON_S)) == 0
-    assert await ended(int(note.read_text()))
+    assert await wait_until_ended(int(pid_file.read_text()))
 
 
 ECHO = """
@@ -152,10 +152,10 @@ ECHO = """
 """
 
 
-async def test_frames_pass_both_ways_whatever_their_size(tmp_path: Path) -> None:
-    env = module(tmp_path, "echo", ECHO)
+async def test_frames_of_any_size_pass_both_ways(tmp_path: Path) -> None:
+    env = write_module(tmp_path, "echo", ECHO)
     child = SystemHost().spawn(
-        python("echo"), name="echo", env=env, options=SpawnOptions(has_channel=True)
+        python_argv("echo"), name="echo", env=env, options=SpawnOptions(has_channel=True)
     )
     for frame in (b"", b"abc", bytes(range(256)) * 4000):
         await child.send(frame)
@@ -167,44 +167,48 @@ async def test_frames_pass_both_ways_whatever_their_size(tmp_path: Path) -> None
         await child.recv(scaled(SOON_S))
 
 
-async def test_a_frame_that_cannot_be_one_is_a_typed_error(tmp_path: Path) -> None:
+async def test_malformed_frame_raises_a_typed_error(tmp_path: Path) -> None:
     garbage = """
         import os
         os.write(int(os.environ["MESHRL_CHANNEL_FD"]), b"\\xff" * 64)
         import time; time.sleep(60)
     """
-    env = module(tmp_path, "garbage", garbage)
+    env = write_module(tmp_path, "garbage", garbage)
     child = SystemHost().spawn(
-        python("garbage"), name="garbage", env=env, options=SpawnOptions(has_channel=True)
+        python_argv("garbage"), name="garbage", env=env, options=SpawnOptions(has_channel=True)
     )
     with pytest.raises(BadMessage):
         await child.recv(scaled(SOON_S))
     child.kill()
 
 
-async def test_a_process_of_another_mesh_or_name_is_not_adopted_on_the_word_of_others(
+async def test_process_of_another_mesh_or_name_is_not_adopted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MESH_TAG_ENV, "ours")
     code = "import os, time; open(os.environ['THERE'], 'w'); time.sleep(600)"
-    there = tmp_path / "there"
-    for mark in ("ours", "another's"):
-        env = {**module(tmp_path, "lasts", code), MESH_TAG_ENV: mark, "THERE": str(there)}
+    started_file = tmp_path / "there"
+    for mesh_tag in ("ours", "another's"):
+        env = {
+            **write_module(tmp_path, "lasts", code),
+            MESH_TAG_ENV: mesh_tag,
+            "THERE": str(started_file),
+        }
         host = SystemHost()
-        child = host.spawn(python("lasts", "--name", "a"), name="a", env=env)
-        while not there.exists():
+        child = host.spawn(python_argv("lasts", "--name", "a"), name="a", env=env)
+        while not started_file.exists():
             assert await child.wait(0.01) is None
         process = child.pid, child.start_time
         adopted = host.adopt(*process, name="a", program=["lasts", "--name", "a"])
-        assert (adopted is not None) == (mark == "ours")
+        assert (adopted is not None) == (mesh_tag == "ours")
         assert host.adopt(*process, name="a", program=["lasts", "--name", "b"]) is None
         assert host.adopt(*process, name="a") is not None, "by what was noted"
         child.kill()
         await child.wait(scaled(SOON_S))
-        there.unlink()
+        started_file.unlink()
 
 
-async def test_a_process_is_adopted_only_by_its_pid_and_start_time_together() -> None:
+async def test_process_is_adopted_only_by_pid_and_start_time() -> None:
     spawner, adopter = SystemHost(), SystemHost()
     child = spawner.spawn(["sleep", "60"], name="sleep")
     assert adopter.adopt(child.pid, child.start_time + 1, name="sleep") is None
@@ -217,14 +221,14 @@ async def test_a_process_is_adopted_only_by_its_pid_and_start_time_together() ->
 
 
 async def test_usage_counts_cpu_time_and_names_a_stopped_process(tmp_path: Path) -> None:
-    env = module(tmp_path, "spins", "while True: pass")
-    child = SystemHost().spawn(python("spins"), name="spins", env=env)
+    env = write_module(tmp_path, "spins", "while True: pass")
+    child = SystemHost().spawn(python_argv("spins"), name="spins", env=env)
     async with asyncio.timeout(scaled(SOON_S)):
         while (usage := child.read_usage()) is not None and usage.cpu_s < 0.1:
             await asyncio.sleep(0.01)
     assert usage is not None
     os.kill(child.pid, signal.SIGSTOP)
-    async with asyncio.timeout(scaled(SOON_S)):  # it stops when it gets a core next
+    async with asyncio.timeout(scaled(SOON_S)):  # it stops when it next gets a core
         while usage is not None and usage.state != "T":
             await asyncio.sleep(0.01)
             usage = child.read_usage()
@@ -234,7 +238,7 @@ async def test_usage_counts_cpu_time_and_names_a_stopped_process(tmp_path: Path)
     assert child.read_usage() is None
 
 
-async def test_every_goes_on_after_a_failure_and_ends_on_false(
+async def test_periodic_function_continues_after_an_error_and_ends_on_false(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls: list[int] = []
@@ -252,7 +256,7 @@ async def test_every_goes_on_after_a_failure_and_ends_on_false(
     assert "redis was away" in capsys.readouterr().err
 
 
-async def test_blocking_work_has_a_deadline_and_its_errors_come_through() -> None:
+async def test_blocking_work_has_a_deadline_and_raises_its_errors() -> None:
     host = SystemHost()
     assert await host.run_blocking(pow, 2, 5, deadline_s=scaled(5)) == 32
     with pytest.raises(ZeroDivisionError):
@@ -277,11 +281,11 @@ FULL_DISK = """
 """
 
 
-async def test_a_record_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> None:
-    env = module(tmp_path, "fills", FULL_DISK)
+async def test_record_that_does_not_fit_leaves_no_bytes(tmp_path: Path) -> None:
+    env = write_module(tmp_path, "fills", FULL_DISK)
     path, log = tmp_path / "segment", tmp_path / "log"
     child = SystemHost().spawn(
-        python("fills", str(path)),
+        python_argv("fills", str(path)),
         name="fills",
         env=env,
         log=log,
@@ -292,7 +296,7 @@ async def test_a_record_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> Non
     assert path.read_bytes() == b"a" * 600 + b"c" * 300
 
 
-def test_an_append_file_continues_where_it_ended(tmp_path: Path) -> None:
+def test_reopened_append_file_continues_at_its_end(tmp_path: Path) -> None:
     host = SystemHost()
     for record in (b"one", b"two"):
         file = host.open_append(tmp_path / "f")
@@ -310,61 +314,63 @@ def test_replacing_a_file_leaves_no_scratch_file(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def end_of(listener: socket.socket) -> SocketAddress:
+def get_socket_address(listener: socket.socket) -> SocketAddress:
     host, port = listener.getsockname()[:2]
     return SocketAddress(ip_address(host), port)
 
 
-def test_a_process_knows_its_own_ports() -> None:
+def test_listen_addresses_of_the_process_are_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        end = end_of(listener)
-        assert end in find_listen_addresses()
-    assert end not in find_listen_addresses()
+        address = get_socket_address(listener)
+        assert address in find_listen_addresses()
+    assert address not in find_listen_addresses()
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_it_is_told_where_clients_come_from(everywhere: bool) -> None:
+def test_hosts_of_connected_clients_are_found(everywhere: bool) -> None:
     family, host = (socket.AF_INET6, "::") if everywhere else (socket.AF_INET, "127.0.0.1")
-    about = {"family": family, "dualstack_ipv6": everywhere}
+    socket_options = {"family": family, "dualstack_ipv6": everywhere}
     with (
-        socket.create_server((host, 0), **about) as listener,  # type: ignore[arg-type]
-        socket.create_server((host, 0), **about) as other,  # type: ignore[arg-type]
+        socket.create_server((host, 0), **socket_options) as listener,  # type: ignore[arg-type]
+        socket.create_server((host, 0), **socket_options) as other,  # type: ignore[arg-type]
     ):
-        end, of_others = end_of(listener), end_of(other)
-        assert find_client_hosts({end}) == set()
+        address, other_address = get_socket_address(listener), get_socket_address(other)
+        assert find_client_hosts({address}) == set()
         source = ("127.0.0.2", 0)
-        with socket.create_connection(("127.0.0.1", end.port), source_address=source):
-            assert find_client_hosts({end}) == {"127.0.0.2"}
-            assert find_client_hosts({of_others}) == set()
-            assert find_client_hosts({SocketAddress(ip_address("127.0.0.3"), end.port)}) == set()
+        with socket.create_connection(("127.0.0.1", address.port), source_address=source):
+            assert find_client_hosts({address}) == {"127.0.0.2"}
+            assert find_client_hosts({other_address}) == set()
+            assert (
+                find_client_hosts({SocketAddress(ip_address("127.0.0.3"), address.port)}) == set()
+            )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_clients_of_other_users_are_told_from_ours(host: str) -> None:
+def test_clients_of_other_users_are_found(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
         socket.create_server((host, 0), family=family) as listener,
         socket.create_server((host, 0), family=family) as other,
     ):
-        end, of_others = end_of(listener), end_of(other)
-        with socket.create_connection((host, end.port)):
-            assert find_foreign_users({end}) == set()
-        told, tell = os.pipe()
-        stay, leave = os.pipe()
-        stranger = os.fork()
-        if stranger == 0:
-            os.close(leave)
+        address, other_address = get_socket_address(listener), get_socket_address(other)
+        with socket.create_connection((host, address.port)):
+            assert find_foreign_users({address}) == set()
+        ready_read, ready_write = os.pipe()
+        exit_read, exit_write = os.pipe()
+        child_pid = os.fork()
+        if child_pid == 0:
+            os.close(exit_write)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-            connected = socket.socket(family)
-            connected.connect((host, end.port))
-            os.write(tell, b"!")
-            os.read(stay, 1)
+            client_socket = socket.socket(family)
+            client_socket.connect((host, address.port))
+            os.write(ready_write, b"!")
+            os.read(exit_read, 1)
             os._exit(0)
-        assert os.read(told, 1)
-        assert find_foreign_users({end}) == {NOBODY}
-        assert find_foreign_users({of_others}) == set()
-        os.close(leave)
-        os.waitpid(stranger, 0)
-        for descriptor in (told, tell, stay):
+        assert os.read(ready_read, 1)
+        assert find_foreign_users({address}) == {NOBODY}
+        assert find_foreign_users({other_address}) == set()
+        os.close(exit_write)
+        os.waitpid(child_pid, 0)
+        for descriptor in (ready_read, ready_write, exit_read):
             os.close(descriptor)

@@ -28,7 +28,7 @@ from meshrl.common.mesh.wire.frames import CALL, pack_header, unpack_error
 from meshrl.common.state import registry
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
-from tests.meshes import PATIENT, begun, curve, keys_of
+from tests.meshes import PATIENT, encode_first_frame, make_curve_socket, make_keys
 from tests.unit.common.mesh.runtime.talking import (
     Join,
     Number,
@@ -65,7 +65,7 @@ async def guarded() -> AsyncIterator[Guarded]:
             role,
             MeshDependencies(
                 state=state,
-                transport=ZmqTransport(keys=keys_of(role)),
+                transport=ZmqTransport(keys=make_keys(role)),
                 clock=clock,
                 random=Random.from_os_entropy(),
                 host=SystemHost(),
@@ -92,7 +92,7 @@ class Caller:
         if identity:
             self._socket.set(zmq.ROUTING_ID, identity)
         if keys is not None:
-            curve(self._socket, keys, address)
+            make_curve_socket(self._socket, keys, address)
         self._socket.connect(parse_endpoint(address))
 
     def __enter__(self) -> Caller:
@@ -103,7 +103,7 @@ class Caller:
 
     def send(self, actor: str, method: str, target: str, call_id: int = 1) -> None:
         header = pack_header(CALL, call_id, actor, method, "someone", target, 60_000)
-        self._socket.send(begun(header, HELLO))
+        self._socket.send(encode_first_frame(header, HELLO))
 
     def send_raw(self, frame: bytes) -> None:
         self._socket.send(frame)
@@ -130,7 +130,7 @@ class WrongServer(ProcessKeys):
     ("keys", "why"),
     [
         (None, "handshake"),
-        (keys_of("rollout", OTHER), "keys"),
+        (make_keys("rollout", OTHER), "keys"),
         (WrongServer(lambda asked: [], time.monotonic), "handshake"),
     ],
     ids=["no keys", "another mesh's keys", "another server's key"],
@@ -152,7 +152,7 @@ async def test_unauthenticated_peer_gets_no_answer(
     ("keys", "why"),
     [
         (None, "names no key.*`meshrl down`"),
-        (keys_of("engine", OTHER), "wrong keys.*`meshrl keys`"),
+        (make_keys("engine", OTHER), "wrong keys.*`meshrl keys`"),
     ],
     ids=["open", "another mesh's"],
 )
@@ -175,7 +175,7 @@ async def test_call_to_a_process_with_other_keys_raises_handshake_failed(
 async def test_persistently_wrong_keys_are_not_retryable(guarded: Guarded) -> None:
     mesh = await guarded("b", "rollout", None)
     caller = mesh.ref("a")
-    other = ZmqTransport(keys=keys_of("engine", OTHER))
+    other = ZmqTransport(keys=make_keys("engine", OTHER))
     other.start(lambda *_: None, lambda *_: None, lambda *_: None)
     entry = registry.RegistryEntry("a", "engine", address=other.address, incarnation="x" * 16)
     await registry.register(mesh.state, entry, 60_000)
@@ -195,7 +195,7 @@ async def test_silent_server_is_not_reported_as_wrong_keys(guarded: Guarded) -> 
     assert isinstance(mesh.transport, ZmqTransport)
     mesh.transport._handshake_timeout_s = 0.5
     with socket.create_server(("127.0.0.1", 0)) as silent_server:
-        endpoint = keys_of("engine").make_address(
+        endpoint = make_keys("engine").make_address(
             f"tcp://127.0.0.1:{silent_server.getsockname()[1]}"
         )
         entry = registry.RegistryEntry("a", "engine", address=endpoint, incarnation="x" * 16)
@@ -214,7 +214,7 @@ async def test_impostor_on_a_port_receives_no_message_content(guarded: Guarded) 
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         impostor.settimeout(scaled(SOON_S))
         endpoint = f"tcp://127.0.0.1:{impostor.getsockname()[1]}"
-        address = keys_of("engine").make_address(endpoint)
+        address = make_keys("engine").make_address(endpoint)
         entry = registry.RegistryEntry(
             "a", "engine", address=address, incarnation="the one and only"
         )
@@ -242,7 +242,7 @@ async def test_disallowed_caller_gets_the_same_error_for_any_request(
 ) -> None:
     talker = Talker()
     mesh = await guarded("a", "engine", talker)
-    with Caller(mesh.transport.address, keys_of("trainer")) as caller:
+    with Caller(mesh.transport.address, make_keys("trainer")) as caller:
         caller.send(actor, method, mesh.incarnation if right else "other")
         assert await caller.answer() == ("not_allowed", "not allowed")
     assert mesh.telemetry.counters["refused_not_allowed"] == 1
@@ -250,7 +250,7 @@ async def test_disallowed_caller_gets_the_same_error_for_any_request(
 
 async def test_stale_incarnation_error_does_not_contain_the_current_one(guarded: Guarded) -> None:
     mesh = await guarded("a", "engine", Talker())
-    with Caller(mesh.transport.address, keys_of("rollout")) as caller:
+    with Caller(mesh.transport.address, make_keys("rollout")) as caller:
         caller.send("a", "echo", "an earlier start")
         code, text = await caller.answer()
     assert code == "stale_incarnation" and mesh.incarnation not in text
@@ -266,7 +266,7 @@ async def test_disallowed_request_is_rejected_before_the_actor_starts(
     while entry is None or not entry.alive:
         entry = await registry.lookup(trainer.state, "a")
         await asyncio.sleep(0.01)
-    with Caller(entry.address, keys_of("trainer")) as caller:
+    with Caller(entry.address, make_keys("trainer")) as caller:
         caller.send("a", "echo", entry.incarnation)
         assert (await caller.answer())[0] == "not_allowed"
     await cancel(joining)
@@ -277,12 +277,12 @@ async def test_flooding_requester_does_not_block_others(guarded: Guarded) -> Non
     mesh = await guarded("a", "engine", Talker())
     client = (await guarded("b", "rollout", None)).ref("a")
     body = encode(Number(600))[0]
-    with Caller(mesh.transport.address, keys_of("rollout")) as greedy:
+    with Caller(mesh.transport.address, make_keys("rollout")) as greedy:
 
         def flood() -> None:
             for call_id in range(1, MAX_RUNNING_PER_PEER + 2):
                 header = pack_header(CALL, call_id, "a", "sleep", "one", mesh.incarnation, 600_000)
-                greedy.send_raw(begun(header, body))
+                greedy.send_raw(encode_first_frame(header, body))
 
         await asyncio.to_thread(flood)
         assert await greedy.answer() == (
@@ -294,7 +294,9 @@ async def test_flooding_requester_does_not_block_others(guarded: Guarded) -> Non
         mesh._server._running[next(iter(mesh._server._running))].cancel(None)
         await until(lambda: mesh.running_calls < MAX_RUNNING_PER_PEER, SOON_S)
         greedy.send_raw(
-            begun(pack_header(CALL, 9999, "a", "sleep", "two", mesh.incarnation, 600_000), body)
+            encode_first_frame(
+                pack_header(CALL, 9999, "a", "sleep", "two", mesh.incarnation, 600_000), body
+            )
         )
         await until(lambda: mesh.running_calls == MAX_RUNNING_PER_PEER, SOON_S)
 
@@ -320,7 +322,7 @@ async def test_role_belongs_to_the_connection_when_identities_are_reused(
     for role, code in (("rollout", "stale_incarnation"), ("trainer", "not_allowed")) * 3:
         code_received = None
         while code_received is None:  # the previous connection must close before its name is free
-            with Caller(mesh.transport.address, keys_of(role), b"the same") as caller:
+            with Caller(mesh.transport.address, make_keys(role), b"the same") as caller:
                 caller.send("a", "echo", "other")
                 with suppress(TimeoutError):
                     code_received, _ = await caller.answer(within_s=0.5)

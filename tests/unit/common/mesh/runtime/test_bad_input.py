@@ -25,7 +25,7 @@ from meshrl.common.mesh.wire.frames import (
     unpack_error,
     unpack_header,
 )
-from tests.meshes import begun, curve, keys_of
+from tests.meshes import encode_first_frame, make_curve_socket, make_keys
 from tests.unit.common.mesh.runtime.talking import Join, Number, Talk, Talker, Text, until
 
 MALFORMED = 1000
@@ -84,11 +84,11 @@ class RawPeer:
     def __init__(self, mesh: Mesh) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        curve(self._socket, keys_of("test"), mesh.transport.address)
+        make_curve_socket(self._socket, make_keys("test"), mesh.transport.address)
         self._socket.connect(parse_endpoint(mesh.transport.address))
 
     def send(self, frames: list[bytes]) -> None:
-        self._socket.send_multipart([begun(frames[0]), *frames[1:]])
+        self._socket.send_multipart([encode_first_frame(frames[0]), *frames[1:]])
 
     def send_raw(self, frames: list[bytes]) -> None:
         self._socket.send_multipart(frames)

@@ -30,7 +30,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.embedded_server import prepare_server
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
-from tests.meshes import PATIENT, SECRET, begun, keys_of
+from tests.meshes import PATIENT, SECRET, encode_first_frame, make_keys
 from tests.unit.common.mesh.runtime.talking import (
     Join,
     Number,
@@ -43,7 +43,7 @@ from tests.unit.common.mesh.runtime.talking import (
 )
 
 STEPS = ["actor", "lease", "transport", "state"]
-KEYS = keys_of("loadtest")  # accepted by the echo process
+KEYS = make_keys("loadtest")  # accepted by the echo process
 
 
 class FaultInjector:
@@ -276,9 +276,8 @@ async def test_failed_mesh_open_closes_its_connections(tmp_path: Path) -> None:
         settings = MeshSettings(server.url, str(tmp_path), host="here", secret=SECRET, **options)
         with pytest.raises(ConfigError) as raised:
             await Mesh.open("a", "engine", settings)
-        raised_errors.append(
-            raised
-        )  # tracebacks would otherwise keep the connections alive until garbage collection
+        # Tracebacks would otherwise keep the connections alive until garbage collection.
+        raised_errors.append(raised)
     async with asyncio.timeout(scaled(20.0)):
         while len((await observer.run_command("CLIENT", "LIST")).splitlines()) > 1:
             await asyncio.sleep(0.02)
@@ -355,7 +354,7 @@ async def test_replies_beyond_the_high_water_mark_are_delivered() -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.set(zmq.RCVHWM, 2)
         client.connect(server.address)
-        client.send(begun(b"", b"all"))
+        client.send(encode_first_frame(b"", b"all"))
         await until(lambda: server.parked_count > 100)
         await asyncio.sleep(0.1)
         assert server.parked_count > 100
@@ -388,7 +387,7 @@ async def test_departed_requester_is_reported() -> None:
 
 async def test_silent_peer_is_not_reported_as_rejecting_after_a_blocked_loop() -> None:
     """Check a handshake that times out while the event loop is blocked."""
-    client = ZmqTransport(keys=keys_of("engine"), handshake_timeout_s=0.3)
+    client = ZmqTransport(keys=make_keys("engine"), handshake_timeout_s=0.3)
     lost_peers: list[tuple[str, bool, bool]] = []
     client.start(lambda *_: None, lambda *all: lost_peers.append(all), lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as silent_server:

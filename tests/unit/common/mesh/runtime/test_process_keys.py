@@ -33,9 +33,9 @@ from meshrl.common.mesh.transport.unauthenticated_peers import (
     UnauthenticatedPeers,
 )
 from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
-from tests.descriptors import descriptors_of
+from tests.descriptors import find_equal_descriptors
 from tests.load import scaled
-from tests.meshes import begun
+from tests.meshes import encode_first_frame
 from tests.unit.common.mesh.runtime.talking import until
 
 HOST = "gpu1-1f3a9c"
@@ -235,7 +235,7 @@ def open_member(
     member.curve_serverkey = parse_key(listener.transport.address)
     member.curve_publickey, member.curve_secretkey = pair.public, pair.secret
     member.connect(parse_endpoint(listener.transport.address))
-    member.send(begun(b"header", b"body"))
+    member.send(encode_first_frame(b"header", b"body"))
     return member
 
 
@@ -269,10 +269,10 @@ async def test_authenticated_peers_may_send_any_amount(
             members.append(open_member(listener, context))
             await until(partial(has_received_more, listener, number), SOON_S)
         for member in members:
-            member.send(begun(b"header", bytes(LIMITS.unauthenticated_bytes * 4)))
+            member.send(encode_first_frame(b"header", bytes(LIMITS.unauthenticated_bytes * 4)))
         await until(lambda: len(listener.owners) == 16, SOON_S)
         await asyncio.sleep(0.6)  # two checks
-        members[0].send(begun(b"header", b"body"))
+        members[0].send(encode_first_frame(b"header", b"body"))
         await until(lambda: len(listener.owners) == 17, SOON_S)
         for member in members:
             member.close(0)
@@ -313,9 +313,9 @@ def test_descriptor_reused_by_a_file_is_not_closed() -> None:
     unauthenticated = UnauthenticatedPeers(LIMITS, Counter())
     reading, writing = os.pipe()
     try:
-        before = descriptors_of(reading)
+        before = find_equal_descriptors(reading)
         unauthenticated.add_connection(reading)
-        assert descriptors_of(reading) == before >= {reading, writing}
+        assert find_equal_descriptors(reading) == before >= {reading, writing}
     finally:
         os.close(reading)
         os.close(writing)

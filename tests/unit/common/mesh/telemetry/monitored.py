@@ -1,5 +1,5 @@
-"""A service of a mesh of its own, for tests: SIGUSR1 holds its loop up until a line comes in,
-SIGUSR2 makes it ready.
+"""Service in its own mesh, for tests. SIGUSR1 blocks its loop until a line arrives; SIGUSR2 makes
+it ready.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.common.state import registry
 from meshrl.sim.redis.simulated_state import open_simulated_state
 
-LONGEST_S = 600.0  # that it lives, should nobody end it
+MAX_LIFETIME_S = 600.0  # if no test ends it
 
 
 async def main() -> None:
@@ -53,7 +53,7 @@ async def main() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, setattr, mesh, "ready", True)
     print(json.dumps({"address": entry.metrics}), flush=True)
     try:
-        await asyncio.sleep(LONGEST_S)
+        await asyncio.sleep(MAX_LIFETIME_S)
     finally:
         await mesh.leave()
 

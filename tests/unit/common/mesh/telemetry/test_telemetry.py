@@ -1,4 +1,4 @@
-"""Logs, stopwatches, watchdogs, and answers to a monitor also while the loop stands."""
+"""Logs, stopwatches, watchdogs, and monitoring answers while the event loop is blocked."""
 
 from __future__ import annotations
 
@@ -93,78 +93,80 @@ async def main():
 run_service(main)
 """
 ROOT = Path(__file__).parents[5]
-SOON_S = 30.0  # for an answer, on a busy host
+REPLY_TIMEOUT_S = 30.0  # for a reply on a busy host
 LABELS = {"service": "monitored/0", "kind": "monitored", "job": "j"}
-one_service = pytest.mark.group("monitored")
+same_worker = pytest.mark.group("monitored")
 
 
-def lines(*whose: str) -> list[dict[str, str]]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *whose], capture_output=True, text=True, check=True
+def run_and_parse_log(*process_labels: str) -> list[dict[str, str]]:
+    completed = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *process_labels], capture_output=True, text=True, check=True
     )
-    return [json.loads(line) for line in done.stderr.splitlines()]
+    return [json.loads(line) for line in completed.stderr.splitlines()]
 
 
-def test_every_line_says_which_job_its_process_serves_and_the_trace_of_the_call() -> None:
-    found = lines("engine/g1.0", "calculator")
-    assert {(line["service"], line["job"]) for line in found} == {("engine/g1.0", "calculator")}
-    assert [line["event"] for line in found] == ["starts", "answers", "answers", "on a thread"]
-    assert [line.get("trace") for line in found] == [None, "a" * 32, "b" * 32, None]
-    assert not any("job" in line for line in lines("planner/0"))
+def test_every_log_line_has_the_job_and_the_trace_of_the_call() -> None:
+    log_lines = run_and_parse_log("engine/g1.0", "calculator")
+    assert {(line["service"], line["job"]) for line in log_lines} == {("engine/g1.0", "calculator")}
+    assert [line["event"] for line in log_lines] == ["starts", "answers", "answers", "on a thread"]
+    assert [line.get("trace") for line in log_lines] == [None, "a" * 32, "b" * 32, None]
+    assert not any("job" in line for line in run_and_parse_log("planner/0"))
 
 
-def parts_of(watch: Stopwatch) -> list[tuple[str, float]]:
+def list_part_pairs(watch: Stopwatch) -> list[tuple[str, float]]:
     flat = watch.list_parts()
     return list(zip(flat[::2], flat[1::2], strict=True))  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.001, 5.0)), max_size=20))
-def test_states_follow_each_other_and_fill_the_time(course: list[tuple[str, float]]) -> None:
-    async def story(clock: VirtualClock, random: Random) -> None:
-        watch, began = Stopwatch(clock, "begin"), clock.monotonic()
-        for state, seconds in course:
+def test_stopwatch_parts_are_ordered_and_cover_the_time(
+    transitions: list[tuple[str, float]],
+) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        watch, start_s = Stopwatch(clock, "begin"), clock.monotonic()
+        for state, seconds in transitions:
             watch.enter(state)
             await clock.sleep(seconds)
-        lasted_ms = 1000 * (clock.monotonic() - began)
-        found = parts_of(watch)
-        assert sum(ms for _, ms in found) == pytest.approx(lasted_ms, abs=0.001 * len(found) + 1e-6)
-        told = [state for state, _ in found]
-        entered = [state for state, _ in course]
-        assert told == [s for i, s in enumerate(entered) if i == 0 or s != entered[i - 1]]
+        lasted_ms = 1000 * (clock.monotonic() - start_s)
+        parts = list_part_pairs(watch)
+        assert sum(ms for _, ms in parts) == pytest.approx(lasted_ms, abs=0.001 * len(parts) + 1e-6)
+        part_names = [state for state, _ in parts]
+        entered = [state for state, _ in transitions]
+        assert part_names == [s for i, s in enumerate(entered) if i == 0 or s != entered[i - 1]]
 
-    run_virtual(story)
+    run_virtual(main)
 
 
-def test_what_comes_after_the_last_part_that_is_kept_counts_as_its_own(
+def test_time_after_the_last_stopwatch_part_is_added_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stopwatch, "MAX_PARTS", 2)
 
-    async def story(clock: VirtualClock, random: Random) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
         watch = Stopwatch(clock, "a")
         for state in ("b", "c", "d", "e"):
             await clock.sleep(1.0)
             watch.enter(state)
         await clock.sleep(1.0)
-        assert parts_of(watch) == [("a", 1000.0), ("b", 1000.0), ("c", 3000.0)]
+        assert list_part_pairs(watch) == [("a", 1000.0), ("b", 1000.0), ("c", 3000.0)]
 
-    run_virtual(story)
+    run_virtual(main)
 
 
-def test_what_is_not_traced_can_be_told_all_the_same() -> None:
+def test_null_stopwatch_accepts_states() -> None:
     NULL_STOPWATCH.enter("queue")
     assert not hasattr(NULL_STOPWATCH, "list_parts")
 
 
-def test_a_hung_loop_dumps_its_stacks_and_exits() -> None:
+def test_blocked_loop_dumps_its_stacks_and_exits() -> None:
     command = [sys.executable, "-c", HUNG, str(min(10.0, scaled(2.0)))]
-    ended = subprocess.run(
+    completed = subprocess.run(
         command, capture_output=True, text=True, timeout=scaled(100), check=False
     )
-    assert ended.returncode == LEASE_LOST_EXIT_STATUS
-    assert ended.stdout == "loaded\n"
-    assert "the event loop has not run for" in ended.stderr
-    assert "in stand_still" in ended.stderr
+    assert completed.returncode == LEASE_LOST_EXIT_STATUS
+    assert completed.stdout == "loaded\n"
+    assert "the event loop has not run for" in completed.stderr
+    assert "in stand_still" in completed.stderr
 
 
 async def test_ready_is_published_without_waiting_for_the_renewal(join: Join) -> None:
@@ -175,7 +177,7 @@ async def test_ready_is_published_without_waiting_for_the_renewal(join: Join) ->
     assert entry is not None and entry.stats["ready"] is True
 
 
-async def test_a_name_has_one_holder(join: Join) -> None:
+async def test_name_has_one_owner(join: Join) -> None:
     first = await join("a", Talker(), ttl_s=30.0)
     with pytest.raises(Refused):
         await join("a", Talker(), ttl_s=0.1)
@@ -193,37 +195,39 @@ class Monitored:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert self.program.stdout is not None
-        said = self.program.stdout.readline()
-        self.address: str = json.loads(said)["address"]
+        first_line = self.program.stdout.readline()
+        self.address: str = json.loads(first_line)["address"]
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(self.address + path, timeout=scaled(SOON_S)) as answer:
+            with urllib.request.urlopen(
+                self.address + path, timeout=scaled(REPLY_TIMEOUT_S)
+            ) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
     def until(self, path: str, status: int) -> str:
-        end = time.monotonic() + scaled(SOON_S)
+        end = time.monotonic() + scaled(REPLY_TIMEOUT_S)
         while (answer := self.get(path))[0] != status:
             assert time.monotonic() < end, answer
             time.sleep(0.01)
         return answer[1]
 
-    def let_go(self) -> None:
-        """Ends what SIGUSR1 began."""
+    def unblock_loop(self) -> None:
+        """Unblock the loop that SIGUSR1 blocked."""
         assert self.program.stdin is not None
         self.program.stdin.write(b"\n")
         self.program.stdin.flush()
 
     def metrics(self) -> dict[str, float]:
-        """By name, and `name of` for tables."""
-        found = {}
+        """Return metrics by name, or by `name of` for tables."""
+        metrics = {}
         for family in text_string_to_metric_families(self.get("/metrics")[1]):
             for sample in family.samples:
                 assert LABELS.items() <= sample.labels.items(), sample
-                found[f"{sample.name} {sample.labels.get('of', '')}".strip()] = sample.value
-        return found
+                metrics[f"{sample.name} {sample.labels.get('of', '')}".strip()] = sample.value
+        return metrics
 
 
 @pytest.fixture(scope="module")
@@ -231,50 +235,50 @@ def monitored() -> Iterator[Monitored]:
     service = Monitored("127.0.0.1:*")
     yield service
     service.program.terminate()
-    assert service.program.wait(scaled(SOON_S)) == 0
+    assert service.program.wait(scaled(REPLY_TIMEOUT_S)) == 0
 
 
-@one_service
-def test_metrics_are_the_kernels_the_services_and_the_runtimes(monitored: Monitored) -> None:
-    found = monitored.metrics()
-    assert found["process_cpu_seconds_total"] > 0.1
-    assert found["process_resident_memory_bytes"] > 1e7
-    assert found["meshrl_busy_s"] == 2.5
-    assert found["meshrl_core"] == 1.0
-    assert found["meshrl_requests rollout/0"] == 4.0
-    assert found["meshrl_answers_total"] == 3.0
-    assert "meshrl_path" not in found and "meshrl_answers" not in found
-    while monitored.metrics()["meshrl_loop_lag_seconds"] > 0.4:  # a busy host may hold it up
+@same_worker
+def test_metrics_come_from_kernel_service_and_runtime(monitored: Monitored) -> None:
+    metrics = monitored.metrics()
+    assert metrics["process_cpu_seconds_total"] > 0.1
+    assert metrics["process_resident_memory_bytes"] > 1e7
+    assert metrics["meshrl_busy_s"] == 2.5
+    assert metrics["meshrl_core"] == 1.0
+    assert metrics["meshrl_requests rollout/0"] == 4.0
+    assert metrics["meshrl_answers_total"] == 3.0
+    assert "meshrl_path" not in metrics and "meshrl_answers" not in metrics
+    while monitored.metrics()["meshrl_loop_lag_seconds"] > 0.4:  # a busy host may block the loop
         time.sleep(0.01)
 
 
-@one_service
-def test_it_answers_while_the_loop_stands_still_and_says_so(monitored: Monitored) -> None:
+@same_worker
+def test_liveness_reports_a_blocked_loop(monitored: Monitored) -> None:
     assert monitored.until("/livez", 200) == "ok\n"
     monitored.program.send_signal(signal.SIGUSR1)
     reason = monitored.until("/livez", 503)
     assert "the event loop has not run for" in reason
     assert monitored.metrics()["meshrl_loop_lag_seconds"] > 0.4
     assert monitored.metrics()["meshrl_live"] == 0.0
-    monitored.let_go()
-    assert monitored.until("/livez", 200) == "ok\n"  # it runs again
+    monitored.unblock_loop()
+    assert monitored.until("/livez", 200) == "ok\n"  # the loop runs again
 
 
-@one_service
-def test_ready_is_what_the_service_says(monitored: Monitored) -> None:
+@same_worker
+def test_readiness_follows_the_service(monitored: Monitored) -> None:
     monitored.until("/livez", 200)
     assert monitored.until("/readyz", 503) == "the service is not ready for work\n"
     monitored.program.send_signal(signal.SIGUSR2)
     assert monitored.until("/readyz", 200) == "ok\n"
 
 
-@one_service
-def test_an_unknown_path_says_which_there_are(monitored: Monitored) -> None:
+@same_worker
+def test_unknown_path_lists_the_known_ones(monitored: Monitored) -> None:
     assert monitored.get("/health") == (404, "there is /metrics /livez /readyz\n")
 
 
-@one_service
-def test_a_client_that_says_nothing_holds_nobody_up(monitored: Monitored) -> None:
+@same_worker
+def test_silent_clients_do_not_block_others(monitored: Monitored) -> None:
     host, _, port = monitored.address.removeprefix("http://").partition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(8)]
     assert monitored.until("/livez", 200) == "ok\n"
@@ -282,26 +286,29 @@ def test_a_client_that_says_nothing_holds_nobody_up(monitored: Monitored) -> Non
         connection.close()
 
 
-def test_processes_of_a_host_share_a_range_of_ports() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        low = taken.getsockname()[1]
+def test_metrics_endpoints_share_a_range_of_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        first_port = occupied.getsockname()[1]
         one = MetricsEndpoint(
-            f"127.0.0.1:{low}-{low + 20}", "", SystemHost(), {"/": make_health_page(str)}
+            f"127.0.0.1:{first_port}-{first_port + 20}",
+            "",
+            SystemHost(),
+            {"/": make_health_page(str)},
         )
-        assert low < int(one.address.rpartition(":")[2]) <= low + 20
+        assert first_port < int(one.address.rpartition(":")[2]) <= first_port + 20
         one.close()
         with pytest.raises(ConfigError, match=r"no port .* wider range"):
-            MetricsEndpoint(f"127.0.0.1:{low}", "", SystemHost(), {})
+            MetricsEndpoint(f"127.0.0.1:{first_port}", "", SystemHost(), {})
 
 
 @pytest.mark.parametrize("advertise", ["tcp://worker-7:*", "tcp://worker-7", "worker-7:7000"])
-def test_others_are_told_the_advertised_host(advertise: str) -> None:
+def test_advertised_host_is_in_the_address(advertise: str) -> None:
     one = MetricsEndpoint("0.0.0.0:*", advertise, SystemHost(), {})
     assert re.fullmatch(r"http://worker-7:\d+", one.address)
     one.close()
 
 
-def test_pages_for_this_host_alone_are_where_they_are_whatever_is_advertised() -> None:
+def test_loopback_endpoint_ignores_the_advertised_host() -> None:
     one = MetricsEndpoint(
         "127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {"/": make_health_page(str)}
     )
@@ -311,40 +318,44 @@ def test_pages_for_this_host_alone_are_where_they_are_whatever_is_advertised() -
 
 
 @pytest.mark.parametrize("advertise", ["127.0.0.1", "tcp://127.0.0.1", "tcp://127.0.0.1:*"])
-async def test_a_host_is_advertised_with_the_port_that_was_bound(advertise: str) -> None:
+async def test_advertised_host_gets_the_bound_port(advertise: str) -> None:
     transport = ZmqTransport("tcp://127.0.0.1:*", advertise)
     assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", transport.address)
     await transport.close()
 
 
-async def test_a_whole_endpoint_is_advertised_as_it_is() -> None:
+async def test_complete_endpoint_is_advertised_unchanged() -> None:
     transport = ZmqTransport("tcp://127.0.0.1:*", "tcp://[fe80::7]:7000")
     assert transport.address == "tcp://[fe80::7]:7000"
     await transport.close()
 
 
 @pytest.mark.parametrize("where", ["9400", "here:", "here:a-b", "here:9-8", "here:70000"])
-def test_a_place_that_is_none_is_refused(where: str) -> None:
+def test_invalid_listen_addresses_are_rejected(where: str) -> None:
     with pytest.raises(ConfigError, match="no place to listen"):
         parse_listen_address(where, "mesh.metrics")
 
 
-def test_clients_that_stay_cost_few_threads_and_keep_nobody_out() -> None:
+def test_idle_clients_use_few_threads_and_do_not_block_others() -> None:
     endpoint = MetricsEndpoint(
         "127.0.0.1:*", "", SystemHost(), {"/livez": make_health_page(lambda: "")}
     )
     host, _, port = endpoint.address.removeprefix("http://").rpartition(":")
     before = threading.active_count()
-    staying = []
+    connections = []
     for _ in range(4 * MAX_CLIENTS):
-        staying.append(socket.create_connection((host, int(port)), timeout=scaled(SOON_S)))
-        staying[-1].sendall(b"GET /livez HTTP/1.0\r\n")  # and no end of it
-    with urllib.request.urlopen(f"{endpoint.address}/livez", timeout=scaled(SOON_S)) as answer:
+        connections.append(
+            socket.create_connection((host, int(port)), timeout=scaled(REPLY_TIMEOUT_S))
+        )
+        connections[-1].sendall(b"GET /livez HTTP/1.0\r\n")  # an unfinished request
+    with urllib.request.urlopen(
+        f"{endpoint.address}/livez", timeout=scaled(REPLY_TIMEOUT_S)
+    ) as answer:
         assert answer.read() == b"ok\n"
-    for hung_up in staying[: 3 * MAX_CLIENTS]:
+    for closed_connection in connections[: 3 * MAX_CLIENTS]:
         with suppress(ConnectionResetError):
-            assert hung_up.recv(1) == b""
+            assert closed_connection.recv(1) == b""
     assert threading.active_count() - before <= 2 * MAX_CLIENTS
-    for stays in staying:
-        stays.close()
+    for connection in connections:
+        connection.close()
     endpoint.close()

@@ -92,19 +92,19 @@ everything = st.builds(
 
 
 @given(everything)
-def test_a_message_arrives_as_it_left(m: Everything) -> None:
+def test_message_round_trips_unchanged(m: Everything) -> None:
     assert decode(Everything, *encode(m)) == m
 
 
 @given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=3))
-def test_random_bytes_are_a_bad_message_or_a_message(body: bytes, buffers: list[bytes]) -> None:
+def test_random_bytes_decode_or_raise_bad_message(body: bytes, buffers: list[bytes]) -> None:
     for cls in (Everything, Blocks, Inner):
         with suppress(BadMessage):
             assert isinstance(decode(cls, body, buffers), cls)
 
 
 @given(plain, plain, plain)
-def test_values_of_other_types_are_a_bad_message(a: Any, b: Any, c: Any) -> None:
+def test_values_of_other_types_raise_bad_message(a: Any, b: Any, c: Any) -> None:
     try:
         m = decode(Blocks, msgpack.packb([a, b, c]))
     except BadMessage:
@@ -116,30 +116,30 @@ def test_values_of_other_types_are_a_bad_message(a: Any, b: Any, c: Any) -> None
     "dtype", ["bool", "int8", "int32", "int64", "uint16", "float32", "float64"]
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (40, 50), (2, 0, 4)])
-def test_an_array_arrives_with_its_type_and_shape(dtype: str, shape: tuple[int, ...]) -> None:
+def test_array_keeps_its_dtype_and_shape(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
     m = decode(Blocks, *encode(Blocks(array, None, [array.T, array])))
-    for got, sent in ((m.first, array), (m.rest[0], array.T), (m.rest[1], array)):
-        assert got.dtype == sent.dtype and got.shape == sent.shape
-        assert np.array_equal(got, sent)
+    for received, sent in ((m.first, array), (m.rest[0], array.T), (m.rest[1], array)):
+        assert received.dtype == sent.dtype and received.shape == sent.shape
+        assert np.array_equal(received, sent)
 
 
-def test_large_arrays_leave_as_views_without_a_copy() -> None:
+def test_large_arrays_are_encoded_without_a_copy() -> None:
     array = np.zeros(4096, np.float32)
     body, buffers = encode(Blocks(array, None, [np.zeros(3)]))
     assert len(body) < 100 and len(buffers) == 1
     assert np.shares_memory(np.frombuffer(buffers[0], np.float32), array)
 
 
-def test_buffers_must_be_those_that_the_body_names() -> None:
+def test_buffers_must_match_the_body() -> None:
     body, buffers = encode(Blocks(np.zeros(4096), None, []))
-    others: list[list[Any]] = [[], [bytes(8)], [*buffers, bytes(4)]]
-    for wrong in others:
+    invalid_buffers: list[list[Any]] = [[], [bytes(8)], [*buffers, bytes(4)]]
+    for wrong in invalid_buffers:
         with pytest.raises(BadMessage):
             decode(Blocks, body, wrong)
 
 
-def test_a_missing_or_additional_field_is_a_bad_message() -> None:
+def test_missing_or_additional_field_raises_bad_message() -> None:
     fields: Any
     for fields in (["a"], ["a", 1.0, 2], [], {}):
         with pytest.raises(BadMessage):
@@ -147,12 +147,12 @@ def test_a_missing_or_additional_field_is_a_bad_message() -> None:
 
 
 @pytest.mark.parametrize("fields", [["a", "1"], [b"a", 1.0], ["a", True], [1, 1.0], ["a", None]])
-def test_a_field_of_the_wrong_type_is_named(fields: list[Any]) -> None:
+def test_field_of_the_wrong_type_is_named(fields: list[Any]) -> None:
     with pytest.raises(BadMessage, match=r"Inner\.(name|weight)"):
         decode(Inner, msgpack.packb(fields))
 
 
-def test_any_is_not_nested_beyond_the_limit() -> None:
+def test_nesting_beyond_the_limit_is_rejected() -> None:
     @message
     class Holder:
         value: Any
@@ -166,27 +166,27 @@ def test_any_is_not_nested_beyond_the_limit() -> None:
         decode(Holder, b"\x91" * 5000 + b"\xc0")
 
 
-def test_object_arrays_and_foreign_values_do_not_leave() -> None:
+def test_object_arrays_and_foreign_values_are_rejected() -> None:
     with pytest.raises(BadMessage):
         encode(Blocks(np.array([{}]), None, []))
     with pytest.raises(BadMessage):
         encode(Inner(object(), 1.0))  # type: ignore[arg-type]
 
 
-def test_sizes_are_checked_by_looking_at_lengths() -> None:
+def test_size_checks_read_only_lengths() -> None:
     limit = LIMITS
     for frames in (
         [b""] * (limit.frames + 1),
-        [b"", memoryview(bytes(1)).cast("B"), _Claims(limit.buffer_bytes + 1)],
-        [b"", _Claims(limit.body_bytes + 1)],
-        [b"", b"", *[_Claims(limit.buffer_bytes)] * 5],
+        [b"", memoryview(bytes(1)).cast("B"), _LengthOnly(limit.buffer_bytes + 1)],
+        [b"", _LengthOnly(limit.body_bytes + 1)],
+        [b"", b"", *[_LengthOnly(limit.buffer_bytes)] * 5],
     ):
         with pytest.raises(BadMessage):
             check_sizes(frames)  # type: ignore[arg-type]
 
 
-class _Claims:
-    """Has a length and no bytes: whoever reads them fails the test."""
+class _LengthOnly:
+    """Object with a length and no bytes: reading it fails the test."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -195,7 +195,7 @@ class _Claims:
         return self._length
 
 
-def test_headers_of_other_versions_and_shapes_are_refused() -> None:
+def test_headers_of_other_versions_and_shapes_are_rejected() -> None:
     good = pack_header(1, 7, "weights", "stage", "a", "b", 10, "trace")
     assert unpack_header(good)[1:] == (1, 7, "weights", "stage", "a", "b", 10, "trace")
     for bad in (
@@ -210,7 +210,7 @@ def test_headers_of_other_versions_and_shapes_are_refused() -> None:
             unpack_header(bad)
 
 
-def test_a_field_that_cannot_cross_is_refused_when_the_class_is_made() -> None:
+def test_unsupported_field_type_is_rejected_at_class_creation() -> None:
     with pytest.raises(TypeError, match=r"Wrong\.value"):
 
         @message
@@ -218,42 +218,42 @@ def test_a_field_that_cannot_cross_is_refused_when_the_class_is_made() -> None:
             value: set[int]
 
 
-def errors() -> list[type[MeshError]]:
-    """Every class of the program below MeshError, found in its text: what no other test has
-    imported is among them, and only their modules are imported.
+def list_error_classes() -> list[type[MeshError]]:
+    """Return every class below MeshError, found in the source text, including classes of modules
+    that no other test imports.
     """
-    made: list[tuple[str, str, set[str]]] = []
+    classes: list[tuple[str, str, set[str]]] = []
     for package in ("common", "services", "meshrl", "sim"):
         for path in sorted((ROOT / package).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             module = f"meshrl.{module.removeprefix('meshrl.')}"
             for name, bases in _CLASS.findall(path.read_text()):
-                made.append(
+                classes.append(
                     (module, name, {b.strip().rpartition(".")[2] for b in bases.split(",")})
                 )
     known, size = {"MeshError"}, 0
     while len(known) > size:
         size = len(known)
-        known |= {name for _, name, bases in made if bases & known}
-    found = [(module, name) for module, name, bases in made if bases & known]
+        known |= {name for _, name, bases in classes if bases & known}
+    error_names = [(module, name) for module, name, bases in classes if bases & known]
     optional = (
         []
         if find_spec("verifiers")
         else ["meshrl.services.environment.verifiers_environment.episode"]
     )
-    return [getattr(import_module(m), name) for m, name in found if m not in optional]
+    return [getattr(import_module(m), name) for m, name in error_names if m not in optional]
 
 
-def test_each_error_arrives_as_the_class_that_was_raised() -> None:
-    every = errors()
-    assert len(every) > 25
-    for cls in every:
-        made = cls("it went wrong", where="there")
-        arrived = from_wire(*to_wire(made), where="a")
+def test_each_error_round_trips_as_its_class() -> None:
+    error_classes = list_error_classes()
+    assert len(error_classes) > 25
+    for cls in error_classes:
+        error = cls("it went wrong", where="there")
+        arrived = from_wire(*to_wire(error), where="a")
         assert type(arrived) is cls and "it went wrong" in str(arrived)
 
 
-def test_no_two_errors_have_one_code() -> None:
+def test_error_codes_are_unique() -> None:
     with pytest.raises(TypeError, match="needs a code of its own"):
 
         class Later(DeadlineExceeded):

@@ -107,7 +107,7 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
                 owns_state=True,
             ),
             settings=MeshSettings("", "", host=host, joinable=True, encrypt=encrypt),
-            terms=LeaseTerms(on_lost=ends.lost, **PATIENT),
+            terms=LeaseTerms(on_lost=ends.report_lost_lease, **PATIENT),
             access=AccessRules(credentials=doorway),
         )
         await made.join(None)

@@ -21,14 +21,14 @@ from meshrl.common.weights.store.chunk_cache import VersionToFetch
 from meshrl.common.weights.transports.broadcaster import Broadcaster
 from meshrl.common.weights.transports.collective import CollectiveTransport
 from meshrl.sim.redis.simulated_state import open_simulated_state
-from tests.answering import answering
 from tests.meshes import on_sockets
+from tests.recording_actors import make_recording_actor
 
 SIZES = 300_000, 1, 70_000, 1 << 20, 12_345  # bytes of the chunks
 JOB, MANIFEST = "job", "5" * 32
 
 
-class Core(type(answering("trainer", []))):  # type: ignore[misc]
+class Core(type(make_recording_actor("trainer", []))):  # type: ignore[misc]
     """Of a trainer, what receivers ask of it; it has nothing else to say."""
 
     def __init__(self, broadcasts: Broadcaster) -> None:

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from meshrl.job.job_file import Check, JobFile
-from tests.unit.meshrl.job.conftest import SMALL, Given
+from tests.unit.meshrl.job.conftest import SMALL, JobVariant
 
 
 @pytest.fixture
-def place(small: Given) -> Path:
+def place(small: JobVariant) -> Path:
     """Return the path of the job file of `small`."""
     return small.path
 
 
 def read(place: Path, *overrides: str) -> JobFile:
-    return Given(place, SMALL).read(*overrides)
+    return JobVariant(place, SMALL).read(*overrides)
 
 
 def get_error(check: Check, place: Path, *overrides: str) -> str:
     """Return the error of a check of the job."""
-    return Given(place, SMALL).get_error(*overrides, check=check)
+    return JobVariant(place, SMALL).get_error(*overrides, check=check)

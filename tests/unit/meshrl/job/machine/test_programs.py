@@ -145,7 +145,7 @@ def test_missing_gpus_are_reported_with_the_search_result(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     said = get_error(devices.check_devices, place, cuda)
     assert "mesh.workers: 3 workers are asked for, and there are 1 GPUs" in said
-    gpus.init_fails(DRIVER_NOT_LOADED)
+    gpus.fail_init(DRIVER_NOT_LOADED)
     assert "kernel module is not loaded" in get_error(devices.check_devices, place, cuda)
 
 

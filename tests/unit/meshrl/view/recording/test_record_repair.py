@@ -154,9 +154,9 @@ async def test_events_are_restored_from_the_stream(run: Run, harm: str, at_rest:
         assert await recorder.poll() is not None
     assert run.notes == ["a", "b", "c", "d", "e", "f"]
     assert not read_lines(path).corruption
-    (read_corruption_events,) = run.read_corruption_events()
-    assert (read_corruption_events["what"], read_corruption_events["path"]) == ("events", str(path))
-    assert "made again from the event stream" in read_corruption_events["then"]
+    (event,) = run.read_corruption_events()
+    assert (event["what"], event["path"]) == ("events", str(path))
+    assert "made again from the event stream" in event["then"]
     assert (run.directory / QUARANTINE_DIRECTORY / "events.jsonl").exists() == (harm != "delete")
     assert [e.kind for e in read_events(run.directory)].count(CORRUPTION_EVENT) == 1
 
@@ -172,8 +172,8 @@ async def test_events_trimmed_from_redis_are_reported_as_lost(run: Run) -> None:
     recorder = run.recorder()
     for _ in range(2):
         assert await recorder.poll() is not None
-    (read_corruption_events,) = run.read_corruption_events()
-    assert "1 of its events are lost" in read_corruption_events["then"]
+    (event,) = run.read_corruption_events()
+    assert "1 of its events are lost" in event["then"]
     assert len(run.notes) in (4, 5) and not read_lines(path).corruption
     assert [e.kind for e in read_events(run.directory)].count("history_lost") == 1
 
@@ -202,9 +202,9 @@ async def test_repair_without_redis_quarantines_one_file_only(
     for _ in range(5):
         await recorder.poll()
     assert [p.name for p in (run.directory / QUARANTINE_DIRECTORY).iterdir()] == ["events.jsonl"]
-    assert [
-        read_corruption_events["what"] for read_corruption_events in run.read_corruption_events()
-    ] == ["events"] and not read_lines(path).corruption
+    assert [event["what"] for event in run.read_corruption_events()] == [
+        "events"
+    ] and not read_lines(path).corruption
     assert [e.kind for e in read_events(run.directory)].count("history_lost") == 1
     await run.launcher.state.close()
 
@@ -243,10 +243,10 @@ async def test_long_repair_has_no_deadline_and_keeps_the_loop_responsive(run: Ru
 
 def record_events(directory: Path, count: int) -> None:
     """Record events that Redis does not have."""
-    read_corruption_events = [
+    rows = [
         events.Event(f"{n}-0", n, "note", {"job": JOB, "text": str(n)}) for n in range(1, count + 1)
     ]
-    RunRecordWriter(directory, JOB).add_events(read_corruption_events)
+    RunRecordWriter(directory, JOB).add_events(rows)
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty"])
@@ -263,11 +263,8 @@ async def test_corrupt_document_is_quarantined_and_the_run_continues(
     HARM[harm](path, path)
     recorder = run.recorder()
     assert await recorder.poll() is not None
-    (read_corruption_events,) = run.read_corruption_events()
-    assert (
-        read_corruption_events["path"] == str(path)
-        and Path(read_corruption_events["aside"]).parent.name == QUARANTINE_DIRECTORY
-    )
+    (event,) = run.read_corruption_events()
+    assert event["path"] == str(path) and Path(event["aside"]).parent.name == QUARANTINE_DIRECTORY
     await recorder.close()
 
 
@@ -280,8 +277,8 @@ async def test_job_file_is_restored_while_the_run_continues(run: Run, harm: str)
     HARM[harm](path, path)
     await recorder.poll()
     assert read_json(path) == before
-    (read_corruption_events,) = run.read_corruption_events()
-    assert read_corruption_events["then"] == "written again from memory"
+    (event,) = run.read_corruption_events()
+    assert event["then"] == "written again from memory"
 
 
 async def test_torn_tail_is_repaired_silently(run: Run) -> None:
@@ -366,8 +363,8 @@ async def test_missing_metrics_steps_are_reported_and_the_rest_is_kept(run: Run,
     HARM[harm](path, copy)
     recorded = RunRecordWriter(run.directory, JOB)
     assert list(recorded.faults) == ["metrics.jsonl"]
-    read_corruption_events = await recorded.repair_metrics(run.launcher.state, run.launcher.host)
-    assert read_corruption_events["what"] == "metrics"
+    report = await recorded.repair_metrics(run.launcher.state, run.launcher.host)
+    assert report["what"] == "metrics"
     assert not read_lines(path).corruption
 
 

@@ -195,7 +195,7 @@ def test_thinned_curve_has_evenly_spaced_rows_and_the_last() -> None:
 
 
 def test_page_of_a_long_run_skips_events_of_single_groups(tmp_path: Path) -> None:
-    list_tags = [
+    kinds = [
         ("leader", 1),
         ("opened", 2),
         ("ready", 3),
@@ -204,5 +204,5 @@ def test_page_of_a_long_run_skips_events_of_single_groups(tmp_path: Path) -> Non
         ("move", 6),
     ]
     file = LineFile(tmp_path / EVENTS_FILE)
-    file.append({"id": f"{ms}-0", "ms": ms, "kind": kind, "fields": {}} for kind, ms in list_tags)
+    file.append({"id": f"{ms}-0", "ms": ms, "kind": kind, "fields": {}} for kind, ms in kinds)
     assert [e.ms for e in read_rare_events(tmp_path)] == [1, 2, 3, 4, 6]

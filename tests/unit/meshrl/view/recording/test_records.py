@@ -59,9 +59,9 @@ class Recorded:
     async def note(self, job: str, text: str) -> None:
         await events.append(self.launcher.state, "note", {"job": job, "text": text})
 
-    async def until(self, poll: Callable[[], bool], what: str) -> None:
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
         async with asyncio.timeout(scaled(PATIENCE_S)):
-            while not poll():
+            while not condition():
                 assert not self.recording.done(), self.recording.exception()
                 await asyncio.sleep(0.01)
 

@@ -16,7 +16,7 @@ from meshrl.common.state.events import Event
 from meshrl.view.trace import trace_writer
 from meshrl.view.trace.trace_writer import TraceNotes, draw_trace
 from meshrl.view.trace.tracks import BarShape, TraceBar, TrackWriter
-from tests.traced import check, spans_of
+from tests.traced import check_trace, list_spans
 
 START_S = 1_700_000_000.0
 
@@ -85,41 +85,41 @@ NOTED = TraceNotes(
 
 def test_trace_has_trajectories_trainer_engines_and_gangs() -> None:
     events = list(draw_trace(NOTED, EVENTS))
-    check(events)
-    names = [span["name"] for span in spans_of(events, "shard 0")]
+    check_trace(events)
+    names = [span["name"] for span in list_spans(events, "shard 0")]
     assert names[:5] == ["7.1", "open", "queue", "prefill", "decode"]
     assert "evaluation 0.1" in names
-    first = spans_of(events, "shard 0")[0]
+    first = list_spans(events, "shard 0")[0]
     assert (first["ts"], first["dur"]) == (500_000, 101_875)
     assert first["args"]["trained in step"] == 4 and first["args"]["reward"] == 1.0
-    trainer = [(span["name"], span["dur"]) for span in spans_of(events, "trainer")]
+    trainer = [(span["name"], span["dur"]) for span in list_spans(events, "trainer")]
     assert trainer[:3] == [("step 4", 960_000), ("wait", 400_000), ("train", 500_000)]
     assert ("sync: stage", 50_000) in trainer and ("sync: commit", 10_000) in trainer
     assert ("pack", 2_500) in trainer and trainer.count(("round", 200_000)) == 2
     assert ("checkpoint: write", 300_000) in trainer
-    engines = [(s["name"], s["ts"], s["dur"]) for s in spans_of(events, "engines")]
+    engines = [(s["name"], s["ts"], s["dur"]) for s in list_spans(events, "engines")]
     assert engines == [
         ("version 1", 1_000_000, 6_000),
         ("pull", 1_000_000, 5_000),
         ("pause", 1_005_000, 1_000),
     ]
-    gangs = [(s["name"], s["ts"], s["dur"]) for s in spans_of(events, "gangs")]
+    gangs = [(s["name"], s["ts"], s["dur"]) for s in list_spans(events, "gangs")]
     assert gangs == [
         ("rollout", 200_000, 1_300_000),
         ("rollout (leaving)", 1_500_000, 500_000),
         ("training", 2_000_000, 1_000_000),
     ]
-    assert [s["name"] for s in spans_of(events, "job")] == ["training", "finished"]
+    assert [s["name"] for s in list_spans(events, "job")] == ["training", "finished"]
 
 
 def test_arrow_connects_a_group_to_its_training_step() -> None:
     late = trajectory(7, 0.6, "open", 250.0)
     noted = TraceNotes(shards={"shard 0": [*NOTED.shards["shard 0"], late]}, trainer=NOTED.trainer)
     events = list(draw_trace(noted, EVENTS))
-    check(events)
+    check_trace(events)
     source, target = (e for e in events if e["ph"] in "sf")
     assert (source["id"], source["ts"], target["ts"]) == (7, 849_999, 850_000)
-    [step] = [s for s in spans_of(events, "trainer") if s["name"] == "step 4"]
+    [step] = [s for s in list_spans(events, "trainer") if s["name"] == "step 4"]
     assert (target["pid"], target["tid"]) == (step["pid"], step["tid"])
     too_late = trajectory(7, 1.1, "open", 250.0)  # after the step by its host's clock
     noted = TraceNotes(shards={"shard 0": [too_late]}, trainer=NOTED.trainer)
@@ -151,7 +151,7 @@ def test_overlapping_spans_get_separate_lanes(
 ) -> None:
     tracks = TrackWriter(0.0)
     events = [*tracks.draw_bars("x", "first", found), *tracks.draw_bars("x", "second", found)]
-    check(events)
+    check_trace(events)
     lanes = {(e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert len(set(lanes.values())) == len(lanes)
     whole = [e for e in events if e["ph"] == "X" and e["name"] == "one"]
@@ -180,7 +180,7 @@ def test_trace_contains_complete_lines_of_every_process(
     (tmp_path / "events.jsonl").write_bytes(b"")
     trace_writer.export_trace(tmp_path, tmp_path / "mine.json")
     held = json.loads((tmp_path / "mine.json").read_text())
-    check(held["traceEvents"])
+    check_trace(held["traceEvents"])
     assert f"{len(held['traceEvents'])} events" in capsys.readouterr().out
     assert (tmp_path / "mine.json").stat().st_mode & 0o777 == 0o600
     assert sorted(p.name for p in tmp_path.iterdir()) == ["events.jsonl", "mine.json", "trace"]

@@ -1,4 +1,4 @@
-"""Grading as the tests of this folder ask for it, and their rows."""
+"""Graders of this folder's tests, and the tests' rows."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from meshrl.services.sandbox.outcomes import CallResult
 from tests.load import scaled
 
 
-def rows(name: str, kind: str) -> list[dict[str, Any]]:
+def read_rows(name: str, kind: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / name).read_text())[kind]
     return found
 
 
-def said(text: str) -> list[dict[str, Any]]:
+def make_turns(text: str) -> list[dict[str, Any]]:
     return [{"role": "model", "text": text}]
 
 
-async def graded(
+async def grade(
     launcher: JailLauncher,
     tests: Any,
     source: str,
     suites: PytestJails | None = None,
     **options: Any,
 ) -> CallResult:
-    """Grade a program; each case has time on a busy host, too, unless an option says how much."""
+    """Grade a program; unless an option sets it, the time per case allows for a busy host."""
     slots = JailSlots(SystemClock(), 2)
-    grading = CodeGrader(launcher, slots, JailLimits(), {"case_s": scaled(2.0)} | options, suites)
-    return await grading.compute_reward({"tests": tests}, said(source))
+    grader = CodeGrader(launcher, slots, JailLimits(), {"case_s": scaled(2.0)} | options, suites)
+    return await grader.compute_reward({"tests": tests}, make_turns(source))
 
 
-class Judge:
-    """Grades programs beside each other."""
+class BatchGrader:
+    """Grader of many programs at once."""
 
     def __init__(self, launcher: JailLauncher, **options: Any) -> None:
         slots = JailSlots(SystemClock(), 4)
-        self.grading = CodeGrader(launcher, slots, JailLimits(), {"case_s": scaled(5.0)} | options)
+        self.grader = CodeGrader(launcher, slots, JailLimits(), {"case_s": scaled(5.0)} | options)
 
     async def answer(self, tests: Any, source: str) -> CallResult:
-        return await self.grading.compute_reward(
-            {"tests": tests}, said(f"```python\n{source}\n```")
+        return await self.grader.compute_reward(
+            {"tests": tests}, make_turns(f"```python\n{source}\n```")
         )
 
-    async def all(self, graded: dict[str, tuple[Any, str]]) -> dict[str, Any]:
-        """The score of each (tests, program) by name."""
-        answers = await asyncio.gather(*(self.answer(*pair) for pair in graded.values()))
+    async def grade_all(self, programs: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+        """Return the score of each (tests, program) by name."""
+        answers = await asyncio.gather(*(self.answer(*pair) for pair in programs.values()))
         return {
             name: answer.value if answer.status == "ok" else answer
-            for name, answer in zip(graded, answers, strict=True)
+            for name, answer in zip(programs, answers, strict=True)
         }

@@ -1,4 +1,4 @@
-"""A learner's state on its way to another, through files."""
+"""Transfer of a learner's state to another learner through files."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def load_state(path: Path, state: Mapping[str, Tensor]) -> None:
         saved.fill(name, part)
 
 
-def handed_over(one: Learner, other: Learner, directory: Path) -> None:
-    """Transfer the state of one learner to the other, by way of `directory`."""
+def transfer_state(one: Learner, other: Learner, directory: Path) -> None:
+    """Transfer the state of one learner to the other through `directory`."""
     save_rows(directory, FIRST_FILE, one.get_checkpoint_rows(include_masters=True))
     saved = SavedRows(directory)
 

@@ -1,4 +1,4 @@
-"""Sessions between engine processes, over a network that cuts off, under virtual time."""
+"""Cache moves of sessions between engine processes over a faulty network, under virtual time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, decoder
 from tests.unit.common.generation.test_builtin_engine import words
-from tests.unit.engine.kv.test_host_cache import raised
+from tests.unit.engine.kv.test_host_cache import raise_error
 
 SHARD = "rollout/job/0"
 SESSION = 7
@@ -66,7 +66,7 @@ Story = Callable[["Bench"], Coroutine[Any, Any, None]]
 
 
 class Bench:
-    """A shard that asks two engines, both at version 0 of one manifest."""
+    """Shard with two engines, both at version 0 of one manifest."""
 
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock, self.random = clock, random
@@ -132,7 +132,7 @@ class Bench:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def turn(self, name: str, context: list[int]) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of the session's next turn on an engine."""
+        """Return tokens and log-probabilities of the session's next turn on an engine."""
         self.turns += 1
         request = self.turns
         self._flushes[request] = []
@@ -164,7 +164,7 @@ class Bench:
         return await self.shard.ref("engine/b").call(Engine.move_cache, move)
 
 
-def on_bench(story: Story) -> None:
+def run_on_bench(story: Story) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         bench = Bench(clock, random)
         await bench.start()
@@ -176,43 +176,43 @@ def on_bench(story: Story) -> None:
     run_virtual(main, limit_s=600.0)
 
 
-async def begun(bench: Bench) -> list[int]:
-    """A first turn at engine a; the session's context afterwards."""
+async def run_first_turn(bench: Bench) -> list[int]:
+    """Run a first turn at engine a and return the session's context after it."""
     context = words(1, 500)
     tokens, _ = await bench.turn("engine/a", context)
     return [*context, *tokens, 9]
 
 
-def computed(bench: Bench, name: str) -> int:
+def count_computed(bench: Bench, name: str) -> int:
     return bench.engines[name].tokens_computed
 
 
-async def recomputes(bench: Bench, context: list[int], at_least: int) -> None:
-    """The session's next turn goes well at engine b, which computes so many tokens for it."""
-    before = computed(bench, "engine/b")
+async def assert_recomputed(bench: Bench, context: list[int], at_least: int) -> None:
+    """Check that the session's next turn succeeds at engine b, which computes that many tokens."""
+    before = count_computed(bench, "engine/b")
     there = await bench.turn("engine/b", context)
-    assert computed(bench, "engine/b") - before >= at_least
+    assert count_computed(bench, "engine/b") - before >= at_least
     here = await bench.turn("engine/a", context)
     assert there[0] == here[0]
     np.testing.assert_allclose(there[1], here[1], atol=2e-4)
 
 
-@story_on(on_bench)
-async def test_a_session_goes_on_elsewhere_as_if_it_had_stayed(bench: Bench) -> None:
-    context = await begun(bench)
+@story_on(run_on_bench)
+async def test_moved_session_continues_with_equal_results(bench: Bench) -> None:
+    context = await run_first_turn(bench)
     moved = await bench.move()
     assert (moved.tokens, moved.is_complete) == (504, True)
     assert moved.size_bytes == 512 * bench.engines["engine/a"].cache_bytes_per_token
     assert 0 < moved.duration_s < 10.0
-    before = computed(bench, "engine/b")
+    before = count_computed(bench, "engine/b")
     there = await bench.turn("engine/b", context)
-    assert computed(bench, "engine/b") - before == len(context) - 504 + 4
+    assert count_computed(bench, "engine/b") - before == len(context) - 504 + 4
     assert there == await bench.turn("engine/a", context), "the source kept its copy"
 
 
-@story_on(on_bench)
-async def test_what_the_source_does_not_have_is_computed(bench: Bench) -> None:
-    context = await begun(bench)
+@story_on(run_on_bench)
+async def test_tokens_missing_at_the_source_are_recomputed(bench: Bench) -> None:
+    context = await run_first_turn(bench)
     for nothing in (
         await bench.move(session=SESSION + 1),
         await bench.move(owner="rollout/9"),
@@ -221,11 +221,11 @@ async def test_what_the_source_does_not_have_is_computed(bench: Bench) -> None:
     bench.services["engine/b"].draining = True
     assert not (await bench.move()).is_complete
     bench.services["engine/b"].draining = False
-    await recomputes(bench, context, 500)
+    await assert_recomputed(bench, context, 500)
 
 
-@story_on(on_bench)
-async def test_an_engine_without_a_cache_gives_nothing(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_engine_without_a_cache_sends_nothing(bench: Bench) -> None:
     simulated = SimulatedEngine(bench.clock, SLOTS, 100.0)
     service = EngineService(bench._mesh("engine/s"), simulated, lambda action: action())
     await service.mesh.join(service)
@@ -233,70 +233,70 @@ async def test_an_engine_without_a_cache_gives_nothing(bench: Bench) -> None:
     assert (await bench.move(source="engine/s")).tokens == 0
 
 
-@story_on(on_bench)
-async def test_equal_numbers_of_two_lineages_are_other_weights(bench: Bench) -> None:
-    context = await begun(bench)
+@story_on(run_on_bench)
+async def test_equal_versions_of_two_lineages_are_different_weights(bench: Bench) -> None:
+    context = await run_first_turn(bench)
     await bench.services["engine/b"].weights.update_weights(
         decoder(1).state_dict(), 0, "another lineage"
     )
     assert (await bench.move()).tokens == 0
     await bench.services["engine/b"].weights.update_weights(decoder().state_dict(), 0, "manifest")
-    await recomputes(bench, context, 500)
+    await assert_recomputed(bench, context, 500)
 
 
-@story_on(on_bench)
-async def test_a_source_that_is_unknown_costs_seconds_and_no_error(bench: Bench) -> None:
+@story_on(run_on_bench)
+async def test_unknown_source_fails_the_move_within_seconds(bench: Bench) -> None:
     began = bench.clock.monotonic()
     assert (await bench.move(source="engine/gone")).tokens == 0
     assert bench.clock.monotonic() - began < 10.0
 
 
-@story_on(on_bench)
-async def test_what_comes_is_computed_meanwhile(bench: Bench) -> None:
-    """The request is there first, and what it computes does not come any more."""
-    context = await begun(bench)
+@story_on(run_on_bench)
+async def test_request_computes_while_its_cache_arrives(bench: Bench) -> None:
+    """Start a request before the cache arrives; tokens that it computes are not sent."""
+    context = await run_first_turn(bench)
     expected = await bench.turn("engine/a", context)
-    before = computed(bench, "engine/b")
+    before = count_computed(bench, "engine/b")
     turn, move = bench.turn("engine/b", context), bench.move()
     there, moved = await asyncio.gather(turn, move)
-    assert computed(bench, "engine/b") - before <= len(context) + 4
+    assert count_computed(bench, "engine/b") - before <= len(context) + 4
     assert moved.is_complete or not moved.tokens
     assert there[0] == expected[0]
     np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
 
 
-@story_on(on_bench)
-async def test_a_source_that_dies_half_way_leaves_what_came(bench: Bench) -> None:
-    context = await begun(bench)
+@story_on(run_on_bench)
+async def test_source_that_dies_during_a_move_leaves_the_received_part(bench: Bench) -> None:
+    context = await run_first_turn(bench)
     expected = await bench.turn("engine/a", context)
     later = asyncio.create_task(bench.move())
-    while not copied(bench):
+    while not has_received(bench):
         await bench.clock.sleep(STEP_S / 10)
     await bench.services["engine/a"].mesh.transport.close()
     moved = await later
     assert 0 < moved.tokens < 504 and not moved.is_complete
-    before = computed(bench, "engine/b")
+    before = count_computed(bench, "engine/b")
     there = await bench.turn("engine/b", context)
-    beyond = 510 - (len(context) - 1)  # came too, of the turn that the source had had
+    beyond = 510 - (len(context) - 1)  # also received: the turn that the source had computed
     used = moved.tokens - beyond
-    assert computed(bench, "engine/b") - before == len(context) - used + 4
+    assert count_computed(bench, "engine/b") - before == len(context) - used + 4
     np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
     assert there[0] == expected[0]
 
 
-def copied(bench: Bench) -> bool:
-    """Whether some of the session is at engine b."""
+def has_received(bench: Bench) -> bool:
+    """Return True if engine b has received a part of the session."""
     return any(
         load.received_bytes
         for load in bench.engines["engine/b"].scheduler.prefix_loads.offered_loads.values()
     )
 
 
-@story_on(on_bench)
-async def test_a_silent_source_is_given_up_on(bench: Bench) -> None:
-    context = await begun(bench)
+@story_on(run_on_bench)
+async def test_move_from_a_silent_source_times_out(bench: Bench) -> None:
+    context = await run_first_turn(bench)
     later = asyncio.create_task(bench.move())
-    while not copied(bench):
+    while not has_received(bench):
         await bench.clock.sleep(STEP_S / 10)
     bench.network.partition("mem://engine/a", "mem://engine/b")
     began = bench.clock.monotonic()
@@ -306,26 +306,26 @@ async def test_a_silent_source_is_given_up_on(bench: Bench) -> None:
     moved = await later
     assert bench.clock.monotonic() - began < MOVE_TIMEOUT_S
     assert 0 < moved.tokens < 504 and not moved.is_complete
-    await recomputes(bench, context, 0)
+    await assert_recomputed(bench, context, 0)
 
 
-@story_on(on_bench)
-async def test_a_move_that_nobody_waits_for_ends_at_both_engines(bench: Bench) -> None:
-    context = await begun(bench)
+@story_on(run_on_bench)
+async def test_cancelled_move_ends_at_both_engines(bench: Bench) -> None:
+    context = await run_first_turn(bench)
     later = asyncio.create_task(bench.move())
-    while not copied(bench):
+    while not has_received(bench):
         await bench.clock.sleep(STEP_S / 10)
     later.cancel()
     await bench.clock.sleep(0.5)
     (load,) = bench.engines["engine/b"].scheduler.prefix_loads.offered_loads.values()
     assert load.is_finished and load.received_bytes
     assert bench.services["engine/a"].mesh._server.running_count == 1, "the shard's own stream"
-    await recomputes(bench, context, 1)
+    await assert_recomputed(bench, context, 1)
 
 
-@story_on(on_bench)
-async def test_a_request_that_has_met_what_comes_lets_the_source_go(bench: Bench) -> None:
-    context = await begun(bench)
+@story_on(run_on_bench)
+async def test_move_of_a_computed_session_releases_the_source(bench: Bench) -> None:
+    context = await run_first_turn(bench)
     await bench.turn("engine/b", context)
     moved = await bench.move()
     assert not moved.tokens or moved.tokens <= 504
@@ -333,16 +333,16 @@ async def test_a_request_that_has_met_what_comes_lets_the_source_go(bench: Bench
     assert bench.services["engine/a"].mesh._server.running_count == 1
 
 
-@story_on(on_bench)
-async def test_many_sessions_move_at_once_and_requests_go_on(bench: Bench) -> None:
-    context = await begun(bench)
+@story_on(run_on_bench)
+async def test_requests_continue_during_concurrent_moves(bench: Bench) -> None:
+    context = await run_first_turn(bench)
     moves = asyncio.gather(*(bench.move() for _ in range(9)))
-    aside = await bench.turn("engine/b", context)
-    assert (await bench.turn("engine/a", context))[0] == aside[0]
+    concurrent_turn = await bench.turn("engine/b", context)
+    assert (await bench.turn("engine/a", context))[0] == concurrent_turn[0]
     assert all(moved.size_bytes or not moved.is_complete for moved in await moves)
 
 
-def test_frames_that_belong_to_no_chunk_are_refused() -> None:
+def test_frames_without_a_chunk_are_rejected() -> None:
     ten = np.zeros(10, np.uint8)
 
     def frame(content: Any = ten, **more: Any) -> CacheFrame:
@@ -361,27 +361,27 @@ def test_frames_that_belong_to_no_chunk_are_refused() -> None:
         [frame(end=CHUNK_TOKENS + 1)],
         [frame(header=head)],
     ):
-        assert asyncio.run(refused(wrong))
+        assert asyncio.run(is_rejected(wrong))
     for one in (frame(), frame(header=CacheHeader(np.zeros(16), "", 0, 16, 0, ""))):
         with pytest.raises(BadMessage):
             _check_head(one)
 
 
-async def refused(frames: list[CacheFrame]) -> bool:
-    async def come() -> AsyncIterator[CacheFrame]:
+async def is_rejected(frames: list[CacheFrame]) -> bool:
+    async def stream_frames() -> AsyncIterator[CacheFrame]:
         for frame in frames:
             yield frame
 
     try:
-        async for _ in _assemble_chunks(come(), _ReceivedCache()):
+        async for _ in _assemble_chunks(stream_frames(), _ReceivedCache()):
             pass
     except BadMessage:
         return True
     return False
 
 
-class Slow:
-    """An engine that copies a hundred chunks a second, of a session that never ends."""
+class SlowEngine:
+    """Engine that copies a hundred chunks per second of a session that never ends."""
 
     def __init__(self) -> None:
         self.clock = StandingClock()
@@ -391,10 +391,10 @@ class Slow:
         return np.zeros(4, np.uint8)
 
 
-def test_a_stop_copies_as_many_chunks_as_the_pause_allows() -> None:
-    slow = Slow()
+def test_chunks_per_stop_follow_the_pause_limit() -> None:
+    slow_engine = SlowEngine()
     unused: Any = lambda *_: ""  # noqa: E731
-    moves = CacheMoves(slow, slow, slow, *[unused] * 4)  # type: ignore[arg-type]
+    moves = CacheMoves(slow_engine, slow_engine, slow_engine, *[unused] * 4)  # type: ignore[arg-type]
     for first in (1, 64):
         moves.chunks_per_stop = first
         for _ in range(6):
@@ -409,25 +409,25 @@ NAMES = dict(enumerate(compute_chunk_names(DOMAIN, np.arange(128 * 12))))
 CONTENT = np.arange(70_000, dtype=np.uint32).view(np.uint8)
 
 
-class Cached:
-    """The cache of an engine that computes nothing."""
+class EmptyCache:
+    """Cache of an engine that computes nothing."""
 
     cache_layout, cache_bytes_per_token, prefill_tokens_per_s = "layout", 100, 0.0
 
     def offload_all(self) -> None:
-        """There is nothing."""
+        """Offload nothing."""
 
 
 @asynccontextmanager
 async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[PeerEngines, KVTier, EngineService]]:
-    """What one host asks, and the shelf and the engine of the other."""
+    """Yield the peers of one host, and the KV tier and the engine of the other."""
     clock = SystemClock()
     keys = own_keys()
     here, there = (unrenewed(f"engine/{name}", keys) for name in ("here", "there"))
-    shelf = KVTier("memory", tmp_path / "kv", 64 << 20, clock.wall)
+    tier = KVTier("memory", tmp_path / "kv", 64 << 20, clock.wall)
     engine = SimulatedEngine(clock, 4)
     service = EngineService(there, engine, lambda action: action())
-    cache = HostCache([shelf], clock, Cached(), "keep", lambda: None, raised)
+    cache = HostCache([tier], clock, EmptyCache(), "keep", lambda: None, raise_error)
     service.use_host_cache(cache)
     bulk = serve_chunks(there, cache.chunk_store, accepts_uploads=False)
     here.start()
@@ -443,7 +443,7 @@ async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[PeerEngines, KVTier, 
     )
     await registry.register(here.state, entry, 10**9)
     try:
-        yield PeerEngines(here, JOB, asyncio.get_running_loop()), shelf, service
+        yield PeerEngines(here, JOB, asyncio.get_running_loop()), tier, service
     finally:
         bulk.close()
         await asyncio.to_thread(cache.close)
@@ -452,35 +452,41 @@ async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[PeerEngines, KVTier, 
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_query_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a host of a busy machine longer to answer."""
     monkeypatch.setattr(
         asking, "QUERY_TIMEOUT_S", min(asking.CHUNK_TIMEOUT_S, scaled(asking.QUERY_TIMEOUT_S))
     )
 
 
-def put(shelf: KVTier, at: int) -> Path:
+def put(tier: KVTier, at: int) -> Path:
     head = ChunkHeader(128 * at, 128, 1.0, 0)
-    assert shelf.put(DOMAIN, NAMES[at], head, CONTENT)
-    return shelf.files.path(DOMAIN, NAMES[at])
+    assert tier.put(DOMAIN, NAMES[at], head, CONTENT)
+    return tier.files.path(DOMAIN, NAMES[at])
 
 
-async def test_what_another_host_has_is_found_and_read(patient: None, tmp_path: Path) -> None:
-    async with two_hosts(tmp_path) as (peers, shelf, _):
+async def test_chunks_of_another_host_are_found_and_read(
+    long_query_timeout: None, tmp_path: Path
+) -> None:
+    async with two_hosts(tmp_path) as (peers, tier, _):
         for at in (3, 7):
-            put(shelf, at)
+            put(tier, at)
         assert sorted(await asyncio.to_thread(peers.look_up, DOMAIN, NAMES)) == [3, 7]
         for at in (7, 3, 7):
             found = await asyncio.to_thread(peers.read, DOMAIN, NAMES[at])
             assert found is not None
-            tier, head, content = found
-            assert (tier, head.start_token) == ("peers", 128 * at) and (content == CONTENT).all()
+            tier_name, head, content = found
+            assert (tier_name, head.start_token) == ("peers", 128 * at) and (
+                content == CONTENT
+            ).all()
         assert await asyncio.to_thread(peers.read, DOMAIN, NAMES[4]) is None
 
 
-async def test_what_is_damaged_or_gone_there_is_a_miss(patient: None, tmp_path: Path) -> None:
-    async with two_hosts(tmp_path) as (peers, shelf, _):
-        damaged, gone = put(shelf, 1), put(shelf, 2)
+async def test_corrupt_or_missing_chunk_of_a_peer_is_a_miss(
+    long_query_timeout: None, tmp_path: Path
+) -> None:
+    async with two_hosts(tmp_path) as (peers, tier, _):
+        damaged, gone = put(tier, 1), put(tier, 2)
         assert len(await asyncio.to_thread(peers.look_up, DOMAIN, NAMES)) == 2
         raw = bytearray(damaged.read_bytes())
         raw[-1] ^= 1
@@ -490,9 +496,9 @@ async def test_what_is_damaged_or_gone_there_is_a_miss(patient: None, tmp_path: 
             assert await asyncio.to_thread(peers.read, DOMAIN, NAMES[at]) is None
 
 
-async def test_a_host_that_does_not_answer_costs_a_second_and_no_error(tmp_path: Path) -> None:
-    async with two_hosts(tmp_path) as (peers, shelf, service):
-        put(shelf, 1)
+async def test_unresponsive_host_fails_the_lookup_within_seconds(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (peers, tier, service):
+        put(tier, 1)
         await service.mesh.transport.close()
         began = asyncio.get_running_loop().time()
         assert not await asyncio.to_thread(peers.look_up, DOMAIN, NAMES)
@@ -501,9 +507,9 @@ async def test_a_host_that_does_not_answer_costs_a_second_and_no_error(tmp_path:
         )
 
 
-async def test_engines_of_other_jobs_and_of_this_host_are_not_asked(tmp_path: Path) -> None:
-    async with two_hosts(tmp_path) as (peers, shelf, _):
-        put(shelf, 1)
+async def test_engines_of_other_jobs_and_this_host_are_no_peers(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (peers, tier, _):
+        put(tier, 1)
         (entry,) = [e for e in await registry.list_entries(peers._mesh.state, "engine") if e.bulk]
         own = peers._mesh.settings.host
         assert peers._is_peer(entry)
@@ -511,24 +517,26 @@ async def test_engines_of_other_jobs_and_of_this_host_are_not_asked(tmp_path: Pa
             assert not peers._is_peer(replace(entry, **other))
 
 
-async def test_who_never_finds_anything_asks_seldom(patient: None, tmp_path: Path) -> None:
+async def test_lookups_become_rare_after_empty_answers(
+    long_query_timeout: None, tmp_path: Path
+) -> None:
     async with two_hosts(tmp_path) as (peers, _, service):
-        asked = 0
+        lookup = 0
 
         def count(request: ChunkLookup) -> np.ndarray:
-            nonlocal asked
-            asked += 1
+            nonlocal lookup
+            lookup += 1
             return np.zeros(len(NAMES), np.bool_)
 
         assert service.host_cache is not None
         service.host_cache.look_up_chunks = count  # type: ignore[method-assign]
         for _ in range(MAX_EMPTY_ANSWERS + 4 * QUERY_EVERY):
             await asyncio.to_thread(peers.look_up, DOMAIN, NAMES)
-        assert MAX_EMPTY_ANSWERS <= asked <= MAX_EMPTY_ANSWERS + 5
+        assert MAX_EMPTY_ANSWERS <= lookup <= MAX_EMPTY_ANSWERS + 5
 
 
-async def test_a_domain_that_is_no_name_is_refused(tmp_path: Path) -> None:
+async def test_invalid_domain_name_is_rejected(tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (peers, _, service):
-        asked = ChunkLookup("../../etc", np.zeros(16, np.uint8))
+        lookup = ChunkLookup("../../etc", np.zeros(16, np.uint8))
         with pytest.raises(BadMessage):
-            await peers._mesh.ref(service.mesh.name).call(Engine.look_up_chunks, asked)
+            await peers._mesh.ref(service.mesh.name).call(Engine.look_up_chunks, lookup)

@@ -48,68 +48,72 @@ from tests.unit.trainer.zebra.cases import CASES, MIXTRAL, QWEN, SHARED, bins
 PROFILE = build_declared_profile(MODELS["D1"].shape, "A40", "V100", link_bytes_per_s=1e9)
 
 
-def paced(profile: MixtureProfile, tokens: float = 1.0) -> ZebraEmulation:
+def create_emulator(profile: MixtureProfile, tokens: float = 1.0) -> ZebraEmulation:
     return ZebraEmulation(profile, profile.fast, tokens)
 
 
-def test_tasks_take_what_the_kind_takes_times_the_scale_and_more_on_the_way_back() -> None:
-    pace = paced(PROFILE.scale_time(100.0), tokens=64.0)
+def test_task_time_is_the_scaled_profile_and_longer_backward() -> None:
+    speed = create_emulator(PROFILE.scale_time(100.0), tokens=64.0)
     assert PROFILE.fast.attention is not None and PROFILE.fast.head is not None
-    forward = pace.predict_task_s(TaskKind.ATTENTION, False, [64, 32])
+    forward = speed.predict_task_s(TaskKind.ATTENTION, False, [64, 32])
     expected = PROFILE.fast.attention.interpolate_s(4096) + PROFILE.fast.attention.interpolate_s(
         2048
     )
     assert forward == pytest.approx(100.0 * expected)
-    backward = pace.predict_task_s(TaskKind.ATTENTION, True, [64, 32])
+    backward = speed.predict_task_s(TaskKind.ATTENTION, True, [64, 32])
     assert backward == pytest.approx(PROFILE.backward * forward)
     slow = ZebraEmulation(PROFILE, PROFILE.scale_time(100.0).slow, token_scale=64.0)
-    hosted = pace.predict_task_s(TaskKind.HOSTED, False, [8, 0, 16])
+    hosted = speed.predict_task_s(TaskKind.HOSTED, False, [8, 0, 16])
     assert hosted == pytest.approx(100.0 * PROFILE.fast.experts.interpolate_s(24 * 64))
     assert slow.predict_task_s(TaskKind.EXPERTS, False, [24]) == pytest.approx(hosted / 0.8)
-    head = pace.predict_head_s(64, with_backward=False)
+    head = speed.predict_head_s(64, with_backward=False)
     assert head == pytest.approx(100.0 * PROFILE.fast.head.interpolate_s(4096))
-    assert pace.predict_head_s(64, with_backward=True) == pytest.approx(3 * head)
+    assert speed.predict_head_s(64, with_backward=True) == pytest.approx(3 * head)
 
 
-def test_transfers_take_their_bytes_over_the_link() -> None:
-    pace = paced(PROFILE.scale_time(10.0), tokens=2.0)
+def test_transfer_time_is_bytes_over_bandwidth() -> None:
+    speed = create_emulator(PROFILE.scale_time(10.0), tokens=2.0)
     expected = PROFILE.link_latency_s + 100 * 2 * PROFILE.row_bytes / 1e9
-    assert pace.predict_transfer_s(100) == pytest.approx(10.0 * expected)
+    assert speed.predict_transfer_s(100) == pytest.approx(10.0 * expected)
 
 
-def test_what_takes_a_tenth_longer_is_late() -> None:
-    pace = ZebraEmulation(PROFILE, PROFILE.fast)
+def test_task_with_ten_percent_overrun_is_late() -> None:
+    speed = ZebraEmulation(PROFILE, PROFILE.fast)
     for took_s in (1.0, 1.05, 1.3):
-        pace.record(1.0, took_s)
-    assert (pace.emulated_steps, pace.late_steps) == (3, 1)
+        speed.record(1.0, took_s)
+    assert (speed.emulated_steps, speed.late_steps) == (3, 1)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_a_bin_takes_what_a_micro_batch_of_expert_parallelism_is_predicted_to(degree: int) -> None:
+def test_bin_time_equals_the_predicted_micro_batch_time(degree: int) -> None:
     step_s = compute_expert_parallel_s(PROFILE, {4096: 8}, [PROFILE.fast], 4, degree, 1)
     experts = PROFILE.layers * PROFILE.experts / degree * PROFILE.expert_gradient_bytes
     summed_s = compute_all_reduce_s(PROFILE, PROFILE.attention_gradient_bytes, 4)
     summed_s += compute_all_reduce_s(PROFILE, experts, 4 // degree)
     assert step_s is not None
-    assert paced(PROFILE).predict_bin_s([4096, 4096], degree) == pytest.approx(step_s - summed_s)
+    assert create_emulator(PROFILE).predict_bin_s([4096, 4096], degree) == pytest.approx(
+        step_s - summed_s
+    )
 
 
-def test_bins_are_padded_to_their_pace_and_scores_to_a_part_of_it() -> None:
+def test_bins_and_scores_are_padded_to_their_emulated_time() -> None:
     given = bins(CASES["even"], 0)[:1]
     lengths = given[0].lengths.tolist()
-    pace = paced(PROFILE.scale_time(0.05 / paced(PROFILE).predict_bin_s(lengths, 1)))
-    padded = EmulatedBins(pace, 1, SystemClock())
+    speed = create_emulator(
+        PROFILE.scale_time(0.05 / create_emulator(PROFILE).predict_bin_s(lengths, 1))
+    )
+    padded = EmulatedBins(speed, 1, SystemClock())
     began_s = time.monotonic()
     with padded.emulate(given, with_backward=True):
         pass
     assert time.monotonic() - began_s >= 0.05
-    assert 0 < pace.predict_bin_s(lengths, 1, with_backward=False) < 0.02
+    assert 0 < speed.predict_bin_s(lengths, 1, with_backward=False) < 0.02
     with padded.emulate(given, with_backward=False):
         time.sleep(0.1)
-    assert pace.emulated_steps == 2 and pace.late_steps >= 1
+    assert speed.emulated_steps == 2 and speed.late_steps >= 1
 
 
-def test_a_rank_keeps_the_pace_of_the_accelerator_that_its_slot_stands_for(tmp_path: Path) -> None:
+def test_rank_emulates_the_accelerator_of_its_slot(tmp_path: Path) -> None:
     hundred = job(tmp_path, "declared/100")
     fast, slow = (build_emulation(hundred, f"cpu:1 {name}") for name in ("L40S", "T4"))
     assert fast is not None and slow is not None
@@ -117,9 +121,9 @@ def test_a_rank_keeps_the_pace_of_the_accelerator_that_its_slot_stands_for(tmp_p
     assert slow.costs.experts.interpolate_s(8) == pytest.approx(
         7 * fast.costs.experts.interpolate_s(8)
     )
-    twice = build_emulation(job(tmp_path, "declared/200"), "cpu:1 T4")
-    assert twice is not None
-    assert twice.predict_bin_s([32], 1) == pytest.approx(2 * slow.predict_bin_s([32], 1))
+    double_length = build_emulation(job(tmp_path, "declared/200"), "cpu:1 T4")
+    assert double_length is not None
+    assert double_length.predict_bin_s([32], 1) == pytest.approx(2 * slow.predict_bin_s([32], 1))
     longer = build_emulation(job(tmp_path, "declared/100/4"), "cpu:1 T4")
     assert longer is not None
     assert longer.predict_bin_s([32], 1) == pytest.approx(slow.predict_bin_s([128], 1))
@@ -129,64 +133,64 @@ def test_a_rank_keeps_the_pace_of_the_accelerator_that_its_slot_stands_for(tmp_p
             build_emulation(hundred, unknown)
 
 
-def job(directory: Path, pace: str) -> JobData:
+def job(directory: Path, speed: str) -> JobData:
     make_tokenizer(directory)
     document: dict[str, Any] = {
         "name": "it",
         "model": {"config": QWEN},
-        "training": {"ranks": 2, "pace": pace},
+        "training": {"ranks": 2, "pace": speed},
     }
     return JobData("it", JobConfig.from_document(document), directory, directory)
 
 
-PACE = EmulatedTrainingSpeed(tokens_per_s=100.0, update_s=2.0)
+SPEED = EmulatedTrainingSpeed(tokens_per_s=100.0, update_s=2.0)
 
 
 def local(
-    clock: VirtualClock, random: Random, pace: EmulatedTrainingSpeed | None = None
+    clock: VirtualClock, random: Random, speed: EmulatedTrainingSpeed | None = None
 ) -> GangCompute:
     mesh = alone("trainer/j", clock, random, SimulatedHost(clock, random.child("host")))
     return GangCompute(
-        mesh, "j", Rank.for_single_rank(fresh_learner("plain")), PieceRunner(mesh, emulation=pace)
+        mesh, "j", Rank.for_single_rank(fresh_learner("plain")), PieceRunner(mesh, emulation=speed)
     )
 
 
 @story_on(partial(run_virtual, limit_s=3600.0), given=2)
-async def test_a_step_takes_what_the_pace_says_and_makes_the_same_weights(
+async def test_emulated_step_takes_the_declared_time_with_equal_weights(
     clock: VirtualClock, random: Random
 ) -> None:
-    plain, paced = local(clock, random), local(clock, random, PACE)
+    plain, create_emulator = local(clock, random), local(clock, random, SPEED)
     bins = bins_of_step(0)
     weights = []
-    for compute in (plain, paced):
+    for compute in (plain, create_emulator):
         began = clock.monotonic()
         await compute.begin_step()
         for index, bin in enumerate(bins):
             await compute.compute_round(index, [bin])
         await compute.apply_gradient(BINS, 1.0, 1.0)
-        took = clock.monotonic() - began
+        measured_s = clock.monotonic() - began
         learner = compute.local_learner
         assert learner is not None
         weights.append(learner.copy_weights())
     tokens = sum(len(bin.tokens) for bin in bins)
-    assert took == pytest.approx(tokens / 100.0 + 2.0, abs=1e-6)
+    assert measured_s == pytest.approx(tokens / 100.0 + 2.0, abs=1e-6)
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name])
-    assert paced.late_counts == {"paced": BINS + 1, "late": 0}
+    assert create_emulator.late_counts == {"paced": BINS + 1, "late": 0}
     began = clock.monotonic()
-    await paced.score(bins, "logprobs")
+    await create_emulator.score(bins, "logprobs")
     assert clock.monotonic() - began == pytest.approx(tokens / 300.0, abs=1e-6)
 
 
 @story_on(run_virtual, given=2)
-async def test_a_piece_that_overloads_the_host_counts_as_late(clock: Clock, random: Random) -> None:
+async def test_overloaded_piece_counts_as_late(clock: Clock, random: Random) -> None:
     padding = EmulationTimer(clock)
     for lasts_s in (0.2, 1.05, 1.2):
         await padding.run_padded(1.0, partial(clock.sleep, lasts_s))
     assert padding.late_counts == {"paced": 3, "late": 1}
 
 
-def test_a_pace_of_training_is_a_profile_or_two_numbers() -> None:
+def test_training_speed_is_a_profile_or_two_numbers() -> None:
     assert parse_training_speed("4000/150") == EmulatedTrainingSpeed(4000.0, 0.15)
     fast, slow = TRAINING_PROFILES["h100-7b"], TRAINING_PROFILES["a100-7b"]
     assert 1e3 < slow.tokens_per_s < fast.tokens_per_s < 1e5
@@ -220,7 +224,7 @@ class CpuClock(SystemClock):
 
 
 @pytest.mark.deep
-def test_a_profile_is_of_one_layer_whatever_the_model_has() -> None:
+def test_profile_is_of_one_layer_for_any_depth() -> None:
     found = measure_profile(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock(), "here")
     kind = found.costs
     assert kind.name == "here" and kind.memory_bytes > 1e6 and found.backward_factor > 0
@@ -233,13 +237,13 @@ def test_a_profile_is_of_one_layer_whatever_the_model_has() -> None:
 
 
 @pytest.mark.parametrize("model", [QWEN, MIXTRAL, SHARED])
-def test_each_architecture_is_measured(model: dict[str, Any]) -> None:
+def test_each_architecture_is_profiled(model: dict[str, Any]) -> None:
     shape = ModelConfig.from_hf(model)
     found = measure_profile(shape, CPU, torch.float32, 64, CpuClock())
     assert found.costs.attention is not None and found.costs.attention.at == (64,)
 
 
-def test_what_takes_long_is_measured_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_measurement_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator_profile, "BUDGET_S", 0.0)
     found = measure_profile(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock())
     assert found.costs.experts.at == (16,)
@@ -248,10 +252,10 @@ def test_what_takes_long_is_measured_no_further(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_another_model_length_or_kind_is_another_profile(tmp_path: Path) -> None:
+def test_profile_depends_on_model_length_and_kind(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
 
-    def of(name: str = "A40", bins: int = 512, **shape: Any) -> dict[str, Any]:
+    def profile_for(name: str = "A40", bins: int = 512, **shape: Any) -> dict[str, Any]:
         document = {
             "name": "mixture",
             "model": {"config": WIDE | shape},
@@ -260,12 +264,25 @@ def test_another_model_length_or_kind_is_another_profile(tmp_path: Path) -> None
         data = JobData("j", JobConfig.from_document(document), tmp_path, tmp_path)
         return accelerator_profile._build_profile_key(data, name)
 
-    assert of() == of()
-    assert len({json.dumps(one) for one in (of(), of("T4"), of(bins=64), of(num_experts=8))}) == 4
+    assert profile_for() == profile_for()
+    assert (
+        len(
+            {
+                json.dumps(one)
+                for one in (
+                    profile_for(),
+                    profile_for("T4"),
+                    profile_for(bins=64),
+                    profile_for(num_experts=8),
+                )
+            }
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"kind": {"name": 3}, "backward": 1}', "\x00"])
-def test_what_cannot_be_read_is_measured_again(tmp_path: Path, text: str) -> None:
+def test_unreadable_profile_is_measured_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "kept.json"
     path.write_text(text)
     assert accelerator_profile._read_profile(path) is None

@@ -1,4 +1,4 @@
-"""Ranks meet where they should, notice a foreign process, and do long orders once."""
+"""Rendezvous of ranks, detection of foreign processes, and background tasks of long orders."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from meshrl.services.trainer.ranks.row_tasks import BackgroundTask
 from tests.load import scaled
 
 CHOSEN: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "ib0"}]
-# Ranks are forks of one process that has imported PyTorch: one of each of CHOSEN, then two, of
-# which the first has waited for the other in vain before, and the second is in a group of its own.
+# Ranks are forks of one process that has imported PyTorch: one for each of CHOSEN, then two. The
+# first of the two has waited for the other in vain before, and the second is in its own group.
 PROGRAM = """
 import json, os, sys
 from meshrl.common.api.ranks import Rendezvous
@@ -73,7 +73,7 @@ sys.exit(any([os.waitpid(pid, 0)[1] for pid in both]))
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def program_output(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Return the output of the forks of PROGRAM."""
     inherited = {k: v for k, v in os.environ.items() if not k.endswith("_SOCKET_IFNAME")}
     words = str(tmp_path_factory.mktemp("ranks")), json.dumps(CHOSEN), str(scaled(30.0))
@@ -90,20 +90,22 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.deep
 @pytest.mark.group("meeting")
 @pytest.mark.parametrize(("which", "expected"), [(0, "=lo"), (1, "ib0")])
-def test_ranks_meet_on_loopback_by_default(said: list[Any], which: int, expected: str) -> None:
-    assert said[which] == ["lo", expected]
+def test_ranks_rendezvous_on_loopback_by_default(
+    program_output: list[Any], which: int, expected: str
+) -> None:
+    assert program_output[which] == ["lo", expected]
 
 
 @pytest.mark.deep
 @pytest.mark.group("meeting")
-def test_a_rank_that_has_waited_in_vain_meets_one_that_has_just_begun(said: list[Any]) -> None:
-    assert said[2:] == ["met", "met"]
+def test_rank_rendezvouses_again_after_a_timeout(program_output: list[Any]) -> None:
+    assert program_output[2:] == ["met", "met"]
 
 
-def test_other_hosts_reach_a_rank_by_what_its_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_listens_at_the_address_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(network_interface.GLOO_VARIABLE, raising=False)
     for bind, interface, expected in (
-        ("tcp://127.0.0.1:7000-7010", "", "lo"),  # the one with that address
+        ("tcp://127.0.0.1:7000-7010", "", "lo"),  # the host with that address
         ("tcp://127.0.0.1:*", "eth7", "eth7"),
         ("tcp://0.0.0.0:*", "", ""),
         ("tcp://192.0.2.254:*", "", ""),
@@ -116,16 +118,16 @@ def test_other_hosts_reach_a_rank_by_what_its_settings_say(monkeypatch: pytest.M
     assert network_interface.find_rank_interface(MeshSettings("", "", interface="eth7")) == "ib0"
 
 
-def test_a_store_is_at_the_first_free_port_of_those_of_the_mesh() -> None:
+def test_store_uses_the_first_free_port_of_the_mesh() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = taken.getsockname()[1]
         with pytest.raises(NoRendezvousPort, match=f"{first} of 127.0.0.1") as refused:
             open_listener("127.0.0.1", range(first, first + 1))
         assert "FIRST-LAST" in refused.value.fix
-        with open_listener("127.0.0.1", range(first, min(first + 100, 65536))) as door:
-            port = door.getsockname()[1]
+        with open_listener("127.0.0.1", range(first, min(first + 100, 65536))) as listener:
+            port = listener.getsockname()[1]
             assert port > first
-            assert format_rendezvous_url(door, "word") == f"tcp://127.0.0.1:{port}/word"
+            assert format_rendezvous_url(listener, "word") == f"tcp://127.0.0.1:{port}/word"
     assert parse_port_range("tcp://127.0.0.1:7000-7010") == range(7000, 7011)
     assert list(parse_port_range("tcp://127.0.0.1:*")) == [0]
 
@@ -202,74 +204,78 @@ meet("host", HERE, 0, "127.0.0.2")
 
 @pytest.mark.deep
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_a_gang_with_a_strangers_process_in_it_is_no_gang(tmp_path: Path) -> None:
-    ran = subprocess.run(
+def test_gang_with_a_foreign_process_is_rejected(tmp_path: Path) -> None:
+    program_text = subprocess.run(
         [sys.executable, "-c", FOREIGN, str(tmp_path), str(scaled(10.0))],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
         capture_output=True,
         text=True,
         timeout=scaled(120.0),
     )
-    user, here, host = [line for line in ran.stdout.splitlines() if line.startswith("rank 0")]
-    assert user.startswith("rank 0: a process of user 65534 has connected"), ran
-    assert here == "rank 0 joined", ran  # indistinguishable from rank 1
-    assert host.startswith("rank 0: a process at 127.0.0.2, where no rank is, has connected"), ran
+    user, first_line, host = [
+        line for line in program_text.stdout.splitlines() if line.startswith("rank 0")
+    ]
+    assert user.startswith("rank 0: a process of user 65534 has connected"), program_text
+    assert first_line == "rank 0 joined", program_text  # indistinguishable from rank 1
+    assert host.startswith("rank 0: a process at 127.0.0.2, where no rank is, has connected"), (
+        program_text
+    )
 
 
-class Work:
+class ReleasableWork:
     """Work that runs until it is released; `ended` also counts abandoned calls."""
 
     def __init__(self) -> None:
-        self.may, self.begun, self.ended = asyncio.Event(), 0, 0
+        self.released, self.start_count, self.end_count = asyncio.Event(), 0, 0
         self.error: Exception | None = None
 
-    async def done(self) -> int:
-        self.begun += 1
+    async def run(self) -> int:
+        self.start_count += 1
         try:
-            await self.may.wait()
+            await self.released.wait()
         finally:
-            self.ended += 1
+            self.end_count += 1
         if self.error is not None:
             raise self.error
-        return self.begun
+        return self.start_count
 
 
-async def test_it_goes_on_between_the_answers_and_its_result_stays() -> None:
-    work, errand = Work(), BackgroundTask[int](0.0)
+async def test_background_task_runs_between_polls_and_retains_its_result() -> None:
+    work, background_task = ReleasableWork(), BackgroundTask[int](0.0)
     for _ in range(3):
-        assert await errand.poll(1, work.done) is None
-    work.may.set()
-    patient = 60.0
-    errand._answer_timeout_s = patient
-    for _ in range(2):  # an answer may be lost on its way
-        assert await errand.poll(1, work.done) == 1
-    assert await errand.poll(2, work.done) == 2
+        assert await background_task.poll(1, work.run) is None
+    work.released.set()
+    answer_timeout_s = 60.0
+    background_task._answer_timeout_s = answer_timeout_s
+    for _ in range(2):  # an answer may be lost
+        assert await background_task.poll(1, work.run) == 1
+    assert await background_task.poll(2, work.run) == 2
 
 
-async def test_another_one_ends_it_and_who_still_asks_hears_of_that() -> None:
-    first, second = Work(), Work()
-    errand = BackgroundTask[int]()
-    asking = asyncio.create_task(errand.poll(1, first.done))
-    while not first.begun:
+async def test_new_background_task_cancels_the_previous_one() -> None:
+    first, second = ReleasableWork(), ReleasableWork()
+    background_task = BackgroundTask[int]()
+    pending_poll = asyncio.create_task(background_task.poll(1, first.run))
+    while not first.start_count:
         await asyncio.sleep(0)
-    second.may.set()
-    assert await errand.poll(2, second.done) == 1
+    second.released.set()
+    assert await background_task.poll(2, second.run) == 1
     with pytest.raises(RankLost, match="given up"):
-        await asking
-    assert first.ended == 1
+        await pending_poll
+    assert first.end_count == 1
 
 
-async def test_who_stops_asking_does_not_end_it_and_its_error_is_told_to_all() -> None:
-    work, errand = Work(), BackgroundTask[int]()
-    asking = asyncio.create_task(errand.poll(1, work.done))
-    while not work.begun:
+async def test_cancelled_poll_keeps_the_task_and_its_error_reaches_all_polls() -> None:
+    work, background_task = ReleasableWork(), BackgroundTask[int]()
+    pending_poll = asyncio.create_task(background_task.poll(1, work.run))
+    while not work.start_count:
         await asyncio.sleep(0)
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
+    pending_poll.cancel()
+    await asyncio.gather(pending_poll, return_exceptions=True)
     work.error = StorageFull("no room")
-    work.may.set()
+    work.released.set()
     for _ in range(2):
         with pytest.raises(StorageFull):
-            await errand.poll(1, work.done)
-    assert work.begun == 1
-    await errand.close()
+            await background_task.poll(1, work.run)
+    assert work.start_count == 1
+    await background_task.close()

@@ -1,4 +1,4 @@
-"""Sandboxes as processes of their own, on a Redis of their own, and a caller."""
+"""Sandboxes as separate processes with their own Redis, and a caller."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from meshrl.common.state import registry
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.embedded_server import prepare_server
 from tests.load import scaled
-from tests.meshes import PATIENT, SECRET, entered
+from tests.meshes import PATIENT, SECRET, register_process
 
 CALC = "def tool(x):\n    return str(eval(x))\ndef reward(row, turns):\n    return len(turns)\n"
 ROOT = Path(__file__).parents[3]
 
 
-class Place:
-    """A Redis, the sandbox as its own process, and a caller."""
+class SandboxBench:
+    """Redis, a sandbox process, and a caller."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.host, self.clock = directory, SystemHost(), SystemClock()
@@ -42,9 +42,9 @@ class Place:
         self.start()
 
     def start(self) -> None:
-        self.sandbox = self.spawned("sandbox/j/0")
+        self.sandbox = self.spawn_sandbox("sandbox/j/0")
 
-    def spawned(
+    def spawn_sandbox(
         self, name: str, path: str = os.environ["PATH"], options: Sequence[str] = ()
     ) -> ChildProcess:
         settings = str(self.directory / "settings.json")
@@ -66,27 +66,29 @@ class Place:
                 break
             except StateUnavailable:
                 await self.clock.sleep(0.02)
-        doorway = await entered("test", "rollout", self.settings, state, self.clock)
+        process_credentials = await register_process(
+            "test", "rollout", self.settings, state, self.clock
+        )
         self.caller = Mesh(
             "test",
             "test",
             MeshDependencies(
                 state=state,
-                transport=ZmqTransport(self.settings.bind, "", keys=doorway.keys),
+                transport=ZmqTransport(self.settings.bind, "", keys=process_credentials.keys),
                 clock=self.clock,
                 random=Random.from_os_entropy(),
                 host=self.host,
             ),
             terms=LeaseTerms(**PATIENT),
-            access=AccessRules(credentials=doorway),
+            access=AccessRules(credentials=process_credentials),
         )
         return self.caller.ref("sandbox/j/0")
 
-    def job(self, tool: str = "calc:tool") -> LoadJob:
+    def make_job(self, tool: str = "calc:tool") -> LoadJob:
         return LoadJob("j", str(self.directory), {"calculate": tool}, [RewardPart("calc:reward")])
 
     async def evict(self, name: str) -> None:
-        """Strike off a sandbox that has been killed, as its supervisor does."""
+        """Evict a killed sandbox from the registry, as its supervisor does."""
         entry = await registry.lookup(self.caller.state, name)
         assert entry is not None
         await registry.evict(self.caller.state, name, entry.incarnation)

@@ -1,4 +1,4 @@
-"""A shelf keeps to its budget, whoever shares it, and loses what its loss costs the least for."""
+"""KV tier: budget, eviction order, removal of abandoned chunks and chunk files."""
 
 from __future__ import annotations
 
@@ -46,103 +46,113 @@ SIZE = 1000
 WHOLE = SIZE + HEADER_BYTES
 
 
-class Wall:
+class WallClock:
     def __init__(self) -> None:
-        self.now_s = 2e9  # files that are written now are old
+        self.now_s = 2e9  # files written now are old by this clock
 
     def __call__(self) -> float:
         return self.now_s
 
 
-def shelf(path: Path, chunks: float, wall: Wall | None = None, name: str = "disk") -> KVTier:
-    return KVTier(name, path, int(chunks * WHOLE), wall or Wall())
+def create_tier(
+    path: Path, chunks: float, wall: WallClock | None = None, name: str = "disk"
+) -> KVTier:
+    return KVTier(name, path, int(chunks * WHOLE), wall or WallClock())
 
 
-def put(on: KVTier, at: int, seconds: float = 1.0, session: int = 0, domain: str = DOMAIN) -> bool:
+def put(
+    tier: KVTier, at: int, seconds: float = 1.0, session: int = 0, domain: str = DOMAIN
+) -> bool:
     content = np.full(SIZE, at, np.uint8)
-    return on.put(domain, NAMES[at], ChunkHeader(128 * at, 128, seconds, session), content)
+    return tier.put(domain, NAMES[at], ChunkHeader(128 * at, 128, seconds, session), content)
 
 
-def there(on: KVTier) -> set[int]:
-    return {at for at, name in enumerate(NAMES) if on.files.has(DOMAIN, name)}
+def list_stored(tier: KVTier) -> set[int]:
+    return {at for at, name in enumerate(NAMES) if tier.files.has(DOMAIN, name)}
 
 
-# -- what goes -----------------------------------------------------------------------------------
+# -- eviction order ----------------------------------------------------------------------------
 
 
-def found(seconds: float, session: int = 0, used_s: float = 0.0, size: int = 100) -> StoredChunk:
+def make_chunk(
+    seconds: float, session: int = 0, used_s: float = 0.0, size: int = 100
+) -> StoredChunk:
     return StoredChunk(Path(f"{seconds}"), size, used_s, ChunkHeader(0, 128, seconds, session))
 
 
-def test_what_costs_the_least_to_have_again_goes_first() -> None:
-    cheap, dear, large = found(1.0), found(9.0), found(5.0, size=1000)
-    assert choose_evictions([dear, cheap, large], 150, 1.0, ()) == [large]
-    assert choose_evictions([dear, cheap], 150, 1.0, ()) == [cheap, dear]
-    assert choose_evictions([dear, cheap], 0, 1.0, ()) == []
+def test_cheapest_chunks_are_evicted_first() -> None:
+    cheap, expensive, large = make_chunk(1.0), make_chunk(9.0), make_chunk(5.0, size=1000)
+    assert choose_evictions([expensive, cheap, large], 150, 1.0, ()) == [large]
+    assert choose_evictions([expensive, cheap], 150, 1.0, ()) == [cheap, expensive]
+    assert choose_evictions([expensive, cheap], 0, 1.0, ()) == []
 
 
-def test_what_the_next_tier_keeps_costs_only_its_loading() -> None:
-    assert compute_eviction_cost(found(9.0), 0.0, (), reload_s_per_byte=0.01) == pytest.approx(0.01)
-    assert compute_eviction_cost(found(9.0), 0.0, (), reload_s_per_byte=0.0) == pytest.approx(0.09)
+def test_eviction_cost_of_a_chunk_in_the_next_tier_is_its_reload() -> None:
+    assert compute_eviction_cost(make_chunk(9.0), 0.0, (), reload_s_per_byte=0.01) == pytest.approx(
+        0.01
+    )
+    assert compute_eviction_cost(make_chunk(9.0), 0.0, (), reload_s_per_byte=0.0) == pytest.approx(
+        0.09
+    )
 
 
-def test_a_trajectory_that_waits_for_a_tool_stays_and_one_that_has_ended_goes() -> None:
-    waits, ended, shared = found(1.0, 7), found(5.0, 8), found(1.0)
-    order = choose_evictions([waits, ended, shared], 1000, 4 * HALF_LIFE_S, {7})
-    assert order == [ended, shared, waits]
+def test_ended_trajectory_is_evicted_before_a_waiting_one() -> None:
+    waiting, ended, shared = make_chunk(1.0, 7), make_chunk(5.0, 8), make_chunk(1.0)
+    order = choose_evictions([waiting, ended, shared], 1000, 4 * HALF_LIFE_S, {7})
+    assert order == [ended, shared, waiting]
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 2), st.floats(0, 5)), max_size=20))
-def test_what_is_being_loaded_or_written_stays(some: list[tuple[float, int, float]]) -> None:
+def test_chunks_in_use_are_not_evicted(some: list[tuple[float, int, float]]) -> None:
     now_s = 2.0
-    chunks = [found(seconds, session, used_s) for seconds, session, used_s in some]
+    chunks = [make_chunk(seconds, session, used_s) for seconds, session, used_s in some]
     half = StoredChunk(Path(".half"), 100, 1.0, None)
-    gone = choose_evictions([*chunks, half], 10_000, now_s, {1})
-    assert half not in gone
-    assert gone == [one for one in gone if one.last_used_s <= now_s]
-    assert len(gone) == sum(one.last_used_s <= now_s for one in chunks)
+    evicted = choose_evictions([*chunks, half], 10_000, now_s, {1})
+    assert half not in evicted
+    assert evicted == [one for one in evicted if one.last_used_s <= now_s]
+    assert len(evicted) == sum(one.last_used_s <= now_s for one in chunks)
     assert choose_evictions([half], 10_000, 100.0, ()) == [half], "whoever wrote it was killed"
 
 
 # -- the budget ----------------------------------------------------------------------------------
 
 
-def test_it_never_holds_more_than_its_budget(tmp_path: Path) -> None:
-    on = shelf(tmp_path, 10)
+def test_tier_stays_within_its_budget(tmp_path: Path) -> None:
+    tier = create_tier(tmp_path, 10)
     for at in range(40):
-        assert put(on, at, seconds=at)
-        assert on.used_bytes <= on.budget_bytes
-        assert on.used_bytes == sum(one.bytes for one in on.files.scan())
-    assert 39 in there(on) and 0 not in there(on)
-    assert not put(shelf(tmp_path / "small", 0.5), 0)
-    on.close()
+        assert put(tier, at, seconds=at)
+        assert tier.used_bytes <= tier.budget_bytes
+        assert tier.used_bytes == sum(one.bytes for one in tier.files.scan())
+    assert 39 in list_stored(tier) and 0 not in list_stored(tier)
+    assert not put(create_tier(tmp_path / "small", 0.5), 0)
+    tier.close()
 
 
 def test_two_engines_share_one_budget(tmp_path: Path) -> None:
-    one, two = shelf(tmp_path, 10), shelf(tmp_path, 10)
+    one, two = create_tier(tmp_path, 10), create_tier(tmp_path, 10)
     for at in range(20):
         put((one, two)[at % 2], at)
     assert one.used_bytes == two.used_bytes <= one.budget_bytes
     assert put(one, 19) and one.used_bytes == two.used_bytes, "who finds it there writes nothing"
     one.close()
-    assert there(two)
+    assert list_stored(two)
     two.close()
     assert not tmp_path.exists(), "the last one takes it away"
 
 
-def test_what_an_engine_is_about_to_load_is_not_lost(tmp_path: Path) -> None:
-    wall = Wall()
-    on = shelf(tmp_path, 4, wall)
+def test_reserved_chunk_is_not_evicted(tmp_path: Path) -> None:
+    wall = WallClock()
+    tier = create_tier(tmp_path, 4, wall)
     for at in range(4):
-        put(on, at, seconds=0.1)
-    assert on.files.reserve(DOMAIN, NAMES[2], wall.now_s + 60)
+        put(tier, at, seconds=0.1)
+    assert tier.files.reserve(DOMAIN, NAMES[2], wall.now_s + 60)
     for at in range(4, 20):
-        put(on, at, seconds=5.0)
-    assert 2 in there(on)
+        put(tier, at, seconds=5.0)
+    assert 2 in list_stored(tier)
 
 
-def test_what_goes_from_memory_lies_on_the_disk(tmp_path: Path) -> None:
-    memory, disk = shelf(tmp_path / "m", 4, name="memory"), shelf(tmp_path / "d", 40)
+def test_chunks_evicted_from_memory_move_to_disk(tmp_path: Path) -> None:
+    memory, disk = create_tier(tmp_path / "m", 4, name="memory"), create_tier(tmp_path / "d", 40)
 
     def move_to_disk(one: StoredChunk) -> None:
         disk.copy_from(one)
@@ -151,58 +161,58 @@ def test_what_goes_from_memory_lies_on_the_disk(tmp_path: Path) -> None:
         content = np.full(SIZE, at, np.uint8)
         head = ChunkHeader(128 * at, 128, 1.0, 0)
         memory.put(DOMAIN, NAMES[at], head, content, 0.0, move_to_disk)
-    assert there(memory) | there(disk) == set(range(20))
+    assert list_stored(memory) | list_stored(disk) == set(range(20))
     read = disk.files.read(DOMAIN, NAMES[0])
     assert read is not None and (read[1] == 0).all()
 
 
-def test_a_full_disk_is_asked_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wall = Wall()
-    on = shelf(tmp_path, 10, wall)
-    blocked = on.files.path(DOMAIN, NAMES[0])
+def test_full_disk_is_retried_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wall = WallClock()
+    tier = create_tier(tmp_path, 10, wall)
+    blocked = tier.files.path(DOMAIN, NAMES[0])
     blocked.parent.mkdir(parents=True)
     blocked.parent.rmdir()
-    blocked.parent.write_text("no directory")  # as a write that fails
-    assert not put(on, 0) and on.last_error and on.used_bytes == 0
-    assert not put(on, 1), "it rests"
+    blocked.parent.write_text("no directory")  # any failing write
+    assert not put(tier, 0) and tier.last_error and tier.used_bytes == 0
+    assert not put(tier, 1), "it rests"
     wall.now_s += 11
-    assert put(on, 1) and not on.last_error
+    assert put(tier, 1) and not tier.last_error
 
 
-def test_a_count_that_a_killed_engine_left_wrong_mends_itself(tmp_path: Path) -> None:
-    on = shelf(tmp_path, 10)
+def test_wrong_usage_of_a_killed_engine_is_corrected(tmp_path: Path) -> None:
+    tier = create_tier(tmp_path, 10)
     for at in range(5):
-        put(on, at)
-    on._add_used(7 * WHOLE)
-    assert put(on, 9) and on.used_bytes == 6 * WHOLE
+        put(tier, at)
+    tier._add_used(7 * WHOLE)
+    assert put(tier, 9) and tier.used_bytes == 6 * WHOLE
 
 
 # -- weights and sessions ------------------------------------------------------------------------
 
 
-def test_chunks_of_weights_that_no_engine_has_go(tmp_path: Path) -> None:
-    one, two = shelf(tmp_path, 50), shelf(tmp_path, 50)
-    held = [on.lock_domain(DOMAIN) for on in (one, two)]
+def test_chunks_of_unused_weights_are_removed(tmp_path: Path) -> None:
+    one, two = create_tier(tmp_path, 50), create_tier(tmp_path, 50)
+    locks = [tier.lock_domain(DOMAIN) for tier in (one, two)]
     put(one, 1)
-    os.close(held[0])  # type: ignore[arg-type]
-    assert one.remove_unusable() == 0 and there(one) == {1}, "the other one has them"
-    os.close(held[1])  # type: ignore[arg-type]
-    assert one.remove_unusable() == WHOLE and not there(one) and one.used_bytes == 0
+    os.close(locks[0])  # type: ignore[arg-type]
+    assert one.remove_unusable() == 0 and list_stored(one) == {1}, "the other one has them"
+    os.close(locks[1])  # type: ignore[arg-type]
+    assert one.remove_unusable() == WHOLE and not list_stored(one) and one.used_bytes == 0
 
 
-def test_a_session_that_may_go_on_keeps_what_older_weights_computed(tmp_path: Path) -> None:
-    on = shelf(tmp_path, 50)
-    put(on, 0)  # of a prompt that it shares
-    put(on, 1, session=7)
-    on.mark_resumable(7)
-    assert on.remove_unusable() == 0 and there(on) == {0, 1}
-    on.unmark_resumable(7)
-    on.remove_session_chunks(DOMAIN, NAMES[:2], 7)
-    assert there(on) == {0}, "what others may use stays as long as its weights"
-    assert on.remove_unusable() == WHOLE and on.used_bytes == 0
+def test_resumable_session_retains_chunks_of_older_weights(tmp_path: Path) -> None:
+    tier = create_tier(tmp_path, 50)
+    put(tier, 0)  # of a shared prompt
+    put(tier, 1, session=7)
+    tier.mark_resumable(7)
+    assert tier.remove_unusable() == 0 and list_stored(tier) == {0, 1}
+    tier.unmark_resumable(7)
+    tier.remove_session_chunks(DOMAIN, NAMES[:2], 7)
+    assert list_stored(tier) == {0}, "what others may use stays as long as its weights"
+    assert tier.remove_unusable() == WHOLE and tier.used_bytes == 0
 
 
-# -- what is left behind -------------------------------------------------------------------------
+# -- abandoned chunks ----------------------------------------------------------------------------
 
 KILLED = """
 import os, signal, sys
@@ -220,48 +230,52 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def killed(directory: Path) -> None:
+def run_killed_engine(directory: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(directory)]
     assert subprocess.run(words, check=False, timeout=scaled(60)).returncode == -9
 
 
-def test_what_a_killed_engine_left_is_swept(tmp_path: Path) -> None:
-    killed(tmp_path / "j")
-    on = shelf(tmp_path / "j", 10)
-    assert on.list_resumable() == set() and not list(on.files.scan()) and on.used_bytes == 0
-    on.close()
+def test_chunks_of_a_killed_engine_are_removed(tmp_path: Path) -> None:
+    run_killed_engine(tmp_path / "j")
+    tier = create_tier(tmp_path / "j", 10)
+    assert tier.list_resumable() == set() and not list(tier.files.scan()) and tier.used_bytes == 0
+    tier.close()
 
 
-def test_a_host_sweeps_what_nobody_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_removes_unused_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_directories, "SHARED_MEMORY", tmp_path / "shm")
     root = kv_directories.get_memory_root(str(tmp_path))
-    killed(root / "dead")
-    alive = shelf(root / "alive", 10)
+    run_killed_engine(root / "dead")
+    alive = create_tier(root / "alive", 10)
     put(alive, 1)
     remove_abandoned(str(tmp_path))
-    assert not (root / "dead").exists() and there(alive) == {1}
+    assert not (root / "dead").exists() and list_stored(alive) == {1}
     alive.close()
     assert not root.exists()
 
 
-def test_a_host_sweeps_the_memory_that_a_whole_mesh_of_another_root_left(
+def test_host_removes_memory_of_a_dead_mesh_with_another_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_directories, "SHARED_MEMORY", tmp_path / "shm")
-    gone, other = (
+    evicted, other = (
         kv_directories.get_memory_root(str(tmp_path / name)) for name in ("gone", "other")
     )
-    killed(gone / "j")
-    alive = shelf(other / "j", 10)
+    run_killed_engine(evicted / "j")
+    alive = create_tier(other / "j", 10)
     put(alive, 1)
     (tmp_path / "shm" / "somebody").mkdir()
     remove_abandoned(str(tmp_path))
-    assert not gone.exists() and there(alive) == {1} and (tmp_path / "shm" / "somebody").exists()
+    assert (
+        not evicted.exists()
+        and list_stored(alive) == {1}
+        and (tmp_path / "shm" / "somebody").exists()
+    )
     alive.close()
 
 
-def squat(place: Path, way: int) -> None:
-    """Take a name as another user would: a file, a link, or a directory that others can read."""
+def occupy_name(place: Path, way: int) -> None:
+    """Occupy a name as another user would: a file, a link, or a directory that others can read."""
     place.parent.mkdir(exist_ok=True)
     if way % 3 == 0:
         place.touch()
@@ -272,31 +286,31 @@ def squat(place: Path, way: int) -> None:
         place.chmod(0o755)
 
 
-async def test_names_in_shared_memory_that_others_take_cost_a_cache_and_no_job(
+async def test_occupied_shared_memory_names_disable_only_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_directories, "SHARED_MEMORY", tmp_path / "shm")
     mesh = unrenewed("engine/one", own_keys())
     limits = RolloutConfig(kv=KvConfig(memory=1e-3))
-    taken = []
+    occupied = []
     for way in range(kv_directories.MAX_MEMORY_DIRECTORIES - 1):
-        taken.append(kv_directories.get_memory_root(mesh.settings.run_root))
-        squat(taken[-1], way)
-    [on] = await open_tiers(mesh, "j", limits)
-    put(on, 1)
-    taken[0].unlink()  # a name that is free again does not divide the engines of a host
+        occupied.append(kv_directories.get_memory_root(mesh.settings.run_root))
+        occupy_name(occupied[-1], way)
+    [tier] = await open_tiers(mesh, "j", limits)
+    put(tier, 1)
+    occupied[0].unlink()  # a name that is free again does not separate the engines of a host
     [too] = await open_tiers(mesh, "j", limits)
-    assert there(too) == {1} and too.files.directory == on.files.directory
-    on.close()
+    assert list_stored(too) == {1} and too.files.directory == tier.files.directory
+    tier.close()
     too.close()
-    squat(taken[0], 0)
-    squat(kv_directories.get_memory_root(mesh.settings.run_root), 2)
+    occupy_name(occupied[0], 0)
+    occupy_name(kv_directories.get_memory_root(mesh.settings.run_root), 2)
     assert await open_tiers(mesh, "j", limits) == []
     assert mesh.telemetry.counters["kv_not_kept"] == 1
     await mesh.leave()
 
 
-def test_a_holder_of_the_mark_of_a_directory_made_anew_takes_nothing_away(tmp_path: Path) -> None:
+def test_lock_of_a_replaced_file_is_invalid(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     mark.touch()
     descriptor = os.open(mark, os.O_RDWR)
@@ -305,13 +319,13 @@ def test_a_holder_of_the_mark_of_a_directory_made_anew_takes_nothing_away(tmp_pa
     mark.touch()
     assert not is_file_at(descriptor, mark)
     os.close(descriptor)
-    with try_lock_file(mark) as nobody, try_lock_file(mark) as again:
-        assert nobody and not again
-    with try_lock_file(tmp_path / "none") as nobody:
-        assert not nobody
+    with try_lock_file(mark) as lock, try_lock_file(mark) as again:
+        assert lock and not again
+    with try_lock_file(tmp_path / "none") as lock:
+        assert not lock
 
 
-def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+def test_directory_open_to_others_is_rejected(tmp_path: Path) -> None:
     assert make_private_directory(tmp_path / "a" / "b").stat().st_mode & 0o77 == 0
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
@@ -321,33 +335,33 @@ def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
             make_private_directory(tmp_path / name)
 
 
-# -- what is measured ----------------------------------------------------------------------------
+# -- measurements ---------------------------------------------------------------------------------
 
 
-def test_a_pace_follows_what_was_measured_lately() -> None:
-    pace = TransferRate()
-    assert pace.s_per_byte == 0.0
+def test_transfer_rate_follows_recent_measurements() -> None:
+    rate = TransferRate()
+    assert rate.s_per_byte == 0.0
     for _ in range(30):
-        pace.add(1000, 1.0)
-    assert pace.s_per_byte == pytest.approx(0.001)
+        rate.add(1000, 1.0)
+    assert rate.s_per_byte == pytest.approx(0.001)
     for _ in range(30):
-        pace.add(1000, 3.0)
-    assert pace.s_per_byte == pytest.approx(0.003, rel=0.01)
+        rate.add(1000, 3.0)
+    assert rate.s_per_byte == pytest.approx(0.003, rel=0.01)
 
 
-def test_what_never_comes_back_is_kept_seldom_and_what_does_is_kept() -> None:
-    worth = OffloadPolicy()
-    kept = [worth.is_worthwhile(1.0, 0.01) for _ in range(MIN_CHUNKS)]
+def test_unused_chunks_are_rarely_offloaded_until_reuse() -> None:
+    policy = OffloadPolicy()
+    kept = [policy.is_worthwhile(1.0, 0.01) for _ in range(MIN_CHUNKS)]
     assert all(kept), "nobody knows yet"
     for _ in range(MIN_CHUNKS):
-        worth.count_offload()
-    rarely = [worth.is_worthwhile(1.0, 0.01) for _ in range(160)]
-    assert sum(rarely) == 160 // PROBE_EVERY
+        policy.count_offload()
+    later_answers = [policy.is_worthwhile(1.0, 0.01) for _ in range(160)]
+    assert sum(later_answers) == 160 // PROBE_EVERY
     for _ in range(MIN_CHUNKS // 2):
-        worth.count_reuse()
-    assert worth.reuse_probability == 0.5
-    assert worth.is_worthwhile(1.0, 0.49) and not all(
-        worth.is_worthwhile(1.0, 0.51) for _ in range(3)
+        policy.count_reuse()
+    assert policy.reuse_probability == 0.5
+    assert policy.is_worthwhile(1.0, 0.49) and not all(
+        policy.is_worthwhile(1.0, 0.51) for _ in range(3)
     )
 
 
@@ -363,16 +377,16 @@ def files(tmp_path: Path) -> ChunkFiles:
     return made
 
 
-def test_what_was_written_is_read(files: ChunkFiles) -> None:
-    found = files.read(DOMAIN, NAME)
-    assert found is not None
-    head, content = found
+def test_written_chunk_is_read(files: ChunkFiles) -> None:
+    make_chunk = files.read(DOMAIN, NAME)
+    assert make_chunk is not None
+    head, content = make_chunk
     assert head == HEAD and (content == CONTENT).all()
     assert files.read(DOMAIN, OTHER) is None and files.read("other", NAME) is None
 
 
 @pytest.mark.parametrize("bit", [0, 8 * 9, 8 * 40, 8 * (HEADER_BYTES - 1), 8 * HEADER_BYTES, -1])
-def test_one_flipped_bit_is_a_miss_and_is_removed(files: ChunkFiles, bit: int) -> None:
+def test_chunk_with_a_flipped_bit_is_a_miss_and_is_removed(files: ChunkFiles, bit: int) -> None:
     path = files.path(DOMAIN, NAME)
     raw = bytearray(path.read_bytes())
     raw[bit // 8] ^= 1 << bit % 8
@@ -382,13 +396,13 @@ def test_one_flipped_bit_is_a_miss_and_is_removed(files: ChunkFiles, bit: int) -
 
 
 @pytest.mark.parametrize("length", [0, 10, HEADER_BYTES, HEADER_BYTES + 1, -1])
-def test_a_torn_file_is_a_miss(files: ChunkFiles, length: int) -> None:
+def test_truncated_file_is_a_miss(files: ChunkFiles, length: int) -> None:
     path = files.path(DOMAIN, NAME)
     path.write_bytes(path.read_bytes()[:length])
     assert files.read(DOMAIN, NAME) is None
 
 
-def test_a_longer_file_and_another_chunk_under_its_name_are_misses(files: ChunkFiles) -> None:
+def test_longer_file_and_misnamed_chunk_are_misses(files: ChunkFiles) -> None:
     path = files.path(DOMAIN, NAME)
     whole = path.read_bytes()
     path.write_bytes(whole + b"x")
@@ -398,8 +412,10 @@ def test_a_longer_file_and_another_chunk_under_its_name_are_misses(files: ChunkF
     assert files.read(DOMAIN, OTHER) is None
 
 
-def test_what_is_read_is_not_removed(files: ChunkFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held open by a reader, as `read` holds it."""
+def test_chunk_being_read_is_not_removed(
+    files: ChunkFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lock the file as `read` does, and try to remove it."""
     path = files.path(DOMAIN, NAME)
     import fcntl
 
@@ -410,7 +426,7 @@ def test_what_is_read_is_not_removed(files: ChunkFiles, monkeypatch: pytest.Monk
     assert not files.remove(path), "it is gone already"
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     files = ChunkFiles(tmp_path / "on" / "none")
     files.write(DOMAIN, NAME, HEAD, CONTENT)
     folder = files.path(DOMAIN, OTHER).parent
@@ -423,7 +439,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-def test_many_threads_write_and_read_the_same_chunks(tmp_path: Path) -> None:
+def test_threads_write_and_read_the_same_chunks(tmp_path: Path) -> None:
     wrong: list[object] = []
     names = compute_chunk_names(DOMAIN, np.arange(128 * 8))
 
@@ -444,8 +460,8 @@ def test_many_threads_write_and_read_the_same_chunks(tmp_path: Path) -> None:
                 case 1:
                     files.remove(files.path(DOMAIN, names[at]))
                 case _:
-                    found = files.read(DOMAIN, names[at])
-                    if found is not None and not (found[1] == at).all():
+                    make_chunk = files.read(DOMAIN, names[at])
+                    if make_chunk is not None and not (make_chunk[1] == at).all():
                         wrong.append(at)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -457,37 +473,37 @@ def test_many_threads_write_and_read_the_same_chunks(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/??/.*"))
 
 
-def test_a_directory_that_goes_while_it_is_looked_at_is_made_again(
+def test_directory_removed_during_a_write_is_created_again(
     files: ChunkFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`mkdir` found it, and pathlib then asks whether it is a directory."""
-    folder, looks = files.path(DOMAIN, OTHER).parent, [0]
+    """Remove the directory between `mkdir` and pathlib's check that it is a directory."""
+    folder, calls = files.path(DOMAIN, OTHER).parent, [0]
     folder.mkdir(exist_ok=True)
     is_dir = Path.is_dir
 
-    def gone(path: Path) -> bool:
-        if path == folder and not looks[0]:
-            looks[0] += 1
+    def evicted(path: Path) -> bool:
+        if path == folder and not calls[0]:
+            calls[0] += 1
             folder.rmdir()
         return is_dir(path)
 
-    monkeypatch.setattr(Path, "is_dir", gone)
+    monkeypatch.setattr(Path, "is_dir", evicted)
     files.write(DOMAIN, OTHER, HEAD, CONTENT)
-    assert looks == [1] and files.read(DOMAIN, OTHER) is not None
+    assert calls == [1] and files.read(DOMAIN, OTHER) is not None
 
 
-def test_a_scan_tells_what_is_there(files: ChunkFiles) -> None:
+def test_scan_lists_all_files(files: ChunkFiles) -> None:
     (one,) = files.scan()
     assert one.header == HEAD and one.bytes == os.path.getsize(one.path) == 20000 + HEADER_BYTES
     one.path.with_name(".half").write_bytes(b"x" * 200)
-    assert sorted(found.header is None for found in files.scan()) == [False, True]
+    assert sorted(make_chunk.header is None for make_chunk in files.scan()) == [False, True]
 
 
-def test_names_depend_on_all_that_a_chunk_depends_on() -> None:
-    about = ["weights", "adapter", "layout", "keep"]
-    domains = {compute_domain(*about)}
+def test_chunk_names_depend_on_all_inputs() -> None:
+    fields = ["weights", "adapter", "layout", "keep"]
+    domains = {compute_domain(*fields)}
     for at in range(4):
-        domains.add(compute_domain(*[text + "x" * (i == at) for i, text in enumerate(about)]))
+        domains.add(compute_domain(*[text + "x" * (i == at) for i, text in enumerate(fields)]))
     domains |= {compute_domain("weightsa", "dapter", "layout", "keep")}
     assert len(domains) == 6 and all(map(is_domain, domains))
     assert not is_domain("../" * 10 + "ab") and not is_domain(DOMAIN.upper())

@@ -1,4 +1,4 @@
-"""Rights of each role in Redis, and rules for every script."""
+"""Redis permissions of each role, and rules for every script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.contract.state.state_bench import binary_of, running_server
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
-# What processes of these roles are made of, beside what all are.
+# Packages whose code runs in processes of each key's roles, beside the common ones.
 PACKAGES = {
     "engine": {"engine"},
     "gateway": {"gateway"},
@@ -39,26 +39,26 @@ PACKAGES = {
     "trainer": {"trainer", "rank", "hybrid"},
     "weights": {"weights"},
 }
-# The ends that a sandbox tells of fail no job (`charged`).
-NEVER = {"sandbox": {"process_ended"}}
-HAND_IN = {"gateway", "person"}  # who say what a job runs
+# Exit reports of a sandbox never fail a job (`charged`).
+UNREACHABLE_SCRIPTS = {"sandbox": {"process_ended"}}
+SUBMITTERS = {"gateway", "person"}  # roles that set a job's document
 HOST, OTHER = "here-000001", "there-000002"
 DIGEST = "5e" * 32
-SUPERVISION = "meshrl.common.mesh.process.supervision."  # it reports ends by a script
+SUPERVISION = "meshrl.common.mesh.process.supervision."  # its modules report exits by a script
 Symbol = tuple[str, str]  # module of common/state, name in it
-# Methods of StateClient whose first argument is the name of a script.
-SENDERS = {"run_script", "run_script_sync", "run_job_script", "run_mesh_script"}
+# Methods of StateClient whose first argument is a script's name.
+SCRIPT_METHODS = {"run_script", "run_script_sync", "run_job_script", "run_mesh_script"}
 NAMES = sorted(path.stem for path in SCRIPTS_DIR.glob("*/*.lua"))
-SENT = [name for name in NAMES if not name.startswith("_") and name != "prelude"]
+LOADED_SCRIPTS = [name for name in NAMES if not name.startswith("_") and name != "prelude"]
 
 
-def named_scripts() -> set[str]:
+def list_scripts() -> set[str]:
     names = {path.stem for path in SCRIPTS_DIR.glob("*/*.lua")}
     return {name for name in names if not name.startswith("_") and name != "prelude"}
 
 
-class Uses(ast.NodeVisitor):
-    """What a piece of code takes from modules of common/state, and the scripts that it runs."""
+class SymbolUses(ast.NodeVisitor):
+    """Symbols of common/state that a piece of code uses, and the scripts that it runs."""
 
     def __init__(self, modules: dict[str, str], names: dict[str, Symbol]) -> None:
         self.modules, self.names = modules, names
@@ -67,12 +67,15 @@ class Uses(ast.NodeVisitor):
         self._chosen: dict[str, set[str]] = {}
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        own = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
-        named = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
-        own |= {one.id for one in named if isinstance(one.ctx, ast.Store)}
-        before, self.names = self.names, {k: v for k, v in self.names.items() if k not in own}
+        local_names = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+        name_nodes = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
+        local_names |= {one.id for one in name_nodes if isinstance(one.ctx, ast.Store)}
+        outer_names, self.names = (
+            self.names,
+            {k: v for k, v in self.names.items() if k not in local_names},
+        )
         self.generic_visit(node)
-        self.names = before
+        self.names = outer_names
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
         self.visit_FunctionDef(node)
@@ -98,22 +101,22 @@ class Uses(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        asked = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if asked in SENDERS and node.args:
-            self._ran(node.args[0])
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if method in SCRIPT_METHODS and node.args:
+            self._add_script(node.args[0])
         elif isinstance(node.func, ast.Name) and node.func.id == "run_script_once":
-            self._ran(node.args[1])
+            self._add_script(node.args[1])
         self.generic_visit(node)
 
-    def _ran(self, script: ast.expr) -> None:
+    def _add_script(self, script: ast.expr) -> None:
         if isinstance(script, ast.Constant):
             self.scripts.add(str(script.value))
         elif isinstance(script, ast.Name):
             self.scripts |= self._chosen.get(script.id, set())
 
 
-def imported(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
-    """Modules of common/state by their names in a file, and what it takes from such modules."""
+def find_imports(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
+    """Return modules of common/state by their names in a file, and symbols imported from them."""
     modules: dict[str, str] = {}
     names: dict[str, Symbol] = {}
     for node in ast.walk(tree):
@@ -123,57 +126,57 @@ def imported(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
             local = alias.asname or alias.name
             if not f"{node.module}.".startswith(("meshrl.common.state.", SUPERVISION)):
                 continue
-            place = ROOT / node.module.replace(".", "/")
-            if (place / f"{alias.name}.py").is_file():
+            package_dir = ROOT / node.module.replace(".", "/")
+            if (package_dir / f"{alias.name}.py").is_file():
                 modules[local] = alias.name
             else:
-                names[local] = (place.name, alias.name)
+                names[local] = (package_dir.name, alias.name)
     return modules, names
 
 
 @pytest.fixture(scope="module")
 def scripts_by_symbol() -> Callable[[set[Symbol]], set[str]]:
     graph: dict[Symbol, tuple[set[Symbol], set[str]]] = {}
-    ended = ROOT / "common/mesh/process/supervision/exit_reports.py"
-    for path in [*(ROOT / "common/state").rglob("*.py"), ended]:
+    exit_reports_path = ROOT / "common/mesh/process/supervision/exit_reports.py"
+    for path in [*(ROOT / "common/state").rglob("*.py"), exit_reports_path]:
         tree = ast.parse(path.read_text())
-        modules, names = imported(tree)
+        modules, names = find_imports(tree)
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        tops = [node for node in tree.body if isinstance(node, kinds)]
-        names |= {node.name: (path.stem, node.name) for node in tops}
-        for node in tops:
-            uses = Uses(modules, names)
+        definitions = [node for node in tree.body if isinstance(node, kinds)]
+        names |= {node.name: (path.stem, node.name) for node in definitions}
+        for node in definitions:
+            uses = SymbolUses(modules, names)
             uses.visit(node)
             graph[path.stem, node.name] = uses.symbols, uses.scripts
 
-    def found(symbols: set[Symbol]) -> set[str]:
-        seen: set[Symbol] = set()
-        left, scripts = set(symbols), set()
-        while left:
-            symbol = left.pop()
-            seen.add(symbol)
-            further, ran = graph.get(symbol, (set(), set()))
-            scripts |= ran & named_scripts()
-            left |= further - seen
+    def find_scripts(symbols: set[Symbol]) -> set[str]:
+        visited: set[Symbol] = set()
+        pending, scripts = set(symbols), set()
+        while pending:
+            symbol = pending.pop()
+            visited.add(symbol)
+            used_symbols, ran = graph.get(symbol, (set(), set()))
+            scripts |= ran & list_scripts()
+            pending |= used_symbols - visited
         return scripts
 
-    return found
+    return find_scripts
 
 
-def symbols_in(*folders: str) -> set[Symbol]:
-    taken: set[Symbol] = set()
+def find_symbols(*folders: str) -> set[Symbol]:
+    symbols: set[Symbol] = set()
     for folder in folders:
         for path in (ROOT / folder).rglob("*.py"):
             tree = ast.parse(path.read_text())
-            uses = Uses(*imported(tree))
+            uses = SymbolUses(*find_imports(tree))
             uses.visit(tree)
-            taken |= uses.symbols
-    return taken
+            symbols |= uses.symbols
+    return symbols
 
 
-def test_every_script_and_every_role_is_in_the_table() -> None:
-    assert set(acl.SCRIPT_PERMISSIONS) == named_scripts()
-    assert {name for name in named_scripts() if "replayed()" in find_script(name).read_text()} == (
+def test_permission_table_has_every_script_and_role() -> None:
+    assert set(acl.SCRIPT_PERMISSIONS) == list_scripts()
+    assert {name for name in list_scripts() if "replayed()" in find_script(name).read_text()} == (
         IDEMPOTENT_SCRIPTS
     )
     assert acl.ROLES == call_permissions.ROLES
@@ -181,19 +184,21 @@ def test_every_script_and_every_role_is_in_the_table() -> None:
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_service_runs_no_script_that_its_roles_have_no_right_to(
+def test_services_run_exactly_the_scripts_their_roles_may_run(
     package: str, scripts_by_symbol: Callable[[set[Symbol]], set[str]]
 ) -> None:
-    ran = scripts_by_symbol(symbols_in(f"services/{package}")) - NEVER.get(package, set())
+    ran = scripts_by_symbol(find_symbols(f"services/{package}")) - UNREACHABLE_SCRIPTS.get(
+        package, set()
+    )
     allowed = set().union(*(list_role_scripts(role) for role in PACKAGES[package]))
     assert ran <= allowed
-    spare = (
+    unused = (
         set().union(*(list_role_scripts(role) for role in PACKAGES[package])) - COMMON_SCRIPTS - ran
     )
-    assert not spare, "rights that nothing uses"
+    assert not unused, "rights that nothing uses"
 
 
-def test_what_all_processes_run_all_may(
+def test_common_scripts_are_allowed_to_all_roles(
     scripts_by_symbol: Callable[[set[Symbol]], set[str]],
 ) -> None:
     folders = (
@@ -203,8 +208,8 @@ def test_what_all_processes_run_all_may(
         "common/mesh/transport",
         "common/weights/bulk",
     )
-    where_no_host_may_join = {"admit_host"}  # there all are one user of Redis
-    assert scripts_by_symbol(symbols_in(*folders)) - where_no_host_may_join <= COMMON_SCRIPTS
+    single_user_scripts = {"admit_host"}  # a mesh without other hosts has one Redis user
+    assert scripts_by_symbol(find_symbols(*folders)) - single_user_scripts <= COMMON_SCRIPTS
 
 
 @pytest.mark.parametrize(
@@ -217,17 +222,19 @@ def test_what_all_processes_run_all_may(
         ("worker", HOST, "none ~*"),
     ],
 )
-def test_a_user_that_would_be_wider_than_its_role_is_refused(
+def test_user_with_wider_rights_than_its_role_is_rejected(
     role: str, host: str, digest: str
 ) -> None:
     with pytest.raises(Refused):
         build_acl_rules(role, host, digest, enabled=True)
 
 
-def test_only_its_own_user_and_the_owner_s_commands_write_a_door() -> None:
+def test_roles_write_only_their_own_credentials() -> None:
     for role in acl.ROLES - {"person"}:
-        written = {key for key in compute_role_permissions(role, HOST).writes if ":door:" in key}
-        assert written == {f"{{mesh}}:door:{role}:{HOST}"}
+        writable_keys = {
+            key for key in compute_role_permissions(role, HOST).writes if ":door:" in key
+        }
+        assert writable_keys == {f"{{mesh}}:door:{role}:{HOST}"}
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +245,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 async def owner(url: str) -> AsyncIterator[StateClient]:
-    """Of a server that knows all roles of a host, whose password is the word secret."""
+    """Yield a client of a server with all roles of a host, whose password is "secret"."""
     state = await StateClient.open(url)
     for role in acl.ROLES:
         words = build_acl_rules(role, HOST, DIGEST, enabled=True)
@@ -247,13 +254,13 @@ async def owner(url: str) -> AsyncIterator[StateClient]:
     await state.close()
 
 
-async def may(owner: StateClient, role: str, *words: str) -> bool:
-    """Whether Redis says that a role's user may."""
-    said = await owner.run_command("ACL", "DRYRUN", make_redis_user(role, HOST), *words)
-    return str(said) == "OK"
+async def is_allowed(owner: StateClient, role: str, *words: str) -> bool:
+    """Return True if Redis allows the command to a role's user."""
+    reply = await owner.run_command("ACL", "DRYRUN", make_redis_user(role, HOST), *words)
+    return str(reply) == "OK"
 
 
-WHOLE_SERVER = """ACL LIST|CONFIG GET dir|CONFIG SET dir /|FLUSHALL|FLUSHDB|KEYS *|SHUTDOWN|SCAN 0
+ADMIN_COMMANDS = """ACL LIST|CONFIG GET dir|CONFIG SET dir /|FLUSHALL|FLUSHDB|KEYS *|SHUTDOWN|SCAN 0
 DEBUG SLEEP 1|REPLICAOF a 1|SAVE|BGSAVE|BGREWRITEAOF|MONITOR|CLIENT LIST|CLIENT KILL ID 1|INFO|
 CLIENT TRACKING ON|CLIENT REPLY OFF|CLIENT CACHING YES|EVAL return 0|SCRIPT FLUSH|SCRIPT KILL|
 FUNCTION LIST|MODULE LIST|SWAPDB 0 1|SUBSCRIBE a|
@@ -262,24 +269,26 @@ PUBLISH a b|RANDOMKEY|LATENCY LATEST|SLOWLOG GET|MIGRATE a 1 k 0 1|FAILOVER|CLUS
 
 @pytest.mark.needs("redis-server")
 @pytest.mark.parametrize("role", sorted(acl.ROLES))
-async def test_no_role_reaches_the_server_or_the_doors_of_others(
+async def test_roles_cannot_administer_the_server_or_write_other_credentials(
     owner: StateClient, role: str
 ) -> None:
-    for command in filter(None, WHOLE_SERVER.replace("\n", "|").split("|")):
+    for command in filter(None, ADMIN_COMMANDS.replace("\n", "|").split("|")):
         words = command.split(" ", 1) if command.startswith("EVAL") else command.split()
         words += ["0"] if command.startswith("EVAL") else []
-        assert not await may(owner, role, *words), command
-    assert await may(owner, role, "HSET", f"{{mesh}}:door:{role}:{HOST}", "key", "name")
+        assert not await is_allowed(owner, role, *words), command
+    assert await is_allowed(owner, role, "HSET", f"{{mesh}}:door:{role}:{HOST}", "key", "name")
     if role == "person":
         return
-    for door in (f"{role}:{OTHER}", *(f"{one}:{HOST}" for one in acl.ROLES - {role})):
-        assert not await may(owner, role, "HSET", f"{{mesh}}:door:{door}", "key", "name")
+    for credential in (f"{role}:{OTHER}", *(f"{one}:{HOST}" for one in acl.ROLES - {role})):
+        assert not await is_allowed(
+            owner, role, "HSET", f"{{mesh}}:door:{credential}", "key", "name"
+        )
     for key in ("admitted", "doors", "revoked", "home", "settings"):
-        assert not await may(owner, role, "SET", f"{{mesh}}:{key}", "1"), key
-    assert not await may(owner, role, "SET", "other", "1")
+        assert not await is_allowed(owner, role, "SET", f"{{mesh}}:{key}", "1"), key
+    assert not await is_allowed(owner, role, "SET", "other", "1")
 
 
-# What roles ask beside scripts, and what they have no business with.
+# Commands outside of scripts: those that roles need, and some that they must not run.
 ALLOWED = [
     ("worker", "HMGET {mesh}:worker:w0 gang"),
     ("node", "GET {mesh}:services:here"),
@@ -294,7 +303,7 @@ ALLOWED = [
     ("gateway", "GET {mesh}:settings"),
     ("gateway", "ZRANGE {mesh}:jobs:deleted 0 -1"),
     ("gateway", "EXISTS {job}:op:delete_job:1"),
-    *((role, "HSET {job}:given document {}") for role in sorted(HAND_IN)),
+    *((role, "HSET {job}:given document {}") for role in sorted(SUBMITTERS)),
     ("planner", "DEL {job}:given"),
     ("person", "SET {mesh}:probe 1 PX 1000"),
     ("person", "HGETALL {mesh}:draining"),
@@ -303,7 +312,7 @@ ALLOWED = [
 ]
 
 
-REFUSED = [
+DENIED = [
     ("sandbox", "HGETALL {job}:job"),
     ("sandbox", "HGETALL {job}:step:0:1"),
     ("sandbox", "XRANGE {mesh}:events - +"),
@@ -315,7 +324,7 @@ REFUSED = [
     ("trainer", "HSET {mesh}:worker:w0 gang g1"),
     ("scoring", "ZADD {job}:ready 1 1"),
     ("worker", "SET {mesh}:answered:op yes"),
-    *((role, "HSET {job}:given document {}") for role in sorted(acl.ROLES - HAND_IN)),
+    *((role, "HSET {job}:given document {}") for role in sorted(acl.ROLES - SUBMITTERS)),
     ("planner", "RENAME {job}:given {job}:job"),
     ("node", "HSET {mesh}:asked id join"),
     ("gateway", "SET {mesh}:answered:op yes"),
@@ -326,17 +335,15 @@ REFUSED = [
 
 
 @pytest.mark.needs("redis-server")
-async def test_roles_may_ask_what_they_ask_and_not_what_others_do(owner: StateClient) -> None:
+async def test_roles_may_run_their_own_commands_only(owner: StateClient) -> None:
     for role, command in ALLOWED:
-        assert await may(owner, role, *command.split()), (role, command)
-    for role, command in REFUSED:
-        assert not await may(owner, role, *command.split()), (role, command)
+        assert await is_allowed(owner, role, *command.split()), (role, command)
+    for role, command in DENIED:
+        assert not await is_allowed(owner, role, *command.split()), (role, command)
 
 
 @pytest.mark.needs("redis-server")
-async def test_a_role_runs_the_scripts_that_the_mesh_has_loaded_and_none_of_its_own(
-    owner: StateClient, url: str
-) -> None:
+async def test_role_runs_only_scripts_loaded_by_the_owner(owner: StateClient, url: str) -> None:
     user = make_redis_user("sandbox", HOST).replace("@", "%40")
     sandbox = await StateClient.open(url.replace("unix://", f"unix://{user}:secret@"))
     await owner.run_command("SCRIPT", "FLUSH")
@@ -350,13 +357,13 @@ async def test_a_role_runs_the_scripts_that_the_mesh_has_loaded_and_none_of_its_
     await sandbox.close()
 
 
-def test_a_script_is_found_by_its_name_alone_wherever_it_lies() -> None:
+def test_script_names_are_unique_across_folders() -> None:
     assert len(set(NAMES)) == len(NAMES)
     assert {find_script(name) for name in NAMES} == set(SCRIPTS_DIR.rglob("*.lua"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_says_why_it_exists_and_sets_no_globals(name: str) -> None:
+def test_script_has_a_header_comment_and_no_globals(name: str) -> None:
     source = find_script(name).read_text()
     lines = [line for line in source.splitlines() if not line.startswith("-- uses:")]
     assert lines[0].startswith("-- ")
@@ -364,8 +371,8 @@ def test_a_script_says_why_it_exists_and_sets_no_globals(name: str) -> None:
     assert max(map(len, lines)) <= 100
 
 
-@pytest.mark.parametrize("name", SENT)
-def test_a_script_is_sent_with_the_prelude_and_what_it_uses(name: str) -> None:
+@pytest.mark.parametrize("name", LOADED_SCRIPTS)
+def test_loaded_script_includes_the_prelude_and_its_fragments(name: str) -> None:
     source, sha = load_script(name)
     assert source.startswith(f"local SCRIPT = '{name}'") and len(sha) == 40
     for fragment in re.findall(r"-- uses: (.+)", source):
@@ -373,7 +380,9 @@ def test_a_script_is_sent_with_the_prelude_and_what_it_uses(name: str) -> None:
             assert find_script(f"_{part}").read_text() in source
 
 
-def test_scripts_that_write_and_are_not_idempotent_by_nature_replay_by_operation() -> None:
-    replaying = {name for name in SENT if "replayed()" in find_script(name).read_text()}
-    assert {"admit", "group_ready", "group_returned", "write", "open_lineage"} <= replaying
-    assert {"submit", "append", "request"} <= replaying
+def test_non_idempotent_scripts_replay_by_operation() -> None:
+    replayed_scripts = {
+        name for name in LOADED_SCRIPTS if "replayed()" in find_script(name).read_text()
+    }
+    assert {"admit", "group_ready", "group_returned", "write", "open_lineage"} <= replayed_scripts
+    assert {"submit", "append", "request"} <= replayed_scripts

@@ -1,4 +1,4 @@
-"""Tiers of sleeping processes, and processes whose host has no agent."""
+"""Sleep tiers of role processes, and processes whose host has no agent."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LEASE_MS = 6000
 
 
 class OneTensor:
-    """Sleeps and wakes, and asserts that nobody wakes what is awake."""
+    """Process with one tensor, which asserts that each sleep and wake changes its state."""
 
     def __init__(self) -> None:
         self.asleep = self.is_removable = False
-        self.refusal: Refused | None = None  # what `cover` raises
+        self.removal_error: Refused | None = None  # raised by `prepare_removal`
 
     @property
     def size_bytes(self) -> int:
@@ -47,8 +47,8 @@ class OneTensor:
         assert self.asleep
 
     async def prepare_removal(self) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.removal_error is not None:
+            raise self.removal_error
 
     async def cancel_removal(self) -> None:
         pass
@@ -60,44 +60,45 @@ class Bench:
         self.sleeper = OneTensor()
         self.tiers = TierController(mesh, self.sleeper, "", str(files))
 
-    async def settle(self, tier: str) -> int:
-        """Bytes on the accelerator after it."""
-        wish = SetTier(
+    async def set_tier(self, tier: str) -> int:
+        """Set the tier and return the bytes on the accelerator afterwards."""
+        request = SetTier(
             tier, self.tiers.epoch + 1, time_sliced=False, segment_owner="", offload_dir=""
         )
-        return (await self.tiers.set_tier(wish)).accelerator_bytes
+        return (await self.tiers.set_tier(request)).accelerator_bytes
 
 
-def test_who_cannot_remove_what_it_kept_is_awake_all_the_same(tmp_path: Path) -> None:
+def test_process_is_awake_even_if_its_offload_file_cannot_be_removed(tmp_path: Path) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         bench = Bench(clock, random, tmp_path)
-        await bench.settle("disk")
-        make_offload_path(str(tmp_path), "engine/g0.0").mkdir()  # what no unlink removes
-        assert await bench.settle("accelerator") == BYTES
+        await bench.set_tier("disk")
+        # A directory, which unlink cannot remove.
+        make_offload_path(str(tmp_path), "engine/g0.0").mkdir()
+        assert await bench.set_tier("accelerator") == BYTES
         assert bench.tiers.tier == Tier.ACCELERATOR
-        assert await bench.settle("memory") == 0
-        assert await bench.settle("accelerator") == BYTES
+        assert await bench.set_tier("memory") == 0
+        assert await bench.set_tier("accelerator") == BYTES
 
     run_virtual(main, limit_s=60.0)
 
 
-def test_who_wakes_to_be_covered_and_is_not_says_that_it_is_awake(tmp_path: Path) -> None:
+def test_failed_removal_leaves_the_process_awake(tmp_path: Path) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         bench = Bench(clock, random, tmp_path)
-        await bench.settle("memory")
-        bench.sleeper.refusal = Refused("no checkpoint now")
+        await bench.set_tier("memory")
+        bench.sleeper.removal_error = Refused("no checkpoint now")
         for _ in range(2):
             with pytest.raises(Refused, match="no checkpoint now"):
-                await bench.settle("absent")
+                await bench.set_tier("absent")
             assert bench.tiers.tier == Tier.ACCELERATOR
-        assert await bench.settle("accelerator") == BYTES
-        assert await bench.settle("memory") == 0
+        assert await bench.set_tier("accelerator") == BYTES
+        assert await bench.set_tier("memory") == 0
 
     run_virtual(main, limit_s=60.0)
 
 
 @virtual
-async def test_a_host_that_stood_still_orphans_nobody_and_one_without_an_agent_does(
+async def test_process_is_orphaned_by_a_missing_agent_not_by_a_stalled_host(
     clock: VirtualClock, random: Random
 ) -> None:
     mesh = alone("worker/w0", clock, random, SimulatedHost(clock, random))
@@ -105,11 +106,12 @@ async def test_a_host_that_stood_still_orphans_nobody_and_one_without_an_agent_d
     await registry.register(mesh.state, agent, LEASE_MS)
     orphaned = asyncio.create_task(wait_until_orphaned(mesh))
     await clock.sleep(1.0)
-    cast(VirtualLoop, asyncio.get_running_loop()).now_s += 10 * ORPHAN_TIMEOUT_S  # it looks first
+    # Agents are checked before renewals.
+    cast(VirtualLoop, asyncio.get_running_loop()).now_s += 10 * ORPHAN_TIMEOUT_S
     await clock.sleep(3.0)
     assert not orphaned.done(), "its agent has had no time to renew its lease"
     await registry.register(mesh.state, agent, LEASE_MS)
     await clock.sleep(5.0)
-    began = clock.monotonic()
+    start_s = clock.monotonic()
     assert (await orphaned).startswith(f"{agent.name} has held no lease for {ORPHAN_TIMEOUT_S:g} s")
-    assert ORPHAN_TIMEOUT_S <= clock.monotonic() - began <= ORPHAN_TIMEOUT_S + 10.0
+    assert ORPHAN_TIMEOUT_S <= clock.monotonic() - start_s <= ORPHAN_TIMEOUT_S + 10.0
