@@ -23,7 +23,8 @@ from meshrl.services.trainer.losses.shaping import (
 )
 
 MAX_REFILLS_PER_GROUP = 10  # groups replaced in a step, per group of its batch
-EXTRA_NAMES = ("reference", "teacher")  # arrays of a group that losses may use
+# Arrays that losses may use, by name -> their fields in a group.
+EXTRA_FIELDS = {"reference": "reference_logprobs", "teacher": "teacher_logprobs"}
 MAX_REWARD = 1e100  # above, sums of squares overflow float64
 MAX_ADVANTAGE = 1e15  # above, squares of gradients overflow float32, whose largest is 3e38
 
@@ -199,7 +200,7 @@ def build_sequences(group: TrajectoryGroup) -> list[TrainingSequence]:
     """Return the scored members of a group in order; BadMessage if its arrays are inconsistent."""
     group = validate_group(group)
     ends = np.cumsum(group.lengths)
-    extras = {name: getattr(group, name) for name in EXTRA_NAMES if len(getattr(group, name))}
+    extras = _get_extras(group)
     experts = _reshape_expert_ids(group)
     found = []
     scored = zip(ends, group.lengths, group.rewards, strict=True)
@@ -235,14 +236,20 @@ def validate_group(group: TrajectoryGroup) -> TrajectoryGroup:
         unfit = f"{members} and {len(group.truncated)} endings"
     elif (lengths < 0).any() or tokens.shape != (int(lengths.sum()),):
         unfit = f"{len(tokens)} tokens, and members of {int(lengths.sum())}"
-    for name in () if unfit else ("logprobs", "versions", *EXTRA_NAMES):
-        array = getattr(group, name)
-        if array.shape != tokens.shape and (len(array) or name not in EXTRA_NAMES):
+    arrays = {"logprobs": group.logprobs, "versions": group.versions} | _get_extras(group)
+    for name, array in () if unfit else arrays.items():
+        if array.shape != tokens.shape:
             unfit = unfit or f"{len(tokens)} tokens and {len(array)} of {name}"
     if unfit:
         raise BadMessage(f"group {group.group} has {unfit}")
     _reshape_expert_ids(group)
     return group
+
+
+def _get_extras(group: TrajectoryGroup) -> dict[str, NDArray[np.float32]]:
+    """Return the arrays that losses may use, by name, of those that the group has."""
+    found = {name: getattr(group, at) for name, at in EXTRA_FIELDS.items()}
+    return {name: array for name, array in found.items() if len(array)}
 
 
 def _reshape_expert_ids(group: TrajectoryGroup) -> NDArray[np.int16] | None:

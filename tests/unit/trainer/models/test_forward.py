@@ -137,7 +137,15 @@ def test_padding_changes_no_bit() -> None:
     made = sequences([40, 17])
     bin = build_bin(made)
     padded = build_bin(made)
-    for name in ("tokens", "targets", "positions", "mask", "fresh", "behaviour", "advantage"):
+    for name in (
+        "tokens",
+        "targets",
+        "positions",
+        "loss_mask",
+        "fresh_mask",
+        "behaviour_logprobs",
+        "advantages",
+    ):
         setattr(padded, name, np.pad(getattr(bin, name), (0, 13)))
     first, second = decoder(), decoder()
     assert torch.equal(one_pass(first, bin).logprobs, one_pass(second, padded).logprobs)
@@ -165,12 +173,12 @@ def count_saved_bytes(model: Decoder, bin: Bin) -> int:
     return sum(size for at, size in kept.items() if at not in parameters)
 
 
-@pytest.mark.parametrize("config", [{}, {"experts": 4, "experts_per_token": 2}])
+@pytest.mark.parametrize("config", [{}, {"num_experts": 4, "num_experts_per_token": 2}])
 def test_activation_checkpointing_gives_equal_bits_and_saves_memory(config: dict[str, Any]) -> None:
     if config:
         config = {"architecture": "qwen3_moe", "expert_ffn_size": 24, **config}
     bin = build_bin(sequences([100, 60, 33]))
-    plain, again = decoder(layers=4, **config), decoder(layers=4, **config)
+    plain, again = decoder(num_layers=4, **config), decoder(num_layers=4, **config)
     enable_activation_checkpointing(again)
     assert [n for n, _ in plain.named_parameters()] == [n for n, _ in again.named_parameters()]
     outs = [one_pass(model, bin) for model in (plain, again)]
@@ -240,7 +248,7 @@ def unpacked(bins: Iterable[Bin]) -> Iterator[dict[str, NDArray[Any]]]:
     for bin in bins:
         for start, end in itertools.pairwise(bin.cu_seqlens):
             arrays = bin.to_arrays()
-            del arrays["starts"]
+            del arrays["cu_seqlens"]
             yield {name: array[start:end] for name, array in arrays.items()}
 
 
@@ -255,9 +263,9 @@ def test_every_sequence_is_packed_once_and_whole(lengths: list[int], budget: int
         part = found[tuple(one.tokens)]
         assert (part["targets"] == one.tokens[1:]).all()
         assert (part["positions"] == np.arange(len(one.tokens) - 1)).all()
-        assert (part["mask"] == one.loss_mask[1:]).all()
-        assert (part["behaviour"] == one.logprobs[1:]).all()
-        assert (part["advantage"] == one.advantages[1:]).all()
+        assert (part["loss_mask"] == one.loss_mask[1:]).all()
+        assert (part["behaviour_logprobs"] == one.logprobs[1:]).all()
+        assert (part["advantages"] == one.advantages[1:]).all()
         assert (part["extra.reference"] == one.extras["reference"][1:]).all()
 
 
@@ -301,11 +309,11 @@ def test_invalid_bin_arrays_are_rejected() -> None:
     (bin,) = make_bins([sequence(50)], 2560)
     arrays = bin.to_arrays()
     for wrong in (
-        {k: v for k, v in arrays.items() if k != "mask"},
-        arrays | {"more": arrays["mask"]},
+        {k: v for k, v in arrays.items() if k != "loss_mask"},
+        arrays | {"more": arrays["loss_mask"]},
         arrays | {"tokens": arrays["tokens"].astype(np.int64)},
-        arrays | {"behaviour": arrays["behaviour"][:-1]},
-        arrays | {"starts": arrays["starts"][::-1]},
+        arrays | {"behaviour_logprobs": arrays["behaviour_logprobs"][:-1]},
+        arrays | {"cu_seqlens": arrays["cu_seqlens"][::-1]},
         {name: array[None] for name, array in arrays.items()},
     ):
         with pytest.raises(BadMessage, match="bin"):
