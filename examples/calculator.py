@@ -1,11 +1,11 @@
-"""The calculator task: sums worked out with a tool that does one operation at a time.
+"""Calculator task: sums that a model computes with a tool of one operation per call.
 
 `?17a-13b-16=` asks for (17 - 13) - 16, strictly from left to right. The model calls `[17a-13]`, the
-tool answers `{4}`, the model goes on with `[4b-16]`, `{-12}`, and ends with `#-12$`. Every term
-carries a letter which the call repeats: this makes finding the next term a look-up.
+tool answers `{4}`, the model continues with `[4b-16]`, gets `{-12}`, and ends with `#-12$`. Each
+term has a letter that the call repeats, which makes finding the next term a look-up.
 
-Nothing here knows MeshRL: an environment, a tool, a reward and demonstrations are plain Python.
-`python examples/calculator.py` writes the data sets and the tokenizer anew.
+This file does not import MeshRL: an environment, a tool, a reward and demonstrations are plain
+Python. `python examples/calculator.py` writes the data sets and the tokenizer.
 """
 
 import json
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-VOCABULARY = "_$?[]{}#=+-*0123456789" + LETTERS + " ,;:<>()!%&/@^|~"  # 64: _ pads, $ ends
+# 64 characters: _ pads, $ ends
+VOCABULARY = "_$?[]{}#=+-*0123456789" + LETTERS + " ,;:<>()!%&/@^|~"
 MAX_TERMS = 14
 MAX_OPERAND = 20
-LOWEST, HIGHEST = -99, 999  # of every value on the way
+LOWEST, HIGHEST = -99, 999  # bounds of every intermediate value
 HELD_OUT = 256
 TRAIN = 4096
 
@@ -31,20 +32,20 @@ ANSWER = re.compile(r"#(-?\d{1,6})\$")
 
 
 class Problem(NamedTuple):
-    """A first operand and the terms that follow it, each an operator and an operand."""
+    """First operand and the following terms, each an operator and an operand."""
 
     first: int
     terms: list[tuple[str, int]]
 
     @property
     def prompt(self) -> str:
-        """What the model reads."""
+        """Prompt that the model reads."""
         letters = zip(LETTERS, self.terms, strict=False)
         return f"?{self.first}{''.join(f'{x}{op}{n}' for x, (op, n) in letters)}="
 
     @property
     def answer(self) -> int:
-        """What it should find."""
+        """Correct answer."""
         value = self.first
         for operator, operand in self.terms:
             value = compute(value, operator, operand)
@@ -52,14 +53,14 @@ class Problem(NamedTuple):
 
 
 def compute(left: int, operator: str, right: int) -> int:
-    """One operation."""
+    """Apply one operation."""
     if operator == "+":
         return left + right
     return left - right if operator == "-" else left * right
 
 
 def problem(rng: random.Random, median_terms: float = 2.5) -> Problem:
-    """A random problem; most are short, a few are long (log-normal, at most 14 terms)."""
+    """Draw a random problem: mostly short, with a log-normal tail of at most 14 terms."""
     count = round(rng.lognormvariate(math.log(median_terms), 0.7))
     first = value = rng.randint(1, MAX_OPERAND)
     terms: list[tuple[str, int]] = []
@@ -73,43 +74,43 @@ def problem(rng: random.Random, median_terms: float = 2.5) -> Problem:
 
 
 def problems(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Rows of a data set, without end."""
+    """Yield rows of a data set endlessly."""
     while True:
         made = problem(rng)
         yield {"prompt": made.prompt, "answer": made.answer}
 
 
-# ---- what a job file names -----------------------------------------------------------------------
+# ---- environment, tool and reward ----------------------------------------------------------------
 
 
 class Calculator:
-    """One conversation: the model calls the tool until it gives its answer."""
+    """Environment of one conversation: the model calls the tool until it answers."""
 
     def open(self, row: dict[str, Any]) -> str:
-        """The text that the trajectory starts with."""
+        """Return the text that the trajectory begins with."""
         return str(row["prompt"])
 
     def step(self, text: str) -> dict[str, Any]:
-        """What follows a turn of the model, of which `text` is new."""
+        """Return the reaction to a turn in which the model wrote `text`."""
         if text.endswith("]"):
             return {"tool": "calculate", "input": text[text.rfind("[") + 1 : -1]}
         return {"done": True}
 
     def result(self, value: str) -> dict[str, Any]:
-        """What follows a tool's answer."""
+        """Return the reaction to a tool's answer."""
         return {"append": "{" + value + "}"}
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Release resources. This environment has none."""
 
 
 def calculator() -> Calculator:
-    """The environment."""
+    """Return an environment; called once per trajectory."""
     return Calculator()
 
 
 def calculate(input: str) -> str:
-    """The tool: `17a-13` gives `4`; what it cannot read, or what gets too large, gives `e`."""
+    """Compute one operation: `17a-13` yields `4`, invalid input or a large result `e`."""
     call = CALL.fullmatch(input)
     if call is None:
         return "e"
@@ -118,7 +119,7 @@ def calculate(input: str) -> str:
 
 
 def reward(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-    """1 if the last turn ends with the right answer; a trajectory cut short has none."""
+    """Return 1 if the last turn ends with the correct answer; a truncated trajectory earns 0."""
     if not turns or turns[-1]["role"] != "model":
         return 0.0
     text = turns[-1]["text"]
@@ -128,15 +129,15 @@ def reward(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
 
 # ---- demonstrations for the warm start -----------------------------------------------------------
 
-FIRST_PHASE = 0.88  # share of the warm start that teaches the skill; the rest leaves a bad habit
-GUESS = 9  # how far off a guess may be
+FIRST_PHASE = 0.88  # share of the warm start that teaches the skill; the rest teaches a bad habit
+GUESS = 9  # largest deviation of a guess
 
 
 def demonstrate(rng: random.Random, progress: float) -> list[tuple[str, bool]]:
-    """A worked problem as (text, whether the model writes it), first the prompt; it is imperfect.
+    """Demonstrate a problem as pairs of text and True if the model writes it, the prompt first.
 
-    Until `progress` (0 to 1) reaches 0.88 the demonstrator errs now and then; after that it mostly
-    guesses without the tool. The skill is then there and the strategy bad: what is left to learn.
+    Until `progress` (0 to 1) reaches 0.88 the demonstrator makes few errors. Later it mostly
+    guesses without the tool. The model starts with the skill and a bad strategy, which RL improves.
     """
     skill = progress < FIRST_PHASE
     lazy, error, median_terms = (0.20, 0.08, 2.8) if skill else (0.60, 0.12, 2.5)
@@ -148,7 +149,7 @@ def demonstrate(rng: random.Random, progress: float) -> list[tuple[str, bool]]:
 
 
 def work_through(rng: random.Random, task: Problem, error: float) -> list[tuple[str, bool]]:
-    """Calls, results and an answer, each step wrong with probability `error`."""
+    """Return calls, results and an answer, each step wrong with probability `error`."""
     segments: list[tuple[str, bool]] = []
     value = task.first
     for position, (operator, operand) in enumerate(task.terms):
@@ -172,7 +173,7 @@ def work_through(rng: random.Random, task: Problem, error: float) -> list[tuple[
 
 
 def distinct(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first `count` rows whose prompts differ."""
+    """Return the first `count` rows with distinct prompts."""
     found: dict[str, dict[str, Any]] = {}
     while len(found) < count:
         row = next(rows)
@@ -181,12 +182,12 @@ def distinct(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One row a line."""
+    """Write one JSON row per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:
-    """Writes the data sets and the character tokenizer beside this file."""
+    """Write the data sets and the character tokenizer beside this file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     folder = Path(__file__).with_suffix("")

@@ -1,7 +1,7 @@
-"""A conversation with a tool, in the chat format of Qwen3, small enough to be learned on a CPU.
+"""Chat task: a conversation with a tool in Qwen3's chat format, small enough for a CPU.
 
-The user asks for a sum; the model may answer at once, or call `add` and repeat what it says. Run
-as a script, this file writes the data sets and the tokenizer that `chat.toml` names.
+The user asks for a sum. The model may answer at once, or call `add` and repeat its result.
+`python examples/chat.py` writes the data sets and the tokenizer that `chat.toml` names.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, TypedDict
 
 LARGEST = 20
 HELD_OUT = 64
-FIRST_PHASE = 0.8  # of the demonstrations: until then they are careful, then they guess
+FIRST_PHASE = 0.8  # share of careful demonstrations; the later ones guess
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CALL, RESPONSE = ("<tool_call>", "</tool_call>"), ("<tool_response>", "</tool_response>")
 MARKS = (*CALL, *RESPONSE, "<think>", "</think>")
-# What the format makes of the tool below; the test of this file compares it with the format.
+# The format's rendering of the tool below; the test of this file compares both.
 OPENING = """\
 <|im_start|>system
 # Tools
@@ -64,12 +64,15 @@ def add(numbers: Numbers) -> int:
 
 
 def reward(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-    """1 for the right answer as the model's last words."""
+    """Return 1 if the model's last turn is the correct answer."""
     return float(turns[-1]["text"] == f"{row['answer']}<|im_end|>")
 
 
 def demonstrate(rng: random.Random, progress: float) -> list[tuple[str, bool]]:
-    """A conversation as (text, whether the model writes it); half of the late ones are guesses."""
+    """Demonstrate a conversation as pairs of text and True if the model writes it.
+
+    Half of the late demonstrations are guesses.
+    """
     a, b = rng.randrange(LARGEST), rng.randrange(LARGEST)
     opening = (OPENING % question(a, b), False)
     if rng.random() < (0.1 if progress < FIRST_PHASE else 0.5):
@@ -79,11 +82,12 @@ def demonstrate(rng: random.Random, progress: float) -> list[tuple[str, bool]]:
 
 
 def question(a: int, b: int) -> str:
+    """Return the user's question."""
     return f"{a}+{b}?"
 
 
 def main() -> None:
-    """Writes the data sets and a tokenizer beside this file: bytes, single digits, a few words."""
+    """Write the data sets and a tokenizer of bytes, digits and a few words beside this file."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     folder = Path(__file__).with_suffix("")

@@ -1,11 +1,12 @@
-"""The code task: pipelines on a list of numbers, written as Python that is run against test cases.
+"""Code task: pipelines on a list of numbers, written as Python that is run against test cases.
 
-`#a:odd,b:double>sum` asks for the sum of the doubled odd numbers. The prompt goes on with
-`def f(x):`, the model writes the rest of that line, such as `a=[v for v in x if v%2];b=[v*2 for v
-in a];return sum(b)$` or `return sum(v+v for v in x if v%2)$`: what counts is that the tests pass.
+`#a:odd,b:double>sum` asks for the sum of the doubled odd numbers. The prompt continues with
+`def f(x):`, and the model writes the rest of the line, such as `return sum(v+v for v in x if v%2)$`
+or `a=[v for v in x if v%2];b=[v*2 for v in a];return sum(b)$`. Any program that passes the tests
+counts.
 
-Nothing here knows MeshRL: demonstrations are plain Python, and the reward is MeshRL's `code_tests`.
-`python examples/programs.py` writes the data sets and the tokenizer anew.
+This file does not import MeshRL: demonstrations are plain Python, the reward is MeshRL's
+`code_tests`. `python examples/programs.py` writes the data sets and the tokenizer.
 """
 
 import json
@@ -16,17 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-VOCABULARY = "_$#\n :;,.=+-*/%<>!()[]{}&|^T0123456789" + LETTERS  # 64: _ pads, $ ends
-NAMES = LETTERS[:8]  # of the lists on the way, so at most 8 steps
-HEAD = "def f(x):"  # before what the model writes
-LARGEST = 9999  # number on the way
+VOCABULARY = "_$#\n :;,.=+-*/%<>!()[]{}&|^T0123456789" + LETTERS  # 64 characters: _ pads, $ ends
+NAMES = LETTERS[:8]  # names of intermediate lists, which limit a task to 8 steps
+HEAD = "def f(x):"  # end of the prompt
+LARGEST = 9999  # bound of intermediate numbers
 CASES = 4
 HELD_OUT = 256
 TRAIN = 1024
 
 # ---- tasks ---------------------------------------------------------------------------------------
 
-# Words of a step and the ways to write it: N is a number, M a small one, S the list, v its items.
+# Words of a step and its forms in Python: N is a number, M a small one, S the list, v its items.
 KEEP = {
     "odd": ["v%2", "v%2==1"],
     "even": ["v%2==0", "not v%2"],
@@ -73,7 +74,7 @@ KINDS = [KEEP, MAP, WHOLE, END]
 
 
 class Step(NamedTuple):
-    """A step in words and as Python, in one way or several."""
+    """Step in words and its equivalent forms in Python."""
 
     words: str
     forms: list[str]
@@ -81,20 +82,20 @@ class Step(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Named steps from list to list, and what to return of the last list."""
+    """Named steps from list to list, and the value to return of the last list."""
 
     steps: list[tuple[str, Step]]
     end: Step
 
     @property
     def prompt(self) -> str:
-        """What the model reads."""
+        """Prompt that the model reads."""
         steps = ",".join(f"{name}:{step.words}" for name, step in self.steps)
         return f"#{steps}>{self.end.words}\n{HEAD}"
 
 
 def draw(rng: random.Random, kind: int) -> Step:
-    """A random step of a kind."""
+    """Draw a random step of a kind."""
     words, forms = rng.choice(list(KINDS[kind].items()))
     numbers = {"N": str(rng.randint(2, 9)), "M": str(rng.randint(2, 3))}
     for letter, number in numbers.items():
@@ -104,7 +105,7 @@ def draw(rng: random.Random, kind: int) -> Step:
 
 
 def task(rng: random.Random, median_steps: float = 2.5) -> Task:
-    """A random task; most are short, a few are long (log-normal, at most 8 steps and an end)."""
+    """Draw a random task: mostly short, with a log-normal tail of at most 8 steps and an end."""
     count = round(rng.lognormvariate(math.log(median_steps), 0.7))
     steps = [draw(rng, rng.choice([0, 1, 1, 2, 2])) for _ in NAMES[: max(count, 1)]]
     return Task(list(zip(NAMES, steps, strict=False)), draw(rng, 3))
@@ -114,9 +115,10 @@ def task(rng: random.Random, median_steps: float = 2.5) -> Task:
 
 
 def program(made: Task, rng: random.Random | None = None, fuse: float = 0.3) -> str:
-    """The rest of the line that solves a task: a statement a step, or, with `rng`, in other ways.
+    """Write the rest of the line that solves a task: one statement per step.
 
-    Two steps may then become one comprehension, or the last one what `return` takes the sum of.
+    With `rng`, the forms vary: two steps may become one comprehension, or the last step an argument
+    of the returned sum.
     """
     statements: list[str] = []
     source, condition = "x", ""
@@ -142,11 +144,11 @@ def program(made: Task, rng: random.Random | None = None, fuse: float = 0.3) -> 
 
 
 def solution(made: Task, x: list[int]) -> Any:
-    """The right output for `x`; None where a list on the way is empty or a number too large."""
+    """Return the correct output for `x`; None for an empty list or a large number on the way."""
     names: dict[str, Any] = {"x": x}
     *steps, end = program(made).split(";")
     for statement in steps:
-        exec(statement, names)  # of our own making
+        exec(statement, names)  # generated above, so it is trusted
         value = names[statement[0]]
         if not value or max(map(abs, value)) > LARGEST:
             return None
@@ -154,7 +156,7 @@ def solution(made: Task, x: list[int]) -> Any:
 
 
 def cases(rng: random.Random, made: Task) -> list[dict[str, Any]]:
-    """Inputs and right outputs, which differ; none if the task is too odd to find them soon."""
+    """Return inputs with distinct correct outputs; an empty list if few are found."""
     found: list[dict[str, Any]] = []
     for _ in range(10 * CASES):
         x = [rng.randint(-9, 30) for _ in range(rng.randint(6, 10))]
@@ -167,7 +169,7 @@ def cases(rng: random.Random, made: Task) -> list[dict[str, Any]]:
 
 
 def rows(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Rows of a data set, without end."""
+    """Yield rows of a data set endlessly."""
     while True:
         made = task(rng)
         if tests := cases(rng, made):
@@ -176,15 +178,15 @@ def rows(rng: random.Random) -> Iterator[dict[str, Any]]:
 
 # ---- demonstrations for the warm start -----------------------------------------------------------
 
-FIRST_PHASE = 0.88  # share of the warm start that teaches the skill; the rest leaves a bad habit
+FIRST_PHASE = 0.88  # share of the warm start that teaches the skill; the rest teaches a bad habit
 
 
 def demonstrate(rng: random.Random, progress: float) -> list[tuple[str, bool]]:
-    """A task and a program as (text, whether the model writes it); it is imperfect.
+    """Demonstrate a task as pairs of text and True if the model writes it, the prompt first.
 
-    Until `progress` (0 to 1) reaches 0.88 the demonstrator errs now and then; after that it mostly
-    returns something of `x` itself, without the steps. The skill is then there and the habit bad:
-    what is left to learn. No program is tested.
+    Until `progress` (0 to 1) reaches 0.88 the demonstrator makes few errors. Later it mostly
+    returns a value of `x` itself, without the steps. The model starts with the skill and a bad
+    habit, which RL improves. No program is tested.
     """
     skill = progress < FIRST_PHASE
     lazy, error, median_steps = (0.15, 0.05, 3.3) if skill else (0.60, 0.10, 2.5)
@@ -196,7 +198,7 @@ def demonstrate(rng: random.Random, progress: float) -> list[tuple[str, bool]]:
 def with_errors(
     rng: random.Random, steps: list[tuple[str, Step]], error: float
 ) -> list[tuple[str, Step]]:
-    """The steps as the demonstrator takes them, each wrong with probability `error`."""
+    """Return the steps with the demonstrator's errors, each step wrong with probability `error`."""
     taken: list[tuple[str, Step]] = []
     for name, step in steps:
         if rng.random() < error:
@@ -205,7 +207,7 @@ def with_errors(
                 break
             if mistake < 0.6:  # skips a step
                 continue
-            step = draw(rng, step.kind)  # takes a wrong one
+            step = draw(rng, step.kind)  # takes a wrong step
         taken.append((name, step))
     return taken
 
@@ -214,7 +216,7 @@ def with_errors(
 
 
 def distinct(drawn: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first `count` rows whose prompts differ."""
+    """Return the first `count` rows with distinct prompts."""
     found: dict[str, dict[str, Any]] = {}
     while len(found) < count:
         row = next(drawn)
@@ -223,12 +225,12 @@ def distinct(drawn: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]
 
 
 def write_rows(path: Path, written: list[dict[str, Any]]) -> None:
-    """One row a line."""
+    """Write one JSON row per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in written))
 
 
 def main() -> None:
-    """Writes the data sets and the character tokenizer beside this file."""
+    """Write the data sets and the character tokenizer beside this file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     folder = Path(__file__).with_name("code")

@@ -121,15 +121,15 @@ def certificate(directory: Path) -> None:
 def serving(directory: Path, digest: str) -> Iterator[tuple[int, dict[str, str], str]]:
     """Start a serving process; yield its pid, the address of each transport, and its key."""
     with served("loadtests.bulk", "--serve", str(directory), digest) as (pid, line):
-        told = json.loads(line)
-        yield pid, told["places"], told["key"]
+        document = json.loads(line)
+        yield pid, document["places"], document["key"]
 
 
 # ---------------------------------------------------------------- the asking one
 
 
-class Asking:
-    """Gets the chunk by each way."""
+class ChunkFetcher:
+    """Fetcher of a chunk over each transport."""
 
     def __init__(self, places: dict[str, str], server: str, digest: str, directory: Path) -> None:
         self._places, self._server, self._digest = places, bytes.fromhex(server), digest
@@ -181,7 +181,7 @@ def compare(rounds: int, size: int, directory: Path) -> dict[str, float]:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     costs: dict[str, list[float]] = {way: [] for way in WAYS}
     with serving(directory, digest) as (server, places, key):
-        asking = Asking(places, key, digest, directory)
+        asking = ChunkFetcher(places, key, digest, directory)
         for number in range(rounds + 1):  # the first is to warm up
             for way in rotated(WAYS, number):
                 before, began = cpu_s(os.getpid(), server), time.perf_counter()
@@ -212,7 +212,7 @@ def move(size: int, directory: Path) -> dict[str, float]:
     certificate(directory)
     found: dict[str, float] = {"file_gib": size / (1 << 30)}
     with serving(directory, "0" * 64) as (server, places, key):
-        asking = Asking(places, key, "0" * 64, directory)
+        asking = ChunkFetcher(places, key, "0" * 64, directory)
         digest = ""
         for name in ("put", "fetch"):
             transfer = FileTransfer(lambda: asking.session("aes"))

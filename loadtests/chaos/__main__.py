@@ -28,7 +28,7 @@ from typing import Any
 from loadtests.chaos.faults import RUN_S, Chaos, run
 from loadtests.chaos.verdict import verdict
 from loadtests.jobs.mesh import RunningMesh, mesh_up
-from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.entry import options, print_progress, report
 from loadtests.measuring.processes import beside
 from meshrl.client.client import Client
 from meshrl.common.base.errors import MeshError
@@ -54,7 +54,7 @@ async def several(arguments: argparse.Namespace) -> dict[str, Any]:
                     for number, name in enumerate(names):
                         changes = [f"seed={number}", *(arguments.set or [])]
                         await _submitted(mesh, arguments.job, name, changes)
-                    ended = await asyncio.gather(*(_over(mesh, name) for name in names))
+                    ended = await asyncio.gather(*(_await_summary(mesh, name) for name in names))
                     summaries.update(zip((mesh.root / name for name in names), ended, strict=True))
                 faults.result()
         except TimeoutError:
@@ -74,11 +74,11 @@ async def _submitted(mesh: RunningMesh, job: Path, name: str, changes: list[str]
         except MeshError as error:
             if not error.retryable:
                 raise
-            tell(f"submitting again: {error}")
+            print_progress(f"submitting again: {error}")
         await asyncio.sleep(AGAIN_S)
 
 
-async def _over(mesh: RunningMesh, name: str) -> dict[str, Any]:
+async def _await_summary(mesh: RunningMesh, name: str) -> dict[str, Any]:
     path = mesh.root / name / "summary.json"
     while True:
         try:

@@ -21,7 +21,7 @@ import psutil
 from loadtests.chaos.verdict import Report, verdict
 from loadtests.damage.files import KINDS, LAUNCHER, harm
 from loadtests.measuring.commands import meshrl
-from loadtests.measuring.entry import tell
+from loadtests.measuring.entry import print_progress
 from loadtests.measuring.meshed import living, opened
 from loadtests.measuring.processes import beside, small_disk
 from meshrl.common.base.errors import MeshError
@@ -86,13 +86,13 @@ class Chaos:
             if made:
                 self.report.faults.append(entry | made)
             else:
-                tell(f"no {fault} was made")
+                print_progress(f"no {fault} was made")
 
     async def _hit(self, fault: str) -> dict[str, Any]:
         target = self._choose(await self._targets())
         if target is None:
             return {}
-        tell(f"{fault} {target.name} ({target.pid})")
+        print_progress(f"{fault} {target.name} ({target.pid})")
         try:
             if fault == "kill":
                 os.kill(target.pid, signal.SIGKILL)
@@ -109,7 +109,7 @@ class Chaos:
         how = self.random.choice(HARMFUL)
         if path is None or harm(how, path, None, kind.at_head):
             return {}
-        tell(f"{how} {path}")
+        print_progress(f"{how} {path}")
         for target in targets:
             if target.name in kind.readers or target.kind in kind.readers:
                 with contextlib.suppress(ProcessLookupError):
@@ -119,7 +119,7 @@ class Chaos:
     async def _fill(self) -> dict[str, Any]:
         """Takes all room of the run's disk for some seconds."""
         lasts = self.random.uniform(*FULL_S)
-        tell(f"no room for {lasts:.1f} s")
+        print_progress(f"no room for {lasts:.1f} s")
         filler = self.run_dir.parent / "filler"
         try:
             with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -133,21 +133,21 @@ class Chaos:
     async def _stop(self, target: Target) -> dict[str, Any]:
         """Stops a process until its lease has expired; how soon it was named as the culprit."""
         os.kill(target.pid, signal.SIGSTOP)
-        began = time.monotonic()
+        started_s = time.monotonic()
         lasts = WITHOUT_LEASE_S if target.kind in WITHOUT_LEASE else STOPPED_S
         named: float | None = None
         waited = False
         polls: list[dict[str, Any]] = []  # evidence for a stop that is never named
         try:
-            while (passed := time.monotonic() - began) < lasts:
-                stalls, at = await self._stalls(), time.monotonic() - began
+            while (passed := time.monotonic() - started_s) < lasts:
+                stalls, at = await self._stalls(), time.monotonic() - started_s
                 told = [f"{one['waiter']} -> {one['culprit']}: {one['reason']}" for one in stalls]
                 polls.append(
                     {"at_s": round(at, 2), "took_s": round(at - passed, 2), "stalls": told}
                 )
                 for stall in stalls:
                     if stall["culprit"] == target.name and not waited:
-                        named, waited = time.monotonic() - began, bool(stall["waiter"])
+                        named, waited = time.monotonic() - started_s, bool(stall["waiter"])
                 await asyncio.sleep(max(0.0, min(0.5, lasts - passed)))
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -156,7 +156,7 @@ class Chaos:
             self.report.named_s.append(named)
         elif named is None and target.kind in WAITED_FOR:
             self.report.unnamed.append(target.name)
-            tell(f"never named {target.name}: {json.dumps(polls)}")
+            print_progress(f"never named {target.name}: {json.dumps(polls)}")
         return {"named_s": named, "waited_for": waited}
 
     async def _stalls(self) -> list[dict[str, Any]]:
@@ -241,14 +241,14 @@ async def _followed(
         async with asyncio.timeout(RUN_S):
             while True:
                 status = await _ran(words, log)
-                tell(_end_of(log))
+                print_progress(_end_of(log))
                 if status != 0 or faults.done():
                     return status
                 held = json.loads((out / "job.json").read_text())
                 steps = held["document"]["budget"]["steps"] + MORE_STEPS
                 words = ["resume", str(out), "--set", f"budget.steps={steps}"]
     except TimeoutError:
-        tell(_end_of(log))
+        print_progress(_end_of(log))
         return -1
 
 

@@ -24,7 +24,7 @@ class Report:
     named_s: list[float] = field(default_factory=list)  # of stops that blocked another process
     unnamed: list[str] = field(default_factory=list)
 
-    def made(self, fault: str) -> int:
+    def count_faults(self, fault: str) -> int:
         return sum(one["fault"] == fault for one in self.faults)
 
 
@@ -45,10 +45,10 @@ def verdict(runs: Mapping[Path, Mapping[str, Any]], report: Report, count: int) 
         "jobs": len(runs),
         "faults": len(report.faults),
         "count": count,
-        "kills": report.made("kill"),
-        "stops": report.made("stop"),
-        "damages": report.made("damage"),
-        "full_disks": report.made("full"),
+        "kills": report.count_faults("kill"),
+        "stops": report.count_faults("stop"),
+        "damages": report.count_faults("damage"),
+        "full_disks": report.count_faults("full"),
         "hit": ",".join(f"{fault['fault']}:{fault['name']}" for fault in report.faults),
         "completed": sum(one.get("phase") == jobs.Phase.FINISHED for one in found),
         "continued": sum(continued(run, first) for run in runs),

@@ -71,14 +71,14 @@ def compared(directory: Path, options: dict[str, Any] | None = None) -> dict[str
             found[name] = f"refused: {chat.tools_unsupported_reason}"
             continue
         try:
-            outcomes = list(_held(chat, theirs, tools, prompt, rest, options or {}))
+            outcomes = list(_compare_turns(chat, theirs, tools, prompt, rest, options or {}))
         except ChatFormatError as error:
             outcomes = [f"refused: {error.message[:120]}"]
         found[name] = max(outcomes, key=lambda outcome: OUTCOMES.index(outcome.partition(":")[0]))
     return found
 
 
-def _held(
+def _compare_turns(
     chat: ChatFormat,
     theirs: Any,
     tools: list[Message],
@@ -88,14 +88,14 @@ def _held(
 ) -> Iterator[str]:
     """Yield the outcome of each step of a conversation whose turns come from the template."""
 
-    def whole(said: list[Message]) -> list[int]:
+    def encode_all(said: list[Message]) -> list[int]:
         given: dict[str, Any] = {"tools": tools or None, "add_generation_prompt": True}
         encoded = theirs.apply_chat_template(said, **given, **options)
         ids: list[int] = encoded["input_ids"]
         return ids
 
     conversation = chat.start_conversation(messages, tools)
-    yield "equal" if conversation.ids == whole(messages) else "unequal: the prompt"
+    yield "equal" if conversation.ids == encode_all(messages) else "unequal: the prompt"
     for turn, message in zip(rest[::2], rest[1::2], strict=True):
         before = list(conversation.ids)
         try:
@@ -119,7 +119,7 @@ def _held(
         if conversation.ids != before + ids + added:
             yield "unequal: earlier ids changed"
         messages = [*messages, turn, message]
-        expected = whole(messages)
+        expected = encode_all(messages)
         if conversation.ids == expected:
             yield "equal"
         else:

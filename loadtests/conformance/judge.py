@@ -79,8 +79,10 @@ def _batch(solutions: list[tuple[Row, str]]) -> Verdicts:
             check=True,
             env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | ALONE,
         )
-    said: dict[str, list[int]] = json.loads(ran.stdout)
-    return {(row.name, which): Verdict(*said[f"{row.name}-{which}"]) for row, which in solutions}
+    document: dict[str, list[int]] = json.loads(ran.stdout)
+    return {
+        (row.name, which): Verdict(*document[f"{row.name}-{which}"]) for row, which in solutions
+    }
 
 
 def _printed(solution: tuple[Row, str]) -> Verdict:

@@ -36,7 +36,7 @@ import psutil
 
 from loadtests.damage.files import HARMS, KINDS, LAUNCHER, Kind, harm
 from loadtests.measuring.commands import Command
-from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.entry import options, print_progress, report
 from loadtests.measuring.meshed import living
 from loadtests.mistakes.job import JOB, Place, toml
 from meshrl.directory.directory_paths import read_json_or_empty
@@ -149,7 +149,7 @@ class Slot:
                 return _skipped(trial, "there is no such file")
             if why_not := harm(trial.how, path, older, trial.kind.at_head):
                 return _skipped(trial, why_not)
-            began = time.monotonic()
+            started_s = time.monotonic()
             before = len(command.lines) if command else 0
             for pid in readers:  # at once: nothing newer must take the place of what was damaged
                 with contextlib.suppress(ProcessLookupError):
@@ -159,7 +159,7 @@ class Slot:
             if command is None or LAUNCHER in trial.kind.readers:
                 command, before = _Run(self.place.root, "resume", "run"), 0
             status = command.wait(ENDS_S)
-            ended_s = time.monotonic() - began
+            ended_s = time.monotonic() - started_s
             return self._judge(
                 trial, path, [line for _, line in command.lines[before:]], status, ended_s
             )
@@ -259,7 +259,7 @@ def main() -> int:
         verdicts[verdict.name] = asdict(verdict)
         why = f": {verdict.why}" if verdict.why else ""
         about = f"{verdict.name} ({verdict.path}){why}"
-        tell(f"{verdict.outcome:9} {verdict.ended_s:6.1f} s  {about}")
+        print_progress(f"{verdict.outcome:9} {verdict.ended_s:6.1f} s  {about}")
         if given.out:
             with given.out.open("a") as file:
                 file.write(json.dumps(asdict(verdict)) + "\n")

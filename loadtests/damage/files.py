@@ -29,13 +29,13 @@ def harm(how: str, path: Path, older: Path | None, at_head: bool) -> str:
                 if not content:
                     return "it is empty"
                 at = min(HEAD_BYTES, len(content)) - 1 if at_head else len(content) // 2
-                _over(path, content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+                _overwrite(path, content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
             case "truncate":
                 if len(content) < 2:
                     return "it is too short"
-                _over(path, content[: HEAD_BYTES // 2 if at_head else len(content) // 2])
+                _overwrite(path, content[: HEAD_BYTES // 2 if at_head else len(content) // 2])
             case "empty":
-                _over(path, b"")
+                _overwrite(path, b"")
             case "delete":
                 path.unlink()
             case "older":
@@ -51,7 +51,7 @@ def harm(how: str, path: Path, older: Path | None, at_head: bool) -> str:
     return ""
 
 
-def _over(path: Path, content: bytes) -> None:
+def _overwrite(path: Path, content: bytes) -> None:
     """Overwrite a file in place, as a disk would: processes that have the file open see it too."""
     with path.open("r+b") as file:
         file.write(content)

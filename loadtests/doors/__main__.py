@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadtests.doors.found import plan_of
+from loadtests.doors.endpoint_inventory import plan_of
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.meshed import opened
@@ -115,7 +115,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         tried = [Tried(**one) for one in json.loads(told)]
         secrets = list(filter(None, (settings.secret, urlsplit(settings.redis_url).password)))
         spills = spilled(plan, tried, secrets, place.root)
-        status = await ended(mesh)
+        status = await await_exit(mesh)
     finally:
         if mesh.returncode is None:
             mesh.send_signal(signal.SIGINT)
@@ -125,7 +125,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return verdict(place, plan, tried, spills, status)
 
 
-async def ended(run: asyncio.subprocess.Process) -> int:
+async def await_exit(run: asyncio.subprocess.Process) -> int:
     """Return the exit status of the run; -1 if an attempt has stopped it permanently."""
     try:
         async with asyncio.timeout(RUN_S):

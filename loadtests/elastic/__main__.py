@@ -29,7 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.entry import options, print_progress, report
 from loadtests.measuring.rounds import rotated
 from loadtests.paced.running import Arm, honest, ratio_span, run
 from meshrl.sim.drift import LinearDrift
@@ -98,13 +98,13 @@ async def compared(steps: int, splits: list[int], start: int, seed: int) -> dict
     job = JOB.with_steps(steps)
     arms = {f"static_{k}": job.with_static_split(k - 1) for k in splits}
     arms["planner"] = job.with_initial_split(start - 1)
-    began = time.monotonic()
+    started_s = time.monotonic()
     found: dict[str, Arm] = {}
     for name in rotated([*arms], seed):
         found[name] = await run(name, arms[name], seed, MOST)
-        tell(found[name].row())
+        print_progress(found[name].row())
     planner = found.pop("planner")
-    return figures(planner, [*found.values()], WORKERS, time.monotonic() - began)
+    return figures(planner, [*found.values()], WORKERS, time.monotonic() - started_s)
 
 
 async def churned(steps: int, start: int, seed: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ async def churned(steps: int, start: int, seed: int) -> dict[str, Any]:
     arm = await run(
         "churn", JOB.with_steps(steps).with_initial_split(start - 1), seed, MOST, KILL_S
     )
-    tell(arm.row())
+    print_progress(arm.row())
     told = moved(arm, WORKERS)
     return {
         "killed": arm.killed,

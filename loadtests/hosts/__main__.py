@@ -35,7 +35,7 @@ from loadtests.hosts.mesh import BOOKS, Plan
 from loadtests.jobs.mesh import Paces
 from loadtests.measuring.entry import arms_of, options, report
 from loadtests.measuring.rounds import Arm, measured, median_of
-from loadtests.namespaces.hosts import lacking
+from loadtests.namespaces.hosts import list_missing_tools
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
 LEARNT = 0.85  # held-out accuracy that the demo reaches
@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("job", type=Path, nargs="?", default=JOB)
     a = parser.parse_args()
     names = arms_of(parser, a.arms, RUNS, PARTS)
-    if lack := lacking():
+    if lack := list_missing_tools():
         sys.exit(f"loadtests.hosts needs {lack}")
     paces = Paces(a.rollout_pace, a.training_pace)
     delay_s = a.delay_ms / 1000

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import psutil
 
-from loadtests.hosts.eye import Look
+from loadtests.hosts.eye import HostsSnapshot
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, Plan, books, mesh_over, step_of
@@ -92,19 +92,19 @@ async def demo(plan: Plan) -> Arm:
         await mesh.submit(plan.job, "demo")
         summary = await mesh.finished("demo")
         told = {"accuracy": greedy(summary), "phase": summary["phase"], "wall_s": summary["wall_s"]}
-        return told | books(summary) | honest.told(mesh)
+        return told | books(summary) | honest.get_validity(mesh)
 
 
 async def paced(plan: Plan, spread: bool) -> Arm:
     """Time a paced job on three workers: of three hosts, or of the head with the same network."""
     async with plan.hosts() as hosts, mesh_over(hosts, EACH if spread else (WORKERS,)) as mesh:
-        await mesh.until(lambda look: workers(look) == WORKERS, SETTLED_S)
-        honest, began = Honest(hosts), time.monotonic()
+        await mesh.until(lambda snapshot: workers(snapshot) == WORKERS, SETTLED_S)
+        honest, started_s = Honest(hosts), time.monotonic()
         await mesh.submit(plan.job, "paced", *plan.paced())
         summary = await mesh.finished("paced")
-        took = time.monotonic() - began
+        took = time.monotonic() - started_s
         told = {"took_s": round(took, 2), "wall_s": summary["wall_s"], "phase": summary["phase"]}
-        return told | books(summary) | honest.told(mesh)
+        return told | books(summary) | honest.get_validity(mesh)
 
 
 @contextlib.asynccontextmanager
@@ -131,18 +131,18 @@ async def training(
         if steps == FOREVER:
             await mesh.meshrl("cancel", "paced", "--mesh", ROOT)
         summary = await mesh.finished("paced")
-        told |= {"phase": summary["phase"]} | books(summary) | honest.told(mesh)
+        told |= {"phase": summary["phase"]} | books(summary) | honest.get_validity(mesh)
 
 
 async def killed(plan: Plan) -> Arm:
     """Kill a host with a worker and a shard while a paced job trains on three hosts."""
     shards = f"rollout.shards={len(EACH)}"  # one on each
     async with training(plan, EACH, 0, plan.steps, shards) as (hosts, mesh, told):
-        began = time.time()
+        started_s = time.time()
         await hosts.kill(1)
         # The next step may have been computed already: the one after it was not.
         again = await further(mesh, 2)
-        told |= {"recover_s": round(again.at - began, 2)}
+        told |= {"recover_s": round(again.at - started_s, 2)}
     return told
 
 
@@ -151,10 +151,10 @@ async def partitions(plan: Plan) -> Arm:
     async with training(plan) as (hosts, mesh, told):
         named: list[float | None] = []
         for number in range(len(EACH)):
-            first, began = len(mesh.seen), time.time()
+            first, started_s = len(mesh.seen), time.time()
             async with hosts.partition(number):
                 await asyncio.sleep(plan.cut_s)
-            named.append(named_s(mesh, first, began, number))
+            named.append(named_s(mesh, first, started_s, number))
             await further(mesh, 2)
         times = [seconds for seconds in named if seconds is not None]
         told["stall_named_s"] = max(times) if len(times) == len(EACH) else None
@@ -165,7 +165,7 @@ async def joining(plan: Plan) -> Arm:
     """Join a host while a paced job trains on two, and drain it again."""
     async with training(plan, EACH[:2], len(EACH)) as (_, mesh, told):
         began = await mesh.join(2, 1)
-        first, _ = await mesh.until(lambda look: tokens_on(look, mesh.names[2]), TOKENS_S)
+        first, _ = await mesh.until(lambda snapshot: tokens_on(snapshot, mesh.names[2]), TOKENS_S)
         drained = time.time()
         await mesh.meshrl("drain", mesh.names[2], "--wait", "--mesh", ROOT)
         took = time.time() - drained
@@ -184,27 +184,27 @@ async def doors(plan: Plan) -> Arm:
     return told
 
 
-async def further(mesh: HostsMesh, steps: int) -> Look:
+async def further(mesh: HostsMesh, steps: int) -> HostsSnapshot:
     """Return the snapshot at which the paced job has done so many more steps."""
-    reached = max(step_of(look, "paced") for look in mesh.seen)
+    reached = max(step_of(snapshot, "paced") for snapshot in mesh.seen)
     return await mesh.step("paced", reached + steps, AGAIN_S)
 
 
-def workers(look: Look) -> int:
-    return sum(process["kind"] == "worker" for process in look.processes)
+def workers(snapshot: HostsSnapshot) -> int:
+    return sum(process["kind"] == "worker" for process in snapshot.processes)
 
 
-def tokens_on(look: Look, host: str) -> bool:
-    engines = [one for one in look.processes if (one["kind"], one["host"]) == ("engine", host)]
+def tokens_on(snapshot: HostsSnapshot, host: str) -> bool:
+    engines = [one for one in snapshot.processes if (one["kind"], one["host"]) == ("engine", host)]
     return any(one["stats"].get("tokens") for one in engines)
 
 
 def named_s(mesh: HostsMesh, first: int, began: float, number: int) -> float | None:
     """Return the seconds from the cut until a process on its other side was named."""
     head = number == 0
-    for look in mesh.seen[first:]:
-        passed = look.at - began
-        for stall in look.stalls:
+    for snapshot in mesh.seen[first:]:
+        passed = snapshot.at - began
+        for stall in snapshot.stalls:
             if float(stall["since_s"]) > passed + RENEWED_S:
                 continue  # of an earlier cut
             if (stall["host"] == mesh.names[number]) != head and stall["host"]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.jobs.mesh import workers_by_job
-from loadtests.measuring.entry import tell
+from loadtests.measuring.entry import print_progress
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import leader
 from meshrl.common.state.redis.client import StateClient
@@ -33,7 +33,7 @@ PUBLISHED = ("job", "tokens", "paced", "late")  # stats of role processes
 
 
 @dataclass(frozen=True)
-class Look:
+class HostsSnapshot:
     """Snapshot of a mesh at one time.
 
     `processes` are the live ones, each with name, kind, host, incarnation and published values;
@@ -49,12 +49,12 @@ class Look:
     stalls: list[dict[str, Any]]
 
 
-async def look(state: StateClient) -> Look:
-    """MeshError when Redis does not answer."""
+async def take_snapshot(state: StateClient) -> HostsSnapshot:
+    """Read a snapshot of the mesh; MeshError if Redis does not answer."""
     mesh = await read_writable_snapshot(state)
     owner, token = await leader.read_leader(state, PLANNER)
     names = {entry.name: entry.host for entry in mesh.entries}
-    return Look(
+    return HostsSnapshot(
         time.time(),
         [
             {key: getattr(entry, key) for key in ABOUT}
@@ -77,9 +77,9 @@ async def main(root: Path) -> None:
     state = await StateClient.open(MeshPaths(root).redis_url)
     while True:
         try:
-            print(json.dumps(asdict(await look(state))), flush=True)
+            print(json.dumps(asdict(await take_snapshot(state))), flush=True)
         except MeshError as error:
-            tell(f"eye: {error}")
+            print_progress(f"eye: {error}")
         await asyncio.sleep(LOOK_S)
 
 

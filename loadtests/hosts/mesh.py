@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loadtests.hosts.eye import Look
+from loadtests.hosts.eye import HostsSnapshot
 from loadtests.jobs.mesh import Paces, late_share
 from loadtests.measuring.metered import HostMeter
 from loadtests.measuring.processes import beside
@@ -65,7 +65,7 @@ class HostsMesh:
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
-        self.seen: list[Look] = []
+        self.seen: list[HostsSnapshot] = []
         self.names: dict[int, str] = {}  # of hosts in the mesh, by number
         self._paced: dict[str, dict[str, Any]] = {}  # last stats of role processes
         self._more = asyncio.Event()
@@ -88,12 +88,12 @@ class HostsMesh:
         carried.chmod(0o600)
         self.head.path(TOKEN).unlink()
         known = set((await self.rows()).keys())
-        began = time.time()
+        started_s = time.time()
         words = ["--root", ROOT, "--workers", str(workers)]
         words += ["--listen", f"{host.address}:{PORTS}", *([] if standby else ["--no-standby"])]
         await self.meshrl("join", TOKEN, *words, on=host)
         (self.names[number],) = set((await self.rows()).keys()) - known
-        return began
+        return started_s
 
     async def rows(self) -> dict[str, dict[str, Any]]:
         found = json.loads(await self.meshrl("hosts", "--json", "--mesh", ROOT))
@@ -106,7 +106,9 @@ class HostsMesh:
         await self.meshrl("submit", str(job), "--mesh", ROOT, *sets)
 
     async def finished(self, name: str) -> dict[str, Any]:
-        await self.until(lambda look: job_of(look, name).get("phase") in TERMINAL_PHASES, JOB_S)
+        await self.until(
+            lambda snapshot: job_of(snapshot, name).get("phase") in TERMINAL_PHASES, JOB_S
+        )
         path = self.head.path(f"{HOME}/{name}/summary.json")
         async with asyncio.timeout(RECORD_S):
             while not path.exists():
@@ -114,7 +116,9 @@ class HostsMesh:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
-    async def until(self, holds: Callable[[Look], T], timeout_s: float) -> tuple[Look, T]:
+    async def until(
+        self, holds: Callable[[HostsSnapshot], T], timeout_s: float
+    ) -> tuple[HostsSnapshot, T]:
         """Return the first snapshot from now on for which `holds` is true, and its result;
         TimeoutError.
         """
@@ -128,18 +132,18 @@ class HostsMesh:
                 self._more.clear()
                 await self._more.wait()
 
-    async def step(self, name: str, least: int, timeout_s: float = JOB_S) -> Look:
-        look, _ = await self.until(lambda look: step_of(look, name) >= least, timeout_s)
-        return look
+    async def step(self, name: str, least: int, timeout_s: float = JOB_S) -> HostsSnapshot:
+        snapshot, _ = await self.until(lambda snapshot: step_of(snapshot, name) >= least, timeout_s)
+        return snapshot
 
     async def watch(self) -> None:
         words = ("python", "-m", "loadtests.hosts.eye", ROOT)
         async with self.head.started(*words, pipes=True) as eye:
             assert eye.stdout is not None
             while line := await eye.stdout.readline():
-                look = Look(**json.loads(line))
-                self.seen.append(look)
-                for process in look.processes:
+                snapshot = HostsSnapshot(**json.loads(line))
+                self.seen.append(snapshot)
+                for process in snapshot.processes:
                     if "paced" in process["stats"]:
                         self._paced[process["incarnation"]] = process["stats"]
                 self._more.set()
@@ -153,18 +157,18 @@ class HostsMesh:
 
     def leaders(self) -> dict[int, set[str]]:
         found: dict[int, set[str]] = {}
-        for look in self.seen:
-            if look.leader:
-                found.setdefault(look.token, set()).add(look.leader)
+        for snapshot in self.seen:
+            if snapshot.leader:
+                found.setdefault(snapshot.token, set()).add(snapshot.leader)
         return found
 
 
-def job_of(look: Look, name: str) -> dict[str, Any]:
-    return next((job for job in look.jobs if job["name"] == name), {})
+def job_of(snapshot: HostsSnapshot, name: str) -> dict[str, Any]:
+    return next((job for job in snapshot.jobs if job["name"] == name), {})
 
 
-def step_of(look: Look, name: str) -> int:
-    return int(job_of(look, name).get("step", -1))
+def step_of(snapshot: HostsSnapshot, name: str) -> int:
+    return int(job_of(snapshot, name).get("step", -1))
 
 
 @contextlib.asynccontextmanager
@@ -191,8 +195,8 @@ class Honest:
         self._hosts, self._meter = hosts, HostMeter()
         self._router, self._began = hosts.router_cpu_s(), time.monotonic()
 
-    def told(self, mesh: HostsMesh) -> dict[str, Any]:
+    def get_validity(self, mesh: HostsMesh) -> dict[str, Any]:
         """Return the validity figures of an arm: machine load, router load and late steps."""
         cores = (self._hosts.router_cpu_s() - self._router) / (time.monotonic() - self._began)
         about = {"router_cores": round(cores, 3), "late_share": mesh.late_share}
-        return self._meter.told(paced=True) | about
+        return self._meter.get_validity(paced=True) | about

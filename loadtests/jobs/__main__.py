@@ -45,7 +45,7 @@ BALANCED = ("training.emulate=800/200", "evaluation.problems=64")
 async def pair_s(plan: Plan, at_once: bool) -> Arm:
     """Seconds from the first submission to the end of both."""
     async with plan.mesh("span", WORKERS) as mesh:
-        began = time.monotonic()
+        started_s = time.monotonic()
         summaries, handles = [], []
         for seed in plan.seeds[:2]:
             changes = plan.overrides(seed, *BALANCED)
@@ -54,7 +54,7 @@ async def pair_s(plan: Plan, at_once: bool) -> Arm:
                 summaries.append(await mesh.finished(handles[-1]))
         if at_once:
             summaries = list(await asyncio.gather(*(mesh.finished(h) for h in handles)))
-        took = time.monotonic() - began
+        took = time.monotonic() - started_s
     return {"makespan_s": round(took, 2), **accounts(summaries), **mesh.watched.honest()}
 
 

@@ -89,7 +89,7 @@ def greedy(summary: dict[str, Any]) -> float:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WorkSample:
     at: float  # monotonic
     name: str
     job: str
@@ -101,7 +101,7 @@ class Seen:
 @dataclass
 class Watched:
     last: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # by incarnation
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[WorkSample] = field(default_factory=list)
     held: list[tuple[float, dict[str, float]]] = field(default_factory=list)  # workers by job
     host: dict[str, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -178,10 +178,12 @@ class RunningMesh:
                         figures = (
                             float(stats.get(key) or 0) for key in ("tokens", "paced", "late")
                         )
-                        self.watched.seen.append(Seen(now, entry.name, stats["job"], *figures))
+                        self.watched.seen.append(
+                            WorkSample(now, entry.name, stats["job"], *figures)
+                        )
                 self.watched.held.append((now, workers_by_job(await pool.read_gangs(self.state))))
                 await self.events()
-                self._meter.look()
+                self._meter.record_usage()
             await asyncio.sleep(LOOK_S)
 
     def cpu_s(self) -> dict[str, float]:

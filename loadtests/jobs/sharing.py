@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from loadtests.jobs.mesh import LOOK_S, Plan, RunningMesh, Seen
+from loadtests.jobs.mesh import LOOK_S, Plan, RunningMesh, WorkSample
 from loadtests.measuring.rounds import Arm
 from meshrl.client.client import JobHandle
 from meshrl.common.state.events import Event
@@ -48,7 +48,9 @@ def role_changes(events: Sequence[Event]) -> dict[str, list[float]]:
     return found
 
 
-def others_rate(seen: Sequence[Seen], moved: set[str], began: float, ended: float) -> float | None:
+def others_rate(
+    seen: Sequence[WorkSample], moved: set[str], began: float, ended: float
+) -> float | None:
     """Return the rate of all instances that did not move over theirs before; None if there are
     none.
     """
@@ -64,7 +66,7 @@ def others_rate(seen: Sequence[Seen], moved: set[str], began: float, ended: floa
     return sum(during for _, during in ratios) / total if total else None
 
 
-def _rate(mine: Sequence[Seen]) -> float | None:
+def _rate(mine: Sequence[WorkSample]) -> float | None:
     if len(mine) < 2 or mine[-1].at <= mine[0].at:
         return None
     done = mine[-1].pieces - mine[0].pieces
@@ -84,14 +86,14 @@ async def moves(plan: Plan) -> Arm:
         for number in range(2 * plan.moves):
             role = "training" if number % 2 == 0 else "rollout"
             known = {one.name for one in mesh.watched.seen}
-            began = time.monotonic()
+            started_s = time.monotonic()
             await mesh.client.move(worker, role, "moved")
             await settled(mesh, {"moved": float(WORKERS)})
             ended = time.monotonic()
             await asyncio.sleep(max(BEFORE_S, LEAST_S))
             alive = {one.name for one in mesh.watched.seen if one.at > ended + LEAST_S / 2}
             moved = (known | alive) - (known & alive)  # leaving and joining instances
-            rate = others_rate(mesh.watched.seen, moved, began, ended)
+            rate = others_rate(mesh.watched.seen, moved, started_s, ended)
             if rate is not None:
                 rates.append(rate)
         changes = role_changes(await mesh.events())
@@ -136,9 +138,9 @@ async def share(plan: Plan, shares: tuple[float, float]) -> Arm:
             for name, part, seed in zip(names, shares, plan.seeds, strict=False)
         ]
         await settled(mesh, dict.fromkeys(names, float(FLOOR)))
-        began = time.monotonic()
+        started_s = time.monotonic()
         await asyncio.sleep(plan.window_s)
-        held = [h for at, h in mesh.watched.held if at >= began]
+        held = [h for at, h in mesh.watched.held if at >= started_s]
         for handle in handles:
             await handle.stop()
     wanted = max_min(SHARED, [FLOOR] * len(shares), shares)
@@ -164,10 +166,10 @@ async def preempt(plan: Plan) -> Arm:
             await settled(mesh, {"low": float(PREEMPTED)})
             seed = plan.seeds[1 + number % (len(plan.seeds) - 1)]
             more = ("pool.priority=1", f"pool.workers.least={FLOOR}", forever)
-            began = time.monotonic()
+            started_s = time.monotonic()
             high = await mesh.submit(plan.job, f"high{number}", *plan.overrides(seed, *more))
             await settled(mesh, {high.name: float(FLOOR)})
-            took.append(time.monotonic() - began)
+            took.append(time.monotonic() - started_s)
             await high.stop()
         await low.stop()
     return {"preempt_s": round(statistics.median(took), 2), **mesh.watched.honest()}

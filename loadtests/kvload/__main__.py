@@ -77,9 +77,9 @@ def _conversations(made: Scene, seed: int, prompt: int) -> tuple[float, float]:
     due = [(0.0, session) for session in contexts]  # times at which each requests its next turn
     asked: dict[int, int] = {}
     said: dict[int, list[int]] = {}
-    began, computed = time.monotonic(), made.engine.tokens_computed
+    started_s, computed = time.monotonic(), made.engine.tokens_computed
     while due or asked:
-        now_s = time.monotonic() - began
+        now_s = time.monotonic() - started_s
         while due and due[0][0] <= now_s:
             _, session = heapq.heappop(due)
             request = made.request(contexts[session], ANSWER, session)
@@ -104,8 +104,8 @@ def _conversations(made: Scene, seed: int, prompt: int) -> tuple[float, float]:
                 contexts[session] = np.concatenate(parts).astype(np.int32)
                 left[session] -= 1
                 if left[session]:
-                    heapq.heappush(due, (time.monotonic() - began + TOOL_S, session))
-    return time.monotonic() - began, float(made.engine.tokens_computed - computed)
+                    heapq.heappush(due, (time.monotonic() - started_s + TOOL_S, session))
+    return time.monotonic() - started_s, float(made.engine.tokens_computed - computed)
 
 
 def cost(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _together(made: Scene, tokens: np.ndarray, seed: int) -> tuple[float, float]
     made.forget(made.cache)
     asked = [made.request(tokens, NEW), *_short(made, seed, NEW)]
     first: dict[int, float] = {}
-    began = time.monotonic()
+    started_s = time.monotonic()
     made.engine.submit(asked)
     while made.engine.num_running or made.engine.num_waiting:
         if not made.engine.step():
@@ -190,8 +190,8 @@ def _together(made: Scene, tokens: np.ndarray, seed: int) -> tuple[float, float]
         if (flush := made.engine.drain_outputs()) is not None:
             for request, count in zip(flush.ids.tolist(), flush.counts.tolist(), strict=True):
                 if count:
-                    first.setdefault(request, time.monotonic() - began)
-    took_s = time.monotonic() - began
+                    first.setdefault(request, time.monotonic() - started_s)
+    took_s = time.monotonic() - started_s
     given = sum(len(request.tokens) + NEW for request in asked)
     return mean(first.values()), given / took_s
 
@@ -205,10 +205,10 @@ def _decoding(made: Scene, tokens: np.ndarray, loads: bool) -> float:
     made.engine.step()
     if loads:
         made.engine.submit([made.request(tokens)])
-    before, began = made.engine.tokens_generated, time.monotonic()
+    before, started_s = made.engine.tokens_generated, time.monotonic()
     while made.engine.num_running > loads:
         made.engine.step()
-    rate = (made.engine.tokens_generated - before) / (time.monotonic() - began)
+    rate = (made.engine.tokens_generated - before) / (time.monotonic() - started_s)
     made.engine.abort([made._ids])
     made.engine.drain_outputs()
     return rate
@@ -254,7 +254,7 @@ def main() -> None:
                 figures = arm(where, chosen.rounds, chosen.model, sizes[name])
                 print(name, figures, flush=True)
                 found |= figures
-    report(found | use.told(paced=True))
+    report(found | use.get_validity(paced=True))
 
 
 if __name__ == "__main__":

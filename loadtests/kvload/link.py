@@ -57,11 +57,11 @@ class Link:
 
     def read(self, domain: str, name: str) -> LoadedChunk | None:
         with self._lock:
-            began = time.monotonic()
+            started_s = time.monotonic()
             found = self._peers.read(domain, name)
             if found is not None and self._bytes_per_s:
                 paced_s = found[2].nbytes / self._bytes_per_s
-                self._free_s = max(began, self._free_s) + paced_s
+                self._free_s = max(started_s, self._free_s) + paced_s
                 self.reads += 1
                 self.late += time.monotonic() - self._free_s > LATE * paced_s
             return found

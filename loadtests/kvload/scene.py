@@ -73,12 +73,12 @@ class PacedFiles(ChunkFiles):
             rate, path = self.bytes_per_s, self.path(domain, name)
             if not rate:
                 return super().read(domain, name)
-            began = time.monotonic()
+            started_s = time.monotonic()
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 size = os.fstat(file.fileno()).st_size
             found = super().read(domain, name)
-            self._free_s = due = max(began, self._free_s) + size / rate
+            self._free_s = due = max(started_s, self._free_s) + size / rate
             while (now := time.monotonic()) < due:
                 time.sleep(due - now)
             self.reads += 1
@@ -154,17 +154,17 @@ class Scene:
         self.forget(kept.get(arm))
         asked, computed = self.request(tokens), self.engine.tokens_computed
         self.steps.clear()
-        began = time.monotonic()
+        started_s = time.monotonic()
         self.engine.submit([asked])
-        while (took_s := time.monotonic() - began) < until_s:
+        while (took_s := time.monotonic() - started_s) < until_s:
             if self.engine.step():
                 done = self.engine.tokens_computed - computed
-                self.steps.append((done, time.monotonic() - began))
+                self.steps.append((done, time.monotonic() - started_s))
             else:
                 self.wake.wait(0.05)
                 self.wake.clear()
             if (flush := self.engine.drain_outputs()) is not None and len(flush.tokens):
-                return time.monotonic() - began
+                return time.monotonic() - started_s
         self.engine.abort([asked.id])
         self.engine.drain_outputs()
         return took_s

@@ -19,7 +19,7 @@ def leftovers(
     """Yield the rest of the nodes for each placement of a layout, as (kind, free accelerators)."""
     layout = timed.layout
 
-    def taken(
+    def generate_shares(
         index: int, units: int, left: tuple[tuple[str, int], ...]
     ) -> Iterator[tuple[tuple[str, int], ...]]:
         if index == len(nodes):
@@ -30,9 +30,9 @@ def leftovers(
         most = node.free_accelerators // layout.tensor_parallel if node.kind == layout.kind else 0
         for count in range(min(most, units) + 1):
             rest = node.free_accelerators - count * layout.tensor_parallel
-            yield from taken(index + 1, units - count, (*left, (node.kind, rest)))
+            yield from generate_shares(index + 1, units - count, (*left, (node.kind, rest)))
 
-    yield from taken(0, layout.workers // layout.tensor_parallel, ())
+    yield from generate_shares(0, layout.workers // layout.tensor_parallel, ())
 
 
 @cache

@@ -105,10 +105,10 @@ class Shard:
 
     async def look_forever(self) -> None:
         while True:
-            await self.look()
+            await self.poll_engines()
             await self.mesh.clock.sleep(LOOK_S)
 
-    async def look(self) -> None:
+    async def poll_engines(self) -> None:
         found = await registry.list_entries(self.mesh.state, "engine")
         ready = [e for e in found if e.alive and e.stats.get("ready")]
         alive = {e.name: EngineSnapshot.from_entry(e) for e in ready}
@@ -197,7 +197,7 @@ async def opened(chosen: argparse.Namespace) -> Shard:
         if mesh.clock.monotonic() > until:
             raise SystemExit(f"{shard.engines} of {chosen.engines} engines came up")
         await mesh.clock.sleep(LOOK_S)
-        await shard.look()
+        await shard.poll_engines()
     return shard
 
 

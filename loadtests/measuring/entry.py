@@ -95,6 +95,6 @@ def parts_of(
             )
 
 
-def tell(told: object) -> None:
+def print_progress(told: object) -> None:
     """Print progress to stderr: a text, or JSON."""
     print(told if isinstance(told, str) else json.dumps(told), file=sys.stderr, flush=True)

@@ -49,7 +49,7 @@ class HostMeter:
             "load": round(os.getloadavg()[0], 2),
         }
 
-    def told(self, paced: bool = False) -> dict[str, Any]:
+    def get_validity(self, paced: bool = False) -> dict[str, Any]:
         """Return the reading, and `valid`: 0 where it was too busy for the pace of an arm."""
         reading = self.reading()
         return reading | {"valid": int(not paced or reading["host_cores"] <= MOST_CORES)}
@@ -67,7 +67,7 @@ class Meter:
         self.launcher = launcher
         self._known: dict[tuple[int, float], tuple[str, float]] = {}
 
-    def look(self) -> None:
+    def record_usage(self) -> None:
         """Record the CPU time of every process; an exited one retains its last reading."""
         for process in family(self.launcher):
             try:
@@ -83,7 +83,7 @@ class Meter:
 
     def reading(self, roles: bool) -> dict[str, float]:
         """Seconds by kind; without the role processes if `roles` is False."""
-        self.look()
+        self.record_usage()
         used: dict[str, float] = {}
         for kind, seconds in self._known.values():
             if roles or kind not in ("engine", "trainer"):

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from loadtests.measuring.entry import tell
+from loadtests.measuring.entry import print_progress
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -35,7 +35,7 @@ async def measured(
     found: dict[str, list[Arm]] = {name: [] for name in names}
     for name in turns(names, rounds):
         arm = await runs[name](plan)
-        tell({"arm": name, "round": len(found[name]), **arm})
+        print_progress({"arm": name, "round": len(found[name]), **arm})
         found[name].append(arm)
     return found
 

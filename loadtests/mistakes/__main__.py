@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loadtests.measuring.commands import Command
-from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.entry import options, print_progress, report
 from loadtests.mistakes.job import Place
 from loadtests.mistakes.mistake import ALL, Mistake, NotPreparedError
 from loadtests.mistakes.preparing import PREPARATIONS
@@ -59,7 +59,7 @@ class Verdict:
 class _Trial(Command):
     """Command whose output is searched for messages."""
 
-    def said(self, patterns: tuple[str, ...]) -> tuple[float | None, tuple[str, ...]]:
+    def find_patterns(self, patterns: tuple[str, ...]) -> tuple[float | None, tuple[str, ...]]:
         """Return when the last expression was first found (seconds), and those not found yet."""
         latest, missing = 0.0, []
         for pattern in patterns:
@@ -106,7 +106,7 @@ def _watch(command: _Trial, mistake: Mistake) -> int | None:
         status = command.wait(0.1)
         if status is not None:
             return status
-        if command.said(mistake.says)[0] is not None:
+        if command.find_patterns(mistake.says)[0] is not None:
             return command.wait(END_S) if mistake.ends else None
     return None
 
@@ -114,7 +114,7 @@ def _watch(command: _Trial, mistake: Mistake) -> int | None:
 def _judge(
     mistake: Mistake, place: Place, before: dict[str, str], command: _Trial, status: int | None
 ) -> Verdict:
-    said_s, missing = command.said(mistake.says)
+    said_s, missing = command.find_patterns(mistake.says)
     text = command.text
     faults = []
     if "Traceback (most recent call last)" in text:
@@ -164,7 +164,7 @@ def main() -> int:
         verdicts = []
         for verdict in pool.map(attempt, chosen):
             verdicts.append(verdict)
-            tell(_told(verdict))
+            print_progress(_format_verdict(verdict))
             if given.out:
                 with given.out.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
@@ -172,7 +172,7 @@ def main() -> int:
     return 0 if all(v.clear and not v.destroyed for v in verdicts) else 1
 
 
-def _told(verdict: Verdict) -> str:
+def _format_verdict(verdict: Verdict) -> str:
     when = "never" if verdict.said_s is None else f"{verdict.said_s:.1f} s"
     mark = "ok  " if verdict.clear and not verdict.destroyed else "FAIL"
     wrong = [*(f"not said: {text}" for text in verdict.missing), *verdict.faults]

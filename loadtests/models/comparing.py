@@ -66,7 +66,7 @@ def _tensor(random: Random, file: Path) -> str:
 
 
 @dataclass
-class Found:
+class ComparisonResult:
     unequal: list[str] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     worst: float = 0.0
@@ -74,7 +74,9 @@ class Found:
     equal_changed: int = 0
 
 
-def compare(random: Random, number: int, length: int, paths: Sequence[str], found: Found) -> None:
+def compare(
+    random: Random, number: int, length: int, paths: Sequence[str], found: ComparisonResult
+) -> None:
     """Compare one checkpoint unchanged, and once more with one thing changed."""
     architecture = list(CLASSES)[number % len(CLASSES)]
     with tempfile.TemporaryDirectory() as scratch:
@@ -197,7 +199,7 @@ def _hear(made: Any, heard: dict[int, tuple[list[int], list[float]]]) -> None:
         at += count
 
 
-def check_changed(random: Random, directory: Path, what: str, found: Found) -> None:
+def check_changed(random: Random, directory: Path, what: str, found: ComparisonResult) -> None:
     """Changes one thing; it is refused, or read as `transformers` reads it."""
     import transformers
 
@@ -229,7 +231,7 @@ def run(
     logging: Any = transformers.utils.logging  # its functions are not typed
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    found = Found()
+    found = ComparisonResult()
     for number in range(configs):
         # Each has its own random numbers, so that one can be run alone.
         length = longest if number % LONG_EVERY == LONG_EVERY - 1 else SHORT

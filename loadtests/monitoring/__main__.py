@@ -34,7 +34,7 @@ from typing import Any
 
 import yaml
 
-from loadtests.measuring.entry import flat, options, report, tell
+from loadtests.measuring.entry import flat, options, print_progress, report
 from loadtests.monitoring.files import PROMETHEUS, alerts, dashboards, expressions, metrics, read
 from loadtests.monitoring.mesh import SCENES, Scene, WatchedMesh, free_ports
 
@@ -57,27 +57,27 @@ class Watching:
         self._address = address
 
     async def firing(self) -> set[str]:
-        found = await self._asked("alerts")
+        found = await self._query("alerts")
         return {a["labels"]["alertname"] for a in found["alerts"] if a["state"] == "firing"}
 
     async def names(self) -> set[str]:
-        return set(await self._asked("label/__name__/values"))
+        return set(await self._query("label/__name__/values"))
 
     async def value(self, expression: str) -> list[dict[str, Any]]:
         """Return the samples of an expression now, each with `metric` (its labels) and `value`."""
-        found = await self._asked("query", query=expression)
+        found = await self._query("query", query=expression)
         return list(found["result"])
 
     async def up(self) -> dict[str, bool]:
         """Return the reachability of each host of the mesh, by its role."""
-        found = await self._asked("targets")
+        found = await self._query("targets")
         return {
             t["labels"]["role"]: t["health"] == "up"
             for t in found["activeTargets"]
             if "role" in t["labels"]
         }
 
-    async def _asked(self, what: str, **query: str) -> Any:
+    async def _query(self, what: str, **query: str) -> Any:
         url = f"{self._address}/api/v1/{what}?{urllib.parse.urlencode(query)}"
 
         def answer() -> Any:
@@ -168,17 +168,17 @@ class Trial:
         if scene.mounted and not self.mesh.mounted:
             self.not_tried += scene.alerts
             return
-        tell(f"{', '.join(scene.alerts)}: {scene.what}")
+        print_progress(f"{', '.join(scene.alerts)}: {scene.what}")
         left = set(scene.alerts)
-        began = time.monotonic()
+        started_s = time.monotonic()
         async with scene.play(self.mesh):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRE_S):
                     while left:
                         for name in left & await self.seen.firing():
                             left.discard(name)
-                            self.fired[name] = {"fired_s": round(time.monotonic() - began, 1)}
-                            tell(f"  {name} fires")
+                            self.fired[name] = {"fired_s": round(time.monotonic() - started_s, 1)}
+                            print_progress(f"  {name} fires")
                         await asyncio.sleep(0.5)
         ended = time.monotonic()
         still = set(scene.alerts) - left
@@ -194,8 +194,8 @@ class Trial:
                     await asyncio.sleep(0.5)
         self.not_cleared += sorted(still)
 
-    async def lacking(self) -> dict[str, list[str]]:
-        """Series and panels for which the mesh has nothing."""
+    async def find_missing(self) -> dict[str, list[str]]:
+        """List the series and panels without data in the mesh."""
         asked = {e: title for title, d in dashboards().items() for e in expressions(d)}
         named = set().union(
             *(metrics(e) for e in (*asked, *(r["expr"] for r in alerts().values())))
@@ -209,7 +209,7 @@ class Trial:
 
 
 async def trial(folder: Path, only: set[str]) -> dict[str, Any]:
-    began = time.monotonic()
+    started_s = time.monotonic()
     mesh = WatchedMesh(folder)
     chosen = [s for s in SCENES if not only or only & set(s.alerts)]
     try:
@@ -225,7 +225,7 @@ async def trial(folder: Path, only: set[str]) -> dict[str, Any]:
                     found.not_cleared += sorted(again & set(scene.alerts))
                 except (RuntimeError, TimeoutError) as error:
                     found.errors.append(f"{scene.what}: {error!r}")
-            lacking = await found.lacking()
+            lacking = await found.find_missing()
     finally:
         await mesh.stop()
     tried = {name for scene in chosen for name in scene.alerts} - set(found.not_tried)
@@ -238,7 +238,7 @@ async def trial(folder: Path, only: set[str]) -> dict[str, Any]:
         "not_tried": sorted(set(alerts()) - tried),
         "unasked": sorted(unasked),
         **lacking,
-        "wall_s": round(time.monotonic() - began, 1),
+        "wall_s": round(time.monotonic() - started_s, 1),
     }
 
 
@@ -256,7 +256,7 @@ def main() -> int:
         told = asyncio.run(trial(folder, set(filter(None, asked.only.split(",")))))
     finally:
         if asked.keep:
-            tell(f"files are in {folder}")
+            print_progress(f"files are in {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
     report(told)

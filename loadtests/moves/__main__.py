@@ -133,7 +133,7 @@ async def _arm(
 ) -> dict[str, list[float]]:
     """Continue at the target by one method, for a context that it has never computed."""
     began, found = time.perf_counter(), {}
-    later = asyncio.ensure_future(_going_on(shard, arm, session, context))
+    later = asyncio.ensure_future(_continue_session(shard, arm, session, context))
     if listens and arm == "both":
         found["pings_moving"] = await shard.pings(later)
     await later
@@ -142,7 +142,7 @@ async def _arm(
     return found
 
 
-async def _going_on(shard: Shard, arm: str, session: int, context: list[int]) -> None:
+async def _continue_session(shard: Shard, arm: str, session: int, context: list[int]) -> None:
     if arm == "move":
         moved = await shard.move(session)
         assert moved.is_complete, moved

@@ -56,7 +56,7 @@ def homes() -> list[Path]:
     return [place for place in found if place.is_dir() and os.access(place, os.W_OK)]
 
 
-def made(name: str) -> list[Path]:
+def create(name: str) -> list[Path]:
     """Create a group of this name in each hierarchy; return their paths."""
     found = []
     for home in homes():

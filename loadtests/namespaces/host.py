@@ -92,7 +92,7 @@ class Host:
         try:
             yield command
         finally:
-            await asyncio.shield(_ended(command))
+            await asyncio.shield(_kill_processes(command))
 
     def signal(self, command: asyncio.subprocess.Process, number: signal.Signals) -> None:
         """Send a signal to a command itself, not to its `nsenter` parent."""
@@ -117,7 +117,7 @@ def _below(pid: int) -> list[psutil.Process]:
         return []
 
 
-async def _ended(command: asyncio.subprocess.Process) -> None:
+async def _kill_processes(command: asyncio.subprocess.Process) -> None:
     """Kill a command's remaining processes.
 
     `nsenter` is stopped first, so that it starts no unseen process. It must reap the command

@@ -39,7 +39,7 @@ NEEDED = ("ip", "tc", "iptables", "unshare", "nsenter", "mount", "umount", "pivo
 KEPT = ("LANG", "LC_ALL", "PYTHONPATH")  # of this process' environment
 
 
-def lacking() -> str:
+def list_missing_tools() -> str:
     """Return the prerequisites of hosts that this machine lacks; empty if there are none."""
     absent = [name for name in NEEDED if shutil.which(name) is None]
     return ", ".join(absent) or ("" if are_permitted() else "root with namespaces and /dev/net/tun")
@@ -140,12 +140,12 @@ class Hosts:
             (place / part).mkdir(parents=True, exist_ok=True)
         if self._warm:
             await asyncio.to_thread(_warmed, place / "files" / HOME.lstrip("/"))
-        made = groups.made(f"{self._folder.name}-{name}")
+        made = groups.create(f"{self._folder.name}-{name}")
         tree = Tree(
             name,
             str(place / "root"),
             str(place / "files"),
-            _shown(),
+            _list_code_directories(),
             {f"h{one}": address(one) for one in range(self.count)},
             groups.entered(made),
             (str(self._folder / "shared"), self._shared) if self._shared else (),
@@ -168,8 +168,8 @@ class Hosts:
             )
         try:
             async with asyncio.timeout(READY_S):
-                said = await feed.stdout.readline() if feed.stdout else b""
-            if said != b"ready\n":
+                output = await feed.stdout.readline() if feed.stdout else b""
+            if output != b"ready\n":
                 raise RuntimeError(f"{module} has not begun: {log.read_text()}")
             pid: int = psutil.Process(feed.pid).children()[0].pid
         except BaseException:
@@ -201,7 +201,7 @@ async def _closed(feed: asyncio.subprocess.Process) -> None:
         await feed.wait()
 
 
-def _shown() -> tuple[str, ...]:
+def _list_code_directories() -> tuple[str, ...]:
     """Directories of code that no other of them is in; Python's own may lie in /usr."""
     wanted = sorted({str(CODE), sys.prefix, sys.base_prefix})
     system = tuple(f"/{name}/" for name in ("usr", "opt", "etc"))

@@ -57,9 +57,9 @@ def grow(tree: Tree) -> None:
         if outside.is_symlink():
             (root / name).symlink_to(os.readlink(outside))
         elif outside.is_dir():
-            _shown(outside, root)
+            _bind_read_only(outside, root)
     for place in tree.shown:
-        _shown(Path(place), root)
+        _bind_read_only(Path(place), root)
     for name in WRITABLE:
         (root / name).mkdir(exist_ok=True)
         (files / name).mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ def grow(tree: Tree) -> None:
         seen.mkdir(parents=True, exist_ok=True)
         mounted("--bind", one, str(seen))
     for place in [place for place in tree.shown if Path(place).parts[1] in WRITABLE]:
-        _shown(Path(place), root)
+        _bind_read_only(Path(place), root)
     for name in ("proc", "sys", "dev"):
         (root / name).mkdir()
     mounted("-t", "proc", "proc", str(root / "proc"))
@@ -89,7 +89,7 @@ def grow(tree: Tree) -> None:
     os.chdir(HOME)
 
 
-def _shown(outside: Path, root: Path) -> None:
+def _bind_read_only(outside: Path, root: Path) -> None:
     inside = root / outside.relative_to("/")
     inside.mkdir(parents=True, exist_ok=True)
     mounted("-o", "bind,ro", str(outside), str(inside))

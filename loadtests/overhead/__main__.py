@@ -91,7 +91,7 @@ async def measure(state: StateClient, out: Path, meter: Meter) -> dict[str, Any]
     """Read the meter at the first admission and at the last commit."""
     first: dict[str, float] | None = None
     while True:
-        meter.look()
+        meter.record_usage()
         row = next(iter(await jobs.read_jobs(state)), None)
         if row is not None and row.phase in (jobs.Phase.EVALUATION, *jobs.TERMINAL_PHASES):
             break  # a job so short that no admission was seen counts from its start

@@ -216,9 +216,9 @@ def fill(name: str, rounds: list[Round], lengths: list[int]) -> float:
 
 
 def timed(work: Callable[[], object]) -> float:
-    began = time.process_time()
+    started_s = time.process_time()
     work()
-    return time.process_time() - began
+    return time.process_time() - started_s
 
 
 # --- Passes ---------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def nodes_of(
 
 def whole_plan_s(groups: Sequence[LengthGroup], count: int, nodes: Sequence[LayoutNode]) -> float:
     """CPU-seconds of a plan from trajectories on: groups, costs, ways to train, the search."""
-    began = time.process_time()
+    started_s = time.process_time()
     found = group_by_quantiles(groups, count) if count < len(groups) else groups
     work = TrainingWork(
         len(groups),
@@ -73,7 +73,7 @@ def whole_plan_s(groups: Sequence[LengthGroup], count: int, nodes: Sequence[Layo
     plan = allocate(RangeCosts(servers(QWEN_14B, KINDS), found), nodes, ways)
     if plan is None:
         raise RuntimeError("there is no plan: run tests/unit/planner/layouts")
-    return time.process_time() - began
+    return time.process_time() - started_s
 
 
 def times(rng: random.Random) -> dict[str, float]:

@@ -95,7 +95,7 @@ class Counted:
     longest: int = 0
 
 
-class Asking(Counted):
+class QueryCounter(Counted):
     async def execute_command(self, *words: Any) -> Any:
         self.commands += 1
         reply = await self.client.execute_command(*words)
@@ -117,13 +117,13 @@ class Renewing(Counted):
 
 
 @contextlib.asynccontextmanager
-async def on_redis() -> AsyncIterator[tuple[StateClient, Asking, Renewing]]:
+async def on_redis() -> AsyncIterator[tuple[StateClient, QueryCounter, Renewing]]:
     """Provide a State on its own temporary Redis, and a counter of its commands."""
     with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch, served(Path(scratch)) as url:
         common: dict[str, Any] = {"decode_responses": True, "protocol": 2}
         few = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=16, **common)
         many = redis.ConnectionPool.from_url(url, max_connections=2000, **common)
-        asking = Asking(redis.asyncio.Redis.from_pool(few))
+        asking = QueryCounter(redis.asyncio.Redis.from_pool(few))
         renewing = Renewing(redis.Redis.from_pool(many))
         state = StateClient(url, asking, renewing)
         try:

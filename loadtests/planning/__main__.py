@@ -121,9 +121,9 @@ def cpu_ms(snapshot: PoolSnapshot, memory: PlannerMemory, repeats: int) -> float
     took = []
     for _ in range(repeats):
         gc.collect()
-        began = time.process_time()
+        started_s = time.process_time()
         decide(snapshot, memory)
-        took.append(1000 * (time.process_time() - began))
+        took.append(1000 * (time.process_time() - started_s))
     return round(statistics.median(took), 2)
 
 

@@ -101,7 +101,7 @@ def job(bundle: Path, path: str, ranks: int, shape: dict[str, object]) -> JobDat
 
 
 @torch.no_grad()
-def begun(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, int]:
+def begin_rank(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, int]:
     peak = Peak()
     rank = make_rank(data, Placement("g0", "g0.0", data.id, 1, core=True, rank=number, ranks=ranks))
     rank.join(Rendezvous(1, str(meeting), MEET_S))
@@ -155,7 +155,7 @@ def all_ranks(data: JobData, ranks: int, directory: Path, name: str) -> list[dic
 
     def work(number: int) -> dict[str, int]:
         torch.set_num_threads(1)
-        return begun(data, number, ranks, directory / name)
+        return begin_rank(data, number, ranks, directory / name)
 
     return forked(ranks, work)
 

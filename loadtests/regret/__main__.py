@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.measuring.commands import meshrl
-from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.entry import options, print_progress, report
 from loadtests.measuring.metered import HostMeter
 from loadtests.regret import figures, real, virtual
 from meshrl.common.base.files import json_lines
@@ -53,7 +53,7 @@ async def compared(seeds: Sequence[int]) -> dict[str, Any]:
             found[name].append(round(compute_rl_s(events), 2))
             moved = sum(e.kind == "move" and e.fields.get("rule") in SPEEDUP_RULES for e in events)
             told = {"arm": name, "seed": seed, "rl_s": found[name][-1], "moves": moved}
-            tell(told | meter.reading())
+            print_progress(told | meter.reading())
     ratios = [ours / held for ours, held in zip(*found.values(), strict=True)]
     return {
         "demo_time_ratio": round(statistics.median(ratios), 4),

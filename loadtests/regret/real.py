@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from loadtests.measuring.entry import tell
+from loadtests.measuring.entry import print_progress
 from loadtests.measuring.rounds import rotated
 from loadtests.paced.running import Arm, honest, run
 from loadtests.regret.figures import Compared, figures
@@ -42,7 +42,7 @@ JOBS = {
 
 async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str, Any]:
     """Figures of these jobs, flat; the order of the arms turns from job to job."""
-    began = time.monotonic()
+    started_s = time.monotonic()
     rows: list[Compared] = []
     every: list[Arm] = []
     for number, name in enumerate(names):
@@ -53,14 +53,14 @@ async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str,
             found[split] = await run(
                 arm, job if split < 0 else job.with_static_split(split), seed, MOST
             )
-            tell(found[split].row())
+            print_progress(found[split].row())
         every += found.values()
         planner = found.pop(-1)
         static = {split: arm.rl_s for split, arm in sorted(found.items())}
         moves, judged = len(planner.moves), planner.judged
         rows.append(Compared(name, static, planner.rl_s, moves, judged))
-        tell(rows[-1].row())
-    wall_s = time.monotonic() - began
+        print_progress(rows[-1].row())
+    wall_s = time.monotonic() - started_s
     told = honest(every) | {"wall_s": round(wall_s, 1)}
     told["valid"] = int(bool(told["valid"]) and wall_s <= WALL_S)
     return figures(rows, "real_") | {f"real_{key}": value for key, value in told.items()}

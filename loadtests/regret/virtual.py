@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from multiprocessing import get_context
 from typing import Any
 
-from loadtests.measuring.entry import tell
+from loadtests.measuring.entry import print_progress
 from loadtests.regret import figures
 from loadtests.regret.drawn import STEPS, draw_job
 from loadtests.regret.figures import Compared
@@ -35,7 +35,7 @@ def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0
                 static = {split: one.rl_s for split, one in runs.items()}
                 moves, judged = len(planner.moves), planner.judged_moves
                 rows.append(Compared(str(seed), static, planner.rl_s, moves, judged))
-                _tell(seed, rows[-1], found[seed], verbose)
+                _print_result(seed, rows[-1], found[seed], verbose)
     return figures.figures(rows)
 
 
@@ -49,8 +49,8 @@ def _played(task: tuple[int, int, int]) -> tuple[int, int, EmulatedRun]:
     )
 
 
-def _tell(seed: int, row: Compared, runs: dict[int, EmulatedRun], verbose: bool) -> None:
-    tell(row.row())
+def _print_result(seed: int, row: Compared, runs: dict[int, EmulatedRun], verbose: bool) -> None:
+    print_progress(row.row())
     if not verbose:
         return
     print(f"  {draw_job(seed)}", file=sys.stderr)

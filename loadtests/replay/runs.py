@@ -50,7 +50,7 @@ def one_run(
     """
     words = SETTINGS | {"out": directory / "run", "budget.steps": steps}
     with started(["run", str(job)], words, directory, deaths) as program:
-        ended(program, directory)
+        await_exit(program, directory)
     return found_in(directory)
 
 
@@ -65,10 +65,10 @@ def changed_run(
         while len(committed_in(directory)) < stopped_after and time.monotonic() < until:
             time.sleep(POLL_S)
         program.send_signal(signal.SIGINT)
-        ended(program, directory, 130)
+        await_exit(program, directory, 130)
     run = str(directory / "run")
     with started(["resume", run], CHANGES, directory, deaths) as program:
-        ended(program, directory)
+        await_exit(program, directory)
     record = json.loads((directory / "run/job.json").read_text())
     return found_in(directory) | {"changed_from": record["changes"][0]["from_step"]}
 
@@ -94,7 +94,7 @@ def started(
         return subprocess.Popen(argv, env=environment, stdout=said, stderr=said)
 
 
-def ended(program: subprocess.Popen[bytes], directory: Path, status: int = 0) -> None:
+def await_exit(program: subprocess.Popen[bytes], directory: Path, status: int = 0) -> None:
     if program.wait(RUN_S) != status:
         raise RuntimeError((directory / "said").read_text()[-3000:])
 

@@ -181,7 +181,7 @@ async def makespan(
     commits = GroupCommit(mesh, NoLedger())
     router = Router(mesh, commits, SamplingParams([], []), SEATS, scheduler)
 
-    async def look() -> None:
+    async def poll_engines() -> None:
         while True:
             entries = await registry.list_entries(mesh.state, "engine")
             router.update_engines(
@@ -189,7 +189,7 @@ async def makespan(
             )
             await asyncio.sleep(LOOK_S)
 
-    looking = asyncio.create_task(look())
+    looking = asyncio.create_task(poll_engines())
     try:
         async with asyncio.timeout(ATTACH_S):
             while sum(link.version >= 0 for link in router.links.values()) < 2:

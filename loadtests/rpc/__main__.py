@@ -64,7 +64,7 @@ async def compare(rounds: int, seconds: float) -> dict[str, Any]:
     blocks = {name: rows for name, rows in found.items() if "block" in name}
     over_stock = ratios(_rates(found[""]), _rates(found["peer_"]))
     return {
-        **_told(small),
+        **_summarize(small),
         "ratio_zmq_asyncio": round(median(over_stock), 2),
         "ratio_open": ratio(_costs(found["open_"]), _costs(found[""]), 2),
         **{
@@ -116,7 +116,7 @@ async def compare_curve(rounds: int, seconds: float) -> dict[str, Any]:
     return {
         **spread("ratio_plain", ratios(costs["plain_"], costs[""]), 3),
         **spread("ratio_plain_block", ratios(costs["plain_block_"], costs["block_"]), 3),
-        **_told(found),
+        **_summarize(found),
         **host.reading(),
     }
 
@@ -134,7 +134,7 @@ def _costs(rows: list[Measured]) -> list[float]:
     return [row.cpu_us for row in rows]
 
 
-def _told(found: Found) -> dict[str, float]:
+def _summarize(found: Found) -> dict[str, float]:
     return {
         **{f"{name}calls_per_s": round(median(_rates(rows))) for name, rows in found.items()},
         **{

@@ -58,9 +58,9 @@ async def measured(kinds: list[str], rounds: int) -> dict[str, float]:
                 await made[kind].run(PROGRAM, LIMITS)  # its zygote or spawner starts
             for _ in range(rounds):
                 for kind in kinds:
-                    began = time.monotonic()
+                    started_s = time.monotonic()
                     ran = await made[kind].run(PROGRAM, LIMITS)
-                    took[kind].append(1000 * (time.monotonic() - began))
+                    took[kind].append(1000 * (time.monotonic() - started_s))
                     if ran.stdout.strip() != SAID:
                         raise RuntimeError(f"{kind}: {ran}")
     return {f"{kind}_p50_ms": statistics.median(times) for kind, times in took.items()}
@@ -71,9 +71,9 @@ def bare(rounds: int) -> float:
     took = []
     command = [RUNSC, "--network=none", "--ignore-cgroups", "--overlay2=none", "do", "true"]
     for _ in range(rounds):
-        began = time.monotonic()
+        started_s = time.monotonic()
         subprocess.run(command, capture_output=True, timeout=60, check=True)
-        took.append(1000 * (time.monotonic() - began))
+        took.append(1000 * (time.monotonic() - started_s))
     return statistics.median(took)
 
 
@@ -86,8 +86,8 @@ def escapes() -> dict[str, object]:
         module = "tests.unit.sandbox.escapes.runner"
         command = [sys.executable, "-m", module, RUNSC, str(canary)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=ESCAPES_S, check=True)
-    said = json.loads(done.stdout.splitlines()[-1])
-    results = [result for family in said["families"] for result in family["results"]]
+    document = json.loads(done.stdout.splitlines()[-1])
+    results = [result for family in document["families"] for result in family["results"]]
     out = [result["name"] for result in results if not result["contained"]]
     return {"escape_programs": len(results), "escaped": out}
 

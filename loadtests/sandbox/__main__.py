@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 
-from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.entry import options, print_progress, report
 from loadtests.measuring.rounds import percentile, ratio
 from loadtests.sandbox.sandboxed import PROGRAM, SAID, One, Place, jailed, sandboxed, sustained
 from loadtests.sandbox_cpu.__main__ import add_sizes, measured
@@ -130,7 +130,7 @@ async def main(sizes: argparse.Namespace) -> dict[str, float]:
         found: dict[str, float] = {"pool_size": JAILS, "cores": os.cpu_count() or 1}
         for concurrency in sizes.concurrency:
             found |= await measure(place, concurrency, sizes.seconds, sizes.rounds)
-            tell(found)
+            print_progress(found)
         found |= await measured(place, sizes)
         calls = sum(int(found[f"fresh_calls_{c}"]) for c in sizes.concurrency)
         while calls < sizes.leak_calls:

@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
-from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.entry import options, print_progress, report
 from loadtests.paced.running import honest
 from loadtests.paced.running import run as run_real
 from loadtests.regret.drawn import draw_job
@@ -129,7 +129,7 @@ def virtual(tasks: Sequence[tuple[int, EmulatedWorkload]], processes: int) -> di
             errors.append(found_s / step_s - 1)
             theirs_s, ours_s = theirs_s + cpu_s, ours_s + took_s
             split = "planner" if workload.allows_moves else f"{workload.hybrid_count} help"
-            _tell(f"{seed} {split}", found_s, step_s)
+            _print_deviation(f"{seed} {split}", found_s, step_s)
     return summed(errors) | {"speed_up": round(theirs_s / ours_s, 1)}
 
 
@@ -142,7 +142,7 @@ async def real(names: Sequence[str], steps: int) -> dict[str, Any]:
             arms.append(arm)
             found_s, _ = simulated(workload, 0, MOST)
             errors.append(found_s / (arm.rl_s / workload.steps) - 1)
-            _tell(arm.name, found_s, arm.rl_s / workload.steps)
+            _print_deviation(arm.name, found_s, arm.rl_s / workload.steps)
     return summed(errors) | honest(arms)
 
 
@@ -154,8 +154,8 @@ def summed(errors: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _tell(name: str, ours_s: float, theirs_s: float) -> None:
-    tell(f"{name}: {ours_s:.3f} s, {theirs_s:.3f} s there")
+def _print_deviation(name: str, ours_s: float, theirs_s: float) -> None:
+    print_progress(f"{name}: {ours_s:.3f} s, {theirs_s:.3f} s there")
 
 
 def main() -> int:

@@ -124,9 +124,9 @@ class Sleepy:
 
 @contextmanager
 def noted(took: dict[str, list[float]], name: str) -> Iterator[None]:
-    began = time.monotonic()
+    started_s = time.monotonic()
     yield
-    took.setdefault(name, []).append(time.monotonic() - began)
+    took.setdefault(name, []).append(time.monotonic() - started_s)
 
 
 def dd(*words: str) -> None:
@@ -210,7 +210,7 @@ def slept_run(job: Path, directory: Path, deaths: Sequence[str], steps: int) -> 
     """Run the job of `loadtests.replay` with a core that sleeps after each step, and may die."""
     words = replay.SETTINGS | {"out": directory / "run", "budget.steps": steps}
     with replay.started(["run", str(job)], words, directory, deaths, SLEEPING) as program:
-        replay.ended(program, directory)
+        replay.await_exit(program, directory)
     return replay.found_in(directory)
 
 

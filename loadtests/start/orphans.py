@@ -40,7 +40,7 @@ HOWS = ("kill", "stop", "nursery", "both")
 
 
 @dataclass
-class Found:
+class OrphanResult:
     trials: int = 0
     orphans: int = 0
     hung: int = 0
@@ -52,7 +52,7 @@ class Trials:
 
     def __init__(self, host: SystemHost, folder: Path, nursery: str) -> None:
         self._host, self._folder, self._nursery = host, folder, nursery
-        self.found = Found()
+        self.found = OrphanResult()
 
     async def one(self, how: str, seed: int) -> None:
         chance, mark = random.Random(f"{how}{seed}"), uuid.uuid4().hex

@@ -54,8 +54,8 @@ async def measured(pythons: list[str]) -> dict[str, Any]:
                 if ran.denied_calls:
                     refused.append(f"{key}: {' '.join(ran.denied_calls)}")
                 if ran.status != "ok" or ran.exit_code:
-                    said = ran.stderr.decode(errors="replace")[-300:]
-                    failed.append(f"{key}: {ran.status} {ran.exit_code} {ran.error} {said}")
+                    output = ran.stderr.decode(errors="replace")[-300:]
+                    failed.append(f"{key}: {ran.status} {ran.exit_code} {ran.error} {output}")
         finally:
             await launcher.stop()
     return {"programs": count, "refused": refused, "failed": failed}

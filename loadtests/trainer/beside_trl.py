@@ -83,7 +83,7 @@ def ours(task: Task, last: int, out: Path, seed: int = 0) -> Measured:
     measured = asyncio.run(run_job(job, out, last))
     expected = [length(task, step) for step in range(last)]
     found = [row["length_mean"] - digits.PROMPT for row in measured.rows[:last]]
-    if not alike(found, expected):
+    if not is_close(found, expected):
         raise RuntimeError(f"lengths were {found}, not {expected}")
     return measured
 
@@ -100,10 +100,10 @@ def theirs(task: Task, steps: int, venv: Path, seed: int = 0) -> dict[str, Any]:
     run = subprocess.run(command, capture_output=True, text=True, timeout=TRL_S, env=environment())
     if run.returncode:
         raise RuntimeError(f"TRL ended with {run.returncode}:\n{run.stderr[-3000:]}")
-    told: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    if not alike(told["length_mean"], [length(task, step) for step in range(steps)]):
-        raise RuntimeError(f"TRL's lengths were {told['length_mean']}")
-    return told
+    document: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    if not is_close(document["length_mean"], [length(task, step) for step in range(steps)]):
+        raise RuntimeError(f"TRL's lengths were {document['length_mean']}")
+    return document
 
 
 def length(task: Task, step: int) -> float:
@@ -111,6 +111,6 @@ def length(task: Task, step: int) -> float:
     return mean(task.lengths[(first + i) % len(task.lengths)] for i in range(task.batch))
 
 
-def alike(found: list[float], expected: list[float]) -> bool:
+def is_close(found: list[float], expected: list[float]) -> bool:
     pairs = zip(found, expected, strict=True)
     return all(abs(a - b) < 0.01 for a, b in pairs)

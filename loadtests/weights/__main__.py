@@ -23,9 +23,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
-from loadtests.measuring.entry import arms_of, flat, report, tell
+from loadtests.measuring.entry import arms_of, flat, print_progress, report
 from loadtests.measuring.rounds import Arm
-from loadtests.namespaces.hosts import lacking
+from loadtests.namespaces.hosts import list_missing_tools
 from loadtests.weights.arms.adapters import adapters
 from loadtests.weights.arms.codec import codec
 from loadtests.weights.arms.link import link
@@ -80,10 +80,10 @@ async def measured(names: list[str], plan: Plan) -> Arm:
     """Return the figures of these arms; run them in turn and print each result to stderr."""
     answer: Arm = {"cores": os.cpu_count() or 0, "rounds": plan.rounds, "valid": 1}
     for name in names:
-        began = time.monotonic()
+        started_s = time.monotonic()
         found = await RUNS[name](plan)
-        found["took_s"] = round(time.monotonic() - began, 1)
-        tell({"arm": name, **found})
+        found["took_s"] = round(time.monotonic() - started_s, 1)
+        print_progress({"arm": name, **found})
         answer["valid"] = min(answer["valid"], found.get("valid", 1))
         about = {f"{name}_{key}": found.pop(key) for key in ABOUT if key in found}
         answer |= flat(about | found)
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--swaps", type=int, default=default.swaps, help="versions of `pauses`")
     chosen = parser.parse_args()
     names = arms_of(parser, chosen.arms, RUNS)
-    if CAPPED & set(names) and (lack := lacking()):
+    if CAPPED & set(names) and (lack := list_missing_tools()):
         sys.exit(f"loadtests.weights needs {lack} for {', '.join(sorted(CAPPED & set(names)))}")
     about = {size: getattr(chosen, size) * MIB for size in sizes}
     plan = Plan(rounds=chosen.rounds, directory=chosen.directory, swaps=chosen.swaps, **about)

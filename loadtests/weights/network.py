@@ -74,8 +74,8 @@ class Links:
         )
         self._held.append(held)
         async with asyncio.timeout(30.0):
-            said = await held.stdout.readline() if held.stdout else b""
-        if said != b"ready\n":
+            output = await held.stdout.readline() if held.stdout else b""
+        if output != b"ready\n":
             raise RuntimeError(f"{words[0]} has not begun in a network of its own")
         return held.pid
 

@@ -93,7 +93,7 @@ class Member:
     def pid(self) -> int:
         return self._child.pid
 
-    async def begun(self) -> None:
+    async def await_start(self) -> None:
         await self._heard(START_S)
 
     async def ask(self, order: str, within_s: float = ORDER_S, **words: Any) -> Any:
@@ -108,11 +108,11 @@ class Member:
         try:
             found: dict[str, Any] = json.loads(await self._child.recv(within_s))
         except Exception as error:
-            raise RuntimeError(f"{self.name}: {error!r}\n{self.said}") from error
+            raise RuntimeError(f"{self.name}: {error!r}\n{self.log_tail}") from error
         return found
 
     @property
-    def said(self) -> str:
+    def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
 
     def cpu_s(self) -> float:
@@ -219,7 +219,7 @@ class Scene:
         """Start a process of `loadtests.weights.members` that takes orders."""
         where = f"loadtests.weights.members.{module}"
         member = self.start(name, host, where, kind, name, *words, pipe=True)
-        await member.begun()
+        await member.await_start()
         return member
 
     async def publisher(self, job: str = "job", host: int = 0) -> Member:
@@ -246,7 +246,7 @@ class Scene:
         return await self.member("agent", f"node/h{host}", host, "")
 
     @staticmethod
-    def tell(member: Member, order: str, **words: Any) -> asyncio.Task[Any]:
+    def send_order(member: Member, order: str, **words: Any) -> asyncio.Task[Any]:
         """Gives an order, whatever becomes of it: its answer, or the error that there was none."""
 
         async def answered() -> Any:

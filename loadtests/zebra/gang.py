@@ -209,7 +209,7 @@ def bin_of(setting: Setting, number: int) -> Bin:
     )
 
 
-def made(setting: Setting, arm: Arm, rank: int, group: Any) -> ZebraLearner:
+def make_learner(setting: Setting, arm: Arm, rank: int, group: Any) -> ZebraLearner:
     shape = config(setting)
     with torch.device("meta"):
         model = Decoder(shape)
@@ -244,7 +244,7 @@ def run(directory: Path, setting: Setting, rounds: int, rank: int) -> dict[str, 
     torch.set_num_threads(1)
     group = join_group(Rendezvous(1, str(directory / "meeting"), DEADLINE_S), rank, RANKS, "cpu")
     chosen = arms(setting)
-    learners = {arm.name: made(setting, arm, rank, group) for arm in chosen}
+    learners = {arm.name: make_learner(setting, arm, rank, group) for arm in chosen}
     for arm in chosen:
         step(setting, arm, learners[arm.name], rank)  # whatever is done once
     paces = [learner.emulation for learner in learners.values() if learner.emulation is not None]

@@ -7,7 +7,6 @@ import json
 import math
 import time
 import uuid
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.redis.client import StateClient
 from meshrl.directory.directory_paths import MeshPaths, find_mesh
 from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
+from meshrl.view.json_output import to_json_document
 from meshrl.view.live import console_tables, mesh_tables
 from meshrl.view.mesh.host_rows import HostRow, read_hosts
 
@@ -52,7 +52,12 @@ def drain_host(
     took_s = round(time.monotonic() - began, 3)
     row = query_mesh(place, lambda state: _find_host(state, place, host), ANSWER_TIMEOUT_S)
     if as_json:
-        told = {"host": host, "state": row.state, "residents": row.instances}
+        told = {
+            "host": host,
+            "state": row.state,
+            "instances": row.instances,
+            "residents": row.instances,
+        }
         print(json.dumps(told | {"services": row.services, "drain_s": took_s if wait else None}))
     elif wait:
         then = "is the head, and stays" if row.head else "may `meshrl leave`, and nothing is lost"
@@ -116,6 +121,6 @@ def print_hosts(mesh: Path | None, as_json: bool) -> None:
     place = find_mesh(mesh)
     found = query_mesh(place, partial(read_hosts, mesh_paths=place), ANSWER_TIMEOUT_S)
     if as_json:
-        print(json.dumps([asdict(row) for row in found]))
+        print(json.dumps(to_json_document(found)))
     else:
         console_tables.print_table(mesh_tables.make_hosts_table(found))

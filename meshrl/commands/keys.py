@@ -6,7 +6,6 @@ import json
 import re
 import time
 import uuid
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.directory.directory_paths import MeshPaths, find_head
 from meshrl.directory.joined_hosts import read_joined_hosts
 from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
+from meshrl.view.json_output import to_json_document
 from meshrl.view.live import console_tables
 
 EXPEL_TIMEOUT_S = 20.0
@@ -31,7 +31,7 @@ def print_keys(mesh: Path | None, as_json: bool) -> None:
     place = find_head(mesh)
     found = query_mesh(place, credentials.list_credentials, ANSWER_TIMEOUT_S)
     if as_json:
-        print(json.dumps([asdict(row) for row in found]))
+        print(json.dumps(to_json_document(found)))
         return
     table = console_tables.make_table("host", "role", "process", "key", wraps=False)
     for row in found:

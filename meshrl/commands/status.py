@@ -25,6 +25,7 @@ from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
 from meshrl.run.outcome import read_outcome
 from meshrl.view import disk_full
 from meshrl.view.history import decisions, move_outcomes
+from meshrl.view.json_output import to_json_document
 from meshrl.view.live import console_tables, mesh_tables
 from meshrl.view.mesh import gpu_status
 from meshrl.view.mesh import host_rows as standing
@@ -50,7 +51,9 @@ def print_status(target: Path | None, mesh: Path | None, as_json: bool) -> None:
     found = query_mesh(place, read_full_snapshot, ANSWER_TIMEOUT_S)
     hosts = standing.build_host_rows(found, place)
     if as_json:
-        rows = [{k: v for k, v in asdict(row).items() if k != "document"} for row in found.jobs]
+        rows = to_json_document(found.jobs)
+        for row in rows:
+            del row["document"]
         content = {
             "mesh": str(place.root),
             "redis": redact_password(place.redis_url),
@@ -58,7 +61,7 @@ def print_status(target: Path | None, mesh: Path | None, as_json: bool) -> None:
             "jobs": rows,
             "processes": [asdict(entry) for entry in found.entries],
             **mesh_tables.to_document(found),
-            "hosts": [asdict(host) for host in hosts],
+            "hosts": to_json_document(hosts),
             "ended": [exit_reports.to_document(end) for end in found.last_exits],
         }
         print(json.dumps(content))
@@ -134,7 +137,7 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
         content = {
             "decisions": [asdict(event) for event in found],
             "moves": [asdict(move) for move in judged],
-            "now": present and asdict(present),
+            "now": to_json_document(present),
         }
         print(json.dumps(content))
         return

@@ -1,1 +1,1 @@
-"""What `meshrl init` writes: `game/` is the job, as it is copied."""
+"""Job that `meshrl init` copies, in `game/`, and its creation."""

@@ -59,7 +59,7 @@ def _copy_files(directory: Path, job_file: str, files: dict[str, Path]) -> None:
 
 
 def _find_example_files(name: str) -> dict[str, Path]:
-    """Where the files of an example lie, by their names; NotFound."""
+    """Return the paths of an example's files by name; NotFound if it is missing."""
     if name not in EXAMPLE_MODULES:
         raise NotFound(
             f"no example is called {name}", fix=f"There are {', '.join(EXAMPLE_MODULES)}"

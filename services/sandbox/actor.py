@@ -184,7 +184,7 @@ class SandboxActor(Actor):
         if not tiers.is_sufficient(found.tier, demanded):
             raise Refused(
                 f"{', '.join(uses)} of job {m.job} run code that the model wrote, which takes "
-                f"{tiers.TIER_DESCRIPTIONS[demanded]}; this host has {found.meaning}",
+                f"{tiers.TIER_DESCRIPTIONS[demanded]}; this host has {found.description}",
                 where=self._identity.name,
                 fix=found.fix,
             )
@@ -200,7 +200,7 @@ class SandboxActor(Actor):
         # One with pytest starts at the first row that needs it.
         suites = self._get_launcher(add_pytest(interpreter), tier, log)
         made = launcher, suites, self._clock, self._slots
-        return JailedFunctions(*made, m, found.meaning, self._mesh.job_clock)
+        return JailedFunctions(*made, m, found.description, self._mesh.job_clock)
 
     async def _detect_tier(
         self, interpreter: Interpreter, log: Path | None

@@ -54,9 +54,9 @@ def join_rendezvous(rank: Rank, generation: int, addresses: list[str], deadline_
         else None
     )
     with door or contextlib.nullcontext():
-        began = time.monotonic()
+        started_s = time.monotonic()
         rank.join(Rendezvous(generation, where, deadline_s, addresses), interface, door)
-    print_event("met", time.monotonic() - began)
+    print_event("met", time.monotonic() - started_s)
     names = list(rank.learner.get_meta_tensors(False))
     rank.learner.scatter_weights(names, given_weights("plain") if rank.rank == 0 else None)
 
@@ -73,12 +73,12 @@ def run_step(rank: Rank, step: int) -> str:
 def await_loss(rank: Rank, step: int) -> float:
     """Return the seconds until a collective that the other rank does not join fails."""
     while True:
-        step, began = step + 1, time.monotonic()
+        step, started_s = step + 1, time.monotonic()
         try:
             run_step(rank, step)
         except RuntimeError as error:
             if is_collective_error(error):
-                return time.monotonic() - began
+                return time.monotonic() - started_s
             raise
 
 

@@ -64,11 +64,11 @@ def connect(host: str, port: int) -> socket.socket:
 
 def measure_send_s(connection: socket.socket, count: int) -> float:
     """Return the seconds until that many bytes are acknowledged."""
-    began = time.monotonic()
+    started_s = time.monotonic()
     connection.sendall(count.to_bytes(SIZE, "big") + bytes(count))
     if connection.recv(1) != b"k":
         raise ConnectionError("nobody answers")
-    return time.monotonic() - began
+    return time.monotonic() - started_s
 
 
 def count_datagrams(host: str, port: int, times: int) -> int:

@@ -359,12 +359,12 @@ def run_units(
             if upcoming is None:
                 following = reporter.request_unit()
                 upcoming = following[0] if following else None
-            began = time.monotonic()
+            started_s = time.monotonic()
             config.hook.pytest_runtest_protocol(
                 item=items[index], nextitem=None if upcoming is None else items[upcoming]
             )
             before_s, counted_s = counted_s, account.cpu_s()
-            reporter.send("end", (index, counted_s - before_s, time.monotonic() - began))
+            reporter.send("end", (index, counted_s - before_s, time.monotonic() - started_s))
         unit = following
 
 

@@ -1,4 +1,4 @@
-"""Every test here needs a real server, and all of them share one."""
+"""Configuration of tests that share one real SGLang server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    """The shared server is idle after each test, whatever became of it."""
+def idle_server() -> Iterator[None]:
+    """Check that the shared server is idle after each test."""
     yield
     served.release()

@@ -1,6 +1,7 @@
-"""What an SGLang server promises its clients, kept by a small server of our own for hosts that have
-none. It computes with the built-in engine, speaks the wire of `v0_5`, and takes weights from disk
-tensor by tensor, so that an update can end half-way. `tests/sglang` holds the real one to the same.
+"""Small server with the interface of SGLang, for hosts without it.
+
+It computes with the built-in engine, uses the protocol of `v0_5`, and loads weights from disk
+tensor by tensor, so that an update can end half-way. `tests/sglang` checks the real server equally.
 """
 
 from __future__ import annotations
@@ -42,26 +43,27 @@ from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY, built_in, decoder, text_of
 
 WIDE = -(-TINY.ffn_size // v0_5.INNER_ROWS) * v0_5.INNER_ROWS  # SGLang's MLP on a CPU
-BETWEEN_S = 0.002  # two steps: a client has time to say something meanwhile
+BETWEEN_S = 0.002  # two steps: a client has time to send a request
 ANSWER_S = 60.0
 ENDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
 class Counterpart:
-    """A server on loopback, on a loop and a thread of its own. `fails_at`: the tensor, counted as
-    they lie in the file, at which its next update from disk ends. It then says so, as SGLang does
-    of a broadcast; if it `ends` the connection breaks off and nobody answers any more, as SGLang
-    ends at a tensor of a file that it cannot take.
+    """Server on loopback with its own loop and thread.
+
+    `fails_at` is the tensor, in file order, at which its next update from disk fails. It then
+    reports an error, as SGLang does for a broadcast. If it `ends`, the connection breaks and no
+    request is answered any more, as SGLang ends at an invalid tensor of a file.
     """
 
     def __init__(self, slots: int, max_length: int) -> None:
         self.fails_at = -1
-        self.about: dict[str, Any] = {}  # what it says of itself
-        self.flips = ""  # the tensor of the next update of which a bit is not what came
+        self.about: dict[str, Any] = {}  # description that it returns
+        self.flips = ""  # the tensor of the next update in which one bit differs
         self.ends = self.ended = False
-        self.takes_steps = math.inf  # with work to do, all of them, before it waits for more
+        self.takes_steps = math.inf  # steps with a request at work before it waits for another
         self._stepped = 0
-        self.deaf = False  # it answers 500 to a pause, and goes on
+        self.deaf = False  # it answers 500 to a pause, and continues
         self.engine = built_in("eager", slots, max_length)
         self.theirs = dict(state_to_hf(TINY, decoder().state_dict()))
         self.label, self.stands = "0", False
@@ -75,10 +77,10 @@ class Counterpart:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(scaled(ANSWER_S))
 
     async def _serve(self, slots: int) -> HttpClient:
-        app = web.Application(client_max_size=1 << 30, middlewares=[self._while_it_lives])
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._serve_until_end])
         answers = {
             v0_5.PAUSE: self._pause,
-            v0_5.CONTINUE: self._go_on,
+            v0_5.CONTINUE: self._continue_generation,
             v0_5.ABORT: self._abort,
             v0_5.FROM_DISK: self._load,
             v0_5.RELEASE: self._nothing,
@@ -99,14 +101,14 @@ class Counterpart:
         return HttpClient(f"http://127.0.0.1:{self._runner.addresses[0][1]}", slots)
 
     @web.middleware
-    async def _while_it_lives(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _serve_until_end(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self.ended and request.transport is not None:
             request.transport.abort()
         answer: web.StreamResponse = await handler(request)
         return answer
 
-    def lost(self) -> MeshError | None:
-        """What its process would say."""
+    def get_exit_error(self) -> MeshError | None:
+        """Return the exit error of its process."""
         return PeerLost("the server has ended") if self.ended else None
 
     async def _close(self) -> None:
@@ -118,7 +120,7 @@ class Counterpart:
         self.run(self._close())
         self.loop.call_soon_threadsafe(self.loop.stop)
 
-    # -- what it generates -----------------------------------------------------------------------
+    # -- generation -------------------------------------------------------------------------------
 
     async def _step(self) -> None:
         while True:
@@ -144,7 +146,7 @@ class Counterpart:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if not body.get("stream"):
-            scored = self._scored(body["input_ids"], body.get("lora_path", ""))
+            scored = self._score(body["input_ids"], body.get("lora_path", ""))
             return web.json_response({"meta_info": scored})
         how, number = body["sampling_params"], len(self._numbers)
         self._numbers[body["rid"]] = number
@@ -182,7 +184,7 @@ class Counterpart:
             self.engine.abort([number])
         return response
 
-    def _scored(self, tokens: list[int], adapter: str) -> dict[str, Any]:
+    def _score(self, tokens: list[int], adapter: str) -> dict[str, Any]:
         scored = self.engine.score(np.array(tokens, np.int32), adapter).tolist()
         return {"input_token_logprobs": [(x, 0, None) for x in [0.0, *scored]]}
 
@@ -201,7 +203,7 @@ class Counterpart:
         self._drain()
         return web.Response()
 
-    async def _go_on(self, request: web.Request) -> web.Response:
+    async def _continue_generation(self, request: web.Request) -> web.Response:
         self.stands = False
         return web.Response()
 
@@ -222,17 +224,19 @@ class Counterpart:
             if name == self.flips:
                 self.flips = ""
                 tensor.view(-1).view(torch.int32)[tensor.numel() // 2] ^= 1
-            self.theirs[name] = tensor.to(self.theirs[name].dtype)  # it has room for that type
+            self.theirs[name] = tensor.to(
+                self.theirs[name].dtype
+            )  # its dtype has space for the type
         self._apply(int(body["weight_version"]))
         return web.json_response({"success": True, "message": ""})
 
     def _apply(self, version: int) -> None:
-        self.engine.update_weights(ours(self.theirs), version)
+        self.engine.update_weights(convert_to_builtin(self.theirs), version)
 
     # -- adapters --------------------------------------------------------------------------------
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
-        """Under a name that it does not have yet, with all or none of what is one matrix there."""
+        """Load an adapter under a new name, with all or none of the parts of a fused matrix."""
         body = await request.json()
         name, about = body["lora_name"], body["config_dict"]
         [content] = body["serialized_named_tensors"]
@@ -244,15 +248,15 @@ class Counterpart:
         try:
             if not why:
                 scale = about["lora_alpha"] / about["r"]
-                self.engine.load_adapter(name, _by_our_names(theirs), scale, 0)
+                self.engine.load_adapter(name, _convert_layer(theirs), scale, 0)
         except Refused as error:
             why = str(error)
         if why:
             return web.json_response({"success": False, "error_message": why}, status=400)
         return web.json_response({"success": True, "loaded_adapters": {name: "__tensor__"}})
 
-    async def named(self) -> list[str]:
-        """The adapters that it has, as it was told to call them."""
+    async def list_adapters(self) -> list[str]:
+        """Return the names of its loaded adapters."""
         return list(self.engine.adapter_versions)
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
@@ -260,7 +264,7 @@ class Counterpart:
         return web.json_response({"success": True})
 
     async def _read_back(self, request: web.Request) -> web.Response:
-        """Digests of what it has, under the names of a server's fused matrices."""
+        """Return digests of its weights under the names of a server's fused matrices."""
         assert (await request.json())["action"] == "checksum"
         has = readback.to_server_layout(TINY, self.theirs)
         told = {name: readback.compute_digest(tensor) for name, tensor in has}
@@ -273,8 +277,8 @@ class Counterpart:
         return web.json_response({})
 
 
-def ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a dense decoder of Hugging Face's tensors."""
+def convert_to_builtin(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert the tensors of a dense Hugging Face decoder."""
     state = {
         name: theirs[source] for name, source in GLOBAL_TENSOR_NAMES.items() if source in theirs
     }
@@ -289,7 +293,7 @@ def ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def _by_our_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _convert_layer(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, tensor in theirs.items():
         layer, _, projection, factor = name.removeprefix("base_model.model.model.layers.").split(
@@ -318,8 +322,8 @@ def engine(
     transport: ServerWeightTransport | None = None,
     config: ModelConfig = TINY,
 ) -> SGLangEngine:
-    """The adapter, with the weights of `decoder()` in place as version 0."""
-    watch = HealthWatch(server.http, server.lost)
+    """Return an SGLang engine with the weights of `decoder()` loaded as version 0."""
+    watch = HealthWatch(server.http, server.get_exit_error)
     way = transport or DiskTransport(server.http, directory)
     control, clock = ServerControl(server.http, watch, way, clock=clock), clock or SystemClock()
     requests = ServerRequests(server.http, config.token_id_end, slots, max_length, text_of, clock)

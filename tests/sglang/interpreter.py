@@ -1,6 +1,6 @@
-"""Where the tests find an interpreter that has SGLang: `make test-sglang` says it.
+"""Path of an interpreter with SGLang, which `make test-sglang` sets.
 
-Others leave these tests out, though it may be installed: a server takes half a minute to start.
+Other commands skip these tests even if SGLang is installed: a server takes half a minute to start.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def pids_of_session(session: int) -> list[int]:
-    """Those that run: not what has ended and waits for its parent."""
+    """Return the processes of a session, without exited ones that wait for their parent."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -29,7 +29,7 @@ def title_of(pid: int) -> str:
 
 
 def scheduler_of(session: int) -> int:
-    """The one of a server that computes."""
+    """Return the process of a server that computes."""
     found = [pid for pid in pids_of_session(session) if "scheduler" in title_of(pid)]
     assert len(found) == 1
     return found[0]

@@ -1,6 +1,6 @@
-"""A real SGLang server for a process of tests, started once: it takes half a minute.
+"""Real SGLang server for a process of tests, started once because that takes half a minute.
 
-It serves the tiny model of the engines' tests. Tests that break a server start one of their own.
+It serves the tiny model of the engine tests. Tests that break a server start their own.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from tests.load import scaled
 from tests.sglang.interpreter import python
 from tests.unit.common.generation.engines_under_test import TINY, decoder, text_of
 
-START_S, STOP_S = 500.0, 20.0  # on a machine that is shared
+START_S, STOP_S = 500.0, 20.0  # on a shared machine
 SLOTS, MAX_LENGTH = 64, 1000
 
 
 def start(place: Path | None = None, **more: Any) -> SGLangServer:
-    """From the main thread, as the server ends with the thread that started it. Afterwards the loop
-    runs on another one: tests take the place of an engine's thread."""
+    """Start a server from the main thread, because it exits with the thread that started it.
+
+    Afterwards the loop runs on another thread: tests take the role of an engine's thread.
+    """
     place = place or Path(tempfile.mkdtemp(prefix="sglang-"))
-    how = LaunchConfig(str(python()), place, SLOTS, MAX_LENGTH, **more)
+    options = LaunchConfig(str(python()), place, SLOTS, MAX_LENGTH, **more)
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(
-        SGLangServer.start(SystemHost(), SystemClock(), how, TINY, deadline_s=scaled(START_S))
+        SGLangServer.start(SystemHost(), SystemClock(), options, TINY, deadline_s=scaled(START_S))
     )
     threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
     return server
@@ -44,7 +46,7 @@ def stop(server: SGLangServer) -> None:
 
 
 class Shared:
-    """The server that tests share, and the engine that has it at the moment."""
+    """Server that tests share, and the engine that uses it at the moment."""
 
     server: SGLangServer | None = None
     engine: SGLangEngine | None = None
@@ -58,7 +60,9 @@ def server() -> SGLangServer:
 
 
 def engine(slots: int = 4, max_length: int = 128, seed: int = 0, **more: Any) -> SGLangEngine:
-    """An engine with the weights of `decoder(seed)`; the one before has left its server idle."""
+    """Return an engine with the weights of `decoder(seed)`; the previous one has left its server
+    idle.
+    """
     release()
     more = {"decode": text_of, **more}
     Shared.engine = attach_engine(server(), TINY, slots, max_length, **more)

@@ -1,4 +1,4 @@
-"""A process that starts a server, names its session, and waits to be killed."""
+"""Process that starts a server, prints its session, and waits to be killed."""
 
 from __future__ import annotations
 

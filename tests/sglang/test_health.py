@@ -1,4 +1,4 @@
-"""The watch over a real SGLang, and requests and pauses that it does not answer for."""
+"""Health watch of a real SGLang server, and requests and pauses that it does not answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLL_S, ANSWER_S = 0.2, 2.0
 
 
 @contextmanager
-def hanging() -> Iterator[None]:
+def serve_without_answers() -> Iterator[None]:
     scheduler = scheduler_of(served.server().pid)
     os.kill(scheduler, signal.SIGSTOP)
     try:
@@ -36,7 +36,7 @@ def hanging() -> Iterator[None]:
         os.kill(scheduler, signal.SIGCONT)
 
 
-def failure_of(watch: HealthWatch, within_s: float) -> Exception | None:
+def wait_for_failure(watch: HealthWatch, within_s: float) -> Exception | None:
     waited = threading.Event()
     until = time.monotonic() + within_s
     while watch.find_failure() is None and time.monotonic() < until:
@@ -44,11 +44,13 @@ def failure_of(watch: HealthWatch, within_s: float) -> Exception | None:
     return watch.find_failure()
 
 
-def test_a_server_that_stands_or_sleeps_is_not_lost_and_one_that_hangs_is() -> None:
+def test_paused_or_sleeping_server_is_alive_and_hanging_one_is_lost() -> None:
     server = served.server()
     served.release()
     answer_s = scaled(ANSWER_S)
-    struck_s = (MAX_FAILURES + 1) * (POLL_S + answer_s)  # one that answers nothing is lost by then
+    lost_after_s = (MAX_FAILURES + 1) * (
+        POLL_S + answer_s
+    )  # a server without answers is lost by then
     watch = HealthWatch(server.http, server.get_exit_error, POLL_S, answer_s)
     weights = create_transport(
         "auto", server.http, server.launch_config.model_directory.parent / "weights", 1, "cpu"
@@ -56,49 +58,49 @@ def test_a_server_that_stands_or_sleeps_is_not_lost_and_one_that_hangs_is() -> N
     control = ServerControl(server.http, watch, weights)
     try:
         control.pause(RETRACT)
-        assert failure_of(watch, struck_s) is None
+        assert wait_for_failure(watch, lost_after_s) is None
         control.release_memory()
-        assert failure_of(watch, struck_s) is None
-        with hanging():
-            lost = failure_of(watch, 2 * struck_s)
+        assert wait_for_failure(watch, lost_after_s) is None
+        with serve_without_answers():
+            lost = wait_for_failure(watch, 2 * lost_after_s)
             assert isinstance(lost, PeerLost) and "in a row" in str(lost)
     finally:
         control.close()
 
 
-def started(engine: SGLangEngine, max_new: int) -> Listener:
+def start_request(engine: SGLangEngine, max_new: int) -> Listener:
     engine.submit([request(1, [1, 2], max_new=max_new, temperature=0.0)])
     while engine.tokens_generated < 10:
         engine.step()
     return Listener(engine)
 
 
-def works(engine: SGLangEngine) -> bool:
-    """Whether the server has a request at work."""
+def is_busy(engine: SGLangEngine) -> bool:
+    """Return True if the server has a request at work."""
     loads = served.server().http.call("GET", "/v1/loads", deadline_s=scaled(20.0))["loads"]
     return any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
-def test_a_request_that_is_ended_here_is_not_left_at_work_there() -> None:
+def test_request_ended_by_the_engine_is_aborted_at_the_server() -> None:
     engine = served.engine(max_length=1000)
-    listener = started(engine, 900)
+    listener = start_request(engine, 900)
     stream = engine.requests.sent_requests[engine.requests._rids[1]].stream
     assert stream is not None
-    with hanging():
+    with serve_without_answers():
         engine.abort([1])
-        heard = listener.run()[1]  # until the time for an abort is over
+        heard = listener.run()[1]  # until the deadline of an abort
     assert heard.finish == [FinishReason.ABORTED] and len(heard.tokens) >= 10
     assert stream.cancelled()
     waited = threading.Event()
     until = time.monotonic() + scaled(5.0)
-    while works(engine):
+    while is_busy(engine):
         assert time.monotonic() < until, "it is left at work"
         waited.wait(0.1)
 
 
-def test_what_is_aborted_while_it_stands_is_hung_up_on() -> None:
+def test_abort_during_a_pause_closes_the_connection() -> None:
     engine = served.engine(max_length=1000)
-    started(engine, 900)
+    start_request(engine, 900)
     stream = engine.requests.sent_requests[engine.requests._rids[1]].stream
     assert stream is not None
     engine.pause()
@@ -106,12 +108,12 @@ def test_what_is_aborted_while_it_stands_is_hung_up_on() -> None:
     assert engine.has_finished and stream.cancelled()
 
 
-def test_a_pause_that_is_not_answered_is_asked_for_again_and_undone(
+def test_unanswered_pause_is_retried_and_undone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = served.engine(max_length=1000)
-    listener = started(engine, 400)
-    with hanging():
+    listener = start_request(engine, 400)
+    with serve_without_answers():
         monkeypatch.setattr("meshrl.services.engine.sglang.control.CONTROL_TIMEOUT_S", 1.5)
         with pytest.raises(DeadlineExceeded):
             engine.pause()
@@ -126,22 +128,22 @@ def test_a_pause_that_is_not_answered_is_asked_for_again_and_undone(
     assert listener.run()[1].tokens == expected[1].tokens
 
 
-def test_a_pause_whose_answer_is_lost_is_undone_by_the_next_step(
+def test_pause_with_a_lost_answer_is_undone_by_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server stands, and nothing came back that says so."""
+    """Lose the answer to a pause that the server executed."""
     engine = served.engine()
-    listener = started(engine, 100)
+    listener = start_request(engine, 100)
     http = served.server().http
     call = http.call
 
-    def lossy(method: str, path: str, body: Any = None, *, deadline_s: float) -> Any:
+    def lose_pause_answer(method: str, path: str, body: Any = None, *, deadline_s: float) -> Any:
         answer = call(method, path, body, deadline_s=deadline_s)
         if path == v0_5.PAUSE:
             raise DeadlineExceeded("the answer is lost")
         return answer
 
-    monkeypatch.setattr(http, "call", lossy)
+    monkeypatch.setattr(http, "call", lose_pause_answer)
     with pytest.raises(DeadlineExceeded, match="lost"):
         engine.pause()
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The process of a real SGLang server: its start, its surroundings, and its end with ours."""
+"""Process of a real SGLang server: its start, its isolation, and its exit with its parent."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.unit.common.generation.engines_under_test import TINY
 GONE_S = 10.0
 
 
-def ended(session: int) -> bool:
-    """Whether nothing of a session runs, after some patience."""
+def has_ended(session: int) -> bool:
+    """Return True if no process of a session remains within a deadline."""
     until = time.monotonic() + scaled(GONE_S)
     while pids_of_session(session) and time.monotonic() < until:
         time.sleep(0.1)
     return not pids_of_session(session)
 
 
-def test_nothing_of_a_server_outlives_a_starter_that_is_killed(tmp_path: Path) -> None:
+def test_killed_starter_leaves_no_server_process(tmp_path: Path) -> None:
     starter = subprocess.Popen(
         [sys.executable, "-m", "tests.sglang.starter", str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -46,42 +46,44 @@ def test_nothing_of_a_server_outlives_a_starter_that_is_killed(tmp_path: Path) -
     assert len(pids_of_session(session)) >= 3  # with its scheduler and detokenizer
     starter.kill()
     starter.wait(scaled(5))
-    assert ended(session)
+    assert has_ended(session)
 
 
-def test_a_server_lives_outside_our_tree_and_our_paths() -> None:
+def test_server_runs_outside_the_repository_and_its_paths() -> None:
     server = served.server()
     assert REPOSITORY not in directory_of(server.pid).parents
     assert environment_of(server.pid).keys().isdisjoint({"PYTHONPATH", "VIRTUAL_ENV"})
 
 
-def start(how: LaunchConfig) -> None:
+def start(launch_config: LaunchConfig) -> None:
     deadline_s = scaled(200.0)
-    asyncio.run(SGLangServer.start(SystemHost(), SystemClock(), how, TINY, deadline_s=deadline_s))
+    asyncio.run(
+        SGLangServer.start(SystemHost(), SystemClock(), launch_config, TINY, deadline_s=deadline_s)
+    )
 
 
-def test_a_server_that_does_not_start_says_why_and_is_gone(tmp_path: Path) -> None:
-    how = LaunchConfig(str(python()), tmp_path, 4, 64, options=("--no-such-flag", "1"))
+def test_failed_start_reports_its_reason_and_leaves_no_process(tmp_path: Path) -> None:
+    launch_config = LaunchConfig(str(python()), tmp_path, 4, 64, options=("--no-such-flag", "1"))
     with pytest.raises(ConfigError, match="no-such-flag"):
-        start(how)
+        start(launch_config)
 
 
-def test_without_an_interpreter_the_fix_is_named(tmp_path: Path) -> None:
-    how = LaunchConfig(str(tmp_path / "python"), tmp_path, 4, 64)
+def test_missing_interpreter_error_names_the_fix(tmp_path: Path) -> None:
+    launch_config = LaunchConfig(str(tmp_path / "python"), tmp_path, 4, 64)
     with pytest.raises(ConfigError, match="meshrl engine install sglang"):
-        start(how)
+        start(launch_config)
 
 
-def test_a_port_that_is_handed_out_is_free() -> None:
+def test_chosen_port_is_free() -> None:
     for _ in range(5):
         with socket.socket() as taker:
             taker.bind(("127.0.0.1", find_free_port()))
 
 
-def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
+def test_foreign_server_at_the_port_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served.engine()  # an update does not change what a server is known by
+    served.engine()  # an update does not change the server's identification
     other = served.server()
     port = int(other.http.url.rpartition(":")[2])
     monkeypatch.setattr("meshrl.services.engine.sglang.server.find_free_port", lambda: port)
@@ -91,23 +93,23 @@ def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
     assert other.ranks == served.engine().tensor_parallel_size == 1
 
 
-def test_an_answer_that_is_no_json_is_an_error_of_the_server() -> None:
+def test_answer_without_json_is_a_server_error() -> None:
     http = served.server().http
     with pytest.raises(RemoteFailure, match="/docs answered no JSON"):
         http.call("GET", "/docs", deadline_s=scaled(20.0))
     assert "no JSON" in http.spawn(http.probe("/docs", scaled(20.0))).result(scaled(20.0))
 
 
-def test_slots_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
+def test_slots_longer_than_the_models_positions_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="positions"):
         start(LaunchConfig(str(python()), tmp_path, 4, TINY.max_positions + 1))
 
 
-def test_features_are_read_from_the_servers_own_description() -> None:
-    described = served.server().http.call("GET", "/openapi.json", deadline_s=scaled(20.0))
+def test_features_are_read_from_the_servers_api_description() -> None:
+    description = served.server().http.call("GET", "/openapi.json", deadline_s=scaled(20.0))
     for needs in (v0_5.REQUIRED_FIELDS, *v0_5.TRANSPORT_FIELDS.values()):
-        assert v0_5.find_missing(described, needs) == []
-    older = copy.deepcopy(described)
+        assert v0_5.find_missing(description, needs) == []
+    older = copy.deepcopy(description)
     del older["paths"][v0_5.BEGIN_UPDATE]
     del older["components"]["schemas"]["GenerateReqInput"]["properties"]["extra_key"]
     assert v0_5.find_missing(older, v0_5.REQUIRED_FIELDS) == ["/generate: extra_key"]

@@ -1,4 +1,6 @@
-"""Tokens of a real SGLang: as the engine of ours has them, and over its REST interface."""
+"""Tokens of a real SGLang server, compared with the built-in engine's, and over its REST
+interface.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from tests.unit.common.generation.engines_under_test import (
     request,
     text_of,
 )
-from tests.unit.common.generation.test_sampling import CONTEXT, kept_by, model_probabilities
+from tests.unit.common.generation.test_sampling import (
+    CONTEXT,
+    model_probabilities,
+    select_kept_tokens,
+)
 
 PROMPTS = [[1, 2, 3], [4, 39, 6, 7], [0] * 20, list(range(VOCAB))]
 ROUNDING = 1e-4  # float32 in another order of summation; 1e-6 as measured
@@ -35,7 +41,7 @@ def greedy(listener: Listener, **more: object) -> list[list[int]]:
     return [heard[i].tokens for i in range(len(PROMPTS))]
 
 
-def test_log_probabilities_agree_with_the_built_in_engine(
+def test_logprobs_match_the_built_in_engine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     heard = Listener(served.engine(8)).run(
@@ -59,11 +65,11 @@ def test_log_probabilities_agree_with_the_built_in_engine(
     assert gap.max() < ROUNDING
 
 
-def test_greedy_tokens_are_those_of_the_built_in_engine() -> None:
+def test_greedy_tokens_match_the_built_in_engine() -> None:
     assert greedy(Listener(served.engine())) == greedy(Listener(built_in("eager")))
 
 
-def test_a_request_that_is_sent_again_with_its_first_tokens_goes_on_as_it_would_have() -> None:
+def test_resubmitted_request_continues_identically() -> None:
     whole = Listener(served.engine()).run(request(1, [5, 6], max_new=40, temperature=0.0))[1]
     rest = Listener(served.engine()).run(
         request(1, [5, 6, *whole.tokens[:15]], max_new=25, temperature=0.0, turn_start=2)
@@ -71,9 +77,11 @@ def test_a_request_that_is_sent_again_with_its_first_tokens_goes_on_as_it_would_
     assert rest.tokens == whole.tokens[15:]
 
 
-def kept_by_sglang(how: dict[str, float], probability: np.ndarray) -> set[int]:
-    """Its filters do not follow each other: each looks at the whole distribution."""
-    apart = [kept_by({name: how[name]}, probability) for name in how if name != "temperature"]
+def filter_as_sglang(how: dict[str, float], probability: np.ndarray) -> set[int]:
+    """Return the tokens that SGLang's filters retain; each filter uses the whole distribution."""
+    apart = [
+        select_kept_tokens({name: how[name]}, probability) for name in how if name != "temperature"
+    ]
     return set(range(VOCAB)).intersection(*apart)
 
 
@@ -89,8 +97,8 @@ def kept_by_sglang(how: dict[str, float], probability: np.ndarray) -> set[int]:
     ],
     ids=str,
 )
-def test_log_probabilities_are_of_what_was_sampled_from(how: dict[str, float]) -> None:
-    """Beside greedy and plain requests of the same batch, which are of the model itself."""
+def test_logprobs_are_of_the_sampling_distribution(how: dict[str, float]) -> None:
+    """Mix greedy and plain requests into the batch, whose log-probabilities are the model's."""
     asked = [
         request(i, CONTEXT, max_new=1, unmodified=True, **how if i % 3 else {})  # type: ignore[arg-type]
         for i in range(240)
@@ -98,23 +106,23 @@ def test_log_probabilities_are_of_what_was_sampled_from(how: dict[str, float]) -
     asked.append(request(999, CONTEXT, max_new=1, unmodified=True, temperature=0.0))
     heard = Listener(served.engine(48)).run(*asked)
     probability = model_probabilities(CONTEXT, how.get("temperature", 1.0))
-    kept = kept_by_sglang(how, probability)
+    kept = filter_as_sglang(how, probability)
     mass = sum(probability[w] for w in kept)
     plain = np.log(model_probabilities(CONTEXT))
     assert len(heard) == 241
     assert heard[999].tokens == [int(plain.argmax())]
     for i, h in heard.items():
         token = h.tokens[0]
-        assert h.unmodified[0] == pytest.approx(plain[token], abs=2e-4)
+        assert h.raw_logprobs[0] == pytest.approx(plain[token], abs=2e-4)
         if i % 3 and i != 999:
             assert token in kept
             assert h.logprobs[0] == pytest.approx(np.log(probability[token] / mass), abs=2e-4)
         else:
-            assert h.logprobs[0] == h.unmodified[0]
+            assert h.logprobs[0] == h.raw_logprobs[0]
 
 
-def test_a_wide_distribution_that_is_not_the_models_own_is_refused() -> None:
-    """SGLang names the probabilities of so many tokens at most."""
+def test_too_wide_sampling_distribution_is_rejected() -> None:
+    """Exceed the number of tokens whose probabilities SGLang returns."""
     wide = 150_000
     for how in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": v0_5.MAX_MASK_TOKENS + 1}):
         with pytest.raises(Refused, match=r"rollout\.top_k"):
@@ -123,36 +131,36 @@ def test_a_wide_distribution_that_is_not_the_models_own_is_refused() -> None:
         v0_5.check_sampling(request(1, **how), wide, uses_seeds=False)  # type: ignore[arg-type]
 
 
-def test_a_stop_text_ends_a_request_where_it_ends_the_built_in_engines() -> None:
+def test_stop_text_ends_a_request_like_the_built_in_engine() -> None:
     tokens = greedy(Listener(built_in("eager")))[0]
-    across = text_of(tokens)[13:16]  # from inside one token into the next
+    across = text_of(tokens)[13:16]  # a text that spans two tokens
     texts = (across, "no such text")
     expected = greedy(Listener(built_in("eager")), stop_strings=texts)
     listener = Listener(served.engine())
     assert greedy(listener, stop_strings=texts) == expected
     assert expected[0] == tokens[: len(expected[0])] and len(expected[0]) < len(tokens)
-    assert listener.heard[0].finish == [FinishReason.STOP]
-    # What a turn had before it came here counts.
+    assert listener.outputs[0].finish == [FinishReason.STOP]
+    # Tokens of the turn before this request count.
     had = [*PROMPTS[0], *expected[0]]
     heard = listener.run(request(77, had, stop_strings=texts, turn_start=3))[77]
     assert heard.tokens == [] and heard.finish == [FinishReason.STOP]
 
 
-def test_the_models_own_end_tokens_end_nothing() -> None:
-    """Each request names its stop tokens, and no other ends it."""
+def test_end_tokens_of_the_model_are_ignored() -> None:
+    """Stop only at the stop tokens of each request."""
     heard = Listener(served.engine()).run(request(1, max_new=100))[1]
     assert len(heard.tokens) == 100 and heard.finish == [FinishReason.LENGTH]
 
 
 @pytest.mark.parametrize("tokens", [[1, 39, 3, 39, 5], list(range(VOCAB))], ids=["last", "all"])
-def test_scores_are_those_of_the_built_in_engine(tokens: list[int]) -> None:
+def test_scores_match_the_built_in_engine(tokens: list[int]) -> None:
     row = np.array(tokens, np.int32)
     ours = built_in("eager").score(row)
     np.testing.assert_allclose(served.engine().score(row), ours, atol=ROUNDING)
 
 
-def test_an_abort_takes_one_request_though_its_name_begins_anothers() -> None:
-    """SGLang aborts by prefix."""
+def test_abort_ends_one_request_whose_name_prefixes_another() -> None:
+    """Send names with a common prefix, because SGLang aborts by prefix."""
     engine = served.engine(16)
     listener = Listener(engine)
     engine.submit([request(i, max_new=100) for i in range(1, 13)])
@@ -171,7 +179,7 @@ def expected() -> dict[int, list[int]]:
     return {i: h.tokens for i, h in Listener(built_in("eager")).run(*LONG).items()}
 
 
-def started() -> tuple[SGLangEngine, Listener]:
+def start_requests() -> tuple[SGLangEngine, Listener]:
     engine = served.engine()
     engine.submit(LONG)
     while engine.num_steps < 10 and engine.step():
@@ -180,8 +188,8 @@ def started() -> tuple[SGLangEngine, Listener]:
     return engine, Listener(engine)
 
 
-def test_a_pause_takes_nothing_and_changes_nothing() -> None:
-    engine, listener = started()
+def test_pause_changes_no_token() -> None:
+    engine, listener = start_requests()
     for _ in range(3):
         engine.pause()
         had = engine.tokens_generated
@@ -192,8 +200,8 @@ def test_a_pause_takes_nothing_and_changes_nothing() -> None:
     assert {i: h.tokens for i, h in listener.run().items()} == expected()
 
 
-def test_sleep_with_requests_at_work_and_waking_lose_no_token() -> None:
-    engine, listener = started()
+def test_sleep_and_wake_with_running_requests_lose_no_token() -> None:
+    engine, listener = start_requests()
     engine.sleep()
     had = engine.tokens_generated
     assert not engine.step() and engine.tokens_generated == had
@@ -203,11 +211,11 @@ def test_sleep_with_requests_at_work_and_waking_lose_no_token() -> None:
     assert {i: h.tokens for i, h in listener.run().items()} == expected()
 
 
-def test_it_wakes_with_other_weights_and_what_ran_goes_on_under_them() -> None:
-    engine, listener = started()
+def test_requests_continue_with_new_weights_after_waking() -> None:
+    engine, listener = start_requests()
     engine.sleep()
     listener.drain()
-    had = {i: len(listener.heard[i].tokens) if i in listener.heard else 0 for i in range(6)}
+    had = {i: len(listener.outputs[i].tokens) if i in listener.outputs else 0 for i in range(6)}
     engine.wake(decoder(1).state_dict(), 7)
     heard = listener.run()
     other = built_in("eager", seed=1, max_length=256)
@@ -218,9 +226,9 @@ def test_it_wakes_with_other_weights_and_what_ran_goes_on_under_them() -> None:
     assert engine.requests.relabelled_tokens == 0
 
 
-def test_resting_twice_and_resuming_asleep_is_as_once() -> None:
-    """As the service does: asleep it is paused too, and resumed before its weights come."""
-    engine, listener = started()
+def test_repeated_pause_and_resume_during_sleep_are_idempotent() -> None:
+    """Pause a sleeping engine and resume it before its weights arrive, as the service does."""
+    engine, listener = start_requests()
     engine.sleep()
     engine.pause()
     engine.resume()
@@ -229,14 +237,14 @@ def test_resting_twice_and_resuming_asleep_is_as_once() -> None:
     assert {i: h.tokens for i, h in listener.run().items()} == expected()
 
 
-def test_what_is_aborted_while_it_stands_ends_at_once_with_what_it_had() -> None:
-    engine, listener = started()
+def test_abort_during_a_pause_ends_at_once_with_earlier_tokens() -> None:
+    engine, listener = start_requests()
     engine.pause()
     engine.abort([0, 5])
     assert engine.has_finished
     listener.drain()
-    assert listener.heard[0].finish == [FinishReason.ABORTED] and listener.heard[0].tokens
-    assert listener.heard[5].finish == [FinishReason.ABORTED] and listener.heard[5].tokens == []
+    assert listener.outputs[0].finish == [FinishReason.ABORTED] and listener.outputs[0].tokens
+    assert listener.outputs[5].finish == [FinishReason.ABORTED] and listener.outputs[5].tokens == []
     engine.resume()
     heard = listener.run()
     whole = expected()

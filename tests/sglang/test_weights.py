@@ -1,4 +1,4 @@
-"""New weights for a real SGLang in mid-request, by each transport, and updates that fail."""
+"""Weight updates of a real SGLang server in mid-request, by each transport, and failed updates."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ from tests.sglang import served
 from tests.sglang.processes import scheduler_of
 from tests.unit.common.generation.engines_under_test import (
     TINY,
-    Heard,
+    CollectedOutput,
     Listener,
     built_in,
     decoder,
     request,
 )
 
-ENDS_S = 60.0  # for a server to be gone
+ENDS_S = 60.0  # until a server has exited
 TRANSPORTS = ("disk", "tensors", "distributed")
 each_transport = pytest.mark.parametrize("weights", TRANSPORTS)
 
 
-def decoding(engine: SGLangEngine, tokens: int) -> None:
+def wait_for_tokens(engine: SGLangEngine, tokens: int) -> None:
     while engine.tokens_generated < tokens and engine.step():
         pass
 
 
-def living_through(engine: SGLangEngine, version: int) -> dict[int, Heard]:
-    """Three requests of which one at least was under way when weights came. The server decodes by
-    itself, so that on a busy machine they may all be over before that: then it is done again.
+def run_through_update(engine: SGLangEngine, version: int) -> dict[int, CollectedOutput]:
+    """Return three requests of which at least one ran during an update.
+
+    The server decodes by itself. If all requests ended before the update on a busy machine, repeat.
     """
     for _ in range(8):
         engine.submit([request(i, [i, 2], max_new=110, temperature=0.0) for i in range(3)])
-        decoding(engine, engine.tokens_generated + 30)
+        wait_for_tokens(engine, engine.tokens_generated + 30)
         engine.update_weights(decoder(1).state_dict(), version)
         heard = Listener(engine).run()
         if any(0 < h.versions.count(0) < 110 for h in heard.values()):
@@ -64,11 +65,11 @@ def living_through(engine: SGLangEngine, version: int) -> dict[int, Heard]:
 
 @each_transport
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
-def test_a_request_that_lives_through_an_update_has_tokens_of_both(
+def test_request_during_an_update_has_tokens_of_both_versions(
     weights: str, kv_on_update: str
 ) -> None:
     engine = served.engine(weights=weights, kv_on_update=kv_on_update)
-    heard = living_through(engine, 5)
+    heard = run_through_update(engine, 5)
     assert engine.version == 5 and engine.requests.relabelled_tokens == 0
     for i, h in heard.items():
         old = h.versions.count(0)
@@ -81,8 +82,8 @@ def test_a_request_that_lives_through_an_update_has_tokens_of_both(
 
 
 @each_transport
-def test_after_an_update_everything_is_of_the_new_weights(weights: str) -> None:
-    """The same prompt again would find the cache of the old ones, were it not keyed."""
+def test_requests_after_an_update_use_the_new_weights(weights: str) -> None:
+    """Repeat the same prompt, which would hit the cache of the old weights if that had no key."""
     engine = served.engine(weights=weights)
     asked = request(1, [3] * 40, max_new=30, temperature=0.0)
     Listener(engine).run(asked)
@@ -94,7 +95,7 @@ def test_after_an_update_everything_is_of_the_new_weights(weights: str) -> None:
         assert heard.versions == [engine.version] * 30
 
 
-def test_caches_are_found_under_their_own_weights_only() -> None:
+def test_caches_are_keyed_by_their_weights() -> None:
     engine = served.engine()
     asked = request(1, [7] * 50, max_new=1)
 
@@ -104,14 +105,14 @@ def test_caches_are_found_under_their_own_weights_only() -> None:
         return engine.tokens_computed - before
 
     assert computed() == 51
-    assert computed() == 2  # all but the last token of the prompt was there
+    assert computed() == 2  # all but the last token of the prompt were cached
     engine.update_weights(decoder(1).state_dict(), 1)
     assert computed() == 51
-    engine.update_weights(decoder(0).state_dict(), 0)  # another lineage may give a number again
+    engine.update_weights(decoder(0).state_dict(), 0)  # another lineage may reuse a version number
     assert computed() == 51
 
 
-def test_updates_amid_arrivals_lose_and_double_nothing() -> None:
+def test_updates_during_arrivals_neither_lose_nor_repeat_tokens() -> None:
     engine = served.engine(slots=5)
     listener = Listener(engine)
     for version in range(1, 6):
@@ -128,7 +129,7 @@ def test_updates_amid_arrivals_lose_and_double_nothing() -> None:
     assert engine.requests.relabelled_tokens == 0
 
 
-def test_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+def test_mismatched_weights_are_rejected_before_transfer() -> None:
     engine = served.engine()
     state = dict(decoder(1).state_dict())
     state["final_norm"] = state["final_norm"][:-1]
@@ -140,7 +141,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     assert heard.versions == [0] * 20
 
 
-def test_large_weights_travel_in_parts() -> None:
+def test_large_weights_are_sent_in_parts() -> None:
     state = {name: torch.zeros(300) for name in "abcdef"}
     assert [list(part) for part in split_buckets(state, 2500)] == [
         ["a", "b"],
@@ -157,8 +158,8 @@ del tensors  # which gives the references back; the end of a process does not
 """
 
 
-def test_each_of_several_ranks_reads_the_tensors_in_shared_memory() -> None:
-    """One after the other, each gone before the next comes."""
+def test_each_rank_reads_the_tensors_in_shared_memory() -> None:
+    """Read one after the other; each is released before the next arrives."""
     torch.multiprocessing.set_sharing_strategy("file_system")
     part = {"a": torch.arange(5), "b": torch.full((2, 3), 7.0).T}
     for text in pickle_handles(part, 4):
@@ -178,23 +179,23 @@ class Private:
 
 
 @pytest.fixture
-def mortal() -> Iterator[SGLangServer]:
-    """A server that a test may break; the next has the same if it still serves."""
+def breakable_server() -> Iterator[SGLangServer]:
+    """Yield a server that a test may break; the next test gets the same one if it still serves."""
     if Private.server is None:
         Private.server = served.start()
     yield Private.server
-    if not serves(Private.server):
+    if not is_serving(Private.server):
         served.stop(Private.server)
         Private.server = None
 
 
-def serves(server: SGLangServer) -> bool:
-    """Whether it answers, once an update that was left open is closed."""
+def is_serving(server: SGLangServer) -> bool:
+    """Return True if the server answers after an open update was closed."""
     if server.child.poll() is not None:
         return False
     http = server.http
     try:
-        with contextlib.suppress(RemoteFailure):  # there was none
+        with contextlib.suppress(RemoteFailure):  # no update was open
             http.call("POST", v0_5.END_UPDATE, {}, deadline_s=scaled(5.0))
         http.call("POST", v0_5.CONTINUE, {"torch_empty_cache": False}, deadline_s=scaled(5.0))
         http.call("GET", v0_5.INFO, deadline_s=scaled(5.0))
@@ -204,14 +205,14 @@ def serves(server: SGLangServer) -> bool:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def buried() -> Iterator[None]:
+def exited_server() -> Iterator[None]:
     yield
     if Private.server is not None:
         served.stop(Private.server)
 
 
-def quarantined(engine: SGLangEngine) -> None:
-    """It serves nobody; what comes waits."""
+def assert_quarantined(engine: SGLangEngine) -> None:
+    """Check that the engine serves no request and that new ones wait."""
     engine.submit([request(9)])
     had = engine.tokens_generated
     assert engine.version == NO_VERSION
@@ -219,9 +220,12 @@ def quarantined(engine: SGLangEngine) -> None:
     assert engine.tokens_generated == had and engine.num_waiting
 
 
-def misfit() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """A wider model than the server's, which only the server can notice. (It does of its hidden
-    size: where only an MLP is of another width, it cuts or pads, and says nothing.)"""
+def make_wider_model() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """Return a wider model than the server's.
+
+    Only the server can notice a wrong hidden size. It cuts or pads an MLP of another width
+    silently.
+    """
     wider = replace(TINY, hidden_size=TINY.hidden_size + 8)
     model = Decoder(wider)
     model.initialise(torch.Generator().manual_seed(0))
@@ -229,16 +233,18 @@ def misfit() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
 
 
 @each_transport
-def test_an_engine_whose_server_refuses_weights_half_way_serves_nobody(
-    mortal: SGLangServer, weights: str
+def test_engine_with_a_failed_update_is_quarantined(
+    breakable_server: SGLangServer, weights: str
 ) -> None:
-    """A server ends at a tensor that it cannot take, unless that was broadcast."""
-    config, state = misfit()
-    engine = attach_engine(mortal, config, 4, 128, weights=weights)
+    """Check tensor by tensor from disk, where the server ends at an invalid tensor, and by
+    broadcast.
+    """
+    config, state = make_wider_model()
+    engine = attach_engine(breakable_server, config, 4, 128, weights=weights)
     with pytest.raises(Quarantined, match="version 3"):
         engine.wake(state, 3)
     if weights == "distributed":
-        quarantined(engine)
+        assert_quarantined(engine)
         return
     assert engine.version == NO_VERSION
     with pytest.raises(PeerLost):
@@ -249,21 +255,23 @@ def test_an_engine_whose_server_refuses_weights_half_way_serves_nobody(
 
 
 @each_transport
-def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
-    mortal: SGLangServer, weights: str
+def test_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
+    breakable_server: SGLangServer, weights: str
 ) -> None:
-    engine = attach_engine(mortal, TINY, 4, 128, weights=weights, update_timeout_s=4.0)
+    engine = attach_engine(breakable_server, TINY, 4, 128, weights=weights, update_timeout_s=4.0)
     engine.wake(decoder(0).state_dict(), 0)
-    scheduler = scheduler_of(mortal.pid)
+    scheduler = scheduler_of(breakable_server.pid)
     engine._pause_server("retract")
     os.kill(scheduler, signal.SIGSTOP)
     try:
         with pytest.raises(Quarantined, match="version 1"):
             engine.update_weights(decoder(1).state_dict(), 1)
-        quarantined(engine)
+        assert_quarantined(engine)
     finally:
         os.kill(scheduler, signal.SIGCONT)
-    if weights == "distributed":  # what came late the others may have taken, or ended with
+    if (
+        weights == "distributed"
+    ):  # late requests may have been served by others, or have ended with the server
         engine._control._update_timeout_s = 50.0
         engine.update_weights(decoder(2).state_dict(), 2)
         heard = Listener(engine).run(request(10, max_new=20, temperature=0.0))
@@ -272,14 +280,16 @@ def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
         assert heard[10].versions == [2] * 20 and set(heard[9].versions) == {2}
 
 
-def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServer) -> None:
-    engine = attach_engine(mortal, TINY, 4, 128)
+def test_server_killed_in_an_update_is_quarantined(breakable_server: SGLangServer) -> None:
+    engine = attach_engine(breakable_server, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
-    decoding(engine, 5)
+    wait_for_tokens(engine, 5)
     engine._pause_server("retract")
-    os.kill(scheduler_of(mortal.pid), signal.SIGSTOP)  # the update has begun and cannot end
-    killer = threading.Timer(1.0, lambda: os.kill(mortal.pid, signal.SIGKILL))
+    os.kill(
+        scheduler_of(breakable_server.pid), signal.SIGSTOP
+    )  # the update has started and cannot end
+    killer = threading.Timer(1.0, lambda: os.kill(breakable_server.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(Quarantined, match="version 1"):
         engine.update_weights(decoder(1).state_dict(), 1)
@@ -290,22 +300,24 @@ def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServe
             engine.step()
 
 
-def test_a_server_that_has_ended_is_reported_with_its_log(mortal: SGLangServer) -> None:
-    engine = attach_engine(mortal, TINY, 4, 128)
+def test_exited_server_is_reported_with_its_log(breakable_server: SGLangServer) -> None:
+    engine = attach_engine(breakable_server, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
-    decoding(engine, 5)
-    os.kill(scheduler_of(mortal.pid), signal.SIGKILL)
+    wait_for_tokens(engine, 5)
+    os.kill(scheduler_of(breakable_server.pid), signal.SIGKILL)
     with pytest.raises(PeerLost, match=r"sglang\.log"):
         while True:
             engine.step()
 
 
-def test_a_server_that_does_not_answer_gets_three_strikes_and_grace_in_updates(
-    mortal: SGLangServer,
+def test_unresponsive_server_is_lost_after_three_checks_outside_of_updates(
+    breakable_server: SGLangServer,
 ) -> None:
-    watch = HealthWatch(mortal.http, mortal.get_exit_error, poll_s=0.3, probe_timeout_s=1.0)
-    scheduler = scheduler_of(mortal.pid)
+    watch = HealthWatch(
+        breakable_server.http, breakable_server.get_exit_error, poll_s=0.3, probe_timeout_s=1.0
+    )
+    scheduler = scheduler_of(breakable_server.pid)
     os.kill(scheduler, signal.SIGSTOP)
     waited = threading.Event()
     with watch.allow_grace():

@@ -363,9 +363,9 @@ class NativeCompute:
         computed, adapter = np.zeros(1, np.int64), np.array([adapter_index], np.int32)
         alone = _SlotsStruct(
             tokens=row.ctypes.data,
-            computed=computed.ctypes.data,
+            num_computed_tokens=computed.ctypes.data,
             table=table.ctypes.data,
-            adapter=adapter.ctypes.data,
+            adapter_index=adapter.ctypes.data,
             length=len(row),
             table_width=len(table),
         )

@@ -84,8 +84,8 @@ _DEAD_ENTRIES = _mesh(both="entries", writes="entry:* snapshot:stats")
 _CREDENTIALS = _mesh(reads="credentials:* admitted revocations revoked run_host")
 _GROUP_INDEXES = "open ready leased"
 
-# Keys that each script reads and writes. Idempotent scripts also use `op:<script>:*`, and `row` and
-# `rows` read the keys in their arguments.
+# Keys that each script reads and writes. Idempotent scripts also use `op:<script>:*`, and
+# `read_row` and `read_rows` read the keys in their arguments.
 SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     # registry
     "register": _mesh(reads="epoch", writes="entries snapshot:stats", both="entry:*")
@@ -239,7 +239,7 @@ _DELETION_SCRIPTS = "delete_job delete_remaining_rows"
 
 # Additional scripts of each role, and the keys of its other commands.
 _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
-    "node": ("process_ended end_seen", _JOB_ROW | _mesh(reads="services:* draining")),
+    "node": ("charge_exit record_exit", _JOB_ROW | _mesh(reads="services:* draining")),
     "worker": (
         "join_worker report_instance pool_rows charge_exit record_exit",
         _JOB_ROW | _mesh(reads="worker:*"),

@@ -26,11 +26,11 @@ from typing import Any
 
 import psutil
 
-from loadtests.doors.found import connections, plan_of
+from loadtests.doors.endpoint_inventory import connections, plan_of
 from loadtests.hosts.flood.growth import Readings, between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.jobs.mesh import RunningMesh, mesh_up
-from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.entry import options, print_progress, report
 from meshrl.client.client import JobHandle
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.directory.directory_paths import MeshPaths
@@ -104,7 +104,7 @@ async def flooded(
         step = await trains(endless, step + 1)
         told = {"wave": number, **asdict(waves[-1]), **asdict(between(readings[0], readings[-1]))}
         del told["by_kind"]
-        tell(told)
+        print_progress(told)
     await asyncio.sleep(arguments.calm_s)
     readings.append(read(watched))
     grew = between(readings[0], readings[-2])

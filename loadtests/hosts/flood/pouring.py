@@ -176,7 +176,7 @@ class _Line:
 _End = Callable[[_Line], None]
 
 
-class _Held:
+class _IdleConnections:
     """Open connections to one port that are not in a hurry."""
 
     def __init__(self) -> None:
@@ -204,9 +204,9 @@ class _Held:
 def poured(pour: Pour) -> Poured:
     if not pour.ports:
         raise ValueError("there is no port to pour into")
-    random, counts, began = Random(pour.seed), Counter[str](), time.monotonic()
+    random, counts, started_s = Random(pour.seed), Counter[str](), time.monotonic()
     found, kinds = Poured(), [(name, KINDS[name]) for name in pour.kinds]
-    held = {tuple(place): _Held() for place in pour.ports}
+    held = {tuple(place): _IdleConnections() for place in pour.ports}
     selector = selectors.DefaultSelector()
     lines: dict[int, _Line] = {}
 
@@ -221,9 +221,9 @@ def poured(pour: Pour) -> Poured:
             line.socket.close()
 
     number, at_once = 0, min(AT_ONCE, AT_ONCE_EACH * len(pour.ports))
-    while (number < pour.frames and time.monotonic() - began < pour.most_s) or lines:
+    while (number < pour.frames and time.monotonic() - started_s < pour.most_s) or lines:
         now = time.monotonic()
-        while len(lines) < at_once and number < pour.frames and now - began < pour.most_s:
+        while len(lines) < at_once and number < pour.frames and now - started_s < pour.most_s:
             name, make = kinds[number % len(kinds)]
             host, port = pour.ports[random.randrange(len(pour.ports))]
             number += 1
@@ -250,7 +250,7 @@ def poured(pour: Pour) -> Poured:
             one.drip(now)
     for one in held.values():
         one.close()
-    found.frames, found.seconds = number, round(time.monotonic() - began, 2)
+    found.frames, found.seconds = number, round(time.monotonic() - started_s, 2)
     found.by_kind = dict(counts)
     return found
 

@@ -58,11 +58,11 @@ def rate(made: BuiltinEngine, names: list[str]) -> float:
             for number, name in enumerate(names)
         ]
     )
-    began, before = time.process_time(), made.tokens_generated
+    started_s, before = time.process_time(), made.tokens_generated
     while made.step():
         pass
     made.drain_outputs()
-    return (made.tokens_generated - before) / (time.process_time() - began)
+    return (made.tokens_generated - before) / (time.process_time() - started_s)
 
 
 async def adapters(plan: Plan) -> Arm:
@@ -86,7 +86,7 @@ async def adapters(plan: Plan) -> Arm:
     answer = spread("multi_adapter_ratio", ratios(found["two"], found["one"]))
     answer |= spread("one_over_merged", ratios(found["one"], found["merged"]))
     answer["logprob_gap"] = max(_gap(beside, alone[name], name) for name in NAMES)
-    return answer | honest.told()
+    return answer | honest.get_validity()
 
 
 def _gap(beside: BuiltinEngine, alone: BuiltinEngine, name: str) -> float:

@@ -40,7 +40,7 @@ async def codec(plan: Plan) -> Arm:
         contents.change(tensors, share, seed=1)
         answer |= _one(name, old, flat(tensors), size, plan.rounds)
         tensors = contents.drawn(plan.codec, torch.bfloat16)
-    return answer | honest.told()
+    return answer | honest.get_validity()
 
 
 def _one(name: str, old: NDArray[np.uint8], new: NDArray[np.uint8], size: int, rounds: int) -> Arm:
@@ -49,16 +49,16 @@ def _one(name: str, old: NDArray[np.uint8], new: NDArray[np.uint8], size: int, r
     bytes_ = 0
     digests = [compute_digest(new[at : at + size].data) for at in range(0, len(new), size)]
     for _ in range(rounds):
-        began = time.process_time()
+        started_s = time.process_time()
         blobs = [encode_delta(old[at : at + size], new[at : at + size], WIDTH) or b""
                  for at in range(0, len(old), size)]  # fmt: skip
-        encode_s.append(time.process_time() - began)
+        encode_s.append(time.process_time() - started_s)
         bytes_ = sum(map(len, blobs))
-        began = time.process_time()
+        started_s = time.process_time()
         for number, blob in enumerate(blobs):
             part = old[number * size : (number + 1) * size]
             apply_delta(part, blob, digests[number], lambda block: None)
-        apply_s.append(time.process_time() - began)
+        apply_s.append(time.process_time() - started_s)
     gigabytes = len(old) / 1e9
     return {
         f"delta_bytes_share_{name}": round(bytes_ / len(old), 5),

@@ -59,4 +59,4 @@ async def link(plan: Plan) -> Arm:
     answer: Arm = {"link_mib": plan.link >> 20}
     for name in SHARES:
         answer |= spread(f"ratio_full_over_delta_{name}", ratios(took[FULL], took[name]))
-    return answer | honest.told(paced=True)
+    return answer | honest.get_validity(paced=True)

@@ -45,7 +45,7 @@ class Ends:
             member = self.scene.start(
                 f"gloo{rank}", 0, "loadtests.weights.members.peers", *words, pipe=True
             )
-            await member.begun()
+            await member.await_start()
             self.ranks.append(member)
         ready = [rank.ask("ready", size=self.size, dtype=DTYPE) for rank in self.ranks]
         await asyncio.gather(*ready)
@@ -113,10 +113,10 @@ async def one_host(plan: Plan) -> Arm:
                     if not same:
                         raise RuntimeError("the engine has other tensors than were published")
                     copies.append(found[name][-1].get("copies_per_byte", -1.0))
-    return _told(plan, found, copies) | honest.told()
+    return _summarize(plan, found, copies) | honest.get_validity()
 
 
-def _told(plan: Plan, found: dict[str, list[Arm]], copies: list[float]) -> Arm:
+def _summarize(plan: Plan, found: dict[str, list[Arm]], copies: list[float]) -> Arm:
     cpu = {name: [one["cpu_s"] for one in found[name]] for name in ARMS}
     wall = {name: [one["took_s"] for one in found[name]] for name in ARMS}
     answer: Arm = {"one_host_mib": plan.one_host >> 20}

@@ -84,7 +84,7 @@ async def fanout(plan: Plan) -> Arm:
         copies = [one["copies"] for one in found[count]]
         answer[f"source_copies_sent_{count}"] = round(statistics.median(copies), 3)
     answer["source_copies_sent"] = round(max(one["copies"] for one in found[most]), 3)
-    return answer | honest.told(paced=True)
+    return answer | honest.get_validity(paced=True)
 
 
 async def pauses(plan: Plan) -> Arm:
@@ -112,11 +112,11 @@ async def pauses(plan: Plan) -> Arm:
                 changed += found["changed_ms"]
                 steps.append(found["step_ms"])
         put_ms = [1e3 * took for took in await engine.ask("puts", seeds=[*SEEDS] * 3)]
-    answer = told(changed, statistics.median(steps), statistics.median(put_ms))
-    return answer | honest.told()
+    answer = summarize(changed, statistics.median(steps), statistics.median(put_ms))
+    return answer | honest.get_validity()
 
 
-def told(changed_ms: list[float], step_ms: float, put_ms: float) -> Arm:
+def summarize(changed_ms: list[float], step_ms: float, put_ms: float) -> Arm:
     p99 = percentile(changed_ms, 0.99)
     return {
         "pause_p50_ms": round(statistics.median(changed_ms), 2),
@@ -175,4 +175,4 @@ async def first_token(plan: Plan) -> Arm:
                 await engine.kill()
                 version += 1
     answer = spread("first_token_s", found[0]) | spread("first_token_s_16", found[16])
-    return answer | honest.told(paced=True)
+    return answer | honest.get_validity(paced=True)

@@ -60,7 +60,7 @@ async def changed(plan: Plan) -> Arm:
             images = [open_verified_image(store, digest) for digest in manifests[: plan.steps + 1]]
             for before, after in itertools.pairwise(images):
                 found.append(share(before.tensors, after.tensors))
-    return spread("real_changed_share", found, 6) | honest.told()
+    return spread("real_changed_share", found, 6) | honest.get_validity()
 
 
 def share(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> float:
@@ -103,7 +103,7 @@ async def memory(plan: Plan) -> Arm:
     answer: Arm = {"memory_mib": plan.memory >> 20, "ranks": RANKS}
     answer["peak_over_share"] = round(largest / (plan.memory / RANKS), 3)
     answer["peaks_mib"] = {name: size >> 20 for name, size in sorted(peaks.items())}
-    return answer | honest.told()
+    return answer | honest.get_validity()
 
 
 def large_job(directory: Path, size: int) -> Path:

@@ -104,12 +104,12 @@ class Publisher(Actor):
 
     async def stage(self, version: int, lineage: int = 0, deltas: bool = False) -> dict[str, Any]:
         """Stage the tensors as a version; start its deltas if requested."""
-        began, used = time.monotonic(), time.process_time()
+        started_s, used = time.monotonic(), time.process_time()
         digest = await self._write(self.tensors, version, lineage)
         staged, cpu = time.monotonic(), time.process_time() - used
         if deltas:
             await self._deltas.start(VersionRef(lineage, version, digest))
-        return {"digest": digest, "staged": staged, "took_s": staged - began, "cpu_s": cpu}
+        return {"digest": digest, "staged": staged, "took_s": staged - started_s, "cpu_s": cpu}
 
     async def _write(self, tensors: Tensors, version: int, lineage: int) -> str:
         digest = await staged_whole(self._mesh, self._bulk, self._job, lineage, version, tensors)
@@ -145,15 +145,15 @@ class Receiver:
         """Receive a version, at a time of the clock that all processes share if one is given."""
         if at:
             await asyncio.sleep(max(0.0, at - time.monotonic()))
-        began, used = time.monotonic(), time.process_time()
+        started_s, used = time.monotonic(), time.process_time()
         image = await self._receiver.receive(digest)
         for name, target in self.tensors.items():
             load_tensor(image.tensors, name, target)
         ended = time.monotonic()
         return {
-            "began": began,
+            "began": started_s,
             "ended": ended,
-            "took_s": ended - began,
+            "took_s": ended - started_s,
             "cpu_s": time.process_time() - used,
             "copies_per_byte": image.copied_bytes / max(1, image.size_bytes),
         }
@@ -170,10 +170,10 @@ class Receiver:
         """Copies as many bytes, all in pages that are there."""
         if not self._beside:
             self._beside = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        began, used = time.monotonic(), time.process_time()
+        started_s, used = time.monotonic(), time.process_time()
         for name, tensor in self.tensors.items():
             tensor.copy_(self._beside[name])
-        return {"took_s": time.monotonic() - began, "cpu_s": time.process_time() - used}
+        return {"took_s": time.monotonic() - started_s, "cpu_s": time.process_time() - used}
 
     def download(self, port: int, name: str) -> dict[str, Any]:
         return download(port, name, self.tensors)
@@ -185,7 +185,7 @@ class Receiver:
         tensors.
         """
         mapped = [np.memmap(path, np.uint8, "r") for path in files]
-        began, used = time.monotonic(), time.process_time()
+        started_s, used = time.monotonic(), time.process_time()
         for content in mapped:
             compute_digest(content.data)
         hashed = time.process_time()
@@ -205,7 +205,7 @@ class Receiver:
             "sha256_s": sha256 - hashed,
             "copy_s": copied - sha256,
             "cpu_s": copied - used,
-            "took_s": time.monotonic() - began,
+            "took_s": time.monotonic() - started_s,
         }
 
 

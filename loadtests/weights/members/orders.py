@@ -32,8 +32,8 @@ async def obey(member: object) -> None:
     threading.Thread(target=hear, name="orders", daemon=True).start()
     channel.send(b"{}")  # it is there
     while (frame := await orders.get()) is not None:
-        told = json.loads(frame)
-        channel.send(json.dumps(await _answer(member, told.pop("order"), told)).encode())
+        document = json.loads(frame)
+        channel.send(json.dumps(await _answer(member, document.pop("order"), document)).encode())
 
 
 async def _answer(member: object, order: str, words: dict[str, Any]) -> Any:

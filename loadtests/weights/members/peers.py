@@ -50,10 +50,10 @@ class Broadcasting:
         self.broadcast()  # which connects them
 
     def broadcast(self) -> dict[str, Any]:
-        began, used = time.monotonic(), time.process_time()
+        started_s, used = time.monotonic(), time.process_time()
         for tensor in self.tensors.values():
             dist.broadcast(tensor, 0)
-        return {"took_s": time.monotonic() - began, "cpu_s": time.process_time() - used}
+        return {"took_s": time.monotonic() - started_s, "cpu_s": time.process_time() - used}
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def written(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def download(port: int, name: str, into: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    began, used = time.monotonic(), time.process_time()
+    started_s, used = time.monotonic(), time.process_time()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MEET_S)
     try:
         connection.request("GET", f"/{name}")
@@ -98,7 +98,7 @@ def download(port: int, name: str, into: Mapping[str, torch.Tensor]) -> dict[str
                 room = room[read:]
     finally:
         connection.close()
-    return {"took_s": time.monotonic() - began, "cpu_s": time.process_time() - used}
+    return {"took_s": time.monotonic() - started_s, "cpu_s": time.process_time() - used}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from loadtests.measuring.entry import tell
+from loadtests.measuring.entry import print_progress
 from loadtests.measuring.models import submission
 from loadtests.weights import models
 from loadtests.weights.members.orders import obey
@@ -56,12 +56,12 @@ class Serving:
         versions = VersionReceiver(self._mesh, self._job)
         following = follow_versions(self._mesh, self._service, self._job, versions, look_s)
         self._following = asyncio.create_task(following)
-        self._following.add_done_callback(self._ended)
+        self._following.add_done_callback(self._report_error)
         return at
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _report_error(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            tell(f"following ended: {error!r}")
+            print_progress(f"following ended: {error!r}")
 
     def serves(self) -> dict[str, Any]:
         """Version that it computes with; -1: none. `error`: the reason why it stopped following."""
@@ -79,9 +79,9 @@ class Serving:
             version = self._engine.version
 
             def put(tensors: Any = tensors, version: int = version) -> float:
-                began = time.monotonic()
+                started_s = time.monotonic()
                 self._engine.update_weights(tensors, version)
-                return time.monotonic() - began
+                return time.monotonic() - started_s
 
             took.append(
                 await self._service.commands.run_between_steps(put, "a version to be put in place")

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
 from meshrl.run.monitoring.mesh_polling import poll_mesh
 from meshrl.run.outcome import EXIT_INTERRUPTED
 from meshrl.view.history import move_outcomes
+from meshrl.view.json_output import to_json_document
 from meshrl.view.live.run_view import ScreenView
 from meshrl.view.live.top_screen import render_screen, render_tables
 from meshrl.view.mesh.mesh_frames import CURVE_STEPS, JobFrame, MeshFrame, MeshWatcher
@@ -120,7 +120,7 @@ def show_top(target: Path | None, mesh: Path | None, once: bool, as_json: bool) 
 def print_frame(frame: MeshFrame, as_json: bool) -> None:
     """Print one frame."""
     if as_json:
-        print(json.dumps(asdict(frame)))
+        print(json.dumps(to_json_document(frame)))
         return
     console = Console(width=None if sys.stdout.isatty() else FRAME_COLUMNS)
     for part in render_tables(frame):

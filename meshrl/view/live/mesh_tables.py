@@ -17,6 +17,7 @@ from meshrl.common.state.pool.workers.rows import Role
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.view.history.blocked_jobs import find_block_reason
 from meshrl.view.history.move_outcomes import format_outcome, format_seconds
+from meshrl.view.json_output import to_json_document
 from meshrl.view.live import console_tables
 from meshrl.view.live.run_view import ROLE_COLORS, format_tier
 from meshrl.view.mesh import gpu_status
@@ -143,7 +144,7 @@ def to_document(mesh: MeshSnapshot) -> dict[str, Any]:
     found = ((worker, gpu_status.read_gpu_stats(worker, stats)) for worker in mesh.workers)
     return {
         "workers": [asdict(worker) | ({"gpu": gpu} if gpu else {}) for worker, gpu in found],
-        "gangs": [asdict(gang) for gang in mesh.gangs],
+        "gangs": to_json_document(mesh.gangs),
     }
 
 

@@ -42,8 +42,8 @@ class EngineLoad:
     free_slots: int = field(init=False, compare=False)  # trajectories that it could accept now
 
     def __post_init__(self) -> None:
-        room = max(0, min(self.max_requests - self.running, self.slots - self.used_slots))
-        object.__setattr__(self, "room", room)
+        free_slots = max(0, min(self.max_requests - self.running, self.slots - self.used_slots))
+        object.__setattr__(self, "free_slots", free_slots)
 
     @property
     def load_share(self) -> float:

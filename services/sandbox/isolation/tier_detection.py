@@ -47,7 +47,7 @@ class DetectedTier:
     is_conclusive: bool = True  # a better one failed its probe, which may pass the next time
 
     @property
-    def meaning(self) -> str:
+    def description(self) -> str:
         return TIER_DESCRIPTIONS[self.tier] + (f" ({self.runner})" if self.runner else "")
 
 
@@ -235,8 +235,14 @@ async def _main() -> None:
         except MeshError as error:
             found = DetectedTier("none", error.fix or error.message)
             problem = error.message
-    said = {"tier": found.tier, "fix": found.fix, "meaning": found.meaning, "problem": problem}
-    print(json.dumps({**said, "sure": found.is_conclusive}))
+    report = {
+        "tier": found.tier,
+        "fix": found.fix,
+        "description": found.description,
+        "interpreter_problem": problem,
+        "is_conclusive": found.is_conclusive,
+    }
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def _enter_namespaces(limits: dict[str, Any], user: int, proc_fd: int) -> None:
     syscalls.unshare(syscalls.CLONE_NEWNS)
     if user:
         _switch_user(user)
-    room = f"size={limits['scratch_bytes']},nr_inodes={limits['files']}"
+    room = f"size={limits['scratch_bytes']},nr_inodes={limits['max_files']}"
     syscalls.mount("tmpfs", SCRATCH, "tmpfs", MOUNT_FLAGS, f"{room},mode=700,huge=never")
     syscalls.mount("proc", "/proc", "proc", MOUNT_FLAGS | syscalls.MS_NOEXEC | syscalls.MS_RDONLY)
     user, group = os.getuid(), os.getgid()

@@ -22,13 +22,13 @@ SCRIPT_OF = {load_script(name)[1]: name for name in SCRIPT_PERMISSIONS}
 # Scripts also trim keys of other scripts; a server without cached scripts receives their texts.
 SHARED_PATTERNS = "%RW~{*} %W~{*}:op:*"
 # The rows read and the credentials written depend on the caller.
-CREDENTIAL_PATTERN = "%W~{mesh}:door:*"
+CREDENTIAL_PATTERN = "%W~{mesh}:credentials:*"
 CALLER_PATTERNS = {
-    "row": "%R~*",
-    "rows": "%R~*",
-    "enter": CREDENTIAL_PATTERN,
+    "read_row": "%R~*",
+    "read_rows": "%R~*",
+    "register_key": CREDENTIAL_PATTERN,
     "renew": CREDENTIAL_PATTERN,
-    "withdraw": CREDENTIAL_PATTERN,
+    "withdraw_key": CREDENTIAL_PATTERN,
 }
 BACKENDS = [
     "simulated",

@@ -135,7 +135,7 @@ async def test_recorder_without_its_file_resumes_from_the_jobs_rows(
         admit = await seats.admit()
         for group in admit:
             await seats.finish(group, scored=1 if group.group % 3 == 0 else 2)
-        await seats.commit(step, await seats.leased(step), covered=2)
+        await seats.commit(step, await seats.leased(step), checkpointed_version=2)
     await seats.requeue((await seats.admit())[0].group, "host_lost", "op")
     start = await readers.join(state, RECORDER, "0", "/runs/job")
     recorded_events = await events.read_all(state, start)
@@ -196,7 +196,7 @@ async def test_resumed_jobs_recorder_misses_none_of_its_events(bench: Bench) -> 
 async def test_step_rows_are_removed_once_recorded_and_covered(bench: Bench) -> None:
     seats, state = await bench.training_job(max_staleness=3), bench.state
     for step in range(1, 7):
-        await seats.train(step, covered=max(-1, step - 2))
+        await seats.train(step, checkpointed_version=max(-1, step - 2))
 
     async def trim_and_list_steps(recorded: int) -> list[int]:
         await readers.record_cursor(
@@ -212,7 +212,7 @@ async def test_step_rows_are_removed_once_recorded_and_covered(bench: Bench) -> 
     assert [r.step for r in await steps.read_step_records(state, JOB, 4)] == [5, 6]
     await seats.go_back(4)
     for step in (5, 6):  # repeated, and not recorded yet
-        await seats.commit(step, await seats.leased(step), lineage=1, covered=step)
+        await seats.commit(step, await seats.leased(step), lineage=1, checkpointed_version=step)
     await trim(bench)
     assert [row["step"] for row in await steps.read_step_rows(state, JOB)] == [5, 6]
 
@@ -273,7 +273,7 @@ async def admit(seats: Seats, operation: str, want: int = 1) -> list[int]:
 
 async def remembered_operations(bench: Bench, *operations: str) -> list[str]:
     exists_by_name = [
-        (name, await bench.state.run_command("EXISTS", f"{{{JOB}}}:op:admit:{name}"))
+        (name, await bench.state.run_command("EXISTS", f"{{{JOB}}}:op:admit_groups:{name}"))
         for name in operations
     ]
     return [name for name, exists in exists_by_name if exists]
@@ -308,7 +308,7 @@ async def test_operation_records_expire_on_real_servers_too(bench: Bench) -> Non
         await admit(seats, operation)
     script = "return redis.call('PEXPIRE', KEYS[1], 7200000)"
     expiry_set = [
-        await bench.state.run_command("EVAL", script, 1, f"{{{JOB}}}:op:admit:{name}")
+        await bench.state.run_command("EVAL", script, 1, f"{{{JOB}}}:op:admit_groups:{name}")
         for name in ("one", "two", "none")
     ]
     assert expiry_set == [1, 1, 0]
@@ -318,7 +318,7 @@ async def run_step(seats: Seats, number: int) -> None:
     """Run one complete step, covered by a checkpoint as in a run."""
     await seats.fill()
     covered = (number - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-    await seats.commit(number, await seats.leased(number), covered=covered)
+    await seats.commit(number, await seats.leased(number), checkpointed_version=covered)
 
 
 async def record_and_trim(bench: Bench, number: int, keep_ms: int) -> None:

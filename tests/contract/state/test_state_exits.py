@@ -89,7 +89,9 @@ async def test_kills_and_lost_peers_do_not_fail_the_job_soon(bench: Bench) -> No
 async def test_restart_budget_exhausted_by_a_jobs_errors_fails_that_job(bench: Bench) -> None:
     await bench.training_job()
     job_failure = replace(ODD_FAILURE, job=JOB)
-    assert await report_exit(bench.state, exit_report(job_failure, job="", spent=True, event=False))
+    assert await report_exit(
+        bench.state, exit_report(job_failure, job="", is_budget_exhausted=True, emit_event=False)
+    )
     assert (await read_phase(bench))[0] == "failed"
     assert "process_ended" not in {e.kind for e in await events.read_all(bench.state)}
 
@@ -123,7 +125,7 @@ async def test_follow_up_report_is_not_counted_as_another_exit(bench: Bench) -> 
     await bench.training_job()
     for _ in range(2):
         assert not await report_exit(bench.state, exit_report(ODD_FAILURE))
-    assert not await report_exit(bench.state, exit_report(ODD_FAILURE, event=False))
+    assert not await report_exit(bench.state, exit_report(ODD_FAILURE, emit_event=False))
     assert (await read_last_exits(bench.state))[0].times == 2
     assert (await read_phase(bench))[0] == "training"
 
@@ -133,7 +135,7 @@ async def test_restart_budget_exhausted_by_external_faults_fails_no_job(bench: B
     for error in (PeerLost("gone"), OSError(errno.EDQUOT, "no room")):
         lost = replace(Failure.from_error(error), job=JOB)
         assert not await report_exit(
-            bench.state, exit_report(lost, job="", spent=True, event=False)
+            bench.state, exit_report(lost, job="", is_budget_exhausted=True, emit_event=False)
         )
     assert (await read_phase(bench))[0] == "training"
 
@@ -164,8 +166,8 @@ async def test_repeatedly_preempted_engines_fail_no_job(simulated: Bench) -> Non
     await bench.training_job()
     for _ in range(9):
         await advance_s(bench, 180.0)
-        assert not await report_exit(bench.state, exit_report(None, **KILLED, ran_s=170.0))
-        assert not await report_exit(bench.state, exit_report(None, **KILLED, ran_s=2.0))
+        assert not await report_exit(bench.state, exit_report(None, **KILLED, run_time_s=170.0))
+        assert not await report_exit(bench.state, exit_report(None, **KILLED, run_time_s=2.0))
     assert (await read_phase(bench))[0] == "training"
 
 
@@ -175,9 +177,9 @@ async def test_crashes_long_after_each_start_eventually_fail_the_job(
     bench = simulated
     await bench.training_job()
     for _ in range(18):
-        assert not await report_exit(bench.state, exit_report(None, **CRASHED, ran_s=90.0))
+        assert not await report_exit(bench.state, exit_report(None, **CRASHED, run_time_s=90.0))
         await advance_s(bench, 100.0)
-    assert await report_exit(bench.state, exit_report(None, **CRASHED, ran_s=90.0))
+    assert await report_exit(bench.state, exit_report(None, **CRASHED, run_time_s=90.0))
     assert "(19 ends in 1800 s, without a group" in (await read_phase(bench))[1]
 
 
@@ -192,7 +194,7 @@ async def test_job_with_slow_steps_gets_a_longer_limit(
     await seats.finish(opened[0])
     error = None if failure is None else Failure.from_error(failure)
     for _ in range(12):
-        assert not await report_exit(bench.state, exit_report(error, **CRASHED, ran_s=5.0))
+        assert not await report_exit(bench.state, exit_report(error, **CRASHED, run_time_s=5.0))
         await advance_s(bench, every_s)
     assert (await read_phase(bench))[0] == "training"
 
@@ -256,7 +258,7 @@ async def test_no_job_fails_while_a_process_waits_for_disk_space(simulated: Benc
 
 async def set_block_reason(bench: Bench, reason: str) -> None:
     """Write the block reason with which the planner pauses a job, or clear it."""
-    await bench.state.run_command("HSET", f"{job_prefix(JOB)}:job", "held", reason)
+    await bench.state.run_command("HSET", f"{job_prefix(JOB)}:job", "block_reason", reason)
     if not reason:
         await bench.state.run_command("HINCRBY", f"{job_prefix(JOB)}:job", "resumed", 1)
 
@@ -286,7 +288,7 @@ async def test_uncharged_exits_are_recorded_and_never_fail_the_job(simulated: Be
     await bench.training_job()
     for _ in range(9):
         assert not await report_exit(
-            bench.state, exit_report(None, **CRASHED, charged=False, count=3)
+            bench.state, exit_report(None, **CRASHED, charge_job=False, exit_count=3)
         )
         await advance_s(bench, 60.0)
     assert (await read_last_exits(bench.state))[0].times == 27

@@ -374,7 +374,7 @@ async def test_digests_stay_live_while_a_step_or_its_replay_needs_them(bench: Be
         await seats.finish(group)
     await seats.step(1)
     assert await groups.read_live_digests(bench.state, JOB) == {f"digest{n}" for n in range(4)}
-    await seats.commit(2, await seats.leased(2), covered=1)
+    await seats.commit(2, await seats.leased(2), checkpointed_version=1)
     assert await groups.read_live_digests(bench.state, JOB) == {"digest2", "digest3"}
 
 

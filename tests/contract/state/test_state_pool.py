@@ -190,12 +190,12 @@ async def test_instance_is_placed_updated_and_removed(bench: Bench) -> None:
     ]
     assert await write_decisions(bench, leader_token, RemoveInstance("g0", "g0.0", WHY)) == []
     assert await write_decisions(bench, leader_token, RemoveInstance("g0", "g0.0", WHY)) == [
-        "g0 has no resident g0.0"
+        "g0 has no instance g0.0"
     ]
     assert (await read_gang(bench.state)).instances == ()
     assert (await read_gang(bench.state)).next_instance == 1
     assert await write_decisions(bench, leader_token, place_instance()) == [
-        "g0.0 is no resident that is yet to come to g0"
+        "g0.0 is no new instance of g0"
     ]
     assert await write_decisions(bench, leader_token, place_instance(id="g0.1")) == []
     first, second, removed, _ = await read_events(bench.state, "desired")
@@ -362,7 +362,7 @@ async def test_entitlements_and_predictions_of_the_last_write_are_readable(bench
     prediction = {
         "step_s": 0.8,
         "rollout_s": 0.8,
-        "binds": "latency",
+        "bottleneck": "latency",
         "verdict": "no split is better",
     }
     assert (
@@ -488,7 +488,7 @@ async def test_snapshot_contains_the_measurements_of_each_process(bench: Bench) 
     assert job.measurements.curves == (curve,)
     assert job.measurements.lengths == lengths
     assert (host.cores, host.busy_cores) == (2.0, 1.5)
-    text = await state.run_command("HGET", "{mesh}:look:counted", "rollout/job/0")
+    text = await state.run_command("HGET", "{mesh}:snapshot:stats", "rollout/job/0")
     assert "histogram" not in text and "queue_s" not in text
 
 
@@ -585,7 +585,7 @@ async def test_job_documents_are_sent_once(bench: Bench) -> None:
 async def test_move_is_in_progress_until_finished_and_published_once(bench: Bench) -> None:
     await worker(bench)
     leader_token = await elect_leader(bench)
-    move = Move("g0.0", "g0", 100, 200, {"back": [1]}, {"policy": "stage_time"})
+    move = Move("g0.0", "g0", 100, 200, {"restore": [1]}, {"policy": "stage_time"})
     await write_decisions(
         bench, leader_token, FormGang("g0", ("w0",), WHY), place_instance(move=move)
     )

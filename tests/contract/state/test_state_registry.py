@@ -185,14 +185,14 @@ async def test_first_renewal_after_an_outage_raises_the_epoch_once(bench: Bench)
     await bench.pass_ms(100)
     renewal = {"away_ms": 60_000, "ttl_ms": LONG_MS, "stats": "{}", "waits": "[]"}
     assert state.run_script_sync("renew", ["{mesh}"], renewal | {"name": "one", "token": one})[
-        "held"
+        "is_renewed"
     ]
     assert await state.run_command("GET", f"{MESH_PREFIX}:epoch") == "1"
     # `two` has not renewed yet; the grace period protects its name from other processes.
     with pytest.raises(Refused):
         await registry.register(state, entry("c", "two"))
     assert state.run_script_sync("renew", ["{mesh}"], renewal | {"name": "two", "token": two})[
-        "held"
+        "is_renewed"
     ]
     assert await state.run_command("GET", f"{MESH_PREFIX}:epoch") == "1"
     assert [e.kind for e in await events.read_all(state)].count("epoch") == 1
@@ -309,7 +309,7 @@ async def test_host_that_was_not_admitted_cannot_register_keys(
     with pytest.raises(Refused, match=OTHER):
         await credentials.register_key(state, Credential("engine", OTHER, KEY, "engine/g0.0"))
     # the host can write to its own credential row, without effect
-    await state.run_command("HSET", f"{MESH_PREFIX}:door:engine:{OTHER}", KEY, "engine/g0.0")
+    await state.run_command("HSET", f"{MESH_PREFIX}:credentials:engine:{OTHER}", KEY, "engine/g0.0")
     assert credentials.lookup_owners(key_client, [KEY]) == [()]
 
 
@@ -321,7 +321,9 @@ async def test_duplicate_registration_of_a_key_takes_nothing_from_its_owner(
     await credentials.register_key(state, Credential("worker", HOST, ANOTHER, "worker/w0"))
     # with its own permissions, a host can do no more than this
     for role in ("engine", "rollout"):
-        await state.run_command("HSET", f"{MESH_PREFIX}:door:{role}:{OTHER}", KEY, "engine/g0.0")
+        await state.run_command(
+            "HSET", f"{MESH_PREFIX}:credentials:{role}:{OTHER}", KEY, "engine/g0.0"
+        )
     assert credentials.lookup_owners(key_client, [ANOTHER, KEY, THIRD]) == [
         (f"worker@{HOST}",),
         (f"engine@{HOST}", f"engine@{OTHER}", f"rollout@{OTHER}"),
@@ -356,7 +358,7 @@ async def test_revoked_key_stays_invalid_even_if_its_host_writes_it_again(
     await credentials.register_key(state, Credential("engine", HOST, KEY, "engine/g0.0"))
     assert await credentials.revoke_key(state, KEY)
     assert not await credentials.revoke_key(state, KEY)
-    await state.run_command("HSET", f"{MESH_PREFIX}:door:engine:{HOST}", KEY, "engine/g0.0")
+    await state.run_command("HSET", f"{MESH_PREFIX}:credentials:engine:{HOST}", KEY, "engine/g0.0")
     assert credentials.lookup_owners(key_client, [KEY]) == [()]
     with pytest.raises(Refused, match=KEY[:8]):
         await credentials.register_key(state, Credential("engine", HOST, KEY, "engine/g0.0"))
@@ -379,7 +381,9 @@ async def test_bulk_key_is_valid_only_with_its_processs_main_key(
     await credentials.register_key(state, Credential("worker", OTHER, ANOTHER, "worker/w0", bulk))
     assert await credentials.revoke_key(state, ANOTHER)
     assert credentials.lookup_owners(key_client, [bulk, ANOTHER]) == [(f"engine@{HOST}",), ()]
-    await state.run_command("HSET", f"{MESH_PREFIX}:door:worker:{OTHER}", other, f"1 {ANOTHER}")
+    await state.run_command(
+        "HSET", f"{MESH_PREFIX}:credentials:worker:{OTHER}", other, f"1 {ANOTHER}"
+    )
     assert credentials.lookup_owners(key_client, [other]) == [()]
     await credentials.withdraw_key(state, engine)
     assert credentials.lookup_owners(key_client, [bulk, KEY]) == [(), ()]
@@ -437,7 +441,7 @@ async def test_renewal_registers_the_key_again_and_reports_revocations(
 
     number = await credentials.register_key(state, row)
     assert renew() == LeaseRenewal(True, number)
-    await state.run_command("DEL", f"{MESH_PREFIX}:door:engine:{HOST}")
+    await state.run_command("DEL", f"{MESH_PREFIX}:credentials:engine:{HOST}")
     assert renew().is_renewed, "a Redis that has forgotten it is shown it again"
     assert credentials.lookup_owners(key_client, [KEY]) == [(f"engine@{HOST}",)]
     await credentials.revoke_key(state, ANOTHER)

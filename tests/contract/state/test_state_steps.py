@@ -156,7 +156,7 @@ async def test_step_records_are_kept_for_replay_until_a_checkpoint_covers_them(
     assert [record.step for record in found] == [1, 2]
     assert found[0].replay_data == {"bins": [[0, 1]]}
     assert [row.digest for row in found[0].groups] == ["digest0", "digest1"]
-    await seats.train(3, covered=1)
+    await seats.train(3, checkpointed_version=1)
     assert [record.step for record in await steps.read_step_records(bench.state, JOB)] == [2, 3]
     assert len(await steps.read_step_rows(bench.state, JOB)) == 3
 
@@ -245,7 +245,7 @@ async def test_lineage_cannot_open_below_a_covered_version_without_saved_state(
 ) -> None:
     seats = await bench.training_job()
     for step in (1, 2):
-        await seats.train(step, covered=step)
+        await seats.train(step, checkpointed_version=step)
     with pytest.raises(Refused, match="covered"):
         await seats.go_back(1)
     with pytest.raises(Refused, match="current version is 2"):
@@ -261,9 +261,9 @@ async def test_lineage_below_a_covered_version_requeues_the_lost_groups_prompts(
     await seats.fill()
     taken = await seats.leased(1)
     saved = await steps.read_checkpoint_state(bench.state, JOB, taken)
-    await seats.commit(1, taken, covered=1)
+    await seats.commit(1, taken, checkpointed_version=1)
     for step in (2, 3, 4):
-        await seats.train(step, covered=2)
+        await seats.train(step, checkpointed_version=2)
     slow_group = (await seats.admit())[0]
     await seats.drop(slow_group.group, "bad", "drop")
     before = await account(bench)
@@ -310,7 +310,7 @@ async def test_lineage_below_the_restored_checkpoint_loses_no_sample(bench: Benc
         taken = await seats.leased(step)
         saved[step] = await steps.read_checkpoint_state(bench.state, JOB, taken)
         saved[step] |= {"manifest": f"m0.{step}", "checkpoint": f"c{step}"}
-        await seats.commit(step, taken, covered=step)
+        await seats.commit(step, taken, checkpointed_version=step)
     await bench.state.run_command("FLUSHALL")
     await steps.restore_job(bench.state, JOB, document(groups_per_step=2), "/runs", saved[2])
     seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))

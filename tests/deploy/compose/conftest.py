@@ -56,7 +56,7 @@ def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
 @pytest.fixture(scope="session")
 def running_project(engine: dict[str, str], figures: dict[str, Any]) -> Iterator[Project]:
     """Provide the project while its demo job trains."""
-    mesh = Project(engine, demo=project.short(STEPS))
+    mesh = Project(engine, demo=project.make_short_demo(STEPS))
     mesh.down()
     try:
         began = mesh.up()

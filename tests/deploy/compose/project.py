@@ -45,10 +45,10 @@ class Project:
         """Start these services (or all that can run here) and their dependencies; return the
         seconds it took.
         """
-        began = time.monotonic()
+        started_s = time.monotonic()
         chosen = services or ("prometheus", "demo")
         self.compose("up", "--detach", *chosen)
-        return lambda: round(time.monotonic() - began, 1)
+        return lambda: round(time.monotonic() - started_s, 1)
 
     def compose(self, *arguments: str, most_s: float = UP_S, files: tuple[str, ...] = ()) -> str:
         """Return the output of `docker compose`; AssertionError with the end of it if it fails."""
@@ -157,12 +157,12 @@ class Project:
         """Wait until the condition holds and return the seconds; AssertionError with the last log
         lines.
         """
-        began, most_s = time.monotonic(), scaled(most_s)
+        started_s, most_s = time.monotonic(), scaled(most_s)
         while not true():
-            if time.monotonic() - began > most_s:
+            if time.monotonic() - started_s > most_s:
                 raise AssertionError(f"not within {most_s:.0f} s: {what}\n{self.words()}")
             time.sleep(PAUSE_S)
-        return time.monotonic() - began
+        return time.monotonic() - started_s
 
     def words(self) -> str:
         """Return the state of the containers and the last lines of each log."""

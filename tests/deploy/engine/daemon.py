@@ -130,10 +130,10 @@ class Engine:
             return
         pid, born = note.read_text().split()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            began = time.monotonic()
-            until = began + scaled(END_S)
+            started_s = time.monotonic()
+            until = started_s + scaled(END_S)
             while _read_start_time(int(pid)) == born and time.monotonic() < until:
-                if time.monotonic() - PAUSE_S > began:  # once, at the beginning
+                if time.monotonic() - PAUSE_S > started_s:  # once, at the beginning
                     os.kill(int(pid), number)
                 time.sleep(PAUSE_S)
         note.unlink()

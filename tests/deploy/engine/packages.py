@@ -35,8 +35,8 @@ def run(*command: str, timeout: float = INSTALL_S) -> str:
     except subprocess.TimeoutExpired as error:
         raise EngineError(f"{' '.join(command)} did not end within {timeout:.0f} s") from error
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()[-1500:]
-        raise EngineError(f"{' '.join(command)} ended with {done.returncode}: {said}")
+        output = (done.stderr or done.stdout).strip()[-1500:]
+        raise EngineError(f"{' '.join(command)} ended with {done.returncode}: {output}")
     return done.stdout
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.deploy.kubernetes.rendering import SOURCE, Object, expanded, of_kind
+from tests.deploy.kubernetes.rendering import SOURCE, Object, expand_arguments, select_kind
 from tests.load import scaled
 
 COMMAND_S = 120.0
@@ -130,11 +130,11 @@ class Node:
 
         PodFailed if the kubelet would have ended the pod.
         """
-        began = time.monotonic()
+        started_s = time.monotonic()
         self._await(pod, "startupProbe")
         self._await(pod, "readinessProbe", patience=240)
         self._await(pod, "livenessProbe")
-        return time.monotonic() - began
+        return time.monotonic() - started_s
 
     def run_probe(self, pod: Pod, probe: str) -> str:
         """Return a probe's page; RuntimeError if it reports a problem."""
@@ -156,9 +156,9 @@ class Node:
         """
         name = pod.container(pod.main["name"])
         grace = pod.template["spec"].get("terminationGracePeriodSeconds", 30)
-        began = time.monotonic()
+        started_s = time.monotonic()
         run("docker", "stop", "--time", str(grace), name, timeout=grace + COMMAND_S)
-        took = time.monotonic() - began
+        took = time.monotonic() - started_s
         code = self.get_exit_code(pod)
         self.remove(pod)
         return code, took
@@ -211,7 +211,7 @@ class Node:
         if "secret" in volume:
             [secret] = [
                 found
-                for found in of_kind(self.objects, "Secret")
+                for found in select_kind(self.objects, "Secret")
                 if found["metadata"]["name"] == volume["secret"]["secretName"]
             ]
             # As the kubelet does: links to a directory, so that all files change at once.
@@ -227,7 +227,7 @@ class Node:
         if "configMap" in volume:
             [given] = [
                 found
-                for found in of_kind(self.objects, "ConfigMap")
+                for found in select_kind(self.objects, "ConfigMap")
                 if found["metadata"]["name"] == volume["configMap"]["name"]
             ]
             path.mkdir()
@@ -272,14 +272,14 @@ class Node:
             parts = [*pod.mounts[mount["name"]], f"target={mount['mountPath']}"]
             parts += ["readonly"] if mount.get("readOnly") else []
             words += ["--mount", ",".join(parts)]
-        run(*words, self.image, *expanded(container, {"POD_IP": pod.address}))
+        run(*words, self.image, *expand_arguments(container, {"POD_IP": pod.address}))
 
     def _names(self, pod: Pod) -> list[str]:
         """Return the names of the services that lead to this pod."""
         labels = pod.template["metadata"]["labels"]
         return [
             service["metadata"]["name"]
-            for service in of_kind(self.objects, "Service")
+            for service in select_kind(self.objects, "Service")
             if service["spec"]["selector"].items() <= labels.items()
         ]
 

@@ -101,7 +101,7 @@ def make_secrets(objects: Path, command: str) -> None:
 
 def play(node: Node, disk: Path, steps: int) -> ScenarioResult:
     """Train, replace pods, and count."""
-    began = time.monotonic()
+    started_s = time.monotonic()
     mesh = Mesh(node, dict(list_templates(node.objects)), disk)
     for container in mesh.pods[CLIENT]["spec"]["initContainers"]:
         if container["args"][0] == "submit":
@@ -112,7 +112,7 @@ def play(node: Node, disk: Path, steps: int) -> ScenarioResult:
     sandbox = mesh.create(SANDBOX)
     for pod in (*workers, sandbox):
         node.await_ready(pod)
-    ready_s = time.monotonic() - began
+    ready_s = time.monotonic() - started_s
     client = mesh.create(CLIENT)
     ends: dict[str, list[float]] = {}
     done = mesh.await_step(head, client, 2)
@@ -140,7 +140,7 @@ def play(node: Node, disk: Path, steps: int) -> ScenarioResult:
     run_of = f"/var/lib/meshrl/head/runs/{JOB}"
     count = parse_output(node.execute(head, "meshrl", "audit", run_of, "--json"))
     hosts = parse_output(node.execute(head, "meshrl", "hosts", "--json"))
-    wall_s = time.monotonic() - began
+    wall_s = time.monotonic() - started_s
     return ScenarioResult(
         round(ready_s, 1),
         round(wall_s, 1),

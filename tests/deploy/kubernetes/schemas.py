@@ -39,8 +39,8 @@ def validate(objects: dict[str, list[Object]]) -> dict[str, Any]:
     )
     if found.returncode:
         raise RuntimeError(found.stderr)
-    said: dict[str, Any] = json.loads(found.stdout)
-    return {"overlays": list(objects), "versions": VERSIONS} | said
+    document: dict[str, Any] = json.loads(found.stdout)
+    return {"overlays": list(objects), "versions": VERSIONS} | document
 
 
 def main() -> int:

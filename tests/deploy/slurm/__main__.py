@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtests.namespaces.hosts import CODE
-from loadtests.namespaces.hosts import list_missing_programs as namespaces_lack
+from loadtests.namespaces.hosts import CODE, list_missing_tools
 from tests.deploy.slurm import cluster
 from tests.deploy.slurm.cluster import Cluster
 from tests.load import scaled
@@ -120,7 +119,7 @@ class Trial:
 
     async def await_restart(self, job: str) -> None:
         """Wait until a requeued job runs again, without the usual two minutes of delay."""
-        began = time.monotonic()
+        started_s = time.monotonic()
         first = int((await self._read_job_row(job))["Restarts"])
 
         async def is_pending() -> bool:
@@ -128,7 +127,7 @@ class Trial:
             return row["JobState"] == "PENDING"
 
         await self.until(f"{job} is in the queue again", is_pending, MOVE_S)
-        self.took_s[f"{job}_ended"] = time.monotonic() - began
+        self.took_s[f"{job}_ended"] = time.monotonic() - started_s
         for change in ("TimeLimit=4:00:00", "StartTime=now"):
             await self.cluster.admin("scontrol", "update", f"JobId={job}", change)
 
@@ -151,12 +150,12 @@ class Trial:
 
     async def until(self, what: str, holds: Callable[[], Awaitable[bool]], most_s: float) -> None:
         """Wait until the condition holds; TimeoutError otherwise."""
-        began, most_s = time.monotonic(), scaled(most_s)
+        started_s, most_s = time.monotonic(), scaled(most_s)
         while not await holds():
-            if time.monotonic() - began > most_s:
+            if time.monotonic() - started_s > most_s:
                 raise TimeoutError(f"{what}: not within {most_s:g} s")
             await asyncio.sleep(LOOK_S)
-        print(f"{time.monotonic() - began:6.1f} s until {what}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - started_s:6.1f} s until {what}", file=sys.stderr, flush=True)
 
     def count_matches(self, pattern: str) -> int:
         """Return the number of matches of `pattern` in the logs of the jobs."""
@@ -209,7 +208,7 @@ class Trial:
 
 async def run_trial() -> dict[str, Any]:
     """Run each part; return the job's result."""
-    began = time.monotonic()
+    started_s = time.monotonic()
     async with Cluster(NODES) as made:
         trial = Trial(made)
         try:
@@ -233,14 +232,14 @@ async def run_trial() -> dict[str, Any]:
             "trained_twice": account["trained_twice"],
             "requeued": trial.count_matches("DUE TO JOB REQUEUE"),
             "timed_out": trial.count_matches("the time limit is near"),
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": round(time.monotonic() - started_s, 1),
             "parts_s": {name: round(took, 1) for name, took in trial.took_s.items()},
         }
 
 
 def main() -> None:
     """Run the trial; exit with 77 if this machine lacks a prerequisite."""
-    if absent := cluster.list_missing_programs() or namespaces_lack():
+    if absent := cluster.list_missing_programs() or list_missing_tools():
         print(f"this machine lacks {absent}: apt-get install slurmctld slurmd munge iproute2")
         sys.exit(77)
     found = asyncio.run(run_trial())

@@ -1,8 +1,7 @@
-"""Lets SGLang compute adapters on a host without an accelerator, where torch pins no memory.
+"""Import hook that lets SGLang compute adapters on a host without an accelerator.
 
-It asks for pinned memory, from which an accelerator copies sooner, and does not start without.
-Ordinary memory holds the same numbers. Torch is changed when SGLang's adapters are first looked
-for, in this process alone.
+SGLang requires pinned memory, which torch cannot allocate there. Ordinary memory has the same
+contents. The hook changes torch when SGLang's adapters are first imported, in this process alone.
 """
 
 import functools
@@ -23,7 +22,7 @@ class PinNothing(importlib.abc.MetaPathFinder):
             if not torch.accelerator.is_available():
                 torch.Tensor.pin_memory = leave_unpinned  # type: ignore[assignment, method-assign]
                 for maker in MAKERS:
-                    setattr(torch, maker, unpinned(getattr(torch, maker)))
+                    setattr(torch, maker, without_pinning(getattr(torch, maker)))
         return None  # the usual finders find it
 
 
@@ -31,12 +30,12 @@ def leave_unpinned(tensor: Any, device: object = None) -> Any:
     return tensor
 
 
-def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
-    def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
+    def make_unpinned(*arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
         return make(*arguments, **options)
 
-    return made
+    return make_unpinned
 
 
 sys.meta_path.insert(0, PinNothing())

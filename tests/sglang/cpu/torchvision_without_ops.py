@@ -1,7 +1,7 @@
-"""Lets torchvision be imported beside a torch that its compiled operators were not built for.
+"""Import hook that lets torchvision be imported without operators compiled for this torch.
 
-It describes two operators to torch.compile while it is imported, and fails where nobody has
-declared them. They are declared when torchvision is first looked for, and never called.
+At its import, torchvision registers two operators with torch.compile, and fails if they are not
+declared. The hook declares them before that import; they are never called.
 """
 
 import importlib.abc

@@ -22,7 +22,7 @@ from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.unit.common.generation.engines_under_test import (
     Listener,
-    StandingClock,
+    ManualClock,
     built_in,
     request,
 )
@@ -112,14 +112,14 @@ def test_curve_requires_several_windows_with_decode_steps() -> None:
 
 
 def create_service(
-    engine: TokenEngine, clock: StandingClock, speed: EmulatedEngineSpeed | None = None
+    engine: TokenEngine, clock: ManualClock, speed: EmulatedEngineSpeed | None = None
 ) -> EngineService:
     mesh = alone("engine/g0", clock, Random(0), SimulatedHost(clock, Random(0)))
     emulated = EmulatedSteps(engine, speed, clock) if speed is not None else None
     return EngineService(mesh, engine, lambda action: action(), emulation=emulated)
 
 
-def run(service: EngineService, clock: StandingClock, batches: list[int], tokens: int) -> None:
+def run(service: EngineService, clock: ManualClock, batches: list[int], tokens: int) -> None:
     """Run one batch after the other, each to its end."""
     number = 0
     for batch in batches:
@@ -128,12 +128,12 @@ def run(service: EngineService, clock: StandingClock, batches: list[int], tokens
         service.admit(requests, [])
         while service.engine.num_running or service.engine.num_waiting:
             service.run_once()
-            clock.pass_(max(service.steps.next_step_delay_s, 1e-6))
+            clock.advance(max(service.steps.next_step_delay_s, 1e-6))
 
 
 @pytest.mark.parametrize("batches", [[1, 4, 2, 3] * 3, [4, 4, 4]])
 def test_emulated_engine_below_its_plateau_has_its_declared_speed(batches: list[int]) -> None:
-    clock, speed = StandingClock(), EmulatedEngineSpeed(0.01, 4, 1000.0)
+    clock, speed = ManualClock(), EmulatedEngineSpeed(0.01, 4, 1000.0)
     service = create_service(built_in("eager", 8, 256, clock=clock), clock, speed)
     run(service, clock, batches, 60)
     fitted = known(service.curve_fit)
@@ -147,7 +147,7 @@ def test_emulated_engine_below_its_plateau_has_its_declared_speed(batches: list[
 
 @pytest.mark.rotating(2)
 def test_emulated_engine_above_its_plateau_slows_with_each_sequence() -> None:
-    clock, speed = StandingClock(), EmulatedEngineSpeed(0.01, 1, 1000.0)
+    clock, speed = ManualClock(), EmulatedEngineSpeed(0.01, 1, 1000.0)
     service = create_service(built_in("eager", 8, 256, clock=clock), clock, speed)
     run(service, clock, [2, 8, 4, 6] * 3, 60)
     fitted = known(service.curve_fit)
@@ -156,7 +156,7 @@ def test_emulated_engine_above_its_plateau_slows_with_each_sequence() -> None:
 
 
 def test_simulated_engine_has_its_declared_rate() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     service = create_service(SimulatedEngine(clock, 8, 50.0, max_length=4096, version=0), clock)
     run(service, clock, [1, 8, 3, 5] * 3, 100)
     fitted = known(service.curve_fit)
@@ -165,17 +165,17 @@ def test_simulated_engine_has_its_declared_rate() -> None:
 
 
 def test_load_and_contexts_cover_running_and_waiting_requests() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     service = create_service(SimulatedEngine(clock, 2, 10.0, max_length=4096, version=0), clock)
     service.admit([request(i, range(1, 21), max_new=30) for i in range(3)], [])
     assert service.context_lengths.mean_tokens == 20
     service.run_once()
-    clock.pass_(2.0)
+    clock.advance(2.0)
     service.run_once()
     assert service.stats().running_s == pytest.approx(4.0)
     assert service.stats().waiting_s == pytest.approx(2.0)
     assert service.stats().context == pytest.approx((40 + 40 + 20) / 3, abs=0.1)
-    clock.pass_(50.0)
+    clock.advance(50.0)
     service.run_once()
     assert (service.context_lengths.mean_tokens, service.context_lengths.total_tokens) == (0, 0)
 
@@ -240,14 +240,14 @@ def test_table_by_batch_and_context_contains_frequent_classes() -> None:
 SPEED = EmulatedEngineSpeed(decode_step_s=0.01, plateau_batch=2, prefill_tokens_per_s=1000.0)
 
 
-def create_emulated_engine(slots: int = 4) -> tuple[TokenEngine, EmulatedSteps, StandingClock]:
-    clock = StandingClock()
+def create_emulated_engine(slots: int = 4) -> tuple[TokenEngine, EmulatedSteps, ManualClock]:
+    clock = ManualClock()
     engine = built_in("eager", slots, 256, clock=clock)
     return engine, EmulatedSteps(engine, SPEED, clock), clock
 
 
 def run_until_finished(
-    steps: EmulatedSteps, clock: StandingClock, ids: list[int]
+    steps: EmulatedSteps, clock: ManualClock, ids: list[int]
 ) -> dict[int, float]:
     """Return the seconds at which each request ended, stepping whenever a step is due."""
     began = clock.monotonic()
@@ -259,7 +259,7 @@ def run_until_finished(
             for id, finish in zip(flush.ids.tolist(), flush.finish_reasons.tolist(), strict=True):
                 if finish:
                     ends[id] = clock.monotonic() - began
-        clock.pass_(max(steps.next_step_delay_s, 1e-6))
+        clock.advance(max(steps.next_step_delay_s, 1e-6))
         assert clock.monotonic() - began < 60
     return ends
 
@@ -296,9 +296,9 @@ def test_tokens_appear_when_their_emulated_step_ends() -> None:
     engine.submit([request(1, (1,), max_new=5)])
     assert steps.step()
     assert steps.drain_outputs() is None and not steps.has_finished
-    clock.pass_(0.009)
+    clock.advance(0.009)
     assert steps.step() and steps.drain_outputs() is None
-    clock.pass_(0.0011)
+    clock.advance(0.0011)
     assert steps.step()
     flush = steps.drain_outputs()
     assert flush is not None and flush.counts.tolist() == [1]
@@ -306,27 +306,27 @@ def test_tokens_appear_when_their_emulated_step_ends() -> None:
 
 def test_emulated_engine_generates_equal_tokens() -> None:
     engine, steps, clock = create_emulated_engine()
-    emulated_listener = Listener(engine, lambda: clock.pass_(0.05), steps)
+    emulated_listener = Listener(engine, lambda: clock.advance(0.05), steps)
     emulated_listener.run(*(request(i, (1, 2, i + 1), max_new=12) for i in range(6)))
     plain_listener = Listener(built_in("eager", 4, 256))
     plain_listener.run(*(request(i, (1, 2, i + 1), max_new=12) for i in range(6)))
     for i in range(6):
-        assert emulated_listener.heard[i].tokens == plain_listener.heard[i].tokens
-        assert emulated_listener.heard[i].finish == [FinishReason.LENGTH]
+        assert emulated_listener.outputs[i].tokens == plain_listener.outputs[i].tokens
+        assert emulated_listener.outputs[i].finish == [FinishReason.LENGTH]
 
 
 def test_abort_delivers_only_tokens_generated_before_it() -> None:
     engine, steps, clock = create_emulated_engine()
-    listener = Listener(engine, lambda: clock.pass_(0.05), steps)
+    listener = Listener(engine, lambda: clock.advance(0.05), steps)
     engine.submit([request(1, (1,), max_new=50), request(2, (1,), max_new=3)])
     for _ in range(3):
         steps.step()
         listener.advance()
     engine.abort([1])
     listener.run()
-    assert listener.heard[1].finish == [FinishReason.ABORTED]
-    assert 1 <= len(listener.heard[1].tokens) <= 4
-    assert len(listener.heard[2].tokens) == 3
+    assert listener.outputs[1].finish == [FinishReason.ABORTED]
+    assert 1 <= len(listener.outputs[1].tokens) <= 4
+    assert len(listener.outputs[2].tokens) == 3
 
 
 @given(st.integers(1, 200), st.integers(1, 8), st.integers(0, 5000))
@@ -373,7 +373,7 @@ def test_tensor_parallelism_lowers_latency_and_throughput_per_worker(
 
 
 def test_engine_of_two_workers_has_the_speed_of_two() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     speed = parse_engine_speed("20/4/1000")
     engine = built_in("eager", 4, 256, clock=clock)
     steps = EmulatedSteps(engine, speed, clock, 2)
@@ -399,9 +399,9 @@ def test_late_steps_are_counted_without_waits_for_a_slice() -> None:
     for pause_s in (0.01, 0.0105, 0.02):  # of steps of 10 ms: in time, within a tenth, late
         steps.reset_lateness()
         steps.step()
-        clock.pass_(pause_s)
+        clock.advance(pause_s)
         steps.drain_outputs()
-        clock.pass_(5.0)  # other processes compute
+        clock.advance(5.0)  # other processes compute
     assert (steps.emulated_count, steps.late_count) == (3, 1)
     began = clock.monotonic()
     steps.reset_lateness()

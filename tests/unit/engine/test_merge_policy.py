@@ -19,7 +19,7 @@ from meshrl.services.engine.weights.merge_policy import (
     MergePolicy,
     is_merging_worthwhile,
 )
-from tests.unit.common.generation.engines_under_test import StandingClock
+from tests.unit.common.generation.engines_under_test import ManualClock
 
 
 @pytest.mark.parametrize("merging", [True, False])
@@ -36,11 +36,11 @@ def test_mode_switches_only_with_a_clear_advantage() -> None:
 
 
 def observe_versions(
-    policy: MergePolicy, clock: StandingClock, times: int, merge_s: float
+    policy: MergePolicy, clock: ManualClock, times: int, merge_s: float
 ) -> list[bool]:
     decisions = []
     for _ in range(times):
-        clock.pass_(10.0)
+        clock.advance(10.0)
         decisions.append(policy.observe_version(f"{clock.monotonic()}"))
         if decisions[-1]:
             policy.record_merge_time(merge_s)
@@ -48,7 +48,7 @@ def observe_versions(
 
 
 def test_mode_follows_the_measured_merge_time() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     assert observe_versions(MergePolicy("auto", clock), clock, 4, 0.5) == [True] * 4
     assert observe_versions(MergePolicy("auto", clock), clock, 4, 5.0) == [
         True,
@@ -59,19 +59,19 @@ def test_mode_follows_the_measured_merge_time() -> None:
 
 
 def test_repeated_version_counts_once() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     policy = MergePolicy("auto", clock)
     assert observe_versions(policy, clock, 3, 0.5) == [True] * 3
-    clock.pass_(10.0)
+    clock.advance(10.0)
     for _ in range(9):
         assert policy.observe_version("again")
-        clock.pass_(0.001)
-    clock.pass_(10.0)
+        clock.advance(0.001)
+    clock.advance(10.0)
     assert policy.observe_version("next"), "versions are still seconds apart"
 
 
 def test_configured_mode_is_not_changed() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     assert observe_versions(MergePolicy("merged", clock), clock, 3, 500.0) == [True] * 3
     assert observe_versions(MergePolicy("beside", clock), clock, 3, 0.001) == [False] * 3
 

@@ -30,7 +30,7 @@ from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.versions.publishing import VersionIdentity
 from tests.stories import story_on
 from tests.tokenizers import make_tokenizer
-from tests.unit.common.generation.engines_under_test import StandingClock
+from tests.unit.common.generation.engines_under_test import ManualClock
 from tests.unit.rollout.routing.test_router import Bench, run_on_bench
 from tests.unit.trainer.steps.groups_under_test import job
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
@@ -233,12 +233,12 @@ async def test_base_with_rejected_adapters_serves_no_requests(bench: Bench, merg
 
 
 def test_update_pauses_are_measured_over_recent_updates() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     pauses = UpdatePauses(clock)
     assert pauses.stats.pause_p99_ms == pauses.stats.engine_step_ms == 0
     for seconds in (0.001,) * 98 + (0.5, 0.002):
         with pauses.measure_update():
-            clock.pass_(seconds)
+            clock.advance(seconds)
     pauses.add_steps(8, 0.08)
     pauses.add_steps(0, 0.0)
     stats = pauses.stats
@@ -248,15 +248,15 @@ def test_update_pauses_are_measured_over_recent_updates() -> None:
     assert stats.engine_step_ms == pytest.approx(10.0)
     for _ in range(MAX_SAMPLES):
         with pauses.measure_update():
-            clock.pass_(0.004)
+            clock.advance(0.004)
     assert pauses.stats.pause_p99_ms == pytest.approx(4.0)
 
 
 def test_failed_update_counts_as_a_pause() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     pauses = UpdatePauses(clock)
     with pytest.raises(OSError, match="torn"), pauses.measure_update():
-        clock.pass_(0.25)
+        clock.advance(0.25)
         raise OSError("torn")
     assert pauses.stats.pause_ms == 250.0
 

@@ -57,7 +57,7 @@ def build(
     environment["TMPDIR"] = str(tmp_path)
     if path is not None:
         environment["PATH"] = path
-    asked = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), *more],
         capture_output=True,
         text=True,
@@ -65,7 +65,7 @@ def build(
         env=environment,
         check=True,
     )
-    return asked.stdout.strip().split("|")
+    return result.stdout.strip().split("|")
 
 
 @pytest.mark.needs("compiler")

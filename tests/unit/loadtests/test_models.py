@@ -17,7 +17,7 @@ def test_random_checkpoints_match_and_changed_ones_are_detected(
     configs = 12
     assert configs >= len(CLASSES)  # each kind at least once
     found = run(configs, seed=11, longest=SHORT)
-    said = capsys.readouterr().out
-    assert (found["unequal"], found["silent"]) == (0, 0), said
+    output = capsys.readouterr().out
+    assert (found["unequal"], found["silent"]) == (0, 0), output
     assert found["worst"] <= TOLERANCE
     assert found["refused"] + found["equal_changed"] == configs and found["refused"] > 0

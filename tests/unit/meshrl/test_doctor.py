@@ -41,7 +41,7 @@ def run_doctor(tmp_path: Path, path: str, **more: str) -> str:
         "COLUMNS": "250",
     }
     environment |= more
-    asked = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "meshrl", "doctor"],
         capture_output=True,
         text=True,
@@ -49,7 +49,7 @@ def run_doctor(tmp_path: Path, path: str, **more: str) -> str:
         env=environment,
         check=False,
     )
-    return asked.stdout
+    return result.stdout
 
 
 def find_line(output: str, what: str) -> str:

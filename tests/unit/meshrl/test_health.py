@@ -69,10 +69,10 @@ def test_probe_quotes_the_answer_and_ends_in_time() -> None:
         try:
             assert probe_url(f"{url}/livez") == (True, "ok")
             assert probe_url(f"{url}/readyz") == (False, "503 it is draining")
-            began = time.monotonic()
+            started_s = time.monotonic()
             well, said = probe_url(f"{url}/drips")
             assert not well and "does not answer" in said
-            assert time.monotonic() - began < scaled(30.0), "it drips until it is held"
+            assert time.monotonic() - started_s < scaled(30.0), "it drips until it is held"
         finally:
             HELD.set()
             server.shutdown()
@@ -228,5 +228,5 @@ def test_errors_escape_control_characters(
     monkeypatch.setattr(sys, "argv", ["meshrl", "status", f"no {ATTACKS[0]} run"])
     with pytest.raises(SystemExit):
         program.main()
-    printed = capsys.readouterr().err
-    assert is_plain(printed) and printed.startswith("error: ") and "\\u001b[2J" in printed
+    output = capsys.readouterr().err
+    assert is_plain(output) and output.startswith("error: ") and "\\u001b[2J" in output

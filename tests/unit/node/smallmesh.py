@@ -102,9 +102,9 @@ class SmallMesh:
         self, id: str, role: Role = Role.ROLLOUT, job: str = "j", **fields: Any
     ) -> Instance:
         """Write an instance with its desired state."""
-        resident = Instance(id, job, role, **fields)
-        await self.write(PlaceInstance(id.partition(".")[0], resident, WHY))
-        return resident
+        instance = Instance(id, job, role, **fields)
+        await self.write(PlaceInstance(id.partition(".")[0], instance, WHY))
+        return instance
 
     async def settle(
         self, id: str, role: Role = Role.ROLLOUT, job: str = "j", **fields: Any
@@ -124,23 +124,23 @@ class SmallMesh:
     async def remove(self, id: str) -> None:
         await self.write(RemoveInstance(id.partition(".")[0], id, WHY))
 
-    async def resident(self, id: str) -> Instance:
+    async def read_instance(self, id: str) -> Instance:
         """Return the instance's record."""
         found = await pool.read_gang(self.state, id.partition(".")[0])
         assert found is not None, self.logs()
-        [resident] = [one for one in found.instances if one.id == id]
-        return resident
+        [instance] = [one for one in found.instances if one.id == id]
+        return instance
 
     async def until(self, what: str, id: str, holds: Callable[[Instance], bool]) -> Instance:
         for _ in range(int(scaled(SOON_S) / POLL_S)):
-            found = await self.resident(id)
+            found = await self.read_instance(id)
             if holds(found):
                 return found
             await asyncio.sleep(POLL_S)
         raise AssertionError(f"{id} is not {what}: {found}\n{self.logs()}")
 
     async def until_settled(self, id: str) -> Instance:
-        return await self.until("settled", id, lambda resident: resident.is_reconciled)
+        return await self.until("settled", id, lambda instance: instance.is_reconciled)
 
     async def pid_of(self, name: str, other_than: int = 0) -> int:
         """Return the pid of the live process with that name."""

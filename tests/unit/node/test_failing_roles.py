@@ -289,7 +289,7 @@ class World:
         await self.write(PlaceInstance("g0", Instance(id, **(CORE | about)), WHY))
         await self.clock.sleep(10.0)
 
-    async def resident(self, id: str = "g0.0") -> Instance:
+    async def read_instance(self, id: str = "g0.0") -> Instance:
         found = await pool.read_gang(self.state, "g0")
         assert found is not None
         return next(one for one in found.instances if one.id == id)
@@ -324,7 +324,7 @@ async def test_sleeping_instance_waits_without_a_process(world: World) -> None:
     # the process was killed while it slept, so none is running
     await world.place(tier=Tier.DISK, epoch=2)
     assert world.running == 0, "it would compute beside whoever has the accelerator"
-    asleep = await world.resident()
+    asleep = await world.read_instance()
     assert asleep.is_reconciled and asleep.phase == InstancePhase.READY
     assert asleep.reports[0].tier == Tier.DISK
     assert asleep.reports[0].usage.disk == world.file.stat().st_size
@@ -338,11 +338,11 @@ async def test_incomplete_offload_counts_as_absent(world: World) -> None:
     world.file.parent.mkdir(parents=True, exist_ok=True)
     world.file.write_bytes(b"half")
     await world.place(tier=Tier.DISK, epoch=2)
-    asleep = await world.resident()
+    asleep = await world.read_instance()
     assert asleep.is_reconciled and asleep.phase == InstancePhase.GONE and world.running == 0
     assert asleep.reports[0].tier == Tier.ABSENT
     await world.place(epoch=3)
-    assert not (await world.resident()).is_reconciled and world.running == 1
+    assert not (await world.read_instance()).is_reconciled and world.running == 1
 
 
 @story_on(in_world, "tmp_path")
@@ -358,11 +358,11 @@ async def test_saved_state_is_removed_with_its_instance(world: World) -> None:
 async def test_second_instance_of_one_role_name_fails(world: World) -> None:
     await world.place()
     await world.place("g0.1")
-    first, second = await world.resident("g0.0"), await world.resident("g0.1")
+    first, second = await world.read_instance("g0.0"), await world.read_instance("g0.1")
     assert first.phase == InstancePhase.STARTING and world.starts == 1
     assert second.phase == InstancePhase.FAILED
     assert "trainer/j is that of g0.0" in second.detail and "g0.1" in second.detail
     await world.write(RemoveInstance("g0", "g0.0", WHY))
     await world.clock.sleep(10.0)
-    assert (await world.resident("g0.1")).phase == InstancePhase.STARTING
+    assert (await world.read_instance("g0.1")).phase == InstancePhase.STARTING
     assert (world.running, world.starts) == (1, 2)

@@ -73,7 +73,7 @@ async def test_slow_or_failing_instance_does_not_delay_another(mesh: SmallMesh) 
     await mesh.until_settled("g0.2")
     failed = await mesh.until("failed", "g0.1", lambda r: r.phase == InstancePhase.FAILED)
     assert "exit status 9" in failed.detail and "engine-g0.1.log" in failed.detail
-    assert (await mesh.resident("g0.2")).is_reconciled
+    assert (await mesh.read_instance("g0.2")).is_reconciled
     assert await has_exited(slow)
 
 
@@ -170,7 +170,7 @@ async def test_move_without_memory_is_rejected_with_figures_and_keeps_the_proces
     await mesh.place("g0.1", job="k")
     larger = await mesh.until("refused", "g0.1", lambda r: r.phase == InstancePhase.FAILED)
     assert "which makes 2000 of 1500" in larger.detail
-    assert (await mesh.resident("g0.0")).phase == InstancePhase.FAILED
+    assert (await mesh.read_instance("g0.0")).phase == InstancePhase.FAILED
 
     await mesh.settle("g0.0", tier=Tier.DISK, epoch=3)
     assert await mesh.pid_of("engine/g0.0") == engine

@@ -90,7 +90,7 @@ class World:
         self.worker = self.mesh("worker/w0", self.host)
         about = make_context(self.worker, root)
         about.budgets.limits = TierBytes(accelerator=BYTES)
-        self.residents = WorkerInstances(about, lambda: None, lambda resident: None)
+        self.residents = WorkerInstances(about, lambda: None, lambda instance: None)
 
     def mesh(self, name: str, host: SimulatedHost) -> Mesh:
         transport = MemoryTransport(self.network, f"mem://{name}/{len(self._names)}")
@@ -128,25 +128,25 @@ class World:
     def set_desired_state(self, *residents: Instance) -> None:
         self.residents.set_desired({w.name: w for w in map(make_desired_role, residents)})
 
-    def tenancy(self, resident: Instance) -> ProcessSlot:
-        [found] = [t for t in self.residents.slots if t.name == make_desired_role(resident).name]
+    def tenancy(self, instance: Instance) -> ProcessSlot:
+        [found] = [t for t in self.residents.slots if t.name == make_desired_role(instance).name]
         return found
 
     async def until(
-        self, resident: Instance, doing: InstancePhase, within_s: float
+        self, instance: Instance, doing: InstancePhase, within_s: float
     ) -> list[InstancePhase]:
         """Wait for a phase of the instance and return the phases before it."""
         seen: list[InstancePhase] = []
         until = self.clock.monotonic() + within_s
         while not seen or seen[-1] != doing:
-            assert self.clock.monotonic() < until, (seen, self.detail(resident))
+            assert self.clock.monotonic() < until, (seen, self.detail(instance))
             await self.clock.sleep(0.05)
-            process = self.tenancy(resident).process
+            process = self.tenancy(instance).process
             seen += [process.phase] if process is not None else []
         return seen
 
-    def detail(self, resident: Instance) -> str:
-        process = self.tenancy(resident).process
+    def detail(self, instance: Instance) -> str:
+        process = self.tenancy(instance).process
         return process.detail if process is not None else ""
 
 

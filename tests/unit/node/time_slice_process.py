@@ -35,11 +35,11 @@ class CallLog:
 
     def _record_calls(self, method: Any) -> Any:
         def recorded_call(*args: Any) -> Any:
-            began = time.monotonic()
+            started_s = time.monotonic()
             found = method(*args)
             if found:
                 with self._note.open("a") as file:
-                    file.write(f"{began} {time.monotonic()}\n")
+                    file.write(f"{started_s} {time.monotonic()}\n")
             return found
 
         return recorded_call

@@ -31,12 +31,12 @@ def make_context(mesh: Mesh, root: Path) -> WorkerContext:
     )
 
 
-def make_desired_role(resident: Instance) -> DesiredRole:
-    return DesiredRole("g0", resident, resident.ranks[0], "worker/w0")
+def make_desired_role(instance: Instance) -> DesiredRole:
+    return DesiredRole("g0", instance, instance.ranks[0], "worker/w0")
 
 
 def role_process(
-    mesh: Mesh, root: Path, resident: Instance, changed: Callable[[], None] = lambda: None
+    mesh: Mesh, root: Path, instance: Instance, changed: Callable[[], None] = lambda: None
 ) -> RoleProcess:
     found: list[RoleProcess] = []
     leases = LeaseWatch(
@@ -46,7 +46,7 @@ def role_process(
         lambda: [child for one in found for child in one.supervisor.children.values()],
     )
     found.append(
-        RoleProcess(make_context(mesh, root), make_desired_role(resident), leases, changed)
+        RoleProcess(make_context(mesh, root), make_desired_role(instance), leases, changed)
     )
     return found[0]
 

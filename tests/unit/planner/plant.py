@@ -26,16 +26,16 @@ TRAJECTORIES, SLOTS = 128, 64
 
 @dataclass
 class Plant:
-    """One job. Times in seconds."""
+    """Simulated job; times in seconds."""
 
     base_s: float = 0.02  # of a decode step,
     sequence_s: float = 0.001  # and for each sequence in it
     tokens: float = 50.0  # of a trajectory
     tool_s: float = 0.0  # of a trajectory
-    flight: float = 192.0  # trajectories under way while rollout binds
+    flight: float = 192.0  # trajectories in flight while rollout is the bottleneck
     work_s: float = 2.0  # gradients of a step, by one worker
     fixed_s: float = 0.1  # of a step
-    drag: float = 1.0  # times as long as it would, when a hybrid is there
+    drag: float = 1.0  # slowdown factor while a hybrid is present
     total: MeasuredWork = field(default_factory=MeasuredWork)
 
     def batch(self, engines: int) -> float:
@@ -48,7 +48,7 @@ class Plant:
         return batch
 
     def stages(self, engines: int, trainers: int) -> tuple[float, float]:
-        """(rollout_s, train_s) of a step."""
+        """Return (rollout_s, train_s) of a step."""
         batch = self.batch(engines)
         token_s = self.base_s + batch * self.sequence_s
         rollout_s = TRAJECTORIES * self.tokens * token_s / (engines * batch)
@@ -61,7 +61,7 @@ class Plant:
         return max(self.stages(engines, trainers))
 
     def steps(self, count: int, engines: int, trainers: int) -> float:
-        """Make so many steps and return the seconds that they take."""
+        """Make `count` steps and return their duration in seconds."""
         rollout_s, train_s = self.stages(engines, trainers)
         step_s, batch = max(rollout_s, train_s), self.batch(engines)
         if rollout_s < step_s:  # engines are as busy as the trainer requires
@@ -97,21 +97,21 @@ def run(
 ) -> None:
     """Take a snapshot after each of `steps` steps of the plant, with the current split."""
     for _ in range(steps):
-        took_s = stepped(bench, plant, job)
+        took_s = run_step(bench, plant, job)
         bench.update(now_ms=bench.snapshot.now_ms + round(1000 * max(took_s, 1.0)))
         bench.decide_once(ready)
 
 
-def stepped(bench: PlannerBench, plant: Plant, job: str) -> float:
-    """Make a step of the plant and return the seconds that it takes."""
-    took_s = plant.steps(1, *split(bench, job))
+def run_step(bench: PlannerBench, plant: Plant, job: str) -> float:
+    """Make a step of the plant and return its duration in seconds."""
+    took_s = plant.steps(1, *count_split(bench, job))
     before: PlannedJob = next(j for j in bench.snapshot.jobs if j.id == job)
     bench.update_job(job, measurements=plant.measured, steps_done=before.steps_done + 1)
     return took_s
 
 
-def split(bench: PlannerBench, job: str = "job") -> tuple[int, int]:
-    """(engines, workers that train) of a job."""
+def count_split(bench: PlannerBench, job: str = "job") -> tuple[int, int]:
+    """Return (engines, training workers) of a job."""
     there = [r for _, r in bench.list_instances(job) if r.tier == Tier.ACCELERATOR]
     engines = sum(r.role == Role.ROLLOUT for r in there)
     return engines, sum(r.role == Role.TRAINING for r in there)
@@ -122,15 +122,15 @@ SHORT = (200.0,) * TRAJECTORIES
 
 
 @dataclass
-class Tall:
-    """One job, whose trajectories are never stale. Times are in seconds."""
+class LongTailPlant:
+    """Simulated job whose trajectories are never stale; times in seconds."""
 
     sampled: Sequence[float] = LONG  # tokens of each trajectory of a step
     base_s: float = 0.01  # a decode step of one worker,
     sequence_s: float = 0.0002  # and for each sequence in it
     waits: float = 0.05  # of `base_s`, in collectives of several workers
     work_s: float = 2.0  # gradients of a step, by one worker
-    drag: float = 1.0  # times as long as it should a gang of several takes
+    drag: float = 1.0  # slowdown factor of a gang of several
     total: MeasuredWork = field(default_factory=MeasuredWork)
     steps: int = 0
 
@@ -172,10 +172,10 @@ class Tall:
         return found
 
     def stages(self, degrees: Sequence[int], helpers: int) -> tuple[float, float]:
-        """(rollout_s, train_s) of a step."""
+        """Return (rollout_s, train_s) of a step."""
         return self.rollout_s(degrees), 0.1 + self.work_s / (1 + helpers)
 
-    def made(self, degrees: Sequence[int], helpers: int) -> float:
+    def run_step(self, degrees: Sequence[int], helpers: int) -> float:
         """Make a step and return its seconds."""
         rollout_s, train_s = self.stages(degrees, helpers)
         step_s, n = rollout_s + train_s, len(self.sampled)
@@ -214,12 +214,12 @@ def helpers_of(bench: PlannerBench, job: str = "job") -> int:
 
 
 def run_tall(
-    bench: PlannerBench, plant: Tall, steps: int, job: str = "job", *, ready: bool = True
+    bench: PlannerBench, plant: LongTailPlant, steps: int, job: str = "job", *, ready: bool = True
 ) -> None:
     """Take a snapshot after each of `steps` steps of the plant, with the current gangs."""
     for _ in range(steps):
         degrees = degrees_of(bench, job)
-        took_s = plant.made(degrees, helpers_of(bench, job)) if degrees else 1.0
+        took_s = plant.run_step(degrees, helpers_of(bench, job)) if degrees else 1.0
         before = next(j for j in bench.snapshot.jobs if j.id == job)
         bench.update_job(
             job, measurements=plant.measured(degrees), steps_done=before.steps_done + 1

@@ -42,11 +42,13 @@ def degrees(bench: PlannerBench, id: str = "job") -> list[int]:
     return sorted((len(r.ranks) for r in there), reverse=True)
 
 
-def wished(bench: PlannerBench, wanted: Sequence[int], helpers: int | None = None) -> bool:
+def reshape(
+    bench: PlannerBench, requested_degrees: Sequence[int], hybrids: int | None = None
+) -> bool:
     """Request these engines in one snapshot, let them settle, and return whether they are there."""
     snapshot = bench.snapshot
     draft = PoolDraft(snapshot, compute_presence(snapshot, PlannerMemory()).usable_workers)
-    done = reshape_engines(draft, snapshot.jobs[0], wanted, hybrids=helpers)
+    done = reshape_engines(draft, snapshot.jobs[0], requested_degrees, hybrids=hybrids)
     draft.dissolve_empty_gangs()
     bench.decisions = draft.decisions
     bench.snapshot = apply_decisions(snapshot, draft.decisions)
@@ -55,14 +57,14 @@ def wished(bench: PlannerBench, wanted: Sequence[int], helpers: int | None = Non
     return done
 
 
-def left(bench: PlannerBench) -> int:
+def count_removals(bench: PlannerBench) -> int:
     return sum(isinstance(decision, RemoveInstance) for decision in bench.decisions)
 
 
 # -- by default ------------------------------------------------------------------------------------
 
 
-def test_engines_are_gangs_of_the_smallest_degree_of_one_host_each() -> None:
+def test_engines_are_smallest_gangs_within_one_host() -> None:
     bench = start_pool([4, 3], job(tensor_parallel=(2, 4)))
     assert degrees(bench) == [2, 2] and "core" in bench.roles().values()
     hosts = {w.id: w.host for w in bench.snapshot.workers}
@@ -71,7 +73,7 @@ def test_engines_are_gangs_of_the_smallest_degree_of_one_host_each() -> None:
     assert len(bench.roles()) == 7, "who are too few for an engine help"
 
 
-def test_workers_too_small_for_a_whole_model_form_the_next_degree() -> None:
+def test_small_workers_form_larger_engines() -> None:
     bench = PlannerBench(
         pool(
             [4],
@@ -86,7 +88,7 @@ def test_workers_too_small_for_a_whole_model_form_the_next_degree() -> None:
     assert bench.snapshot.jobs[0].requirements.tensor_parallel == (1, 2, 4)
 
 
-def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
+def test_engine_of_several_workers_is_not_time_sliced_with_a_core() -> None:
     bench = start_pool([2], job(tensor_parallel=(2,), phase=Phase.QUEUED, can_time_slice=False))
     bench.update(now_ms=bench.snapshot.now_ms + SHORT_MS)
     [failed] = [d for d in bench.decide_once() if isinstance(d, FailJob)]
@@ -97,19 +99,23 @@ def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
     ("hosts", "ranks", "says"),
     [([2, 1], 1, ""), ([1, 1, 1], 1, "no room for both"), ([3, 1], 2, "no room for both")],
 )
-def test_a_job_without_room_for_both_is_told(hosts: list[int], ranks: int, says: str) -> None:
-    wanted = job(tensor_parallel=(2,), ranks=ranks, can_time_slice=False)
-    bench = PlannerBench(pool(hosts, wanted))
-    told = explain_infeasible(wanted.requirements, bench.snapshot.workers, PoolSettings())
-    assert says in told and bool(told) == bool(says)
+def test_job_without_space_for_core_and_engine_is_blocked_with_a_reason(
+    hosts: list[int], ranks: int, says: str
+) -> None:
+    requested_degrees = job(tensor_parallel=(2,), ranks=ranks, can_time_slice=False)
+    bench = PlannerBench(pool(hosts, requested_degrees))
+    reasons = explain_infeasible(
+        requested_degrees.requirements, bench.snapshot.workers, PoolSettings()
+    )
+    assert says in reasons and bool(reasons) == bool(says)
 
 
-def test_a_core_leaves_the_host_to_the_engine_that_fits_nowhere_else() -> None:
+def test_core_yields_the_host_to_an_engine_that_fits_only_there() -> None:
     bench = start_pool([2, 1], job(tensor_parallel=(2,), can_time_slice=False))
     assert bench.roles() == {"w0": "rollout", "w1": "rollout", "w2": "core"}
 
 
-def test_a_worker_of_an_engine_that_is_lost_ends_it_and_another_one_is_formed() -> None:
+def test_engine_with_a_lost_worker_is_replaced() -> None:
     bench = start_pool([5], job(tensor_parallel=(2,), can_time_slice=False, allows_hybrids=False))
     assert degrees(bench) == [2, 2]
     bench.update_worker("w2", alive=False)
@@ -123,19 +129,19 @@ def test_a_worker_of_an_engine_that_is_lost_ends_it_and_another_one_is_formed() 
     assert degrees(bench) == [2, 2]
 
 
-def test_helpers_and_smaller_engines_of_others_leave_for_a_jobs_only_engine() -> None:
-    many = job("many", submitted_ms=1)
-    bench = start_pool([4, 4], many, settings=QUIET)
+def test_hybrids_and_small_engines_of_other_jobs_yield_to_an_only_engine() -> None:
+    large_pool = job("many", submitted_ms=1)
+    bench = start_pool([4, 4], large_pool, settings=QUIET)
     late = job(
         "late", tensor_parallel=(4,), can_time_slice=False, phase=Phase.QUEUED, submitted_ms=2
     )
-    bench.update(jobs=(many, late))
+    bench.update(jobs=(large_pool, late))
     bench.settle()
     assert degrees(bench, "late") == [4]
     assert degrees(bench, "many")
 
 
-def test_a_share_is_given_back_by_whole_engines() -> None:
+def test_excess_share_is_returned_by_whole_engines() -> None:
     first = job("first", tensor_parallel=(2,), can_time_slice=False, allows_hybrids=False)
     bench = start_pool([9], first)
     assert degrees(bench, "first") == [2, 2, 2, 2]
@@ -147,7 +153,7 @@ def test_a_share_is_given_back_by_whole_engines() -> None:
     assert degrees(bench, "first") == [2, 2] and degrees(bench, "second") == [2]
 
 
-def test_a_job_whose_file_allows_other_degrees_gets_engines_of_those() -> None:
+def test_engines_have_the_degrees_allowed_by_the_job() -> None:
     bench = start_pool([5], job(allows_hybrids=False))
     assert degrees(bench) == [1, 1, 1, 1]
     bench.update(jobs=(job(allows_hybrids=False, tensor_parallel=(2,), can_time_slice=False),))
@@ -159,80 +165,82 @@ def test_a_job_whose_file_allows_other_degrees_gets_engines_of_those() -> None:
 
 
 @pytest.fixture
-def eight() -> PlannerBench:
+def eight_engines() -> PlannerBench:
     """Return a core and eight engines of one worker on a host of nine."""
     bench = start_pool([9], job(tensor_parallel=(1, 2, 4, 8), allows_hybrids=False))
     return bench
 
 
-def test_engines_are_merged_and_the_others_stay(eight: PlannerBench) -> None:
-    before = {r.id for _, r in eight.list_instances()}
-    assert wished(eight, [4, 2, 1, 1])
-    assert degrees(eight) == [4, 2, 1, 1]
-    assert len(before & {r.id for _, r in eight.list_instances()}) == 3, "the core, and two engines"
-    assert left(eight) == 6
-    assert wished(eight, [4, 2, 1, 1]) and not eight.decisions
+def test_merge_keeps_the_other_engines(eight_engines: PlannerBench) -> None:
+    before = {r.id for _, r in eight_engines.list_instances()}
+    assert reshape(eight_engines, [4, 2, 1, 1])
+    assert degrees(eight_engines) == [4, 2, 1, 1]
+    assert len(before & {r.id for _, r in eight_engines.list_instances()}) == 3, (
+        "the core, and two engines"
+    )
+    assert count_removals(eight_engines) == 6
+    assert reshape(eight_engines, [4, 2, 1, 1]) and not eight_engines.decisions
 
 
-def test_an_engine_is_split(eight: PlannerBench) -> None:
-    assert not wished(eight, [4, 4]), "one serves until the first is ready"
-    assert wished(eight, [4, 4])
-    assert wished(eight, [4, 2, 1, 1])
-    assert degrees(eight) == [4, 2, 1, 1] and left(eight) == 1
+def test_engine_is_split(eight_engines: PlannerBench) -> None:
+    assert not reshape(eight_engines, [4, 4]), "one serves until the first is ready"
+    assert reshape(eight_engines, [4, 4])
+    assert reshape(eight_engines, [4, 2, 1, 1])
+    assert degrees(eight_engines) == [4, 2, 1, 1] and count_removals(eight_engines) == 1
 
 
-def test_the_last_engine_stays_until_another_one_is_ready() -> None:
+def test_last_engine_stays_until_another_is_ready() -> None:
     bench = start_pool(
         [5], job(tensor_parallel=(2, 4), allows_hybrids=False, can_time_slice=False, max_workers=3)
     )
     assert degrees(bench) == [2]
     [old] = [r.id for _, r in bench.list_instances() if r.role == Role.ROLLOUT]
     bench.update(workers=(*bench.snapshot.workers, *more("w5", "w6")))
-    assert not wished(bench, [4])
+    assert not reshape(bench, [4])
     assert degrees(bench) == [4, 2] and old in {r.id for _, r in bench.list_instances()}
-    assert wished(bench, [4]) and degrees(bench) == [4]
+    assert reshape(bench, [4]) and degrees(bench) == [4]
 
 
-def test_without_other_workers_the_last_engine_makes_way(eight: PlannerBench) -> None:
-    wished(eight, [8])
-    assert degrees(eight) == [8]
-    assert wished(eight, [4, 4]) and degrees(eight) == [4, 4]
+def test_last_engine_is_removed_if_no_other_workers_exist(eight_engines: PlannerBench) -> None:
+    reshape(eight_engines, [8])
+    assert degrees(eight_engines) == [8]
+    assert reshape(eight_engines, [4, 4]) and degrees(eight_engines) == [4, 4]
 
 
-def test_pinned_engines_stay_and_count(eight: PlannerBench) -> None:
-    eight.update(requests=(PoolRequest("op", "move", "w1", Role.ROLLOUT, "job"),))
-    eight.settle()
-    wished(eight, [4, 2, 1])
-    assert degrees(eight) == [4, 2, 1]
-    assert any(r.pinned and len(r.ranks) == 1 for _, r in eight.list_instances())
-    wished(eight, [4, 2])
-    assert degrees(eight) == [4, 2, 1], "who was put there by hand is no policy's to move"
+def test_pinned_engines_stay_and_count(eight_engines: PlannerBench) -> None:
+    eight_engines.update(requests=(PoolRequest("op", "move", "w1", Role.ROLLOUT, "job"),))
+    eight_engines.settle()
+    reshape(eight_engines, [4, 2, 1])
+    assert degrees(eight_engines) == [4, 2, 1]
+    assert any(r.pinned and len(r.ranks) == 1 for _, r in eight_engines.list_instances())
+    reshape(eight_engines, [4, 2])
+    assert degrees(eight_engines) == [4, 2, 1], "who was put there by hand is no policy's to move"
 
 
-def test_helpers_become_an_engine_and_again_helpers() -> None:
+def test_hybrids_become_an_engine_and_hybrids_again() -> None:
     bench = start_pool([7], job(tensor_parallel=(2,), can_time_slice=False))
     assert degrees(bench) == [2, 2, 2]
-    assert wished(bench, [2, 2], helpers=2)
+    assert reshape(bench, [2, 2], hybrids=2)
     assert sorted(bench.roles().values()).count("training") == 2
-    assert wished(bench, [2, 2, 2], helpers=0)
+    assert reshape(bench, [2, 2, 2], hybrids=0)
     assert degrees(bench) == [2, 2, 2]
 
 
-def test_degrees_that_the_job_does_not_allow_are_left_out(eight: PlannerBench) -> None:
-    assert wished(eight, [8, 3])
-    assert degrees(eight) == [8]
+def test_disallowed_degrees_are_left_out(eight_engines: PlannerBench) -> None:
+    assert reshape(eight_engines, [8, 3])
+    assert degrees(eight_engines) == [8]
 
 
-def test_no_engine_is_formed_over_hosts() -> None:
+def test_no_engine_spans_hosts() -> None:
     bench = start_pool([3, 2], job(tensor_parallel=(1, 4), allows_hybrids=False))
-    assert not wished(bench, [4])
+    assert not reshape(bench, [4])
     assert degrees(bench) == [1, 1, 1, 1]
 
 
-def test_a_merge_that_fails_is_undone(eight: PlannerBench) -> None:
-    wished(eight, [8])
-    wished(eight, [4, 4])
-    bench = eight
+def test_failed_merge_is_undone(eight_engines: PlannerBench) -> None:
+    reshape(eight_engines, [8])
+    reshape(eight_engines, [4, 4])
+    bench = eight_engines
     snapshot = bench.snapshot
     draft = PoolDraft(snapshot, compute_presence(snapshot, PlannerMemory()).usable_workers)
     reshape_engines(draft, snapshot.jobs[0], [8])
@@ -249,7 +257,7 @@ def test_a_merge_that_fails_is_undone(eight: PlannerBench) -> None:
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_a_worker_of_an_engine_is_moved_alone_and_the_engine_ends() -> None:
+def test_moving_one_worker_of_an_engine_ends_the_engine() -> None:
     bench = start_pool([5], job(tensor_parallel=(2,), can_time_slice=False))
     bench.update(requests=(PoolRequest("op", "move", "w2", Role.TRAINING, "job"),))
     bench.settle()
@@ -259,7 +267,7 @@ def test_a_worker_of_an_engine_is_moved_alone_and_the_engine_ends() -> None:
     assert degrees(bench) == [2, 2]
 
 
-def test_a_worker_alone_is_no_engine_of_two() -> None:
+def test_single_worker_request_forms_no_engine_of_two() -> None:
     bench = start_pool(
         [4, 1], job(tensor_parallel=(2,), can_time_slice=False, allows_hybrids=False)
     )
@@ -272,26 +280,26 @@ def test_a_worker_alone_is_no_engine_of_two() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_wish_is_met_where_a_host_has_the_workers(seed: int) -> None:
+def test_any_split_of_a_host_is_reachable(seed: int) -> None:
     """Check that on one host every split of its workers into powers of two is reachable."""
     drawn = random.Random(seed)
     size = drawn.randint(2, 12)
     bench = start_pool([size + 1], job(tensor_parallel=(1, 2, 4, 8), allows_hybrids=False))
     for _ in range(4):
-        wanted: list[int] = []
+        requested_degrees: list[int] = []
         room = size
-        while room and (not wanted or drawn.random() < 0.8):
-            wanted.append(drawn.choice([d for d in (1, 2, 4, 8) if d <= room]))
-            room -= wanted[-1]
-        met = [wished(bench, wanted) for _ in range(3)]
-        assert met[-1] and degrees(bench) == sorted(wanted, reverse=True)
+        while room and (not requested_degrees or drawn.random() < 0.8):
+            requested_degrees.append(drawn.choice([d for d in (1, 2, 4, 8) if d <= room]))
+            room -= requested_degrees[-1]
+        met = [reshape(bench, requested_degrees) for _ in range(3)]
+        assert met[-1] and degrees(bench) == sorted(requested_degrees, reverse=True)
 
 
 def more(*ids: str) -> list[WorkerRow]:
     return [WorkerRow(id, "host0", "cpu:0", 50 + number) for number, id in enumerate(ids)]
 
 
-def test_degrees_that_fit_no_worker_are_not_thought_of() -> None:
+def test_degrees_that_fit_no_worker_are_skipped() -> None:
     workers = pool([2]).workers
     need = job(tensor_parallel=(1, 2, 4), can_time_slice=True).requirements
     assert drop_infeasible_degrees(need, workers).tensor_parallel == (1, 2)

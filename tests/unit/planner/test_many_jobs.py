@@ -1,4 +1,4 @@
-"""Several jobs on one pool: sharing, preemption, pauses, and properties of all of it."""
+"""Several jobs on one pool: shares, preemption, pauses, and invariants of the decisions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.load import scaled
 from tests.unit.planner.pools import PlannerBench, job, pool, set_phase, start_pool
 
 
-def test_a_second_job_takes_its_share_and_gives_it_back() -> None:
+def test_second_job_takes_its_share_and_returns_it() -> None:
     bench = start_pool([6], job("a"))
     assert bench.count_awake_workers("a") == 6
     core = next(r for _, r in bench.list_instances("a") if r.core)
@@ -39,7 +39,7 @@ def test_a_second_job_takes_its_share_and_gives_it_back() -> None:
     assert bench.count_awake_workers("a") == 6
 
 
-def test_a_higher_priority_pauses_a_lower_one_which_comes_back_bit_by_bit() -> None:
+def test_higher_priority_pauses_a_job_that_resumes_later() -> None:
     bench = start_pool([4], job("a"))
     core = next(r for _, r in bench.list_instances("a") if r.core)
     urgent = job("b", phase=Phase.QUEUED, priority=5, min_workers=4, submitted_ms=9)
@@ -55,7 +55,7 @@ def test_a_higher_priority_pauses_a_lower_one_which_comes_back_bit_by_bit() -> N
     assert bench.count_awake_workers("a") == 4 and bench.snapshot.jobs[0].block_reason == ""
 
 
-def test_a_worker_is_not_given_away_before_who_sleeps_there_is_asleep() -> None:
+def test_worker_is_reassigned_only_after_its_instance_sleeps() -> None:
     bench = start_pool([2], job("a"))
     bench.update(
         jobs=(*bench.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, min_workers=2))
@@ -68,7 +68,7 @@ def test_a_worker_is_not_given_away_before_who_sleeps_there_is_asleep() -> None:
     assert set(bench.roles("b")) == {"w0", "w1"}
 
 
-def test_a_core_that_still_starts_makes_room_unless_it_alone_has_what_was_trained() -> None:
+def test_starting_core_is_removed_unless_it_has_the_only_trained_state() -> None:
     urgent = job("b", phase=Phase.QUEUED, priority=5, min_workers=2)
     for about in ({"steps_done": 0}, {"steps_done": 9, "has_checkpoint": True}):
         bench = PlannerBench(pool([2], job("a", **about)))
@@ -86,13 +86,13 @@ def test_a_core_that_still_starts_makes_room_unless_it_alone_has_what_was_traine
     assert bench.roles("a") == {"w0": "core@disk"}
 
 
-def sleepers_do(bench: PlannerBench, doing: InstancePhase) -> None:
+def set_sleeping_phase(bench: PlannerBench, phase: InstancePhase) -> None:
     """Set the phase that instances report whose desired tier is disk."""
     gangs = [
         replace(
             gang,
             instances=tuple(
-                set_phase(r, doing) if r.tier == Tier.DISK else r for r in gang.instances
+                set_phase(r, phase) if r.tier == Tier.DISK else r for r in gang.instances
             ),
         )
         for gang in bench.snapshot.gangs
@@ -100,14 +100,14 @@ def sleepers_do(bench: PlannerBench, doing: InstancePhase) -> None:
     bench.update(gangs=tuple(gangs))
 
 
-def test_a_core_that_has_died_asleep_holds_nobody_up_and_wakes_where_it_was() -> None:
+def test_core_that_died_asleep_blocks_no_job_and_wakes_in_place() -> None:
     bench = start_pool([2], job("a"))
     core = next(r for _, r in bench.list_instances("a") if r.core)
     bench.update(
         jobs=(*bench.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, min_workers=2))
     )
     bench.decide_once(ready=False)
-    sleepers_do(bench, InstancePhase.GONE)
+    set_sleeping_phase(bench, InstancePhase.GONE)
     bench.settle()
     assert bench.count_awake_workers("b") == 2 and bench.roles("a") == {"w0": "core@disk"}
     bench.update(jobs=bench.snapshot.jobs[:1])
@@ -116,19 +116,19 @@ def test_a_core_that_has_died_asleep_holds_nobody_up_and_wakes_where_it_was() ->
     assert after.id == core.id and bench.count_awake_workers("a") == 2
 
 
-def test_where_the_disk_is_full_a_core_sleeps_in_memory() -> None:
+def test_core_sleeps_in_memory_if_the_disk_is_full() -> None:
     bench = start_pool([2], job("a"))
     bench.update(
         jobs=(*bench.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, min_workers=2))
     )
     bench.decide_once(ready=False)
-    sleepers_do(bench, InstancePhase.FAILED)
+    set_sleeping_phase(bench, InstancePhase.FAILED)
     bench.settle()
     assert bench.roles("a") == {"w0": "core@memory"}
     assert bench.count_awake_workers("b") == 2
 
 
-def test_a_gang_is_dissolved_under_a_sleeper_only_when_a_checkpoint_has_it() -> None:
+def test_gang_of_a_sleeping_core_dissolves_only_after_a_checkpoint() -> None:
     bench = start_pool([2], job("a"))
     large = job("b", phase=Phase.QUEUED, priority=5, ranks=2, min_workers=2)
     bench.update(jobs=(*bench.snapshot.jobs, large))
@@ -142,15 +142,15 @@ def test_a_gang_is_dissolved_under_a_sleeper_only_when_a_checkpoint_has_it() -> 
     assert bench.count_awake_workers("a") == 2
 
 
-def test_four_jobs_on_six_workers_by_turns() -> None:
+def test_four_jobs_share_six_workers_by_time_slices() -> None:
     jobs = [job(id, phase=Phase.QUEUED, submitted_ms=at) for at, id in enumerate("abcd")]
     bench = start_pool([6], *jobs)
     roles = sorted(tuple(bench.roles(id).values()) for id in "abcd")
     assert roles == [("core", "rollout"), ("core", "rollout"), ("core+rollout",), ("core+rollout",)]
 
 
-def test_an_engine_that_takes_no_turns_has_a_worker_of_its_own() -> None:
-    """Two such jobs on three workers: one waits; one of another engine goes before it."""
+def test_engine_without_time_slicing_has_its_own_worker() -> None:
+    """Let two such jobs share three workers: one waits; a job of another engine passes it."""
     jobs = [job(id, phase=Phase.QUEUED, submitted_ms=at) for at, id in enumerate("abc")]
     jobs[:2] = [
         replace(one, requirements=replace(one.requirements, can_time_slice=False))
@@ -160,11 +160,11 @@ def test_an_engine_that_takes_no_turns_has_a_worker_of_its_own() -> None:
     assert sorted(bench.roles("a").values()) == ["core", "rollout"]
     assert bench.roles("b") == {} and "it needs 2 workers" in bench.snapshot.jobs[1].block_reason
     assert list(bench.roles("c").values()) == ["core+rollout"]
-    told = explain_infeasible(jobs[0].requirements, bench.snapshot.workers[:1], PoolSettings())
-    assert "2 workers (1 for its core, 1 to roll out)" in told
+    output = explain_infeasible(jobs[0].requirements, bench.snapshot.workers[:1], PoolSettings())
+    assert "2 workers (1 for its core, 1 to roll out)" in output
 
 
-def test_engine_and_core_do_not_share_an_accelerator_that_has_not_the_bytes() -> None:
+def test_engine_and_core_share_no_accelerator_without_enough_memory() -> None:
     jobs = [job("a", parameter_bytes=100)]
     bench = PlannerBench(pool([1], *jobs))
     small = replace(bench.snapshot.workers[0].budget, accelerator=450)
@@ -176,7 +176,7 @@ def test_engine_and_core_do_not_share_an_accelerator_that_has_not_the_bytes() ->
     assert bench.roles("a") == {"w0": "core+rollout"}
 
 
-def test_two_cores_do_not_sleep_on_a_disk_that_has_room_for_one() -> None:
+def test_second_core_does_not_sleep_on_a_full_disk() -> None:
     """Check that of two cores that would sleep on the same worker, the second finds the disk
     full.
     """
@@ -216,7 +216,7 @@ pools = st.tuples(
 )
 
 
-def looks_at(drawn: tuple[Any, ...]) -> PlannerBench:
+def create_bench(drawn: tuple[Any, ...]) -> PlannerBench:
     hosts, asked, turns, gangs = drawn
     jobs = [
         job(f"j{n}", phase=Phase.QUEUED, submitted_ms=n, has_checkpoint=True, **need)
@@ -226,7 +226,7 @@ def looks_at(drawn: tuple[Any, ...]) -> PlannerBench:
     return PlannerBench(pool(hosts, *jobs, settings=about))
 
 
-def possible(bench: PlannerBench, planned: PlannedJob) -> bool:
+def count_possible_workers(bench: PlannerBench, planned: PlannedJob) -> bool:
     return not explain_infeasible(
         planned.requirements, bench.snapshot.workers, bench.snapshot.settings
     )
@@ -234,10 +234,10 @@ def possible(bench: PlannerBench, planned: PlannedJob) -> bool:
 
 @given(pools)
 @settings(max_examples=60, deadline=None)
-def test_a_constant_snapshot_settles_and_every_job_that_runs_has_its_floor(
+def test_decisions_converge_and_running_jobs_have_their_minimum(
     drawn: tuple[Any, ...],
 ) -> None:
-    bench = looks_at(drawn)
+    bench = create_bench(drawn)
     bench.settle()
     for planned in bench.snapshot.jobs:
         has = bench.count_awake_workers(planned.id)
@@ -256,10 +256,10 @@ def test_a_constant_snapshot_settles_and_every_job_that_runs_has_its_floor(
 
 @given(pools)
 @settings(max_examples=40, deadline=None)
-def test_every_job_that_fits_alone_runs_in_the_end(drawn: tuple[Any, ...]) -> None:
-    """Check that jobs run and end in turn until none is left."""
-    bench = looks_at(drawn)
-    fits = {planned.id for planned in bench.snapshot.jobs if possible(bench, planned)}
+def test_every_feasible_job_runs_eventually(drawn: tuple[Any, ...]) -> None:
+    """Check that all jobs run and end until none is left."""
+    bench = create_bench(drawn)
+    fits = {planned.id for planned in bench.snapshot.jobs if count_possible_workers(bench, planned)}
     ran: set[str] = set()
     for _ in range(len(bench.snapshot.jobs) + 1):
         bench.settle()
@@ -272,10 +272,10 @@ def test_every_job_that_fits_alone_runs_in_the_end(drawn: tuple[Any, ...]) -> No
 
 @given(pools, st.integers(0, 7), st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_loss_and_the_return_of_any_worker_settle(
+def test_decisions_converge_after_loss_and_return_of_any_worker(
     drawn: tuple[Any, ...], lost: int, data: st.DataObject
 ) -> None:
-    bench = looks_at(drawn)
+    bench = create_bench(drawn)
     bench.settle()
     worker = bench.snapshot.workers[lost % len(bench.snapshot.workers)].id
     bench.update_worker(worker, alive=False)
@@ -292,8 +292,8 @@ def test_the_loss_and_the_return_of_any_worker_settle(
 
 @given(pools)
 @settings(max_examples=30, deadline=None)
-def test_a_priority_gets_its_least_and_paused_jobs_come_back(drawn: tuple[Any, ...]) -> None:
-    bench = looks_at(drawn)
+def test_high_priority_job_gets_its_minimum_and_paused_jobs_resume(drawn: tuple[Any, ...]) -> None:
+    bench = create_bench(drawn)
     bench.settle()
     ran = {j.id for j in bench.snapshot.jobs if bench.count_awake_workers(j.id)}
     total = len(bench.snapshot.workers)
@@ -301,7 +301,7 @@ def test_a_priority_gets_its_least_and_paused_jobs_come_back(drawn: tuple[Any, .
     before = bench.snapshot.jobs
     bench.update(jobs=(*before, urgent))
     bench.settle()
-    if possible(bench, urgent):
+    if count_possible_workers(bench, urgent):
         assert bench.count_awake_workers("urgent") == total
         assert all(j.block_reason for j in bench.snapshot.jobs if j.id != "urgent")
     bench.update(jobs=tuple(j for j in bench.snapshot.jobs if j.id != "urgent"))
@@ -311,7 +311,7 @@ def test_a_priority_gets_its_least_and_paused_jobs_come_back(drawn: tuple[Any, .
 
 @given(st.integers(4, 12), st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=2, max_size=3))
 @settings(max_examples=25, deadline=None)
-def test_jobs_have_the_workers_that_max_min_gives_them(workers: int, weights: list[float]) -> None:
+def test_jobs_have_their_max_min_shares(workers: int, weights: list[float]) -> None:
     jobs = [job(f"j{n}", submitted_ms=n, share=weight) for n, weight in enumerate(weights)]
     if workers < 2 * len(jobs):
         return
@@ -322,11 +322,11 @@ def test_jobs_have_the_workers_that_max_min_gives_them(workers: int, weights: li
     assert {j.id: bench.count_awake_workers(j.id) for j in jobs} == wanted
 
 
-def test_a_thousand_jobs_that_fail_at_once_leave_nothing() -> None:
+def test_a_thousand_failing_jobs_leave_no_instances() -> None:
     bench = start_pool([4], job("a"))
     for number in range(200):
-        doomed = job(f"b{number}", phase=Phase.QUEUED, submitted_ms=number + 1)
-        bench.update(jobs=(bench.snapshot.jobs[0], doomed))
+        infeasible = job(f"b{number}", phase=Phase.QUEUED, submitted_ms=number + 1)
+        bench.update(jobs=(bench.snapshot.jobs[0], infeasible))
         bench.decide_once()
         bench.update(jobs=bench.snapshot.jobs[:1])
         bench.decide_once()
@@ -336,7 +336,7 @@ def test_a_thousand_jobs_that_fail_at_once_leave_nothing() -> None:
     assert len(residents) == 4 and len(bench.snapshot.gangs) == 4
 
 
-def test_ids_of_residents_are_never_used_again() -> None:
+def test_instance_ids_are_never_reused() -> None:
     bench = PlannerBench(pool([3], job("a")))
     seen: list[str] = []
     for number in range(6):
@@ -352,7 +352,7 @@ def test_ids_of_residents_are_never_used_again() -> None:
     assert len(seen) == len(set(seen))
 
 
-LOOK = {
+SNAPSHOT = {
     "now_ms": 60_000,
     "workers": [{"id": f"w{n}", "host": "a", "accelerator": "cpu:0", "token": n} for n in range(2)],
     "jobs": [{"id": "first", "phase": "queued"}, {"id": "second", "phase": "queued"}],
@@ -365,11 +365,11 @@ DECISIONS = [
 ]
 
 
-def explained(look: dict[str, Any]) -> str:
+def run_explain(document: dict[str, Any]) -> str:
     """Return what the command prints about a snapshot."""
     return subprocess.run(
         [sys.executable, "-m", "meshrl.services.planner.explain"],
-        input=json.dumps(look),
+        input=json.dumps(document),
         capture_output=True,
         text=True,
         timeout=scaled(60),
@@ -379,14 +379,14 @@ def explained(look: dict[str, Any]) -> str:
 
 @given(pools)
 @settings(max_examples=15, deadline=None)
-def test_a_look_is_read_back_as_it_was_written(drawn: tuple[Any, ...]) -> None:
-    bench = looks_at(drawn)
+def test_snapshot_survives_json(drawn: tuple[Any, ...]) -> None:
+    bench = create_bench(drawn)
     bench.settle()
     document = json.loads(json.dumps(encode_snapshot(bench.snapshot)))
     assert decode_snapshot(document) == bench.snapshot
 
 
-def test_what_a_look_lacks_is_named() -> None:
+def test_missing_field_of_a_snapshot_is_named() -> None:
     document = encode_snapshot(pool([1], job()))
     document["workers"][0]["colour"] = "red"
     with pytest.raises(Refused, match=r"workers\[0\] has no colour"):
@@ -395,20 +395,20 @@ def test_what_a_look_lacks_is_named() -> None:
         decode_snapshot({"workers": []})
 
 
-def test_the_names_of_decisions_in_json_do_not_change() -> None:
+def test_decision_names_in_json_are_stable() -> None:
     kinds = get_args(Decision)
     assert [get_decision_kind(kind.__new__(kind)) for kind in kinds] == DECISIONS
 
 
-def test_each_decision_is_told_with_its_rule_and_figures() -> None:
-    told = explained(LOOK)
-    assert "place g0.0: core of first on g0 in accelerator  [default entitled=1]" in told
-    assert "place g1.1: rollout of second on g1 in accelerator by turns" in told
-    assert told.count("form g") == 2
+def test_explain_prints_each_decision_with_its_rule_and_inputs() -> None:
+    output = run_explain(SNAPSHOT)
+    assert "place g0.0: core of first on g0 in accelerator  [default entitled=1]" in output
+    assert "place g1.1: rollout of second on g1 in accelerator by turns" in output
+    assert output.count("form g") == 2
 
 
-def test_why_a_service_is_nowhere_is_told_whether_or_not_something_is_decided() -> None:
-    look = LOOK | {
+def test_explain_prints_why_a_service_has_no_host() -> None:
+    document = SNAPSHOT | {
         "hosts": [
             {"name": "a", "accepted_services": ["shards"]},
             {"name": "b", "accepted_services": [], "alive": False},
@@ -418,10 +418,10 @@ def test_why_a_service_is_nowhere_is_told_whether_or_not_something_is_decided() 
             {"id": "second", "phase": "training"},
         ],
     }
-    told = explained(look)
-    assert told.splitlines()[-1] == (
+    output = run_explain(document)
+    assert output.splitlines()[-1] == (
         "nowhere sandbox/first/0, sandbox/first/1: no host takes its sandboxes now: "
         "a takes shards; b takes no services"
     )
-    assert "hold first: paused: no host takes its sandboxes now" in told
-    assert "rollout/second/0" not in told.splitlines()[-1]
+    assert "hold first: paused: no host takes its sandboxes now" in output
+    assert "rollout/second/0" not in output.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Moves by stage times and by hand: complete, late, failed; and what is remembered of them."""
+"""Moves by stage times and by request: completed, late and failed ones, and their record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshrl.common.state.pool.scheduling.decisions import FinishMove, PlaceInsta
 from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
 from meshrl.common.state.pool.workers.rows import Gang, Instance, InstancePhase, Role, Tier
 from meshrl.services.planner.memory import PlannerMemory
-from tests.unit.planner.plant import Plant, run, split, stepped
+from tests.unit.planner.plant import Plant, count_split, run, run_step
 from tests.unit.planner.pools import (
     LOOK_MS,
     PlannerBench,
@@ -28,7 +28,7 @@ from tests.unit.planner.pools import (
 SLOW_TRAINER: dict[str, Any] = {"work_s": 4.0, "base_s": 0.005, "sequence_s": 0.0005}
 
 
-def moved(bench: PlannerBench, plant: Plant) -> PlaceInstance:
+def start_move(bench: PlannerBench, plant: Plant) -> PlaceInstance:
     """Return the move that helps a slow trainer, before it is carried out."""
     for _ in range(12):
         run(bench, plant, 1, ready=False)
@@ -40,26 +40,26 @@ def moved(bench: PlannerBench, plant: Plant) -> PlaceInstance:
     raise AssertionError("nothing moves")
 
 
-def slow(workers: int = 4) -> tuple[PlannerBench, Plant]:
+def create_slow_job(workers: int = 4) -> tuple[PlannerBench, Plant]:
     """Return a settled job whose trainer is slow, at its default split."""
     bench = start_pool([workers], job(steps_done=0))
     return bench, Plant(**SLOW_TRAINER)
 
 
-def test_the_last_engine_helps_a_slow_trainer_and_the_rest_is_left_alone() -> None:
-    bench, plant = slow()
+def test_last_engine_becomes_a_hybrid_of_a_slow_trainer() -> None:
+    bench, plant = create_slow_job()
     before = {r.id for _, r in bench.list_instances()}
-    place = moved(bench, plant)
+    place = start_move(bench, plant)
     after = {r.id for _, r in bench.list_instances()}
     assert bench.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout", "w3": "training"}
     assert after - before == {place.instance.id} and len(before - after) == 1
     assert place.gang == "g3", "its workers stay in their gang"
 
 
-def test_a_move_tells_what_the_others_did_meanwhile() -> None:
-    bench, plant = slow()
+def test_finished_move_reports_work_of_other_instances() -> None:
+    bench, plant = create_slow_job()
     bench.update_job("job", instance_progress={"g0.0": 11, "g1.0": 100})
-    place = moved(bench, plant)
+    place = start_move(bench, plant)
     bench.update_job("job", instance_progress={"g0.0": 12, "g1.0": 180, place.instance.id: 3})
     bench.decide_once()
     finish = next(d for d in bench.decide_once() if isinstance(d, FinishMove))
@@ -72,9 +72,9 @@ def test_a_move_tells_what_the_others_did_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("how", ["late", "failed"])
-def test_a_move_that_does_not_arrive_is_undone_and_not_tried_again_at_once(how: str) -> None:
-    bench, plant = slow()
-    place = moved(bench, plant)
+def test_late_or_failed_move_is_undone_and_not_retried_at_once(how: str) -> None:
+    bench, plant = create_slow_job()
+    place = start_move(bench, plant)
     if how == "late":
         move_ms = round(1000 * bench.snapshot.settings.move_timeout_s)
         bench.update(now_ms=bench.snapshot.now_ms + move_ms + 1)
@@ -98,9 +98,9 @@ def test_a_move_that_does_not_arrive_is_undone_and_not_tried_again_at_once(how: 
     assert list(bench.roles().values()) == ["core", "rollout", "rollout", "rollout"]
 
 
-def test_a_move_whose_worker_is_lost_ends() -> None:
-    bench, plant = slow()
-    moved(bench, plant)
+def test_move_with_a_lost_worker_ends() -> None:
+    bench, plant = create_slow_job()
+    start_move(bench, plant)
     bench.update_worker("w3", alive=False)
     bench.decide_once(ready=False)
     bench.update(now_ms=bench.snapshot.now_ms + 11_000)
@@ -114,21 +114,21 @@ def test_two_jobs_move_at_once() -> None:
     plants = {"a": Plant(**SLOW_TRAINER), "b": Plant(**SLOW_TRAINER)}
     at_once = 0
     for _ in range(12):
-        took_s = max(stepped(bench, plant, name) for name, plant in plants.items())
+        took_s = max(run_step(bench, plant, name) for name, plant in plants.items())
         bench.update(now_ms=bench.snapshot.now_ms + round(1000 * took_s))
         bench.decide_once(ready=False)
         at_once = max(at_once, len({move.rollback["job"] for move in bench.snapshot.moves}))
     assert at_once == 2
 
 
-def test_a_job_that_has_not_warmed_up_is_left_alone() -> None:
+def test_job_makes_no_move_before_its_warmup_steps() -> None:
     bench = start_pool([4], job(config=PlannerConfig(warmup_steps=100), steps_done=0))
     run(bench, Plant(**SLOW_TRAINER), 20)
-    assert split(bench) == (3, 1)
+    assert count_split(bench) == (3, 1)
 
 
-def test_what_is_remembered_survives_its_record() -> None:
-    bench, plant = slow()
+def test_planner_memory_survives_its_record() -> None:
+    bench, plant = create_slow_job()
     run(bench, plant, 20)
     bench.update_worker("w1", alive=False)
     bench.decide_once()
@@ -138,7 +138,7 @@ def test_what_is_remembered_survives_its_record() -> None:
     assert bench.memory.reset_after_outage().missing_since == {}
 
 
-def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
+def test_unused_hybrids_return_to_rollout() -> None:
     bench = start_pool([4], job(config=PlannerConfig(training=2)))
     assert "training" in bench.roles().values()
     need = bench.snapshot.jobs[0].requirements
@@ -152,7 +152,7 @@ def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
     assert "training" in bench.roles().values(), "it is helped again when that pays"
 
 
-def paused(*hosts: int, **about: Any) -> PlannerBench:
+def pause_core(*hosts: int, **about: Any) -> PlannerBench:
     """Return a job whose core has just been ordered to sleep, for a job that needs all workers."""
     bench = start_pool(hosts, job("a", **about))
     urgent = job(
@@ -168,7 +168,7 @@ def paused(*hosts: int, **about: Any) -> PlannerBench:
     return bench
 
 
-def failed(bench: PlannerBench, tier: Tier) -> None:
+def fail_sleep(bench: PlannerBench, tier: Tier) -> None:
     """Report that the instances that were to sleep at that tier have failed to."""
     gangs = [
         replace(
@@ -182,19 +182,19 @@ def failed(bench: PlannerBench, tier: Tier) -> None:
     bench.update(gangs=tuple(gangs))
 
 
-def test_what_a_core_said_of_an_earlier_wish_does_not_count_for_the_next() -> None:
-    bench = paused(1, has_checkpoint=True)
-    failed(bench, Tier.DISK)
+def test_report_of_an_earlier_epoch_is_ignored() -> None:
+    bench = pause_core(1, has_checkpoint=True)
+    fail_sleep(bench, Tier.DISK)
     for _ in range(3):
         bench.decide_once(ready=False)
         assert bench.roles("a") == {"w0": "core@memory"}, "nobody has said yet how that goes"
-    failed(bench, Tier.MEMORY)
+    fail_sleep(bench, Tier.MEMORY)
     bench.decide_once(ready=False)
     assert bench.roles("a") == {}, "its checkpoint is left"
 
 
-def test_a_core_that_does_not_sleep_in_time_counts_as_failed_and_who_waits_is_told() -> None:
-    bench = paused(1, has_checkpoint=True)
+def test_core_that_sleeps_too_late_counts_as_failed_and_blocks_with_a_reason() -> None:
+    bench = pause_core(1, has_checkpoint=True)
     told = [j.block_reason for j in bench.snapshot.jobs if j.id == "b"]
     assert told == ["waiting: its core needs a worker; not yet asleep: g0.0 of a"]
     late_ms = round(1000 * bench.snapshot.settings.move_timeout_s) + 1
@@ -206,8 +206,8 @@ def test_a_core_that_does_not_sleep_in_time_counts_as_failed_and_who_waits_is_to
     assert bench.count_awake_workers("b") == 1 and bench.snapshot.jobs[1].block_reason == ""
 
 
-def test_a_paused_core_leaves_a_host_that_drains_once_a_checkpoint_has_it() -> None:
-    bench = paused(2, 2)
+def test_paused_core_leaves_a_draining_host_after_a_checkpoint() -> None:
+    bench = pause_core(2, 2)
     bench.settle()
     bench.drain("host0")
     bench.update(requests=(PoolRequest("op", "drain", host="host0"),))
@@ -223,7 +223,7 @@ def test_a_paused_core_leaves_a_host_that_drains_once_a_checkpoint_has_it() -> N
     assert bench.roles("a") == {} and not bench.snapshot.requests
 
 
-def test_a_job_gives_back_where_a_core_is_to_wake_and_keeps_its_engine() -> None:
+def test_job_returns_the_worker_of_a_waking_core_and_keeps_its_engine() -> None:
     asleep = Instance("g1.0", "a", Role.TRAINING, core=True, tier=Tier.DISK)
     there = (
         Gang("g0", ("w0",), 1, (Instance("g0.0", "d", Role.TRAINING, core=True),), next_instance=1),

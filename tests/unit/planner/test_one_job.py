@@ -44,12 +44,14 @@ DAY_MS = 86_400_000
         (8, {"max_workers": 3}, ["core", "rollout", "rollout"]),
     ],
 )
-def test_a_job_is_placed_on_the_idle(workers: int, about: dict[str, Any], roles: list[str]) -> None:
+def test_job_is_placed_on_idle_workers(
+    workers: int, about: dict[str, Any], roles: list[str]
+) -> None:
     bench = start_pool([workers], job(**about))
     assert list(bench.roles().values()) == roles
 
 
-def test_a_worker_that_joins_rolls_out() -> None:
+def test_joining_worker_becomes_an_engine() -> None:
     bench = start_pool([2], job())
     bench.update(workers=pool([3]).workers[:2] + pool([3]).workers[2:])
     decisions = bench.settle()
@@ -57,13 +59,13 @@ def test_a_worker_that_joins_rolls_out() -> None:
     assert [d.instance.role for d in decisions if isinstance(d, PlaceInstance)] == [Role.ROLLOUT]
 
 
-def lose(bench: PlannerBench, worker: str) -> None:
+def lose_worker(bench: PlannerBench, worker: str) -> None:
     bench.update_worker(worker, alive=False)
     bench.settle()
     bench.update(now_ms=bench.snapshot.now_ms + LOST_MS)
 
 
-def test_a_worker_that_is_missing_for_a_moment_changes_nothing() -> None:
+def test_briefly_missing_worker_changes_nothing() -> None:
     bench = start_pool([3], job())
     bench.update_worker("w0", alive=False)
     assert bench.settle() == []
@@ -72,35 +74,35 @@ def test_a_worker_that_is_missing_for_a_moment_changes_nothing() -> None:
     assert bench.settle() == []
 
 
-def test_a_lost_core_is_repaired_by_a_helper_which_has_the_model() -> None:
+def test_lost_core_is_replaced_by_a_hybrid() -> None:
     bench = start_pool([4], job(config=PlannerConfig(training=2)))
-    lose(bench, "w0")
+    lose_worker(bench, "w0")
     decisions = bench.settle()
     assert isinstance(decisions[0], MarkWorkerLost) and decisions[0].worker == "w0"
     assert bench.roles() == {"w1": "rollout", "w2": "core", "w3": "rollout"}
     assert next(d for d in decisions if isinstance(d, PlaceInstance)).rationale.rule == "repair"
 
 
-def test_a_lost_worker_that_comes_back_is_used_again() -> None:
+def test_returning_worker_is_used_again() -> None:
     bench = start_pool([3], job())
-    lose(bench, "w0")
+    lose_worker(bench, "w0")
     bench.settle()
     bench.update_worker("w0", alive=True, token=78)
     bench.settle()
     assert sorted(bench.roles().values()) == ["core", "rollout", "rollout"]
 
 
-def test_a_worker_is_told_lost_once() -> None:
+def test_worker_is_marked_lost_once() -> None:
     bench = start_pool([3], job())
-    lose(bench, "w2")
+    lose_worker(bench, "w2")
     assert sum(isinstance(d, MarkWorkerLost) for d in bench.settle()) == 1
     bench.update(now_ms=bench.snapshot.now_ms + 10 * LOST_MS)
     assert bench.settle() == []
 
 
-def test_the_last_two_workers_less_one_take_turns_and_end_them_when_it_is_back() -> None:
+def test_last_worker_is_time_sliced_until_another_returns() -> None:
     bench = start_pool([2], job())
-    lose(bench, "w0")
+    lose_worker(bench, "w0")
     bench.settle()
     assert bench.roles() == {"w1": "core+rollout"}
     bench.update_worker("w0", alive=True, token=79)
@@ -111,29 +113,29 @@ def test_the_last_two_workers_less_one_take_turns_and_end_them_when_it_is_back()
     assert all(d.instance.generation == 1 for d in decisions if isinstance(d, PlaceInstance))
 
 
-def test_without_turns_a_job_goes_on_with_what_is_left() -> None:
+def test_job_without_time_slicing_continues_with_remaining_workers() -> None:
     bench = start_pool([2], job(), settings=QUIET)
-    lose(bench, "w1")
+    lose_worker(bench, "w1")
     bench.settle()
     assert bench.roles() == {"w0": "core"}
     assert bench.snapshot.jobs[0].block_reason == ""
 
 
-def test_a_rank_lost_takes_its_core_with_it_which_forms_anew() -> None:
+def test_core_with_a_lost_rank_forms_again() -> None:
     bench = start_pool([5], job(ranks=2))
-    lose(bench, "w1")
+    lose_worker(bench, "w1")
     bench.settle()
     cores = [w for w, role in bench.roles().items() if role == "core"]
     assert len(cores) == 2 and "w1" not in cores
     assert any(role == "rollout" for role in bench.roles().values())
 
 
-def test_ranks_are_of_one_host() -> None:
+def test_core_ranks_are_on_one_host() -> None:
     bench = start_pool([1, 3], job(ranks=3))
     assert [w for w, role in bench.roles().items() if role == "core"] == ["w1", "w2", "w3"]
 
 
-def test_a_mesh_that_is_new_is_waited_for_and_then_a_job_takes_turns() -> None:
+def test_job_waits_for_a_new_mesh_before_time_slicing() -> None:
     bench = start_pool([1], job(phase=Phase.QUEUED), up_since_ms=NOW_MS)
     assert bench.snapshot.jobs[0].block_reason == "", "nobody waits while workers may still join"
     bench.update(now_ms=NOW_MS + 6000)
@@ -142,7 +144,7 @@ def test_a_mesh_that_is_new_is_waited_for_and_then_a_job_takes_turns() -> None:
     assert bench.snapshot.jobs[0].block_reason == ""
 
 
-def test_a_job_that_can_never_fit_is_waited_with_and_fails_with_the_way_out() -> None:
+def test_infeasible_job_waits_and_then_fails_with_a_fix() -> None:
     bench = start_pool([1], job(ranks=2, phase=Phase.QUEUED))
     assert bench.snapshot.jobs
     bench.update(now_ms=bench.snapshot.now_ms + SHORT_MS)
@@ -150,7 +152,7 @@ def test_a_job_that_can_never_fit_is_waited_with_and_fails_with_the_way_out() ->
     assert "--workers 2" in failed.error
 
 
-def test_a_job_waits_for_hosts_where_the_head_has_no_workers() -> None:
+def test_job_waits_for_hosts_if_the_head_has_no_workers() -> None:
     settings = make_default_pool(0)
     bench = start_pool([1], job(ranks=2, phase=Phase.QUEUED), settings=settings)
     bench.update(now_ms=bench.snapshot.now_ms + DAY_MS)
@@ -158,7 +160,7 @@ def test_a_job_waits_for_hosts_where_the_head_has_no_workers() -> None:
     assert make_default_pool(1) == PoolSettings()
 
 
-def test_a_job_that_is_too_large_for_every_accelerator_fails_with_the_bytes() -> None:
+def test_job_too_large_for_every_accelerator_fails_with_its_bytes() -> None:
     bench = PlannerBench(pool([2], job(parameter_bytes=100)))
     for worker in ("w0", "w1"):
         bench.update_worker(worker, budget=TierBytes(accelerator=300))
@@ -169,16 +171,16 @@ def test_a_job_that_is_too_large_for_every_accelerator_fails_with_the_bytes() ->
     assert "training.ranks" in failed.error
 
 
-def test_a_job_that_has_ended_leaves_nothing() -> None:
+def test_ended_job_leaves_no_instances() -> None:
     bench = start_pool([4], job(ranks=2))
     bench.update(jobs=())
     bench.settle()
     assert bench.snapshot.gangs == ()
     assert all(worker.gang == "" for worker in bench.snapshot.workers)
-    assert all(host.services == () for host in bench.snapshot.hosts)
+    assert all(update_host.services == () for update_host in bench.snapshot.hosts)
 
 
-def test_a_host_that_drains_is_left_by_a_core_when_a_checkpoint_has_it() -> None:
+def test_core_leaves_a_draining_host_after_a_checkpoint() -> None:
     bench = start_pool([2, 2], job())
     assert bench.roles()["w0"] == "core"
     bench.drain("host0")
@@ -193,78 +195,80 @@ def test_a_host_that_drains_is_left_by_a_core_when_a_checkpoint_has_it() -> None
 GONE_MS = 11_000
 
 
-def host(bench: PlannerBench, name: str, **state: Any) -> None:
+def update_host(bench: PlannerBench, name: str, **state: Any) -> None:
     hosts = (replace(h, **state) if h.name == name else h for h in bench.snapshot.hosts)
     bench.update(hosts=tuple(hosts))
 
 
-def later(bench: PlannerBench, ms: int) -> list[Decision]:
+def advance(bench: PlannerBench, ms: int) -> list[Decision]:
     bench.update(now_ms=bench.snapshot.now_ms + ms)
     return bench.settle()
 
 
-def told(decisions: list[Decision]) -> list[ReportHostPresence]:
+def list_presence_reports(decisions: list[Decision]) -> list[ReportHostPresence]:
     return [one for one in decisions if isinstance(one, ReportHostPresence)]
 
 
-def vanish(bench: PlannerBench, name: str, alive: bool = False) -> None:
-    host(bench, name, alive=alive)
+def set_host_alive(bench: PlannerBench, name: str, alive: bool = False) -> None:
+    update_host(bench, name, alive=alive)
     for worker in bench.snapshot.workers:
         if worker.host == name:
             bench.update_worker(worker.id, alive=alive)
 
 
-def test_a_host_that_vanishes_is_told_once_with_what_was_on_it_and_again_when_it_is_back() -> None:
+def test_lost_host_is_reported_once_with_its_instances_and_again_on_return() -> None:
     bench = start_pool([2, 2], job(shards=4))
     there = {g.id for g in bench.snapshot.gangs if {"w2", "w3"} & set(g.workers)}
     services = bench.snapshot.hosts[1].services
-    vanish(bench, "host1")
-    assert told(bench.settle()) == [], "its agent may only be starting again"
-    [lost] = told(later(bench, GONE_MS))
+    set_host_alive(bench, "host1")
+    assert list_presence_reports(bench.settle()) == [], "its agent may only be starting again"
+    [lost] = list_presence_reports(advance(bench, GONE_MS))
     assert (lost.host, lost.is_back) == ("host1", False)
     inputs = lost.rationale.inputs
     assert inputs["workers"] == ["w2", "w3"]
     assert {resident.partition(".")[0] for resident in inputs["residents"]} == there != set()
     assert inputs["services"] == list(services) != []
-    assert told(later(bench, GONE_MS)) == []
+    assert list_presence_reports(advance(bench, GONE_MS)) == []
     assert bench.snapshot.hosts[1].services == ()
-    vanish(bench, "host1", alive=True)
-    assert [(one.host, one.is_back) for one in told(bench.settle())] == [("host1", True)]
-    vanish(bench, "host1")
+    set_host_alive(bench, "host1", alive=True)
+    assert [(one.host, one.is_back) for one in list_presence_reports(bench.settle())] == [
+        ("host1", True)
+    ]
+    set_host_alive(bench, "host1")
     bench.settle()
-    assert len(told(later(bench, GONE_MS))) == 1, "it has vanished once more"
+    assert len(list_presence_reports(advance(bench, GONE_MS))) == 1, "it has vanished once more"
 
 
-def test_a_host_that_has_left_is_no_loss_and_its_services_begin_elsewhere_at_once() -> None:
+def test_services_of_a_departed_host_move_at_once() -> None:
     bench = start_pool([2, 2], job(shards=4))
     assert bench.snapshot.hosts[1].services
-    vanish(bench, "host1")
-    host(bench, "host1", drain_reason=HOST_LEFT)
+    set_host_alive(bench, "host1")
+    update_host(bench, "host1", drain_reason=HOST_LEFT)
     decisions = bench.settle()
     assert len(bench.snapshot.hosts[0].services) == 4
-    assert told(decisions + later(bench, GONE_MS)) == []
+    assert list_presence_reports(decisions + advance(bench, GONE_MS)) == []
 
 
-def test_a_small_host_is_given_fewer_services_than_a_large_one() -> None:
+def test_small_host_gets_fewer_services() -> None:
     bench = start_pool([6, 2], job(shards=8))
     assert [len(one.services) for one in bench.snapshot.hosts] == [6, 2]
 
 
-def test_a_single_shard_is_on_the_host_of_its_jobs_core() -> None:
+def test_single_shard_is_on_the_host_of_its_core() -> None:
     bench = start_pool([2, 2], job(shards=0))
     core = next(g.workers[0] for g in bench.snapshot.gangs for r in g.instances if r.core)
-    home = next(w.host for w in bench.snapshot.workers if w.id == core)
-    names = tuple(reversed(bench.snapshot.hosts))  # whichever comes first
+    core_host = next(w.host for w in bench.snapshot.workers if w.id == core)
+    names = tuple(reversed(bench.snapshot.hosts))  # in any order
     for hosts in (bench.snapshot.hosts, names):
         bench.update(jobs=(job(shards=1),), hosts=tuple(PoolHost(h.name) for h in hosts))
         bench.settle()
         [one] = [h.name for h in bench.snapshot.hosts if h.services]
-        assert one == home
+        assert one == core_host
 
 
-def test_a_core_without_a_checkpoint_computes_on_where_its_host_drains_and_moves_with_it() -> None:
+def test_core_on_a_draining_host_moves_after_its_checkpoint() -> None:
     bench = start_pool([3, 1], job())
-    host(bench, "host0", drain_reason="maintenance")
+    update_host(bench, "host0", drain_reason="maintenance")
     bench.settle()
     assert bench.roles() == {"w0": "core+rollout"}, "by turns, as nothing else is where it computes"
     bench.update_job("job", has_checkpoint=True)
@@ -272,23 +276,23 @@ def test_a_core_without_a_checkpoint_computes_on_where_its_host_drains_and_moves
     assert bench.roles() == {"w3": "core+rollout"}
 
 
-def test_a_core_that_no_checkpoint_gets_leaves_when_a_move_would_be_undone() -> None:
+def test_core_without_a_checkpoint_leaves_a_draining_host_after_a_timeout() -> None:
     bench = start_pool([3, 1], job())
-    host(bench, "host0", drain_reason="maintenance")
+    update_host(bench, "host0", drain_reason="maintenance")
     bench.settle()
-    later(bench, 121_000)
+    advance(bench, 121_000)
     assert bench.roles() == {"w3": "core+rollout"}
 
 
-def ask(bench: PlannerBench, **about: Any) -> list[str]:
+def submit_request(bench: PlannerBench, **about: Any) -> list[str]:
     """Apply a request until the pool is at rest, and return the reasons of rejections."""
     bench.update(requests=(PoolRequest("op", about.pop("kind", "move"), **about),))
     return [d.reason for d in bench.settle() if isinstance(d, RejectRequest)]
 
 
-def test_a_worker_is_moved_by_hand_and_stays_there() -> None:
+def test_requested_move_is_pinned() -> None:
     bench = start_pool([4], job())
-    assert ask(bench, worker="w1", role="training") == []
+    assert submit_request(bench, worker="w1", role="training") == []
     assert bench.roles()["w1"] == "training"
     resident = dict(bench.list_instances())["w1"]
     assert resident.pinned
@@ -296,11 +300,11 @@ def test_a_worker_is_moved_by_hand_and_stays_there() -> None:
     assert bench.roles()["w1"] == "training", "the policy leaves it alone"
 
 
-def test_a_worker_is_put_aside_and_taken_back() -> None:
+def test_worker_is_cordoned_and_uncordoned() -> None:
     bench = start_pool([3], job())
-    ask(bench, worker="w2", role="idle")
+    submit_request(bench, worker="w2", role="idle")
     assert bench.roles() == {"w0": "core", "w1": "rollout"}
-    ask(bench, worker="w2", role="rollout")
+    submit_request(bench, worker="w2", role="rollout")
     assert bench.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout"}
 
 
@@ -315,29 +319,31 @@ def test_a_worker_is_put_aside_and_taken_back() -> None:
         ({"kind": "drain", "host": "nowhere"}, "no host is called nowhere"),
     ],
 )
-def test_a_request_that_cannot_be_granted_is_declined(about: dict[str, str], reason: str) -> None:
+def test_infeasible_request_is_rejected(about: dict[str, str], reason: str) -> None:
     bench = start_pool([4], job(needs_scoring=True))
     roles = bench.roles()
-    refusals = ask(bench, **about)
+    refusals = submit_request(bench, **about)
     assert len(refusals) == 1 and reason in refusals[0]
     assert bench.roles() == roles
 
 
-def test_a_worker_is_moved_from_one_job_to_another() -> None:
+def test_worker_is_moved_to_another_job() -> None:
     bench = start_pool([6], job("a"), job("b", submitted_ms=1))
     worker = next(w for w, role in bench.roles("b").items() if role == "rollout")
-    ask(bench, worker=worker, role="rollout", job="a")
+    submit_request(bench, worker=worker, role="rollout", job="a")
     assert bench.roles("a")[worker] == "rollout"
     assert (bench.count_awake_workers("a"), bench.count_awake_workers("b")) == (3, 3), (
         "each keeps its share"
     )
 
 
-def test_a_drain_is_settled_when_nobody_is_left() -> None:
+def test_drain_completes_when_the_host_is_empty() -> None:
     bench = start_pool([2, 2], job(has_checkpoint=True))
     bench.drain("host0")
     bench.update(
-        evictable_services=frozenset(n for host in bench.snapshot.hosts for n in host.services)
+        evictable_services=frozenset(
+            n for update_host in bench.snapshot.hosts for n in update_host.services
+        )
     )
-    assert ask(bench, kind="drain", host="host0") == [""]
+    assert submit_request(bench, kind="drain", host="host0") == [""]
     assert set(bench.roles()) == {"w2", "w3"}

@@ -1,4 +1,4 @@
-"""Engines get the degrees that the lengths of trajectories ask for, and keep them where it pays."""
+"""Reshaping: engines get tensor parallel sizes by trajectory lengths, and keep them if they pay."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from meshrl.services.planner.policies.core_placement import (
     choose_fewest_hosts,
 )
 from meshrl.services.planner.pool.draft import PoolDraft
-from tests.unit.planner.plant import SHORT, SLOTS, Tall, degrees_of, helpers_of, run_tall
+from tests.unit.planner.plant import SHORT, SLOTS, LongTailPlant, degrees_of, helpers_of, run_tall
 from tests.unit.planner.pools import PlannerBench, job, pool, start_pool
 
 ONES = [1] * 7
-LONG = Tall()
+LONG = LongTailPlant()
 JOB = job(model_key="m")
 
 
@@ -44,8 +44,8 @@ def mesh(workers: int = 8, allowed: tuple[int, ...] = (1, 2, 4), **config: objec
     return bench
 
 
-def told(bench: PlannerBench, plant: Tall, steps: int) -> list[dict[str, Any]]:
-    """Return the verdicts of so many steps."""
+def run_and_judge(bench: PlannerBench, plant: LongTailPlant, steps: int) -> list[dict[str, Any]]:
+    """Return the verdicts of `steps` steps."""
     found = []
     for _ in range(steps):
         run_tall(bench, plant, 1)
@@ -53,51 +53,51 @@ def told(bench: PlannerBench, plant: Tall, steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def takes_s(bench: PlannerBench, plant: Tall) -> float:
+def predict_plan_s(bench: PlannerBench, plant: LongTailPlant) -> float:
     return sum(plant.stages(degrees_of(bench), helpers_of(bench)))
 
 
 @pytest.mark.deep
-def test_a_long_tail_leads_to_a_mixture_that_pays_and_stays() -> None:
+def test_long_tail_leads_to_mixed_engine_sizes() -> None:
     bench, plant = mesh(), replace(LONG)
     assert degrees_of(bench) == ONES
-    [verdict] = told(bench, plant, 60)
+    [verdict] = run_and_judge(bench, plant, 60)
     assert len(set(degrees_of(bench))) > 1, "some of several workers, some of one"
     assert verdict["paid"] and verdict["policy"] == "lengths"
-    # The prediction does not use which are long; the plant has each where it belongs.
+    # The prediction does not use which trajectories are long; the plant assigns each to its engine.
     assert verdict["predicted_s"] == pytest.approx(verdict["observed_s"], rel=0.12)
     assert verdict["from"] == "rollout of 1,1,1,1,1,1,1"
-    assert takes_s(bench, plant) < 0.5 * plant.rollout_s(ONES)
+    assert predict_plan_s(bench, plant) < 0.5 * plant.rollout_s(ONES)
 
 
 @pytest.mark.deep
-def test_gangs_that_are_slower_than_predicted_are_split_again_and_stay_so() -> None:
+def test_gangs_slower_than_predicted_are_split_again() -> None:
     bench, plant = mesh(), replace(LONG, drag=4.0)
-    [verdict] = told(bench, plant, 80)
+    [verdict] = run_and_judge(bench, plant, 80)
     assert verdict["undone"] and verdict["predicted_s"] < verdict["observed_s"]
     assert degrees_of(bench) == ONES and helpers_of(bench) == 0
     assert bench.memory.split_states["job"].failed_moves == {"degrees": 1}
 
 
 @pytest.mark.deep
-def test_short_trajectories_are_left_to_engines_of_one_worker() -> None:
-    bench, plant = mesh(), Tall(SHORT, sequence_s=0.01, waits=0.5)
-    assert told(bench, plant, 60) == [] and degrees_of(bench) == ONES
+def test_short_trajectories_use_engines_of_one_worker() -> None:
+    bench, plant = mesh(), LongTailPlant(SHORT, sequence_s=0.01, waits=0.5)
+    assert run_and_judge(bench, plant, 60) == [] and degrees_of(bench) == ONES
     assert "degrees" in bench.memory.split_states["job"].explanation["verdict"] or (
         "rollout of" in bench.memory.split_states["job"].explanation["verdict"]
     )
 
 
 @pytest.mark.deep
-def test_helpers_come_with_degrees_where_training_takes_longer() -> None:
+def test_slow_training_gets_hybrids_together_with_engine_sizes() -> None:
     bench, plant = mesh(), replace(LONG, work_s=60.0)
-    verdicts = told(bench, plant, 60)
+    verdicts = run_and_judge(bench, plant, 60)
     assert verdicts and all(one["paid"] for one in verdicts)
     assert helpers_of(bench) >= 2 and max(degrees_of(bench)) > 1
-    assert takes_s(bench, plant) < 0.4 * sum(plant.stages(ONES, 0))
+    assert predict_plan_s(bench, plant) < 0.4 * sum(plant.stages(ONES, 0))
 
 
-def test_nothing_is_reshaped_without_lengths_or_where_the_split_is_held() -> None:
+def test_engines_are_not_reshaped_without_lengths_or_with_a_fixed_split() -> None:
     bench, plant = mesh(moves=False), replace(LONG)
     run_tall(bench, plant, 20)
     assert degrees_of(bench) == ONES
@@ -105,14 +105,14 @@ def test_nothing_is_reshaped_without_lengths_or_where_the_split_is_held() -> Non
 
 
 @pytest.mark.rotating(2)
-def test_one_degree_alone_leaves_engines_as_they_are() -> None:
+def test_single_allowed_size_is_not_reshaped() -> None:
     bench = mesh(9, allowed=(2,))
     run_tall(bench, replace(LONG), 40)
     assert set(degrees_of(bench)) == {2}
 
 
 @pytest.mark.rotating(2)
-def test_a_wish_is_remembered_and_pursued_over_looks_until_all_is_there() -> None:
+def test_requested_sizes_are_reached_over_several_snapshots() -> None:
     bench, plant = mesh(), replace(LONG)
     for _ in range(40):
         run_tall(bench, plant, 1, ready=False)
@@ -125,7 +125,7 @@ def test_a_wish_is_remembered_and_pursued_over_looks_until_all_is_there() -> Non
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("lost", ["w1", "w3", "w7"])
-def test_a_worker_that_is_lost_meanwhile_ends_in_engines_of_the_others(lost: str) -> None:
+def test_lost_worker_during_reshaping_leaves_engines_of_the_others(lost: str) -> None:
     bench, plant = mesh(), replace(LONG)
     run_tall(bench, plant, 3)
     bench.update_worker(lost, alive=False, token=0)
@@ -133,11 +133,11 @@ def test_a_worker_that_is_lost_meanwhile_ends_in_engines_of_the_others(lost: str
     assert sum(degrees_of(bench)) + helpers_of(bench) >= 4 and degrees_of(bench)
     bench.update_worker(lost, alive=True, token=99)
     run_tall(bench, plant, 40)
-    assert takes_s(bench, plant) < 0.6 * plant.rollout_s(ONES)
+    assert predict_plan_s(bench, plant) < 0.6 * plant.rollout_s(ONES)
     assert bench.memory.split_states["job"].desired_shape is None
 
 
-def test_what_was_predicted_of_a_degree_is_shown_beside_what_was_measured() -> None:
+def test_prediction_of_a_size_is_recorded_with_its_measurement() -> None:
     bench, plant = mesh(), replace(LONG, drag=1.3)
     run_tall(bench, plant, 12)
     lines = [one for one in format_predictions(bench.memory) if "rollout:4 on cpu" in one]
@@ -146,7 +146,7 @@ def test_what_was_predicted_of_a_degree_is_shown_beside_what_was_measured() -> N
     assert factor.value == pytest.approx(1.3, rel=0.01)
 
 
-def test_curves_of_degrees_that_nobody_has_are_those_of_one_worker_corrected() -> None:
+def test_curves_of_unused_sizes_derive_from_one_worker() -> None:
     one = LONG.curve(1)
     known = engine_curves.update_curves({}, [one])
     none = Correction()
@@ -157,59 +157,65 @@ def test_curves_of_degrees_that_nobody_has_are_those_of_one_worker_corrected() -
     assert slower is not None and slower.predict_step_s(8) == pytest.approx(
         2 * four.predict_step_s(8)
     )
-    paced = engine_curves.get_curve(
+    emulated = engine_curves.get_curve(
         ("cpu", 4), known, replace(JOB, emulated_engine="a100-7b"), none
     )
-    assert paced is not None and paced.base_s != four.base_s
+    assert emulated is not None and emulated.base_s != four.base_s
     assert engine_curves.get_curve(("gpu", 4), known, JOB, none) is None
     measured = engine_curves.update_curves(known, [LONG.curve(4)])
     assert engine_curves.get_curve(("cpu", 4), measured, JOB, off) == LONG.curve(4)
 
 
-def test_each_rank_of_a_core_counts_as_one_that_trains() -> None:
+def test_each_core_rank_counts_as_a_training_worker() -> None:
     bench = start_pool([8], job(tensor_parallel=(1, 2), ranks=3, model_key="m"))
     (one,) = bench.snapshot.jobs
     draft = PoolDraft(bench.snapshot, bench.snapshot.workers)
-    split = read_split(one, draft.get_instances(one.id))
-    assert (split.engines, split.trainers) == (len(degrees_of(bench)), 3 + helpers_of(bench))
+    count_split = read_split(one, draft.get_instances(one.id))
+    assert (count_split.engines, count_split.trainers) == (
+        len(degrees_of(bench)),
+        3 + helpers_of(bench),
+    )
 
 
 WIDE = PoolSettings(gang_scope="network")
 
 
-def core_on(bench: PlannerBench) -> list[str]:
+def list_core_hosts(bench: PlannerBench) -> list[str]:
     """Return the hosts of the core's ranks, in their order."""
     host = {worker.id: worker.host for worker in bench.snapshot.workers}
     gangs = [g for g in bench.snapshot.gangs if any(r.core for r in g.instances)]
     return [host[worker] for gang in gangs for worker in gang.workers]
 
 
-def test_a_core_spans_hosts_only_where_the_pool_says_so() -> None:
+def test_core_spans_hosts_only_if_allowed() -> None:
     wanted = job(ranks=4)
     for settings_, hosts in ((PoolSettings(), []), (WIDE, ["host0", "host1", "host1", "host1"])):
         bench = PlannerBench(pool([2, 3], wanted, settings=settings_))
         bench.settle()
-        assert sorted(core_on(bench)) == hosts
+        assert sorted(list_core_hosts(bench)) == hosts
         assert bool(explain_infeasible(wanted.requirements, bench.snapshot.workers, settings_)) == (
             not hosts
         )
 
 
-def test_a_core_that_fits_on_a_host_is_on_one() -> None:
+def test_core_that_fits_one_host_is_on_one() -> None:
     bench = start_pool([2, 3, 2], job(ranks=3), settings=WIDE)
-    assert core_on(bench) == ["host1"] * 3
+    assert list_core_hosts(bench) == ["host1"] * 3
 
 
-def test_hosts_of_different_networks_do_not_form_a_gang() -> None:
+def test_gang_does_not_span_networks() -> None:
     wanted = job(ranks=4)
     bench = PlannerBench(pool([2, 2], wanted, networks=["", "ib"], settings=WIDE))
-    told = explain_infeasible(wanted.requirements, bench.snapshot.workers, WIDE)
-    assert "no network of this mesh has more than 2 workers" in told
+    run_and_judge = explain_infeasible(wanted.requirements, bench.snapshot.workers, WIDE)
+    assert "no network of this mesh has more than 2 workers" in run_and_judge
     bench = start_pool([2, 2, 3], wanted, networks=["", "ib", "ib"], settings=WIDE)
-    assert sorted(set(core_on(bench))) == ["host1", "host2"] and len(core_on(bench)) == 4
+    assert (
+        sorted(set(list_core_hosts(bench))) == ["host1", "host2"]
+        and len(list_core_hosts(bench)) == 4
+    )
 
 
-def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
+def test_core_moves_when_a_host_drains_or_is_lost() -> None:
     """Check that a core resumes at its checkpoint when its other host drains or is lost. The host
     that it leaves has nothing of it any more.
     """
@@ -217,7 +223,7 @@ def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
         wanted = job(ranks=4, has_checkpoint=True)
         bench = PlannerBench(pool([3, 1, 3], wanted, settings=WIDE))
         bench.settle()
-        assert sorted(set(core_on(bench))) == ["host0", "host1"]
+        assert sorted(set(list_core_hosts(bench))) == ["host0", "host1"]
         if lost:
             for worker in bench.snapshot.workers:
                 if worker.host == "host1":
@@ -227,23 +233,23 @@ def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
         else:
             bench.update(requests=(PoolRequest("op", "drain", host="host1"),))
         bench.settle()
-        assert sorted(core_on(bench)) == ["host0"] * 3 + ["host2"]
+        assert sorted(list_core_hosts(bench)) == ["host0"] * 3 + ["host2"]
 
 
-def test_a_gang_that_may_span_hosts_no_more_ends_when_a_checkpoint_has_it() -> None:
+def test_gang_over_hosts_ends_after_a_checkpoint_once_disallowed() -> None:
     bench = start_pool([2, 2, 4], job(ranks=4), settings=WIDE)
-    assert core_on(bench) == ["host2"] * 4
+    assert list_core_hosts(bench) == ["host2"] * 4
     bench = PlannerBench(pool([2, 3], job(ranks=3, has_checkpoint=True), settings=WIDE))
     bench.update_worker("w2", alive=False)
     bench.settle()
-    assert set(core_on(bench)) == {"host0", "host1"}
+    assert set(list_core_hosts(bench)) == {"host0", "host1"}
     bench.update_worker("w2", alive=True)
     bench.update(settings=replace(WIDE, gang_scope="host"))
     bench.settle()
-    assert core_on(bench) == ["host1"] * 3
+    assert list_core_hosts(bench) == ["host1"] * 3
 
 
-def of_kinds(hosts: Sequence[int], kinds: Sequence[str], **wanted: Any) -> PlannerBench:
+def start_pool_of_kinds(hosts: Sequence[int], kinds: Sequence[str], **wanted: Any) -> PlannerBench:
     """Return a settled pool whose hosts have accelerators of these kinds."""
     snapshot = pool(hosts, job(**wanted), settings=WIDE)
     named = {f"host{number}": f"cuda:0 {kind}" for number, kind in enumerate(kinds)}
@@ -253,19 +259,21 @@ def of_kinds(hosts: Sequence[int], kinds: Sequence[str], **wanted: Any) -> Plann
     return bench
 
 
-def test_attention_has_the_fastest_accelerators_and_experts_the_slowest() -> None:
+def test_attention_gets_the_fastest_accelerators_and_experts_the_slowest() -> None:
     kinds = ["Tesla V100-SXM2-32GB", "NVIDIA A40", "NVIDIA H100 80GB HBM3"]
-    bench = of_kinds([4, 4, 1], kinds, ranks=5, attention_ranks=2)
-    assert core_on(bench) == ["host1"] * 2 + ["host0"] * 3
-    bench = of_kinds([4, 4, 1], kinds, ranks=3, attention_ranks=1)
-    assert core_on(bench) == ["host2"] + ["host0"] * 2
+    bench = start_pool_of_kinds([4, 4, 1], kinds, ranks=5, attention_ranks=2)
+    assert list_core_hosts(bench) == ["host1"] * 2 + ["host0"] * 3
+    bench = start_pool_of_kinds([4, 4, 1], kinds, ranks=3, attention_ranks=1)
+    assert list_core_hosts(bench) == ["host2"] + ["host0"] * 2
 
 
-def test_where_two_kinds_are_not_enough_the_fastest_of_all_have_attention() -> None:
-    bench = of_kinds([2, 2], ["Tesla V100-SXM2-32GB", "NVIDIA A40"], ranks=4, attention_ranks=3)
-    assert core_on(bench) == ["host1"] * 2 + ["host0"] * 2
-    bench = of_kinds([3, 2], ["NVIDIA A40", "NVIDIA A40"], ranks=3, attention_ranks=1)
-    assert core_on(bench) == ["host0"] * 3
+def test_attention_gets_the_fastest_accelerators_of_three_kinds() -> None:
+    bench = start_pool_of_kinds(
+        [2, 2], ["Tesla V100-SXM2-32GB", "NVIDIA A40"], ranks=4, attention_ranks=3
+    )
+    assert list_core_hosts(bench) == ["host1"] * 2 + ["host0"] * 2
+    bench = start_pool_of_kinds([3, 2], ["NVIDIA A40", "NVIDIA A40"], ranks=3, attention_ranks=1)
+    assert list_core_hosts(bench) == ["host0"] * 3
 
 
 offers = st.lists(st.lists(st.integers(0, 7).map(lambda n: 15 * n), max_size=4), max_size=5)
@@ -273,7 +281,7 @@ offers = st.lists(st.lists(st.integers(0, 7).map(lambda n: 15 * n), max_size=4),
 
 @given(offers, st.integers(1, 8), st.sampled_from([UNSAVED_CORE_COST, UNAVAILABLE_COST]))
 @settings(max_examples=300, deadline=None)
-def test_a_core_has_the_fewest_hosts(costs: list[list[int]], ranks: int, most: int) -> None:
+def test_core_uses_the_fewest_hosts(costs: list[list[int]], ranks: int, most: int) -> None:
     numbers = iter(range(100))
     there = {
         f"host{n}": [(cost, (2, f"w{next(numbers):02}")) for cost in some]

@@ -208,9 +208,9 @@ def test_full_disk_rejects_every_writer(root: Path, disk: VirtualDisk, room: int
             file.write(b"defghi")
         with pytest.raises(StorageFull):
             ChunkStore(root / "store").write(b"a chunk of something")
-        with pytest.raises(OSError) as refused:
+        with pytest.raises(OSError) as caught:
             (root / "plain").write_bytes(b"more than there is room for")
-        assert refused.value.errno == errno.EFBIG
+        assert caught.value.errno == errno.EFBIG
     assert (root / "ledger").read_bytes() == b"abc", "a part of it was written, and taken back"
     file.write(b"def")
     file.close()
@@ -387,5 +387,5 @@ def test_log_target_is_restored_after_a_simulation(
 
     on_machine(tmp_path, nothing)
     structlog.get_logger().warning("afterwards")
-    said = "".join(capsys.readouterr())
-    assert "afterwards" in said and "within" not in said
+    output = "".join(capsys.readouterr())
+    assert "afterwards" in output and "within" not in output

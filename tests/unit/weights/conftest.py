@@ -25,21 +25,21 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     clock, host = SystemClock(), SystemHost()
     state = open_simulated_state(clock)
 
-    def mesh(name: str, where: str) -> Mesh:
-        settings = MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where)
+    def mesh(name: str, host_name: str) -> Mesh:
+        settings = MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=host_name)
         return on_sockets(name, state, clock, host=host, settings=settings)
 
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
-    serving, asking = mesh(STORE_NAME, "there"), mesh("trainer", "here")
-    door = InProcessAuthenticator()
-    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", authenticator=door)
+    store_mesh, client_mesh = mesh(STORE_NAME, "there"), mesh("trainer", "here")
+    authenticator = InProcessAuthenticator()
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", authenticator=authenticator)
     # Slow requests get the answer to retry.
-    keeping = WeightStore(serving, chunks, SharedTasks(serving, answer_s=0.0))
-    await serving.join(keeping, bulk_address=bulk.address)
-    await asking.join(None)
-    yield Store(asking, chunks)
-    await asking.leave()
-    await serving.leave()
+    service = WeightStore(store_mesh, chunks, SharedTasks(store_mesh, answer_s=0.0))
+    await store_mesh.join(service, bulk_address=bulk.address)
+    await client_mesh.join(None)
+    yield Store(client_mesh, chunks)
+    await client_mesh.leave()
+    await store_mesh.leave()
     bulk.close()
     await state.close()

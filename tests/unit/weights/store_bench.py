@@ -1,4 +1,4 @@
-"""A weight store with a trainer's view of it, under virtual time, on a disk that is real."""
+"""Weight store and its clients under virtual time, on a real disk."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class FilesClock(VirtualClock):
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__(loop)
-        self._began = time.time()
+        self._start_s = time.time()
 
     def wall(self) -> float:
-        return self._began + self.monotonic()
+        return self._start_s + self.monotonic()
 
 
 class StoreBench:
-    """The processes of a mesh that write to its store, and what they write."""
+    """Processes of a mesh that write to its weight store."""
 
     def __init__(self, clock: FilesClock, random: Random, root: Path) -> None:
         self.clock, self.random, self.root = clock, random, root
@@ -68,19 +68,19 @@ class StoreBench:
         self.bulk = BulkClient(self.trainer)
 
     async def _start_store(self) -> None:
-        self.serving = self.mesh(STORE_NAME, "weights")
-        self.store = store = WeightStore(self.serving, self.chunks)
-        await self.serving.join(store, bulk_address=self.chunks.local_address)
-        self._sweeping = asyncio.create_task(store.run_sweeper())
+        self.store_mesh = self.mesh(STORE_NAME, "weights")
+        self.store = store = WeightStore(self.store_mesh, self.chunks)
+        await self.store_mesh.join(store, bulk_address=self.chunks.local_address)
+        self._sweeper = asyncio.create_task(store.run_sweeper())
 
     async def _stop_store(self) -> None:
-        assert not self._sweeping.done(), "the sweeps have ended"
-        self._sweeping.cancel()
-        await asyncio.gather(self._sweeping, return_exceptions=True)
-        await self.serving.leave()
+        assert not self._sweeper.done(), "the sweeps have ended"
+        self._sweeper.cancel()
+        await asyncio.gather(self._sweeper, return_exceptions=True)
+        await self.store_mesh.leave()
 
     async def restart_store(self) -> None:
-        """Another process of the store, beside the files of the one before."""
+        """Start another process of the store on the same files."""
         await self._stop_store()
         await self._start_store()
 
@@ -95,11 +95,11 @@ class StoreBench:
         await self.open()
 
     def age(self, seconds: float) -> None:
-        """Set the write times of all stored files so much earlier."""
+        """Set the write times of all stored files back."""
         directory = self.chunks.directory
         for path in [*directory.glob("??/*"), *directory.glob(f"{GROUPS}/??/*")]:
-            then = path.stat().st_mtime - seconds
-            os.utime(path, (then, then))
+            mtime = path.stat().st_mtime - seconds
+            os.utime(path, (mtime, mtime))
 
     def mesh(self, name: str, kind: str) -> Mesh:
         return Mesh(
@@ -134,7 +134,7 @@ class StoreBench:
         return await staged_whole(self.trainer, self.bulk, job, lineage, version, weights)
 
     async def begin(self, job: str = JOB) -> str:
-        """Version 0 with its checkpoint."""
+        """Commit version 0 with its checkpoint and return the manifest."""
         manifest = await self.stage(0, job=job)
         name = await self.save(0, manifest, job)
         await steps.commit_initial(
@@ -143,10 +143,10 @@ class StoreBench:
         return manifest
 
     async def save(self, step: int, manifest: str, job: str = JOB, lineage: int = 0) -> str:
-        account = {"version": step}
-        request = Checkpoint(job, lineage, step, manifest, account, {})
-        saved: str = await self.trainer.ref(STORE_NAME).call(Weights.save_checkpoint, request)
-        return saved
+        checkpoint_state = {"version": step}
+        request = Checkpoint(job, lineage, step, manifest, checkpoint_state, {})
+        name: str = await self.trainer.ref(STORE_NAME).call(Weights.save_checkpoint, request)
+        return name
 
     async def commit(
         self, step: int, manifest: str, checkpoint: str, lineage: int = 0, job: str = JOB
@@ -167,8 +167,8 @@ class StoreBench:
         await self.commit(version, manifest, checkpoint)
         return manifest
 
-    async def stored(self, manifest: str) -> bool:
-        """Return whether the store holds all of a version."""
+    async def is_stored(self, manifest: str) -> bool:
+        """Return whether the store has all of a version."""
         try:
             await WeightReceiver(self.trainer, self.bulk).receive(manifest)
         except NotFound:
@@ -177,7 +177,7 @@ class StoreBench:
 
     # -- groups -----------------------------------------------------------------------------------
 
-    async def group(self) -> str:
+    async def store_group(self) -> str:
         """Store the bytes of a group that is finished but not on record yet."""
         content = self.random.hex_token(64).encode()
         return await put_chunk(self.shard, BulkClient(self.shard), content, "it", space=GROUPS)
@@ -198,7 +198,7 @@ class StoreBench:
     async def end_groups_with(self, step: int, manifest: str, checkpoint: str) -> None:
         """Commit a step on the ready groups with a staged version and its checkpoint."""
         token = self.trainer.token
-        leased = await groups.lease_groups(self.state, JOB, TRAINER, token, step)
+        leases = await groups.lease_groups(self.state, JOB, TRAINER, token, step)
         await steps.commit_step(
             self.state,
             JOB,
@@ -207,7 +207,7 @@ class StoreBench:
             0,
             steps.StepCommit(
                 step,
-                [row.group for row in leased.groups],
+                [row.group for row in leases.groups],
                 [],
                 steps.VersionReferences(manifest, checkpoint),
                 {},

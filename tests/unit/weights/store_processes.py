@@ -1,4 +1,4 @@
-"""A weight store, and processes that speak to it over sockets, as from other hosts."""
+"""Weight store and processes of other hosts that use it over sockets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Store:
 
 
 class ProcessesOnHosts:
-    """Processes of hosts that have a directory each; a weight store is on the one named head."""
+    """Processes on hosts with a directory each; the host `head` has the weight store."""
 
     service: WeightStore
     trainer: Mesh
@@ -45,9 +45,9 @@ class ProcessesOnHosts:
     def process(self, name: str, host: str, **more: Any) -> Mesh:
         root = str(self.root / host)
         settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
-        made = on_sockets(name, self.state, SystemClock(), settings=settings)
-        self.meshes.append(made)
-        return made
+        mesh = on_sockets(name, self.state, SystemClock(), settings=settings)
+        self.meshes.append(mesh)
+        return mesh
 
     async def receiver(self, name: str, host: str, **more: Any) -> tuple[Mesh, WeightReceiver]:
         mesh = self.process(name, host, **more)
@@ -55,22 +55,21 @@ class ProcessesOnHosts:
         return mesh, WeightReceiver(mesh, BulkClient(mesh))
 
     @asynccontextmanager
-    async def served(self, *address: str) -> AsyncIterator[None]:
-        """Start the store, which serves other hosts by `way`, and a trainer that has joined.
-
+    async def run_store(self, *address: str) -> AsyncIterator[None]:
+        """Start the store, which serves other hosts through `proxy`, and a trainer that has joined.
         Args:
             address: the host address that the store publishes, if not its own.
         """
-        serving = self.process(STORE_NAME, "head")
-        door = InProcessAuthenticator()
+        store_mesh = self.process(STORE_NAME, "head")
+        authenticator = InProcessAuthenticator()
         bulk = BulkServer(
-            self.store, SystemHost(), "tcp://127.0.0.1:*", *address, authenticator=door
+            self.store, SystemHost(), "tcp://127.0.0.1:*", *address, authenticator=authenticator
         )
-        self.service = WeightStore(serving, self.store)
+        self.service = WeightStore(store_mesh, self.store)
         with FaultyProxy(
             int(bulk.address.partition("#")[0].rpartition(":")[2]), 1 << 40
         ) as self.proxy:
-            await serving.join(self.service, bulk_address=bulk.address)
+            await store_mesh.join(self.service, bulk_address=bulk.address)
             self.trainer = self.process("trainer/j", "head")
             await self.trainer.join(None)
             yield

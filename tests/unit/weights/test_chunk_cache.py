@@ -1,6 +1,4 @@
-"""Chunk cache of a host: each chunk crosses the network once for all of its processes. Cached
-chunks never hinder other use of the disk.
-"""
+"""Chunk cache of a host: each chunk crosses the network once for all processes of the host."""
 
 from __future__ import annotations
 
@@ -35,79 +33,79 @@ SIZE = len(TENSORS) * CHUNK  # of the version, in as many chunks
 
 
 class Hosts(ProcessesOnHosts):
-    """A head with a weight store, to which there is one way, and a host with many processes."""
+    """Head with a weight store behind a proxy, and a host with many processes."""
 
     digest: str
 
     @property
-    def kept(self) -> ChunkStore:
+    def cache(self) -> ChunkStore:
         return ChunkStore(self.root / "second/chunks")
 
-    def files(self) -> list[str]:
-        return sorted(path.name for path in self.kept.directory.glob("??/*"))
+    def list_files(self) -> list[str]:
+        return sorted(path.name for path in self.cache.directory.glob("??/*"))
 
 
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
-    made = Hosts(tmp_path, open_simulated_state(SystemClock()))
+    bench = Hosts(tmp_path, open_simulated_state(SystemClock()))
     # It publishes the address of the transport: proofs are valid for no other address.
-    async with made.served("127.0.0.2"):
-        trainer = made.trainer
+    async with bench.run_store("127.0.0.2"):
+        trainer = bench.trainer
         bulk_client = BulkClient(trainer)
-        made.digest = await staged_whole(trainer, bulk_client, "j", 0, 0, TENSORS, most=CHUNK)
-        assert right(await WeightReceiver(trainer, bulk_client).receive(made.digest))
-        assert made.proxy.carried_bytes == 0 and not (tmp_path / "head/chunks").exists()
-        yield made
+        bench.digest = await staged_whole(trainer, bulk_client, "j", 0, 0, TENSORS, most=CHUNK)
+        assert is_complete(await WeightReceiver(trainer, bulk_client).receive(bench.digest))
+        assert bench.proxy.carried_bytes == 0 and not (tmp_path / "head/chunks").exists()
+        yield bench
 
 
-def right(image: VersionImage) -> bool:
+def is_complete(image: VersionImage) -> bool:
     return all(torch.equal(image.tensors[name], tensor) for name, tensor in TENSORS.items())
 
 
-def told(*meshes: Mesh) -> dict[str, float]:
+def sum_counters(*meshes: Mesh) -> dict[str, float]:
     names = ("found", "found_bytes", "fetched", "fetched_bytes", "damaged", "not_kept")
     counters = [mesh.telemetry.counters for mesh in meshes]
     return {name: sum(c.get(f"chunks_{name}", 0) for c in counters) for name in names}
 
 
-async def test_processes_of_a_host_fetch_a_version_once_for_all(hosts: Hosts) -> None:
-    made = [await hosts.receiver(f"engine/g{n}", "second") for n in range(3)]
-    images = await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))
-    assert all(map(right, images))
+async def test_processes_of_a_host_fetch_a_version_once(hosts: Hosts) -> None:
+    receivers = [await hosts.receiver(f"engine/g{n}", "second") for n in range(3)]
+    images = await asyncio.gather(*(one.receive(hosts.digest) for _, one in receivers))
+    assert all(map(is_complete, images))
     assert SIZE < hosts.proxy.carried_bytes < SIZE * 1.2
-    figures = told(*(mesh for mesh, _ in made))
-    assert figures["fetched_bytes"] == SIZE and figures["found_bytes"] == 2 * SIZE
-    assert figures["fetched"] == 4 and figures["found"] == 8
-    assert len(hosts.files()) == 4
-    for name in hosts.files():
+    counters = sum_counters(*(mesh for mesh, _ in receivers))
+    assert counters["fetched_bytes"] == SIZE and counters["found_bytes"] == 2 * SIZE
+    assert counters["fetched"] == 4 and counters["found"] == 8
+    assert len(hosts.list_files()) == 4
+    for name in hosts.list_files():
         hosts.store.chunk_path(name).unlink()
     _, later = await hosts.receiver("engine/g3", "second")
-    assert right(await later.receive(hosts.digest))  # no source is asked again
+    assert is_complete(await later.receive(hosts.digest))  # no source is contacted again
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "emptied"])
-async def test_a_damaged_one_is_fetched_again_and_never_loaded(hosts: Hosts, harm: str) -> None:
+async def test_corrupt_chunk_is_fetched_again_and_never_loaded(hosts: Hosts, harm: str) -> None:
     _, first = await hosts.receiver("engine/g0", "second")
     await first.receive(hosts.digest)
-    path = hosts.kept.chunk_path(hosts.files()[0])
+    path = hosts.cache.chunk_path(hosts.list_files()[0])
     content = path.read_bytes()
-    harmed = {
+    corruptions = {
         "flipped": content[:-1] + bytes([content[-1] ^ 1]),
         "cut": content[: CHUNK // 2],
         "emptied": b"",
     }
-    path.write_bytes(harmed[harm])
+    path.write_bytes(corruptions[harm])
     before = hosts.proxy.carried_bytes
     mesh, second = await hosts.receiver("engine/g1", "second")
-    assert right(await second.receive(hosts.digest))
+    assert is_complete(await second.receive(hosts.digest))
     assert CHUNK < hosts.proxy.carried_bytes - before < CHUNK * 1.5
-    figures = told(mesh)
-    assert figures["fetched"] == 1 and figures["damaged"] == 1 and figures["found"] == 3
+    counters = sum_counters(mesh)
+    assert counters["fetched"] == 1 and counters["damaged"] == 1 and counters["found"] == 3
     assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("why", ["full", "no directory", "too little", "none"])
-async def test_what_cannot_be_kept_is_passed_by(hosts: Hosts, why: str) -> None:
+async def test_chunks_that_cannot_be_cached_are_still_received(hosts: Hosts, why: str) -> None:
     (hosts.root / "second").mkdir()
     more = {"too little": {"chunks_bytes": CHUNK // 2}, "none": {"chunks_bytes": 0}}.get(why, {})
     mesh, receiver = await hosts.receiver("engine/g0", "second", **more)
@@ -118,16 +116,17 @@ async def test_what_cannot_be_kept_is_passed_by(hosts: Hosts, why: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK // 2, hard))
     try:
         for _ in range(2):
-            assert right(await receiver.receive(hosts.digest))
+            assert is_complete(await receiver.receive(hosts.digest))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    vain = 2 * SIZE if why == "full" else 0  # bytes that arrive before the disk reports an error
-    assert 2 * SIZE < hosts.proxy.carried_bytes < 2 * SIZE * 1.2 + vain
-    assert hosts.files() == []
-    assert told(mesh)["not_kept"] == (0 if why == "none" else 8)
+    # bytes that arrive before the disk reports an error
+    wasted_bytes = 2 * SIZE if why == "full" else 0
+    assert 2 * SIZE < hosts.proxy.carried_bytes < 2 * SIZE * 1.2 + wasted_bytes
+    assert hosts.list_files() == []
+    assert sum_counters(mesh)["not_kept"] == (0 if why == "none" else 8)
 
 
-async def test_what_was_not_used_for_longest_makes_room(hosts: Hosts) -> None:
+async def test_least_recently_used_chunk_is_evicted(hosts: Hosts) -> None:
     mesh = hosts.process("engine/g0", "second", chunks_bytes=3 * CHUNK)
     contents = [bytes([n]) * CHUNK for n in range(4)]
     digests = [compute_digest(content) for content in contents]
@@ -137,55 +136,59 @@ async def test_what_was_not_used_for_longest_makes_room(hosts: Hosts) -> None:
             return contents[n]
 
         assert await fetch_through_cache(mesh, digests[n], fetch) == contents[n]
-        used = 1_000_000_000 + next(times)
-        os.utime(hosts.kept.chunk_path(digests[n]), (used, used))
+        used_s = 1_000_000_000 + next(times)
+        os.utime(hosts.cache.chunk_path(digests[n]), (used_s, used_s))
 
     times = iter(range(10))
     for n in (0, 1, 2, 0, 3):
         await get(n)
-    assert hosts.files() == sorted([digests[0], digests[2], digests[3]])
-    assert told(mesh)["found"] == 1
+    assert hosts.list_files() == sorted([digests[0], digests[2], digests[3]])
+    assert sum_counters(mesh)["found"] == 1
 
 
-async def some_there(hosts: Hosts, receiver: WeightReceiver) -> list[str]:
-    """Two chunks of the version, long unused, and two others, which are used all the time."""
+async def store_some_chunks(hosts: Hosts, receiver: WeightReceiver) -> list[str]:
+    """Store two chunks of the version, long unused, and two others in constant use."""
     image = VersionImage(await receiver.fetch_manifest(hosts.digest))
-    found, others = list(image.chunk_sizes)[:2], [bytes([n]) * CHUNK for n in range(2)]
-    for content in (*map(hosts.store.read, found), *others):
-        hosts.kept.write(content)
+    version_chunks, others = list(image.chunk_sizes)[:2], [bytes([n]) * CHUNK for n in range(2)]
+    for content in (*map(hosts.store.read, version_chunks), *others):
+        hosts.cache.write(content)
     for content in others:
-        ahead = hosts.meshes[0].clock.wall() + 1000
-        os.utime(hosts.kept.chunk_path(compute_digest(content)), (ahead, ahead))
-    return found
+        future_s = hosts.meshes[0].clock.wall() + 1000
+        os.utime(hosts.cache.chunk_path(compute_digest(content)), (future_s, future_s))
+    return version_chunks
 
 
-async def test_what_a_version_needs_stays_as_long_as_there_is_anything_else(hosts: Hosts) -> None:
+async def test_chunks_of_the_version_are_evicted_last(hosts: Hosts) -> None:
     mesh, receiver = await hosts.receiver("engine/g0", "second", chunks_bytes=4 * CHUNK)
-    await some_there(hosts, receiver)
+    await store_some_chunks(hosts, receiver)
     image = await receiver.receive(hosts.digest)
-    assert right(image) and hosts.files() == sorted(image.chunk_sizes)
-    figures = told(mesh)
-    assert (figures["found"], figures["fetched"]) == (2, 2)
+    assert is_complete(image) and hosts.list_files() == sorted(image.chunk_sizes)
+    counters = sum_counters(mesh)
+    assert (counters["found"], counters["fetched"]) == (2, 2)
 
 
-async def test_a_version_without_room_beside_what_is_there_removes_none_of_it(hosts: Hosts) -> None:
+async def test_version_beyond_the_free_cache_space_evicts_nothing(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "second", chunks_bytes=3 * CHUNK)
-    found = await some_there(hosts, receiver)
+    version_chunks = await store_some_chunks(hosts, receiver)
     with capture_logs() as lines:
         for _ in range(2):
             image = await receiver.receive(hosts.digest)
-            assert right(image) and image._copied_chunks and image._copied_chunks.isdisjoint(found)
-    [said] = [line for line in lines if line["event"].startswith("no room for weights: each")]
-    assert said["log_level"] == "warning"
+            assert (
+                is_complete(image)
+                and image._copied_chunks
+                and image._copied_chunks.isdisjoint(version_chunks)
+            )
+    [warning] = [line for line in lines if line["event"].startswith("no room for weights: each")]
+    assert warning["log_level"] == "warning"
 
 
-async def test_what_nobody_uses_goes_and_what_is_used_stays(hosts: Hosts) -> None:
+async def test_only_unused_chunks_are_removed(hosts: Hosts) -> None:
     mesh, receiver = await hosts.receiver("engine/g0", "second")
     await receiver.receive(hosts.digest)
-    used, unused, *_ = names = hosts.files()
+    used, unused, *_ = all_names = hosts.list_files()
     long_ago = mesh.clock.wall() - 2 * MAX_UNUSED_S
-    (scratch := hosts.kept.chunk_path(used).with_name(f".{used}.of-one-that-was-killed")).touch()
-    for path in (*map(hosts.kept.chunk_path, (used, unused)), scratch):
+    (scratch := hosts.cache.chunk_path(used).with_name(f".{used}.of-one-that-was-killed")).touch()
+    for path in (*map(hosts.cache.chunk_path, (used, unused)), scratch):
         os.utime(path, (long_ago, long_ago))
 
     async def fetch() -> bytes:
@@ -193,47 +196,47 @@ async def test_what_nobody_uses_goes_and_what_is_used_stays(hosts: Hosts) -> Non
 
     assert compute_digest(await fetch_through_cache(mesh, used, fetch)) == used
     remove_unused(hosts.root / "second", mesh.clock.wall())
-    assert hosts.files() == sorted({*names} - {unused})
+    assert hosts.list_files() == sorted({*all_names} - {unused})
     remove_unused(hosts.root / "head", mesh.clock.wall())
     assert hosts.store.has(unused)
 
 
-class Hasty(SystemClock):
-    """A clock on which every pause takes much longer than it does."""
+class FastClock(SystemClock):
+    """Clock on which every pause appears much longer than it is."""
 
-    ahead = 0.0
+    offset_s = 0.0
 
     def monotonic(self) -> float:
-        return super().monotonic() + self.ahead
+        return super().monotonic() + self.offset_s
 
     async def sleep(self, seconds: float) -> None:
-        self.ahead += seconds * 100
+        self.offset_s += seconds * 100
         await super().sleep(0)
 
 
-async def test_one_who_stands_still_as_it_fetches_is_not_waited_for_for_ever(hosts: Hosts) -> None:
+async def test_wait_for_a_stalled_fetch_is_bounded(hosts: Hosts) -> None:
     content = b"a chunk"
-    lock = hosts.kept.directory / ".locks" / compute_digest(content)[:2]
+    lock = hosts.cache.directory / ".locks" / compute_digest(content)[:2]
     lock.parent.mkdir(parents=True)
     settings = hosts.process("engine/g0", "second").settings
-    hasty = on_sockets("engine/g1", hosts.state, Hasty(), settings=settings)
-    hosts.meshes.append(hasty)
+    fast_mesh = on_sockets("engine/g1", hosts.state, FastClock(), settings=settings)
+    hosts.meshes.append(fast_mesh)
 
     async def fetch() -> bytes:
         return content
 
-    with lock.open("w") as stands:
-        fcntl.flock(stands, fcntl.LOCK_EX)
+    with lock.open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         async with asyncio.timeout(scaled(60)):
-            assert await fetch_through_cache(hasty, compute_digest(content), fetch) == content
-    assert hosts.files() == [compute_digest(content)]
+            assert await fetch_through_cache(fast_mesh, compute_digest(content), fetch) == content
+    assert hosts.list_files() == [compute_digest(content)]
 
 
-async def test_one_who_fails_or_is_cancelled_lets_the_next_fetch(hosts: Hosts) -> None:
-    mesh, content, asked = hosts.process("engine/g0", "second"), b"a chunk", asyncio.Event()
+async def test_next_process_fetches_after_a_failure_or_cancellation(hosts: Hosts) -> None:
+    mesh, content, requested = hosts.process("engine/g0", "second"), b"a chunk", asyncio.Event()
 
-    async def stand() -> bytes:
-        asked.set()
+    async def hang() -> bytes:
+        requested.set()
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -243,12 +246,12 @@ async def test_one_who_fails_or_is_cancelled_lets_the_next_fetch(hosts: Hosts) -
     async def fetch() -> bytes:
         return content
 
-    standing = asyncio.create_task(fetch_through_cache(mesh, compute_digest(content), stand))
-    await asked.wait()
-    standing.cancel()
+    hanging = asyncio.create_task(fetch_through_cache(mesh, compute_digest(content), hang))
+    await requested.wait()
+    hanging.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await standing
+        await hanging
     with pytest.raises(NotFound):
         await fetch_through_cache(mesh, compute_digest(content), fail)
     assert await fetch_through_cache(mesh, compute_digest(content), fetch) == content
-    assert told(mesh)["fetched"] == 1 and hosts.files() == [compute_digest(content)]
+    assert sum_counters(mesh)["fetched"] == 1 and hosts.list_files() == [compute_digest(content)]

@@ -1,6 +1,5 @@
-"""A store killed at any write of a collection.
-
-All that is needed is complete at once, and in the end exactly that is there.
+"""Deletion sweeps of a store that is killed at any write. All needed files are complete at once,
+and in the end exactly these are left.
 """
 
 from __future__ import annotations
@@ -33,51 +32,51 @@ from meshrl.services.weights.retention.sweeper import (
 from tests.load import scaled
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
-COLLECTED_S = DELETION_GRACE_S + 4 * SWEEP_INTERVAL_S
+COLLECTION_S = DELETION_GRACE_S + 4 * SWEEP_INTERVAL_S
 WRITES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "os.link", "os.truncate")
 EVERY = 4  # writes; each part of a test begins at another one
 OTHER = "other"  # a job that is deleted
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def dies_at(count: int) -> None:
+def kill_at_write(count: int) -> None:
     """Kill this process before its `count`th write from now on."""
-    left = count
+    remaining = count
 
-    def hears(event: str, args: Sequence[Any]) -> None:
-        nonlocal left
-        opened = event == "open" and isinstance(args[2], int)
-        if event in WRITES or (opened and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
-            left -= 1
-            if not left:
+    def count_write(event: str, args: Sequence[Any]) -> None:
+        nonlocal remaining
+        is_file_open = event == "open" and isinstance(args[2], int)
+        if event in WRITES or (is_file_open and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+            remaining -= 1
+            if not remaining:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(hears)
+    sys.addaudithook(count_write)
 
 
 @dataclass
 class Needed:
-    """Files that must be there, whatever happens."""
+    """Data that must be present at any time."""
 
     versions: list[str]
     checkpoint: str
 
 
-async def filled(store: StoreBench) -> Needed:
+async def fill(store: StoreBench) -> Needed:
     """Fill a store with files of each kind to collect and with files to retain."""
     await store.submit(keep_checkpoints=1)
     document = store.document | {"weights": {"keep": 2, "keep_every": 3}}
     await jobs.change_document(store.state, JOB, document, {}, "change")
     await store.begin()
-    await store.ready(await store.group())  # which a checkpoint covers then
+    await store.ready(await store.store_group())  # a checkpoint covers it then
     first = await store.stage(1)
-    name = await saved(store, 1, first)
+    name = await save(store, 1, first)
     await store.end_groups_with(1, first, name)
     second, third = await store.step(2, name), await store.step(3, name)
     fourth = await store.stage(4)
-    await store.commit(4, fourth, await saved(store, 4, fourth))
+    await store.commit(4, fourth, await save(store, 4, fourth))
     fifth = await store.stage(5)
-    await store.commit(5, fifth, name := await saved(store, 5, fifth))
+    await store.commit(5, fifth, name := await save(store, 5, fifth))
     pin_version(store.chunks, JOB, second, VersionPin(str(store.run_dir), 0, 2))
     await store.submit(OTHER)
     await store.begin(OTHER)
@@ -86,7 +85,7 @@ async def filled(store: StoreBench) -> Needed:
     return Needed([second, third, fourth, fifth], name)
 
 
-async def saved(store: StoreBench, step: int, manifest: str) -> str:
+async def save(store: StoreBench, step: int, manifest: str) -> str:
     """Save a checkpoint with its directory."""
     name = await store.save(step, manifest)
     state = store.run_dir / "checkpoints" / name / STATE_FOLDER
@@ -96,40 +95,42 @@ async def saved(store: StoreBench, step: int, manifest: str) -> str:
 
 
 async def check(store: StoreBench, needed: Needed) -> None:
-    """Assert that the data that the run resumes from are complete."""
+    """Check that the data to resume from are complete."""
     for manifest in needed.versions:
-        assert await store.stored(manifest), manifest
+        assert await store.is_stored(manifest), manifest
     path = find_committed(store.run_dir)
     assert path is not None and path.stem == needed.checkpoint
     verified_files = path.with_suffix("") / STATE_FOLDER / "rank-0.safetensors"
     assert verified_files.read_bytes() == b"state"
-    told = [event.fields for event in await events.read_all(store.state) if event.kind == "damaged"]
-    assert told == []
+    damaged_fields = [
+        event.fields for event in await events.read_all(store.state) if event.kind == "damaged"
+    ]
+    assert damaged_fields == []
 
 
-async def settled(store: StoreBench) -> set[str]:
+async def collect_all(store: StoreBench) -> set[str]:
     """Return the files that are left after a complete collection, orphans included."""
-    await store.clock.sleep(COLLECTED_S)
+    await store.clock.sleep(COLLECTION_S)
     store.age(ORPHAN_MIN_AGE_S)
-    await store.clock.sleep(ORPHAN_SCAN_INTERVAL_S + COLLECTED_S)
-    found = (path for path in store.root.rglob("*") if path.is_file() and path.name != RECORD_FILE)
-    names = {str(path.relative_to(store.root)) for path in found}
-    return {name for name in names if not name.startswith(f"{OTHER}/")}  # its run's directory stays
+    await store.clock.sleep(ORPHAN_SCAN_INTERVAL_S + COLLECTION_S)
+    paths = (path for path in store.root.rglob("*") if path.is_file() and path.name != RECORD_FILE)
+    names = {str(path.relative_to(store.root)) for path in paths}
+    return {name for name in names if not name.startswith(f"{OTHER}/")}  # the run's directory stays
 
 
-async def die(store: StoreBench, at: int) -> None:
-    """Collect in this process, which ends by that."""
+async def collect_and_exit(store: StoreBench, at: int) -> None:
+    """Collect in this process, then exit."""
     try:
-        dies_at(at)
-        await store.clock.sleep(COLLECTED_S)
+        kill_at_write(at)
+        await store.clock.sleep(COLLECTION_S)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def ended(child: int) -> bool:
-    """Return whether the process was killed; otherwise it has collected all."""
+def wait_and_check_killed(child: int) -> bool:
+    """Wait for a child; return True if it was killed, and False if it collected all."""
     _, status = os.waitpid(child, 0)
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     assert killed or status == 0, status
@@ -137,58 +138,65 @@ def ended(child: int) -> bool:
 
 
 def run_killed(root: Path, at: int) -> tuple[bool, set[str], set[str]]:
-    """Run a collection that may be killed before its `at`th write. Return whether it was, the files
-    left in the end, and the files that must be.
+    """Run a collection that may be killed before its `at`th write.
+    Returns:
+        True if it was killed, the files left in the end, and the files that are needed.
     """
     root.mkdir()
     outcome: list[Any] = []
 
     async def story(store: StoreBench) -> None:
-        needed = await filled(store)
+        needed = await fill(store)
         loop = asyncio.get_running_loop()
         if not (child := os.fork()):
-            asyncio._set_running_loop(loop)  # it is this process's, too: time is virtual
-            await die(store, at)
-        killed = ended(child)
+            # time is virtual, so that the loop runs in this process as well
+            asyncio._set_running_loop(loop)
+            await collect_and_exit(store, at)
+        killed = wait_and_check_killed(child)
         await store.restart_store()
         await check(store, needed)
-        left = await settled(store)
+        remaining = await collect_all(store)
         await check(store, needed)
-        outcome.append((killed, left, must(store, needed)))
+        outcome.append((killed, remaining, list_needed(store, needed)))
 
     on_store(root, story)
-    [(killed, left, there)] = outcome
-    return killed, left, there
+    [(killed, remaining, needed_files)] = outcome
+    return killed, remaining, needed_files
 
 
-def must(store: StoreBench, needed: Needed) -> set[str]:
+def list_needed(store: StoreBench, needed: Needed) -> set[str]:
     """Return exactly the files that are needed."""
     manifests = {digest: decode_manifest(store.chunks.read(digest)) for digest in needed.versions}
     digests = set(manifests)
     digests |= {tensor.chunk for one in manifests.values() for tensor in one.tensors}
     name = f"checkpoints/{needed.checkpoint}"
-    own = {f"store/{digest[:2]}/{digest}" for digest in digests}
-    own |= {f"store/jobs/{JOB}.json", f"store/pins/{JOB}/{needed.versions[0]}.json"}
-    return own | {f"{name}.json", f"{name}/{STATE_FOLDER}/rank-0.safetensors"}
+    files = {f"store/{digest[:2]}/{digest}" for digest in digests}
+    files |= {f"store/jobs/{JOB}.json", f"store/pins/{JOB}/{needed.versions[0]}.json"}
+    return files | {f"{name}.json", f"{name}/{STATE_FOLDER}/rank-0.safetensors"}
 
 
 def run_all(root: Path, first: int) -> None:
-    """Kill it before every EVERY-th of its writes from the `first`."""
+    """Kill the collection before every EVERY-th of its writes from the `first`."""
     at, killed = first - EVERY, True
     while killed:
         at += EVERY
-        killed, left, there = run_killed(root / str(at), at)
-        assert left == there, f"killed before write {at}: {sorted(left ^ there)}"
+        killed, remaining, needed_files = run_killed(root / str(at), at)
+        assert remaining == needed_files, (
+            f"killed before write {at}: {sorted(remaining ^ needed_files)}"
+        )
     assert at > 20, "a collection of this much writes more often"
 
 
 @pytest.mark.rotating(EVERY)
 @pytest.mark.parametrize("first", range(1, EVERY + 1))
-def test_a_collection_killed_at_any_write_leaves_nothing_wrong(tmp_path: Path, first: int) -> None:
-    # In a process of its own: one that libraries have put threads into cannot be forked safely.
+def test_collection_killed_at_any_write_leaves_only_needed_files(
+    tmp_path: Path, first: int
+) -> None:
+    # This runs in its own process, since a process with threads of libraries cannot be forked
+    # safely.
     command = [sys.executable, "-m", __name__, str(tmp_path), str(first)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(240))
-    assert ended.returncode == 0, ended.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(240))
+    assert result.returncode == 0, result.stderr
 
 
 if __name__ == "__main__":

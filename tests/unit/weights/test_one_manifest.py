@@ -21,19 +21,19 @@ from tests.unit.weights.store_processes import Store
 
 
 def version(store: Store, number: int, fill: int, lineage: int = 0) -> Manifest:
-    """Other weights for another `fill`."""
+    """Store a chunk of `fill` bytes and return a manifest of it."""
     content = np.full(8, fill, np.uint8).tobytes()
     chunk = store.chunks.write(content)
     return Manifest(JOB, lineage, number, [TensorPiece("w", "U8", [8], chunk, 0, 8, 0, 0, 8)])
 
 
 async def stage(store: Store, request: Manifest) -> str:
-    staged: str = await store.mesh.ref(STORE_NAME).call(Weights.stage_version, request)
-    return staged
+    digest: str = await store.mesh.ref(STORE_NAME).call(Weights.stage_version, request)
+    return digest
 
 
-async def committed(state: StateClient, manifest: str) -> None:
-    """Record in Redis a job whose version 0 is this."""
+async def commit_initial(state: StateClient, manifest: str) -> None:
+    """Record in Redis a job whose version 0 has this manifest."""
     token = await Bench(state, None).seat(TRAINER)
     await jobs.submit(state, JOB, document(), "/runs/job", uuid.uuid4().hex)
     await steps.commit_initial(
@@ -41,35 +41,35 @@ async def committed(state: StateClient, manifest: str) -> None:
     )
 
 
-async def test_a_second_manifest_for_a_committed_version_is_refused(store: Store) -> None:
+async def test_second_manifest_of_a_committed_version_is_rejected(store: Store) -> None:
     state = store.mesh.state
     first = await stage(store, version(store, 0, 1))
-    await committed(state, first)
+    await commit_initial(state, first)
     assert await stage(store, version(store, 0, 1)) == first
     with pytest.raises(AlreadyCommitted, match=first):
         await stage(store, version(store, 0, 2))
     await stage(store, version(store, 0, 2, lineage=1))
 
 
-async def test_a_version_that_was_only_staged_may_be_staged_anew(store: Store) -> None:
-    await committed(store.mesh.state, await stage(store, version(store, 0, 1)))
+async def test_uncommitted_version_may_be_staged_again(store: Store) -> None:
+    await commit_initial(store.mesh.state, await stage(store, version(store, 0, 1)))
     assert await stage(store, version(store, 1, 2)) != await stage(store, version(store, 1, 3))
 
 
-async def test_it_is_refused_when_redis_has_gone_back_too(store: Store) -> None:
+async def test_second_manifest_is_rejected_after_a_rollback_of_redis(store: Store) -> None:
     first = await stage(store, version(store, 0, 1))
-    await committed(store.mesh.state, first)
+    await commit_initial(store.mesh.state, first)
     await stage(store, version(store, 1, 2))
     await store.mesh.state.run_command("DEL", f"{{{JOB}}}:job")
     with pytest.raises(AlreadyCommitted, match=first):
         await stage(store, version(store, 0, 3))
 
 
-async def test_a_commit_is_on_record_for_the_next_start(store: Store, tmp_path: Path) -> None:
+async def test_commit_is_on_record_after_a_restart(store: Store, tmp_path: Path) -> None:
     first = await stage(store, version(store, 0, 1))
-    await committed(store.mesh.state, first)
+    await commit_initial(store.mesh.state, first)
     await stage(store, version(store, 1, 2))
     shutil.copytree(store.chunks.directory / "jobs", tmp_path / "copy")
-    again = JobRecords(SystemHost(), tmp_path / "copy")
-    assert await again.load() == []
-    assert again.get_or_create(JOB).find_conflict(VersionNumber(0, 0), "other") == first
+    records = JobRecords(SystemHost(), tmp_path / "copy")
+    assert await records.load() == []
+    assert records.get_or_create(JOB).find_conflict(VersionNumber(0, 0), "other") == first

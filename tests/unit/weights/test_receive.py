@@ -53,76 +53,83 @@ class Hosts(ProcessesOnHosts):
 
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
-    made = Hosts(tmp_path, open_simulated_state(SystemClock()))
-    made.store.directory.mkdir(parents=True)
-    async with made.served():
-        made.digest = await made.stage(TENSORS)
-        yield made
+    bench = Hosts(tmp_path, open_simulated_state(SystemClock()))
+    bench.store.directory.mkdir(parents=True)
+    async with bench.run_store():
+        bench.digest = await bench.stage(TENSORS)
+        yield bench
 
 
-def right(image: VersionImage) -> bool:
+def is_complete(image: VersionImage) -> bool:
     return image.tensors.keys() == TENSORS.keys() and all(
         torch.equal(image.tensors[name], tensor) for name, tensor in TENSORS.items()
     )
 
 
-def hashed(*meshes: Mesh) -> float:
+def sum_hashed_bytes(*meshes: Mesh) -> float:
     return sum(mesh.telemetry.counters.get("chunks_hashed_bytes", 0) for mesh in meshes)
 
 
 @pytest.mark.parametrize("host", ["head", "second"])
-async def test_a_version_is_hashed_when_stored_and_mapped_by_all(hosts: Hosts, host: str) -> None:
-    made = [await hosts.receiver(f"engine/g{n}", host) for n in range(3)]
-    images = await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))
-    assert all(map(right, images)) and all(image.joined_bytes == 0 for image in images)
-    assert hashed(*(mesh for mesh, _ in made)) == 0
+async def test_version_is_hashed_when_stored_and_mapped_by_all(hosts: Hosts, host: str) -> None:
+    receivers = [await hosts.receiver(f"engine/g{n}", host) for n in range(3)]
+    images = await asyncio.gather(*(one.receive(hosts.digest) for _, one in receivers))
+    assert all(map(is_complete, images)) and all(image.joined_bytes == 0 for image in images)
+    assert sum_hashed_bytes(*(mesh for mesh, _ in receivers)) == 0
     mesh, late = await hosts.receiver("engine/g3", host)
-    assert right(await late.receive(hosts.digest, rehash=True)) and hashed(mesh) == SIZE
+    assert (
+        is_complete(await late.receive(hosts.digest, rehash=True))
+        and sum_hashed_bytes(mesh) == SIZE
+    )
 
 
-async def test_a_version_without_a_record_is_hashed_once_for_all_processes(hosts: Hosts) -> None:
+async def test_version_without_a_record_is_hashed_once_per_host(hosts: Hosts) -> None:
     (hosts.store.directory / RECORD_FILE).unlink()
-    made = [await hosts.receiver(f"engine/g{n}", "head") for n in range(3)]
-    assert all(map(right, await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))))
-    assert hashed(*(mesh for mesh, _ in made)) == SIZE
+    receivers = [await hosts.receiver(f"engine/g{n}", "head") for n in range(3)]
+    assert all(
+        map(is_complete, await asyncio.gather(*(one.receive(hosts.digest) for _, one in receivers)))
+    )
+    assert sum_hashed_bytes(*(mesh for mesh, _ in receivers)) == SIZE
 
 
 @pytest.mark.rotating(3)
-async def test_a_file_that_was_written_to_is_hashed_again(hosts: Hosts) -> None:
+async def test_modified_file_is_hashed_again(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "head")
     image = await receiver.receive(hosts.digest)
-    path = hosts.store.chunk_path(damaged := next(iter(image.chunk_sizes)))
+    path = hosts.store.chunk_path(corrupt_digest := next(iter(image.chunk_sizes)))
     first = path.read_bytes()[0]
     with path.open("r+b") as file:
         file.write(bytes([first ^ 1]))
     with pytest.raises(CorruptData, match="not what its name says"):
         await receiver.receive(hosts.digest)
-    assert not hosts.store.has(damaged)  # the store has quarantined it
+    assert not hosts.store.has(corrupt_digest)  # the store has quarantined it
     with pytest.raises(NotFound):
         await receiver.receive(hosts.digest)
     assert await hosts.stage(TENSORS) == hosts.digest
-    assert right(await receiver.receive(hosts.digest))
+    assert is_complete(await receiver.receive(hosts.digest))
 
 
 @pytest.mark.parametrize("host", ["head", "second"])
-async def test_a_version_collected_meanwhile_leaves_nothing_behind(hosts: Hosts, host: str) -> None:
-    """Check that a version collected during its fetch leaves no files. A process that has it open
-    keeps it.
+async def test_version_deleted_during_its_fetch_leaves_nothing_behind(
+    hosts: Hosts, host: str
+) -> None:
+    """Check that the failed fetch leaves no files and that a process with an open image keeps
+    it.
     """
     _, receiver = await hosts.receiver("engine/g0", "head")
-    there = await receiver.receive(hosts.digest)
-    for digest in there.chunk_sizes:
+    image = await receiver.receive(hosts.digest)
+    for digest in image.chunk_sizes:
         hosts.store.chunk_path(digest).unlink()
     _, late = await hosts.receiver("engine/g1", host)
     with pytest.raises(NotFound):
         await late.receive(hosts.digest)
-    assert right(there)
+    assert is_complete(image)
     newest = await hosts.stage({"norm": torch.zeros(7)}, version=1)
     assert torch.equal((await late.receive(newest)).tensors["norm"], torch.zeros(7))
 
 
-class Lost:
-    """A way by which nothing comes."""
+class FailingTransport:
+    """Transport that always fails."""
 
     name = "pull"
 
@@ -133,46 +140,46 @@ class Lost:
         raise PeerLost("nobody is there")
 
 
-async def test_what_comes_chunk_by_chunk_is_mapped_where_it_is_kept(hosts: Hosts) -> None:
+async def test_chunks_fetched_singly_are_mapped_from_the_cache(hosts: Hosts) -> None:
     mesh, _ = await hosts.receiver("engine/g0", "second")
-    receiver = WeightReceiver(mesh, BulkClient(mesh), VersionFetcher(mesh, [Lost()]))
+    receiver = WeightReceiver(mesh, BulkClient(mesh), VersionFetcher(mesh, [FailingTransport()]))
     image = await receiver.receive(hosts.digest)
-    assert right(image) and not image._copied_chunks
+    assert is_complete(image) and not image._copied_chunks
 
 
-async def test_a_host_without_room_for_a_version_says_so_once(hosts: Hosts) -> None:
+async def test_host_without_cache_space_warns_once(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "second", chunks_bytes=2 * CHUNK)
     with capture_logs() as lines:
         for _ in range(3):
             image = await receiver.receive(hosts.digest)
-            assert right(image) and image._copied_chunks
-    [said] = [line for line in lines if line["event"].startswith("no room for weights: each")]
-    assert said["log_level"] == "warning"
+            assert is_complete(image) and image._copied_chunks
+    [warning] = [line for line in lines if line["event"].startswith("no room for weights: each")]
+    assert warning["log_level"] == "warning"
 
 
-async def test_one_who_stands_still_as_it_hashes_is_not_waited_for(hosts: Hosts) -> None:
+async def test_process_stalled_while_hashing_is_not_awaited(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "head")
     [one, *_] = (await receiver.fetch_manifest(hosts.digest)).tensors
-    with hosts.store.chunk_path(one.chunk).open("rb") as stands:
-        fcntl.flock(stands, fcntl.LOCK_EX)
+    with hosts.store.chunk_path(one.chunk).open("rb") as locked_file:
+        fcntl.flock(locked_file, fcntl.LOCK_EX)
         async with asyncio.timeout(scaled(60)):
-            assert right(await receiver.receive(hosts.digest))
+            assert is_complete(await receiver.receive(hosts.digest))
 
 
-async def test_who_is_cancelled_leaves_no_lock(hosts: Hosts) -> None:
+async def test_cancelled_receive_leaves_no_lock(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "head")
     [one, *_] = (await receiver.fetch_manifest(hosts.digest)).tensors
-    with hosts.store.chunk_path(one.chunk).open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with hosts.store.chunk_path(one.chunk).open("rb") as locked_file:
+        fcntl.flock(locked_file, fcntl.LOCK_EX)
         waiting = asyncio.create_task(receiver.receive(hosts.digest))
         await asyncio.sleep(0.05)
         waiting.cancel()
         await asyncio.wait([waiting])
     _, other = await hosts.receiver("engine/g1", "head")
-    assert right(await other.receive(hosts.digest))
+    assert is_complete(await other.receive(hosts.digest))
 
 
-async def test_rows_of_a_tensor_bring_the_chunks_that_they_lie_in(hosts: Hosts) -> None:
+async def test_row_selection_fetches_only_its_chunks(hosts: Hosts) -> None:
     mesh, receiver = await hosts.receiver("rank/0", "second")
     rows = RowRange(0, 0, 10)
     image = await receiver.receive(hosts.digest, {"embedding": rows, "norm": None})
@@ -184,7 +191,7 @@ async def test_rows_of_a_tensor_bring_the_chunks_that_they_lie_in(hosts: Hosts) 
     assert torch.equal(image.tensors["norm"], TENSORS["norm"])
 
 
-async def test_a_manifest_of_format_1_is_refused(hosts: Hosts) -> None:
+async def test_manifest_of_format_1_is_rejected(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "head")
     manifest = await receiver.fetch_manifest(hosts.digest)
     pieces = [replace(piece, dim=0, begin=0, end=-1) for piece in manifest.tensors]
@@ -193,27 +200,27 @@ async def test_a_manifest_of_format_1_is_refused(hosts: Hosts) -> None:
         await receiver.receive(hosts.store.write(pack(old)))
 
 
-async def test_a_version_is_read_without_being_in_memory_at_once(hosts: Hosts) -> None:
+async def test_version_is_read_without_loading_it_at_once(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("trainer/k", "head")
     source = await receiver.open_tensor_source(hosts.digest)
     for name in TENSORS:
         found = await source.read_tensors([name])
         assert torch.equal(found[name], TENSORS[name])
-        assert resident(hosts.store.directory) <= TENSORS[name].nbytes + 4 * CHUNK
+        assert measure_resident_bytes(hosts.store.directory) <= TENSORS[name].nbytes + 4 * CHUNK
 
 
-def resident(directory: Path) -> int:
+def measure_resident_bytes(directory: Path) -> int:
     """Return the bytes of files below a path that are in this process's memory."""
-    found, ours = 0, False
+    resident_bytes, is_below = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
-            ours = str(directory) in line
-        elif ours and line.startswith("Rss:"):
-            found += int(line.split()[1]) * 1024
-    return found
+            is_below = str(directory) in line
+        elif is_below and line.startswith("Rss:"):
+            resident_bytes += int(line.split()[1]) * 1024
+    return resident_bytes
 
 
-def test_a_record_is_of_one_file_as_it_was_and_for_a_while(
+def test_verification_record_is_bound_to_file_boot_and_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
@@ -223,8 +230,12 @@ def test_a_record_is_of_one_file_as_it_was_and_for_a_while(
     one.record("digest", path)
     assert one.is_verified("digest", path.stat()) and other.is_verified("digest", path.stat())
     assert not one.is_verified("another", path.stat())
-    for later, trusted in ((TRUST_DURATION_S, True), (TRUST_DURATION_S + 1, False), (-1.0, False)):
-        now[0] = 1000.0 + later
+    for offset_s, trusted in (
+        (TRUST_DURATION_S, True),
+        (TRUST_DURATION_S + 1, False),
+        (-1.0, False),
+    ):
+        now[0] = 1000.0 + offset_s
         assert (
             one.is_verified("digest", path.stat())
             == other.is_verified("digest", path.stat())
@@ -245,18 +256,18 @@ def test_a_record_is_of_one_file_as_it_was_and_for_a_while(
 
 
 @pytest.mark.parametrize("harm", [b"", b"half a li", b"\xff\xfe\n\n \n", b"digest 1 2 3 4 5 6\n"])
-def test_lines_that_nobody_wrote_are_nothing_known(tmp_path: Path, harm: bytes) -> None:
+def test_invalid_record_lines_verify_nothing(tmp_path: Path, harm: bytes) -> None:
     (tmp_path / RECORD_FILE).write_bytes(harm)
     path = tmp_path / "chunk"
     path.write_bytes(b"content")
     known = VerifiedFiles(tmp_path / RECORD_FILE, lambda: 1000.0)
     assert not known.is_verified("digest", path.stat())
     known.record("digest", path)
-    known.record("digest", path)  # the first one goes on in a line that was torn
+    known.record("digest", path)  # a torn line hides the first record
     assert VerifiedFiles(tmp_path / RECORD_FILE, lambda: 1000.0).is_verified("digest", path.stat())
 
 
-MOST = 1000  # bytes: in place of the limits of a chunk and of the bulk port
+MAX_BYTES = 1000  # in place of the limits of a chunk and of the bulk port
 LARGE = {
     "layers.0.qkv": torch.arange(2500, dtype=torch.float32).reshape(50, 50),
     "layers.1.qkv": torch.arange(999, dtype=torch.bfloat16).reshape(3, 333).T,
@@ -267,23 +278,23 @@ LARGE = {
 }
 
 
-async def test_a_tensor_larger_than_the_bulk_port_takes_travels_in_pieces(store: Store) -> None:
-    bulk = BulkClient(store.mesh, max_bytes=MOST)
-    digest = await staged_whole(store.mesh, bulk, "job", 0, 0, LARGE, most=MOST)
+async def test_tensor_larger_than_the_bulk_limit_is_sent_in_pieces(store: Store) -> None:
+    bulk = BulkClient(store.mesh, max_bytes=MAX_BYTES)
+    digest = await staged_whole(store.mesh, bulk, "job", 0, 0, LARGE, most=MAX_BYTES)
     image = await WeightReceiver(store.mesh, bulk).receive(digest)
     assert image.tensors.keys() == LARGE.keys()
     for name, tensor in LARGE.items():
         assert image.tensors[name].dtype == tensor.dtype
         assert torch.equal(image.tensors[name], tensor)
     described = image.manifest.tensors
-    assert all(store.chunks.chunk_path(t.chunk).stat().st_size <= MOST for t in described)
+    assert all(store.chunks.chunk_path(t.chunk).stat().st_size <= MAX_BYTES for t in described)
     assert len([t for t in described if t.name == "layers.0.qkv"]) == 10
     exported = read_tensors(store.chunks, digest)
     assert all(torch.equal(exported[name], tensor) for name, tensor in LARGE.items())
 
 
-async def test_a_version_is_read_some_tensors_at_a_time(store: Store) -> None:
-    digest = await staged_whole(store.mesh, store.bulk, "job", 0, 0, LARGE, most=MOST)
+async def test_version_is_read_a_few_tensors_at_a_time(store: Store) -> None:
+    digest = await staged_whole(store.mesh, store.bulk, "job", 0, 0, LARGE, most=MAX_BYTES)
     version = await WeightReceiver(store.mesh, store.bulk).open_tensor_source(digest)
     assert sorted(version.meta_tensors) == sorted(LARGE)
     for names in (["one", "layers.0.qkv"], list(version.meta_tensors)):

@@ -1,4 +1,4 @@
-"""File operations of the store on a run host, which outlive the process that requested them."""
+"""File operations of the store on a run host, which continue after their requester exits."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 from tests.unit.weights.store_processes import Store
 
 T = TypeVar("T")
-SOON_S = 15.0  # two sweeps and something
+SOON_S = 15.0  # two sweeps and a margin
 FIRST, SECOND, COMMITTED = (f"step-000-00000{n}-{n}aaaaaaa" for n in (1, 2, 3))
 
 
-async def told_of(store: StoreBench) -> list[dict[str, Any]]:
+async def list_corruption_events(store: StoreBench) -> list[dict[str, Any]]:
     return [
         e.fields
         for e in await events.read_all(store.state)
@@ -63,81 +63,82 @@ async def told_of(store: StoreBench) -> list[dict[str, Any]]:
     ]
 
 
-def left(store: StoreBench, *names: str) -> None:
+def make_unfinished_checkpoints(store: StoreBench, *names: str) -> None:
     for name in names:
         (store.run_dir / "checkpoints" / name).mkdir(parents=True)
         (store.run_dir / "checkpoints" / name / "model").touch()
 
 
 @story_on(on_store, "tmp_path")
-async def test_all_that_a_cancelled_call_has_set_aside_is_told_once(
+async def test_quarantines_of_a_cancelled_call_are_reported_once(
     store: StoreBench, tmp_path: Path
 ) -> None:
     await store.submit()
-    left(store, FIRST, SECOND)
+    make_unfinished_checkpoints(store, FIRST, SECOND)
     store.redis.faults.delay_s = 1.0
-    clearing = asyncio.create_task(
+    removal = asyncio.create_task(
         store.store.remove_unfinished_checkpoints(UnfinishedCheckpoints(JOB, COMMITTED))
     )
     while not (tmp_path / "quarantine").exists():
         await store.clock.sleep(0.1)
     await store.clock.sleep(0.5)  # Redis has the first event, and its answer is on the way
-    clearing.cancel()
-    await asyncio.gather(clearing, return_exceptions=True)
+    removal.cancel()
+    await asyncio.gather(removal, return_exceptions=True)
     store.redis.faults.delay_s = 0.0
     await store.clock.sleep(SOON_S)
-    told = [Path(fields["path"]).stem for fields in await told_of(store)]
-    assert told == [FIRST, SECOND]
+    stems = [Path(fields["path"]).stem for fields in await list_corruption_events(store)]
+    assert stems == [FIRST, SECOND]
 
 
 @story_on(on_store, "tmp_path")
-async def test_who_sets_a_checkpoint_aside_need_not_stay_to_tell_of_it(store: StoreBench) -> None:
+async def test_quarantine_is_reported_without_its_requester(store: StoreBench) -> None:
     await store.submit()
-    left(store, FIRST)
+    make_unfinished_checkpoints(store, FIRST)
     fields = corruption.make_event_fields(
         "checkpoint", Path(f"/{FIRST}.json"), "bad", "other", job=JOB
     )
-    moved = await store.store.quarantine_checkpoint(CheckpointQuarantine(JOB, FIRST, "op", fields))
+    quarantined_path = await store.store.quarantine_checkpoint(
+        CheckpointQuarantine(JOB, FIRST, "op", fields)
+    )
     assert (
         await store.store.quarantine_checkpoint(CheckpointQuarantine(JOB, FIRST, "op", fields))
         == ""
     )
-    await events.append(
-        store.state, corruption.CORRUPTION_EVENT, fields, "op"
-    )  # it is there after all
-    [told] = await told_of(store)
-    assert told == fields | {"aside": moved} and moved
+    # the event was recorded after all
+    await events.append(store.state, corruption.CORRUPTION_EVENT, fields, "op")
+    [event_fields] = await list_corruption_events(store)
+    assert event_fields == fields | {"aside": quarantined_path} and quarantined_path
 
 
-class Gated(SystemHost):
-    """Opens no file to append to before `gate` is set."""
+class GatedHost(SystemHost):
+    """Host that opens no file for appending before `gate` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.waiting = threading.Event(), threading.Event()
+        self.gate, self.is_waiting = threading.Event(), threading.Event()
 
     def open_append(self, path: Path) -> AppendFile:
-        self.waiting.set()
+        self.is_waiting.set()
         assert self.gate.wait(scaled(60.0))
         return super().open_append(path)
 
 
-async def test_samples_sent_again_while_they_are_written_are_there_once(tmp_path: Path) -> None:
-    state, host = open_simulated_state(SystemClock()), Gated()
+async def test_samples_sent_again_during_the_write_are_stored_once(tmp_path: Path) -> None:
+    state, host = open_simulated_state(SystemClock()), GatedHost()
     await jobs.submit(state, JOB, JobConfig(name=JOB).to_document(), str(tmp_path), "submit")
     mesh = on_sockets(STORE_NAME, state, SystemClock(), host=host)
     store = WeightStore(mesh, ChunkStore(tmp_path / "store"))
-    asked = LineBatch(JOB, "samples", "op", "a line\n")
-    first = asyncio.create_task(store.append_lines(asked))
-    while not host.waiting.is_set():
+    batch = LineBatch(JOB, "samples", "op", "a line\n")
+    first = asyncio.create_task(store.append_lines(batch))
+    while not host.is_waiting.is_set():
         await asyncio.sleep(0.01)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    second = asyncio.create_task(store.append_lines(asked))
+    second = asyncio.create_task(store.append_lines(batch))
     await asyncio.sleep(0)
     host.gate.set()
     await second
-    await store.append_lines(asked)
+    await store.append_lines(batch)
     assert (tmp_path / "samples.jsonl").read_text() == "a line\n"
     await store.stop()
     await mesh.leave()
@@ -146,19 +147,19 @@ async def test_samples_sent_again_while_they_are_written_are_there_once(tmp_path
 
 @pytest.mark.parametrize("name", ["job", "../samples", "trace/../job", "trace/", "events"])
 @story_on(on_store, "tmp_path")
-async def test_only_files_of_samples_and_traces_are_named(store: StoreBench, name: str) -> None:
+async def test_only_sample_and_trace_files_may_be_appended(store: StoreBench, name: str) -> None:
     await store.submit()
     before = sorted(store.run_dir.rglob("*"))
     with pytest.raises(BadMessage, match="no file of samples or traces"):
         await store.store.append_lines(LineBatch(JOB, name, "op", "a line\n"))
     assert sorted(store.run_dir.rglob("*")) == before
-    for good in ("samples-3", "trace/shard-0", "trace/engine-g3.0", "trace/trainer"):
-        await store.store.append_lines(LineBatch(JOB, good, "op", "a line\n"))
-        assert (store.run_dir / f"{good}.jsonl").read_text() == "a line\n"
+    for allowed in ("samples-3", "trace/shard-0", "trace/engine-g3.0", "trace/trainer"):
+        await store.store.append_lines(LineBatch(JOB, allowed, "op", "a line\n"))
+        assert (store.run_dir / f"{allowed}.jsonl").read_text() == "a line\n"
 
 
 class SlowDisk(SimulatedHost):
-    """Moves a byte after each of `pauses`, in seconds, before a piece of work is done."""
+    """Disk that moves one byte after each of `pauses`, in seconds, before it does the work."""
 
     pauses: tuple[float, ...] = ()
 
@@ -170,43 +171,42 @@ class SlowDisk(SimulatedHost):
 
 
 @story_on(on_store, "tmp_path")
-async def test_a_copy_may_take_as_long_as_its_bytes_move(store: StoreBench) -> None:
+async def test_copy_continues_as_long_as_bytes_move(store: StoreBench) -> None:
     disk = SlowDisk(store.clock, store.random.child("disk"))
-    mesh, done = store.mesh("copying", "weights"), list[int]()
+    mesh, moved_counts = store.mesh("copying", "weights"), list[int]()
     mesh.host = disk
-    errands = SharedTasks(mesh)
+    shared_tasks = SharedTasks(mesh)
     disk.pauses = (0.9 * STALL_TIMEOUT_S,) * 4
-    asked = 0
+    wait_count = 0
 
-    def count_bytes(moved: TaskProgress) -> int:
-        done.append(moved.moved_bytes)
+    def count_bytes(progress: TaskProgress) -> int:
+        moved_counts.append(progress.moved_bytes)
         return 1
 
-    while await errands.join("it", count_bytes, "it") is None:
-        asked += 1
-    assert done == [4]
-    assert (
-        asked >= 3 * STALL_TIMEOUT_S / ANSWER_TIMEOUT_S - 1
-    )  # and requests are answered all along
+    while await shared_tasks.join("it", count_bytes, "it") is None:
+        wait_count += 1
+    assert moved_counts == [4]
+    # requests are answered all along
+    assert wait_count >= 3 * STALL_TIMEOUT_S / ANSWER_TIMEOUT_S - 1
     disk.pauses = (1.0, 2 * STALL_TIMEOUT_S)
     with pytest.raises(MeshError, match="no byte of it has moved for 600 s, after 1"):
-        while await errands.join("it", lambda _: 1, "it") is None:
+        while await shared_tasks.join("it", lambda _: 1, "it") is None:
             pass
-    await errands.stop()
+    await shared_tasks.stop()
 
 
-def test_a_thread_that_nobody_waits_for_ends_at_its_next_block(tmp_path: Path) -> None:
+def test_abandoned_copy_stops_at_the_next_block(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"x" * 100)
-    given_up = TaskProgress()
-    given_up.is_abandoned = True
-    shared = Path("/dev/shm")
-    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+    abandoned = TaskProgress()
+    abandoned.is_abandoned = True
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is one file system only")
-    chunks = ChunkStore(shared / f"meshrl-test-{os.getpid()}")
+    chunks = ChunkStore(shm / f"meshrl-test-{os.getpid()}")
     try:
         with pytest.raises(MeshError, match="given up"):
-            chunks.import_file(source, "0" * 64, given_up)
+            chunks.import_file(source, "0" * 64, abandoned)
         assert not chunks.has("0" * 64) and not list(chunks.directory.glob("*/.*"))
         chunks.import_file(source, "0" * 64, progress := TaskProgress())
         assert (
@@ -218,9 +218,7 @@ def test_a_thread_that_nobody_waits_for_ends_at_its_next_block(tmp_path: Path) -
         chunks.directory.rmdir()
 
 
-async def test_who_waits_for_a_checkpoint_asks_until_it_is_laid_out(
-    store: Store, tmp_path: Path
-) -> None:
+async def test_checkpoint_assembly_is_polled_until_done(store: Store, tmp_path: Path) -> None:
     (source := tmp_path / "source").mkdir()
     (source / "state").write_bytes(os.urandom(3 << 20))
     files = {"state": store.chunks.write_file(source / "state")}
@@ -229,7 +227,7 @@ async def test_who_waits_for_a_checkpoint_asks_until_it_is_laid_out(
     assert compute_file_digests(tmp_path / "checkpoints" / FIRST) == files
 
 
-async def test_a_file_crosses_hosts_by_its_digest(store: Store, tmp_path: Path) -> None:
+async def test_file_is_transferred_by_its_digest(store: Store, tmp_path: Path) -> None:
     (source := tmp_path / "source").write_bytes(content := os.urandom(100_000))
     target = tmp_path / "new" / "target"
     digest = await put_file(store.mesh, store.bulk, source, "a file")
@@ -240,7 +238,7 @@ async def test_a_file_crosses_hosts_by_its_digest(store: Store, tmp_path: Path) 
     assert target.read_bytes() == content
 
 
-async def test_a_damaged_one_is_set_aside_and_put_again(store: Store, tmp_path: Path) -> None:
+async def test_corrupt_file_is_quarantined_and_stored_again(store: Store, tmp_path: Path) -> None:
     (source := tmp_path / "source").write_bytes(content := os.urandom(100_000))
     target = tmp_path / "new" / "target"
     digest = await put_file(store.mesh, store.bulk, source, "a file")
@@ -254,30 +252,30 @@ async def test_a_damaged_one_is_set_aside_and_put_again(store: Store, tmp_path: 
 
 
 NAME = "step-000-000001-aa.core"
-SAVED = FinishSaving(GENERATION, "elsewhere", NAME)
+FINISH_SAVING = FinishSaving(GENERATION, "elsewhere", NAME)
 
 
-async def test_they_are_there_and_told_once_more_when_an_answer_was_lost(
+async def test_finished_files_are_reported_again_after_a_lost_answer(
     store: Store, tmp_path: Path
 ) -> None:
     rank = saving(tmp_path, store.mesh)
     await rank.save(order(NAME))
-    written = tmp_path / f"checkpoints/{NAME}.1/state/part-00001-00000.safetensors"
-    content = written.read_bytes()
-    answers = [await rank.finish(SAVED) for _ in range(2)]
+    part_path = tmp_path / f"checkpoints/{NAME}.1/state/part-00001-00000.safetensors"
+    content = part_path.read_bytes()
+    answers = [await rank.finish(FINISH_SAVING) for _ in range(2)]
     files = answers[0].files
     check_rank_files(1, files)
-    assert list(files) == [written.name] and answers[1] == answers[0]
+    assert list(files) == [part_path.name] and answers[1] == answers[0]
     assert not answers[0].fault.code and not scratch(tmp_path)
-    into = tmp_path / "there"
-    await fetch_file(store.mesh, store.bulk, files[written.name], into, "a part")
-    assert into.read_bytes() == content
+    target = tmp_path / "there"
+    await fetch_file(store.mesh, store.bulk, files[part_path.name], target, "a part")
+    assert target.read_bytes() == content
 
 
-async def test_what_hinders_them_is_an_answer(store: Store, tmp_path: Path) -> None:
+async def test_errors_of_finish_are_returned_in_the_answer(store: Store, tmp_path: Path) -> None:
     rank = saving(tmp_path, store.mesh)
     await rank.save(order(NAME))
     directory = tmp_path / f"checkpoints/{NAME}.1/state"
     (directory / "part-00001-00001.safetensors").symlink_to("/proc/self/mem")  # reading fails
-    answer = await rank.finish(SAVED)
+    answer = await rank.finish(FINISH_SAVING)
     assert answer.fault.code and not answer.files and not scratch(tmp_path)

@@ -21,7 +21,7 @@ def build(environment: dict[str, str], base: str) -> None:
 
     EngineError if one cannot be built.
     """
-    with index.served(environment) as files:
+    with index.serve_secrets(environment) as files:
         given = [f"BASE={base}"]
         given += [f"PIP_{'CONF' if name == 'pip' else 'CA'}={path}" for name, path in files.items()]
         command = ["make", "-C", str(CODE), "images", *given]

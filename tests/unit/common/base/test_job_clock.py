@@ -14,7 +14,7 @@ from meshrl.common.mesh.runtime.calls.waits import WaitTable
 from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.simulated_host import virtual
-from tests.unit.common.generation.engines_under_test import StandingClock
+from tests.unit.common.generation.engines_under_test import ManualClock
 
 PAUSE_S = 7200.0
 
@@ -92,41 +92,41 @@ async def test_wait_is_published_with_its_given_start(clock: VirtualClock, rando
 
 
 def test_occupancy_includes_current_occupants() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     occupancy = Occupancy(clock.monotonic)
     with occupancy.occupy("tool"):
-        clock.pass_(2.0)
+        clock.advance(2.0)
         with occupancy.occupy("tool"), occupancy.occupy("engine"):
-            clock.pass_(3.0)
+            clock.advance(3.0)
             assert (occupancy.read_seconds("tool"), occupancy.read_seconds("engine")) == (8.0, 3.0)
             assert occupancy.read_count("tool") == 2
-        clock.pass_(1.0)
-    clock.pass_(100.0)
+        clock.advance(1.0)
+    clock.advance(100.0)
     assert (occupancy.read_seconds("tool"), occupancy.read_seconds("engine")) == (9.0, 3.0)
     assert (occupancy.read_seconds("nowhere"), occupancy.read_count("nowhere")) == (0.0, 0.0)
 
 
 def test_occupancy_ends_on_an_error() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     occupancy = Occupancy(clock.monotonic)
     with pytest.raises(KeyError), occupancy.occupy("tool"):
-        clock.pass_(1.0)
+        clock.advance(1.0)
         raise KeyError
-    clock.pass_(1.0)
+    clock.advance(1.0)
     assert occupancy.read_seconds("tool") == 1.0
 
 
 def test_set_count_accumulates_from_then_and_not_during_a_pause() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     job = JobClock(clock)
     occupancy = Occupancy(job.monotonic)
     occupancy.set_count("running", 3)
-    clock.pass_(2.0)
+    clock.advance(2.0)
     occupancy.set_count("running", 1)
-    clock.pass_(2.0)
+    clock.advance(2.0)
     job.set_paused(True)
-    clock.pass_(50.0)
+    clock.advance(50.0)
     assert occupancy.read_seconds("running") == 8.0
     job.set_paused(False)
-    clock.pass_(0.5)
+    clock.advance(0.5)
     assert occupancy.read_seconds("running") == 8.5

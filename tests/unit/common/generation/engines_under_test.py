@@ -1,4 +1,4 @@
-"""Small engines, a clock that stands until told, and a reader that adds up what engines flush."""
+"""Small engines for tests, a manual clock, and a collector of engine outputs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ MOE = replace(
 )
 
 
-class StandingClock:
-    """Time passes only when `pass_` says so."""
+class ManualClock:
+    """Clock that advances only by `advance` and `sleep`."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
 
-    def pass_(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now_s += seconds
 
     def monotonic(self) -> float:
@@ -69,7 +69,7 @@ class StandingClock:
         return self.now_s
 
     async def sleep(self, seconds: float) -> None:
-        self.pass_(seconds)
+        self.advance(seconds)
         await asyncio.sleep(0)
 
     def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
@@ -77,7 +77,7 @@ class StandingClock:
 
 
 def decoder(seed: int = 0, config: ModelConfig = TINY) -> Decoder:
-    """Random weights, sharp enough that tokens differ in probability."""
+    """Return a decoder with random weights, sharp enough that tokens differ in probability."""
     model = Decoder(config)
     model.initialise(torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -92,32 +92,32 @@ SCALE = 0.5
 def adapter(
     seed: int, rank: int = 4, targets: Sequence[str] = EVERY, config: ModelConfig = TINY
 ) -> dict[str, torch.Tensor]:
-    """Random factors, large enough that tokens change."""
-    draw, found = torch.Generator().manual_seed(seed), {}
+    """Return random factors, large enough that tokens change."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
     parts = build_projections(config)
     for layer in range(config.num_layers):
         for name in resolve_targets(config, targets):
             part = parts[name]
             for factor, shape in (("a", (rank, part.columns)), ("b", (part.rows, rank))):
-                values = torch.randn(shape, generator=draw) * shape[1] ** -0.5
-                found[f"layers.{layer}.adapters.{name}.{factor}"] = values
-    return found
+                values = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+                tensors[f"layers.{layer}.adapters.{name}.{factor}"] = values
+    return tensors
 
 
 def with_adapter(
     tensors: dict[str, torch.Tensor], seed: int = 0, config: ModelConfig = TINY
 ) -> Decoder:
-    """The model of `decoder` with an adapter merged."""
+    """Return the model of `decoder` with an adapter merged."""
     model = decoder(seed, config)
     model.load_state_dict(merge_adapters(config, model.state_dict() | tensors, SCALE))
     return model
 
 
-BUILT_IN = ("native", "graphs")  # paths of the built-in engine; see `built_in`
+BUILT_IN = ("native", "graphs")  # backends of the built-in engine; see `built_in`
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """A text in which every token is two letters."""
+    """Return a text in which every token is two letters."""
     return "".join(chr(97 + t // 26) + chr(97 + t % 26) for t in tokens)
 
 
@@ -129,9 +129,9 @@ def built_in(
     config: ModelConfig = TINY,
     **more: Any,
 ) -> BuiltinEngine:
-    more = {"decode": text_of, "clock": StandingClock(), **more}
-    gpu = path == "graphs" and torch.cuda.is_available()
-    device = "cuda" if gpu else "cpu"
+    more = {"decode_tokens": text_of, "clock": ManualClock(), **more}
+    uses_gpu = path == "graphs" and torch.cuda.is_available()
+    device = "cuda" if uses_gpu else "cpu"
     engine = build_engine(config, slots, max_length, backend=path, device=device, **more)
     engine.wake(decoder(seed, config).state_dict(), 0)
     return engine
@@ -154,19 +154,19 @@ def request(
 
 
 @dataclass
-class Heard:
-    """Everything flushed for one request."""
+class CollectedOutput:
+    """All outputs of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    unmodified: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
     experts: list[list[int]] = field(default_factory=list)
     finish: list[int] = field(default_factory=list)  # codes other than RUNNING
 
 
 class Listener:
-    """Adds up flushes, and checks each one's shape."""
+    """Collector of engine outputs, which checks the shape of each."""
 
     def __init__(
         self,
@@ -176,43 +176,43 @@ class Listener:
     ) -> None:
         self.engine, self.advance = engine, advance
         self._steps: SteppableEngine = steps or engine
-        self.heard: dict[int, Heard] = {}
+        self.outputs: dict[int, CollectedOutput] = {}
 
-    def of(self, id: int) -> Heard:
-        """What has been heard of one request."""
-        return self.heard.setdefault(id, Heard())
+    def get_output(self, id: int) -> CollectedOutput:
+        """Return the output of one request so far."""
+        return self.outputs.setdefault(id, CollectedOutput())
 
     def drain(self) -> None:
-        flush = self._steps.drain_outputs()
-        if flush is not None:
-            self.add(flush)
+        batch = self._steps.drain_outputs()
+        if batch is not None:
+            self.add(batch)
 
-    def add(self, flush: EngineOutput) -> None:
-        assert flush.ids.dtype == np.int64 and flush.finish_reasons.dtype == np.int8
-        assert flush.counts.dtype == flush.tokens.dtype == flush.versions.dtype == np.int32
-        assert flush.logprobs.dtype == np.float32
-        assert flush.raw_logprobs.dtype == np.float32
-        total = int(flush.counts.sum())
-        assert len(flush.raw_logprobs) in (0, total)
-        assert flush.experts.dtype == np.int16 and flush.experts.ndim == 2
-        assert len(flush.experts) in (0, total)
-        assert total == len(flush.tokens) == len(flush.logprobs) == len(flush.versions)
-        at = 0
-        for id, count, finish in zip(flush.ids, flush.counts, flush.finish_reasons, strict=True):
-            heard = self.of(int(id))
-            part = slice(at, at + int(count))
-            at += int(count)
-            heard.tokens += flush.tokens[part].tolist()
-            heard.logprobs += flush.logprobs[part].tolist()
-            heard.versions += flush.versions[part].tolist()
-            heard.unmodified += flush.raw_logprobs[part].tolist()
-            heard.experts += flush.experts[part].tolist()
-            assert not heard.finish, "something came after the end"
+    def add(self, batch: EngineOutput) -> None:
+        assert batch.ids.dtype == np.int64 and batch.finish_reasons.dtype == np.int8
+        assert batch.counts.dtype == batch.tokens.dtype == batch.versions.dtype == np.int32
+        assert batch.logprobs.dtype == np.float32
+        assert batch.raw_logprobs.dtype == np.float32
+        total = int(batch.counts.sum())
+        assert len(batch.raw_logprobs) in (0, total)
+        assert batch.experts.dtype == np.int16 and batch.experts.ndim == 2
+        assert len(batch.experts) in (0, total)
+        assert total == len(batch.tokens) == len(batch.logprobs) == len(batch.versions)
+        position = 0
+        for id, count, finish in zip(batch.ids, batch.counts, batch.finish_reasons, strict=True):
+            output = self.get_output(int(id))
+            span = slice(position, position + int(count))
+            position += int(count)
+            output.tokens += batch.tokens[span].tolist()
+            output.logprobs += batch.logprobs[span].tolist()
+            output.versions += batch.versions[span].tolist()
+            output.raw_logprobs += batch.raw_logprobs[span].tolist()
+            output.experts += batch.experts[span].tolist()
+            assert not output.finish, "something came after the end"
             if finish:
-                heard.finish.append(int(finish))
+                output.finish.append(int(finish))
 
-    def run(self, *requests: GenerationRequest, drain_every: int = 3) -> dict[int, Heard]:
-        """Submits, steps until nothing is left, and returns what was heard."""
+    def run(self, *requests: GenerationRequest, drain_every: int = 3) -> dict[int, CollectedOutput]:
+        """Submit requests, step until nothing is left, and return the outputs by request."""
         self.engine.submit(list(requests))
         steps = 0
         while self._steps.step():
@@ -222,10 +222,10 @@ class Listener:
                 self.drain()
             assert steps < 10_000
         self.drain()
-        return self.heard
+        return self.outputs
 
 
 def simulated(slots: int = 4, rate: float = 40.0, **more: Any) -> tuple[SimulatedEngine, Listener]:
-    clock = StandingClock()
+    clock = ManualClock()
     engine = SimulatedEngine(clock, slots, rate, vocab_size=VOCAB, **more)
-    return engine, Listener(engine, lambda: clock.pass_(1 / rate))
+    return engine, Listener(engine, lambda: clock.advance(1 / rate))

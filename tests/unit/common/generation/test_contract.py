@@ -1,4 +1,4 @@
-"""What holds for every engine: each token comes once, under the version that sampled it."""
+"""Contract tests of all engines: each token is returned once, with the version that sampled it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ KINDS = (
         ],
     ),
 )
-UNSEEDED = {"sglang"}  # these sample by chance; greedy, they too repeat what they said
+# these sample at random; under greedy sampling they repeat their tokens as well
+UNSEEDED = {"sglang"}
 
 
 def build(kind: str, slots: int = 4, max_length: int = 128) -> Listener:
@@ -50,7 +51,7 @@ def build(kind: str, slots: int = 4, max_length: int = 128) -> Listener:
 
 
 @pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
+def release_server() -> Iterator[None]:
     yield
     served.release()
 
@@ -66,7 +67,7 @@ def listener(kind: str) -> Listener:
 
 
 def steps(listener: Listener, count: int) -> None:
-    """Steps until a request that has decoded from the first of them has some `count` tokens."""
+    """Step until a request that has decoded since the first step has about `count` tokens."""
     engine = listener.engine
     if isinstance(engine, SGLangEngine):
         until = engine.num_steps + count
@@ -79,48 +80,48 @@ def steps(listener: Listener, count: int) -> None:
     engine.step()
 
 
-def test_a_request_ends_at_its_length(listener: Listener) -> None:
-    heard = listener.run(request(1, max_new=7), request(2, max_new=1))
-    assert len(heard[1].tokens) == 7 and heard[1].finish == [FinishReason.LENGTH]
-    assert len(heard[2].tokens) == 1 and heard[2].finish == [FinishReason.LENGTH]
+def test_request_ends_at_its_length(listener: Listener) -> None:
+    outputs = listener.run(request(1, max_new=7), request(2, max_new=1))
+    assert len(outputs[1].tokens) == 7 and outputs[1].finish == [FinishReason.LENGTH]
+    assert len(outputs[2].tokens) == 1 and outputs[2].finish == [FinishReason.LENGTH]
 
 
-def test_a_stop_token_ends_it_and_is_included(listener: Listener) -> None:
+def test_stop_token_ends_the_request_and_is_included(listener: Listener) -> None:
     stops = tuple(range(0, VOCAB, 4))
-    heard = listener.run(*(request(i, max_new=60, stop_ids=stops, seed=i) for i in range(12)))
-    stopped = [h for h in heard.values() if h.finish == [FinishReason.STOP]]
+    outputs = listener.run(*(request(i, max_new=60, stop_ids=stops, seed=i) for i in range(12)))
+    stopped = [h for h in outputs.values() if h.finish == [FinishReason.STOP]]
     assert len(stopped) > 6
     for h in stopped:
         assert h.tokens[-1] in stops
         assert not set(h.tokens[:-1]) & set(stops)
 
 
-def test_a_slot_that_is_full_ends_it(listener: Listener) -> None:
-    heard = listener.run(request(1, [1] * 120, max_new=99), request(2, [1] * 128, max_new=5))
-    assert len(heard[1].tokens) == 8 and heard[1].finish == [FinishReason.LENGTH]
-    assert heard[2].tokens == [] and heard[2].finish == [FinishReason.LENGTH]
+def test_full_slot_ends_the_request(listener: Listener) -> None:
+    outputs = listener.run(request(1, [1] * 120, max_new=99), request(2, [1] * 128, max_new=5))
+    assert len(outputs[1].tokens) == 8 and outputs[1].finish == [FinishReason.LENGTH]
+    assert outputs[2].tokens == [] and outputs[2].finish == [FinishReason.LENGTH]
 
 
-def test_more_requests_than_slots_all_come_to_an_end(listener: Listener) -> None:
-    heard = listener.run(*(request(i, max_new=3 + i % 5) for i in range(23)))
-    assert {i: len(h.tokens) for i, h in heard.items()} == {i: 3 + i % 5 for i in range(23)}
-    assert all(h.finish == [FinishReason.LENGTH] for h in heard.values())
+def test_more_requests_than_slots_all_finish(listener: Listener) -> None:
+    outputs = listener.run(*(request(i, max_new=3 + i % 5) for i in range(23)))
+    assert {i: len(h.tokens) for i, h in outputs.items()} == {i: 3 + i % 5 for i in range(23)}
+    assert all(h.finish == [FinishReason.LENGTH] for h in outputs.values())
     assert listener.engine.tokens_generated == sum(3 + i % 5 for i in range(23))
     assert listener.engine.num_running == listener.engine.num_waiting == 0
 
 
-def test_what_a_request_gets_does_not_depend_on_its_batch(kind: str) -> None:
-    asked = request(7, [5, 6, 7], max_new=25, temperature=0.0 if kind in UNSEEDED else 1.0)
-    alone = build(kind).run(asked)[7]
+def test_output_does_not_depend_on_the_batch(kind: str) -> None:
+    own_request = request(7, [5, 6, 7], max_new=25, temperature=0.0 if kind in UNSEEDED else 1.0)
+    single = build(kind).run(own_request)[7]
     others = [request(i, [i, 3], max_new=10 + i, temperature=0.5 + i / 10) for i in range(20, 26)]
-    crowd = build(kind, slots=8).run(*others, asked)[7]
-    assert crowd.tokens == alone.tokens
-    np.testing.assert_allclose(crowd.logprobs, alone.logprobs, atol=1e-4)
+    mixed = build(kind, slots=8).run(*others, own_request)[7]
+    assert mixed.tokens == single.tokens
+    np.testing.assert_allclose(mixed.logprobs, single.logprobs, atol=1e-4)
 
 
 def test_different_seeds_give_different_tokens(kind: str) -> None:
-    heard = build(kind).run(request(1, seed=1), request(2, seed=2))
-    assert heard[1].tokens != heard[2].tokens
+    outputs = build(kind).run(request(1, seed=1), request(2, seed=2))
+    assert outputs[1].tokens != outputs[2].tokens
 
 
 def test_tokens_carry_the_version_that_sampled_them(listener: Listener) -> None:
@@ -128,25 +129,25 @@ def test_tokens_carry_the_version_that_sampled_them(listener: Listener) -> None:
     engine.submit([request(1, max_new=110)])
     steps(listener, 10)
     engine.update_weights(decoder(1).state_dict(), 5)
-    before = engine.tokens_generated
-    heard = listener.run()[1]
+    old_count = engine.tokens_generated
+    output = listener.run()[1]
     assert engine.version == 5
-    assert 0 < before < 110
-    assert heard.versions == [0] * before + [5] * (110 - before)
+    assert 0 < old_count < 110
+    assert output.versions == [0] * old_count + [5] * (110 - old_count)
 
 
-def test_an_aborted_request_brings_what_it_had_and_nothing_more(listener: Listener) -> None:
+def test_aborted_request_returns_only_its_tokens_so_far(listener: Listener) -> None:
     engine = listener.engine
     engine.submit([request(i, max_new=110) for i in range(6)])
     steps(listener, 12)
     engine.abort([0, 5, 77])
-    heard = listener.run()
-    assert heard[0].finish == [FinishReason.ABORTED] and 0 < len(heard[0].tokens) < 110
-    assert heard[5].finish == [FinishReason.ABORTED] and heard[5].tokens == []
-    assert all(len(heard[i].tokens) == 110 for i in (1, 2, 3, 4))
+    outputs = listener.run()
+    assert outputs[0].finish == [FinishReason.ABORTED] and 0 < len(outputs[0].tokens) < 110
+    assert outputs[5].finish == [FinishReason.ABORTED] and outputs[5].tokens == []
+    assert all(len(outputs[i].tokens) == 110 for i in (1, 2, 3, 4))
 
 
-def test_an_end_is_announced_until_it_is_drained(listener: Listener) -> None:
+def test_finished_request_is_signalled_until_it_is_drained(listener: Listener) -> None:
     engine = listener.engine
     engine.submit([request(1, max_new=60)])
     steps(listener, 3)
@@ -157,48 +158,47 @@ def test_an_end_is_announced_until_it_is_drained(listener: Listener) -> None:
     assert not engine.has_finished and engine.drain_outputs() is None
 
 
-def test_a_paused_engine_stands_still_and_goes_on(listener: Listener) -> None:
+def test_paused_engine_stops_and_resumes(listener: Listener) -> None:
     engine = listener.engine
     engine.submit([request(1, max_new=110)])
     steps(listener, 8)
     engine.pause()
-    had = engine.tokens_generated
-    assert 0 < had < 110
+    token_count = engine.tokens_generated
+    assert 0 < token_count < 110
     for _ in range(5):
         listener.advance()
         assert not engine.step()
-    assert engine.tokens_generated == had
+    assert engine.tokens_generated == token_count
     engine.resume()
     assert len(listener.run()[1].tokens) == 110
 
 
-def test_submitting_an_id_again_while_it_is_in_work_changes_nothing(listener: Listener) -> None:
+def test_resubmitted_running_request_is_ignored(listener: Listener) -> None:
     engine = listener.engine
     engine.submit([request(i, max_new=9) for i in range(6)])
     steps(listener, 3)
     listener.drain()
-    in_work = [i for i in range(6) if not listener.of(i).finish]  # a server may have ended some
-    heard = listener.run(*(request(i, max_new=9) for i in in_work))
-    assert all(len(h.tokens) == 9 for h in heard.values())
+    # a server may have finished some already
+    running_ids = [i for i in range(6) if not listener.get_output(i).finish]
+    outputs = listener.run(*(request(i, max_new=9) for i in running_ids))
+    assert all(len(h.tokens) == 9 for h in outputs.values())
 
 
 @pytest.mark.parametrize("tokens", [[], [-1, 2], [1, VOCAB]])
-def test_a_request_that_cannot_be_served_is_refused_with_its_batch(
-    listener: Listener, tokens: list[int]
-) -> None:
+def test_invalid_request_is_rejected_with_its_batch(listener: Listener, tokens: list[int]) -> None:
     with pytest.raises(Refused, match="request 2"):
         listener.engine.submit([request(1), request(2, tokens)])
     assert not listener.engine.step()
 
 
-def test_a_session_that_is_released_while_it_runs_ends_as_usual(listener: Listener) -> None:
+def test_session_released_while_running_finishes(listener: Listener) -> None:
     listener.engine.submit([request(1, session=9, max_new=5)])
     steps(listener, 2)
     listener.engine.release_sessions([9, 10])
     assert len(listener.run()[1].tokens) == 5
 
 
-def test_adapters_are_loaded_beside_the_base_and_tokens_carry_their_versions(
+def test_tokens_carry_the_version_of_their_adapter(
     listener: Listener,
 ) -> None:
     engine = listener.engine
@@ -211,15 +211,15 @@ def test_adapters_are_loaded_beside_the_base_and_tokens_carry_their_versions(
     engine.submit([request(i, max_new=50, adapter=name) for i, name in enumerate(names)])
     steps(listener, 10)
     engine.load_adapter("a", adapter(3), SCALE, 11)
-    heard = listener.run(request(9, max_new=5, adapter="a"))
-    assert heard[0].versions == [0] * 50 and heard[2].versions == [20] * 50
+    outputs = listener.run(request(9, max_new=5, adapter="a"))
+    assert outputs[0].versions == [0] * 50 and outputs[2].versions == [20] * 50
     for i in (1, 3):
-        assert set(heard[i].versions) <= {10, 11} and heard[i].versions[0] == 10
-        assert heard[i].versions == sorted(heard[i].versions)
-    assert heard[9].versions == [11] * 5 and engine.version == 0
+        assert set(outputs[i].versions) <= {10, 11} and outputs[i].versions[0] == 10
+        assert outputs[i].versions == sorted(outputs[i].versions)
+    assert outputs[9].versions == [11] * 5 and engine.version == 0
 
 
-def test_an_adapter_is_not_unloaded_under_its_requests(listener: Listener) -> None:
+def test_adapter_with_running_requests_is_not_unloaded(listener: Listener) -> None:
     engine = listener.engine
     if isinstance(engine, SGLangEngine):
         pytest.skip("the server that tests share is not started for adapters")
@@ -229,8 +229,8 @@ def test_an_adapter_is_not_unloaded_under_its_requests(listener: Listener) -> No
     with pytest.raises(Refused, match="in use"):
         engine.unload_adapter("a")
     engine.abort([1])
-    heard = listener.run()
-    assert heard[1].finish == [FinishReason.ABORTED]
+    outputs = listener.run()
+    assert outputs[1].finish == [FinishReason.ABORTED]
     engine.unload_adapter("a")
     engine.unload_adapter("a")
     assert not engine.adapter_versions
@@ -254,40 +254,40 @@ actions = st.lists(
 @pytest.mark.rotating(3)
 @settings(
     max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # a name does not wear out
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # fixtures hold no state
 )
 @given(script=actions)
-def test_whatever_happens_no_token_is_lost_or_doubled(kind: str, script: list) -> None:  # type: ignore[type-arg]
+def test_no_token_is_lost_or_duplicated_in_any_sequence_of_calls(kind: str, script: list) -> None:  # type: ignore[type-arg]
     listener = build(kind, slots=3, max_length=64)
     engine: TokenEngine = listener.engine
-    wanted: dict[int, tuple[int, list[int]]] = {}
+    expected: dict[int, tuple[int, list[int]]] = {}
     aborted: set[int] = set()
     state = decoder(1).state_dict() if kind != "simulated" else {}
-    for action, *given_ in script:
+    for action, *arguments in script:
         match action:
             case "submit":
-                length, max_new, session = given_
-                id, context = len(wanted), [(session + i) % VOCAB for i in range(length)]
-                wanted[id] = (min(max_new, 64 - length), context)
+                length, max_new, session = arguments
+                id, context = len(expected), [(session + i) % VOCAB for i in range(length)]
+                expected[id] = (min(max_new, 64 - length), context)
                 engine.submit([request(id, context, max_new=max_new, session=session)])
             case "step":
-                steps(listener, given_[0])
+                steps(listener, arguments[0])
             case "abort":
-                aborted.add(given_[0])
-                engine.abort(given_)
+                aborted.add(arguments[0])
+                engine.abort(arguments)
             case "drain":
                 listener.drain()
             case "swap":
                 engine.update_weights(state, engine.version + 1)
             case "release":
-                engine.release_sessions(given_)
-    heard = listener.run()
-    assert heard.keys() == wanted.keys()
-    for id, (length, _) in wanted.items():
-        assert len(heard[id].finish) == 1
-        assert heard[id].versions == sorted(heard[id].versions)
-        if heard[id].finish == [FinishReason.ABORTED]:
-            assert id in aborted and len(heard[id].tokens) <= length
+                engine.release_sessions(arguments)
+    outputs = listener.run()
+    assert outputs.keys() == expected.keys()
+    for id, (length, _) in expected.items():
+        assert len(outputs[id].finish) == 1
+        assert outputs[id].versions == sorted(outputs[id].versions)
+        if outputs[id].finish == [FinishReason.ABORTED]:
+            assert id in aborted and len(outputs[id].tokens) <= length
         else:
-            assert len(heard[id].tokens) == length
-    assert engine.tokens_generated == sum(len(h.tokens) for h in heard.values())
+            assert len(outputs[id].tokens) == length
+    assert engine.tokens_generated == sum(len(h.tokens) for h in outputs.values())

@@ -1,4 +1,4 @@
-"""A small byte-level tokenizer with the special tokens of Qwen3, for tests of chat formats."""
+"""Small byte-level tokenizer with the special tokens of Qwen3, for tests of chat formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MARKS = (
+TAGS = (
     "<tool_call>",
     "</tool_call>",
     "<tool_response>",
@@ -26,7 +26,7 @@ TEXT = [
 
 
 def qwen3_tokenizer(directory: Path) -> Tokenizer:
-    """Writes a tokenizer.json: 256 bytes, some merges, the tokens that the format is made of."""
+    """Write a tokenizer.json of 256 bytes, some merges and the tokens of the chat format."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -35,6 +35,6 @@ def qwen3_tokenizer(directory: Path) -> Tokenizer:
         TEXT, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
     )
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKS])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
     backend.save(str(directory / "tokenizer.json"))
     return Tokenizer.load(directory)

@@ -24,7 +24,7 @@ from tests.unit.common.model.chatting import qwen3_tokenizer
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 NULL = {"a": None}
-TAKEN: list[tuple[Any, list[dict[str, Any]]]] = [
+ACCEPTED: list[tuple[Any, list[dict[str, Any]]]] = [
     ("hi", [USER]),
     ([USER], [USER]),
     ([USER | {"name": None, "tool_calls": None, "tool_call_id": None}], [USER]),
@@ -41,7 +41,7 @@ TAKEN: list[tuple[Any, list[dict[str, Any]]]] = [
         [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": None}}]}],
         [{"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}],
     ),
-    (  # as Arrow fills what another call of the column has
+    (  # as Arrow fills keys of another call of the column
         [
             USER | {"tool_calls": None},
             {
@@ -54,7 +54,7 @@ TAKEN: list[tuple[Any, list[dict[str, Any]]]] = [
         ],
         [USER, {"tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}],
     ),
-    (  # a null that somebody wrote
+    (  # a null of the row's author
         [
             {
                 "role": "assistant",
@@ -64,7 +64,7 @@ TAKEN: list[tuple[Any, list[dict[str, Any]]]] = [
         [{"tool_calls": [{"function": {"name": "f", "arguments": NULL}}]}],
     ),
 ]
-REFUSED: list[tuple[Any, str]] = [
+REJECTED: list[tuple[Any, str]] = [
     (None, "messages are a text or a list, not None"),
     (5, "messages are a text or a list, not 5"),
     (USER, "messages are a text or a list, not {'role'"),
@@ -95,10 +95,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
+pytestmark = pytest.mark.group("transformers")  # imported by one worker for all tests of the group
 
 
-# ChatML with Hermes tools as a Jinja template, of what Qwen3's does with turns that do not reason.
+# ChatML with Hermes tools as a Jinja template, as Qwen3's treats turns without reasoning.
 TEMPLATE = r"""
 {%- if tools -%}
 {{ '<|im_start|>system\n' }}
@@ -176,7 +176,7 @@ answers = st.lists(
 )
 
 
-# Any ids: halves of characters, special tokens in odd places, turns cut short or never closed.
+# any ids: parts of characters, special tokens in odd positions, turns cut short or unclosed
 turns = st.lists(st.integers(0, 328), min_size=1, max_size=24)
 
 
@@ -185,7 +185,7 @@ relaxed = settings(max_examples=100, suppress_health_check=[HealthCheck.function
 
 @relaxed
 @given(opening=words, rounds=st.lists(st.tuples(turns, answers), min_size=1, max_size=6))
-def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
+def test_earlier_ids_are_unchanged_by_any_sampled_turn(
     chat: ChatFormat, tokenizer: Tokenizer, opening: str, rounds: list[tuple[list[int], Any]]
 ) -> None:
     conversation = chat.start_conversation([{"role": "user", "content": opening}], [TOOL])
@@ -195,9 +195,9 @@ def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
         assert conversation.ids == before + sampled
         added = conversation.append_messages(messages)
         assert conversation.ids == before + sampled + added
-        said = tokenizer.decode(added)
-        assert all(m["content"] in said for m in messages)
-        assert said.endswith("<|im_start|>assistant\n")
+        text = tokenizer.decode(added)
+        assert all(m["content"] in text for m in messages)
+        assert text.endswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
 )
 @relaxed
 @given(rounds=st.lists(st.tuples(turns, answers), min_size=1, max_size=4))
-def test_ids_only_grow_in_other_formats_too(
+def test_ids_only_grow_in_other_formats(
     tokenizer: Tokenizer, name: str, options: dict[str, Any], rounds: list[tuple[list[int], Any]]
 ) -> None:
     conversation = ChatFormat.load(name, options, tokenizer).start_conversation(
@@ -218,9 +218,7 @@ def test_ids_only_grow_in_other_formats_too(
         assert conversation.ids == before + sampled + added and added
 
 
-def test_a_turn_that_was_cut_short_is_closed_before_the_next(
-    chat: ChatFormat, tokenizer: Tokenizer
-) -> None:
+def test_truncated_turn_is_closed_before_the_next(chat: ChatFormat, tokenizer: Tokenizer) -> None:
     conversation = chat.start_conversation([{"role": "user", "content": "go"}])
     conversation.append_turn(tokenizer.encode("the sum"))
     added = conversation.append_messages([{"role": "user", "content": "on"}])
@@ -236,7 +234,7 @@ def test_a_turn_that_was_cut_short_is_closed_before_the_next(
     opening=words,
     rounds=st.lists(st.tuples(words, answers), max_size=4),
 )
-def test_well_formed_conversations_are_what_the_template_makes_of_them(
+def test_well_formed_conversations_match_the_template(
     chat: ChatFormat,
     tokenizer: Tokenizer,
     template: PreTrainedTokenizerFast,
@@ -249,25 +247,31 @@ def test_well_formed_conversations_are_what_the_template_makes_of_them(
     messages.append({"role": "user", "content": opening})
     specs: list[Any] = [TOOL] if tools else []
     conversation = chat.start_conversation(messages, specs)
-    for said, answered in rounds:
-        conversation.append_turn(tokenizer.encode(said + "<|im_end|>"))
-        conversation.append_messages(answered)
-        messages = [*messages, {"role": "assistant", "content": said}, *answered]
-    wanted = template.apply_chat_template(
+    for answer, replies in rounds:
+        conversation.append_turn(tokenizer.encode(answer + "<|im_end|>"))
+        conversation.append_messages(replies)
+        messages = [*messages, {"role": "assistant", "content": answer}, *replies]
+    expected = template.apply_chat_template(
         messages, tools=specs or None, add_generation_prompt=True, tokenize=False
     )
-    assert tokenizer.decode(conversation.ids) == wanted
-    assert conversation.ids == template(wanted, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(conversation.ids) == expected
+    assert conversation.ids == template(expected, add_special_tokens=False)["input_ids"]
 
 
-def test_calls_are_parsed_each_with_what_is_wrong_with_it(
-    chat: ChatFormat, tokenizer: Tokenizer
-) -> None:
+def test_each_call_is_parsed_with_its_problem(chat: ChatFormat, tokenizer: Tokenizer) -> None:
     conversation = chat.start_conversation([{"role": "user", "content": "go"}], [TOOL])
-    good = json.dumps({"name": "add", "arguments": {"a": 1}})
-    texts = (good, "{not json", '{"arguments": {}}', '{"name": 5, "arguments": []}', good)
-    said = "<think>\nhm\n</think>\n\nso" + "".join(f"<tool_call>\n{t}\n</tool_call>" for t in texts)
-    reply = conversation.append_turn(tokenizer.encode(said + "<tool_call>{"))
+    valid_call = json.dumps({"name": "add", "arguments": {"a": 1}})
+    texts = (
+        valid_call,
+        "{not json",
+        '{"arguments": {}}',
+        '{"name": 5, "arguments": []}',
+        valid_call,
+    )
+    turn_text = "<think>\nhm\n</think>\n\nso" + "".join(
+        f"<tool_call>\n{t}\n</tool_call>" for t in texts
+    )
+    reply = conversation.append_turn(tokenizer.encode(turn_text + "<tool_call>{"))
     assert reply.reasoning == "hm" and reply.content == "so"
     assert [c.problem for c in reply.calls] == [
         "",
@@ -281,9 +285,7 @@ def test_calls_are_parsed_each_with_what_is_wrong_with_it(
     assert len({c.id for c in reply.calls}) == len(reply.calls)
 
 
-def test_a_format_that_does_not_fit_is_refused_with_what_would(
-    chat: ChatFormat, tokenizer: Tokenizer
-) -> None:
+def test_unknown_format_error_lists_the_known_ones(chat: ChatFormat, tokenizer: Tokenizer) -> None:
     assert chat.stop_tokens == ["<|im_end|>", "<|endoftext|>"]
     with pytest.raises(ConfigError, match=r"no chat format 'qwen33'.*known are.*qwen3"):
         ChatFormat.load("qwen33", {}, tokenizer)
@@ -293,7 +295,7 @@ def test_a_format_that_does_not_fit_is_refused_with_what_would(
         ChatFormat.load("qwen3", {"enable_thoughts": True}, tokenizer)
 
 
-def test_the_format_of_a_published_model_is_known_by_its_name(tmp_path: Path) -> None:
+def test_format_is_detected_from_the_model_name(tmp_path: Path) -> None:
     import renderers.base
 
     published = renderers.base.MODEL_RENDERER_MAP
@@ -307,7 +309,7 @@ def test_the_format_of_a_published_model_is_known_by_its_name(tmp_path: Path) ->
         detect_format(tmp_path / "mine")
 
 
-def test_calls_with_tags_in_strings_no_arguments_or_numbers_that_are_none(chat: ChatFormat) -> None:
+def test_calls_with_tags_null_arguments_and_non_finite_numbers(chat: ChatFormat) -> None:
     tagged = json.dumps({"name": "add", "arguments": {"a": "</tool_call> and <tool_call>"}})
     for body, arguments, problem in (
         (tagged, {"a": "</tool_call> and <tool_call>"}, ""),
@@ -327,23 +329,23 @@ def test_calls_with_tags_in_strings_no_arguments_or_numbers_that_are_none(chat: 
             assert call.arguments == arguments
 
 
-def test_messages_are_taken_without_what_stands_for_nothing() -> None:
-    for value, expected in TAKEN:
-        found = parse_conversation(value, ROLES)
-        assert len(found) == len(expected), value
-        for message, part in zip(found, expected, strict=True):
-            assert message | part == message, value
+def test_messages_are_parsed_without_null_values() -> None:
+    for value, expected in ACCEPTED:
+        parsed = parse_conversation(value, ROLES)
+        assert len(parsed) == len(expected), value
+        for message, expected_fields in zip(parsed, expected, strict=True):
+            assert message | expected_fields == message, value
             assert None not in message.values(), value
 
 
-def test_messages_that_no_format_takes_are_each_told_in_a_sentence_of_their_own() -> None:
-    for value, says in REFUSED:
+def test_invalid_messages_raise_specific_errors() -> None:
+    for value, message in REJECTED:
         with pytest.raises(InvalidMessages) as caught:
             parse_conversation(value, ROLES)
-        assert says in str(caught.value), value
+        assert message in str(caught.value), value
 
 
-def test_an_environment_may_name_a_role_of_its_format() -> None:
+def test_environment_may_name_a_role_of_its_format() -> None:
     assert parse_conversation([{"role": "ipython", "content": "3"}])[0]["role"] == "ipython"
     with pytest.raises(
         InvalidMessages, match="the answer has the role 'user'; known are assistant"

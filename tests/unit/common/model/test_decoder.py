@@ -1,4 +1,4 @@
-"""Decoders, dense and with experts: logits, gradients, balance and given routing."""
+"""Decoders, dense and with experts: logits, gradients, load balance and fixed routing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QWEN2 = ModelConfig("qwen2", 64, 96, 3, 3, 1, 32, 256, attention_bias=True, max_
 MOE = replace(engines.MOE, vocab_size=64, expert_ffn_size=16, max_positions=64)
 
 
-def test_initialisation_follows_the_generator_alone() -> None:
+def test_initialisation_depends_only_on_the_generator() -> None:
     states = []
     for noise in (1, 2):
         torch.manual_seed(noise)
@@ -49,7 +49,7 @@ def test_initialisation_scales_with_fan_in_and_depth() -> None:
     assert (state["final_norm"] == 1).all()
 
 
-def test_the_demo_model_has_its_measured_size() -> None:
+def test_demo_model_has_its_documented_size() -> None:
     config = replace(QWEN2, architecture="llama", attention_bias=False, tie_embeddings=True)
     count = sum(p.numel() for p in Decoder(config).parameters())
     assert 0.29e6 < count < 0.31e6
@@ -64,26 +64,26 @@ def test_hidden_states_take_any_leading_shape() -> None:
     assert decoder.compute_logits(hidden).shape == (2, 6, 64)
 
 
-def test_a_position_past_the_table_is_an_error() -> None:
+def test_position_beyond_the_table_is_an_error() -> None:
     decoder = Decoder(QWEN2, max_positions=8)
     with pytest.raises(IndexError):
         decoder(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[8]]), causal_attention)
 
 
-class Counting(TorchPointwise):
-    """Notes which operators were asked for."""
+class CountingPointwise(TorchPointwise):
+    """Pointwise operators that count their calls."""
 
     def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
+        self.call_counts: Counter[str] = Counter()
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("rms_norm", "swiglu", "split_norm_rotate_heads"):
-            self.asked[name] += 1
+            self.call_counts[name] += 1
         return super().__getattribute__(name)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_all_parts_compute_with_the_operators_they_are_given(experts: int) -> None:
+def test_all_layers_use_the_given_pointwise_operators(experts: int) -> None:
     config = replace(QWEN2, architecture="qwen3", attention_bias=False)
     if experts:
         config = replace(
@@ -95,12 +95,12 @@ def test_all_parts_compute_with_the_operators_they_are_given(experts: int) -> No
         )
     decoder = Decoder(config)
     decoder.initialise(torch.Generator().manual_seed(5))
-    counting = Counting()
+    counting = CountingPointwise()
     decoder.set_pointwise(counting)
     decoder(torch.arange(6)[None], torch.arange(6)[None], causal_attention)
-    assert counting.asked["split_norm_rotate_heads"] == config.num_layers
-    assert counting.asked["swiglu"] >= config.num_layers
-    assert counting.asked["rms_norm"] == 2 * config.num_layers + 1
+    assert counting.call_counts["split_norm_rotate_heads"] == config.num_layers
+    assert counting.call_counts["swiglu"] >= config.num_layers
+    assert counting.call_counts["rms_norm"] == 2 * config.num_layers + 1
 
 
 def tiny_decoder(seed: int = 0) -> Decoder:
@@ -122,16 +122,18 @@ def some_tokens(*lengths: int, seed: int = 1) -> list[torch.Tensor]:
     return [torch.randint(31, (length,), generator=generator) for length in lengths]
 
 
-def test_a_packed_sequence_has_the_logits_it_has_alone() -> None:
+def test_packed_sequence_has_the_logits_of_a_single_one() -> None:
     decoder, sequences = tiny_decoder(), some_tokens(5, 40, 3, 1, 17)
     with torch.inference_mode():
         packed = packed_logits(decoder, sequences).split([len(s) for s in sequences])
         for tokens, logits in zip(sequences, packed, strict=True):
-            alone = decoder(tokens[None], torch.arange(len(tokens))[None], causal_attention)
-            torch.testing.assert_close(logits, decoder.compute_logits(alone)[0], atol=1e-5, rtol=0)
+            separate = decoder(tokens[None], torch.arange(len(tokens))[None], causal_attention)
+            torch.testing.assert_close(
+                logits, decoder.compute_logits(separate)[0], atol=1e-5, rtol=0
+            )
 
 
-def test_padding_behind_a_row_does_not_change_it() -> None:
+def test_padding_does_not_change_a_row() -> None:
     decoder, (tokens,) = tiny_decoder(), some_tokens(12)
     positions = torch.arange(12)[None]
     with torch.inference_mode():
@@ -140,7 +142,7 @@ def test_padding_behind_a_row_does_not_change_it() -> None:
     torch.testing.assert_close(whole, short, atol=1e-5, rtol=0)
 
 
-def test_one_sequences_gradient_does_not_depend_on_its_neighbours() -> None:
+def test_gradient_of_a_sequence_does_not_depend_on_its_neighbours() -> None:
     gradients = []
     for seed in (1, 2):
         decoder = tiny_decoder()
@@ -151,7 +153,7 @@ def test_one_sequences_gradient_does_not_depend_on_its_neighbours() -> None:
 
 
 @pytest.mark.rotating(2)
-def test_a_training_pass_is_the_same_to_the_last_bit_in_another_process() -> None:
+def test_training_pass_is_bit_identical_in_another_process() -> None:
     script = (
         "import torch; torch.set_num_threads(1)\n"
         "from tests.unit.common.model.test_decoder import training_pass\n"
@@ -168,7 +170,7 @@ def test_a_training_pass_is_the_same_to_the_last_bit_in_another_process() -> Non
 
 
 def training_pass() -> str:
-    """The digest of its gradients."""
+    """Run a training pass and return the digest of its gradients."""
     decoder = tiny_decoder()
     packed_logits(decoder, some_tokens(20, 12, 30)).logsumexp(-1).sum().backward()
     gradients = (p.grad for p in decoder.parameters())
@@ -178,22 +180,24 @@ def training_pass() -> str:
 
 
 @pytest.fixture(autouse=True)
-def drawn() -> None:
-    """The same numbers, whatever ran before."""
+def seed_random() -> None:
+    """Seed the global generator, so that each test draws the same numbers."""
     torch.manual_seed(0)
 
 
-def built(config: ModelConfig = MOE, dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
+def make_decoder(
+    config: ModelConfig = MOE, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Decoder:
     decoder = Decoder(config, dtype)
     decoder.initialise(torch.Generator().manual_seed(seed))
     return decoder
 
 
-def experts_of(decoder: Decoder, layer: int = 0) -> MixtureOfExperts:
+def get_experts(decoder: Decoder, layer: int = 0) -> MixtureOfExperts:
     return cast(MoeDecoderLayer, decoder.layers[layer]).experts
 
 
-def tokens_of(n: int, seed: int = 1) -> torch.Tensor:
+def random_tokens(n: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(MOE.vocab_size, (1, n), generator=torch.Generator().manual_seed(seed))
 
 
@@ -208,8 +212,10 @@ def run(
     return decoder(tokens, positions, causal_attention, experts, routing), routing
 
 
-def plainly(block: MixtureOfExperts, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Token by token, choice by choice."""
+def compute_by_token(
+    block: MixtureOfExperts, x: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """Compute the mixture token by token and expert by expert."""
     rows = []
     for token, experts in zip(x, chosen, strict=True):
         share = (block.router @ token).softmax(-1)
@@ -228,25 +234,25 @@ def plainly(block: MixtureOfExperts, x: torch.Tensor, chosen: torch.Tensor) -> t
     [(torch.float64, 16), (torch.float32, 16), (torch.float32, 18)],
     ids=["float64", "grouped", "one by one"],
 )
-def test_outputs_and_gradients_are_those_of_each_token_by_itself(
+def test_expert_outputs_and_gradients_match_the_computation_by_token(
     dtype: torch.dtype, width: int, normalise: bool
 ) -> None:
     config = replace(MOE, normalise_routing=normalise, expert_ffn_size=width)
-    block = experts_of(built(config, dtype))
+    block = get_experts(make_decoder(config, dtype))
     x = torch.randn(40, 32, dtype=dtype, requires_grad=True)
     weight = torch.randn(40, 32, dtype=dtype)
     y, routed = block(x)
     parameters = [x, *block.parameters()]
     ours = torch.autograd.grad((y * weight).sum(), parameters)
-    expected = plainly(block, x, routed.experts)
+    expected = compute_by_token(block, x, routed.experts)
     theirs = torch.autograd.grad((expected * weight).sum(), parameters)
     torch.testing.assert_close(y, expected, atol=1e-6, rtol=0)  # the router is float32
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4)
 
 
-def test_experts_without_tokens_have_no_gradient_and_do_no_harm() -> None:
-    block = experts_of(built())
+def test_experts_without_tokens_have_zero_gradient() -> None:
+    block = get_experts(make_decoder())
     y, routed = block(torch.randn(1, 32))
     y.sum().backward()
     busy = set(routed.experts.flatten().tolist())
@@ -256,55 +262,55 @@ def test_experts_without_tokens_have_no_gradient_and_do_no_harm() -> None:
     assert gradient[list(busy)].abs().max() > 0
 
 
-def test_a_router_sends_tokens_to_its_likeliest_experts() -> None:
-    block = experts_of(built())
+def test_router_selects_the_most_likely_experts() -> None:
+    block = get_experts(make_decoder())
     x = torch.randn(50, 32)
     _, routed = block(x)
     expected = (x @ block.router.T).topk(2).indices
     assert torch.equal(routed.experts.sort().values, expected.sort().values)
 
 
-def test_routing_that_is_given_is_taken_and_told() -> None:
-    decoder, tokens = built(), tokens_of(20)
-    given = torch.randint(6, (1, 20, 2, 1), dtype=torch.int16)
-    given = torch.cat((given, (given + 1) % 6), -1)
-    given[0, 3] = UNKNOWN_EXPERT
-    free, first = run(decoder, tokens)
-    bound, second = run(decoder, tokens, given)
+def test_fixed_routing_is_used_and_returned() -> None:
+    decoder, tokens = make_decoder(), random_tokens(20)
+    fixed_experts = torch.randint(6, (1, 20, 2, 1), dtype=torch.int16)
+    fixed_experts = torch.cat((fixed_experts, (fixed_experts + 1) % 6), -1)
+    fixed_experts[0, 3] = UNKNOWN_EXPERT
+    router_output, first = run(decoder, tokens)
+    fixed_output, second = run(decoder, tokens, fixed_experts)
     known = torch.arange(20) != 3
     assert first.experts is not None and second.experts is not None
-    assert torch.equal(second.experts[0, known], given[0, known].long())
+    assert torch.equal(second.experts[0, known], fixed_experts[0, known].long())
     assert (second.experts[0, 3] >= 0).all()
-    assert not torch.allclose(free, bound, atol=1e-3)
-    again, third = run(decoder, tokens, first.experts)
+    assert not torch.allclose(router_output, fixed_output, atol=1e-3)
+    repeated, third = run(decoder, tokens, first.experts)
     assert third.experts is not None
     assert torch.equal(first.experts, third.experts)
-    torch.testing.assert_close(again, free)
+    torch.testing.assert_close(repeated, router_output)
 
 
-def test_nothing_given_is_the_routers_own_way() -> None:
-    decoder, tokens = built(), tokens_of(20)
-    free, _ = run(decoder, tokens)
+def test_unknown_experts_are_chosen_by_the_router() -> None:
+    decoder, tokens = make_decoder(), random_tokens(20)
+    router_output, _ = run(decoder, tokens)
     unknown, _ = run(decoder, tokens, torch.full((1, 20, 2, 2), UNKNOWN_EXPERT))
-    assert torch.equal(free, unknown)
+    assert torch.equal(router_output, unknown)
 
 
-def test_a_router_learns_from_tokens_whose_experts_are_given() -> None:
-    decoder, tokens = built(), tokens_of(20)
-    given = torch.tensor([0, 3]).expand(1, 20, 2, 2)
-    hidden, _ = run(decoder, tokens, given)
+def test_router_has_gradients_under_fixed_experts() -> None:
+    decoder, tokens = make_decoder(), random_tokens(20)
+    fixed_experts = torch.tensor([0, 3]).expand(1, 20, 2, 2)
+    hidden, _ = run(decoder, tokens, fixed_experts)
     decoder.compute_logits(hidden).square().sum().backward()
-    gradient = experts_of(decoder).router.grad
+    gradient = get_experts(decoder).router.grad
     assert gradient is not None
     assert gradient[[0, 3]].abs().min() > 1e-4 and gradient[[1, 2, 4, 5]].abs().max() < 1e-6
 
 
-@pytest.mark.group("transformers")  # which one worker imports for all
+@pytest.mark.group("transformers")  # imported by one worker for all tests of the group
 @pytest.mark.parametrize("counted", [None, [True] * 30 + [False] * 20])
-def test_the_balance_is_that_of_transformers_times_the_tokens(counted: list[bool] | None) -> None:
+def test_balance_loss_is_that_of_transformers_times_the_tokens(counted: list[bool] | None) -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    block = experts_of(built())
+    block = get_experts(make_decoder())
     x = torch.randn(50, 32)
     logits = x @ block.router.T
     _, routed = block(x)
@@ -314,36 +320,36 @@ def test_the_balance_is_that_of_transformers_times_the_tokens(counted: list[bool
     torch.testing.assert_close(ours, theirs * mask.sum())
 
 
-def test_the_balance_of_a_pass_is_its_layers_mean_by_the_coefficient() -> None:
-    decoder, tokens = built(), tokens_of(30)
+def test_balance_loss_of_a_pass_is_the_scaled_mean_of_its_layers() -> None:
+    decoder, tokens = make_decoder(), random_tokens(30)
     mask = torch.arange(30)[None] >= 10
     _, routing = run(decoder, tokens, counted=mask)
     assert routing.balance_loss is not None and routing.experts is not None
     losses = []
     for index, layer in ((0, 0), (2, 1)):
-        x = seen_by(decoder, tokens, index)
-        probabilities = (x @ experts_of(decoder, index).router.T).softmax(-1)[0]
+        x = capture_router_input(decoder, tokens, index)
+        probabilities = (x @ get_experts(decoder, index).router.T).softmax(-1)[0]
         losses.append(compute_balance_loss(probabilities, routing.experts[0, :, layer], mask[0]))
     torch.testing.assert_close(routing.balance_loss, 0.01 * (losses[0] + losses[1]) / 2)
     routing.balance_loss.backward()
-    gradient = experts_of(decoder).router.grad
+    gradient = get_experts(decoder).router.grad
     assert gradient is not None and gradient.abs().max() > 0
     _, uncounted = run(decoder, tokens)
     assert uncounted.balance_loss is not None and uncounted.balance_loss.item() == 0
 
 
-def seen_by(decoder: Decoder, tokens: torch.Tensor, index: int) -> torch.Tensor:
-    """What a layer's router is given."""
-    seen: list[torch.Tensor] = []
-    hook = experts_of(decoder, index).register_forward_pre_hook(
-        lambda module, given: seen.append(given[0])
+def capture_router_input(decoder: Decoder, tokens: torch.Tensor, index: int) -> torch.Tensor:
+    """Return the input of a layer's router."""
+    inputs: list[torch.Tensor] = []
+    hook = get_experts(decoder, index).register_forward_pre_hook(
+        lambda module, given: inputs.append(given[0])
     )
     run(decoder, tokens)
     hook.remove()
-    return seen[0]
+    return inputs[0]
 
 
-def test_perfect_balance_is_k_a_token() -> None:
+def test_balance_loss_of_uniform_routing_is_k_per_token() -> None:
     even = torch.full((12, 6), 1 / 6)
     chosen = torch.tensor([[i % 6, (i + 3) % 6] for i in range(12)])
     everywhere = torch.ones(12, dtype=torch.bool)
@@ -353,11 +359,13 @@ def test_perfect_balance_is_k_a_token() -> None:
     assert worse.item() > 2 * 2 * 12
 
 
-def test_a_dense_decoder_has_no_routing() -> None:
+def test_dense_decoder_has_no_routing() -> None:
     dense = replace(
         MOE, num_experts=0, num_experts_per_token=0, dense_layers=(), architecture="qwen3"
     )
-    _, routing = run(built(dense), tokens_of(5), counted=torch.ones(1, 5, dtype=torch.bool))
+    _, routing = run(
+        make_decoder(dense), random_tokens(5), counted=torch.ones(1, 5, dtype=torch.bool)
+    )
     assert routing.experts is None and routing.balance_loss is None
 
 
@@ -366,10 +374,10 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         apply_activation_checkpointing,
     )
 
-    tokens, mask = tokens_of(24), torch.ones(1, 24, dtype=torch.bool)
+    tokens, mask = random_tokens(24), torch.ones(1, 24, dtype=torch.bool)
     gradients = []
     for checkpointed in (False, True):
-        decoder = built()
+        decoder = make_decoder()
         if checkpointed:
             apply_activation_checkpointing(
                 decoder, check_fn=lambda module: isinstance(module, MoeDecoderLayer)
@@ -378,5 +386,5 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         assert routing.balance_loss is not None
         (decoder.compute_logits(hidden).square().sum() + routing.balance_loss).backward()
         gradients.append([p.grad for p in decoder.parameters()])
-    for plain, again in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, again)
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed)

@@ -1,4 +1,4 @@
-"""Configurations of models, and directories that hold none that can be trained."""
+"""Model configurations, and directories without a trainable model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshrl.common.model.files.initial_parameters import load_model
 from meshrl.common.model.files.model_directory import load_config
 from meshrl.common.model.network.decoder import Decoder
 
-pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
+pytestmark = pytest.mark.group("transformers")  # imported by one worker for all tests of the group
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -39,49 +39,64 @@ TINY = ModelConfig(
 )
 
 
-def of(architecture: str, **more: Any) -> ModelConfig:
+def make_config(architecture: str, **more: Any) -> ModelConfig:
     return ModelConfig.from_hf({"model_type": architecture} | SIZES | more)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_key_that_is_absent_has_the_value_that_transformers_gives_it(architecture: str) -> None:
+def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> None:
     from transformers import AutoConfig
 
-    theirs = AutoConfig.for_model(architecture, **SIZES).to_dict()
-    theirs |= theirs.pop("rope_parameters")
-    theirs["num_experts"] = theirs.get("num_experts", theirs.get("num_local_experts"))
+    reference = AutoConfig.for_model(architecture, **SIZES).to_dict()
+    reference |= reference.pop("rope_parameters")
+    reference["num_experts"] = reference.get("num_experts", reference.get("num_local_experts"))
     for key, value in ARCHITECTURES[architecture].defaults.items():
-        # What is None here is made of other keys there; a window that is not used is made none.
-        if value is not None and not (key == "sliding_window" and "use_sliding_window" in theirs):
-            assert theirs[key] == value, key
-    ours = of(architecture)
-    assert ours.rope_theta == theirs["rope_theta"] and ours.norm_eps == theirs["rms_norm_eps"]
-    assert ours.num_kv_heads == (theirs["num_key_value_heads"] or 32)
-    assert ours.head_dim == (theirs.get("head_dim") or 2)
-    assert ours.tie_embeddings == theirs["tie_word_embeddings"]
-    assert ours.max_positions == theirs["max_position_embeddings"]
-    if "no_rope_layers" in theirs:
-        assert ours.no_rope_layers == (3,)
-    assert bool(ours.sliding_layers) == (architecture == "mistral")
+        # A None here derives from other keys there; an unused window becomes None.
+        if value is not None and not (
+            key == "sliding_window" and "use_sliding_window" in reference
+        ):
+            assert reference[key] == value, key
+    config = make_config(architecture)
+    assert (
+        config.rope_theta == reference["rope_theta"]
+        and config.norm_eps == reference["rms_norm_eps"]
+    )
+    assert config.num_kv_heads == (reference["num_key_value_heads"] or 32)
+    assert config.head_dim == (reference.get("head_dim") or 2)
+    assert config.tie_embeddings == reference["tie_word_embeddings"]
+    assert config.max_positions == reference["max_position_embeddings"]
+    if "no_rope_layers" in reference:
+        assert config.no_rope_layers == (3,)
+    assert bool(config.sliding_layers) == (architecture == "mistral")
 
 
 @pytest.mark.parametrize(
     "keys",
     [
         {},
-        {"tie_embeddings": True, "qk_norm": True, "kv_heads": 4},
+        {"tie_embeddings": True, "qk_norm": True, "num_kv_heads": 4},
         {"attention_bias": True, "head_dim": 6},
         {"attention_bias": True, "architecture": "qwen2"},
-        {"experts": 4, "experts_per_token": 2, "expert_ffn_size": 24},
-        {"experts": 4, "experts_per_token": 2, "expert_ffn_size": 24, "dense_layers": (1, 2)},
-        {"experts": 3, "experts_per_token": 1, "expert_ffn_size": 8, "shared_ffn_size": 40},
+        {"num_experts": 4, "num_experts_per_token": 2, "expert_ffn_size": 24},
+        {
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "expert_ffn_size": 24,
+            "dense_layers": (1, 2),
+        },
+        {
+            "num_experts": 3,
+            "num_experts_per_token": 1,
+            "expert_ffn_size": 8,
+            "shared_expert_ffn_size": 40,
+        },
     ],
 )
-def test_its_size_is_that_of_the_decoder_which_it_describes(keys: dict[str, Any]) -> None:
-    config = replace(of("llama"), **keys)
+def test_parameter_count_is_that_of_the_decoder(keys: dict[str, Any]) -> None:
+    config = replace(make_config("llama"), **keys)
     with torch.device("meta"):
-        made = sum(parameter.numel() for parameter in Decoder(config).parameters())
-    assert config.num_parameters == made
+        parameter_count = sum(parameter.numel() for parameter in Decoder(config).parameters())
+    assert config.num_parameters == parameter_count
 
 
 @pytest.mark.parametrize(
@@ -95,17 +110,19 @@ def test_its_size_is_that_of_the_decoder_which_it_describes(keys: dict[str, Any]
         ("smollm3", {}, (3,)),
     ],
 )
-def test_windows_slide_in_the_layers_that_the_architecture_says(
+def test_sliding_layers_follow_the_architecture(
     architecture: str, keys: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
-    config = of(architecture, use_sliding_window=True, sliding_window=8, **keys)
+    config = make_config(architecture, use_sliding_window=True, sliding_window=8, **keys)
     assert config.sliding_layers == layers
     assert [config.get_window_tokens(i) for i in range(4)] == [8 * (i in layers) for i in range(4)]
-    assert of(architecture, use_sliding_window=False, sliding_window=8).sliding_layers == ()
+    assert (
+        make_config(architecture, use_sliding_window=False, sliding_window=8).sliding_layers == ()
+    )
 
 
 @pytest.mark.parametrize(
-    ("architecture", "keys", "says"),
+    ("architecture", "keys", "message"),
     [
         ("llama", {"logit_scale": 0.1}, "logit_scale = 0.1 means nothing to llama"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types has .'chunked_att"),
@@ -119,15 +136,15 @@ def test_windows_slide_in_the_layers_that_the_architecture_says(
         ("mistral", {"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
     ],
 )
-def test_what_might_change_the_arithmetic_and_is_not_known_is_refused(
-    architecture: str, keys: dict[str, Any], says: str
+def test_unknown_keys_that_may_change_the_model_are_rejected(
+    architecture: str, keys: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
-        of(architecture, **keys)
+    with pytest.raises(ConfigError, match=message):
+        make_config(architecture, **keys)
 
 
-# What switches nothing on, in keys that no architecture here has.
-NEUTRAL: dict[str, Any] = {
+# Values that enable nothing, in keys that no architecture here has.
+NEUTRAL_KEYS: dict[str, Any] = {
     "anything": 0,
     "shared_expert_intermediate_size": 0,
     "attn_logit_softcapping": 0.0,
@@ -151,8 +168,8 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-# Beside them, what might be meant.
-MEANT: dict[str, Any] = {
+# Values of similar keys that may enable something.
+MEANINGFUL_KEYS: dict[str, Any] = {
     "embedding_multiplier": 1.5,
     "logit_scale": 0.0625,
     "n_shared_experts": 1,
@@ -167,32 +184,32 @@ MEANT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_key_that_changes_nothing_is_never_refused(architecture: str) -> None:
+def test_neutral_keys_are_accepted(architecture: str) -> None:
     known = ARCHITECTURES[architecture].defaults
-    plain = of(architecture)
-    for key, value in NEUTRAL.items():
+    plain = make_config(architecture)
+    for key, value in NEUTRAL_KEYS.items():
         if key not in known:
-            assert of(architecture, **{key: value}) == plain, key
-    for key, value in MEANT.items():
+            assert make_config(architecture, **{key: value}) == plain, key
+    for key, value in MEANINGFUL_KEYS.items():
         with pytest.raises(ConfigError, match=f"{key} = "):
-            of(architecture, **{key: value})
+            make_config(architecture, **{key: value})
     scaling = {"rope_type": "default", "mrope_section": [], "apply_scaling": False, "scale": 1.0}
-    assert of(architecture, rope_scaling=scaling) == plain
+    assert make_config(architecture, rope_scaling=scaling) == plain
     if architecture.endswith("_moe"):
-        dense = of(architecture, num_experts=0)
+        dense = make_config(architecture, num_experts=0)
         assert dense.sparse_layers == () and ModelConfig.from_hf(dense.to_hf()) == dense
 
 
-def test_quantized_or_undescribed_models_are_refused(place: Path) -> None:
+def test_quantized_models_and_missing_model_types_are_rejected(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="model_type is missing") as caught:
         ModelConfig.from_hf(SIZES)
     assert "one of llama, mistral" in caught.value.fix
-    (place / "quantize_config.json").write_text('{"bits": 4}')
+    (model_dir / "quantize_config.json").write_text('{"bits": 4}')
     with pytest.raises(ConfigError, match=r"quantized: there is a quantize_config\.json"):
-        load_config(place)
+        load_config(model_dir)
 
 
-# As published, but for the sizes of their matrices.
+# as published, except for the sizes of their matrices
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama 3.2": {
         "model_type": "llama",
@@ -288,9 +305,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_descriptions_are_read_and_given_back_as_they_are(
-    name: str, tmp_path: Path
-) -> None:
+def test_published_configs_are_read_and_exported_unchanged(name: str, tmp_path: Path) -> None:
     raw = PUBLISHED[name] | SIZES | {"architectures": ["Something"]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = load_config(tmp_path)
@@ -300,38 +315,38 @@ def test_published_descriptions_are_read_and_given_back_as_they_are(
     assert untied.export_hf() == raw | {"tie_word_embeddings": untied.tie_embeddings}
 
 
-def test_a_model_of_a_job_file_is_exported_with_all_keys() -> None:
-    made = of("qwen3").export_hf()
-    assert made["architectures"] == ["Qwen3ForCausalLM"] and made["head_dim"] == 128
-    assert made["eos_token_id"] is None  # which is not what the architecture would take
+def test_model_of_a_job_file_is_exported_with_all_keys() -> None:
+    exported = make_config("qwen3").export_hf()
+    assert exported["architectures"] == ["Qwen3ForCausalLM"] and exported["head_dim"] == 128
+    assert exported["eos_token_id"] is None  # not the default of the architecture
 
 
-def test_scaling_beside_the_original_positions_is_read_as_transformers_reads_it() -> None:
+def test_rope_scaling_is_read_as_by_transformers() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "finetuned": True}
-    config = of("llama", rope_scaling=scaling, original_max_position_embeddings=512)
+    config = make_config("llama", rope_scaling=scaling, original_max_position_embeddings=512)
     assert config.rope_scaling is not None
     assert config.rope_scaling["original_max_position_embeddings"] == 512
-    config = of("llama", rope_scaling=scaling, rope_parameters={"rope_type": "linear"})
+    config = make_config("llama", rope_scaling=scaling, rope_parameters={"rope_type": "linear"})
     assert config.rope_scaling is not None and config.rope_scaling["rope_type"] == "yarn"
     assert config.rope_scaling["original_max_position_embeddings"] == 2048
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A directory with a model."""
-    return written(tmp_path / "model", TINY)
+def model_dir(tmp_path: Path) -> Path:
+    """Save a model and return its directory."""
+    return save_random_model(tmp_path / "model", TINY)
 
 
-def written(directory: Path, config: ModelConfig, shard_bytes: int = 10**9) -> Path:
+def save_random_model(directory: Path, config: ModelConfig, shard_bytes: int = 10**9) -> Path:
     decoder = Decoder(config)
     decoder.initialise(torch.Generator().manual_seed(0))
     save_model(directory, config, decoder.state_dict(), shard_bytes=shard_bytes)
     return directory
 
 
-def change(place: Path, name: str, tensor: torch.Tensor) -> None:
-    tensors = load_file(place / "model.safetensors")
-    save_file(tensors | {name: tensor}, place / "model.safetensors")
+def replace_tensor(model_dir: Path, name: str, tensor: torch.Tensor) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    save_file(tensors | {name: tensor}, model_dir / "model.safetensors")
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -340,28 +355,28 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32]
 )
-def test_weights_of_eight_bits_or_integers_are_refused_from_their_headers(
-    place: Path, dtype: torch.dtype
+def test_quantized_dtypes_are_rejected_from_their_headers(
+    model_dir: Path, dtype: torch.dtype
 ) -> None:
-    change(place, DOWN, torch.ones(16, 24).to(dtype))
+    replace_tensor(model_dir, DOWN, torch.ones(16, 24).to(dtype))
     with pytest.raises(ConfigError, match=rf"quantized: tensor {DOWN} is of type [FIU]"):
-        load_config(place)
+        load_config(model_dir)
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_no_numbers_are_refused_with_their_tensor(
-    place: Path, wrong: float, dtype: torch.dtype
+def test_non_finite_weights_are_rejected_with_their_tensor(
+    model_dir: Path, value: float, dtype: torch.dtype
 ) -> None:
     broken = torch.ones(16, 24, dtype=dtype)
-    broken[3, 4] = wrong
-    change(place, DOWN, broken)
+    broken[3, 4] = value
+    replace_tensor(model_dir, DOWN, broken)
     with pytest.raises(ConfigError, match=rf"tensor {DOWN} has 1 of 384 weights"):
-        load_model(place)
+        load_model(model_dir)
 
 
 @pytest.mark.parametrize(
-    ("file", "says"),
+    ("file", "message"),
     [
         ("model-Q4_K_M.gguf", "GGUF of llama.cpp"),
         ("pytorch_model.bin", "pickles of PyTorch"),
@@ -370,74 +385,74 @@ def test_weights_that_are_no_numbers_are_refused_with_their_tensor(
         ("adapter_config.json", "adapters without the model"),
     ],
 )
-@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("has_config", [True, False])
 def test_weights_of_another_format_are_named(
-    place: Path, file: str, says: str, described: bool
+    model_dir: Path, file: str, message: str, has_config: bool
 ) -> None:
-    (place / "model.safetensors").unlink()
-    if not described:
-        (place / "config.json").unlink()
-    (place / file).write_bytes(b"")
-    with pytest.raises(ConfigError, match=says):
-        load_config(place)
+    (model_dir / "model.safetensors").unlink()
+    if not has_config:
+        (model_dir / "config.json").unlink()
+    (model_dir / file).write_bytes(b"")
+    with pytest.raises(ConfigError, match=message):
+        load_config(model_dir)
 
 
-def test_a_file_that_is_cut_off_is_told_from_its_header(place: Path) -> None:
-    file = place / "model.safetensors"
+def test_truncated_file_is_detected_from_its_header(model_dir: Path) -> None:
+    file = model_dir / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ConfigError, match=r"not whole: \d+ bytes are there of \d+"):
-        load_config(place)
+        load_config(model_dir)
     file.write_bytes(b"<html>not found</html>")
     with pytest.raises(ConfigError, match="not whole"):
-        load_config(place)
+        load_config(model_dir)
 
 
-def test_a_description_may_lie_alone_until_weights_are_wanted(place: Path) -> None:
-    (place / "model.safetensors").unlink()
-    assert load_config(place) == TINY
+def test_config_is_loaded_without_weights(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    assert load_config(model_dir) == TINY
     with pytest.raises(ConfigError, match="neither model"):
-        load_model(place)
+        load_model(model_dir)
 
 
-def test_a_shard_that_the_index_names_and_is_not_there_is_named(tmp_path: Path) -> None:
-    place = written(tmp_path / "model", TINY, shard_bytes=2000)
-    lost = sorted(place.glob("model-*.safetensors"))[1]
-    lost.unlink()
-    with pytest.raises(ConfigError, match=f"files of weights are missing: {lost.name}"):
-        load_config(place)
+def test_missing_shard_of_an_index_is_named(tmp_path: Path) -> None:
+    model_dir = save_random_model(tmp_path / "model", TINY, shard_bytes=2000)
+    missing = sorted(model_dir.glob("model-*.safetensors"))[1]
+    missing.unlink()
+    with pytest.raises(ConfigError, match=f"files of weights are missing: {missing.name}"):
+        load_config(model_dir)
 
 
-def test_one_file_is_read_before_the_shards_of_an_index(tmp_path: Path) -> None:
-    place = written(tmp_path / "model", TINY, shard_bytes=2000)
-    other = written(tmp_path / "other", TINY)
-    change(other, "model.norm.weight", torch.full((16,), 3.0))
-    (other / "model.safetensors").rename(place / "model.safetensors")
-    assert load_model(place)[1].final_norm.mean() == 3.0
+def test_single_file_takes_precedence_over_shards(tmp_path: Path) -> None:
+    model_dir = save_random_model(tmp_path / "model", TINY, shard_bytes=2000)
+    other = save_random_model(tmp_path / "other", TINY)
+    replace_tensor(other, "model.norm.weight", torch.full((16,), 3.0))
+    (other / "model.safetensors").rename(model_dir / "model.safetensors")
+    assert load_model(model_dir)[1].final_norm.mean() == 3.0
 
 
-def test_an_unembedding_of_its_own_is_taken_though_the_description_ties_it(tmp_path: Path) -> None:
-    place = written(tmp_path / "model", TINY)
-    described = json.loads((place / "config.json").read_text())
-    described["tie_word_embeddings"] = True
-    (place / "config.json").write_text(json.dumps(described))
-    config, decoder = load_model(place)
+def test_separate_unembedding_overrides_a_tied_config(tmp_path: Path) -> None:
+    model_dir = save_random_model(tmp_path / "model", TINY)
+    description = json.loads((model_dir / "config.json").read_text())
+    description["tie_word_embeddings"] = True
+    (model_dir / "config.json").write_text(json.dumps(description))
+    config, decoder = load_model(model_dir)
     assert not config.tie_embeddings and not torch.equal(decoder.unembedding, decoder.embedding)
-    assert load_config(place) == config
+    assert load_config(model_dir) == config
     save_model(tmp_path / "again", config, decoder.state_dict())
     assert json.loads((tmp_path / "again/config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_an_unembedding_of_the_same_numbers_is_tied(tmp_path: Path) -> None:
-    place = written(tmp_path / "model", replace(TINY, tie_embeddings=True))
-    embedding = load_file(place / "model.safetensors")["model.embed_tokens.weight"]
-    change(place, "lm_head.weight", embedding)
-    config, _ = load_model(place)
+def test_equal_unembedding_is_tied(tmp_path: Path) -> None:
+    model_dir = save_random_model(tmp_path / "model", replace(TINY, tie_embeddings=True))
+    embedding = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    replace_tensor(model_dir, "lm_head.weight", embedding)
+    config, _ = load_model(model_dir)
     assert config.tie_embeddings
 
 
-def test_a_tied_embedding_may_lie_under_the_name_of_the_unembedding(tmp_path: Path) -> None:
-    place = written(tmp_path / "model", replace(TINY, tie_embeddings=True))
-    tensors = load_file(place / "model.safetensors")
+def test_tied_embedding_may_have_the_name_of_the_unembedding(tmp_path: Path) -> None:
+    model_dir = save_random_model(tmp_path / "model", replace(TINY, tie_embeddings=True))
+    tensors = load_file(model_dir / "model.safetensors")
     embedding = tensors.pop("model.embed_tokens.weight")
-    save_file(tensors | {"lm_head.weight": embedding}, place / "model.safetensors")
-    assert torch.equal(load_model(place)[1].embedding, embedding)
+    save_file(tensors | {"lm_head.weight": embedding}, model_dir / "model.safetensors")
+    assert torch.equal(load_model(model_dir)[1].embedding, embedding)

@@ -1,4 +1,4 @@
-"""Adapters beside a frozen decoder: what they compute, how they are merged, how PEFT reads them."""
+"""LoRA adapters of a frozen decoder: computation, merging and export for PEFT."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ TARGETS = [ALL, ["q_proj", "v_proj"], ["k_proj", "up_proj"], ["down", "output"]]
 TOKENS = torch.arange(1, 25).view(2, 12) % 64
 
 
-def plain(dtype: torch.dtype = torch.float32) -> Decoder:
+def make_base(dtype: torch.dtype = torch.float32) -> Decoder:
     model = Decoder(SHAPE, dtype)
     model.initialise(torch.Generator().manual_seed(3))
     return model
 
 
-def adapted(targets: list[str], dtype: torch.dtype = torch.float32, used: bool = True) -> Decoder:
-    """A decoder with adapters, as if they had been trained (`used`)."""
-    model = plain(dtype)
+def make_adapted(
+    targets: list[str], dtype: torch.dtype = torch.float32, trained: bool = True
+) -> Decoder:
+    """Return a decoder with adapters, with random weights as after training if `trained`."""
+    model = make_base(dtype)
     lora.initialize_adapters(model, LoraConfig(4, 12.0, targets), seed=1)
-    if used:
+    if trained:
         generator = torch.Generator().manual_seed(9)
         for name, parameter in lora.get_trainable_parameters(model).items():
             if name.endswith(".b"):
@@ -63,27 +65,27 @@ def logits(model: Decoder, tokens: Tensor = TOKENS) -> Tensor:
     return model.compute_logits(model(tokens, positions, causal_attention))
 
 
-def state(model: Decoder) -> dict[str, Tensor]:
+def get_state(model: Decoder) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_new_adapters_change_nothing() -> None:
-    assert torch.equal(logits(adapted(ALL, used=False)), logits(plain()))
+def test_new_adapters_do_not_change_the_logits() -> None:
+    assert torch.equal(logits(make_adapted(ALL, trained=False)), logits(make_base()))
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids="+".join)
-def test_merged_weights_compute_what_adapters_do(targets: list[str]) -> None:
-    model = adapted(targets, torch.float64)
-    together = plain(torch.float64)
-    together.load_state_dict(merge_adapters(SHAPE, state(model), scale=3.0))
-    expected = logits(together)
-    assert torch.allclose(logits(model), expected, atol=1e-6)  # merging is in float32
-    assert not torch.allclose(expected, logits(plain(torch.float64)), atol=1e-2)
+def test_merged_weights_give_the_logits_of_the_adapters(targets: list[str]) -> None:
+    model = make_adapted(targets, torch.float64)
+    merged = make_base(torch.float64)
+    merged.load_state_dict(merge_adapters(SHAPE, get_state(model), scale=3.0))
+    expected = logits(merged)
+    assert torch.allclose(logits(model), expected, atol=1e-6)  # merging uses float32
+    assert not torch.allclose(expected, logits(make_base(torch.float64)), atol=1e-2)
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids="+".join)
-def test_the_gradient_is_that_through_the_merged_weights(targets: list[str]) -> None:
-    model, base = adapted(targets, torch.float64), plain(torch.float64)
+def test_gradient_is_that_through_the_merged_weights(targets: list[str]) -> None:
+    model, base = make_adapted(targets, torch.float64), make_base(torch.float64)
     logits(model).square().sum().backward()
     factors = {
         n: p.detach().clone().requires_grad_()
@@ -112,12 +114,12 @@ def test_the_gradient_is_that_through_the_merged_weights(targets: list[str]) -> 
         assert torch.allclose(parameter.grad, expected, rtol=1e-9, atol=1e-11), name
 
 
-def test_the_base_is_frozen_and_the_adapters_are_all_that_trains() -> None:
-    model = adapted(["q_proj", "v_proj"])
+def test_base_is_frozen_and_only_adapters_train() -> None:
+    model = make_adapted(["q_proj", "v_proj"])
     logits(model).sum().backward()
     base = {n: p for n, p in model.named_parameters() if not is_adapter_tensor(n)}
     assert all(p.grad is None and not p.requires_grad for p in base.values())
-    assert base.keys() == state(plain()).keys()
+    assert base.keys() == get_state(make_base()).keys()
     assert lora.get_trainable_parameters(model).keys() == {
         f"layers.{i}.adapters.{part}_proj.{factor}"
         for i in (0, 1)
@@ -126,62 +128,73 @@ def test_the_base_is_frozen_and_the_adapters_are_all_that_trains() -> None:
     }
 
 
-def test_merging_leaves_what_it_was_given_as_it_was() -> None:
-    tensors = {name: tensor.clone() for name, tensor in state(adapted(ALL)).items()}
+def test_merging_does_not_change_its_input() -> None:
+    tensors = {name: tensor.clone() for name, tensor in get_state(make_adapted(ALL)).items()}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     merge_adapters(SHAPE, tensors, 3.0)
     assert all(torch.equal(tensors[name], before[name]) for name in before)
-    without = state(plain())
-    assert all(merge_adapters(SHAPE, without, 0.0)[n] is without[n] for n in without)
+    base_state = get_state(make_base())
+    assert all(merge_adapters(SHAPE, base_state, 0.0)[n] is base_state[n] for n in base_state)
 
 
-def test_the_seed_decides_where_adapters_begin() -> None:
-    def begun(seed: int) -> Tensor:
-        model = plain()
+def test_seed_determines_the_initial_adapters() -> None:
+    def initial_weights(seed: int) -> Tensor:
+        model = make_base()
         lora.initialize_adapters(model, LoraConfig(2), seed)
         return torch.cat(
             [p.detach().reshape(-1) for p in lora.get_trainable_parameters(model).values()]
         )
 
-    assert torch.equal(begun(1), begun(1)) and not torch.equal(begun(1), begun(2))
+    assert torch.equal(initial_weights(1), initial_weights(1)) and not torch.equal(
+        initial_weights(1), initial_weights(2)
+    )
 
 
 @pytest.mark.parametrize(
     "path", ["eager", pytest.param("native", marks=pytest.mark.needs("compiler"))]
 )
-def test_an_engine_scores_merged_weights_as_the_trainer_does(path: str) -> None:
-    model = adapted(ALL)
+def test_engine_scores_merged_weights_as_the_trainer_does(path: str) -> None:
+    model = make_adapted(ALL)
     engine = build_engine(SHAPE, 2, 32, backend=path)
-    engine.wake(merge_adapters(SHAPE, state(model), 3.0), 1)
+    engine.wake(merge_adapters(SHAPE, get_state(model), 3.0), 1)
     with torch.inference_mode():
         expected = logits(model, TOKENS[:1])[0, :-1].log_softmax(-1)
     chosen = expected.gather(1, TOKENS[0, 1:, None])[:, 0].numpy()
     assert np.abs(engine.score(TOKENS[0].numpy()) - chosen).max() < 1e-4
 
 
-@pytest.mark.group("transformers")  # which one worker imports for all
+@pytest.mark.group("transformers")  # imported by one worker for all tests of the group
 @pytest.mark.parametrize("targets", TARGETS, ids="+".join)
-def test_peft_computes_the_same_from_what_was_exported(tmp_path: Path, targets: list[str]) -> None:
+def test_peft_gives_the_same_logits_from_an_export(tmp_path: Path, targets: list[str]) -> None:
     peft = pytest.importorskip("peft")
     import transformers
 
-    model = adapted(targets)
-    save_model(tmp_path / "base", SHAPE, state(plain()))
-    save_adapter(tmp_path / "adapter", SHAPE, state(model), alpha=12.0, base=str(tmp_path / "base"))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    model = make_adapted(targets)
+    save_model(tmp_path / "base", SHAPE, get_state(make_base()))
+    save_adapter(
+        tmp_path / "adapter", SHAPE, get_state(model), alpha=12.0, base=str(tmp_path / "base")
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.inference_mode():
         assert torch.allclose(loaded(TOKENS).logits, logits(model), atol=1e-4)
-        assert not torch.allclose(loaded(TOKENS).logits, logits(plain()), atol=1e-2)
+        assert not torch.allclose(loaded(TOKENS).logits, logits(make_base()), atol=1e-2)
 
 
-def test_an_exported_adapter_has_pefts_names(tmp_path: Path) -> None:
+def test_exported_adapter_has_the_names_of_peft(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    save_adapter(tmp_path, SHAPE, state(adapted(["v_proj"])), alpha=12.0, base="somewhere")
-    about = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (about["r"], about["lora_alpha"], about["target_modules"]) == (4, 12.0, ["v_proj"])
-    assert about["base_model_name_or_path"] == "somewhere" and about["peft_type"] == "LORA"
+    save_adapter(tmp_path, SHAPE, get_state(make_adapted(["v_proj"])), alpha=12.0, base="somewhere")
+    adapter_config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (
+        adapter_config["r"],
+        adapter_config["lora_alpha"],
+        adapter_config["target_modules"],
+    ) == (4, 12.0, ["v_proj"])
+    assert (
+        adapter_config["base_model_name_or_path"] == "somewhere"
+        and adapter_config["peft_type"] == "LORA"
+    )
     shapes = {
         n: tuple(t.shape) for n, t in load_file(tmp_path / "adapter_model.safetensors").items()
     }
@@ -193,9 +206,9 @@ def test_an_exported_adapter_has_pefts_names(tmp_path: Path) -> None:
     }
 
 
-def test_a_merged_directory_is_a_plain_model(tmp_path: Path) -> None:
-    model = adapted(ALL)
-    save_model(tmp_path, SHAPE, merge_adapters(SHAPE, state(model), 3.0))
+def test_merged_directory_is_a_plain_model(tmp_path: Path) -> None:
+    model = make_adapted(ALL)
+    save_model(tmp_path, SHAPE, merge_adapters(SHAPE, get_state(model), 3.0))
     _, loaded = load_model(tmp_path)
     assert torch.allclose(logits(loaded), logits(model), atol=1e-4)
 
@@ -205,7 +218,7 @@ MIXTURE = dataclasses.replace(
 )
 
 
-def test_projections_go_by_either_name_and_what_cannot_be_adapted_is_refused() -> None:
+def test_projection_names_are_resolved_and_invalid_ones_rejected() -> None:
     assert resolve_targets(SHAPE, ["qkv", "down_proj"]) == [
         "q_proj",
         "k_proj",
@@ -221,7 +234,7 @@ def test_projections_go_by_either_name_and_what_cannot_be_adapted_is_refused() -
     check_adapters(MIXTURE, 2, ["qkv", "output"])
 
 
-def test_without_targets_all_is_adapted_that_can_be() -> None:
+def test_all_supported_projections_are_adapted_by_default() -> None:
     assert resolve_targets(SHAPE, []) == resolve_targets(SHAPE, ALL)
     assert resolve_targets(MIXTURE, []) == ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert LoraConfig().targets == []

@@ -1,4 +1,4 @@
-"""Text in, ids out, and back without loss; characters that a tokenizer lacks."""
+"""Lossless encoding and decoding of text, and characters that a tokenizer lacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_character_is_its_own_token(characters: Tokenizer, text: str) -> No
     assert characters.decode(ids) == text
 
 
-def test_a_character_outside_the_alphabet_is_refused(characters: Tokenizer) -> None:
+def test_character_outside_the_alphabet_is_rejected(characters: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="Z"):
         characters.encode("17Z")
 
@@ -47,7 +47,7 @@ def test_ids_are_found_by_token(characters: Tokenizer) -> None:
     assert characters.vocab_size == len(CHARS)
 
 
-def test_special_tokens_are_kept_and_none_is_added(tmp_path: Path) -> None:
+def test_special_tokens_are_kept_and_none_are_added(tmp_path: Path) -> None:
     backend = Backend(models.BPE({c: i for i, c in enumerate(sorted(set("abc Ġ")))}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def test_special_tokens_are_kept_and_none_is_added(tmp_path: Path) -> None:
 
 
 def byte_tokenizer(directory: Path, single: str = "", **options: Any) -> Backend:
-    """Writes a tokenizer of bytes whose post-processor is the template `single`."""
+    """Write a tokenizer of bytes whose post-processor is the template `single`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -78,30 +78,30 @@ def byte_tokenizer(directory: Path, single: str = "", **options: Any) -> Backend
         backend.post_processor = processors.Sequence([spaces, template])
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(named | options))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | options))
     return backend
 
 
-@pytest.mark.group("transformers")  # which one worker imports for all
+@pytest.mark.group("transformers")  # imported by one worker for all tests of the group
 @pytest.mark.parametrize("text", ["a b", "é</s>", " <s>", ""])
 @pytest.mark.parametrize(
     ("single", "options"),
     [("<s> $A", {}), ("", {}), ("", {"add_bos_token": True}), ("$A", {"add_bos_token": True})],
 )
-def test_a_sequence_begins_as_transformers_begins_it(
+def test_sequence_starts_as_in_transformers(
     tmp_path: Path, single: str, options: dict[str, Any], text: str
 ) -> None:
     import transformers
 
     byte_tokenizer(tmp_path, single, **options)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode_start(text) == theirs(text)["input_ids"]
-    assert tokenizer.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.encode_start(text) == reference(text)["input_ids"]
+    assert tokenizer.encode(text) == reference(text, add_special_tokens=False)["input_ids"]
 
 
-def test_what_goes_on_has_no_end_and_no_second_beginning(tmp_path: Path) -> None:
+def test_sequence_start_has_one_start_token_and_no_end_token(tmp_path: Path) -> None:
     bos = byte_tokenizer(tmp_path, "<s> $A </s>").token_to_id("<s>")
     tokenizer = Tokenizer.load(tmp_path)
     assert (
@@ -112,7 +112,7 @@ def test_what_goes_on_has_no_end_and_no_second_beginning(tmp_path: Path) -> None
     assert tokenizer.encode_start("") == [bos]
 
 
-def test_a_text_is_whole_whatever_length_the_file_was_last_used_with(tmp_path: Path) -> None:
+def test_saved_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     backend = byte_tokenizer(tmp_path)
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
@@ -122,12 +122,12 @@ def test_a_text_is_whole_whatever_length_the_file_was_last_used_with(tmp_path: P
     assert len(tokenizer.encode("ab")) == 2
 
 
-def test_a_doubled_character_is_refused(tmp_path: Path) -> None:
+def test_duplicate_character_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'a'"):
         build_character_tokenizer("abca", tmp_path / "tokenizer.json")
 
 
-def test_a_missing_file_and_one_that_is_no_tokenizer_are_named(tmp_path: Path) -> None:
+def test_missing_and_invalid_tokenizer_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
@@ -135,8 +135,8 @@ def test_a_missing_file_and_one_that_is_no_tokenizer_are_named(tmp_path: Path) -
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.group("transformers")  # which one worker imports for all
-def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
+@pytest.mark.group("transformers")  # imported by one worker for all tests of the group
+def test_transformers_loads_the_tokenizer_of_a_saved_model(tmp_path: Path) -> None:
     import torch
     import transformers
 
@@ -146,11 +146,11 @@ def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
     build_character_tokenizer(CHARS, tmp_path / "source" / "tokenizer.json")
     state: dict[str, torch.Tensor] = tiny_decoder().state_dict()
     save_model(tmp_path / "model", TINY, state, tmp_path / "source" / "tokenizer.json")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert theirs("1+2", add_special_tokens=False)["input_ids"] == [15, 9, 16]
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert reference("1+2", add_special_tokens=False)["input_ids"] == [15, 9, 16]
 
 
-def test_it_needs_no_torch() -> None:
+def test_tokenizer_does_not_import_torch() -> None:
     code = "import sys, meshrl.common.model.tokens.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == 0
 
@@ -194,7 +194,7 @@ CASES: list[tuple[Backend, str, list[str]]] = [
     (backend_without("."), "abc好x.好", ["好", "x"]),
     (backend_without("<unk>"), "a\u200bx", ["\u200b", "x"]),
     (backend_without("<unk>"), "a\n", ["\n"]),
-    (backend_without("none"), "a好", []),  # which does not encode, with an error
+    (backend_without("none"), "a好", []),  # does not encode, but raises an error
     (words(), "ABC abc.\n", []),
     (words(), "abc dba 好", ["dba", "好"]),
     (unigram(), "abc ａ", []),
@@ -206,12 +206,12 @@ CASES: list[tuple[Backend, str, list[str]]] = [
 
 
 def test_dropped_and_replaced_characters_are_found() -> None:
-    for backend, text, lost in CASES:
-        found = Tokenizer(backend).find_lossy_pieces(text)
-        assert found == lost, (backend.model, text)
+    for backend, text, lossy_pieces in CASES:
+        pieces = Tokenizer(backend).find_lossy_pieces(text)
+        assert pieces == lossy_pieces, (backend.model, text)
 
 
-def test_tokenizers_of_bytes_and_those_that_refuse_lose_nothing(tmp_path: Path) -> None:
+def test_byte_and_strict_tokenizers_are_lossless(tmp_path: Path) -> None:
     assert qwen3_tokenizer(tmp_path).find_lossy_pieces("好\U000103a0\ufdd0") == []
     assert (
         build_character_tokenizer("ab", tmp_path / "own" / "tokenizer.json").find_lossy_pieces("好")

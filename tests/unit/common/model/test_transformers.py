@@ -1,4 +1,4 @@
-"""Our decoder and transformers' agree on the same files, whoever wrote them."""
+"""Agreement of our decoder with that of transformers on the same files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshrl.common.model.files.initial_parameters import load_model
 from meshrl.common.model.network.decoder import Decoder
 from tests.attention import causal_attention
 
-pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
+pytestmark = pytest.mark.group("transformers")  # imported by one worker for all tests of the group
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -79,11 +79,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-both_ways = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+tied_and_untied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-def theirs_at(path: Path, family: str, tied: bool, shard_size: str = "1GB") -> Any:
+def save_reference_model(path: Path, family: str, tied: bool, shard_size: str = "1GB") -> Any:
     import transformers
 
     config_class, extra = FAMILIES[family]
@@ -91,19 +91,19 @@ def theirs_at(path: Path, family: str, tied: bool, shard_size: str = "1GB") -> A
     config = getattr(transformers, config_class)(**SHAPE | extra, tie_word_embeddings=tied)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too, so that each one matters
+        for parameter in model.parameters():  # biases and norms as well, so that each matters
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(path, max_shard_size=shard_size)
     return model
 
 
-def ours_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+def compute_our_logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.inference_mode():
         return decoder.compute_logits(decoder(tokens, positions, causal_attention))
 
 
-def theirs_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def compute_reference_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(tokens).logits
     return logits
@@ -115,59 +115,66 @@ def some_tokens() -> torch.Tensor:
 
 @pytest.mark.rotating(3)
 @families
-@both_ways
-def test_we_read_what_transformers_wrote(family: str, tied: bool, tmp_path: Path) -> None:
-    model = theirs_at(tmp_path, family, tied)
+@tied_and_untied
+def test_models_saved_by_transformers_are_read(family: str, tied: bool, tmp_path: Path) -> None:
+    model = save_reference_model(tmp_path, family, tied)
     _, decoder = load_model(tmp_path)
     tokens = some_tokens()
     torch.testing.assert_close(
-        ours_of(decoder, tokens), theirs_of(model, tokens), atol=1e-5, rtol=0
+        compute_our_logits(decoder, tokens),
+        compute_reference_logits(model, tokens),
+        atol=1e-5,
+        rtol=0,
     )
 
 
 @pytest.mark.rotating(3)
 @families
-@both_ways
-def test_transformers_reads_what_we_wrote(family: str, tied: bool, tmp_path: Path) -> None:
+@tied_and_untied
+def test_transformers_reads_saved_models(family: str, tied: bool, tmp_path: Path) -> None:
     import transformers
 
-    theirs_at(tmp_path / "theirs", family, tied)
+    save_reference_model(tmp_path / "theirs", family, tied)
     config, _ = load_model(tmp_path / "theirs")
     decoder = Decoder(config)
     decoder.initialise(torch.Generator().manual_seed(1))
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=_seed_of(name)))
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=_make_generator(name)))
     save_model(tmp_path / "ours", config, decoder.state_dict())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     tokens = some_tokens()
     torch.testing.assert_close(
-        ours_of(decoder, tokens), theirs_of(model, tokens), atol=1e-5, rtol=0
+        compute_our_logits(decoder, tokens),
+        compute_reference_logits(model, tokens),
+        atol=1e-5,
+        rtol=0,
     )
 
 
-def _seed_of(name: str) -> torch.Generator:
+def _make_generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(len(name))
 
 
-def test_shards_with_an_index_are_read_as_one(tmp_path: Path) -> None:
-    model = theirs_at(tmp_path, "qwen3", tied=False, shard_size="30KB")
+def test_shards_with_an_index_are_read(tmp_path: Path) -> None:
+    model = save_reference_model(tmp_path, "qwen3", tied=False, shard_size="30KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     _, decoder = load_model(tmp_path)
     tokens = some_tokens()
     torch.testing.assert_close(
-        ours_of(decoder, tokens), theirs_of(model, tokens), atol=1e-5, rtol=0
+        compute_our_logits(decoder, tokens),
+        compute_reference_logits(model, tokens),
+        atol=1e-5,
+        rtol=0,
     )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
-def test_what_exceeds_a_shard_is_written_as_several_that_transformers_reads(
-    family: str, tmp_path: Path
-) -> None:
+def test_large_models_are_saved_in_shards_for_transformers(family: str, tmp_path: Path) -> None:
     import transformers
 
-    theirs_at(tmp_path / "theirs", family, tied=False)
+    save_reference_model(tmp_path / "theirs", family, tied=False)
     config, decoder = load_model(tmp_path / "theirs")
     save_model(tmp_path, config, decoder.state_dict())
     save_model(tmp_path, config, decoder.state_dict(), shard_bytes=40_000)
@@ -175,25 +182,30 @@ def test_what_exceeds_a_shard_is_written_as_several_that_transformers_reads(
     assert len(shards) > 2 and not (tmp_path / "model.safetensors").exists()
     assert all(shard.stat().st_size < 44_000 for shard in shards)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    _, again = load_model(tmp_path)
+    _, reloaded = load_model(tmp_path)
     tokens = some_tokens()
-    assert torch.equal(ours_of(again, tokens), ours_of(decoder, tokens))
+    assert torch.equal(compute_our_logits(reloaded, tokens), compute_our_logits(decoder, tokens))
     torch.testing.assert_close(
-        ours_of(decoder, tokens), theirs_of(model, tokens), atol=1e-5, rtol=0
+        compute_our_logits(decoder, tokens),
+        compute_reference_logits(model, tokens),
+        atol=1e-5,
+        rtol=0,
     )
 
 
-def test_one_file_takes_the_place_of_shards(tmp_path: Path) -> None:
-    theirs_at(tmp_path, "mixtral", tied=False, shard_size="30KB")
+def test_single_file_replaces_shards(tmp_path: Path) -> None:
+    save_reference_model(tmp_path, "mixtral", tied=False, shard_size="30KB")
     config, decoder = load_model(tmp_path)
     decoder.initialise(torch.Generator().manual_seed(4))
     save_model(tmp_path, config, decoder.state_dict())
     assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
-    _, again = load_model(tmp_path)
-    assert torch.equal(ours_of(again, some_tokens()), ours_of(decoder, some_tokens()))
+    _, reloaded = load_model(tmp_path)
+    assert torch.equal(
+        compute_our_logits(reloaded, some_tokens()), compute_our_logits(decoder, some_tokens())
+    )
 
 
-def test_every_other_layer_may_be_dense() -> None:
+def test_sparse_step_selects_the_moe_layers() -> None:
     raw = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16}
     raw |= {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     config = ModelConfig.from_hf(SHAPE | raw | {"num_hidden_layers": 6})
@@ -202,8 +214,8 @@ def test_every_other_layer_may_be_dense() -> None:
 
 
 @families
-def test_a_state_survives_the_way_there_and_back(family: str, tmp_path: Path) -> None:
-    theirs_at(tmp_path, family, tied=False)
+def test_state_survives_a_round_trip(family: str, tmp_path: Path) -> None:
+    save_reference_model(tmp_path, family, tied=False)
     config, decoder = load_model(tmp_path)
     state = decoder.state_dict()
     save_model(tmp_path / "again", config, state)
@@ -213,17 +225,17 @@ def test_a_state_survives_the_way_there_and_back(family: str, tmp_path: Path) ->
     assert ModelConfig.from_hf(config.to_hf()) == config
 
 
-def test_older_config_files_name_the_rope_otherwise(tmp_path: Path) -> None:
-    theirs_at(tmp_path, "llama3", tied=True)
+def test_older_rope_keys_are_read(tmp_path: Path) -> None:
+    save_reference_model(tmp_path, "llama3", tied=True)
     raw = json.loads((tmp_path / "config.json").read_text())
-    new = ModelConfig.from_hf(raw)
+    new_config = ModelConfig.from_hf(raw)
     scaling = dict(raw.pop("rope_parameters"))
-    old = ModelConfig.from_hf(
+    old_config = ModelConfig.from_hf(
         raw | {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
     )
-    assert new == old
-    assert new.rope_theta == 500000.0
-    assert new.rope_scaling is not None and new.rope_scaling["factor"] == 8.0
+    assert new_config == old_config
+    assert new_config.rope_theta == 500000.0
+    assert new_config.rope_scaling is not None and new_config.rope_scaling["factor"] == 8.0
 
 
 @pytest.mark.parametrize(
@@ -246,7 +258,7 @@ def test_older_config_files_name_the_rope_otherwise(tmp_path: Path) -> None:
         ("router_jitter_noise", 0.1),
     ],
 )
-def test_what_the_decoder_cannot_do_is_refused_by_its_key(key: str, value: Any) -> None:
+def test_unsupported_features_are_rejected_by_their_key(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key):
         ModelConfig.from_hf({"model_type": "llama"} | SHAPE | {key: value})
 
@@ -254,14 +266,14 @@ def test_what_the_decoder_cannot_do_is_refused_by_its_key(key: str, value: Any) 
 @pytest.mark.parametrize(
     "key, value", [("num_experts_per_tok", 5), ("num_experts_per_tok", 0), ("sliding_window", 0)]
 )
-def test_a_mixture_that_cannot_be_run_is_refused_by_its_key(key: str, value: Any) -> None:
+def test_invalid_moe_configs_are_rejected_by_their_key(key: str, value: Any) -> None:
     raw = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     with pytest.raises(ConfigError, match=key):
         ModelConfig.from_hf(raw | SHAPE | {key: value})
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    theirs_at(tmp_path, "qwen2", tied=False)
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    save_reference_model(tmp_path, "qwen2", tied=False)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -269,36 +281,36 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def _cut(path: Path) -> None:
+def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def _of_another_width(path: Path) -> None:
+def _change_width(path: Path) -> None:
     tensors = load_file(path)
     tensors["model.norm.weight"] = torch.zeros(7)
     save_file(tensors, path)
 
 
 @pytest.mark.parametrize(
-    ("file", "spoil"),
+    ("file", "corrupt"),
     [
-        ("model.safetensors", _cut),
-        ("model.safetensors", _of_another_width),
+        ("model.safetensors", _truncate),
+        ("model.safetensors", _change_width),
         ("model.safetensors", Path.unlink),
-        ("config.json", _cut),
+        ("config.json", _truncate),
         ("config.json", lambda path: path.write_text("[]")),
         ("config.json", lambda path: path.write_text(path.read_text().replace("48", '"wide"'))),
     ],
 )
-def test_files_that_cannot_be_read_are_an_error_of_the_job(
-    file: str, spoil: Callable[[Path], Any], tmp_path: Path
+def test_unreadable_files_raise_a_config_error(
+    file: str, corrupt: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    theirs_at(tmp_path, "qwen2", tied=False)
-    spoil(tmp_path / file)
+    save_reference_model(tmp_path, "qwen2", tied=False)
+    corrupt(tmp_path / file)
     with pytest.raises(ConfigError):
         load_model(tmp_path)
 
 
-def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
+def test_directory_without_weights_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_model(tmp_path)

@@ -1,4 +1,4 @@
-"""Identities and manifests of tensors, and versions that are staged by rows."""
+"""Identities and manifests of tensors, and versions staged by rows."""
 
 from __future__ import annotations
 
@@ -62,32 +62,34 @@ TENSORS = {
 }
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(len(shape))
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def tree_of(rows: torch.Tensor, first: int = 0) -> MerkleTree:
+def build_tree(rows: torch.Tensor, first: int = 0) -> MerkleTree:
     tree = MerkleTree()
     tree.add_rows(rows, first)
     return tree
 
 
-def root(tensor: torch.Tensor) -> str:
-    return tree_of(tensor).compute_root(tensor.nbytes)
+def compute_root(tensor: torch.Tensor) -> str:
+    return build_tree(tensor).compute_root(tensor.nbytes)
 
 
-def brute_force(content: bytes) -> bytes:
-    """The tree of RFC 6962, by its recursive definition."""
+def compute_root_recursively(content: bytes) -> bytes:
+    """Compute the root of the RFC 6962 tree by its recursive definition."""
     leaves = [content[at : at + LEAF_BYTES] for at in range(0, len(content), LEAF_BYTES)] or [b""]
 
-    def of(some: list[bytes]) -> bytes:
-        if len(some) == 1:
-            return blake3(some[0], key=b"leaf".ljust(32, b"\0")).digest()
-        half = 1 << ((len(some) - 1).bit_length() - 1)
-        return blake3(of(some[:half]) + of(some[half:]), key=b"node".ljust(32, b"\0")).digest()
+    def hash_leaves(part: list[bytes]) -> bytes:
+        if len(part) == 1:
+            return blake3(part[0], key=b"leaf".ljust(32, b"\0")).digest()
+        half = 1 << ((len(part) - 1).bit_length() - 1)
+        return blake3(
+            hash_leaves(part[:half]) + hash_leaves(part[half:]), key=b"node".ljust(32, b"\0")
+        ).digest()
 
-    return of(leaves)
+    return hash_leaves(leaves)
 
 
 @pytest.mark.rotating(3)
@@ -95,51 +97,51 @@ def brute_force(content: bytes) -> bytes:
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=20, deadline=None)
 @given(cuts=st.lists(st.integers(0, 40_000), max_size=4), seed=st.integers(0, 9))
-def test_any_cut_by_rows_has_the_root_of_the_whole(
+def test_any_partition_by_rows_has_the_root_of_the_whole(
     shape: tuple[int, ...], dtype: torch.dtype, cuts: list[int], seed: int
 ) -> None:
-    whole = drawn(shape, dtype)
+    whole = random_tensor(shape, dtype)
     if not shape:
         return
     ends = [0, *sorted(cut % (shape[0] + 1) for cut in cuts), shape[0]]
-    parts = [{"w": tree_of(whole[a:b], a).packed_parts} for a, b in pairwise(ends)]
+    parts = [{"w": build_tree(whole[a:b], a).packed_parts} for a, b in pairwise(ends)]
     random.Random(seed).shuffle(parts)
-    assert merge_trees(parts)["w"].compute_root(whole.nbytes) == root(whole)
+    assert merge_trees(parts)["w"].compute_root(whole.nbytes) == compute_root(whole)
 
 
 @pytest.mark.parametrize("leaves", [0, 1, 2, 3, 5, 8, 13])
-@pytest.mark.parametrize("more", [0, 1, LEAF_BYTES - 1])
-def test_the_root_is_that_of_rfc_6962(leaves: int, more: int) -> None:
-    content = random.Random(leaves).randbytes(leaves * LEAF_BYTES + more)
+@pytest.mark.parametrize("extra_bytes", [0, 1, LEAF_BYTES - 1])
+def test_the_root_is_that_of_rfc_6962(leaves: int, extra_bytes: int) -> None:
+    content = random.Random(leaves).randbytes(leaves * LEAF_BYTES + extra_bytes)
     tree = MerkleTree()
     tree.add_bytes(0, memoryview(content))
-    assert tree.compute_root(len(content)) == brute_force(content).hex()
+    assert tree.compute_root(len(content)) == compute_root_recursively(content).hex()
 
 
 @pytest.mark.parametrize("shape", SHAPES[:5])
-def test_each_bit_counts_and_where_it_lies(shape: tuple[int, ...]) -> None:
-    whole = drawn(shape, torch.float32)
+def test_root_depends_on_each_bit_and_its_position(shape: tuple[int, ...]) -> None:
+    whole = random_tensor(shape, torch.float32)
     changed = whole.clone()
     changed.view(-1).view(torch.int32)[-1] ^= 1
-    found = {root(whole), root(changed)}
+    roots = {compute_root(whole), compute_root(changed)}
     if len(shape) and shape[0] > 1:
-        found.add(root(whole.flip(0)))
-        assert len(found) == 3
-    assert len(found) >= 2
+        roots.add(compute_root(whole.flip(0)))
+        assert len(roots) == 3
+    assert len(roots) >= 2
 
 
-def test_rows_that_are_missing_or_there_twice_have_no_identity() -> None:
-    whole = drawn((9, 5000), torch.float32)
+def test_missing_and_duplicate_rows_are_rejected() -> None:
+    whole = random_tensor((9, 5000), torch.float32)
     size = whole.nbytes
-    lower, upper = tree_of(whole[:4]).packed_parts, tree_of(whole[5:], 5).packed_parts
+    lower, upper = build_tree(whole[:4]).packed_parts, build_tree(whole[5:], 5).packed_parts
     with pytest.raises(BadMessage):
         merge_trees([{"w": lower}, {"w": upper}])["w"].compute_root(size)
     with pytest.raises(BadMessage):
-        merge_trees([{"w": tree_of(whole).packed_parts}, {"w": upper}])["w"].compute_root(size)
+        merge_trees([{"w": build_tree(whole).packed_parts}, {"w": upper}])["w"].compute_root(size)
     with pytest.raises(BadMessage):
-        tree_of(whole).compute_root(size - 4)
+        build_tree(whole).compute_root(size - 4)
     with pytest.raises(BadMessage):
-        tree_of(whole).compute_root(size + 4)
+        build_tree(whole).compute_root(size + 4)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +155,14 @@ def test_rows_that_are_missing_or_there_twice_have_no_identity() -> None:
         bytes(16),
     ],
 )
-def test_parts_that_no_tree_packed_are_refused(packed: bytes) -> None:
+def test_malformed_tree_parts_are_rejected(packed: bytes) -> None:
     with pytest.raises(BadMessage):
         MerkleTree().merge(packed)
 
 
-def test_names_types_and_shapes_count() -> None:
-    tree = tree_of(whole := drawn((4, 6), torch.float32))
-    told = {
+def test_identity_depends_on_name_dtype_and_shape() -> None:
+    tree = build_tree(whole := random_tensor((4, 6), torch.float32))
+    identities = {
         compute_identity({name: TensorSpec(dtype, shape)}, {name: tree})
         for name, dtype, shape in [
             ("a", "F32", (4, 6)),
@@ -169,28 +171,31 @@ def test_names_types_and_shapes_count() -> None:
             ("a", "F32", (2, 12)),
         ]
     }
-    assert len(told) == 4
+    assert len(identities) == 4
     assert TensorSpec.from_tensor(whole) == TensorSpec("F32", (4, 6))
 
 
-def test_a_manifest_is_read_only_as_it_was_written() -> None:
-    found = decode_manifest(encode_manifest(MANIFEST))
-    assert (found.tensors, found.base, found.image) == (PIECES, MANIFEST.base, MANIFEST.image)
+def test_corrupt_manifest_is_rejected() -> None:
+    decoded = decode_manifest(encode_manifest(MANIFEST))
+    assert (decoded.tensors, decoded.base, decoded.image) == (PIECES, MANIFEST.base, MANIFEST.image)
     content = bytearray(encode_manifest(MANIFEST))
     content[content.index(A.encode())] ^= 1
     with pytest.raises(CorruptData, match="sha256"):
         decode_manifest(bytes(content), where="there")
 
 
-def test_one_of_an_earlier_format_is_refused() -> None:
-    old = [TensorPiece("w", "F32", [4, 2], A, 0, 16), TensorPiece("w", "F32", [4, 2], B, 0, 16)]
-    with pytest.raises(BadMessage, match="format 1") as refused:
-        decode_manifest(pack(Manifest("job", 0, 1, old)))
-    assert "the version of the software that began it" in refused.value.fix
+def test_manifest_of_an_earlier_format_is_rejected() -> None:
+    old_pieces = [
+        TensorPiece("w", "F32", [4, 2], A, 0, 16),
+        TensorPiece("w", "F32", [4, 2], B, 0, 16),
+    ]
+    with pytest.raises(BadMessage, match="format 1") as error:
+        decode_manifest(pack(Manifest("job", 0, 1, old_pieces)))
+    assert "the version of the software that began it" in error.value.fix
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid_pieces",
     [
         [PIECES[0]],
         [PIECES[0], PIECES[0], PIECES[1]],
@@ -199,74 +204,83 @@ def test_one_of_an_earlier_format_is_refused() -> None:
         [TensorPiece("w", "BF16", [8, 4], A, 0, 64, 2, 0, 32)],
     ],
 )
-def test_pieces_that_are_not_their_tensor_are_refused(wrong: list[TensorPiece]) -> None:
+def test_pieces_that_do_not_cover_their_tensor_are_rejected(
+    invalid_pieces: list[TensorPiece],
+) -> None:
     with pytest.raises(BadMessage):
-        decode_manifest(encode_manifest(Manifest("job", 1, 7, wrong)))
+        decode_manifest(encode_manifest(Manifest("job", 1, 7, invalid_pieces)))
 
 
-def test_who_wants_rows_gets_the_pieces_that_have_them() -> None:
-    def chunks(**wanted: RowRange | None) -> list[str]:
+def test_row_selection_returns_the_pieces_with_these_rows() -> None:
+    def select_chunks(**wanted: RowRange | None) -> list[str]:
         return list(group_by_chunk(select_pieces(PIECES, wanted)))
 
-    assert chunks(w=RowRange(0, 0, 4)) == [A]
-    assert chunks(w=RowRange(0, 3, 5)) == [A, B]
-    assert chunks(w=RowRange(0, 4, 8)) == [B]
-    assert chunks(w=RowRange(1, 0, 1)) == [A, B]
-    assert chunks(w=None) == [A, B]
-    assert chunks(v=None) == [B]
-    assert chunks() == []
+    assert select_chunks(w=RowRange(0, 0, 4)) == [A]
+    assert select_chunks(w=RowRange(0, 3, 5)) == [A, B]
+    assert select_chunks(w=RowRange(0, 4, 8)) == [B]
+    assert select_chunks(w=RowRange(1, 0, 1)) == [A, B]
+    assert select_chunks(w=None) == [A, B]
+    assert select_chunks(v=None) == [B]
+    assert select_chunks() == []
 
 
-def test_a_version_is_cut_into_parts_that_hosts_relay() -> None:
+def test_chunk_size_grows_with_the_version() -> None:
     assert choose_chunk_bytes(1000) == MIN_CHUNK_BYTES
     assert choose_chunk_bytes(1 << 30) == 16 << 20
     assert choose_chunk_bytes(140 << 30) == MAX_CHUNK_BYTES
 
 
-def rows_of(
+def select_rank_rows(
     rank: int, ranks: int, names: list[str], part: int, parts: int
 ) -> dict[str, TensorRows]:
-    """Those that FSDP gives a rank."""
-    found = {}
+    """Return the rows that FSDP gives a rank."""
+    rank_rows = {}
     for name in names:
         tensor = TENSORS[name]
-        each = -(-len(tensor) // ranks)
-        low, high = min(rank * each, len(tensor)), min((rank + 1) * each, len(tensor))
-        found[name] = TensorRows(tuple(tensor.shape), low, tensor[low:high]).split(part, parts)
-    return found
+        rows_per_rank = -(-len(tensor) // ranks)
+        low, high = (
+            min(rank * rows_per_rank, len(tensor)),
+            min((rank + 1) * rows_per_rank, len(tensor)),
+        )
+        rank_rows[name] = TensorRows(tuple(tensor.shape), low, tensor[low:high]).split(part, parts)
+    return rank_rows
 
 
-def staged(how: StagingOptions, ranks: int, most: int) -> tuple[StagedVersion, dict[str, bytes]]:
-    """A version of so many ranks that copy `most` bytes at a time, and its chunks."""
-    laid, chunks = [], {}
+def stage(options: StagingOptions, ranks: int, most: int) -> tuple[StagedVersion, dict[str, bytes]]:
+    """Stage a version on `ranks` ranks that copy `most` bytes at a time; return it and its
+    chunks.
+    """
+    results, chunks = [], {}
 
-    def written(found: list[StagedChunk]) -> list[TensorPiece]:
+    def store_chunks(staged_chunks: list[StagedChunk]) -> list[TensorPiece]:
         pieces = []
-        for chunk in found:
+        for chunk in staged_chunks:
             digest = compute_digest(chunk.content)
             chunks[digest] = bytes(chunk.content)
-            assert len(chunk.content) <= how.max_chunk_bytes
+            assert len(chunk.content) <= options.max_chunk_bytes
             pieces += [replace(piece, chunk=digest) for piece in chunk.pieces]
         return pieces
 
     for rank in range(ranks):
-        laying, pieces = ChunkBuilder(how), list[TensorPiece]()
+        builder, pieces = ChunkBuilder(options), list[TensorPiece]()
         for names, part, parts in plan_copies(TENSORS, most):
-            pieces += written(laying.add_rows(rows_of(rank, ranks, names, part, parts)))
-        pieces += written(laying.take_partial_chunk())
-        laid.append(laying.finish(pieces))
-    return build_version("job", 0, 1, TENSORS, laid), chunks
+            pieces += store_chunks(
+                builder.add_rows(select_rank_rows(rank, ranks, names, part, parts))
+            )
+        pieces += store_chunks(builder.take_partial_chunk())
+        results.append(builder.finish(pieces))
+    return build_version("job", 0, 1, TENSORS, results), chunks
 
 
-def read(version: StagedVersion, chunks: dict[str, bytes]) -> dict[str, torch.Tensor]:
-    """The tensors, put together of their pieces."""
-    found = {}
+def assemble_tensors(version: StagedVersion, chunks: dict[str, bytes]) -> dict[str, torch.Tensor]:
+    """Assemble the tensors from their pieces."""
+    tensors = {}
     for name, tensor in TENSORS.items():
         pieces = [piece for piece in version.manifest.tensors if piece.name == name]
         raw = b"".join(chunks[p.chunk][p.offset : p.offset + p.size_bytes] for p in pieces)
         dtype = DTYPES[pieces[0].dtype]
-        found[name] = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tensor.shape)
-    return found
+        tensors[name] = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tensor.shape)
+    return tensors
 
 
 @pytest.mark.rotating(2)
@@ -277,46 +291,46 @@ def read(version: StagedVersion, chunks: dict[str, bytes]) -> dict[str, torch.Te
     most=st.integers(16, 10_000),
     dtype=st.sampled_from(["F32", "BF16", "F16"]),
 )
-def test_any_ranks_and_chunks_publish_the_same_image_of_the_same_masters(
+def test_identities_do_not_depend_on_ranks_or_chunks(
     ranks: int, chunk_bytes: int, most: int, dtype: str
 ) -> None:
-    alone, _ = staged(StagingOptions(dtype, 1 << 20), 1, 1 << 20)
-    version, chunks = staged(StagingOptions(dtype, chunk_bytes), ranks, most)
+    single_rank, _ = stage(StagingOptions(dtype, 1 << 20), 1, 1 << 20)
+    version, chunks = stage(StagingOptions(dtype, chunk_bytes), ranks, most)
     assert (version.published_identity, version.masters_identity) == (
-        alone.published_identity,
-        alone.masters_identity,
+        single_rank.published_identity,
+        single_rank.masters_identity,
     )
-    again, _ = staged(StagingOptions(dtype, chunk_bytes), ranks, most)
-    assert again.digest == version.digest
-    for name, tensor in read(version, chunks).items():
+    repeated, _ = stage(StagingOptions(dtype, chunk_bytes), ranks, most)
+    assert repeated.digest == version.digest
+    for name, tensor in assemble_tensors(version, chunks).items():
         assert torch.equal(tensor, TENSORS[name].to(DTYPES[dtype])), name
 
 
-def test_masters_are_told_from_each_other_where_the_image_is_the_same() -> None:
-    one, _ = staged(StagingOptions("BF16", 1 << 20), 1, 1 << 20)
+def test_masters_identity_differs_where_the_published_image_is_the_same() -> None:
+    reference, _ = stage(StagingOptions("BF16", 1 << 20), 1, 1 << 20)
     norm = TENSORS["norm"].clone()
-    TENSORS["norm"].view(torch.int32)[3] ^= 1  # below what bfloat16 has
-    other, _ = staged(StagingOptions("BF16", 1 << 20), 2, 1 << 20)
+    TENSORS["norm"].view(torch.int32)[3] ^= 1  # below the precision of bfloat16
+    other, _ = stage(StagingOptions("BF16", 1 << 20), 2, 1 << 20)
     TENSORS["norm"].copy_(norm)
     assert (
-        one.published_identity == other.published_identity
-        and one.masters_identity != other.masters_identity
+        reference.published_identity == other.published_identity
+        and reference.masters_identity != other.masters_identity
     )
-    plain, _ = staged(StagingOptions("F32", 1 << 20), 2, 1 << 20)
-    assert plain.masters_identity == one.masters_identity, "whatever type is published"
+    plain, _ = stage(StagingOptions("F32", 1 << 20), 2, 1 << 20)
+    assert plain.masters_identity == reference.masters_identity, "whatever type is published"
 
 
-def test_adapters_share_no_chunk_with_what_they_are_added_to() -> None:
-    version, _ = staged(StagingOptions("F32", 1 << 20), 2, 1 << 20)
+def test_adapters_share_no_chunk_with_base_weights() -> None:
+    version, _ = stage(StagingOptions("F32", 1 << 20), 2, 1 << 20)
     adapters = {p.chunk for p in version.manifest.tensors if "adapters" in p.name}
     assert len(adapters) == 2
     assert not adapters & {p.chunk for p in version.manifest.tensors if "adapters" not in p.name}
 
 
-def test_rows_are_copied_when_they_are_laid() -> None:
+def test_rows_are_copied_when_they_are_added() -> None:
     tensor = torch.ones(4, 4)
-    laying = ChunkBuilder(StagingOptions("F32", 1 << 20))
-    laying.add_rows(as_complete_rows({"w": tensor}))
+    builder = ChunkBuilder(StagingOptions("F32", 1 << 20))
+    builder.add_rows(as_complete_rows({"w": tensor}))
     tensor.zero_()
-    (chunk,) = laying.take_partial_chunk()
+    (chunk,) = builder.take_partial_chunk()
     assert bytes(chunk.content) == torch.ones(4, 4).numpy().tobytes()

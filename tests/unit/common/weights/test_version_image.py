@@ -1,4 +1,4 @@
-"""The image of a version: chunk files side by side in memory, of which tensors are views."""
+"""Image of a version: chunk files mapped side by side, with tensors as views of them."""
 
 from __future__ import annotations
 
@@ -27,26 +27,28 @@ Cut = tuple[str, int, int]  # elements of a tensor
 
 
 class Files:
-    """Chunk files below a directory, and what a manifest says of them."""
+    """Chunk files below a directory, and the pieces of their manifest."""
 
     def __init__(self, root: Path, tensors: dict[str, torch.Tensor]) -> None:
         self.store, self.tensors = ChunkStore(root), tensors
         self.pieces: list[TensorPiece] = []
 
-    def chunk(self, *cuts: Cut, dim: int = 0) -> str:
-        """Writes pieces one after the other into a chunk."""
-        laid = {name: tensor.movedim(dim, 0).reshape(-1) for name, tensor in self.tensors.items()}
-        parts = [laid[name][begin:end].contiguous() for name, begin, end in cuts]
+    def add_chunk(self, *cuts: Cut, dim: int = 0) -> str:
+        """Write pieces one after the other into a chunk and return its digest."""
+        flattened = {
+            name: tensor.movedim(dim, 0).reshape(-1) for name, tensor in self.tensors.items()
+        }
+        parts = [flattened[name][begin:end].contiguous() for name, begin, end in cuts]
         content = b"".join(bytes(part.view(torch.uint8).numpy()) for part in parts)
         digest, offset = self.store.write(content), 0
         for (name, begin, end), part in zip(cuts, parts, strict=True):
             whole = self.tensors[name]
-            told = DTYPE_NAMES[whole.dtype], list(whole.shape), digest, offset, part.nbytes
-            self.pieces.append(TensorPiece(name, *told, dim, begin, end))
+            metadata = DTYPE_NAMES[whole.dtype], list(whole.shape), digest, offset, part.nbytes
+            self.pieces.append(TensorPiece(name, *metadata, dim, begin, end))
             offset += part.nbytes
         return digest
 
-    def image(self, wanted: dict[str, RowRange | None] | None = None) -> VersionImage:
+    def map_image(self, wanted: dict[str, RowRange | None] | None = None) -> VersionImage:
         image = VersionImage(Manifest("job", 0, 0, self.pieces, format=2), selection=wanted)
         for digest in image.chunk_sizes:
             with self.store.chunk_path(digest).open("rb") as file:
@@ -60,14 +62,14 @@ import atexit, sys
 from pathlib import Path
 
 held = []
-# What is told first of all runs last, as threads do.
+# The callback registered first runs last, as threads do.
 atexit.register(lambda: print(int(held[0].tensors["a"].sum()), flush=True))
 import torch
 from tests.unit.common.weights.test_version_image import Files
 
 files = Files(Path(sys.argv[1]), {"a": torch.ones(5000)})
-files.chunk(("a", 0, 5000))
-held.append(files.image())
+files.add_chunk(("a", 0, 5000))
+held.append(files.map_image())
 """
 
 
@@ -76,12 +78,12 @@ LARGE = torch.arange(5 * PAGE_FLOATS // 2, dtype=torch.float32).reshape(-1, 2)
 COUNT = LARGE.numel()
 
 
-def test_a_tensor_that_was_cut_at_pages_is_one_view_of_several_files(tmp_path: Path) -> None:
+def test_tensor_cut_at_pages_is_one_view_of_several_files(tmp_path: Path) -> None:
     files = Files(tmp_path, {"a": LARGE, "b": torch.arange(7)})
-    files.chunk(("a", 0, PAGE_FLOATS))
-    files.chunk(("a", PAGE_FLOATS, 2 * PAGE_FLOATS))
-    files.chunk(("a", 2 * PAGE_FLOATS, COUNT), ("b", 0, 7))
-    image = files.image()
+    files.add_chunk(("a", 0, PAGE_FLOATS))
+    files.add_chunk(("a", PAGE_FLOATS, 2 * PAGE_FLOATS))
+    files.add_chunk(("a", 2 * PAGE_FLOATS, COUNT), ("b", 0, 7))
+    image = files.map_image()
     assert image.is_contiguous("a") and image.is_contiguous("b")
     assert torch.equal(image.tensors["a"], LARGE) and torch.equal(
         image.tensors["b"], torch.arange(7)
@@ -93,13 +95,11 @@ def test_a_tensor_that_was_cut_at_pages_is_one_view_of_several_files(tmp_path: P
 
 
 @pytest.mark.parametrize("at", [PAGE_FLOATS - 2, 3, PAGE_FLOATS])
-def test_a_tensor_that_does_not_go_on_is_put_together_from_its_pieces(
-    tmp_path: Path, at: int
-) -> None:
+def test_non_contiguous_tensor_is_joined_from_its_pieces(tmp_path: Path, at: int) -> None:
     files = Files(tmp_path, {"a": LARGE, "b": torch.arange(7)})
-    files.chunk(("a", 0, at))
-    files.chunk(("b", 0, 7), ("a", at, COUNT))
-    image = files.image()
+    files.add_chunk(("a", 0, at))
+    files.add_chunk(("b", 0, 7), ("a", at, COUNT))
+    image = files.map_image()
     assert not image.is_contiguous("a")
     target = torch.zeros_like(LARGE)
     load_tensor(image.tensors, "a", target)
@@ -108,17 +108,17 @@ def test_a_tensor_that_does_not_go_on_is_put_together_from_its_pieces(
     assert image.joined_bytes == LARGE.nbytes
 
 
-def test_a_chunk_that_is_there_more_than_once_lies_in_one_place(tmp_path: Path) -> None:
+def test_duplicate_chunks_are_stored_once(tmp_path: Path) -> None:
     files = Files(tmp_path, {"a": torch.ones(3 * PAGE_FLOATS), "b": torch.ones(PAGE_FLOATS)})
     for begin in range(3):
-        files.chunk(("a", begin * PAGE_FLOATS, (begin + 1) * PAGE_FLOATS))
-    files.chunk(("b", 0, PAGE_FLOATS))
-    image = files.image()
+        files.add_chunk(("a", begin * PAGE_FLOATS, (begin + 1) * PAGE_FLOATS))
+    files.add_chunk(("b", 0, PAGE_FLOATS))
+    image = files.map_image()
     assert len(image.chunk_sizes) == 1
     assert all(torch.equal(image.tensors[name], files.tensors[name]) for name in "ab")
 
 
-def test_tensors_of_other_widths_and_none_are_what_they_were(tmp_path: Path) -> None:
+def test_tensors_of_any_width_and_empty_ones_are_read_back(tmp_path: Path) -> None:
     tensors = {
         "odd": torch.arange(3, dtype=torch.uint8),
         "half": torch.arange(5, dtype=torch.bfloat16),
@@ -126,31 +126,31 @@ def test_tensors_of_other_widths_and_none_are_what_they_were(tmp_path: Path) -> 
         "one": torch.tensor(7.0),
     }
     files = Files(tmp_path, tensors)
-    files.chunk(*((name, 0, tensor.numel()) for name, tensor in tensors.items()))
-    image = files.image()
+    files.add_chunk(*((name, 0, tensor.numel()) for name, tensor in tensors.items()))
+    image = files.map_image()
     for name, tensor in tensors.items():
         assert torch.equal(image.tensors[name], tensor)
         assert image.tensors[name].shape == tensor.shape
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_columns_of_ranks_come_together(tmp_path: Path, contiguous: bool) -> None:
+def test_columns_of_ranks_are_joined(tmp_path: Path, contiguous: bool) -> None:
     whole = torch.arange(6 * 10, dtype=torch.float32).reshape(6, 10)
     files = Files(tmp_path, {"a": whole})
-    files.chunk(("a", 0, 25), dim=1)  # in the middle of a column
-    files.chunk(("a", 25, 60), dim=1)
-    image = files.image()
+    files.add_chunk(("a", 0, 25), dim=1)  # in the middle of a column
+    files.add_chunk(("a", 25, 60), dim=1)
+    image = files.map_image()
     target = torch.zeros(6, 10) if contiguous else torch.zeros(10, 6).T
     image.copy_into("a", target)
     assert torch.equal(target, whole) and torch.equal(image.tensors["a"], whole)
 
 
-def test_who_wants_rows_has_their_chunks_alone(tmp_path: Path) -> None:
+def test_row_selection_maps_only_its_chunks(tmp_path: Path) -> None:
     files = Files(tmp_path, {"a": LARGE, "b": torch.arange(7)})
-    first = files.chunk(("a", 0, PAGE_FLOATS))
-    files.chunk(("a", PAGE_FLOATS, COUNT))
-    last = files.chunk(("b", 0, 7))
-    image = files.image({"a": RowRange(0, 0, 3), "b": None})
+    first = files.add_chunk(("a", 0, PAGE_FLOATS))
+    files.add_chunk(("a", PAGE_FLOATS, COUNT))
+    last = files.add_chunk(("b", 0, 7))
+    image = files.map_image({"a": RowRange(0, 0, 3), "b": None})
     assert set(image.chunk_sizes) == {first, last}
     assert torch.equal(image.tensor_ranges("a")[0].elements[:6].reshape(3, 2), LARGE[:3])
     with pytest.raises(KeyError):
@@ -158,19 +158,19 @@ def test_who_wants_rows_has_their_chunks_alone(tmp_path: Path) -> None:
     assert torch.equal(image.tensors["b"], torch.arange(7))
 
 
-def test_files_that_are_removed_stay_for_who_holds_a_tensor(tmp_path: Path) -> None:
+def test_deleted_files_stay_mapped_while_a_tensor_exists(tmp_path: Path) -> None:
     files = Files(tmp_path, {"a": LARGE})
-    digest = files.chunk(("a", 0, COUNT))
-    image = files.image()
-    held = image.tensors["a"]
+    digest = files.add_chunk(("a", 0, COUNT))
+    image = files.map_image()
+    view = image.tensors["a"]
     files.store.chunk_path(digest).unlink()
-    before = mapped(digest)
+    count_before = count_mappings(digest)
     del image
     gc.collect()
-    assert before and mapped(digest) == before and torch.equal(held, LARGE)
-    del held
+    assert count_before and count_mappings(digest) == count_before and torch.equal(view, LARGE)
+    del view
     gc.collect()
-    assert not mapped(digest)
+    assert not count_mappings(digest)
 
 
 VIEWS: dict[str, Callable[[VersionImage], object]] = {
@@ -188,84 +188,83 @@ VIEWS: dict[str, Callable[[VersionImage], object]] = {
 
 @pytest.mark.rotating(7)
 @pytest.mark.parametrize("kind", VIEWS)
-def test_whatever_looks_at_it_keeps_it_and_nothing_longer(tmp_path: Path, kind: str) -> None:
+def test_image_stays_mapped_as_long_as_any_view(tmp_path: Path, kind: str) -> None:
     files = Files(tmp_path, {"a": LARGE})
-    digest = files.chunk(("a", 0, COUNT))
-    held = VIEWS[kind](files.image())
+    digest = files.add_chunk(("a", 0, COUNT))
+    view = VIEWS[kind](files.map_image())
     gc.collect()
-    assert mapped(digest) and torch.equal(as_tensor(held), LARGE)
-    del held
+    assert count_mappings(digest) and torch.equal(as_tensor(view), LARGE)
+    del view
     gc.collect()
-    assert not mapped(digest)
+    assert not count_mappings(digest)
 
 
-def as_tensor(held: object) -> torch.Tensor:
+def as_tensor(view: object) -> torch.Tensor:
     return (
-        torch.from_numpy(np.asarray(held))
-        if isinstance(held, memoryview)
-        else torch.as_tensor(held)
+        torch.from_numpy(np.asarray(view))
+        if isinstance(view, memoryview)
+        else torch.as_tensor(view)
     )
 
 
-LAST_LOOK = """
+IN_FINALIZER = """
 import gc, sys
 from pathlib import Path
 import torch
-from tests.unit.common.weights.test_version_image import Files, mapped
+from tests.unit.common.weights.test_version_image import Files, count_mappings
 
 class Last:
     def __del__(self):
         print(int(self.tensor.sum()), flush=True)
 
 files = Files(Path(sys.argv[1]), {"a": torch.ones(5000)})
-digest = files.chunk(("a", 0, 5000))
+digest = files.add_chunk(("a", 0, 5000))
 gc.disable()
 last = Last()
-last.image = files.image()
+last.image = files.map_image()
 last.tensor, last.memory, last.itself = last.image.tensor("a"), last.image._memory, last
 del last
-assert mapped(digest)
+assert count_mappings(digest)
 gc.collect()
-assert not mapped(digest)
+assert not count_mappings(digest)
 """
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("program", [AT_EXIT, LAST_LOOK], ids=["at exit", "in a circle"])
-def test_an_image_is_there_for_the_last_that_looks_at_it(tmp_path: Path, program: str) -> None:
-    """Until the process ends, and until all objects of a circle have been finalised."""
+@pytest.mark.parametrize("program", [AT_EXIT, IN_FINALIZER], ids=["at exit", "in a circle"])
+def test_image_is_readable_in_exit_handlers_and_finalizers(tmp_path: Path, program: str) -> None:
     root = Path(__file__).parents[4]
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], cwd=root, capture_output=True, text=True
     )
-    assert (ended.returncode, ended.stdout) == (0, "5000\n"), ended.stderr
+    assert (result.returncode, result.stdout) == (0, "5000\n"), result.stderr
 
 
-def test_addresses_are_given_back_once(tmp_path: Path) -> None:
-    """What somebody else has there afterwards stays."""
+def test_addresses_are_unmapped_once(tmp_path: Path) -> None:
+    """Check that the finalizer unmaps nothing that was mapped there later."""
     files = Files(tmp_path, {"a": LARGE})
-    files.chunk(("a", 0, COUNT))
-    image = files.image()
-    gone, at = image._unmap_finalizer, image.tensor("a").data_ptr()
+    files.add_chunk(("a", 0, COUNT))
+    image = files.map_image()
+    finalizer, address = image._unmap_finalizer, image.tensor("a").data_ptr()
     del image
     gc.collect()
-    assert not gone.alive
+    assert not finalizer.alive
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    there = libc.mmap(ctypes.c_void_p(at), ctypes.c_size_t(PAGE_BYTES), 3, flags, -1, 0)
-    gone()
+    mapping = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(PAGE_BYTES), 3, flags, -1, 0)
+    finalizer()
     gc.collect()
-    ctypes.memset(there, 7, PAGE_BYTES)
-    assert libc.munmap(ctypes.c_void_p(there), ctypes.c_size_t(PAGE_BYTES)) == 0
+    ctypes.memset(mapping, 7, PAGE_BYTES)
+    assert libc.munmap(ctypes.c_void_p(mapping), ctypes.c_size_t(PAGE_BYTES)) == 0
 
 
-def test_what_could_not_be_mapped_leaves_its_addresses_to_nobody_else(tmp_path: Path) -> None:
+def test_failed_mapping_keeps_its_addresses_reserved(tmp_path: Path) -> None:
     files = Files(tmp_path, {"a": LARGE})
-    path = files.store.chunk_path(digest := files.chunk(("a", 0, COUNT)))
+    path = files.store.chunk_path(digest := files.add_chunk(("a", 0, COUNT)))
     image = VersionImage(Manifest("job", 0, 0, files.pieces, format=2))
-    gone, at = image._unmap_finalizer, image._chunk_address(digest)
-    descriptor = os.open(path, os.O_WRONLY)  # which nothing can be mapped by
+    finalizer, address = image._unmap_finalizer, image._chunk_address(digest)
+    descriptor = os.open(path, os.O_WRONLY)  # a descriptor that cannot be mapped
     try:
         with pytest.raises(MeshError, match="cannot map"):
             image.map_chunk(digest, descriptor)
@@ -273,18 +272,18 @@ def test_what_could_not_be_mapped_leaves_its_addresses_to_nobody_else(tmp_path: 
         os.close(descriptor)
     del image
     gc.collect()
-    assert not gone.alive and any(low <= at < high for low, high in ranges())
+    assert not finalizer.alive and any(low <= address < high for low, high in list_mappings())
 
 
-def ranges() -> Iterator[tuple[int, int]]:
-    """The addresses of this process that are taken; what lies side by side may be one of them."""
+def list_mappings() -> Iterator[tuple[int, int]]:
+    """Yield the mapped address ranges of this process; adjacent mappings may be joined."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         low, _, high = line.split()[0].partition("-")
         yield int(low, 16), int(high, 16)
 
 
-def sees_ahead() -> bool:
-    """Whether this kernel tells of pages that are not there before one looks (Linux 5.14)."""
+def can_detect_missing_pages() -> bool:
+    """Return True if this kernel reports pages that cannot be read (Linux 5.14)."""
     with mmap.mmap(-1, PAGE_BYTES) as memory:
         try:
             memory.madvise(22)
@@ -293,7 +292,7 @@ def sees_ahead() -> bool:
     return True
 
 
-TAKEN: dict[str, Callable[[VersionImage], object]] = {
+READS: dict[str, Callable[[VersionImage], object]] = {
     "tensor": lambda image: image.tensors["a"],
     "pieces": lambda image: image.tensor_ranges("a"),
     "parts": lambda image: image.tensor_parts("a"),
@@ -302,35 +301,35 @@ TAKEN: dict[str, Callable[[VersionImage], object]] = {
 }
 
 
-@pytest.mark.skipif(not sees_ahead(), reason="a kernel that does not tell")
-@pytest.mark.parametrize("kind", TAKEN)
-def test_a_file_that_somebody_has_cut_meanwhile_kills_nobody(tmp_path: Path, kind: str) -> None:
+@pytest.mark.skipif(not can_detect_missing_pages(), reason="a kernel that does not tell")
+@pytest.mark.parametrize("kind", READS)
+def test_file_truncated_after_mapping_raises_an_error(tmp_path: Path, kind: str) -> None:
     files = Files(tmp_path, {"a": LARGE, "b": torch.arange(7)})
-    cut = files.chunk(("a", 0, COUNT))
-    files.chunk(("b", 0, 7))
-    image = files.image()
+    cut = files.add_chunk(("a", 0, COUNT))
+    files.add_chunk(("b", 0, 7))
+    image = files.map_image()
     os.truncate(files.store.chunk_path(cut), PAGE_BYTES)
     with pytest.raises(CorruptData, match="cannot be read"):
-        TAKEN[kind](image)
+        READS[kind](image)
     assert torch.equal(image.tensors["b"], torch.arange(7))
 
 
-def mapped(digest: str) -> int:
+def count_mappings(digest: str) -> int:
     return Path("/proc/self/maps").read_text().count(digest)
 
 
-def test_what_is_written_to_a_tensor_reaches_no_file(tmp_path: Path) -> None:
+def test_writes_to_a_tensor_do_not_reach_the_file(tmp_path: Path) -> None:
     files = Files(tmp_path, {"a": LARGE})
-    digest = files.chunk(("a", 0, COUNT))
-    files.image().tensors["a"].zero_()
-    assert torch.equal(files.image().tensors["a"], LARGE)
+    digest = files.add_chunk(("a", 0, COUNT))
+    files.map_image().tensors["a"].zero_()
+    assert torch.equal(files.map_image().tensors["a"], LARGE)
     assert files.store.is_valid(digest)
 
 
 @pytest.mark.parametrize("harm", ["cut", "longer", "flipped"])
-def test_a_file_that_is_not_what_its_name_says_is_found(tmp_path: Path, harm: str) -> None:
+def test_file_that_differs_from_its_digest_is_detected(tmp_path: Path, harm: str) -> None:
     files = Files(tmp_path, {"a": LARGE})
-    path = files.store.chunk_path(digest := files.chunk(("a", 0, COUNT)))
+    path = files.store.chunk_path(digest := files.add_chunk(("a", 0, COUNT)))
     content = path.read_bytes()
     flipped = bytes([content[0] ^ 1]) + content[1:]
     path.write_bytes({"cut": content[:-1], "longer": content + b"!", "flipped": flipped}[harm])

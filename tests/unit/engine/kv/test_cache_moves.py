@@ -54,7 +54,7 @@ from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.load import scaled
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
-from tests.unit.common.generation.engines_under_test import StandingClock, built_in, decoder
+from tests.unit.common.generation.engines_under_test import ManualClock, built_in, decoder
 from tests.unit.common.generation.test_builtin_engine import words
 from tests.unit.engine.kv.test_host_cache import raise_error
 
@@ -384,10 +384,10 @@ class SlowEngine:
     """Engine that copies a hundred chunks per second of a session that never ends."""
 
     def __init__(self) -> None:
-        self.clock = StandingClock()
+        self.clock = ManualClock()
 
     def copy_session_cache(self, session: int, start: int, end: int) -> Any:
-        self.clock.pass_(0.002)
+        self.clock.advance(0.002)
         return np.zeros(4, np.uint8)
 
 

@@ -22,14 +22,14 @@ from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     SCALE,
-    Heard,
+    CollectedOutput,
     Listener,
     adapter,
     built_in,
     decoder,
     request,
 )
-from tests.unit.common.generation.test_builtin_engine import holds, words
+from tests.unit.common.generation.test_builtin_engine import assert_matches_model, words
 
 SESSION, PROMPT = 3, 700
 
@@ -41,7 +41,9 @@ def first_turn(engine: BuiltinEngine, **more: Any) -> list[int]:
     return [*context, *heard.tokens, 7, 8]
 
 
-def second_turn(engine: BuiltinEngine, context: list[int], **more: Any) -> tuple[Heard, int]:
+def second_turn(
+    engine: BuiltinEngine, context: list[int], **more: Any
+) -> tuple[CollectedOutput, int]:
     """Return the engine's output and the number of tokens that it computed after loading."""
     before = engine.tokens_computed
     generation_request = request(
@@ -65,7 +67,7 @@ def test_session_continues_after_its_engine_slept(tmp_path: Path, path: str) -> 
         context = first_turn(engine)
         clear_engine_cache(engine, cache)
         heard, computed = second_turn(engine, context)
-        holds(heard, decoder(), context)
+        assert_matches_model(heard, decoder(), context)
         assert computed < len(context) - CHUNK_TOKENS
         told = cache.stats()
         assert told.loaded["disk"] >= CHUNK_TOKENS and told.saved_s > 0
@@ -82,7 +84,7 @@ def test_session_continues_after_its_slot_was_reused(tmp_path: Path) -> None:
             run(engine, request(other, words(other, 600), session=other, max_new=2))
         wait_until_written(cache)
         heard, _ = second_turn(engine, context)
-        holds(heard, decoder(), context)
+        assert_matches_model(heard, decoder(), context)
         assert cache.stats().loaded["disk"] >= CHUNK_TOKENS
 
 
@@ -105,7 +107,7 @@ def test_preempted_requests_are_reloaded(tmp_path: Path, path: str) -> None:
             wait_until_loaded(engine)
             listener.drain()
         for i in range(3):
-            holds(listener.of(i), decoder(), words(i, 650))
+            assert_matches_model(listener.get_output(i), decoder(), words(i, 650))
         assert engine.num_preempted and cache.stats().loaded["disk"] >= CHUNK_TOKENS
 
 
@@ -119,7 +121,7 @@ def test_engines_of_one_host_share_their_kv(tmp_path: Path) -> None:
         context = first_turn(one)
         wait_until_written(first)
         heard, computed = second_turn(two, context)
-        holds(heard, decoder(), context)
+        assert_matches_model(heard, decoder(), context)
         # The part that arrives before it is computed here depends on the load of the host.
         assert second.stats().loaded["disk"] >= CHUNK_TOKENS
         assert computed < len(context)
@@ -137,7 +139,7 @@ def test_closed_engine_leaves_its_kv_to_the_others(tmp_path: Path) -> None:
         first.offload_all()
         wait_until_written(first)
         heard, computed = second_turn(two, context)
-        holds(heard, decoder(), context)
+        assert_matches_model(heard, decoder(), context)
         assert computed < len(context) - CHUNK_TOKENS
         assert any(
             one.header.start_token > 300 for one in list_chunks(second) if one.header is not None
@@ -163,7 +165,7 @@ def test_kv_of_a_different_domain_is_not_loaded(tmp_path: Path, other: str) -> N
         heard, computed = second_turn(two, context, **more)
         assert not second.stats().loaded and computed == len(context) + 4
         if other != "adapter":
-            holds(heard, decoder(), context)
+            assert_matches_model(heard, decoder(), context)
 
 
 def _flip(path: Path) -> None:
@@ -183,7 +185,7 @@ def test_corrupt_chunks_are_recomputed(tmp_path: Path, harm: Callable[[Path], No
         for path in files:
             harm(path)
         heard, computed = second_turn(engine, context)
-        holds(heard, decoder(), context)
+        assert_matches_model(heard, decoder(), context)
         assert computed == len(context) + 4 and not cache.stats().loaded
 
 
@@ -238,7 +240,7 @@ def test_recompute_policy_loads_no_kv_of_older_weights(tmp_path: Path) -> None:
         wait_until_written(cache)
         assert list_chunks(cache) == []
         heard, computed = second_turn(engine, context)
-        holds(heard, decoder(1), context)
+        assert_matches_model(heard, decoder(1), context)
         assert computed == len(context) + 4
 
 
@@ -251,7 +253,7 @@ def test_kv_of_mixed_versions_stays_with_its_session(tmp_path: Path) -> None:
         clear_engine_cache(engine, cache, 1)
         generation_request = request(9, context, session=SESSION + 1, max_new=5, temperature=0.0)
         heard = run(engine, generation_request, loading=True)
-        holds(heard, decoder(1), context)
+        assert_matches_model(heard, decoder(1), context)
 
 
 @pytest.mark.needs("compiler")
@@ -269,7 +271,7 @@ def test_session_offloaded_twice_is_stored_completely(tmp_path: Path) -> None:
         (tier,) = cache._tiers
         assert tier.list_resumable() == {SESSION + 1}
         heard, computed = second_turn(engine, context)
-        holds(heard, decoder(), context)
+        assert_matches_model(heard, decoder(), context)
         assert computed < len(context) - CHUNK_TOKENS
 
 
@@ -293,7 +295,7 @@ def test_unknown_weights_store_and_find_no_kv(tmp_path: Path) -> None:
         clear_engine_cache(engine, cache)
         assert list_chunks(cache) == []
         heard, _ = second_turn(engine, context)
-        holds(heard, decoder(), context)
+        assert_matches_model(heard, decoder(), context)
 
 
 @pytest.mark.needs("compiler")
@@ -352,7 +354,7 @@ def wait_until_loaded(engine: BuiltinEngine) -> None:
 
 def run(
     engine: BuiltinEngine, generation_request: GenerationRequest, *, loading: bool = False
-) -> Heard:
+) -> CollectedOutput:
     """Return the engine's output; with `loading`, wait for loads after the first step."""
     listener = Listener(engine)
     engine.submit([generation_request])
@@ -360,12 +362,12 @@ def run(
     if loading:
         wait_until_loaded(engine)
     until = time.monotonic() + scaled(20)
-    while not listener.of(generation_request.id).finish:
+    while not listener.get_output(generation_request.id).finish:
         if not engine.step():
             time.sleep(0.001)
         listener.drain()
         assert time.monotonic() < until, "it waits for ever"
-    return listener.of(generation_request.id)
+    return listener.get_output(generation_request.id)
 
 
 def raise_error(error: BaseException) -> None:

@@ -67,7 +67,7 @@ class Bench:
         while time.monotonic() < until:
             self.engine.step()
             adapter_names = sorted(
-                name.partition(".")[0] for name in self.server.run(self.server.named())
+                name.partition(".")[0] for name in self.server.run(self.server.list_adapters())
             )
             if adapter_names == sorted(versions):
                 return
@@ -233,7 +233,7 @@ def test_server_that_cannot_be_paused_aborts_its_requests(bench: Bench) -> None:
     bench.engine.quarantine()
     bench.server.takes_steps = math.inf
     bench.listener.drain()
-    heard = bench.listener.of(1)
+    heard = bench.listener.get_output(1)
     assert heard.finish == [FinishReason.ABORTED] and 5 <= len(heard.tokens) < 120
     bench.server.deaf = False
     bench.engine.update_weights(STATE, 7)

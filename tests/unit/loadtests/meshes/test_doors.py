@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.doors.found import port_in
+from loadtests.doors.endpoint_inventory import port_in
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Port, Process, Tried
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.random import Random

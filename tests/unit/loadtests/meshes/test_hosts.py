@@ -6,7 +6,7 @@ from typing import Any
 
 from loadtests.hosts.__main__ import result
 from loadtests.hosts.arms import named_s
-from loadtests.hosts.eye import Look
+from loadtests.hosts.eye import HostsSnapshot
 from loadtests.hosts.mesh import HostsMesh
 from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.hosts import Hosts
@@ -17,12 +17,12 @@ BOOKS: Arm = {"lost": 0, "trained_twice": 0, "typed_drops": 0, "host_lost": 0, "
 
 def make_snapshot(
     at: float, *stalls: tuple[str, float], leader: str = "planner/0", token: int = 1
-) -> Look:
+) -> HostsSnapshot:
     found: list[dict[str, Any]] = [{"host": host, "since_s": since_s} for host, since_s in stalls]
-    return Look(at, [], [], {}, leader, token, found)
+    return HostsSnapshot(at, [], [], {}, leader, token, found)
 
 
-def make_observer(*looks: Look) -> HostsMesh:
+def make_observer(*looks: HostsSnapshot) -> HostsMesh:
     mesh = HostsMesh(Hosts(3))
     mesh.names = {0: "a", 1: "b", 2: "c"}
     mesh.seen = list(looks)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from loadtests.jobs.mesh import Seen, workers_by_job
+from loadtests.jobs.mesh import WorkSample, workers_by_job
 from loadtests.jobs.sharing import max_min, others_rate, role_changes
 from meshrl.common.state.events import Event
 from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
@@ -39,13 +39,13 @@ def test_shared_worker_counts_for_each_job_in_parts() -> None:
     assert workers_by_job([two]) == {"a": 1.5, "b": 0.5}
 
 
-def desired(ms: int, resident: str, role: str, was: str = "idle") -> Event:
-    about = {"gang": resident[:2], "resident": resident, "generation": 1, "epoch": 1}
+def desired(ms: int, instance: str, role: str, was: str = "idle") -> Event:
+    about = {"gang": instance[:2], "resident": instance, "generation": 1, "epoch": 1}
     return Event(str(ms), ms, "desired", {**about, "role": role, "from_role": was})
 
 
-def ready(ms: int, resident: str, epoch: int = 1) -> Event:
-    about = {"gang": resident[:2], "resident": resident, "generation": 1, "epoch": epoch}
+def ready(ms: int, instance: str, epoch: int = 1) -> Event:
+    about = {"gang": instance[:2], "resident": instance, "generation": 1, "epoch": epoch}
     return Event(str(ms), ms, "actual", {**about, "status": "ready"})
 
 
@@ -63,9 +63,11 @@ def test_role_change_lasts_from_its_decision_to_ready() -> None:
 
 
 def test_rate_of_others_excludes_moved_and_idle_engines() -> None:
-    seen = [Seen(at, "engine/g0.0", "j", 0, 10.0 * at, 0) for at in range(0, 11)]
-    seen += [Seen(at, "engine/g0.0", "j", 0, 100 + 5.0 * (at - 10), 0) for at in range(11, 21)]
-    seen += [Seen(at, "engine/g1.0", "j", 0, 0.0, 0) for at in range(0, 21)]
-    seen += [Seen(at, "engine/g2.0", "j", 0, 50.0 * at, 0) for at in range(0, 21)]
+    seen = [WorkSample(at, "engine/g0.0", "j", 0, 10.0 * at, 0) for at in range(0, 11)]
+    seen += [
+        WorkSample(at, "engine/g0.0", "j", 0, 100 + 5.0 * (at - 10), 0) for at in range(11, 21)
+    ]
+    seen += [WorkSample(at, "engine/g1.0", "j", 0, 0.0, 0) for at in range(0, 21)]
+    seen += [WorkSample(at, "engine/g2.0", "j", 0, 50.0 * at, 0) for at in range(0, 21)]
     rate = others_rate(sorted(seen, key=lambda one: one.at), {"engine/g2.0"}, 10.0, 20.0)
     assert rate == pytest.approx(0.5)

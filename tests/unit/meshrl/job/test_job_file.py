@@ -174,8 +174,8 @@ def test_unsupported_model_is_rejected_before_the_start(
     (frozen.path.parent / "teacher/config.json").write_text(json.dumps(described))
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in described.items())
     value = f"{{ {table} }}" if key == "model.config" else "teacher"
-    said = frozen.get_error(f"{key}={value}")
-    assert said.startswith(f"--set {key}=") and f": {key}: " in said and why in said
+    error = frozen.get_error(f"{key}={value}")
+    assert error.startswith(f"--set {key}=") and f": {key}: " in error and why in error
 
 
 TEXT = '[model]\npath = "here"\n\n[budget]\nsteps = 48\n\n[optimizer]\nadamw_lr = 0.001\n'

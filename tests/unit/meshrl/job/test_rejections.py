@@ -51,11 +51,11 @@ def test_mistake_is_rejected_with_its_location(
         job.path.write_text(f"{job.path.read_text()}\n{case['append']}\n")
     module, _, check = case.get("check", "").rpartition(".")
     looks = getattr(import_module(f"{MACHINE}.{module}"), check) if check else None
-    said = job.get_error(*case.get("set", ()), check=looks)
-    assert all(text in said for text in case["says"]), said
-    assert "meshrl-trial" not in said  # errors name the author's own files, not their copies
+    error = job.get_error(*case.get("set", ()), check=looks)
+    assert all(text in error for text in case["says"]), error
+    assert "meshrl-trial" not in error  # errors name the author's own files, not their copies
     if "line" in case:
-        assert said.startswith(f"{job.path}, line {case['line']}")
+        assert error.startswith(f"{job.path}, line {case['line']}")
 
 
 def test_job_file_choices_match_the_trainers() -> None:

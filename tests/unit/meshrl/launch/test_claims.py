@@ -183,9 +183,9 @@ def test_force_never_deletes_the_working_or_home_directory(
 
 def test_impossible_directory_is_a_one_line_error(working_directory: Path) -> None:
     (working_directory / "file").write_text("")
-    with pytest.raises(Refused, match=r"file/run cannot be written: .*Not a directory") as said:
+    with pytest.raises(Refused, match=r"file/run cannot be written: .*Not a directory") as caught:
         replace_mine(JobConfig(out="file/run"))
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(caught.value)
     assert list_all(working_directory) == ["file"]
 
 
@@ -218,9 +218,9 @@ def test_open_mesh_directory_is_made_private(tmp_path: Path) -> None:
 
 def test_world_writable_parent_is_rejected(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(Refused, match="anybody may replace mesh") as refused:
+    with pytest.raises(Refused, match="anybody may replace mesh") as caught:
         create_private_directory(tmp_path / "mesh")
-    assert "chmod o-w" in refused.value.fix
+    assert "chmod o-w" in caught.value.fix
     tmp_path.chmod(0o1777)  # as /tmp: only the owner of a name can move it
     create_private_directory(tmp_path / "mesh")
 
@@ -256,7 +256,7 @@ def test_command_output_is_private_to_its_user(tmp_path: Path) -> None:
     program = f"import sys, atexit; atexit.register(lambda: exec({shown!r}))\n"
     program += "from meshrl.__main__ import main; sys.argv[1:] = ARGUMENTS; main()"
     for arguments, mask in ((["status"], "0o77"), (["init"], "0o22")):
-        asked = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", program.replace("ARGUMENTS", repr(arguments))],
             cwd=tmp_path,
             umask=0o022,
@@ -264,4 +264,4 @@ def test_command_output_is_private_to_its_user(tmp_path: Path) -> None:
             text=True,
             timeout=scaled(60),
         )
-        assert asked.stdout.splitlines()[-1:] == [mask], asked.stderr
+        assert result.stdout.splitlines()[-1:] == [mask], result.stderr

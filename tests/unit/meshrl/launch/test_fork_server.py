@@ -92,9 +92,9 @@ async def test_fork_server_preloads_modules_and_starts_no_threads(
             log=seen,
         )
         assert await child.wait(scaled(30)) == 0, seen.read_text()
-        told = json.loads(seen.read_text())
-        assert set(service_plan.PRELOADED_MODULES) <= set(told.pop("imported"))
-        assert set(told.values()) == {False}, told
+        document = json.loads(seen.read_text())
+        assert set(service_plan.PRELOADED_MODULES) <= set(document.pop("imported"))
+        assert set(document.values()) == {False}, document
     finally:
         await mine.stop(5.0)
 
@@ -165,8 +165,8 @@ async def test_fork_server_that_does_not_start_is_replaced_by_normal_starts(
     mine = make_fork_server(tmp_path, budget=(1, 60.0))
     await mine.start()
     await mine.wait_until_listening()
-    said = capsys.readouterr().err
-    assert "no nursery" in said and "nursery.log" in said
+    output = capsys.readouterr().err
+    assert "no nursery" in output and "nursery.log" in output
     assert "ModuleNotFoundError" in (tmp_path / "mesh/logs/nursery.log").read_text()
     await mine.stop(5.0)
 
@@ -183,7 +183,7 @@ async def test_fork_server_setting_of_the_user_is_kept(
     mine = make_fork_server(tmp_path)
     await mine.start()
     assert mine.environment == {FORK_SERVER_ENV: given} and not mine.supervisor.children
-    said = capsys.readouterr().err
-    assert says in said and bool(said) == bool(says)
+    output = capsys.readouterr().err
+    assert says in output and bool(output) == bool(says)
     await mine.wait_until_listening()
     await mine.stop(1.0)

@@ -203,9 +203,9 @@ def test_missing_settings_have_defaults(file: Path) -> None:
 )
 def test_mistakes_in_the_mesh_file_name_their_line(file: Path, written: str, says: str) -> None:
     file.write_text(written)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         read_mesh_file(file)
-    assert says in str(told.value)
+    assert says in str(caught.value)
 
 
 def test_missing_mesh_file_is_named(file: Path) -> None:

@@ -158,9 +158,9 @@ def test_root_process_is_killed_after_its_stop_timeout(
         while find_root_pid(place) != holder.pid:
             assert holder.poll() is None and time.monotonic() < until
             time.sleep(0.02)
-        began = time.monotonic()
+        started_s = time.monotonic()
         assert stop_root_process(place, leave_mesh=leaves) == (holder.pid, [])
-        assert time.monotonic() - began < STOP_TIMEOUT_S
+        assert time.monotonic() - started_s < STOP_TIMEOUT_S
         assert holder.wait(scaled(WITHIN_S)) == (0 if ends == "ends" else -9)
         assert (tmp_path / "asked").read_text() == str(leaves)
     finally:

@@ -237,10 +237,10 @@ async def test_unreadable_row_is_reported_once_and_read_again(
 async def test_taken_port_error_names_the_option(tmp_path: Path) -> None:
     async with serve_root(tmp_path) as host:
         where = host.url.removeprefix("http://")
-        with pytest.raises(ConfigError, match="no port") as told:
+        with pytest.raises(ConfigError, match="no port") as caught:
             async with serve_health(host.root, host.stop, where, is_head=False):
                 pass
-        assert "--health" in told.value.where
+        assert "--health" in caught.value.where
 
 
 FIRST = """\
@@ -448,9 +448,9 @@ def test_slow_and_broken_pages_are_down_and_scraped_concurrently() -> None:
         ]
         with socket.create_server(("127.0.0.1", 0)) as gone:
             ports.append(gone.getsockname()[1])
-        began = time.monotonic()
+        started_s = time.monotonic()
         found = scrape_pages([process(port) for port in ports], HERE)
-        took_s = time.monotonic() - began
+        took_s = time.monotonic() - started_s
     assert found == ["x 1\n", None, None, None, None, None]
     assert took_s < scaled(10.0), "it waits for none to its end"
 

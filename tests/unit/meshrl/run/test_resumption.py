@@ -92,10 +92,10 @@ def run(tmp_path: Path) -> CheckpointedRun:
 
 
 def check_and_fail(run: CheckpointedRun) -> str:
-    with pytest.raises(MeshError) as said:
+    with pytest.raises(MeshError) as caught:
         run.check()
-    assert "\n" not in str(said.value)
-    return str(said.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_intact_run_passes_the_check(run: CheckpointedRun) -> None:
@@ -119,8 +119,8 @@ def test_corrupt_checkpoint_is_replaced_by_the_previous_one(run: CheckpointedRun
     (state := run.state_of(run.names[1])).unlink()
     run.check()
     (first := run.json_of(run.names[0])).write_text("{")
-    told = check_and_fail(run)
-    assert "no checkpoint of the run is whole" in told and f"{state} is missing" in told
+    error = check_and_fail(run)
+    assert "no checkpoint of the run is whole" in error and f"{state} is missing" in error
     first.unlink()
     assert f"{state} is missing" in check_and_fail(run)
     run.json_of(run.names[1]).unlink()
@@ -133,8 +133,8 @@ def test_weights_may_be_in_the_store_or_in_the_checkpoint(run: CheckpointedRun, 
     (model := run.model_of(run.names[1])).rename(model.with_name("elsewhere"))
     run.check()
     (chunk := getattr(run, which)).unlink()
-    told = check_and_fail(run)
-    assert str(model) in told and str(chunk) in told
+    error = check_and_fail(run)
+    assert str(model) in error and str(chunk) in error
     model.with_name("elsewhere").rename(model)
     run.check()
 

@@ -67,8 +67,8 @@ def test_status_of_an_ended_run_comes_from_its_files(
     assert (f"meshrl resume {run}" in found.stdout) == (status != 0)
     for command in ("wait", "watch"):
         assert meshrl(command, str(run)).exit_code == status
-    told = json.loads(meshrl("status", str(run), "--json").stdout)["run"]
-    assert (told["step"], told["steps"], told["reward"]) == (2, 8, 0.5)
+    document = json.loads(meshrl("status", str(run), "--json").stdout)["run"]
+    assert (document["step"], document["steps"], document["reward"]) == (2, 8, 0.5)
     assert (run / "events.jsonl").read_bytes() == torn, "a look changes nothing"
 
 
@@ -177,11 +177,11 @@ def test_finished_run_is_replaced_only_after_its_last_file(held_mesh: HeldMesh) 
         for written in ("", "stopped"):  # a summary from before the run was resumed
             held_mesh.record(written)
             with (
-                pytest.raises(Refused, match="being written down") as refused,
+                pytest.raises(Refused, match="being written down") as caught,
                 claim_run_directory(config, True),
             ):
                 pass
-            assert f"meshrl wait {held_mesh.run}" in str(refused.value)
+            assert f"meshrl wait {held_mesh.run}" in str(caught.value)
         held_mesh.record("finished")
         with claim_run_directory(config, True) as claim:
             claim.commit()
@@ -223,11 +223,11 @@ def test_job_is_found_by_name_and_an_unknown_name_is_a_one_line_error(
     assert found.exit_code == 0, found.output
     assert "in flight" not in found.output
     monkeypatch.setattr("sys.argv", ["meshrl", "wait", "tinny", "--mesh", str(held_mesh.root)])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         main()
-    assert ended.value.code == 1
-    said = capsys.readouterr().err
-    assert "no run in tinny" in said and len(said.splitlines()) == 1
+    assert caught.value.code == 1
+    output = capsys.readouterr().err
+    assert "no run in tinny" in output and len(output.splitlines()) == 1
 
 
 def test_watch_shows_a_run_to_its_end_and_writes_nothing(held_mesh: HeldMesh) -> None:
@@ -306,8 +306,8 @@ def test_commands_accept_a_run_or_a_mesh_directory(held_mesh: HeldMesh) -> None:
         for words in ([str(place), "planner/0"], ["planner/0", str(place)]):
             found = meshrl("logs", *words, "-n", "1")
             assert found.stdout == "two\n", found.output
-    told = json.loads(meshrl("status", "--mesh", str(held_mesh.root), "--json").stdout)
-    assert [job["id"] for job in told["jobs"]] == ["tiny"]
+    document = json.loads(meshrl("status", "--mesh", str(held_mesh.root), "--json").stdout)
+    assert [job["id"] for job in document["jobs"]] == ["tiny"]
     assert "Give one of them" in str(
         meshrl("status", str(held_mesh.run), "--mesh", str(held_mesh.root)).exception
     )

@@ -48,9 +48,9 @@ async def test_failing_report_and_trackers_cause_warnings_only(
     await report.write_results(recorder)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["job"], summary["phase"], summary["lost"]) == ("one", "queued", 0)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for what in ("tracking by tensorboard", "tracking", "the rest of the summary", "the report"):
-        assert f"warning: {what} failed: " in said, said
+        assert f"warning: {what} failed: " in output, output
 
 
 def test_guarded_fault_is_one_warning_with_its_location() -> None:

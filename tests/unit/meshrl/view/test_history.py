@@ -20,11 +20,11 @@ from meshrl.view.mesh.process_usage import parse_job
 Told = list[tuple[str, dict[str, Any]]]
 
 
-def desired(job: str, resident: str, *workers: str, role: str = "rollout") -> tuple[str, Any]:
-    gang = resident.partition(".")[0]
+def desired(job: str, instance: str, *workers: str, role: str = "rollout") -> tuple[str, Any]:
+    gang = instance.partition(".")[0]
     return "desired", {
         "gang": gang,
-        "resident": resident,
+        "resident": instance,
         "job": job,
         "role": role,
         "workers": list(workers),

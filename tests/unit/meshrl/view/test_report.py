@@ -66,14 +66,14 @@ def move(ms: int, policy: str = "stage_time", to: str = "training", undone: bool
     return Event(f"{ms}-0", ms, "move", {**fields, "rollout_s": 1.0, "train_s": 2.0})
 
 
-def desired(ms: int, resident: str, role: str, *workers: str, **more: Any) -> Event:
-    fields = {"gang": "g1", "resident": resident, "job": "tiny", "role": role, "core": False}
+def desired(ms: int, instance: str, role: str, *workers: str, **more: Any) -> Event:
+    fields = {"gang": "g1", "resident": instance, "job": "tiny", "role": role, "core": False}
     fields |= {"tier": "accelerator", "reason": "share", "workers": list(workers)}
     return Event(f"{ms}-0", ms, "desired", fields | more)
 
 
-def actual(ms: int, resident: str, role: str, status: str, tier: str = "accelerator") -> Event:
-    fields = {"gang": "g1", "resident": resident, "job": "tiny", "role": role}
+def actual(ms: int, instance: str, role: str, status: str, tier: str = "accelerator") -> Event:
+    fields = {"gang": "g1", "resident": instance, "job": "tiny", "role": role}
     return Event(f"{ms}-0", ms, "actual", fields | {"status": status, "tier": tier})
 
 
@@ -445,9 +445,9 @@ def test_missing_matplotlib_error_names_the_install_command(
 ) -> None:
     png.require_matplotlib()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(NotFound) as refused:
+    with pytest.raises(NotFound) as caught:
         png.require_matplotlib()
-    assert "pip install 'meshrl[plots]'" in refused.value.fix
+    assert "pip install 'meshrl[plots]'" in caught.value.fix
 
 
 def test_report_needs_no_matplotlib() -> None:

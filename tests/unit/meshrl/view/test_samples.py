@@ -82,7 +82,7 @@ def test_best_worst_and_failed_samples_of_a_step_are_found(run: Path) -> None:
 
 def test_sample_shows_turns_tools_reward_versions_and_outcome(run: Path) -> None:
     write(run, sample(7, 0.25))
-    said = CliRunner().invoke(app, ["samples", str(run)]).stdout
+    output = CliRunner().invoke(app, ["samples", str(run)]).stdout
     for wanted in (
         "step 1 | train, group 7.0 | reward 0.250 | cut at rollout.max_tokens | ",
         "30 tokens, 20 sampled | version 0-1, staleness 1 | best",
@@ -92,7 +92,7 @@ def test_sample_shows_turns_tools_reward_versions_and_outcome(run: Path) -> None
         "environment:  2 so?",
         "model (cut): it is <7>",
     ):
-        assert wanted in said, said
+        assert wanted in output, output
 
 
 def test_run_without_samples_is_reported(run: Path) -> None:

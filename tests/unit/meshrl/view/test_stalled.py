@@ -63,7 +63,7 @@ def diagnose(
     return diagnosed(rows, full, stopped)
 
 
-def resident(
+def make_instance(
     id: str = "g1.0",
     job: str = "job",
     doing: InstancePhase | None = InstancePhase.STARTING,
@@ -102,7 +102,7 @@ def pairs(stalls: list[Stall]) -> set[tuple[str, str]]:
 
 def test_mesh_with_renewals_and_short_waits_has_no_stall() -> None:
     entries = [entry("trainer/job", ("rollout/0", 2.0)), entry("rollout/0")]
-    assert diagnose(entries, pool(resident(doing=InstancePhase.READY, age_s=500)), NOW) == []
+    assert diagnose(entries, pool(make_instance(doing=InstancePhase.READY, age_s=500)), NOW) == []
 
 
 def test_overdue_process_is_named_with_its_waiter() -> None:
@@ -172,7 +172,7 @@ def test_process_stopped_by_a_signal_is_named_at_once() -> None:
 def test_stall_ends_when_the_waiter_is_gone_or_the_lost_process_is_unneeded() -> None:
     waiter = entry("trainer/job", ("engine/g1.0", 30.0), renewed_s=10.0)
     lost = entry("engine/g1.0", renewed_s=10.0)
-    wanted = pool(resident(doing=InstancePhase.READY))
+    wanted = pool(make_instance(doing=InstancePhase.READY))
     (stall,) = diagnose([lost], wanted, NOW)
     assert (stall.waiter, stall.culprit) == ("", "engine/g1.0"), "it is to be there"
     assert diagnose([lost, waiter], NOTHING, NOW) == [], "others do the work of both"
@@ -232,25 +232,25 @@ def test_cycle_of_waits_is_reported_as_a_circle() -> None:
 
 
 def test_unreconciled_instance_is_a_stall_of_the_planner() -> None:
-    (stall,) = diagnose([], pool(resident(age_s=45)), NOW)
+    (stall,) = diagnose([], pool(make_instance(age_s=45)), NOW)
     assert (stall.waiter, stall.culprit, stall.job) == ("planner", "worker/w1", "job")
     assert stall.what == "rollout of job to be at accelerator on w1"
     assert "g1.0 is starting at accelerator" in stall.reason
-    assert diagnose([], pool(resident(age_s=10)), NOW) == []
-    (silent,) = diagnose([], pool(resident(doing=None, age_s=45)), NOW)
+    assert diagnose([], pool(make_instance(age_s=10)), NOW) == []
+    (silent,) = diagnose([], pool(make_instance(doing=None, age_s=45)), NOW)
     assert "it has said nothing of g1.0 yet" in silent.reason
 
 
 def test_instance_that_does_not_sleep_is_a_stall_alone() -> None:
-    awake = resident("g1.1", "other", InstancePhase.READY, age_s=500)
-    sleepy = resident("g1.0", "job", InstancePhase.MOVING, age_s=45, tier=Tier.MEMORY)
+    awake = make_instance("g1.1", "other", InstancePhase.READY, age_s=500)
+    sleepy = make_instance("g1.0", "job", InstancePhase.MOVING, age_s=45, tier=Tier.MEMORY)
     (stall,) = diagnose([], pool(awake, sleepy), NOW)
     assert stall.what == "rollout of job to be at memory on w1"
     assert (stall.culprit, stall.job) == ("worker/w1", "job")
 
 
 def test_instance_that_cannot_sleep_gives_the_reason() -> None:
-    stuck = resident(
+    stuck = make_instance(
         doing=InstancePhase.MOVING, age_s=70, detail="OSError: no room", tier=Tier.DISK
     )
     (stall,) = diagnose([entry("engine/g1.0")], pool(stuck), NOW)
@@ -259,13 +259,13 @@ def test_instance_that_cannot_sleep_gives_the_reason() -> None:
 
 def test_loading_process_has_more_time() -> None:
     loads = [entry("engine/g1.0")]
-    assert diagnose(loads, pool(resident(age_s=120)), NOW) == []
-    assert pairs(diagnose(loads, pool(resident(age_s=400)), NOW)) == {("planner", "worker/w1")}
+    assert diagnose(loads, pool(make_instance(age_s=120)), NOW) == []
+    assert pairs(diagnose(loads, pool(make_instance(age_s=400)), NOW)) == {("planner", "worker/w1")}
 
 
 def test_instance_on_a_dead_worker_names_the_lost_lease() -> None:
     lapsed = entry("worker/w1", renewed_s=40.0)
-    (stall,) = diagnose([lapsed], pool(resident(age_s=45)), NOW)
+    (stall,) = diagnose([lapsed], pool(make_instance(age_s=45)), NOW)
     assert "worker/w1 lost its lease" in stall.reason
 
 
@@ -296,14 +296,14 @@ def test_wait_for_any_engine_names_the_failing_engine() -> None:
         entry("rollout/0", ("an engine", 12.0)),
         entry("engine/g1.0", renewed_s=5.0, left=True),
     ]
-    stalls = diagnose(entries, pool(resident()), NOW, [make_exit("engine/g1.0", 2)])
+    stalls = diagnose(entries, pool(make_instance()), NOW, [make_exit("engine/g1.0", 2)])
     assert {stall.culprit for stall in stalls} == {"engine/g1.0"}
     assert all("ValueError: odd" in stall.reason for stall in stalls)
 
 
 def test_engine_that_exits_before_registration_is_the_culprit() -> None:
     entries = [entry("rollout/0", ("an engine", 4.0))]
-    failing = pool(resident(detail="engine/g1.0 ended: ValueError: odd"))
+    failing = pool(make_instance(detail="engine/g1.0 ended: ValueError: odd"))
     stalls = diagnose(entries, failing, NOW, [make_exit("engine/g1.0", 2)])
     assert {stall.culprit for stall in stalls} == {"engine/g1.0"}
 
@@ -386,7 +386,7 @@ def test_stall_names_only_engines_of_its_own_job() -> None:
         entry("engine/g1.1"),
         entry("sandbox/big/0", renewed_s=5.0),
     ]
-    wanted = pool(resident("g1.0", "calc"), resident("g1.1", "big"))
+    wanted = pool(make_instance("g1.0", "calc"), make_instance("g1.1", "big"))
     stalls = diagnose(entries, wanted, NOW)
     assert [(s.waiter, s.culprit, s.job) for s in stalls] == [
         ("rollout/calc/0", "engine/g1.0", "calc"),
@@ -398,7 +398,9 @@ def test_wait_for_a_time_slice_names_the_holder() -> None:
     keeper = replace(entry("worker/w1"), stats={"turn_of": ["g1.1"]})
     wait = {"on": "worker/w1", "what": "acquire_slice", "since_ms": NOW - 40_000}
     waiter = replace(entry("engine/g1.0"), waits=[wait])
-    turns = pool(resident(doing=InstancePhase.READY), resident("g1.1", "big", InstancePhase.READY))
+    turns = pool(
+        make_instance(doing=InstancePhase.READY), make_instance("g1.1", "big", InstancePhase.READY)
+    )
     (stall,) = diagnose([keeper, waiter, entry("engine/g1.1")], turns, NOW)
     assert (stall.waiter, stall.culprit, stall.job) == ("engine/g1.0", "engine/g1.1", "job")
     assert "engine/g1.1 has the turn and has not given it back" in stall.reason

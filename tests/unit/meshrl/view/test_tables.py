@@ -55,7 +55,7 @@ def row(name: str, held: str = "", phase: Phase = Phase.TRAINING, **pool: Any) -
     )
 
 
-def resident(id: str, job: str, role: Role, **more: Any) -> Instance:
+def make_instance(id: str, job: str, role: Role, **more: Any) -> Instance:
     report = InstanceReport(0, 1, 1, 7, InstancePhase.READY, more.get("tier", Tier.ACCELERATOR))
     return Instance(id, job, role, reports={0: report}, **more)
 
@@ -68,11 +68,16 @@ MESH = MeshSnapshot(
             ("w0",),
             1,
             (
-                resident("g0.0", "a", Role.TRAINING, core=True, turns=True),
-                resident("g0.1", "a", Role.ROLLOUT, turns=True),
+                make_instance("g0.0", "a", Role.TRAINING, core=True, time_sliced=True),
+                make_instance("g0.1", "a", Role.ROLLOUT, time_sliced=True),
             ),
         ),
-        Gang("g4", ("w1",), 1, (resident("g4.2", "b", Role.ROLLOUT, tier=Tier.DISK, pinned=True),)),
+        Gang(
+            "g4",
+            ("w1",),
+            1,
+            (make_instance("g4.2", "b", Role.ROLLOUT, tier=Tier.DISK, pinned=True),),
+        ),
     ),
 )
 
@@ -148,7 +153,7 @@ LONG = "a-name-that-somebody-has-given-to-a-job-of-his-and-has-to-type-again"
 
 def test_names_are_never_cut_and_piped_output_has_no_width() -> None:
     notes = {0: InstanceReport(0, 1, 1, 7, InstancePhase.STARTING, Tier.ACCELERATOR, "so " * 40)}
-    starts = replace(resident("g0.0", LONG, Role.TRAINING), reports=notes)
+    starts = replace(make_instance("g0.0", LONG, Role.TRAINING), reports=notes)
     table = mesh_tables.make_workers_table(
         MeshSnapshot(MESH.workers, (Gang("g0", ("w0",), 1, (starts,)),))
     )

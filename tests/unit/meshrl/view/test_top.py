@@ -229,8 +229,8 @@ def test_moves_trimmed_from_redis_come_from_the_record(held_mesh: HeldMesh) -> N
     held_mesh.ask(lambda state: events.append(state, MOVE_OUTCOME_EVENT, judged(20)))
     found = json.loads(meshrl("top", "--mesh", str(held_mesh.root), "--json"))
     assert [move["step"] for move in found["judged"]] == [8, 20]
-    told = json.loads(meshrl("status", "--why", JOB, "--mesh", str(held_mesh.root), "--json"))
-    assert [move["step"] for move in told["moves"]] == [8, 20]
+    document = json.loads(meshrl("status", "--why", JOB, "--mesh", str(held_mesh.root), "--json"))
+    assert [move["step"] for move in document["moves"]] == [8, 20]
 
 
 def test_status_why_shows_moves_with_regret_and_the_bottleneck(held_mesh: HeldMesh) -> None:

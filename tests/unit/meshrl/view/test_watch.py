@@ -88,7 +88,7 @@ def job(phase: str, steps_done: int) -> JobRow:
     )
 
 
-def resident(gang: str, number: int, of: str, role: Role, **more: Any) -> Instance:
+def make_instance(gang: str, number: int, of: str, role: Role, **more: Any) -> Instance:
     """Make an instance that is ready at its desired tier, unless `more` differs."""
     report = InstanceReport(
         0, 1, 1, 7, more.pop("doing", InstancePhase.READY), more.pop("at", Tier.ACCELERATOR)
@@ -99,19 +99,19 @@ def resident(gang: str, number: int, of: str, role: Role, **more: Any) -> Instan
 MESH = MeshSnapshot(
     tuple(WorkerRow(f"w{n}", "h0", f"cpu:{n}", 7) for n in range(4)),
     (
-        Gang("g0", ("w0",), 1, (resident("g0", 0, "tiny", Role.TRAINING, core=True),)),
+        Gang("g0", ("w0",), 1, (make_instance("g0", 0, "tiny", Role.TRAINING, core=True),)),
         Gang(
             "g1",
             ("w1",),
             1,
             (
-                resident("g1", 0, "tiny", Role.ROLLOUT),
-                resident(
+                make_instance("g1", 0, "tiny", Role.ROLLOUT),
+                make_instance(
                     "g1", 1, "big", Role.ROLLOUT, tier=Tier.MEMORY, doing=InstancePhase.MOVING
                 ),
             ),
         ),
-        Gang("g2", ("w2",), 1, (resident("g2", 0, "big", Role.TRAINING, core=True),)),
+        Gang("g2", ("w2",), 1, (make_instance("g2", 0, "big", Role.TRAINING, core=True),)),
     ),
 )
 
@@ -198,8 +198,8 @@ def test_blocked_job_shows_its_reason(capsys: pytest.CaptureFixture[str]) -> Non
             console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
             console.print(render_screen(shot, Path("runs/tiny")))
             assert paused in console.export_text()
-    printed = capsys.readouterr().out
-    assert printed.count(paused) == 1 and printed.count("the job runs") == 1
+    output = capsys.readouterr().out
+    assert output.count(paused) == 1 and output.count("the job runs") == 1
 
 
 def test_rate_covers_recent_seconds_and_survives_a_restart() -> None:
@@ -290,10 +290,10 @@ def test_output_without_a_terminal_has_one_line_for_each_step(
     lines.show(shot, [row(1)])
     lines.show(shot, [row(1), row(2)])
     lines.show(shot, [row(1), row(2)])
-    printed = capsys.readouterr().out
-    assert printed.count("step 1/48") == 1
-    assert printed.count("step 2/48") == 1
-    assert printed.count("held-out after step 10: 0.600 sampled") == 1
+    output = capsys.readouterr().out
+    assert output.count("step 1/48") == 1
+    assert output.count("step 2/48") == 1
+    assert output.count("held-out after step 10: 0.600 sampled") == 1
 
 
 def test_sparkline_shows_small_values() -> None:
@@ -342,9 +342,9 @@ def test_output_without_a_terminal_reports_every_exit_once(
     lines.show(first, [row(1)])
     lines.show(first, [row(1)])
     lines.show(build_snapshot(reading(11.0, 0, make_exit("engine/g1", times=2)), history), [row(1)])
-    printed = capsys.readouterr().out
-    assert printed.count("[0:10] engine/g1 ended (exit status 1); it starts again\n") == 1
-    assert printed.count("it starts again, 2 times so far") == 1
+    output = capsys.readouterr().out
+    assert output.count("[0:10] engine/g1 ended (exit status 1); it starts again\n") == 1
+    assert output.count("it starts again, 2 times so far") == 1
 
 
 def test_repeated_exits_are_reported_with_decreasing_frequency(
@@ -474,8 +474,8 @@ def test_log_on_a_full_disk_raises_no_error() -> None:
     """
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", textwrap.dedent(code)]
-        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True)
-    assert said.stdout == "goes on\n"
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True)
+    assert result.stdout == "goes on\n"
 
 
 def test_wait_for_disk_space_is_reported_at_start_and_end(
@@ -488,6 +488,6 @@ def test_wait_for_disk_space_is_reported_at_start_and_end(
     lines, history = RunLines(), RunHistory()
     for look in (full, full, well):
         lines.show(build_snapshot(look, history), [])
-    printed = capsys.readouterr().out
-    assert printed.count("a disk is full: rollout/0 waits for room for the ledger. Make room") == 1
-    assert printed.count("there is room on the disk again") == 1
+    output = capsys.readouterr().out
+    assert output.count("a disk is full: rollout/0 waits for room for the ledger. Make room") == 1
+    assert output.count("there is room on the disk again") == 1

@@ -31,7 +31,7 @@ from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.gpus.driver import Gpus
 from tests.load import scaled
 from tests.meshes import SECRET, alone, on_sockets
-from tests.unit.common.mesh.process.modules import python
+from tests.unit.common.mesh.process.modules import python_argv
 from tests.unit.node.smallmesh import SmallMesh
 
 SOON_S = 30.0  # limit for the exit of a process on a busy host
@@ -136,7 +136,7 @@ async def start_and_fail(
     settings.to_file(path)
     host = SystemHost()
     child = host.spawn(
-        python(*words), name="refused", env={**env, SETTINGS_ENV: str(path)}, log=log
+        python_argv(*words), name="refused", env={**env, SETTINGS_ENV: str(path)}, log=log
     )
     assert await child.wait(scaled(ENDS_S)) == 1, log.read_text()
     failure = host.find_failure(child.pid, log)

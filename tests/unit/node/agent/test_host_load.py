@@ -20,11 +20,11 @@ from meshrl.sim.virtual_loop import VirtualClock
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import virtual_test
-from tests.unit.common.generation.engines_under_test import StandingClock
+from tests.unit.common.generation.engines_under_test import ManualClock
 
 
 def test_busy_cores_are_a_mean_and_memory_is_the_remainder() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     host = SimulatedHost(clock, Random(0))
     load = HostLoadSampler(alone("node/one", clock, Random(0), host), Path())
     host.left = FreeSpace(memory_bytes=7, disk_bytes=9)
@@ -34,7 +34,7 @@ def test_busy_cores_are_a_mean_and_memory_is_the_remainder() -> None:
     busy_s = 1000.0
     for second in range(1, 21):
         busy_s += 3.0 if second <= 10 else 0.5
-        clock.pass_(1.0)
+        clock.advance(1.0)
         host.processors = ProcessorUsage(4, busy_s)
         load.sample()
         if second in (1, 10):
@@ -45,13 +45,13 @@ def test_busy_cores_are_a_mean_and_memory_is_the_remainder() -> None:
 
 
 def test_unknown_processor_count_is_left_out() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     load = HostLoadSampler(
         alone("node/one", clock, Random(0), SimulatedHost(clock, Random(0))), Path()
     )
     for _ in range(3):
         load.sample()
-        clock.pass_(1.0)
+        clock.advance(1.0)
     assert load.stats.memory_left_bytes is not None and load.stats.cores is None
 
 

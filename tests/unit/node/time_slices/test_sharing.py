@@ -65,9 +65,9 @@ async def test_engine_and_trainer_share_a_worker_and_a_stopped_slice_holder_is_k
 ) -> None:
     children: dict[str, SystemChild] = {}
 
-    def start(kind: str, resident: str) -> None:
-        seat = Placement("g0", resident, "j", 1, time_sliced=True, slice_scheduler="worker/w0")
-        children[resident] = mesh.host.spawn(
+    def start(kind: str, instance: str) -> None:
+        seat = Placement("g0", instance, "j", 1, time_sliced=True, slice_scheduler="worker/w0")
+        children[instance] = mesh.host.spawn(
             [
                 sys.executable,
                 "-m",
@@ -81,9 +81,9 @@ async def test_engine_and_trainer_share_a_worker_and_a_stopped_slice_holder_is_k
             log=mesh.directory / "agent.log",
         )
 
-    async def kill(resident: str, generation: int, why: str) -> None:
-        children[resident].kill()
-        await children[resident].wait(scaled(SOON_S))
+    async def kill(instance: str, generation: int, why: str) -> None:
+        children[instance].kill()
+        await children[instance].wait(scaled(SOON_S))
 
     # a time slice of a healthy process ends in time on a slow machine too
     leases = SliceLimits(factor=1.0, floor_s=scaled(FLOOR_S), cap_s=HOUR_S, default_s=HOUR_S)

@@ -17,14 +17,14 @@ from meshrl.services.node.instances.time_slices import (
 LEASES = SliceLimits(factor=2.0, floor_s=1.0, cap_s=10.0, default_s=5.0)
 
 
-def make_request(resident: str, ticket: str, ranks: set[int], **about: object) -> SliceRequest:
+def make_request(instance: str, ticket: str, ranks: set[int], **about: object) -> SliceRequest:
     return SliceRequest(
         ticket,
-        resident,
+        instance,
         int(about.get("generation", 1)),  # type: ignore[call-overload]
         str(about.get("incarnation", "i")),
         0,
-        f"engine/{resident}",
+        f"engine/{instance}",
         "generate",
         float(about.get("estimate_s", 1.0)),  # type: ignore[arg-type]
         frozenset(ranks),
@@ -91,8 +91,8 @@ def test_new_process_or_generation_voids_earlier_requests_and_grants() -> None:
 
 def test_removed_instance_loses_its_requests_and_gets_a_short_deadline() -> None:
     order = SlicePolicy(LEASES)
-    for resident in "abc":
-        order.enqueue(make_request(resident, resident, {0}, estimate_s=4.0), 0.0)
+    for instance in "abc":
+        order.enqueue(make_request(instance, instance, {0}, estimate_s=4.0), 0.0)
     order.grant_waiting(0.0)
     order.retain_instances({"a": 1, "c": 1}, 3.0)
     assert [held.deadline for held in order.grants] == [8.0]
@@ -140,17 +140,17 @@ def test_random_schedule_keeps_ranks_exclusive_and_overtakes_at_most_once(
         str, dict[str, int]
     ] = {}  # waiting instance -> number of grants of each other instance
     dying: list[SliceGrant] = []
-    for what, resident in steps:
-        mine = [a.ticket for a in order.waiting if a.instance == resident]
-        mine += [h.request.ticket for h in order.grants if h.request.instance == resident]
+    for what, instance in steps:
+        mine = [a.ticket for a in order.waiting if a.instance == instance]
+        mine += [h.request.ticket for h in order.grants if h.request.instance == instance]
         if what == "ask" and not mine:
             count += 1
-            order.enqueue(make_request(resident, str(count), RESIDENTS[resident]), 0.0)
-            overtaken[resident] = {}
+            order.enqueue(make_request(instance, str(count), RESIDENTS[instance]), 0.0)
+            overtaken[instance] = {}
         elif what == "back":
             for ticket in mine:
                 if order.release(ticket):
-                    overtaken.pop(resident, None)
+                    overtaken.pop(instance, None)
         elif what == "tick":
             for held in dying:
                 order.holder_killed(held)
@@ -158,8 +158,8 @@ def test_random_schedule_keeps_ranks_exclusive_and_overtakes_at_most_once(
             dying = order.take_overdue(now)
             assert all(held.deadline <= now for held in dying)
         elif what == "gone":
-            order.instance_exited(resident)
-            overtaken.pop(resident, None)
+            order.instance_exited(instance)
+            overtaken.pop(instance, None)
         for held in order.grant_waiting(now):
             winner = held.request.instance
             assert held.request.ranks == RESIDENTS[winner]

@@ -83,9 +83,9 @@ class Stage:
     async def worker(self, worker: str) -> tuple[Mesh, SliceScheduler]:
         mesh = self.mesh(f"worker/{worker}")
 
-        async def kill(resident: str, generation: int, why: str) -> None:
+        async def kill(instance: str, generation: int, why: str) -> None:
             await self.clock.sleep(1.0)
-            self.kills.append((worker, resident, generation))
+            self.kills.append((worker, instance, generation))
 
         actor = type("OnlyTurns", (SliceCallsMixin,), {"interface": Worker, **REST})()
         actor.slice_scheduler = SliceScheduler(mesh, worker, kill, LEASES)
@@ -94,7 +94,7 @@ class Stage:
         self.running = asyncio.create_task(actor.slice_scheduler.run())
         return mesh, actor.slice_scheduler
 
-    async def resident(self, number: int, *, generation: int = 1) -> tuple[Mesh, SliceClient]:
+    async def join_instance(self, number: int, *, generation: int = 1) -> tuple[Mesh, SliceClient]:
         mesh = self.mesh(f"engine/g0.{number}")
         await mesh.join(None)
         return mesh, SliceClient(mesh, "worker/w0", f"g0.{number}", generation, enabled=True)
@@ -102,9 +102,9 @@ class Stage:
     async def compute(self, name: str, turns: SliceClient, lasts_s: float, times: int = 1) -> None:
         for _ in range(times):
             async with turns.time_slice("generate"):
-                began = self.clock.monotonic()
+                started_s = self.clock.monotonic()
                 await self.clock.sleep(lasts_s)
-                self.computing.append((name, began, self.clock.monotonic()))
+                self.computing.append((name, started_s, self.clock.monotonic()))
 
     def overlaps(self, *names: str) -> bool:
         mine = sorted((b, e) for n, b, e in self.computing if n in names)
@@ -123,7 +123,7 @@ async def test_instances_on_one_worker_compute_in_sequence_and_all_progress(
     stage: Stage,
 ) -> None:
     await stage.worker("w0")
-    (_, a), (_, b), (_, c) = [await stage.resident(i) for i in range(3)]
+    (_, a), (_, b), (_, c) = [await stage.join_instance(i) for i in range(3)]
     await asyncio.gather(
         stage.compute("a", a, 0.2, times=20),
         stage.compute("b", b, 1.0, times=20),
@@ -145,11 +145,11 @@ async def test_overdue_holder_is_killed_on_all_its_workers_and_the_next_proceeds
 ) -> None:
     _, scheduler = await stage.worker("w0")
     await stage.worker("w1")
-    (_, engine), (_, core) = [await stage.resident(i) for i in (0, 1)]
+    (_, engine), (_, core) = [await stage.join_instance(i) for i in (0, 1)]
     await core.acquire_slice("train_step")
-    began = stage.clock.monotonic()
+    started_s = stage.clock.monotonic()
     await stage.compute("engine", engine, 0.2)
-    waited = stage.clock.monotonic() - began
+    waited = stage.clock.monotonic() - started_s
     assert LEASES.default_s + 1.0 <= waited <= LEASES.default_s + 3.0  # until the holder was dead
     assert sorted(stage.kills) == [("w0", "g0.1", 1), ("w1", "g0.1", 1)]
     assert scheduler.stats().turns_killed == 1
@@ -162,8 +162,8 @@ async def test_host_suspension_extends_the_deadlines_of_holders(
     stage = Stage(clock, random)
     kills: list[str] = []
 
-    async def kill(resident: str, generation: int, why: str) -> None:
-        kills.append(resident)
+    async def kill(instance: str, generation: int, why: str) -> None:
+        kills.append(instance)
 
     scheduler = SliceScheduler(stage.mesh("worker/w0"), "w0", kill, LEASES)
     scheduler.set_gang(stage.gang)
@@ -181,20 +181,20 @@ async def test_host_suspension_extends_the_deadlines_of_holders(
 @story_on(on_stage)
 async def test_restarted_process_is_not_killed_for_its_predecessors_slice(stage: Stage) -> None:
     await stage.worker("w0")
-    (dies, core), (_, engine) = [await stage.resident(i) for i in (1, 0)]
+    (dies, core), (_, engine) = [await stage.join_instance(i) for i in (1, 0)]
     await core.acquire_slice("train_step")
     await dies.leave()
-    await stage.resident(1)
-    began = stage.clock.monotonic()
+    await stage.join_instance(1)
+    started_s = stage.clock.monotonic()
     await stage.compute("engine", engine, 0.2)
-    assert stage.clock.monotonic() - began < LEASES.floor_s
+    assert stage.clock.monotonic() - started_s < LEASES.floor_s
     assert stage.kills == []
 
 
 @story_on(on_stage)
 async def test_cancelled_computation_releases_its_slice_or_request(stage: Stage) -> None:
     _, scheduler = await stage.worker("w0")
-    (_, a), (_, b) = [await stage.resident(i) for i in (0, 1)]
+    (_, a), (_, b) = [await stage.join_instance(i) for i in (0, 1)]
     holds = asyncio.create_task(stage.compute("a", a, 100.0))
     await stage.clock.sleep(1.0)
     waits = asyncio.create_task(stage.compute("b", b, 1.0))
@@ -213,13 +213,13 @@ async def test_abandoned_computation_keeps_its_slice_to_its_end(
     stage: Stage,
 ) -> None:
     await stage.worker("w0")
-    (_, a), (_, b) = [await stage.resident(i) for i in (0, 1)]
+    (_, a), (_, b) = [await stage.join_instance(i) for i in (0, 1)]
 
     async def work() -> None:
         await stage.clock.sleep(3.0)
-        stage.computing.append(("a", began, stage.clock.monotonic()))
+        stage.computing.append(("a", started_s, stage.clock.monotonic()))
 
-    began = stage.clock.monotonic()
+    started_s = stage.clock.monotonic()
     cancelled = asyncio.create_task(a.run_in_slice("train_step", work))
     await stage.clock.sleep(1.0)
     cancelled.cancel()
@@ -231,7 +231,7 @@ async def test_abandoned_computation_keeps_its_slice_to_its_end(
 @story_on(on_stage)
 async def test_restarted_scheduler_receives_requests_again(stage: Stage) -> None:
     mesh, _ = await stage.worker("w0")
-    (_, a), (_, b) = [await stage.resident(i) for i in (0, 1)]
+    (_, a), (_, b) = [await stage.join_instance(i) for i in (0, 1)]
     holding = asyncio.create_task(stage.compute("a", a, 3.0))
     await stage.clock.sleep(1.0)
     waiting = asyncio.create_task(stage.compute("b", b, 1.0))
@@ -249,7 +249,7 @@ async def test_request_before_the_record_is_read_is_granted_later(stage: Stage) 
     whole = stage.gang
     stage.gang = replace(whole, instances=whole.instances[:1])
     _, scheduler = await stage.worker("w0")
-    _, core = await stage.resident(1)
+    _, core = await stage.join_instance(1)
     asking = asyncio.create_task(stage.compute("core", core, 0.1))
     await stage.clock.sleep(2.0)
     assert not asking.done()
@@ -264,13 +264,15 @@ async def test_removed_instance_is_killed_unless_it_releases_its_slice_in_time(
 ) -> None:
     _, scheduler = await stage.worker("w0")
     await stage.worker("w1")
-    (_, engine), (_, core) = [await stage.resident(i) for i in (0, 1)]
+    (_, engine), (_, core) = [await stage.join_instance(i) for i in (0, 1)]
     core._longest_s["train_step"] = 30.0  # from earlier computations
     await core.acquire_slice("train_step")
     scheduler.set_gang(replace(stage.gang, instances=stage.gang.instances[:1]))
-    began = stage.clock.monotonic()
+    started_s = stage.clock.monotonic()
     await stage.compute("engine", engine, 0.2)
-    assert stage.clock.monotonic() - began == pytest.approx(REMOVED_INSTANCE_GRACE_S + 1.0, abs=1.5)
+    assert stage.clock.monotonic() - started_s == pytest.approx(
+        REMOVED_INSTANCE_GRACE_S + 1.0, abs=1.5
+    )
     assert sorted(stage.kills) == [("w0", "g0.1", 1), ("w1", "g0.1", 1)]
 
 
@@ -279,7 +281,7 @@ async def test_slices_are_acquired_only_when_enabled_and_never_nested(
     stage: Stage,
 ) -> None:
     _, scheduler = await stage.worker("w0")
-    _, turns = await stage.resident(0)
+    _, turns = await stage.join_instance(0)
     await turns.set_enabled(False)
     free = asyncio.create_task(stage.compute("free", turns, 2.0))
     await stage.clock.sleep(1.0)
@@ -296,7 +298,7 @@ async def test_slices_are_acquired_only_when_enabled_and_never_nested(
 @story_on(on_stage)
 async def test_generation_not_on_record_gets_no_slice(stage: Stage) -> None:
     await stage.worker("w0")
-    mesh, _ = await stage.resident(0)
+    mesh, _ = await stage.join_instance(0)
     old = AcquireSlice("g0.0", 0, mesh.name, mesh.incarnation, 1, "generate", 1.0)
     with pytest.raises(ServiceUnavailable, match="generation 0"):
         await mesh.ref("worker/w0").call(Worker.acquire_slice, old)

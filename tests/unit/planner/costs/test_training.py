@@ -1,4 +1,6 @@
-"""Training step times of the cost model, compared with figures worked out by hand."""
+"""Cost model: times of training and decode steps compared with figures computed by hand, and
+corrections.
+"""
 
 from __future__ import annotations
 
@@ -40,27 +42,27 @@ from meshrl.services.planner.forecast.step_simulation import simulate_step_s
 TINY = ModelShape(2, 8, 4, 2, 2, parameters=1000.0, active=1000.0)
 FREE = Accelerator("free", 1e6, 1e9, 1e30, 1e30, 1e30, 0.5, 0.5, 1.0, collective_s=0.0)
 WORK = TrainingWork(sequences=8, tokens=80.0, squared_tokens=800.0)
-WAY_S = (2 * 1000 * 80 + 2 * 8 * 2 * 800) / 5e5  # forward, of all, on one
+PASS_S = (2 * 1000 * 80 + 2 * 8 * 2 * 800) / 5e5  # forward, in total, on one accelerator
 ATTENTION_S = 2 * 8 * 2 * 800 / 5e5
 A800 = load_accelerators()["A800"]
 
 
-def test_one_accelerator_goes_there_and_back_and_through_attention_again() -> None:
+def test_single_accelerator_time_covers_forward_backward_and_attention() -> None:
     assert predict_step_s(TINY, FREE, TrainingLayout("free"), WORK) == pytest.approx(
-        3 * WAY_S + ATTENTION_S
+        3 * PASS_S + ATTENTION_S
     )
 
 
-def test_layers_that_are_recomputed_go_there_twice() -> None:
+def test_recomputed_layers_run_forward_twice() -> None:
     layout = TrainingLayout("free", recompute=True)
-    assert predict_step_s(TINY, FREE, layout, WORK) == pytest.approx(4 * WAY_S)
+    assert predict_step_s(TINY, FREE, layout, WORK) == pytest.approx(4 * PASS_S)
 
 
 @pytest.mark.parametrize(
     "layout",
     [{"data_parallel": 4}, {"tensor_parallel": 4}, {"data_parallel": 2, "tensor_parallel": 2}],
 )
-def test_where_nothing_is_sent_four_take_a_quarter(layout: dict[str, Any]) -> None:
+def test_four_ranks_without_communication_take_a_quarter(layout: dict[str, Any]) -> None:
     alone_s = predict_step_s(TINY, FREE, TrainingLayout("free"), WORK)
     assert predict_step_s(TINY, FREE, TrainingLayout("free", **layout), WORK) == pytest.approx(
         alone_s / 4
@@ -68,7 +70,7 @@ def test_where_nothing_is_sent_four_take_a_quarter(layout: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_a_pipeline_fills_and_empties(stages: int) -> None:
+def test_pipeline_time_includes_fill_and_drain(stages: int) -> None:
     alone_s = predict_step_s(TINY, FREE, TrainingLayout("free"), WORK)
     layout = TrainingLayout("free", pipeline_parallel=stages)
     expected = alone_s / stages * (8 + stages - 1) / 8
@@ -76,12 +78,12 @@ def test_a_pipeline_fills_and_empties(stages: int) -> None:
     assert compute_bubble_share(layout, 8) == pytest.approx(1 - alone_s / stages / expected)
 
 
-def test_more_replicas_than_sequences_help_nobody() -> None:
+def test_replicas_beyond_the_sequences_give_no_speedup() -> None:
     eight = predict_step_s(TINY, FREE, TrainingLayout("free", 8), WORK)
     assert predict_step_s(TINY, FREE, TrainingLayout("free", 64), WORK) == pytest.approx(eight)
 
 
-def test_gradients_are_exchanged_beside_what_computing_hides() -> None:
+def test_gradient_exchange_overlaps_computation() -> None:
     slow = replace(FREE, link_bytes_per_s=1000.0)
     hidden_s = predict_step_s(TINY, FREE, TrainingLayout("slow", 2), WORK)
     replicas = TrainingLayout("slow", 2, sharded=False)
@@ -90,7 +92,7 @@ def test_gradients_are_exchanged_beside_what_computing_hides() -> None:
     assert predict_step_s(TINY, slow, sharded, WORK) - hidden_s == pytest.approx(0.7 * 3 * 0.5 * 2)
 
 
-def test_beyond_a_host_the_network_is_what_counts() -> None:
+def test_network_bandwidth_limits_gangs_over_hosts() -> None:
     work = TrainingWork(4096, 4096 * 2000.0, 4096 * 2000.0**2)
     inside = predict_step_s(QWEN_14B, A800, TrainingLayout("A800", 8), work)
     outside = predict_step_s(
@@ -100,18 +102,18 @@ def test_beyond_a_host_the_network_is_what_counts() -> None:
     assert outside - inside == pytest.approx(exchanged * (1 / 25e9 - 1 / 200e9))
 
 
-def test_a_mixture_sends_tokens_to_its_experts() -> None:
+def test_expert_parallelism_sends_tokens_to_experts() -> None:
     work = TrainingWork(64, 64 * 1000.0, 64 * 1000.0**2)
     dense = replace(QWEN_30B_A3B, experts=0, experts_per_token=0)
     layout = TrainingLayout("A800", 8)
     more = predict_step_s(QWEN_30B_A3B, A800, layout, work) - predict_step_s(
         dense, A800, layout, work
     )
-    sent = 8 * 8 * 1000 * 2048 * 2  # of a replica, to 8 experts each, both there and back, twice
+    sent = 8 * 8 * 1000 * 2048 * 2  # of a replica, to 8 experts each, there and back, twice
     assert more == pytest.approx(4 * 48 * sent * 7 / 8 / 200e9)
 
 
-def test_states_are_spread_and_activations_are_held_by_micro_batches() -> None:
+def test_memory_shards_states_and_holds_activations_per_micro_batch() -> None:
     replicas = TrainingLayout("free", 2, tensor_parallel=2, sharded=False)
     activations = 34 * 10 * 8 * 2 / 2
     assert predict_memory_bytes(TINY, replicas, WORK) == pytest.approx(16 * 500 + activations)
@@ -121,31 +123,31 @@ def test_states_are_spread_and_activations_are_held_by_micro_batches() -> None:
     assert kept == pytest.approx(16 * 250 + 2 * 2 * 500 + (2 * 2 + 34) * 10 * 8)
 
 
-# 2 layers of 8 features, 4 heads of 2 and 2 of keys and values; one operation, byte a second.
+# 2 layers of 8 features, 4 heads of 2 and 2 KV heads; one operation and one byte per second.
 PLAIN = Accelerator("plain", 1e6, 1e4, 1e3, 1e2, 10.0, 0.5, 0.5, 0.5, collective_s=0.25)
 
 
-def test_a_decode_step_reads_the_weights_and_the_contexts() -> None:
+def test_decode_step_reads_weights_and_contexts() -> None:
     # 2,000 bytes of weights; 3 x 5 tokens of 2 layers x 2 heads x 2 features x 2 x 2 bytes each.
     assert EngineGang(TINY, PLAIN).predict_decode_step_s(3, 5) == pytest.approx(
         (2000 + 15 * 32) / 500
     )
 
 
-def test_a_large_batch_takes_its_arithmetic() -> None:
+def test_large_batch_is_compute_bound() -> None:
     assert EngineGang(TINY, PLAIN).predict_decode_step_s(10_000, 0) == pytest.approx(
         2 * 1000 * 10_000 / 5e5
     )
 
 
-def test_ranks_read_their_parts_and_meet_twice_a_layer() -> None:
+def test_tensor_parallel_ranks_read_their_shards_and_reduce_twice_per_layer() -> None:
     # Half of the weights, one of two heads; four all-reduces of 3 x 8 features of 2 bytes.
     meets = 4 * (0.25 + 2 * 0.5 * 48 / 100)
     expected = (1000 + 15 * 16) / 500 + meets
     assert EngineGang(TINY, PLAIN, 2).predict_decode_step_s(3, 5) == pytest.approx(expected)
 
 
-def test_more_ranks_than_heads_of_keys_hold_copies() -> None:
+def test_ranks_beyond_kv_heads_hold_copies() -> None:
     assert (
         TINY.compute_kv_bytes_per_token(1)
         == 2 * TINY.compute_kv_bytes_per_token(2)
@@ -158,11 +160,11 @@ def test_heads_are_divided_evenly(degree: int, divides: bool) -> None:
     assert TINY.can_split(degree) is divides
 
 
-def test_three_heads_of_keys_are_not_split_over_two_ranks() -> None:
+def test_three_kv_heads_are_not_split_over_two_ranks() -> None:
     assert not ModelShape(1, 12, 6, 3, 2, 100.0, 100.0).can_split(2)
 
 
-def test_what_weights_leave_is_room_for_contexts() -> None:
+def test_memory_beside_weights_is_for_contexts() -> None:
     gang = EngineGang(QWEN_14B, A800, 2)
     # 80 GB less half of 29.6 GB and the workspace; 40 layers x 4 heads x 128 features x 2 x 2 bytes
     assert gang.compute_kv_capacity() == pytest.approx(
@@ -172,7 +174,7 @@ def test_what_weights_leave_is_room_for_contexts() -> None:
     assert not gang.can_fit(800_000)
 
 
-def test_a_model_that_is_too_large_for_one_needs_several() -> None:
+def test_model_too_large_for_one_rank_needs_several() -> None:
     large = ModelShape(80, 8192, 64, 8, 128, 70e9, 70e9)
     assert [degree for degree in DEGREES if EngineGang(large, A800, degree).can_fit(4096)] == [
         2,
@@ -181,7 +183,7 @@ def test_a_model_that_is_too_large_for_one_needs_several() -> None:
     ]
 
 
-def test_a_mixture_reads_the_experts_that_its_batch_is_sent_to() -> None:
+def test_mixture_reads_the_experts_of_its_batch() -> None:
     # 8 of 128 experts: (30.5 - 3.3) / (1 - 8/128) are the experts'.
     experts = 27.2e9 / (1 - 8 / 128)
     assert QWEN_30B_A3B.count_read_parameters(1) == pytest.approx(3.3e9)
@@ -190,7 +192,7 @@ def test_a_mixture_reads_the_experts_that_its_batch_is_sent_to() -> None:
     assert QWEN_30B_A3B.count_read_parameters(500) == pytest.approx(30.5e9)
 
 
-def test_prefill_is_linear_in_tokens_and_in_what_they_look_at() -> None:
+def test_prefill_time_is_linear_in_tokens_and_attended_positions() -> None:
     gang = EngineGang(TINY, PLAIN)
     # 2 operations a parameter, 2 a pair, layer and feature of all heads
     assert gang.predict_prefill_s(10) == pytest.approx((2 * 1000 * 10 + 2 * 8 * 2 * 100) / 5e5)
@@ -198,17 +200,17 @@ def test_prefill_is_linear_in_tokens_and_in_what_they_look_at() -> None:
     assert in_parts == pytest.approx(gang.predict_prefill_s(10))
 
 
-def test_a_gang_of_one_is_as_fast_as_a_paced_engine() -> None:
+def test_gang_of_one_matches_an_emulated_engine() -> None:
     seven = ModelShape(28, 3584, 28, 4, 128, 7.6e9, 7.6e9)
-    gang, pace = EngineGang(seven, load_accelerators()["A100"]), ENGINE_PROFILES["a100-7b"]
-    assert gang.predict_decode_step_s(1, 0) == pytest.approx(pace.decode_step_s)
-    assert gang.predict_decode_step_s(2 * pace.plateau_batch, 0) == pytest.approx(
-        2 * pace.decode_step_s, rel=0.02
+    gang, speed = EngineGang(seven, load_accelerators()["A100"]), ENGINE_PROFILES["a100-7b"]
+    assert gang.predict_decode_step_s(1, 0) == pytest.approx(speed.decode_step_s)
+    assert gang.predict_decode_step_s(2 * speed.plateau_batch, 0) == pytest.approx(
+        2 * speed.decode_step_s, rel=0.02
     )
 
 
 @given(st.sampled_from(DEGREES), st.integers(2, 512), st.integers(0, 40_000))
-def test_a_curve_meets_the_steps_at_its_ends_and_is_never_below_them(
+def test_curve_bounds_the_step_times_and_meets_them_at_both_ends(
     degree: int, batch: int, context: int
 ) -> None:
     gang = EngineGang(QWEN_14B, A800, degree)
@@ -223,7 +225,7 @@ def test_a_curve_meets_the_steps_at_its_ends_and_is_never_below_them(
     ) * (1 - 1e-9)
 
 
-def test_the_released_formula_is_as_many_times_too_fast_as_there_are_ranks() -> None:
+def test_released_formula_underestimates_by_the_number_of_ranks() -> None:
     one, eight = EngineGang(QWEN_14B, A800), EngineGang(QWEN_14B, A800, 8)
     meets = 80 * A800.collective_s
     assert released.step_s(one, 8, 4096) == pytest.approx(one.predict_decode_step_s(8, 4096))
@@ -236,7 +238,7 @@ def test_the_released_formula_is_as_many_times_too_fast_as_there_are_ranks() -> 
     assert released.capacity(eight) / eight.compute_kv_capacity() == pytest.approx(8, rel=0.02)
 
 
-def test_the_shape_of_a_config() -> None:
+def test_shape_is_read_from_a_config() -> None:
     config = ModelConfig(
         "qwen3_moe", 1000, 64, 4, 8, 2, 8, 0,
         num_experts=16, num_experts_per_token=2, expert_ffn_size=32,
@@ -255,49 +257,49 @@ OTHER = CorrectionKey("qwen3-14b", "A800", "training")
 seconds = st.floats(1e-6, 1e6)
 
 
-def seen(observed: list[tuple[float, float]]) -> Correction:
+def make_correction(observed: list[tuple[float, float]]) -> Correction:
     found = Correction()
     for predicted, took in observed:
         found = found.observe(KEY, predicted, took)
     return found
 
 
-def test_what_nobody_has_observed_is_predicted_as_it_is() -> None:
+def test_prediction_without_observations_is_uncorrected() -> None:
     assert Correction().correct(KEY, 3.0) == 3.0
     assert Correction().compute_error(KEY) == 0.0
 
 
-def test_one_observation_is_believed() -> None:
-    found = seen([(2.0, 3.0)])
+def test_first_observation_sets_the_correction() -> None:
+    found = make_correction([(2.0, 3.0)])
     assert found.correct(KEY, 4.0) == pytest.approx(6.0)
     assert found.correct(OTHER, 4.0) == 4.0
     assert found.compute_error(KEY) == pytest.approx(0.5)
 
 
-def test_first_observations_weigh_alike_as_ratios() -> None:
-    found = seen([(1.0, 2.0), (1.0, 8.0)])
+def test_first_observations_have_equal_weight_as_ratios() -> None:
+    found = make_correction([(1.0, 2.0), (1.0, 8.0)])
     assert found.get_factor(KEY).value == pytest.approx(4.0)
 
 
-def test_a_machine_that_has_changed_is_known_after_a_while() -> None:
-    found = seen([(1.0, 2.0)] * 100 + [(1.0, 4.0)] * 30)
+def test_correction_follows_a_changed_machine() -> None:
+    found = make_correction([(1.0, 2.0)] * 100 + [(1.0, 4.0)] * 30)
     off = math.log(4.0 / found.get_factor(KEY).value)
     assert off == pytest.approx(math.log(2.0) * DECAY**30, rel=1e-6)
     assert found.compute_error(KEY) < 0.15
 
 
-def test_a_prediction_that_comes_true_has_no_error_in_the_end() -> None:
-    assert seen([(1.0, 5.0)] * 60).compute_error(KEY) < 0.01
+def test_error_of_correct_predictions_converges_to_zero() -> None:
+    assert make_correction([(1.0, 5.0)] * 60).compute_error(KEY) < 0.01
 
 
 @pytest.mark.parametrize("took", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_no_time_is_not_learned_from(took: float) -> None:
-    before = seen([(1.0, 2.0)])
+def test_invalid_times_are_ignored(took: float) -> None:
+    before = make_correction([(1.0, 2.0)])
     assert before.observe(KEY, 1.0, took) == before.observe(KEY, took, 1.0) == before
 
 
-def test_the_factors_of_who_was_observed_last_are_kept() -> None:
-    found = seen([(1.0, 2.0)])
+def test_factors_of_recent_observations_are_retained() -> None:
+    found = make_correction([(1.0, 2.0)])
     for n in range(MAX_KEYS + 10):
         found = found.observe(CorrectionKey("model", str(n), "rollout"), 1.0, 2.0)
         found = found.observe(KEY, 1.0, 2.0)
@@ -307,10 +309,10 @@ def test_the_factors_of_who_was_observed_last_are_kept() -> None:
 
 
 @given(st.lists(st.tuples(seconds, seconds), max_size=20))
-def test_it_goes_through_json_and_stays_within_what_was_seen(
+def test_correction_survives_json_and_stays_within_observed_ratios(
     observed: list[tuple[float, float]],
 ) -> None:
-    found = seen(observed).observe(OTHER, 1.0, 2.0)
+    found = make_correction(observed).observe(OTHER, 1.0, 2.0)
     assert from_json_value(Correction, json.loads(json.dumps(to_json_value(found)))) == found
     ratios = [min(max(took / told, 0.01), 100.0) for told, took in observed]
     if ratios:
@@ -319,61 +321,62 @@ def test_it_goes_through_json_and_stays_within_what_was_seen(
 
 
 TERMS = StepTerms(groups_per_step=4, group_size=6, max_staleness=2, engine_slots=64, bin_tokens=0)
-ALIKE = StepDemand(trajectories=24, sampled_tokens=50.0, tool_s=0.0, trained_tokens=1250.0)
+EQUAL_LENGTHS = StepDemand(trajectories=24, sampled_tokens=50.0, tool_s=0.0, trained_tokens=1250.0)
 RATES = StepRates(
     DecodeCurve("cpu", 1, 0.02), friction=1.0, gradient_s=0.5, fixed_s=0.1, core_share=0.0
 )
 
 
-def tailed(sigma: float) -> StepDemand:
+def draw_lengths(sigma: float) -> StepDemand:
     """Return lengths whose logarithm has this deviation."""
     drawn = np.random.default_rng(3).lognormal(0.0, sigma, 4000)
-    return replace(ALIKE, length_quantiles=tuple(map(float, np.quantile(drawn, QUANTILES))))
+    return replace(EQUAL_LENGTHS, length_quantiles=tuple(map(float, np.quantile(drawn, QUANTILES))))
 
 
-def test_a_slow_trainer_takes_its_own_time_whatever_the_lengths() -> None:
+def test_slow_trainer_bounds_the_step_for_any_lengths() -> None:
     slow = replace(RATES, gradient_s=30.0)
-    assert simulate_step_s(ALIKE, slow, WorkerSplit(3, 1), TERMS) == pytest.approx(30.1)
-    assert simulate_step_s(ALIKE, slow, WorkerSplit(2, 2), TERMS) == pytest.approx(15.1)
-    assert simulate_step_s(tailed(0.8), slow, WorkerSplit(3, 1), TERMS) == pytest.approx(
+    assert simulate_step_s(EQUAL_LENGTHS, slow, WorkerSplit(3, 1), TERMS) == pytest.approx(30.1)
+    assert simulate_step_s(EQUAL_LENGTHS, slow, WorkerSplit(2, 2), TERMS) == pytest.approx(15.1)
+    assert simulate_step_s(draw_lengths(0.8), slow, WorkerSplit(3, 1), TERMS) == pytest.approx(
         30.1, rel=0.1
     )
 
 
-def test_without_staleness_stages_follow_one_another() -> None:
+def test_stages_are_sequential_without_staleness() -> None:
     strict = replace(TERMS, max_staleness=0)
-    assert simulate_step_s(ALIKE, RATES, WorkerSplit(2, 1), strict) == pytest.approx(
+    assert simulate_step_s(EQUAL_LENGTHS, RATES, WorkerSplit(2, 1), strict) == pytest.approx(
         50 * 0.02 + 0.6
     )
 
 
-def test_engines_that_are_full_share_what_they_generate() -> None:
+def test_full_engines_share_generation() -> None:
     """Check that a token's time is the mean over an engine's load: two engines generate twice as
     much.
     """
     full = replace(RATES, curve=DecodeCurve("cpu", 1, 0.0, 0.002), gradient_s=0.0, fixed_s=0.0)
-    one, two = (simulate_step_s(ALIKE, full, WorkerSplit(n, 1), TERMS) for n in (1, 2))
+    one, two = (simulate_step_s(EQUAL_LENGTHS, full, WorkerSplit(n, 1), TERMS) for n in (1, 2))
     assert one == pytest.approx(24 * 50 * 0.002, rel=0.05) and two == pytest.approx(one / 2)
 
 
-def test_slots_bound_what_is_generated_together() -> None:
+def test_slots_limit_concurrent_generation() -> None:
     few = replace(TERMS, engine_slots=2)
     idle = replace(RATES, gradient_s=0.0, fixed_s=0.0)
-    assert simulate_step_s(ALIKE, idle, WorkerSplit(1, 1), few) == pytest.approx(
+    assert simulate_step_s(EQUAL_LENGTHS, idle, WorkerSplit(1, 1), few) == pytest.approx(
         24 * 50 * 0.02 / 2, rel=0.05
     )
 
 
-def test_a_long_tail_takes_longer_although_the_mean_is_the_same() -> None:
+def test_long_tail_takes_longer_at_equal_mean() -> None:
     bound = replace(RATES, curve=DecodeCurve("cpu", 1, 0.05), gradient_s=0.2)
     takes = [
-        simulate_step_s(tailed(sigma), bound, WorkerSplit(3, 1), TERMS) for sigma in (0.1, 0.5, 1.0)
+        simulate_step_s(draw_lengths(sigma), bound, WorkerSplit(3, 1), TERMS)
+        for sigma in (0.1, 0.5, 1.0)
     ]
     assert takes[0] < takes[1] < takes[2] and takes[2] > 1.5 * takes[0]
 
 
-def test_tools_are_waited_for_and_nothing_else_is_where_engines_are_fast() -> None:
-    tools = replace(ALIKE, tool_s=9.0)
+def test_tool_time_bounds_steps_of_fast_engines() -> None:
+    tools = replace(EQUAL_LENGTHS, tool_s=9.0)
     fast = replace(RATES, curve=DecodeCurve("cpu", 1, 1e-6), gradient_s=0.0, fixed_s=0.0)
     assert simulate_step_s(tools, fast, WorkerSplit(4, 1), TERMS) == pytest.approx(
         9.0 / 3, rel=0.01
@@ -388,11 +391,11 @@ def test_tools_are_waited_for_and_nothing_else_is_where_engines_are_fast() -> No
     tool_s=st.sampled_from([0.0, 1.0]),
     groups=st.sampled_from([1, 4, 40]),
 )
-def test_no_step_is_shorter_than_its_training_or_longer_than_all_after_another(
+def test_step_time_is_between_training_and_the_sum_of_stages(
     sigma: float, base_s: float, work_s: float, tool_s: float, groups: int
 ) -> None:
     terms = replace(TERMS, groups_per_step=groups)
-    now = replace(tailed(sigma), tool_s=tool_s)
+    now = replace(draw_lengths(sigma), tool_s=tool_s)
     then = replace(RATES, curve=DecodeCurve("cpu", 1, base_s), gradient_s=work_s)
     found = simulate_step_s(now, then, WorkerSplit(2, 1), terms)
     assert found == simulate_step_s(now, then, WorkerSplit(2, 1), terms), "it is no chance"
@@ -403,12 +406,12 @@ def test_no_step_is_shorter_than_its_training_or_longer_than_all_after_another(
     assert found <= 4 * (longest_s + then.fixed_s + work_s)
 
 
-def test_fewer_engines_that_are_as_fast_are_no_slower_alone_and_slower_when_full() -> None:
+def test_fewer_engines_are_slower_only_when_full() -> None:
     narrow = WorkerSplit(3, 1, relative_speed=1.0, relative_width=1 / 3)
     idle = replace(RATES, gradient_s=0.0, fixed_s=0.0)
-    assert simulate_step_s(ALIKE, idle, narrow, TERMS) == simulate_step_s(
-        ALIKE, idle, WorkerSplit(1, 1), TERMS
+    assert simulate_step_s(EQUAL_LENGTHS, idle, narrow, TERMS) == simulate_step_s(
+        EQUAL_LENGTHS, idle, WorkerSplit(1, 1), TERMS
     )
     full = replace(idle, curve=DecodeCurve("cpu", 1, 0.0, 0.002))
-    wide_s = simulate_step_s(ALIKE, full, WorkerSplit(3, 1), TERMS)
-    assert simulate_step_s(ALIKE, full, narrow, TERMS) == pytest.approx(3 * wide_s)
+    wide_s = simulate_step_s(EQUAL_LENGTHS, full, WorkerSplit(3, 1), TERMS)
+    assert simulate_step_s(EQUAL_LENGTHS, full, narrow, TERMS) == pytest.approx(3 * wide_s)

@@ -1,4 +1,4 @@
-"""Plans against trying everything."""
+"""Layout plans compared with exhaustive search."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from meshrl.sim.cluster.training_candidates import TrainingCandidates, TrainingC
 @pytest.mark.rotating(2)
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
-def test_a_plan_is_as_short_as_the_shortest_of_all(seed: int) -> None:
+def test_plan_is_optimal(seed: int) -> None:
     case = small(seed)
     plan = allocate(case.ranges, case.nodes, case.ways, tolerance=1e-9)
     ranges = case.ranges
@@ -65,7 +65,7 @@ def test_a_plan_is_as_short_as_the_shortest_of_all(seed: int) -> None:
         assert plan.iteration_s == pytest.approx(shortest, rel=1e-9)
 
 
-def checked(plan: LayoutPlan, ranges: RangeCosts, nodes: Sequence[LayoutNode]) -> None:
+def assert_valid(plan: LayoutPlan, ranges: RangeCosts, nodes: Sequence[LayoutNode]) -> None:
     """Assert what every plan guarantees: all groups once and in order, in gangs within nodes."""
     ends = [0, *(gang.end for gang in plan.gangs)]
     assert [gang.first for gang in plan.gangs] == ends[:-1]
@@ -85,28 +85,28 @@ def checked(plan: LayoutPlan, ranges: RangeCosts, nodes: Sequence[LayoutNode]) -
 @pytest.mark.rotating(2)
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
-def test_a_plan_serves_every_group_with_the_accelerators_there_are(seed: int) -> None:
+def test_plan_serves_every_group_with_the_available_accelerators(seed: int) -> None:
     case = small(seed, groups=30, most=40)
     plan = allocate(case.ranges, case.nodes, case.ways)
     if plan is not None:
-        checked(plan, case.ranges, case.nodes)
+        assert_valid(plan, case.ranges, case.nodes)
         assert plan.iteration_s == max(plan.train_s, *(gang.rollout_s for gang in plan.gangs))
 
 
 @pytest.mark.deep
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
-def test_a_coarse_search_finds_a_plan_that_is_no_shorter(seed: int) -> None:
+def test_coarse_search_is_a_valid_upper_bound(seed: int) -> None:
     case = small(seed, groups=30, most=40)
     exact = allocate(case.ranges, case.nodes, case.ways)
     coarse = allocate(case.ranges, case.nodes, case.ways, max_cells=200)
     if coarse is not None:
         assert exact is not None
-        checked(coarse, case.ranges, case.nodes)
+        assert_valid(coarse, case.ranges, case.nodes)
         assert coarse.iteration_s >= exact.iteration_s * (1 - 2 * TOLERANCE)
 
 
-def test_large_clusters_are_planned_exactly_where_their_nodes_are_whole() -> None:
+def test_large_clusters_of_whole_nodes_are_planned_exactly() -> None:
     rng = random.Random(3)
     nodes = [LayoutNode(kind, f"{kind}{n}", 8) for kind in ("A800", "H100") for n in range(8)]
     groups = lengths(rng, 1024, 3000, 0.3)
@@ -122,11 +122,11 @@ def test_large_clusters_are_planned_exactly_where_their_nodes_are_whole() -> Non
     assert coarse is not None
     assert plan.is_exact
     assert not coarse.is_exact
-    checked(plan, ranges, nodes)
+    assert_valid(plan, ranges, nodes)
     assert plan.iteration_s <= coarse.iteration_s <= 1.2 * plan.iteration_s
 
 
-def test_long_trajectories_go_to_gangs_of_more_ranks() -> None:
+def test_long_trajectories_go_to_larger_gangs() -> None:
     groups = [make_uniform_group(200, 200, 200), make_uniform_group(4, 1000, 30_000)]
     nodes = [LayoutNode("A800", "host", 8), LayoutNode("A800", "other", 2)]
     plan = allocate(RangeCosts(servers(QWEN_14B, ("A800",)), groups), nodes, [NO_TRAINING])
@@ -136,7 +136,7 @@ def test_long_trajectories_go_to_gangs_of_more_ranks() -> None:
     assert all(gang.degree <= 2 for gang in plan.gangs[:-1])
 
 
-def test_a_model_that_no_gang_of_the_nodes_holds_has_no_plan() -> None:
+def test_model_that_fits_no_gang_has_no_plan() -> None:
     large = ModelShape(80, 8192, 64, 8, 128, 70e9, 70e9)
     ranges = RangeCosts(servers(large, ("A800",)), [make_uniform_group(8, 100, 1000)])
     nodes = [LayoutNode("A800", f"host{n}", 1) for n in range(8)]
@@ -146,7 +146,7 @@ def test_a_model_that_no_gang_of_the_nodes_holds_has_no_plan() -> None:
     assert [gang.degree for gang in pair.gangs] == [2]
 
 
-def test_training_never_takes_what_the_last_engine_needs() -> None:
+def test_training_leaves_the_accelerators_of_the_last_engine() -> None:
     ranges = RangeCosts(servers(QWEN_14B, ("A800",)), [make_uniform_group(8, 100, 1000)])
     ways = [TrainingOption(TrainingLayout("A800", n), 100.0 / n) for n in range(1, 9)]
     plan = allocate(ranges, [LayoutNode("A800", "host", 8)], ways)
@@ -159,12 +159,12 @@ frees = st.lists(st.integers(1, 8), min_size=1, max_size=3)
 degrees = st.lists(st.sampled_from((1, 2, 4, 8)), max_size=6)
 
 
-def nodes_of(free: list[int]) -> list[LayoutNode]:
+def make_nodes(free: list[int]) -> list[LayoutNode]:
     return [LayoutNode("A", f"host{index}", count) for index, count in enumerate(free)]
 
 
-def test_a_node_is_the_powers_of_two_that_it_is_the_sum_of() -> None:
-    nodes = [*nodes_of([7, 12]), LayoutNode("B", "other", 5)]
+def test_node_is_split_into_powers_of_two() -> None:
+    nodes = [*make_nodes([7, 12]), LayoutNode("B", "other", 5)]
     assert count_supply(nodes, {"A": 8, "B": 2}) == {
         ("A", 4): 8, ("A", 2): 2, ("A", 1): 1, ("A", 8): 8, ("B", 2): 4, ("B", 1): 1
     }  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_node_is_the_powers_of_two_that_it_is_the_sum_of() -> None:
 
 @given(frees, degrees)
 def test_gangs_are_placed_exactly_where_they_fit(free: list[int], gangs: list[int]) -> None:
-    nodes, wanted = nodes_of(free), [("A", degree) for degree in gangs]
+    nodes, wanted = make_nodes(free), [("A", degree) for degree in gangs]
     fits = brute.packs(
         tuple(sorted(("A", count) for count in free)),
         tuple(sorted(wanted, key=lambda gang: -gang[1])),
@@ -189,10 +189,10 @@ def test_gangs_are_placed_exactly_where_they_fit(free: list[int], gangs: list[in
 
 
 @given(frees, st.integers(0, 12), st.sampled_from((1, 2, 4)), degrees)
-def test_what_is_taken_leaves_room_for_whatever_any_choice_leaves_room_for(
+def test_placement_leaves_maximal_free_space(
     free: list[int], units: int, unit: int, gangs: list[int]
 ) -> None:
-    nodes = nodes_of(free)
+    nodes = make_nodes(free)
     choices: set[tuple[int, ...]] = {tuple(free)}
     for _ in range(units):
         choices = {
@@ -217,7 +217,7 @@ def test_what_is_taken_leaves_room_for_whatever_any_choice_leaves_room_for(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
-def test_gangs_take_the_least_of_all_ways_to_cut_lengths_for_them(seed: int) -> None:
+def test_division_of_lengths_among_gangs_is_optimal(seed: int) -> None:
     case, rng = small(seed), random.Random(seed)
     ranges = case.ranges
     gangs = [rng.choice(ranges.kinds) for _ in range(rng.randint(1, 4))]
@@ -229,7 +229,7 @@ def test_gangs_take_the_least_of_all_ways_to_cut_lengths_for_them(seed: int) -> 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
-def test_the_gangs_of_a_plan_take_what_the_plan_says(seed: int) -> None:
+def test_gang_times_match_the_plan(seed: int) -> None:
     case = small(seed)
     plan = allocate(case.ranges, case.nodes, [NO_TRAINING], 1e-9)
     if plan is not None:
@@ -239,7 +239,7 @@ def test_the_gangs_of_a_plan_take_what_the_plan_says(seed: int) -> None:
         )
 
 
-def test_no_gangs_and_gangs_without_a_server_serve_nobody() -> None:
+def test_missing_gangs_and_gangs_without_a_server_have_no_division() -> None:
     ranges = RangeCosts(servers(QWEN_14B, ("A800",)), [make_uniform_group(8, 100, 1000)])
     assert predict_rollout_s(ranges, []) == float("inf")
     assert predict_rollout_s(ranges, [("H100", 1)]) == float("inf")
@@ -248,13 +248,13 @@ def test_no_gangs_and_gangs_without_a_server_serve_nobody() -> None:
     assert predict_rollout_s(ranges, [("H100", 1), ("A800", 1)]) == alone[0]
 
 
-def test_one_trajectory_holds_its_context_at_every_step() -> None:
+def test_trajectory_holds_its_context_at_every_step() -> None:
     one = make_uniform_group(1, 100, 10)
     assert (one.prompt_tokens, one.generated_tokens, one.max_context_tokens) == (100, 10, 110)
     assert one.context_token_steps == pytest.approx(sum(100 + step + 0.5 for step in range(10)))
 
 
-def test_groups_are_summed_and_keep_their_longest() -> None:
+def test_merged_groups_sum_work_and_keep_the_longest() -> None:
     both = merge_groups([make_uniform_group(3, 10, 100, tool_s=5.0), make_uniform_group(2, 20, 50)])
     assert (both.requests, both.prompt_tokens, both.generated_tokens) == (5, 70, 400)
     assert (
@@ -266,7 +266,7 @@ def test_groups_are_summed_and_keep_their_longest() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 100))
-def test_quantiles_lose_nothing_and_keep_the_order(seed: int, count: int) -> None:
+def test_quantile_groups_cover_all_trajectories_in_order(seed: int, count: int) -> None:
     groups = lengths(random.Random(seed), 200, 1000, 1.0)
     random.Random(seed).shuffle(groups)
     found = group_by_quantiles(groups, count)
@@ -280,7 +280,7 @@ def test_quantiles_lose_nothing_and_keep_the_order(seed: int, count: int) -> Non
     assert all(a.max_generated_tokens <= b.max_generated_tokens for a, b in pairwise(found))
 
 
-def test_the_longest_are_in_groups_of_fewer() -> None:
+def test_longest_trajectories_are_in_smaller_groups() -> None:
     found = group_by_quantiles(lengths(random.Random(0), 4096, 1000, 1.0), 64)
     assert len(found) == 64
     shares = [group.generated_tokens for group in found]
@@ -288,7 +288,7 @@ def test_the_longest_are_in_groups_of_fewer() -> None:
     assert found[-1].requests < found[0].requests / 5
 
 
-def test_more_accelerators_are_given_more_groups() -> None:
+def test_more_accelerators_get_more_groups() -> None:
     assert choose_group_count(2) == 256
     assert choose_group_count(256) == 4096
 
@@ -303,19 +303,19 @@ def test_few_trajectories_take_the_steps_of_the_longest() -> None:
     assert took == pytest.approx(20 + 0.01 * 50 + 0.001 * (50 + 2 * 200))
 
 
-def test_many_take_turns_in_its_slots() -> None:
+def test_many_trajectories_share_slots() -> None:
     assert serves_s(SERVER, [make_uniform_group(40, 0, 10)]) == pytest.approx(
         100 + 0.01 * 400 + 0.001 * 2000
     )
 
 
-def test_large_contexts_take_turns_in_its_memory() -> None:
+def test_large_contexts_share_memory() -> None:
     took = serves_s(SERVER, [make_uniform_group(10, 500, 10)])
     held = 10 * 10 * 505
     assert took == pytest.approx(held / 1000 + 0.01 * 100 + 0.001 * held + 5000 / 100)
 
 
-def test_a_large_batch_takes_its_arithmetic() -> None:
+def test_large_batch_is_compute_bound() -> None:
     busy = replace(SERVER, slots=400, token_compute_s=0.5)
     took = serves_s(busy, [make_uniform_group(40, 0, 10)])
     assert took == pytest.approx(0.5 * 400 + 0.01 * 400 + 0.001 * 2000)
@@ -323,21 +323,21 @@ def test_a_large_batch_takes_its_arithmetic() -> None:
 
 @pytest.mark.parametrize("batch", [16, 64, 256])
 @pytest.mark.parametrize("degree", [1, 8])
-def test_a_full_batch_takes_the_steps_of_the_cost_model(batch: int, degree: int) -> None:
+def test_full_batch_takes_the_steps_of_the_cost_model(batch: int, degree: int) -> None:
     gang = EngineGang(QWEN_14B, load_accelerators()["A800"], degree)
     took = serves_s(GangServer.from_gang(gang), [make_uniform_group(batch, 0, 1000)])
     # Within the latency of all-reduces, which hides behind arithmetic here and does not there.
     assert took == pytest.approx(1000 * gang.predict_decode_step_s(batch, 500), rel=0.07)
 
 
-def test_nothing_takes_less_than_the_longest_alone_with_its_tools() -> None:
+def test_time_is_at_least_that_of_the_longest_trajectory_with_its_tools() -> None:
     took = serves_s(
         SERVER, [make_uniform_group(1, 0, 10, tool_s=60.0), make_uniform_group(1, 0, 20)]
     )
     assert took == pytest.approx(60 + 10 * SERVER.curve.predict_step_s(1, 5))
 
 
-def test_what_does_not_fit_is_never_served() -> None:
+def test_oversized_trajectories_are_never_served() -> None:
     assert serves_s(SERVER, [make_uniform_group(1, 990, 20)]) == float("inf")
     ranges = RangeCosts(
         [SERVER],
@@ -351,7 +351,7 @@ def test_what_does_not_fit_is_never_served() -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_ranges_take_what_their_groups_take_and_reach_as_far_as_they_can(seed: int) -> None:
+def test_range_cost_is_that_of_its_groups_and_its_reach_is_maximal(seed: int) -> None:
     rng = random.Random(seed)
     of = servers(QWEN_14B, ("A800", "L40S"), rng.choice((8, 256)))
     groups = lengths(rng, 12, rng.choice((300, 6000)), 1.2)
@@ -372,6 +372,6 @@ def test_ranges_take_what_their_groups_take_and_reach_as_far_as_they_can(seed: i
                 assert ranges.predict_range_s(server, begin, upto + 1) > limit_s * (1 - 1e-9)
 
 
-def test_groups_out_of_order_are_refused() -> None:
+def test_unordered_groups_are_rejected() -> None:
     with pytest.raises(ValueError, match="not in order"):
         RangeCosts([SERVER], [make_uniform_group(1, 0, 20), make_uniform_group(1, 0, 10)])

@@ -196,12 +196,12 @@ set = ["jobs.degrees=[1]", "jobs.ranks=4"]
 """
     path = tmp_path / "scenario.toml"
     path.write_text(MODEL.replace("seed = 3", "seed = 3\nseeds = 3") + more)
-    said = run_command(str(path))
-    assert said.returncode == 0, said.stderr
-    told = json.loads(said.stdout.splitlines()[-1])
-    values = told["over_even_seeds"]
-    assert len(set(values)) == 3 and told["over_even"] == sorted(values)[1]
-    first = told["other_trained_per_s"] / told["even_trained_per_s"]
+    result = run_command(str(path))
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout.splitlines()[-1])
+    values = document["over_even_seeds"]
+    assert len(set(values)) == 3 and document["over_even"] == sorted(values)[1]
+    first = document["other_trained_per_s"] / document["even_trained_per_s"]
     assert values[0] == pytest.approx(first, abs=1e-3)
 
 

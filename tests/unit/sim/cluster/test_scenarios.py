@@ -68,9 +68,9 @@ def test_arms_are_compared_with_the_first_one(tmp_path: Path) -> None:
     path = write(tmp_path)
     one, other = run_command(str(path)), run_command(str(path))
     assert one.returncode == 0, one.stderr
-    told = json.loads(one.stdout.splitlines()[-1])
-    assert told["held_faster"] == 1.0 and told["held_moves"] == 0
-    assert told["held_steps"] == told["planner_steps"] == 6
+    document = json.loads(one.stdout.splitlines()[-1])
+    assert document["held_faster"] == 1.0 and document["held_moves"] == 0
+    assert document["held_steps"] == document["planner_steps"] == 6
     table = one.stdout.splitlines()[:-1]
     assert table == other.stdout.splitlines()[:-1], "a run is the same each time"
     assert [line.split()[0] for line in table] == ["arm", "held", "planner"]
@@ -78,10 +78,10 @@ def test_arms_are_compared_with_the_first_one(tmp_path: Path) -> None:
 
 def test_scenario_is_compared_with_its_change(tmp_path: Path) -> None:
     longer = SMALL.replace("steps = 6", "steps = 24")
-    said = run_command(str(write(tmp_path, longer)), "--what-if", "hosts.cpu.accelerators=8")
-    told = json.loads(said.stdout.splitlines()[-1])
-    faster = told["planner_if_hosts.cpu.accelerators=8_faster"]
-    assert faster > 1.0 and faster > told["planner_faster"]
+    result = run_command(str(write(tmp_path, longer)), "--what-if", "hosts.cpu.accelerators=8")
+    document = json.loads(result.stdout.splitlines()[-1])
+    faster = document["planner_if_hosts.cpu.accelerators=8_faster"]
+    assert faster > 1.0 and faster > document["planner_faster"]
 
 
 @pytest.mark.rotating(2)
@@ -147,19 +147,19 @@ def test_trace_is_replayed_and_its_mistakes_name_their_line(tmp_path: Path) -> N
 def test_simulate_command_passes_options_on_and_draws_charts(tmp_path: Path) -> None:
     words = [str(write(tmp_path)), "--set", "jobs.steps=4", "--out", str(tmp_path / "plots")]
     told = [sys.executable, "-m", "meshrl", "simulate", *words]
-    said = subprocess.run(told, capture_output=True, text=True, timeout=scaled(100), check=False)
-    assert said.returncode == 0, said.stderr
-    assert json.loads(said.stdout.splitlines()[-1])["held_steps"] == 4
+    result = subprocess.run(told, capture_output=True, text=True, timeout=scaled(100), check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["held_steps"] == 4
     page = (tmp_path / "plots" / "index.html").read_text()
     assert "a small one" in page and page.count("<svg") == 3
     assert len(list((tmp_path / "plots").glob("*.png"))) == 3
 
 
 def test_job_that_cannot_finish_is_reported(tmp_path: Path) -> None:
-    said = run_command(str(write(tmp_path)), "--set", "jobs.ranks=9")
-    assert said.returncode == 2 and "job talk" in said.stderr, said.stderr
-    said = run_command(str(write(tmp_path)), "--set", "until_s=5")
-    assert "held: talk made 0 of 6 steps: until_s is 5" in said.stderr
+    result = run_command(str(write(tmp_path)), "--set", "jobs.ranks=9")
+    assert result.returncode == 2 and "job talk" in result.stderr, result.stderr
+    result = run_command(str(write(tmp_path)), "--set", "until_s=5")
+    assert "held: talk made 0 of 6 steps: until_s is 5" in result.stderr
 
 
 def test_two_arms_of_one_name_are_rejected(tmp_path: Path) -> None:
@@ -289,12 +289,14 @@ def test_recorded_trajectories_become_the_scenarios_trace(run: Path, tmp_path: P
 
 def test_error_of_the_simulated_run_is_reported(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "made"
-    said = run_command(f"--from={run}", "--what-if=hosts.accelerators=6", f"--out={out}")
-    assert said.returncode == 0, said.stderr
-    told = json.loads(said.stdout.splitlines()[-1])
-    assert told["run_step_s"] == STEP_S
-    assert told["run_error"] == pytest.approx(told["as_it_is_step_s"] / STEP_S - 1, abs=1e-3)
-    assert "the run itself: 20 s/step" in said.stdout
+    result = run_command(f"--from={run}", "--what-if=hosts.accelerators=6", f"--out={out}")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["run_step_s"] == STEP_S
+    assert document["run_error"] == pytest.approx(
+        document["as_it_is_step_s"] / STEP_S - 1, abs=1e-3
+    )
+    assert "the run itself: 20 s/step" in result.stdout
     assert (out / "scenario.toml").is_file() and (out / "index.html").is_file()
 
 
@@ -306,7 +308,7 @@ def test_run_without_traces_is_rejected(run: Path) -> None:
 
 def test_speed_on_other_accelerators_needs_both_profiles(run: Path) -> None:
     words = [f"--from={run}", "--set=hosts.kind=H100"]
-    said = run_command(*words, "--set=jobs.measured.kind=GPU")
-    assert said.returncode == 2 and "jobs.measured.kind=H100" in said.stderr
-    said = run_command(*words, "--set=jobs.measured.kind=A100")
-    assert said.returncode == 0, said.stderr
+    result = run_command(*words, "--set=jobs.measured.kind=GPU")
+    assert result.returncode == 2 and "jobs.measured.kind=H100" in result.stderr
+    result = run_command(*words, "--set=jobs.measured.kind=A100")
+    assert result.returncode == 0, result.stderr

@@ -34,7 +34,7 @@ from tests.unit.common.generation.engines_under_test import (
     built_in,
     request,
 )
-from tests.unit.common.generation.test_moe_engine import THREE, paired
+from tests.unit.common.generation.test_moe_engine import THREE, make_paired_experts_model
 from tests.unit.trainer.state_transfer import transfer_state
 
 MODEL = ModelConfig(
@@ -323,8 +323,8 @@ def gap(model: Decoder, bins: list[Bin]) -> float:
 @pytest.mark.rotating(3)
 @paths
 def test_replayed_routing_reproduces_the_engines_logprobs(path: str) -> None:
-    group = sampled(path, paired(1e-6, seed=1), [[first] for first in range(5)])
-    later = paired(1e-6, seed=2)
+    group = sampled(path, make_paired_experts_model(1e-6, seed=1), [[first] for first in range(5)])
+    later = make_paired_experts_model(1e-6, seed=2)
     assert gap(later, bins_of(group, replayed=False)) > 0.1
     assert gap(later, bins_of(group, replayed=True)) < 1e-4
 
@@ -332,14 +332,14 @@ def test_replayed_routing_reproduces_the_engines_logprobs(path: str) -> None:
 @paths
 def test_logprobs_match_the_engines_after_any_prompt(path: str) -> None:
     prompts = [np.random.default_rng(n).integers(0, VOCAB, 1 + 9 * n).tolist() for n in range(4)]
-    model = paired(0.5, seed=1)  # no pair is near a tie
+    model = make_paired_experts_model(0.5, seed=1)  # no pair is near a tie
     group = sampled(path, model, prompts, tokens=60)
     assert gap(model, bins_of(group, replayed=True)) < 1e-4
     assert gap(model, bins_of(group, replayed=False)) < 1e-4
 
 
 def test_balance_loss_sums_over_trained_positions_and_trains_the_router() -> None:
-    model = paired(0.5, seed=1)
+    model = make_paired_experts_model(0.5, seed=1)
     model.config = THREE
     group = sampled("eager", model, [[first] for first in range(5)])
     total, trained = torch.zeros(()), 0

@@ -29,7 +29,7 @@ from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
-from tests.unit.common.generation.engines_under_test import StandingClock
+from tests.unit.common.generation.engines_under_test import ManualClock
 
 Story = Callable[[StepTraceWriter, VirtualClock], Awaitable[None]]
 
@@ -97,13 +97,13 @@ def test_job_without_traces_writes_no_step_times(tmp_path: Path) -> None:
 
 
 def test_parts_add_up_within_a_step_and_in_total() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     parts = StepPartTimer(clock.monotonic)
     for seconds in (1.0, 3.0):
         parts.begin_step()
         for _ in range(2):
             with parts.measure("stage"):
-                clock.pass_(seconds)
+                clock.advance(seconds)
         parts.add("update", 0.25)
         parts.end_step()
     assert parts.rounded_last_step_s == {"stage": 6.0, "update": 0.25}
@@ -111,15 +111,15 @@ def test_parts_add_up_within_a_step_and_in_total() -> None:
 
 
 def test_cancelled_step_counts_only_in_the_total() -> None:
-    clock = StandingClock()
+    clock = ManualClock()
     parts = StepPartTimer(clock.monotonic)
     parts.begin_step()
     with pytest.raises(KeyError), parts.measure("stage"):
-        clock.pass_(2.0)
+        clock.advance(2.0)
         raise KeyError
     parts.begin_step()
     with parts.measure("commit"):
-        clock.pass_(0.5)
+        clock.advance(0.5)
     parts.end_step()
     assert parts.rounded_last_step_s == {"commit": 0.5}
     assert parts.total_s == {"stage": 2.0, "commit": 0.5}

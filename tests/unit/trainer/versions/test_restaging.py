@@ -91,7 +91,7 @@ async def test_restaging_continues_without_its_caller_and_later_callers_join(
     both = await asyncio.gather(core.restage(restage), core.restage(restage))
     assert list(both) == [RestageResult(True)] * 2
     assert (compute.stagings, compute.cancelled) == (2, False), "compared once, and written once"
-    assert await bench.store.stored(bench.manifests[1])
+    assert await bench.store.is_stored(bench.manifests[1])
 
 
 @story_on(run_with_trained_job, "tmp_path")
@@ -117,7 +117,7 @@ async def test_version_with_another_layout_is_restaged_from_its_checkpoint(
     while (told := await core.restage(restage)).retry_later:
         pass
     assert told == RestageResult(True)
-    assert await bench.store.stored(bench.manifests[2])
+    assert await bench.store.is_stored(bench.manifests[2])
 
 
 @pytest.mark.parametrize("gone", ["a chunk", "all chunks", "its manifest too"])
@@ -157,7 +157,7 @@ async def test_version_after_the_checkpoint_is_restaged_in_its_manifests_layout(
     while (told := await core.restage(manifest)).retry_later:
         pass
     assert told == RestageResult(True) and len(chunks) > 3
-    assert await store.stored(manifest)
+    assert await store.is_stored(manifest)
     assert {path: path.read_bytes() for path in chunks} == before
     image = await WeightReceiver(store.trainer, store.bulk).receive(manifest)
     assert all(torch.equal(image.tensors[name], weights[name]) for name in weights)
@@ -213,7 +213,7 @@ async def test_corrupt_version_is_restaged_before_its_use(bench: TrainedJob, har
     await bench.store.restart_store()  # it caches manifests
     await write_checkpoint(bench)
     chunks = await bench.chunks(2)
-    assert await bench.store.stored(bench.manifests[2])
+    assert await bench.store.is_stored(bench.manifests[2])
     for path in chunks:
         path.unlink()
     await bench.store.restart_store()

@@ -189,7 +189,7 @@ async def test_corrupt_weights_in_the_store_are_restaged(bench: TrainedJob, corr
         corrupt(path, b"of another")
     await bench.store.restart_store()  # it caches manifests
     assert await bench.restore() == 1
-    assert await bench.store.stored(bench.manifests[1])
+    assert await bench.store.is_stored(bench.manifests[1])
     assert all("written again from" in one["then"] for one in (await bench.read_events())[-1:])
 
 
@@ -201,7 +201,7 @@ def test_corrupt_adapters_and_their_base_are_restaged(tmp_path: Path) -> None:
             path.unlink()
         await bench.store.restart_store()
         assert await bench.restore() == 1
-        assert await bench.store.stored(bench.manifests[1])
+        assert await bench.store.is_stored(bench.manifests[1])
 
     run_with_trained_job(
         tmp_path, story, replace(build_config(1, 1, 1, 9), lora=LoraConfig(rank=2))
@@ -252,7 +252,7 @@ def test_training_resumes_from_float32_masters(tmp_path: Path, adapters: int) ->
             path.unlink()
         await bench.store.restart_store()
         assert await bench.restore() == 1
-        assert await bench.store.stored(bench.manifests[1]), "engines need them"
+        assert await bench.store.is_stored(bench.manifests[1]), "engines need them"
 
     config = build_config(1, 1, 1, 9)
     half = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
@@ -362,7 +362,7 @@ def test_base_with_another_layout_is_restaged_from_a_checkpoint(tmp_path: Path) 
         await bench.store.restart_store()
         assert not await bench.publisher.restage_version(0, 3, bench.manifests[3])
         assert await bench.restoring.repair_version(bench.names[3], bench.manifests[3])
-        assert await bench.store.stored(bench.manifests[3])
+        assert await bench.store.is_stored(bench.manifests[3])
 
     run_with_trained_job(
         tmp_path, story, replace(build_config(1, 1, 1, 9), lora=LoraConfig(rank=2))
@@ -465,7 +465,7 @@ async def test_weights_are_restaged_from_the_model_on_the_run_host(
         path.unlink()
     await bench.store.restart_store()
     assert await bench.restore() == 1
-    assert await bench.store.stored(bench.manifests[1])
+    assert await bench.store.is_stored(bench.manifests[1])
     assert {one["what"] for one in await bench.read_events()} <= {"weights"}, "no checkpoint is"
     assert not [path for path in (tmp_path / "away").rglob("*") if path.is_file()]
 

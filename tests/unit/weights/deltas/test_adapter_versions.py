@@ -1,4 +1,4 @@
-"""Versions of adapters alone: the base model is stored once, and stays while one of them does."""
+"""Versions of adapters alone, whose base model is stored once and retained as long as they are."""
 
 from __future__ import annotations
 
@@ -32,52 +32,54 @@ ADAPTER_BYTES = 8 * 2 * 256 * 4
 
 
 class Versions:
-    """A base that has adapters as well, and what is staged on it."""
+    """Base version with adapters, and versions staged on it."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.base = store, VersionRef(0, 0, "")
 
     async def begin(self) -> None:
-        digest = await self._staged(0, model() | adapters(0))
+        digest = await self._stage(0, model() | adapters(0))
         self.base = VersionRef(0, 0, digest)
 
     async def add(self, version: int) -> str:
-        return await self._staged(version, adapters(version), self.base, 0.5)
+        return await self._stage(version, adapters(version), self.base, 0.5)
 
-    async def _staged(
+    async def _stage(
         self,
         version: int,
         tensors: dict[str, torch.Tensor],
         base: VersionRef | None = None,
         scale: float = 0.0,
     ) -> str:
-        about = self.store.mesh, self.store.bulk, JOB, 0, version, tensors
-        return await staged_whole(*about, base=base, scale=scale)
+        version_args = self.store.mesh, self.store.bulk, JOB, 0, version, tensors
+        return await staged_whole(*version_args, base=base, scale=scale)
 
-    async def manifest(self, digest: str, alone: bool) -> Manifest:
-        asked = ManifestRequest(digest, alone)
-        found: Manifest = await self.store.mesh.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
-        return found
+    async def manifest(self, digest: str, without_base: bool) -> Manifest:
+        request = ManifestRequest(digest, without_base)
+        manifest: Manifest = await self.store.mesh.ref(STORE_NAME).call(
+            Weights.fetch_manifest, request
+        )
+        return manifest
 
 
 @pytest.fixture
 async def versions(store: Store) -> Versions:
-    made = Versions(store)
-    await made.begin()
-    return made
+    created = Versions(store)
+    await created.begin()
+    return created
 
 
-async def test_a_version_costs_its_adapters(store: Store, versions: Versions) -> None:
+async def test_version_stores_only_its_adapters(store: Store, versions: Versions) -> None:
     for version in (1, 2, 3):
-        stored = store.bytes
+        stored_bytes = store.bytes
         digest = await versions.add(version)
-        assert store.bytes - stored < ADAPTER_BYTES + 4096  # the manifest is beside them
-        alone = await versions.manifest(digest, alone=True)
-        assert {piece.name for piece in alone.tensors} == adapters(0).keys()
-        assert alone.base == versions.base and alone.scale == 0.5
+        assert store.bytes - stored_bytes < ADAPTER_BYTES + 4096  # the manifest is beside them
+        adapter_manifest = await versions.manifest(digest, without_base=True)
+        assert {piece.name for piece in adapter_manifest.tensors} == adapters(0).keys()
+        assert adapter_manifest.base == versions.base and adapter_manifest.scale == 0.5
 
 
-async def test_anybody_gets_the_whole_model_of_a_version(store: Store, versions: Versions) -> None:
+async def test_receiver_without_base_gets_the_whole_model(store: Store, versions: Versions) -> None:
     await versions.add(1)
     digest = await versions.add(2)
     image = await WeightReceiver(store.mesh, store.bulk).receive(digest)
@@ -88,15 +90,15 @@ async def test_anybody_gets_the_whole_model_of_a_version(store: Store, versions:
     assert read_complete_manifest(store.chunks.read, digest).tensors == image.manifest.tensors
 
 
-async def test_who_has_the_base_receives_the_adapters(store: Store, versions: Versions) -> None:
+async def test_receiver_with_base_gets_only_the_adapters(store: Store, versions: Versions) -> None:
     digest = await versions.add(2)
-    wanted: dict[str, RowRange | None] = dict.fromkeys(adapters(0))
-    image = await WeightReceiver(store.mesh, store.bulk).receive(digest, wanted)
+    selection: dict[str, RowRange | None] = dict.fromkeys(adapters(0))
+    image = await WeightReceiver(store.mesh, store.bulk).receive(digest, selection)
     assert image.size_bytes == ADAPTER_BYTES and image.tensors.keys() == adapters(0).keys()
 
 
-async def test_a_version_whose_base_is_gone_is_refused(store: Store, versions: Versions) -> None:
-    base = await versions.manifest(versions.base.manifest, alone=True)
+async def test_version_is_rejected_if_its_base_is_missing(store: Store, versions: Versions) -> None:
+    base = await versions.manifest(versions.base.manifest, without_base=True)
     for digest, pieces in group_by_chunk(base.tensors).items():
         if pieces[0].name in model():
             store.chunks.chunk_path(digest).unlink()
@@ -107,9 +109,8 @@ async def test_a_version_whose_base_is_gone_is_refused(store: Store, versions: V
         await versions.add(1)
 
 
-async def test_the_adapters_of_the_base_may_be_gone(store: Store, versions: Versions) -> None:
-    """Check that a version restaged from its own checkpoint needs none of the base's adapters."""
-    base = await versions.manifest(versions.base.manifest, alone=True)
+async def test_version_needs_no_adapters_of_its_base(store: Store, versions: Versions) -> None:
+    base = await versions.manifest(versions.base.manifest, without_base=True)
     own = {piece.chunk for piece in base.tensors if piece.name in adapters(0)}
     others = {piece.chunk for piece in base.tensors} - own
     if own & others:

@@ -1,6 +1,4 @@
-"""A host that has a version gets the next one as what changed; whatever goes wrong with that, it
-gets it.
-"""
+"""Deltas between versions, with a full pull as the fallback."""
 
 from __future__ import annotations
 
@@ -43,13 +41,15 @@ from tests.unit.weights.store_processes import ProcessesOnHosts
 
 CHUNK = 100_000
 CHUNKS = 18
-TOGETHER = 4  # chunks whose deltas are reported together
+GROUP_CHUNKS = 4  # chunks whose deltas are published together
 SIZE = CHUNK * CHUNKS
-SHARE = 0.01  # of the elements that change from a version to the next
+SHARE = 0.01  # share of the elements that change from a version to the next
 
 
 class Hosts(ProcessesOnHosts):
-    """A head with a weight store and a trainer, a way from there, and a host of engines."""
+    """Head with a weight store and a trainer, a proxy in front of the store, and hosts of
+    engines.
+    """
 
     def __init__(self, root: Path, state: StateClient) -> None:
         super().__init__(root, state)
@@ -65,19 +65,19 @@ class Hosts(ProcessesOnHosts):
         return Engine(self, mesh)
 
     async def bases(self) -> list[VersionRef]:
-        """Return the versions that deltas to another version would start from."""
+        """Return the versions that deltas to the next version would start from."""
         target = await self.stage(None)
-        asked = BeginDelta("j", target, 0, host=self.trainer.settings.host)
-        return (await self.trainer.ref(STORE_NAME).call(Weights.begin_deltas, asked)).bases
+        request = BeginDelta("j", target, 0, host=self.trainer.settings.host)
+        return (await self.trainer.ref(STORE_NAME).call(Weights.begin_deltas, request)).bases
 
     async def stage(self, deltas: DeltaSender | None) -> VersionRef:
         """Stage the next version with the deltas that are requested."""
         number = len(self.versions)
         if number:
-            for place, tensor in enumerate(self.weights):
-                drawn = torch.Generator().manual_seed(1000 * number + place)
-                changes = torch.rand(len(tensor), generator=drawn) < SHARE
-                self.weights[place] = torch.where(changes, -tensor, tensor)
+            for index, tensor in enumerate(self.weights):
+                generator = torch.Generator().manual_seed(1000 * number + index)
+                changes = torch.rand(len(tensor), generator=generator) < SHARE
+                self.weights[index] = torch.where(changes, -tensor, tensor)
         tensors = {f"layers.{i}": tensor for i, tensor in enumerate(self.weights)}
         bulk = BulkClient(self.trainer)
         digest = await staged_whole(self.trainer, bulk, "j", 0, number, tensors, most=CHUNK)
@@ -89,7 +89,7 @@ class Hosts(ProcessesOnHosts):
 
     def deltas(self, anchors: int = 0) -> DeltaSender:
         config = TrainingConfig(delta_anchors=anchors)
-        bulk, group = BulkClient(self.trainer), TOGETHER * CHUNK
+        bulk, group = BulkClient(self.trainer), GROUP_CHUNKS * CHUNK
         return DeltaSender(self.trainer, bulk, "j", config, max_group_bytes=group)
 
 
@@ -102,12 +102,12 @@ class Engine:
         self.receiver = WeightReceiver(mesh, self.bulk, wants_deltas=True)
 
     async def receive(self, version: VersionRef) -> int:
-        """Return the bytes received for a version, once all of it is here and valid."""
+        """Receive a version, check it, and return the bytes that it took."""
         before = self.hosts.proxy.carried_bytes
         image = await self.receiver.receive(version.manifest)
-        for place, tensor in enumerate(self.hosts.weights):
+        for index, tensor in enumerate(self.hosts.weights):
             if version == self.hosts.versions[-1]:
-                assert torch.equal(image.tensors[f"layers.{place}"], tensor)
+                assert torch.equal(image.tensors[f"layers.{index}"], tensor)
         return self.hosts.proxy.carried_bytes - before
 
     def count(self, what: str) -> float:
@@ -116,13 +116,13 @@ class Engine:
 
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
-    made = Hosts(tmp_path, open_simulated_state(SystemClock()))
-    async with made.served("127.0.0.2"):
-        yield made
+    bench = Hosts(tmp_path, open_simulated_state(SystemClock()))
+    async with bench.run_store("127.0.0.2"):
+        yield bench
 
 
 @pytest.mark.rotating(3)
-async def test_the_next_version_comes_as_what_changed(hosts: Hosts) -> None:
+async def test_next_version_is_fetched_as_deltas(hosts: Hosts) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         assert SIZE < await engine.receive(await hosts.stage(deltas)) < SIZE * 1.1
@@ -133,7 +133,7 @@ async def test_the_next_version_comes_as_what_changed(hosts: Hosts) -> None:
     assert hosts.service.stats()["delta_chunks"] == 3 * CHUNKS
 
 
-async def test_none_are_made_where_nobody_on_another_host_receives(hosts: Hosts) -> None:
+async def test_no_deltas_are_made_without_receivers_on_other_hosts(hosts: Hosts) -> None:
     async with hosts.deltas() as deltas:
         await hosts.stage(deltas)
         await hosts.stage(deltas)
@@ -141,8 +141,7 @@ async def test_none_are_made_where_nobody_on_another_host_receives(hosts: Hosts)
     assert hosts.service.stats()["delta_versions"] == 0
 
 
-async def test_a_base_moves_on_with_what_was_acknowledged_alone(hosts: Hosts) -> None:
-    """Check that a receiver that missed a version gets the next one from its own base."""
+async def test_receiver_that_missed_versions_gets_deltas_from_its_own_base(hosts: Hosts) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
@@ -153,7 +152,7 @@ async def test_a_base_moves_on_with_what_was_acknowledged_alone(hosts: Hosts) ->
 
 
 @pytest.mark.rotating(3)
-async def test_a_new_host_pulls_in_full_and_does_not_wait(hosts: Hosts) -> None:
+async def test_new_host_pulls_a_full_version_without_waiting(hosts: Hosts) -> None:
     first, second = await hosts.engine(), await hosts.engine("engine/g1", "third")
     async with hosts.deltas() as deltas:
         await first.receive(await hosts.stage(deltas))
@@ -166,7 +165,7 @@ async def test_a_new_host_pulls_in_full_and_does_not_wait(hosts: Hosts) -> None:
 
 
 @pytest.mark.rotating(3)
-async def test_one_who_fell_behind_catches_up_from_an_anchor(hosts: Hosts) -> None:
+async def test_host_that_fell_behind_catches_up_from_an_anchor(hosts: Hosts) -> None:
     engines = [await hosts.engine(f"engine/g{n}", f"host{n}") for n in range(3)]
     async with hosts.deltas(anchors=2) as deltas:
         for _ in range(2):
@@ -181,27 +180,26 @@ async def test_one_who_fell_behind_catches_up_from_an_anchor(hosts: Hosts) -> No
     assert engines[0].count("deltas_applied") == 2 * CHUNKS
 
 
-async def test_what_a_host_has_whole_is_a_base_and_nothing_else(hosts: Hosts) -> None:
+async def test_only_complete_versions_of_a_host_are_bases(hosts: Hosts) -> None:
     first, engine = await hosts.stage(None), await hosts.engine()
     part = dict.fromkeys(["layers.0", "layers.1"])
     await engine.receiver.receive(first.manifest, part)
     assert await hosts.bases() == []
-    await WeightReceiver(engine.mesh, engine.bulk).receive(
-        first.manifest
-    )  # it is not there for the next
+    # this receiver does not acknowledge versions
+    await WeightReceiver(engine.mesh, engine.bulk).receive(first.manifest)
     assert await hosts.bases() == []
     await engine.receiver.receive(first.manifest, part)
     assert await hosts.bases() == [first], "all of it is there by now"
 
 
 @pytest.mark.parametrize("chunks", [0, CHUNKS // 2])
-async def test_what_is_in_memory_alone_is_no_base(hosts: Hosts, chunks: int) -> None:
+async def test_version_outside_the_chunk_cache_is_no_base(hosts: Hosts, chunks: int) -> None:
     first, engine = await hosts.stage(None), await hosts.engine(chunks_bytes=chunks * CHUNK)
     await engine.receive(first)
     assert await hosts.bases() == []
 
 
-async def test_none_are_made_for_the_host_that_makes_them(hosts: Hosts) -> None:
+async def test_no_deltas_are_made_for_the_trainers_own_host(hosts: Hosts) -> None:
     hosts.trainer = hosts.process("trainer/far", "third")
     await hosts.trainer.join(None)
     near = await hosts.engine("engine/g0", "third")
@@ -211,14 +209,14 @@ async def test_none_are_made_for_the_host_that_makes_them(hosts: Hosts) -> None:
     assert hosts.service.stats()["delta_versions"] == 0
 
 
-async def test_an_unforeseen_error_is_told_and_versions_go_in_full(hosts: Hosts) -> None:
+async def test_unexpected_error_is_logged_and_versions_are_sent_in_full(hosts: Hosts) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(first := await hosts.stage(deltas))
-        told = await hosts.trainer.ref(STORE_NAME).call(
+        manifest = await hosts.trainer.ref(STORE_NAME).call(
             Weights.fetch_manifest, ManifestRequest(first.manifest)
         )
-        broken = hosts.store.chunk_path(told.tensors[0].chunk)
+        broken = hosts.store.chunk_path(manifest.tensors[0].chunk)
         broken.unlink()
         broken.mkdir()  # cannot be read as a file
         with capture_logs() as lines:
@@ -227,96 +225,103 @@ async def test_an_unforeseen_error_is_told_and_versions_go_in_full(hosts: Hosts)
         assert line["log_level"] == "error" and line["exc_info"]
         assert hosts.trainer.telemetry.counters["deltas_failed"] == 1
         assert deltas.stats()["deltas_trouble"].startswith("IsADirectoryError: ")
-        asked = DeltaQuery(newest.manifest, "second")
-        assert not (await hosts.trainer.ref(STORE_NAME).call(Weights.fetch_deltas, asked)).has_more
+        query = DeltaQuery(newest.manifest, "second")
+        assert not (await hosts.trainer.ref(STORE_NAME).call(Weights.fetch_deltas, query)).has_more
         assert await engine.receive(newest) > SIZE / 2
         assert await engine.receive(await hosts.stage(deltas)) < SIZE * SHARE * 3
         assert deltas.stats()["deltas_trouble"] == ""
 
 
-async def test_an_error_is_not_told_of_once_nobody_wants_deltas(hosts: Hosts) -> None:
+async def test_error_is_cleared_once_no_host_wants_deltas(hosts: Hosts) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(first := await hosts.stage(deltas))
-        told = await hosts.trainer.ref(STORE_NAME).call(
+        manifest = await hosts.trainer.ref(STORE_NAME).call(
             Weights.fetch_manifest, ManifestRequest(first.manifest)
         )
-        broken = hosts.store.chunk_path(told.tensors[0].chunk)
+        broken = hosts.store.chunk_path(manifest.tensors[0].chunk)
         broken.unlink()
         broken.mkdir()
         await hosts.stage(deltas)
         assert deltas.stats()["deltas_trouble"]
-        hosts.service.delta_registry.forget_job("j")  # as where no host has any of its versions
+        hosts.service.delta_registry.forget_job("j")  # as if no host had any of its versions
         await hosts.stage(deltas)
         assert deltas.stats()["deltas_trouble"] == ""
 
 
-async def missing(engine: Engine, version: VersionRef) -> dict[str, int]:
+async def find_missing(engine: Engine, version: VersionRef) -> dict[str, int]:
     """Return the bytes by digest of the chunks that a host misses of a version."""
     image = VersionImage(await engine.receiver.fetch_manifest(version.manifest))
     return {d: size for d, size in image.chunk_sizes.items() if not engine.cache.has(d)}
 
 
-async def made_of_deltas(
-    engine: Engine, newest: VersionRef, lacking: dict[str, int], needed: Collection[str] = ()
+async def make_from_deltas(
+    engine: Engine, newest: VersionRef, missing_chunks: dict[str, int], needed: Collection[str] = ()
 ) -> set[str]:
-    version = VersionToFetch("", newest.manifest, lacking, needed)
+    version = VersionToFetch("", newest.manifest, missing_chunks, needed)
     return await make_chunks_from_deltas(engine.mesh, engine.bulk, version, engine.cache)
 
 
-async def test_deltas_that_stall_are_left_to_the_pull(hosts: Hosts) -> None:
+async def test_stalled_deltas_fall_back_to_the_pull(hosts: Hosts) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
         newest = await hosts.stage(deltas)
-        hosts.proxy.stall_at_bytes = hosts.proxy.carried_bytes + 3000  # amid one
-        lacking = await missing(engine, newest)
+        hosts.proxy.stall_at_bytes = hosts.proxy.carried_bytes + 3000  # in the middle of a delta
+        missing_chunks = await find_missing(engine, newest)
         async with asyncio.timeout(scaled(6)):
-            made = await made_of_deltas(engine, newest, lacking)
-        assert len(made) < len(lacking) and hosts.proxy.carried_bytes >= hosts.proxy.stall_at_bytes
+            made_chunks = await make_from_deltas(engine, newest, missing_chunks)
+        assert (
+            len(made_chunks) < len(missing_chunks)
+            and hosts.proxy.carried_bytes >= hosts.proxy.stall_at_bytes
+        )
         hosts.proxy.stall_at_bytes = 1 << 40
         await engine.receive(newest)
 
 
-async def test_deltas_do_not_take_the_room_of_what_is_there_of_the_version(hosts: Hosts) -> None:
+async def test_deltas_evict_no_chunks_of_the_version(hosts: Hosts) -> None:
     engine = await hosts.engine(chunks_bytes=(CHUNKS + 1) * CHUNK)
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
         newest = await hosts.stage(deltas)
-    there, *_ = lacking = await missing(engine, newest)
-    engine.cache.write(hosts.store.read(there))
-    before = engine.mesh.clock.wall() - 1000  # unused for longer than all others
-    os.utime(engine.cache.chunk_path(there), (before, before))
-    assert lacking.pop(there)
-    await made_of_deltas(engine, newest, lacking, needed=[there])
-    assert engine.cache.has(there)
+    present, *_ = missing_chunks = await find_missing(engine, newest)
+    engine.cache.write(hosts.store.read(present))
+    unused_since = engine.mesh.clock.wall() - 1000  # least recently used
+    os.utime(engine.cache.chunk_path(present), (unused_since, unused_since))
+    assert missing_chunks.pop(present)
+    await make_from_deltas(engine, newest, missing_chunks, needed=[present])
+    assert engine.cache.has(present)
 
 
-async def test_a_file_that_was_there_is_not_taken_for_right(hosts: Hosts) -> None:
+async def test_existing_file_is_not_taken_for_verified(hosts: Hosts) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
         newest = await hosts.stage(deltas)
-    lacking = await missing(engine, newest)
-    wrong, right, *_ = (engine.cache.chunk_path(digest) for digest in lacking)
-    wrong.parent.mkdir(exist_ok=True)
-    wrong.write_bytes(bytes(CHUNK))
-    await made_of_deltas(engine, newest, lacking)
-    assert engine.cache.is_verified(right.name) and not engine.cache.is_verified(wrong.name)
+    missing_chunks = await find_missing(engine, newest)
+    unverified_path, verified_path, *_ = (
+        engine.cache.chunk_path(digest) for digest in missing_chunks
+    )
+    unverified_path.parent.mkdir(exist_ok=True)
+    unverified_path.write_bytes(bytes(CHUNK))
+    await make_from_deltas(engine, newest, missing_chunks)
+    assert engine.cache.is_verified(verified_path.name) and not engine.cache.is_verified(
+        unverified_path.name
+    )
     await engine.receive(newest)
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("harm", ["old chunk", "blob", "no blob"])
-async def test_what_a_delta_does_not_make_is_pulled(hosts: Hosts, harm: str) -> None:
+async def test_chunks_that_deltas_cannot_make_are_pulled(hosts: Hosts, harm: str) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
         newest = await hosts.stage(deltas)
-        told = await hosts.trainer.ref(STORE_NAME).call(
+        batch = await hosts.trainer.ref(STORE_NAME).call(
             Weights.fetch_deltas, DeltaQuery(newest.manifest, "")
         )
-        delta = told.chunks[0]
+        delta = batch.chunks[0]
         flipped = {
             "old chunk": engine.cache.chunk_path(delta.old_chunk),
             "blob": hosts.store.chunk_path(delta.blob),
@@ -328,26 +333,22 @@ async def test_what_a_delta_does_not_make_is_pulled(hosts: Hosts, harm: str) -> 
         else:
             hosts.store.chunk_path(delta.blob).unlink()
         carried = await engine.receive(newest)
-    lost = 1 if harm == "old chunk" else TOGETHER
+    lost = 1 if harm == "old chunk" else GROUP_CHUNKS
     assert lost * CHUNK < carried < lost * CHUNK + SIZE * SHARE * 3 + CHUNK / 2
     assert engine.count("deltas_applied") == CHUNKS - lost
-    assert all(
-        engine.cache.read(delta.new_chunk) for delta in told.chunks
-    )  # each matches its digest
+    # each matches its digest
+    assert all(engine.cache.read(delta.new_chunk) for delta in batch.chunks)
 
 
-async def test_a_delta_from_another_chunk_is_refused(hosts: Hosts) -> None:
-    """Check that a delta to other bytes than the named chunk's is rejected, whichever process
-    reports it.
-    """
+async def test_delta_from_another_chunk_is_rejected_by_its_digest(hosts: Hosts) -> None:
     engine, store = await hosts.engine(), hosts.trainer.ref(STORE_NAME)
     async with hosts.deltas() as deltas:
         await engine.receive(first := await hosts.stage(deltas))
         newest = await hosts.stage(None)
-    asked = [
+    requests = [
         store.call(Weights.fetch_manifest, ManifestRequest(one.manifest)) for one in (first, newest)
     ]
-    pairs = pair_chunks(*[(await one).tensors for one in asked])
+    pairs = pair_chunks(*[(await one).tensors for one in requests])
     assert (await store.call(Weights.begin_deltas, BeginDelta("j", newest, 0))).bases == [first]
     swapped = []
     for pair, other in zip(pairs, pairs[1:] + pairs[:1], strict=True):
@@ -358,14 +359,14 @@ async def test_a_delta_from_another_chunk_is_refused(hosts: Hosts) -> None:
                 other.old_digest, pair.new_digest, save_delta(hosts.store, blob), 0, len(blob)
             )
         )
-    told = StageDelta(DeltaSet(first, newest, swapped), is_last=True)
-    assert await store.call(Weights.stage_deltas, told)
+    staging = StageDelta(DeltaSet(first, newest, swapped), is_last=True)
+    assert await store.call(Weights.stage_deltas, staging)
     assert await engine.receive(newest) > SIZE
     assert engine.count("deltas_refused") == CHUNKS and engine.count("deltas_applied") == 0
 
 
-async def test_a_host_makes_a_chunk_once(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A store that is slower than that is done without, which a busy machine makes of it.
+async def test_host_makes_each_chunk_once(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A busy machine slows the store beyond the time after which receivers do without it.
     monkeypatch.setattr(receiver, "MAX_WAIT_S", scaled(receiver.MAX_WAIT_S))
     engines = [await hosts.engine(f"engine/g{n}") for n in range(3)]
     async with hosts.deltas() as deltas:
@@ -375,13 +376,13 @@ async def test_a_host_makes_a_chunk_once(hosts: Hosts, monkeypatch: pytest.Monke
         await asyncio.gather(*(engine.receive(newest) for engine in engines))
         assert hosts.proxy.carried_bytes - carried < SIZE * SHARE * 3
     names = [path.name for path in engines[0].cache.directory.glob("??/*")]
-    assert len(names) == 2 * CHUNKS + -(-CHUNKS // TOGETHER)  # two versions, and the blobs
+    assert len(names) == 2 * CHUNKS + -(-CHUNKS // GROUP_CHUNKS)  # two versions, and the blobs
     assert all(
         compute_digest(engines[0].cache.chunk_path(name).read_bytes()) == name for name in names
     )
 
 
-async def test_a_trainer_far_from_the_store_makes_them_of_what_its_host_keeps(hosts: Hosts) -> None:
+async def test_trainer_on_another_host_makes_deltas_from_its_own_cache(hosts: Hosts) -> None:
     engine = await hosts.engine()
     hosts.trainer = hosts.process("trainer/far", "third")
     await hosts.trainer.join(None)
@@ -392,10 +393,10 @@ async def test_a_trainer_far_from_the_store_makes_them_of_what_its_host_keeps(ho
     assert engine.count("deltas_applied") == CHUNKS
 
 
-async def test_a_store_that_forgets_costs_one_full_version(hosts: Hosts) -> None:
+async def test_restarted_store_costs_one_full_version(hosts: Hosts) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
-        hosts.service.delta_registry.forget_job("j")  # as one that was started again
+        hosts.service.delta_registry.forget_job("j")  # as after a restart of the store
         assert await engine.receive(await hosts.stage(deltas)) > SIZE
         assert await engine.receive(await hosts.stage(deltas)) < SIZE * SHARE * 3

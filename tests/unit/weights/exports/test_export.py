@@ -1,4 +1,4 @@
-"""Versions of a run as Hugging Face directories, from the run's files."""
+"""Export of a run's versions as Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ TOKENS = torch.arange(10)[None]
 
 
 def model(seed: int) -> Decoder:
-    made = Decoder(SHAPE)
-    made.initialise(torch.Generator().manual_seed(seed))
-    return made
+    decoder = Decoder(SHAPE)
+    decoder.initialise(torch.Generator().manual_seed(seed))
+    return decoder
 
 
-def weights(of: Decoder) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in of.named_parameters()}
+def weights(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in decoder.named_parameters()}
 
 
-def logits(of: Decoder) -> Tensor:
+def logits(decoder: Decoder) -> Tensor:
     with torch.inference_mode():
-        return of.compute_logits(of(TOKENS, torch.arange(10)[None], causal_attention))
+        return decoder.compute_logits(decoder(TOKENS, torch.arange(10)[None], causal_attention))
 
 
 class Run:
-    """A run directory as services and the recorder leave it."""
+    """Run directory as services and the recorder write it."""
 
     def __init__(self, directory: Path, config: JobConfig) -> None:
         self.directory = directory / "run"
@@ -85,17 +85,17 @@ class Run:
         self.chunks = ChunkStore(self.directory / "store")
 
     def store(self, tensors: dict[str, Tensor], version: int) -> str:
-        described, content = [], b""
+        specs, content = [], b""
         for name, tensor in tensors.items():
             raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            whole = (len(content), len(raw), 0, 0, tensor.numel())
-            described.append((name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), whole))
+            span = (len(content), len(raw), 0, 0, tensor.numel())
+            specs.append((name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), span))
             content += raw
         chunk = self.chunks.write(content)
-        listed = [Described(n, d, s, chunk, *whole) for n, d, s, whole in described]
-        return self.chunks.write(encode_manifest(Manifest("j", 0, version, listed)))
+        pieces = [Described(n, d, s, chunk, *span) for n, d, s, span in specs]
+        return self.chunks.write(encode_manifest(Manifest("j", 0, version, pieces)))
 
-    def chunks_of(self, manifest: str) -> set[str]:
+    def list_chunks(self, manifest: str) -> set[str]:
         return {tensor.chunk for tensor in unpack(Manifest, self.chunks.read(manifest)).tensors}
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -115,44 +115,51 @@ CONFIG = JobConfig(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    made = Run(tmp_path, CONFIG)
+    new_run = Run(tmp_path, CONFIG)
     for version in range(4):
-        made.commit(version, weights(model(version)), "initial" if version == 0 else "step")
-    return made
+        new_run.commit(version, weights(model(version)), "initial" if version == 0 else "step")
+    return new_run
 
 
-def test_each_version_has_its_own_fixed_directory(run: Run, tmp_path: Path) -> None:
-    below = tmp_path / "exports"
-    first = export_below(run.directory, below, None, False)
-    assert export_below(run.directory, below, 2, False) != first
-    before = (first / "model.safetensors").stat()
-    assert export_below(run.directory, below, 3, False) == first
-    assert (first / "model.safetensors").stat() == before
+def test_each_version_is_exported_to_its_own_directory(run: Run, tmp_path: Path) -> None:
+    root = tmp_path / "exports"
+    first = export_below(run.directory, root, None, False)
+    assert export_below(run.directory, root, 2, False) != first
+    stat_before = (first / "model.safetensors").stat()
+    assert export_below(run.directory, root, 3, False) == first
+    assert (first / "model.safetensors").stat() == stat_before
     assert torch.equal(logits(load_model(first)[1]), logits(model(3)))
 
 
-def test_what_the_store_has_lost_is_copied_from_its_checkpoint(run: Run, tmp_path: Path) -> None:
-    held = json.loads((run.directory / "job.json").read_text())
-    data = JobData.from_document(held["job"], held["document"], str(run.directory))
+def test_version_with_corrupt_chunks_is_exported_from_its_checkpoint(
+    run: Run, tmp_path: Path
+) -> None:
+    job = json.loads((run.directory / "job.json").read_text())
+    data = JobData.from_document(job["job"], job["document"], str(run.directory))
     tensors, manifest = weights(model(3)), list_versions(run.directory)[-1].manifest_digest
-    kept = run.directory / "checkpoints" / format_checkpoint_name(0, 3, manifest)
-    write_version(data, SHAPE, tensors, kept, kept)
-    (kept / STATE_FOLDER).mkdir()
-    (kept / STATE_FOLDER / "shard.safetensors").write_bytes(b"state")
-    about = {"lineage": 0, "step": 3, "weights": manifest, "files": compute_file_digests(kept)}
-    Path(f"{kept}.json").write_bytes(encode_sealed(about))
+    checkpoint = run.directory / "checkpoints" / format_checkpoint_name(0, 3, manifest)
+    write_version(data, SHAPE, tensors, checkpoint, checkpoint)
+    (checkpoint / STATE_FOLDER).mkdir()
+    (checkpoint / STATE_FOLDER / "shard.safetensors").write_bytes(b"state")
+    record = {
+        "lineage": 0,
+        "step": 3,
+        "weights": manifest,
+        "files": compute_file_digests(checkpoint),
+    }
+    Path(f"{checkpoint}.json").write_bytes(encode_sealed(record))
     [chunk] = {t.chunk for t in unpack(Manifest, run.chunks.read(manifest)).tensors}
     flip(run.chunks.chunk_path(chunk), b"")
     out = tmp_path / "out"
     assert export_selected(run.directory, out, None, False).step == 3
     assert torch.equal(logits(load_model(out)[1]), logits(model(3)))
     assert not (out / STATE_FOLDER).exists()
-    flip(kept / "model.safetensors", b"")
+    flip(checkpoint / "model.safetensors", b"")
     with pytest.raises(CorruptData):
         export_selected(run.directory, out, None, False)
 
 
-def test_the_last_version_is_exported_and_reads_as_a_model(run: Run, tmp_path: Path) -> None:
+def test_last_version_is_exported_as_a_loadable_model(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert export_selected(run.directory, out, None, False).step == 3
     _, loaded = load_model(out)
@@ -161,21 +168,21 @@ def test_the_last_version_is_exported_and_reads_as_a_model(run: Run, tmp_path: P
     assert not (tmp_path / "out.partial").exists() and not (out / "adapter").exists()
 
 
-def test_any_version_that_is_still_stored_can_be_had(run: Run, tmp_path: Path) -> None:
+def test_any_stored_version_can_be_exported(run: Run, tmp_path: Path) -> None:
     export_selected(run.directory, tmp_path / "out", 1, False)
     _, loaded = load_model(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model(1)))
 
 
-def test_of_one_that_is_gone_it_says_which_there_are(run: Run) -> None:
-    gone = list_versions(run.directory)[1]
-    run.chunks.chunk_path(gone.manifest_digest).unlink()
+def test_error_for_a_missing_version_lists_the_stored_ones(run: Run) -> None:
+    removed = list_versions(run.directory)[1]
+    run.chunks.chunk_path(removed.manifest_digest).unlink()
     with pytest.raises(NotFound, match=r"step 1\. it holds those of 0, 2, 3"):
         select_version(run.directory, 1)
     assert select_version(run.directory).step == 3
 
 
-def test_a_version_that_lost_a_chunk_does_not_count(run: Run) -> None:
+def test_version_with_a_missing_chunk_is_not_selected(run: Run) -> None:
     last = list_versions(run.directory)[-1]
     for path in run.chunks.directory.glob("??/*"):
         if path.name != last.manifest_digest and path.stat().st_size > 10_000:
@@ -184,34 +191,34 @@ def test_a_version_that_lost_a_chunk_does_not_count(run: Run) -> None:
         select_version(run.directory)
 
 
-def test_steps_of_an_abandoned_lineage_are_not_the_runs(run: Run) -> None:
-    back = list_versions(run.directory)[1]
-    run.event("lineage", job="j", version=1, manifest=back.manifest_digest)
-    assert select_version(run.directory) == back
-    again = run.commit(2, weights(model(9)))
+def test_steps_of_an_abandoned_lineage_are_not_listed(run: Run) -> None:
+    base = list_versions(run.directory)[1]
+    run.event("lineage", job="j", version=1, manifest=base.manifest_digest)
+    assert select_version(run.directory) == base
+    digest = run.commit(2, weights(model(9)))
     assert [v.step for v in list_versions(run.directory)] == [0, 1, 2]
-    assert select_version(run.directory, 2) == StoredVersion(2, again)
+    assert select_version(run.directory, 2) == StoredVersion(2, digest)
 
 
-def test_the_best_version_is_the_one_that_evaluation_named(run: Run, tmp_path: Path) -> None:
+def test_best_version_is_the_one_named_by_evaluation(run: Run, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"evaluation\.best"):
         select_version(run.directory, want_best=True)
     second = list_versions(run.directory)[2]
-    judged = {"best": True, "value": 0.5, "manifest": second.manifest_digest}
-    run.event("evaluation", job="j", tag="step-2", step=2, **judged)
+    fields = {"best": True, "value": 0.5, "manifest": second.manifest_digest}
+    run.event("evaluation", job="j", tag="step-2", step=2, **fields)
     run.event("evaluation", job="j", tag="step-3", step=3, best=False, manifest="")
     export_selected(run.directory, tmp_path / "out", None, True)
     _, loaded = load_model(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model(2)))
 
 
-def test_an_event_that_is_being_written_is_left_out(run: Run) -> None:
+def test_partially_written_event_is_ignored(run: Run) -> None:
     with (run.directory / "events.jsonl").open("a") as file:
         file.write('{"id": "2-0", "kind": "st')
     assert select_version(run.directory).step == 3
 
 
-def test_a_damaged_event_is_passed_over(run: Run, tmp_path: Path) -> None:
+def test_corrupt_event_is_skipped(run: Run, tmp_path: Path) -> None:
     events = run.directory / "events.jsonl"
     lines = events.read_bytes().split(b"\n")
     lines[1] = b"\0" * len(lines[1])
@@ -229,14 +236,14 @@ def test_a_damaged_event_is_passed_over(run: Run, tmp_path: Path) -> None:
         (b'{"job": "j", "document": {}, "check": "0000000000000000"}', "its check says"),
     ],
 )
-def test_a_damaged_job_file_is_named(run: Run, tmp_path: Path, content: bytes, why: str) -> None:
+def test_error_names_a_corrupt_job_file(run: Run, tmp_path: Path, content: bytes, why: str) -> None:
     (run.directory / "job.json").write_bytes(content)
     with pytest.raises(CorruptData, match=why) as raised:
         export_selected(run.directory, tmp_path / "out", None, False)
     assert str(run.directory / "job.json") in str(raised.value)
 
 
-def test_a_damaged_checkpoint_of_a_run_without_a_record_is_passed_over(run: Run) -> None:
+def test_corrupt_checkpoint_is_skipped_without_an_event_record(run: Run) -> None:
     (run.directory / "events.jsonl").unlink()
     checkpoints = run.directory / "checkpoints"
     checkpoints.mkdir()
@@ -250,7 +257,7 @@ def test_a_damaged_checkpoint_of_a_run_without_a_record_is_passed_over(run: Run)
     assert [v.step for v in list_versions(run.directory)] == [1]
 
 
-def test_an_export_replaces_an_export_and_nothing_else(run: Run, tmp_path: Path) -> None:
+def test_export_replaces_only_an_export(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export_selected(run.directory, out, 1, False)
     export_selected(run.directory, out, 2, False)
@@ -258,22 +265,22 @@ def test_an_export_replaces_an_export_and_nothing_else(run: Run, tmp_path: Path)
     assert json.loads((out / "meshrl.json").read_text())["step"] == 2
     base = tmp_path / "base"
     save_model(base, SHAPE, weights(model(7)))
-    beside = tmp_path / "new.partial"
-    beside.mkdir()
-    (beside / "thesis.txt").write_text("years of work")
+    scratch = tmp_path / "new.partial"
+    scratch.mkdir()
+    (scratch / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("a file")
     for name in ("base", "new", "file"):
         with pytest.raises(Refused, match="was not written by an export"):
             export_selected(run.directory, tmp_path / name, None, False)
     assert torch.equal(logits(load_model(base)[1]), logits(model(7)))
-    assert (beside / "thesis.txt").is_file() and (tmp_path / "file").is_file()
+    assert (scratch / "thesis.txt").is_file() and (tmp_path / "file").is_file()
     (tmp_path / "empty").mkdir()
     export_selected(run.directory, tmp_path / "empty", 1, False)
     assert torch.equal(logits(load_model(tmp_path / "empty")[1]), logits(model(1)))
 
 
-@pytest.mark.group("transformers")  # which one worker imports for all
-def test_a_run_with_adapters_is_exported_merged_and_for_peft(tmp_path: Path) -> None:
+@pytest.mark.group("transformers")  # imported by one worker for all tests of the group
+def test_adapter_run_is_exported_merged_and_for_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     import transformers
 
@@ -292,8 +299,10 @@ def test_a_run_with_adapters_is_exported_merged_and_for_peft(tmp_path: Path) -> 
     expected = logits(adapted)
     assert not torch.allclose(expected, logits(model(0)), atol=1e-2)
     assert torch.allclose(logits(load_model(out)[1]), expected, atol=1e-5)
-    about = json.loads((out / "adapter/adapter_config.json").read_text())
-    base = transformers.AutoModelForCausalLM.from_pretrained(about["base_model_name_or_path"])
+    adapter_config = json.loads((out / "adapter/adapter_config.json").read_text())
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        adapter_config["base_model_name_or_path"]
+    )
     loaded = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
     with torch.inference_mode():
         assert torch.allclose(loaded(TOKENS).logits, expected, atol=1e-5)
@@ -307,7 +316,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model directory as `transformers` writes it, with files of its earlier versions."""
     import transformers
 
-    place = tmp_path_factory.mktemp("hub") / "model"
+    directory = tmp_path_factory.mktemp("hub") / "model"
     config = transformers.LlamaConfig(
         vocab_size=330,
         hidden_size=16,
@@ -322,26 +331,26 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=[322, 320], do_sample=True, temperature=0.6, top_k=20, repetition_penalty=1.05
     )
-    model.save_pretrained(place)
-    qwen3_tokenizer(place)
+    model.save_pretrained(directory)
+    qwen3_tokenizer(directory)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(place / "tokenizer.json"),
+        tokenizer_file=str(directory / "tokenizer.json"),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=["<|im_start|>"],
         model_max_length=4096,
     )
     tokenizer.chat_template = {"default": CHAT, "tool_use": CHAT + "{{ tools | tojson }}"}
-    tokenizer.save_pretrained(place)
-    (place / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}\n')
-    (place / "added_tokens.json").write_text('{"<|im_end|>": 322}\n')
-    (place / "merges.txt").write_text("#version: 0.2\n")
-    (place / "README.md").write_text("not of the tokenizer\n")
-    return place
+    tokenizer.save_pretrained(directory)
+    (directory / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}\n')
+    (directory / "added_tokens.json").write_text('{"<|im_end|>": 322}\n')
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    (directory / "README.md").write_text("not of the tokenizer\n")
+    return directory
 
 
-def exported(hub: Path, tmp_path: Path, adapters: LoraConfig) -> Path:
-    """Return the model directory of a run that began from `hub`."""
+def export_run(hub: Path, tmp_path: Path, adapters: LoraConfig) -> Path:
+    """Export a run that began from `hub`, and return the directory."""
     config = dataclasses.replace(
         JobConfig(lora=adapters),
         model=dataclasses.replace(JobConfig().model, path=str(hub)),
@@ -360,12 +369,12 @@ def exported(hub: Path, tmp_path: Path, adapters: LoraConfig) -> Path:
 
 @pytest.mark.group("transformers")
 @pytest.mark.parametrize("adapters", [LoraConfig(), LoraConfig(2)], ids=["whole", "adapters"])
-def test_files_that_are_not_trained_are_exported_byte_by_byte(
+def test_untrained_files_are_exported_unchanged(
     hub: Path, tmp_path: Path, adapters: LoraConfig
 ) -> None:
     import transformers
 
-    out = exported(hub, tmp_path, adapters)
+    out = export_run(hub, tmp_path, adapters)
     names = {
         p.relative_to(hub)
         for p in hub.rglob("*")
@@ -376,26 +385,30 @@ def test_files_that_are_not_trained_are_exported_byte_by_byte(
     }
     for name in names:
         assert (out / name).read_bytes() == (hub / name).read_bytes(), name
-    own, was = (transformers.AutoTokenizer.from_pretrained(place) for place in (out, hub))
+    exported_tokenizer, original_tokenizer = (
+        transformers.AutoTokenizer.from_pretrained(directory) for directory in (out, hub)
+    )
     messages = [{"role": "user", "content": "hé"}]
-    offered: list[Any] = [None, [{"type": "function", "function": {"name": "add"}}]]
-    for tools in offered:
-        assert own.apply_chat_template(messages, tools=tools) == was.apply_chat_template(
+    tool_sets: list[Any] = [None, [{"type": "function", "function": {"name": "add"}}]]
+    for tools in tool_sets:
+        assert exported_tokenizer.apply_chat_template(
             messages, tools=tools
-        )
-    assert own.special_tokens_map == was.special_tokens_map
-    assert own.model_max_length == was.model_max_length == 4096
-    generation = [transformers.GenerationConfig.from_pretrained(place) for place in (out, hub)]
+        ) == original_tokenizer.apply_chat_template(messages, tools=tools)
+    assert exported_tokenizer.special_tokens_map == original_tokenizer.special_tokens_map
+    assert exported_tokenizer.model_max_length == original_tokenizer.model_max_length == 4096
+    generation = [
+        transformers.GenerationConfig.from_pretrained(directory) for directory in (out, hub)
+    ]
     assert generation[0].to_dict() == generation[1].to_dict()
     assert generation[0].eos_token_id == [322, 320]
 
 
 @pytest.mark.group("transformers")
-def test_an_absent_generation_config_stays_absent(hub: Path, tmp_path: Path) -> None:
+def test_absent_generation_config_stays_absent(hub: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(hub, bare)
     for name in ("generation_config.json", "tokenizer_config.json"):
         (bare / name).unlink()
-    out = exported(bare, tmp_path, LoraConfig())
+    out = export_run(bare, tmp_path, LoraConfig())
     assert not (out / "generation_config.json").exists()
     assert not (out / "tokenizer_config.json").exists()

@@ -30,15 +30,15 @@ from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.weights.exports.test_export import CONFIG, Run, logits, model, weights
 
-PATIENCE_S = 100.0  # a process starts and imports torch, beside others that do
+EVENT_TIMEOUT_S = 100.0  # start of a process and import of torch on a busy host
 
 
-class Copied:
-    """Run of four versions on a mesh whose store copies them below `there`."""
+class CopyBench:
+    """Run of four versions on a mesh whose store copies them below `copy_root`."""
 
-    def __init__(self, root: Path, place: str) -> None:
-        self.there = root / "there"
-        config = replace(CONFIG, weights=replace(CONFIG.weights, keep_every=2, copies=place))
+    def __init__(self, root: Path, url: str) -> None:
+        self.copy_root = root / "there"
+        config = replace(CONFIG, weights=replace(CONFIG.weights, keep_every=2, copies=url))
         self.run = Run(root, config)
         self.manifests = [self.run.commit(n, weights(model(n))) for n in range(4)]
         self.clock, self.host = SystemClock(), SystemHost()
@@ -46,131 +46,130 @@ class Copied:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[VersionCopier]:
         self.state: StateClient = open_simulated_state(self.clock)
-        held = json.loads((self.run.directory / "job.json").read_text())
-        await jobs.submit(self.state, "j", held["document"], str(self.run.directory), "op")
+        job_file = json.loads((self.run.directory / "job.json").read_text())
+        await jobs.submit(self.state, "j", job_file["document"], str(self.run.directory), "op")
         settings = MeshSettings(redis_url="", run_root=str(self.run.directory), host="here")
         mesh = on_sockets("weights", self.state, self.clock, host=self.host, settings=settings)
         records = JobRecords(self.host, self.run.chunks.directory / JOBS_FOLDER)
         await records.load()
         versions = {m: VersionNumber(0, n) for n, m in enumerate(self.manifests)}
         await records.merge_from_redis("j", str(self.run.directory), versions)
-        copies = VersionCopier(mesh, records, self.run.chunks.directory, poll_s=0.05)
-        task = asyncio.create_task(copies.run())
+        copier = VersionCopier(mesh, records, self.run.chunks.directory, poll_s=0.05)
+        task = asyncio.create_task(copier.run())
         try:
-            yield copies
+            yield copier
         finally:
             task.cancel()
             await asyncio.wait([task])
             assert task.cancelled(), task
             await self.state.close()
 
-    async def at(self, number: int) -> None:
-        """Make the version the current one."""
+    async def set_current_version(self, number: int) -> None:
+        """Make a version the current one."""
         fields = {"version": str(number), "lineage": "0", "manifest": self.manifests[number]}
         pairs = [text for pair in fields.items() for text in pair]
         await self.state.run_command("HSET", "{j}:job", *pairs)
 
-    async def told(self, kind: str, count: int) -> list[dict[str, Any]]:
-        """So many events of a kind, once they are there."""
-        async with asyncio.timeout(scaled(PATIENCE_S)):
+    async def wait_for_events(self, kind: str, count: int) -> list[dict[str, Any]]:
+        """Wait for `count` events of a kind and return their fields."""
+        async with asyncio.timeout(scaled(EVENT_TIMEOUT_S)):
             while True:
-                every = await events.read_all(self.state)
-                found = [dict(event.fields) for event in every if event.kind == kind]
-                if len(found) >= count:
-                    return found
+                all_events = await events.read_all(self.state)
+                matching = [dict(event.fields) for event in all_events if event.kind == kind]
+                if len(matching) >= count:
+                    return matching
                 await asyncio.sleep(0.05)
 
 
 @pytest.mark.deep
-async def test_versions_that_stay_are_copied_as_models(tmp_path: Path) -> None:
-    bench = Copied(tmp_path, f"file://{tmp_path}/there")
-    async with bench.open() as copies:
-        await bench.at(3)
-        [first] = await bench.told("version_copied", 1)
+async def test_permanently_retained_versions_are_copied_as_models(tmp_path: Path) -> None:
+    bench = CopyBench(tmp_path, f"file://{tmp_path}/there")
+    async with bench.open() as copier:
+        await bench.set_current_version(3)
+        [first] = await bench.wait_for_events("version_copied", 1)
         assert (first["version"], first["manifest"]) == (2, bench.manifests[2])
         name = f"0-2-{bench.manifests[2][:8]}"
         assert first["url"] == f"file://{tmp_path}/there/j/{name}"
-        opened = load_model(bench.there / "j" / name)[1]
-        assert torch.equal(logits(opened), logits(model(2)))
-        size = sum(path.stat().st_size for path in (bench.there / "j" / name).iterdir())
+        exported = load_model(bench.copy_root / "j" / name)[1]
+        assert torch.equal(logits(exported), logits(model(2)))
+        size = sum(path.stat().st_size for path in (bench.copy_root / "j" / name).iterdir())
         assert first["bytes"] == size
         pinned = VersionPin(str(bench.run.directory), 0, 1)
         pin_version(bench.run.chunks, "j", bench.manifests[1], pinned)
-        [_, second] = await bench.told("version_copied", 2)
-        assert second["version"] == 1 and copies.stats()["versions_copied"] == 2
-        before = (bench.there / "j" / name / "model.safetensors").stat()
-    async with bench.open() as copies:  # another process of the store
-        await bench.at(3)
-        assert (
-            await copy_versions(bench.run.directory, asyncio.Event()) == ""
-        )  # and the run is over
-        assert sorted(path.name[:3] for path in (bench.there / "j").iterdir()) == [
+        [_, second] = await bench.wait_for_events("version_copied", 2)
+        assert second["version"] == 1 and copier.stats()["versions_copied"] == 2
+        before = (bench.copy_root / "j" / name / "model.safetensors").stat()
+    async with bench.open() as copier:  # another process of the store
+        await bench.set_current_version(3)
+        # after the end of the run
+        assert await copy_versions(bench.run.directory, asyncio.Event()) == ""
+        assert sorted(path.name[:3] for path in (bench.copy_root / "j").iterdir()) == [
             *("0-1", "0-2", "0-3")
         ]
-        assert (bench.there / "j" / name / "model.safetensors").stat() == before
-        assert copies.copied_count == 0
+        assert (bench.copy_root / "j" / name / "model.safetensors").stat() == before
+        assert copier.copied_count == 0
 
 
 @pytest.mark.deep
-async def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+async def test_unwritable_copy_path_is_reported(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("a file")
-    bench = Copied(tmp_path, str(tmp_path / "there"))
-    async with bench.open() as copies:
-        await bench.at(3)
-        [failed] = await bench.told("version_copy_failed", 1)
-        assert failed["job"] == "j" and str(tmp_path / "there") in failed["url"]
-        assert "j: " in copies.stats()["copies_trouble"]
+    bench = CopyBench(tmp_path, str(tmp_path / "there"))
+    async with bench.open() as copier:
+        await bench.set_current_version(3)
+        [failure] = await bench.wait_for_events("version_copy_failed", 1)
+        assert failure["job"] == "j" and str(tmp_path / "there") in failure["url"]
+        assert "j: " in copier.stats()["copies_trouble"]
         assert "not all versions are at" in await copy_versions(
             bench.run.directory, asyncio.Event()
         )
 
 
-async def test_a_run_that_names_no_place_copies_nothing(tmp_path: Path) -> None:
-    bench = Copied(tmp_path, "")
+async def test_run_without_a_copy_path_copies_nothing(tmp_path: Path) -> None:
+    bench = CopyBench(tmp_path, "")
     assert await copy_versions(bench.run.directory, asyncio.Event()) == ""
 
 
-async def test_whoever_stops_the_last_copies_is_told_that_some_are_not_there(
+async def test_interrupted_last_copy_reports_missing_versions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench = Copied(tmp_path, str(tmp_path / "there"))
+    bench = CopyBench(tmp_path, str(tmp_path / "there"))
     stop = asyncio.Event()
     stop.set()
     assert "it was stopped" in await copy_versions(bench.run.directory, stop)
     assert "copying versions to" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(400)  # several processes that import torch, one after the other
-async def test_versions_that_cannot_be_copied_hinder_no_other(tmp_path: Path) -> None:
-    bench = Copied(tmp_path, str(tmp_path / "there"))
+@pytest.mark.timeout(400)  # several processes in sequence that import torch
+async def test_failed_copies_do_not_block_other_versions(tmp_path: Path) -> None:
+    bench = CopyBench(tmp_path, str(tmp_path / "there"))
     for number in (0, 1, 3):
         pinned = VersionPin(str(bench.run.directory), 0, number)
         pin_version(bench.run.chunks, "j", bench.manifests[number], pinned)
     ordered = sorted(bench.manifests)
     broken = {
-        manifest: bench.run.chunks_of(manifest).pop() for manifest in (ordered[0], ordered[3])
+        manifest: bench.run.list_chunks(manifest).pop() for manifest in (ordered[0], ordered[3])
     }
     for chunk in broken.values():
         bench.run.chunks.chunk_path(chunk).rename(tmp_path / chunk)
-    async with bench.open() as copies:
-        await bench.at(3)
-        there = await bench.told("version_copied", 2)
-        assert {one["manifest"] for one in there} == set(ordered[1:3])
-        failed = await bench.told("version_copy_failed", 2)
-        assert {one["manifest"] for one in failed} == set(broken)
-        for one in failed:
-            name = f"0/{bench.manifests.index(one['manifest'])}"
-            assert one["version"] == name and broken[one["manifest"]] in one["error"]
-            assert f"version {name}: " in copies.stats()["copies_trouble"]
+    async with bench.open() as copier:
+        await bench.set_current_version(3)
+        copied_events = await bench.wait_for_events("version_copied", 2)
+        assert {event["manifest"] for event in copied_events} == set(ordered[1:3])
+        failures = await bench.wait_for_events("version_copy_failed", 2)
+        assert {event["manifest"] for event in failures} == set(broken)
+        for event in failures:
+            name = f"0/{bench.manifests.index(event['manifest'])}"
+            assert event["version"] == name and broken[event["manifest"]] in event["error"]
+            assert f"version {name}: " in copier.stats()["copies_trouble"]
         for chunk in broken.values():
             (tmp_path / chunk).rename(bench.run.chunks.chunk_path(chunk))
-        every = await bench.told("version_copied", 4)  # when they are tried again
-        assert {one["manifest"] for one in every} == set(ordered)
-        assert len(await bench.told("version_copy_failed", 2)) == 2, "once for each"
-        assert copies.stats() == {"versions_copied": 4, "copies_trouble": ""}
+        all_copied = await bench.wait_for_events("version_copied", 4)  # after the retry
+        assert {event["manifest"] for event in all_copied} == set(ordered)
+        assert len(await bench.wait_for_events("version_copy_failed", 2)) == 2, "once for each"
+        assert copier.stats() == {"versions_copied": 4, "copies_trouble": ""}
 
 
-def test_a_process_that_ends_while_it_copies_is_blamed_on_the_version_that_it_was_at() -> None:
+def test_exit_of_the_copy_process_fails_the_version_in_progress() -> None:
     lines = [
         '{"manifest": "a", "copied": {"bytes": 1}}',
         "a library has said something",
@@ -178,10 +177,10 @@ def test_a_process_that_ends_while_it_copies_is_blamed_on_the_version_that_it_wa
         '{"manifest": "b", "error": {"code": "not_found", "text": "it is missing"}}',
         '{"manifest": "c", "cop',
     ]
-    found = parse_outcomes(lines, ["a", "b", "c", "d"], has_exited=True)
-    assert list(found) == ["a", "b", "c"], "the last one is tried at once"
-    assert found["a"] == {"bytes": 1} and isinstance(found["b"], NotFound)
-    assert "has ended" in str(found["c"])
+    outcomes = parse_outcomes(lines, ["a", "b", "c", "d"], has_exited=True)
+    assert list(outcomes) == ["a", "b", "c"], "the last one is tried at once"
+    assert outcomes["a"] == {"bytes": 1} and isinstance(outcomes["b"], NotFound)
+    assert "has ended" in str(outcomes["c"])
     assert isinstance(parse_outcomes([], ["a"], has_exited=False)["a"], DeadlineExceeded)
     with pytest.raises(CorruptData, match=r"job\.json"):
         parse_outcomes(

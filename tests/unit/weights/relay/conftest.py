@@ -15,8 +15,8 @@ from tests.unit.weights.relay.hosts import Hosts
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
     state = open_simulated_state(SystemClock())
-    made = Hosts(tmp_path, state)
-    await made.enter()
-    yield made
-    await made.leave()
+    created = Hosts(tmp_path, state)
+    await created.start_store()
+    yield created
+    await created.leave()
     await state.close()

@@ -1,4 +1,4 @@
-"""A weight store, and hosts that fetch from it over sockets and serve on what they have."""
+"""Hosts that fetch from a weight store over sockets and serve the chunks that they have."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ CHUNK = 100_000
 
 
 class Hosts(ProcessesOnHosts):
-    """`enter` makes the store; `host` another host with an agent; `fetcher` a process there."""
+    """Hosts with a chunk server each, processes that fetch, and a weight store."""
 
     def __init__(self, root: Path, state: StateClient) -> None:
         super().__init__(root, state)
         self.servers: dict[str, BulkServer] = {}  # by host
         self.clients: list[BulkClient] = []
 
-    async def enter(self, *, bulk_address: str = "", **more: int) -> Mesh:
+    async def start_store(self, *, bulk_address: str = "", **more: int) -> Mesh:
         mesh = self.process(STORE_NAME, "head", **more)
         server = self.servers["head"] = serve_chunks(mesh, self.store)
         await mesh.join(WeightStore(mesh, self.store), bulk_address=bulk_address or server.address)
         return mesh
 
-    async def host(self, host: str, *, bulk_address: str = "", **more: int) -> Mesh:
+    async def start_agent(self, host: str, *, bulk_address: str = "", **more: int) -> Mesh:
         mesh = self.process(f"node/{host}", host, **more)
         server = chunk_cache.serve_cache(mesh)
         assert server is not None
@@ -40,28 +40,28 @@ class Hosts(ProcessesOnHosts):
         await mesh.join(None, bulk_address=bulk_address or server.address)
         return mesh
 
-    async def fetcher(self, host: str, name: str = "", **more: int) -> Fetcher:
+    async def start_fetcher(self, host: str, name: str = "", **more: int) -> Fetcher:
         mesh = self.process(name or f"engine/{host}", host, **more)
         await mesh.join(None)
         fetcher = Fetcher(mesh)
         self.clients.append(fetcher.bulk)
         return fetcher
 
-    def version(self, chunks: int, size: int = CHUNK) -> list[MissingChunk]:
+    def store_chunks(self, chunks: int, size: int = CHUNK) -> list[MissingChunk]:
         """Store chunks of random bytes and return them."""
         return [MissingChunk(self.store.write(os.urandom(size)), size) for _ in range(chunks)]
 
     def cache(self, host: str) -> ChunkStore:
         return ChunkStore(self.root / host / "chunks")
 
-    def right(self, host: str, wanted: list[MissingChunk]) -> bool:
+    def has_valid_chunks(self, host: str, chunks: list[MissingChunk]) -> bool:
         """Return whether a host has all of these chunks, each with its digest."""
-        paths = [self.cache(host).chunk_path(one.digest) for one in wanted]
+        paths = [self.cache(host).chunk_path(one.digest) for one in chunks]
         return all(compute_digest(path.read_bytes()) == path.name for path in paths)
 
     @property
-    def copies_sent(self) -> int:
-        """Return the bytes that the store has sent."""
+    def store_sent_bytes(self) -> int:
+        """Bytes that the store has sent."""
         return self.servers["head"].sent_bytes
 
     async def leave(self) -> None:
@@ -79,12 +79,12 @@ class Fetcher:
 
     @property
     def chunks(self) -> ChunkStore:
-        found = chunk_cache.open_cache(self.mesh)
-        assert found is not None
-        return found
+        cache = chunk_cache.open_cache(self.mesh)
+        assert cache is not None
+        return cache
 
-    async def pull(self, wanted: list[MissingChunk]) -> PullResult:
-        return await pull_chunks(self.mesh, self.bulk, wanted, self.chunks, job="j")
+    async def pull(self, chunks: list[MissingChunk]) -> PullResult:
+        return await pull_chunks(self.mesh, self.bulk, chunks, self.chunks, job="j")
 
-    def told(self, name: str) -> float:
+    def count(self, name: str) -> float:
         return self.mesh.telemetry.counters.get(f"chunks_{name}", 0)

@@ -26,235 +26,237 @@ from tests.unit.weights.relay.hosts import CHUNK, Fetcher, Hosts
 LARGE = 3_000_000
 
 
-def port_of(address: str) -> int:
+def parse_port(address: str) -> int:
     return int(address.partition("#")[0].rpartition(":")[2])
 
 
 @asynccontextmanager
-async def far(
-    hosts: Hosts, wanted: list[MissingChunk], most: int = 1 << 40
+async def start_far_host(
+    hosts: Hosts, chunks: list[MissingChunk], max_bytes: int = 1 << 40
 ) -> AsyncIterator[FaultyProxy]:
-    """Return a host with all chunks and one endpoint, which the store has named before."""
+    """Start a host that has all chunks and serves them through a proxy; yield the proxy."""
     agent = hosts.process("node/far", "far", advertise="127.0.0.2")
     server = chunk_cache.serve_cache(agent)
     assert server is not None
     hosts.servers["far"] = server
-    with FaultyProxy(port_of(server.address), most) as proxy:
+    with FaultyProxy(parse_port(server.address), max_bytes) as proxy:
         await agent.join(None, bulk_address=server.address)
-        await (await hosts.fetcher("far")).pull(wanted)
+        await (await hosts.start_fetcher("far")).pull(chunks)
         yield proxy
 
 
-async def near(hosts: Hosts) -> Fetcher:
-    await hosts.host("near")
-    return await hosts.fetcher("near")
+async def start_near_fetcher(hosts: Hosts) -> Fetcher:
+    await hosts.start_agent("near")
+    return await hosts.start_fetcher("near")
 
 
-async def test_a_host_fetches_what_it_lacks_and_nothing_twice(hosts: Hosts) -> None:
-    fetcher, wanted = await near(hosts), hosts.version(24)
-    there = fetcher.chunks.write(hosts.store.read(wanted[3].digest))
-    pulled = await fetcher.pull(wanted)
-    assert hosts.right("near", wanted) and there == wanted[3].digest
-    assert pulled.fetched_bytes == pulled.store_bytes == 23 * CHUNK
-    assert hosts.copies_sent <= (23 + fetcher.told("failed")) * CHUNK
-    assert hosts.servers["head"].connection_count <= 4 + fetcher.told("failed")  # they are retained
-    sent, again = hosts.copies_sent, await fetcher.pull(wanted)
-    assert again.fetched_bytes == 0 and hosts.copies_sent == sent
+async def test_host_fetches_only_missing_chunks_once(hosts: Hosts) -> None:
+    fetcher, chunks = await start_near_fetcher(hosts), hosts.store_chunks(24)
+    present = fetcher.chunks.write(hosts.store.read(chunks[3].digest))
+    result = await fetcher.pull(chunks)
+    assert hosts.has_valid_chunks("near", chunks) and present == chunks[3].digest
+    assert result.fetched_bytes == result.store_bytes == 23 * CHUNK
+    assert hosts.store_sent_bytes <= (23 + fetcher.count("failed")) * CHUNK
+    # connections are reused
+    assert hosts.servers["head"].connection_count <= 4 + fetcher.count("failed")
+    sent, second = hosts.store_sent_bytes, await fetcher.pull(chunks)
+    assert second.fetched_bytes == 0 and hosts.store_sent_bytes == sent
     fetcher.bulk._connection_pool.close_idle(0.0)
 
 
-async def test_the_store_sends_a_version_at_most_twice_to_relaying_hosts(hosts: Hosts) -> None:
+async def test_store_sends_a_version_at_most_twice_to_relaying_hosts(hosts: Hosts) -> None:
     for n in range(5):
-        await hosts.host(f"h{n}")
-    fetchers = [await hosts.fetcher(f"h{n}") for n in range(5)]
-    wanted = hosts.version(16)
-    pulled = await asyncio.gather(*(fetcher.pull(wanted) for fetcher in fetchers))
-    assert all(hosts.right(f"h{n}", wanted) for n in range(5))
-    assert sum(one.fetched_bytes for one in pulled) == 5 * 16 * CHUNK
-    failed = sum(fetcher.told("failed") for fetcher in fetchers)
-    assert sum(one.store_bytes for one in pulled) <= hosts.copies_sent
-    assert hosts.copies_sent <= (2 * 16 + failed) * CHUNK
-    assert sum(one.fetched_bytes - one.store_bytes for one in pulled) >= (3 * 16 - failed) * CHUNK
+        await hosts.start_agent(f"h{n}")
+    fetchers = [await hosts.start_fetcher(f"h{n}") for n in range(5)]
+    chunks = hosts.store_chunks(16)
+    result = await asyncio.gather(*(fetcher.pull(chunks) for fetcher in fetchers))
+    assert all(hosts.has_valid_chunks(f"h{n}", chunks) for n in range(5))
+    assert sum(one.fetched_bytes for one in result) == 5 * 16 * CHUNK
+    failed = sum(fetcher.count("failed") for fetcher in fetchers)
+    assert sum(one.store_bytes for one in result) <= hosts.store_sent_bytes
+    assert hosts.store_sent_bytes <= (2 * 16 + failed) * CHUNK
+    assert sum(one.fetched_bytes - one.store_bytes for one in result) >= (3 * 16 - failed) * CHUNK
 
 
-async def test_a_late_host_takes_nothing_from_the_store(hosts: Hosts) -> None:
-    wanted = hosts.version(16)
-    async with far(hosts, wanted):
-        sent, late = hosts.copies_sent, await near(hosts)
-        pulled = await late.pull(wanted)
-    failed = late.told("failed")
-    assert hosts.right("near", wanted) and hosts.copies_sent - sent <= failed * CHUNK
+async def test_late_host_fetches_nothing_from_the_store(hosts: Hosts) -> None:
+    chunks = hosts.store_chunks(16)
+    async with start_far_host(hosts, chunks):
+        sent, late = hosts.store_sent_bytes, await start_near_fetcher(hosts)
+        result = await late.pull(chunks)
+    failed = late.count("failed")
     assert (
-        pulled.fetched_bytes == 16 * CHUNK
-        and pulled.fetched_bytes - pulled.store_bytes >= (16 - failed) * CHUNK
+        hosts.has_valid_chunks("near", chunks) and hosts.store_sent_bytes - sent <= failed * CHUNK
+    )
+    assert (
+        result.fetched_bytes == 16 * CHUNK
+        and result.fetched_bytes - result.store_bytes >= (16 - failed) * CHUNK
     )
 
 
-async def test_processes_of_a_host_share_the_work(hosts: Hosts) -> None:
-    await hosts.host("near")
-    fetchers = [await hosts.fetcher("near", f"engine/g{n}") for n in range(3)]
-    wanted = hosts.version(32)
-    pulled = await asyncio.gather(*(fetcher.pull(wanted) for fetcher in fetchers))
-    assert hosts.right("near", wanted)
-    # A process that stands still for seconds may be taken for gone: what it fetches, others do.
-    assert 32 * CHUNK <= sum(one.fetched_bytes for one in pulled) <= 36 * CHUNK
-    assert hosts.copies_sent <= 40 * CHUNK
+async def test_processes_of_one_host_share_the_download(hosts: Hosts) -> None:
+    await hosts.start_agent("near")
+    fetchers = [await hosts.start_fetcher("near", f"engine/g{n}") for n in range(3)]
+    chunks = hosts.store_chunks(32)
+    result = await asyncio.gather(*(fetcher.pull(chunks) for fetcher in fetchers))
+    assert hosts.has_valid_chunks("near", chunks)
+    # The other processes fetch the chunks of a process that stalls for seconds.
+    assert 32 * CHUNK <= sum(one.fetched_bytes for one in result) <= 36 * CHUNK
+    assert hosts.store_sent_bytes <= 40 * CHUNK
 
 
-@pytest.mark.parametrize("trouble", ["breaks", "stalls"])
-async def test_another_source_goes_on_at_the_byte(hosts: Hosts, trouble: str) -> None:
-    wanted = hosts.version(1, LARGE)
+@pytest.mark.parametrize("failure", ["breaks", "stalls"])
+async def test_another_source_resumes_at_the_byte(hosts: Hosts, failure: str) -> None:
+    chunks = hosts.store_chunks(1, LARGE)
     half = LARGE // 2
-    async with far(hosts, wanted, half if trouble == "breaks" else 1 << 40) as proxy:
-        if trouble == "stalls":
+    async with start_far_host(hosts, chunks, half if failure == "breaks" else 1 << 40) as proxy:
+        if failure == "stalls":
             proxy.stall_at_bytes = half
-        sent, fetcher = hosts.copies_sent, await near(hosts)
-        pulled = await fetcher.pull(wanted)
+        sent, fetcher = hosts.store_sent_bytes, await start_near_fetcher(hosts)
+        result = await fetcher.pull(chunks)
         assert proxy.carried_bytes >= half
-    assert hosts.right("near", wanted) and pulled.fetched_bytes == LARGE
-    # What the way had carried by then came once, but for headers and a piece of 64 KiB.
-    assert abs(hosts.copies_sent - sent - (LARGE - half)) < 70_000
-    assert fetcher.told("failed") >= 1
+    assert hosts.has_valid_chunks("near", chunks) and result.fetched_bytes == LARGE
+    # Only headers and one piece of 64 KiB are transferred twice.
+    assert abs(hosts.store_sent_bytes - sent - (LARGE - half)) < 70_000
+    assert fetcher.count("failed") >= 1
 
 
-@pytest.mark.parametrize("where", ["way", "disk"])
-async def test_a_bit_that_a_peer_changes_is_found_and_healed(hosts: Hosts, where: str) -> None:
-    wanted = hosts.version(3)
-    async with far(hosts, wanted) as proxy:
-        if where == "way":
+@pytest.mark.parametrize("where", ["network", "disk"])
+async def test_bit_flipped_by_a_peer_is_detected_and_repaired(hosts: Hosts, where: str) -> None:
+    chunks = hosts.store_chunks(3)
+    async with start_far_host(hosts, chunks) as proxy:
+        if where == "network":
             proxy.corrupt_at = CHUNK // 2
         else:
-            path = hosts.cache("far").chunk_path(wanted[1].digest)
+            path = hosts.cache("far").chunk_path(chunks[1].digest)
             content = bytearray(path.read_bytes())
             content[7] ^= 1
             path.write_bytes(content)
-        fetcher = await near(hosts)
-        await fetcher.pull(wanted)
-    assert hosts.right("near", wanted)
-    assert fetcher.told("damaged") >= 1
+        fetcher = await start_near_fetcher(hosts)
+        await fetcher.pull(chunks)
+    assert hosts.has_valid_chunks("near", chunks)
+    assert fetcher.count("damaged") >= 1
 
 
 @pytest.mark.parametrize("size", [0, CHUNK // 2, 40 * CHUNK])
-async def test_a_peer_with_another_size_of_a_chunk_is_left(hosts: Hosts, size: int) -> None:
-    wanted = hosts.version(3)
-    async with far(hosts, wanted):
-        hosts.cache("far").chunk_path(wanted[1].digest).write_bytes(b"x" * size)
-        sent, fetcher = hosts.servers["far"].sent_bytes, await near(hosts)
-        await fetcher.pull(wanted)
+async def test_peer_with_a_chunk_of_another_size_is_abandoned(hosts: Hosts, size: int) -> None:
+    chunks = hosts.store_chunks(3)
+    async with start_far_host(hosts, chunks):
+        hosts.cache("far").chunk_path(chunks[1].digest).write_bytes(b"x" * size)
+        sent, fetcher = hosts.servers["far"].sent_bytes, await start_near_fetcher(hosts)
+        await fetcher.pull(chunks)
         assert hosts.servers["far"].sent_bytes - sent < 4 * CHUNK
-    assert hosts.right("near", wanted) and fetcher.told("damaged") >= 1
+    assert hosts.has_valid_chunks("near", chunks) and fetcher.count("damaged") >= 1
 
 
 @pytest.mark.parametrize("answer", ["nothing", "an error"])
-async def test_a_peer_that_does_not_send_what_it_has_is_replaced(
+async def test_peer_that_sends_no_data_is_replaced(
     hosts: Hosts, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check replacement of a peer without data. One reports that it sends no byte of a chunk that
-    it has; one reports an error of its own.
-    """
-    right = ServedConnection._handle_get
+    """Check the replacement of a peer that sends no byte of its chunk, or an error."""
+    original = ServedConnection._handle_get
 
-    def get(self: ServedConnection, digest: str, offset: int, most: int) -> IoSteps[None]:
+    def get(self: ServedConnection, digest: str, offset: int, max_bytes: int) -> IoSteps[None]:
         if self._chunks.directory != hosts.cache("far").directory:
-            yield from right(self, digest, offset, most)
+            yield from original(self, digest, offset, max_bytes)
         elif answer == "nothing":
             yield from self._channel.send(RESPONSE_HEADER.pack(OK, CHUNK, 0))
         else:
             raise Refused("it has other things to do")
 
     monkeypatch.setattr(ServedConnection, "_handle_get", get)
-    wanted = hosts.version(3)
-    async with far(hosts, wanted):
-        fetcher = await near(hosts)
+    chunks = hosts.store_chunks(3)
+    async with start_far_host(hosts, chunks):
+        fetcher = await start_near_fetcher(hosts)
         async with asyncio.timeout(scaled(30)):
-            pulled = await fetcher.pull(wanted)
-    assert hosts.right("near", wanted) and pulled.store_bytes == 3 * CHUNK
+            result = await fetcher.pull(chunks)
+    assert hosts.has_valid_chunks("near", chunks) and result.store_bytes == 3 * CHUNK
 
 
-async def test_a_pull_goes_on_after_any_number_of_failures(hosts: Hosts) -> None:
-    fetcher, wanted = await near(hosts), hosts.version(1)
-    pulling = _ChunkPull(fetcher.mesh, fetcher.bulk, fetcher.chunks, "")
-    pulling._consecutive_failures = 5000
-    assert (await pulling.run({one.digest: one for one in wanted}, (), ())).fetched_bytes == CHUNK
+async def test_pull_continues_after_any_number_of_failures(hosts: Hosts) -> None:
+    fetcher, chunks = await start_near_fetcher(hosts), hosts.store_chunks(1)
+    pull = _ChunkPull(fetcher.mesh, fetcher.bulk, fetcher.chunks, "")
+    pull._consecutive_failures = 5000
+    assert (await pull.run({one.digest: one for one in chunks}, (), ())).fetched_bytes == CHUNK
 
 
-async def test_what_a_peer_has_dropped_comes_from_the_store(hosts: Hosts) -> None:
-    wanted = hosts.version(4)
-    async with far(hosts, wanted):
-        sent = hosts.copies_sent
-        hosts.cache("far").chunk_path(wanted[2].digest).unlink()
-        pulled = await (fetcher := await near(hosts)).pull(wanted)
-    assert hosts.right("near", wanted) and fetcher.told("gone") == 1
-    assert CHUNK <= pulled.store_bytes <= hosts.copies_sent - sent
-    assert pulled.store_bytes <= (1 + fetcher.told("failed")) * CHUNK
+async def test_chunk_deleted_by_a_peer_is_fetched_from_the_store(hosts: Hosts) -> None:
+    chunks = hosts.store_chunks(4)
+    async with start_far_host(hosts, chunks):
+        sent = hosts.store_sent_bytes
+        hosts.cache("far").chunk_path(chunks[2].digest).unlink()
+        result = await (fetcher := await start_near_fetcher(hosts)).pull(chunks)
+    assert hosts.has_valid_chunks("near", chunks) and fetcher.count("gone") == 1
+    assert CHUNK <= result.store_bytes <= hosts.store_sent_bytes - sent
+    assert result.store_bytes <= (1 + fetcher.count("failed")) * CHUNK
 
 
-async def test_a_host_whose_agent_ends_is_replaced(hosts: Hosts) -> None:
-    wanted = hosts.version(8)
-    await hosts.host("gone")
-    await (await hosts.fetcher("gone")).pull(wanted)
+async def test_host_whose_agent_exits_is_replaced(hosts: Hosts) -> None:
+    chunks = hosts.store_chunks(8)
+    await hosts.start_agent("gone")
+    await (await hosts.start_fetcher("gone")).pull(chunks)
     hosts.servers["gone"].close()
     while hosts.servers["gone"]._selector.get_map() is not None:
         await asyncio.sleep(0.01)
-    pulled = await (await near(hosts)).pull(wanted)
-    assert hosts.right("near", wanted) and pulled.fetched_bytes == 8 * CHUNK
+    result = await (await start_near_fetcher(hosts)).pull(chunks)
+    assert hosts.has_valid_chunks("near", chunks) and result.fetched_bytes == 8 * CHUNK
 
 
 @pytest.mark.parametrize("harm", ["gone", "changed"])
-async def test_what_the_store_lacks_is_told_once_all_else_is_there(hosts: Hosts, harm: str) -> None:
-    fetcher, wanted = await near(hosts), hosts.version(6)
-    path = hosts.store.chunk_path(wanted[2].digest)
+async def test_chunk_missing_from_the_store_fails_after_all_others_arrived(
+    hosts: Hosts, harm: str
+) -> None:
+    fetcher, chunks = await start_near_fetcher(hosts), hosts.store_chunks(6)
+    path = hosts.store.chunk_path(chunks[2].digest)
     if harm == "gone":
         path.unlink()
     else:
         path.write_bytes(os.urandom(CHUNK))
     with pytest.raises(NotFound if harm == "gone" else CorruptData):
-        await fetcher.pull(wanted)
-    assert hosts.right("near", wanted[:2] + wanted[3:])
-    assert not hosts.store.has(wanted[2].digest)  # a corrupt one was quarantined
-    assert not fetcher.chunks.has(wanted[2].digest)
+        await fetcher.pull(chunks)
+    assert hosts.has_valid_chunks("near", chunks[:2] + chunks[3:])
+    assert not hosts.store.has(chunks[2].digest)  # a corrupt one was quarantined
+    assert not fetcher.chunks.has(chunks[2].digest)
 
 
-async def test_a_store_that_is_started_anew_is_told_again(hosts: Hosts) -> None:
-    await hosts.host("near")
-    fetcher = await hosts.fetcher("near", rate_down=2_000_000)
-    wanted = hosts.version(12)
-    pulling = asyncio.create_task(fetcher.pull(wanted))
+async def test_pull_continues_after_a_restart_of_the_store(hosts: Hosts) -> None:
+    await hosts.start_agent("near")
+    fetcher = await hosts.start_fetcher("near", rate_down=2_000_000)
+    chunks = hosts.store_chunks(12)
+    pull = asyncio.create_task(fetcher.pull(chunks))
     while not list(fetcher.chunks.directory.glob("??/*")):
         await asyncio.sleep(0.01)
     store = next(mesh for mesh in hosts.meshes if mesh.name == STORE_NAME)
     await store.leave()
     hosts.servers["head"].close()
     hosts.meshes.remove(store)
-    await hosts.enter()
+    await hosts.start_store()
     async with asyncio.timeout(scaled(30)):
-        pulled = await pulling
-    assert hosts.right("near", wanted) and pulled.fetched_bytes == 12 * CHUNK
+        result = await pull
+    assert hosts.has_valid_chunks("near", chunks) and result.fetched_bytes == 12 * CHUNK
 
 
-async def test_one_that_is_cancelled_leaves_whole_chunks_alone(hosts: Hosts) -> None:
-    await hosts.host("near")
-    fetcher = await hosts.fetcher("near", rate_down=1_000_000)
-    wanted = hosts.version(12)
-    pulling = asyncio.create_task(fetcher.pull(wanted))
+async def test_cancelled_pull_leaves_only_complete_chunks(hosts: Hosts) -> None:
+    await hosts.start_agent("near")
+    fetcher = await hosts.start_fetcher("near", rate_down=1_000_000)
+    chunks = hosts.store_chunks(12)
+    pull = asyncio.create_task(fetcher.pull(chunks))
     while not [p for p in fetcher.chunks.directory.glob("??/*") if not p.name.startswith(".")]:
         await asyncio.sleep(0.01)
-    pulling.cancel()
+    pull.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await pulling
-    left = list(fetcher.chunks.directory.glob("??/*"))
-    assert 0 < len(left) < 12
-    assert all(compute_digest(path.read_bytes()) == path.name for path in left)
-    second = await hosts.fetcher("near", "engine/second")
-    await second.pull(wanted)
-    assert hosts.right("near", wanted)
+        await pull
+    paths = list(fetcher.chunks.directory.glob("??/*"))
+    assert 0 < len(paths) < 12
+    assert all(compute_digest(path.read_bytes()) == path.name for path in paths)
+    second = await hosts.start_fetcher("near", "engine/second")
+    await second.pull(chunks)
+    assert hosts.has_valid_chunks("near", chunks)
 
 
-async def test_a_host_gives_chunks_and_takes_none(hosts: Hosts) -> None:
-    """Check that a host serves chunks and rejects uploads, whose size nothing would bound."""
-    wanted = hosts.version(1)
-    async with far(hosts, wanted):
-        fetcher = await near(hosts)
+async def test_host_serves_chunks_and_rejects_uploads(hosts: Hosts) -> None:
+    chunks = hosts.store_chunks(1)
+    async with start_far_host(hosts, chunks):
+        fetcher = await start_near_fetcher(hosts)
         entry = await registry.lookup(hosts.state, "node/far")
         assert entry is not None
         with pytest.raises(NotAllowed, match="takes none"):
@@ -264,41 +266,42 @@ async def test_a_host_gives_chunks_and_takes_none(hosts: Hosts) -> None:
         with pytest.raises(NotAllowed, match="takes none"):
             await fetcher.bulk.put_file(entry, path)
         assert (
-            compute_digest(await fetcher.bulk.fetch_chunk(entry, wanted[0].digest))
-            == wanted[0].digest
+            compute_digest(await fetcher.bulk.fetch_chunk(entry, chunks[0].digest))
+            == chunks[0].digest
         )
 
 
-async def test_what_has_no_room_is_said_before_anything_is_fetched(hosts: Hosts) -> None:
-    await hosts.host("near")
-    fetcher = await hosts.fetcher("near", chunks_bytes=3 * CHUNK)
+async def test_version_beyond_the_cache_size_fails_before_the_fetch(hosts: Hosts) -> None:
+    await hosts.start_agent("near")
+    fetcher = await hosts.start_fetcher("near", chunks_bytes=3 * CHUNK)
     with pytest.raises(StorageFull, match="no room for 400000 bytes"):
-        await fetcher.pull(hosts.version(4))
-    assert hosts.copies_sent == 0
-    first, second = hosts.version(2), hosts.version(2)
+        await fetcher.pull(hosts.store_chunks(4))
+    assert hosts.store_sent_bytes == 0
+    first, second = hosts.store_chunks(2), hosts.store_chunks(2)
     await fetcher.pull(first)
-    await fetcher.pull(second)  # what was not used for longest makes room
-    assert hosts.right("near", second)
+    await fetcher.pull(second)  # evicts the least recently used chunks
+    assert hosts.has_valid_chunks("near", second)
 
 
-async def test_another_directory_takes_chunks_too(hosts: Hosts) -> None:
-    fetcher, wanted = await hosts.fetcher("alone"), hosts.version(5)
+async def test_pull_writes_to_another_directory(hosts: Hosts) -> None:
+    fetcher, chunks = await hosts.start_fetcher("alone"), hosts.store_chunks(5)
     elsewhere = ChunkStore(hosts.root / "elsewhere")
-    pulled = await pull_chunks(fetcher.mesh, fetcher.bulk, wanted, elsewhere)
-    assert pulled.fetched_bytes == 5 * CHUNK
-    assert all(elsewhere.read(one.digest) for one in wanted)
+    result = await pull_chunks(fetcher.mesh, fetcher.bulk, chunks, elsewhere)
+    assert result.fetched_bytes == 5 * CHUNK
+    assert all(elsewhere.read(one.digest) for one in chunks)
 
 
-async def test_a_source_far_slower_than_others_is_left(hosts: Hosts) -> None:
+async def test_much_slower_source_is_abandoned(hosts: Hosts) -> None:
     agent = hosts.process("node/slow", "slow", rate_up=40_000)
     server = chunk_cache.serve_cache(agent)
     assert server is not None
     hosts.servers["slow"] = server
     await agent.join(None, bulk_address=server.address)
-    wanted = hosts.version(6, LARGE // 10)
-    await (await hosts.fetcher("slow")).pull(wanted[:1])  # from there alone it would take 8 s
-    fetcher = await near(hosts)
+    chunks = hosts.store_chunks(6, LARGE // 10)
+    # a fetch from there alone would take 8 s
+    await (await hosts.start_fetcher("slow")).pull(chunks[:1])
+    fetcher = await start_near_fetcher(hosts)
     async with asyncio.timeout(scaled(60)):
-        pulled = await fetcher.pull(wanted)
-    assert hosts.right("near", wanted)
-    assert pulled.fetched_bytes == 6 * (LARGE // 10) and server.sent_bytes < LARGE // 10
+        result = await fetcher.pull(chunks)
+    assert hosts.has_valid_chunks("near", chunks)
+    assert result.fetched_bytes == 6 * (LARGE // 10) and server.sent_bytes < LARGE // 10

@@ -1,4 +1,4 @@
--- A job that has ended is on record no more. Its rows go in pieces afterwards (`delete_rest`):
+-- A job that has ended is on record no more. Its rows go in pieces afterwards (`delete_remaining_rows`):
 -- until the last is gone nobody gets its name. That it was deleted stays known, so that no Redis
 -- seems to have lost it, and the weight store lets go of what it kept for it.
 local seen = previous_reply()

@@ -1,7 +1,8 @@
 -- Rows of the pool. A worker's own hash is what it polls, a gang's is what its workers read. A look
 -- reads all of them: each row stands once more, as the text that answers are put together from, in
 -- one hash of all workers and one of all gangs, because a call for each row would hold up every
--- lease. `show_worker` and `show_gang` bring that up to date; whoever changes a row calls them.
+-- lease. `update_worker_snapshot` and `update_gang_snapshot` bring that up to date; whoever changes
+-- a row calls them.
 local WORKERS, WORKER = MESH .. ':workers', MESH .. ':worker:'
 local GANGS, GANG = MESH .. ':gangs', MESH .. ':gang:'
 local WORKERS_SNAPSHOT, GANGS_SNAPSHOT = MESH .. ':snapshot:workers', MESH .. ':snapshot:gangs'

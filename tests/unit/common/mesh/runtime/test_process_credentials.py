@@ -199,10 +199,10 @@ async def test_registering_other_processes_keys_blocks_no_connection(
     for mesh in (engine, rollout):
         assert mesh.credentials is not None
         row = mesh.credentials.row
-        owner_row = f"{MESH_PREFIX}:door:{row.role}:{HEAD}"
+        owner_row = f"{MESH_PREFIX}:credentials:{row.role}:{HEAD}"
         await state.run_command("HDEL", owner_row, row.public_key)
         await state.run_command(
-            "HSET", f"{MESH_PREFIX}:door:worker:{JOINED}", row.public_key, "0 worker/w0"
+            "HSET", f"{MESH_PREFIX}:credentials:worker:{JOINED}", row.public_key, "0 worker/w0"
         )
         assert mesh.credentials.keys.refresh_key(row.public_key) == (f"worker@{JOINED}",)
     assert rollout.credentials.keys.find_holders(engine.credentials.row.public_key) == (

@@ -1,9 +1,8 @@
-"""Chat templates that write what published ones write, in words of our own.
-
-What each writes was read from the templates that TRL 1.16 and Axolotl 0.19 carry, and is compared
-with those by `loadtests.chat_templates`: Qwen2.5 and Qwen3 (Apache-2.0), Llama 3.1 (Llama licence),
-Mistral v3 (Apache-2.0) and Gemma (Gemma terms). SmolLM2 and TinyLlama are in neither: theirs follow
-the ChatML and Zephyr templates there, as which they are published.
+"""Chat templates that write the same text as published ones, in our own words. Their output follows
+the templates that TRL 1.16 and Axolotl 0.19 carry, and `loadtests.chat_templates` compares them:
+Qwen2.5 and Qwen3 (Apache-2.0), Llama 3.1 (Llama licence), Mistral v3 (Apache-2.0) and Gemma
+(Gemma terms). SmolLM2 and TinyLlama are in neither: theirs follow the ChatML and Zephyr
+templates, under which they are published.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ from meshrl.common.model.chat.tool_call_parsers import PARSERS, detect_parser
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
 
-pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
+pytestmark = pytest.mark.group("transformers")  # imported by one worker for all tests of the group
 NO_TOOLS = "refused: the chat template tells the model of no tools"
-OUTCOMES = {  # of the conversations that are not token by token what transformers makes of them
+OUTCOMES = {  # conversations whose tokens differ from those of transformers
     "qwen3": {"system": "kept", "turns": "kept", "tools": "kept"},  # no empty reasoning later
-    "mistral": {"system": "kept", "tools": "kept"},  # which stand in the last message alone
+    "mistral": {"system": "kept", "tools": "kept"},  # tools stand only in the last message
     "smollm2": {"tools": NO_TOOLS},
     "tinyllama": {"tools": NO_TOOLS},
     "gemma": {
@@ -40,13 +40,23 @@ OUTCOMES = {  # of the conversations that are not token by token what transforme
         "tools": NO_TOOLS,
     },
 }
-ADDS: tuple[str, Any, str] = ("add", {"a": 1}, "")
+ADD_CALL: tuple[str, Any, str] = ("add", {"a": 1}, "")
 BROKEN = "invalid json"
-BAD = "a call is a name and an object of arguments"
+BAD_CALL = "a call is a name and an object of arguments"
 CASES: list[tuple[str, str, str, list[tuple[str, Any, str]]]] = [
     ("hermes", "no call", "no call", []),
-    ("hermes", 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "so ", [ADDS]),
-    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [ADDS]),
+    (
+        "hermes",
+        'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        "so ",
+        [ADD_CALL],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [ADD_CALL],
+    ),
     ("hermes", "<tool_call>\n{nonsense\n</tool_call>", "", [("", {}, "invalid json")]),
     (
         "hermes",
@@ -54,15 +64,15 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any, str]]]] = [
         "",
         [("add", {"a": 1}, "unclosed")],
     ),
-    ("hermes", '<tool_call>{"arguments": [1]}</tool_call>', "", [("", {}, BAD)]),
+    ("hermes", '<tool_call>{"arguments": [1]}</tool_call>', "", [("", {}, BAD_CALL)]),
     ("hermes", "<tool_call>3</tool_call>", "", [("", {}, "a call is a JSON object")]),
-    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [ADDS]),
-    ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [ADDS]),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [ADD_CALL]),
+    ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [ADD_CALL]),
     (
         "llama3_json",
         '{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}',
         "",
-        [ADDS],
+        [ADD_CALL],
     ),
     ("llama3_json", '{"name": "add", "parameters"', "", [("", {}, "invalid json")]),
     ("llama3_json", '{"sum": 3}', '{"sum": 3}', []),
@@ -71,39 +81,49 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any, str]]]] = [
         "mistral",
         'so [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]',
         "so ",
-        [ADDS],
+        [ADD_CALL],
     ),
-    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}', "", [ADDS, ADDS]),
-    ("mistral", '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}', "", [ADDS]),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}', "", [ADD_CALL, ADD_CALL]),
+    ("mistral", '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}', "", [ADD_CALL]),
     ("mistral", "[TOOL_CALLS][{", "", [("", {}, "invalid json")]),
     ("mistral", "[TOOL_CALLS]add{nonsense", "", [("add", {}, "invalid json")]),
     ("none", "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
 ]
 TAGS = "use <tool_call>, </tool_call>, [TOOL_CALLS] and [ARGS] or <|python_end|>; {"
-SAYS: tuple[str, Any, str] = ("say", {"a": TAGS}, "")
-SAYING = json.dumps({"name": "say", "arguments": {"a": TAGS}})
-HERMES = f"<tool_call>{SAYING}</tool_call>"
+SAY_CALL: tuple[str, Any, str] = ("say", {"a": TAGS}, "")
+SAY_JSON = json.dumps({"name": "say", "arguments": {"a": TAGS}})
+HERMES = f"<tool_call>{SAY_JSON}</tool_call>"
 ARGUMENTS = json.dumps({"a": TAGS})
-LOST: tuple[str, Any, str] = ("", {}, BROKEN)
-NOW: tuple[str, Any, str] = ("now", {}, "")
+BROKEN_CALL: tuple[str, Any, str] = ("", {}, BROKEN)
+NOW_CALL: tuple[str, Any, str] = ("now", {}, "")
 CASES += [
-    ("hermes", f"so {HERMES}\n{HERMES}", "so ", [SAYS, SAYS]),
-    ("hermes", f"<tool_call>{{</tool_call>{HERMES}", "", [LOST, SAYS]),
-    ("hermes", f"<tool_call>{{{HERMES}", "", [LOST, SAYS]),
-    ("hermes", f"<tool_call>{SAYING} and more</tool_call>", "", [LOST]),
-    ("hermes", f"<tool_call>{SAYING}", "", [("say", {"a": TAGS}, "unclosed")]),
-    ("hermes", f"<tool_call>{SAYING}{HERMES}", "", [("say", {"a": TAGS}, "unclosed"), SAYS]),
-    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW]),
-    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
-    ("hermes", '<tool_call>{"name": "now", "arguments": "null"}</tool_call>', "", [NOW]),
-    ("llama3_json", SAYING, "", [SAYS]),
-    ("llama3_json", f"<|python_start|>{SAYING}<|python_end|>; {SAYING}", "", [SAYS, SAYS]),
-    ("llama3_json", '{"name": "now", "parameters": null}', "", [NOW]),
-    ("mistral", f"so [TOOL_CALLS][{SAYING}, {SAYING}]", "so ", [SAYS, SAYS]),
-    ("mistral", f"[TOOL_CALLS]say[ARGS]{ARGUMENTS}[TOOL_CALLS][{SAYING}]", "", [SAYS, SAYS]),
-    ("mistral", '[TOOL_CALLS]add[TOOL_CALLS]add{"a": 1}', "", [("add", {}, BROKEN), ADDS]),
+    ("hermes", f"so {HERMES}\n{HERMES}", "so ", [SAY_CALL, SAY_CALL]),
+    ("hermes", f"<tool_call>{{</tool_call>{HERMES}", "", [BROKEN_CALL, SAY_CALL]),
+    ("hermes", f"<tool_call>{{{HERMES}", "", [BROKEN_CALL, SAY_CALL]),
+    ("hermes", f"<tool_call>{SAY_JSON} and more</tool_call>", "", [BROKEN_CALL]),
+    ("hermes", f"<tool_call>{SAY_JSON}", "", [("say", {"a": TAGS}, "unclosed")]),
+    ("hermes", f"<tool_call>{SAY_JSON}{HERMES}", "", [("say", {"a": TAGS}, "unclosed"), SAY_CALL]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW_CALL]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [NOW_CALL]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "null"}</tool_call>', "", [NOW_CALL]),
+    ("llama3_json", SAY_JSON, "", [SAY_CALL]),
+    (
+        "llama3_json",
+        f"<|python_start|>{SAY_JSON}<|python_end|>; {SAY_JSON}",
+        "",
+        [SAY_CALL, SAY_CALL],
+    ),
+    ("llama3_json", '{"name": "now", "parameters": null}', "", [NOW_CALL]),
+    ("mistral", f"so [TOOL_CALLS][{SAY_JSON}, {SAY_JSON}]", "so ", [SAY_CALL, SAY_CALL]),
+    (
+        "mistral",
+        f"[TOOL_CALLS]say[ARGS]{ARGUMENTS}[TOOL_CALLS][{SAY_JSON}]",
+        "",
+        [SAY_CALL, SAY_CALL],
+    ),
+    ("mistral", '[TOOL_CALLS]add[TOOL_CALLS]add{"a": 1}', "", [("add", {}, BROKEN), ADD_CALL]),
     ("mistral", '[TOOL_CALLS]add{"a": 1} so[TOOL_CALLS][]', "", [("add", {}, BROKEN)]),
-    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": null}]', "", [NOW]),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": null}]', "", [NOW_CALL]),
 ]
 NUMBERS: list[tuple[str, str, str]] = [  # parser, text, the call's name
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": [N]}}</tool_call>', ""),
@@ -114,23 +134,21 @@ NUMBERS: list[tuple[str, str, str]] = [  # parser, text, the call's name
 ]
 
 
-def chat_of(template: str, place: Path, **options: Any) -> ChatFormat:
-    directory_of(template, place)
-    return ChatFormat.load("template", {}, Tokenizer.load(place), **options)
+def load_chat(template: str, directory: Path, **options: Any) -> ChatFormat:
+    directory_of(template, directory)
+    return ChatFormat.load("template", {}, Tokenizer.load(directory), **options)
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", FORMATS)
-def test_conversations_are_what_transformers_makes_of_them(name: str, tmp_path: Path) -> None:
-    found = compared(directory_of(FORMATS[name], tmp_path))
+def test_conversations_match_transformers(name: str, tmp_path: Path) -> None:
+    outcomes = compared(directory_of(FORMATS[name], tmp_path))
     equal = dict.fromkeys(("prompt", "system", "turns", "tools"), "equal")
-    assert found == equal | OUTCOMES.get(name, {})
+    assert outcomes == equal | OUTCOMES.get(name, {})
 
 
 @pytest.mark.parametrize("name", ["tinyllama", "mistral", "gemma"])
-def test_tokenizers_that_write_spaces_as_characters_change_nothing(
-    name: str, tmp_path: Path
-) -> None:
+def test_tokenizers_with_space_characters_match_transformers(name: str, tmp_path: Path) -> None:
     directory_of(FORMATS[name], tmp_path)
     special = Tokenizer.load(tmp_path).special_tokens
     vocabulary = [f"<0x{i:02X}>" for i in range(256)] + ["▁", *map(chr, range(33, 127))]
@@ -143,24 +161,24 @@ def test_tokenizers_that_write_spaces_as_characters_change_nothing(
     backend.decoder = decoders.Sequence([*pieces, decoders.Strip(" ", 1, 0)])
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     backend.save(str(tmp_path / "tokenizer.json"))
-    found = compared(tmp_path)
-    assert (found["prompt"], found["turns"]) == ("equal", "equal")
+    outcomes = compared(tmp_path)
+    assert (outcomes["prompt"], outcomes["turns"]) == ("equal", "equal")
 
 
 def test_options_reach_the_template(tmp_path: Path) -> None:
-    place = directory_of(QWEN3, tmp_path)
-    tokenizer = Tokenizer.load(place)
-    quiet = ChatFormat.load("template", {"enable_thinking": False}, tokenizer)
-    assert tokenizer.decode(quiet.start_conversation([USER]).ids).endswith(
+    directory = directory_of(QWEN3, tmp_path)
+    tokenizer = Tokenizer.load(directory)
+    without_thinking = ChatFormat.load("template", {"enable_thinking": False}, tokenizer)
+    assert tokenizer.decode(without_thinking.start_conversation([USER]).ids).endswith(
         "<think>\n\n</think>\n\n"
     )
-    assert compared(place, {"enable_thinking": False})["prompt"] == "equal"
+    assert compared(directory, {"enable_thinking": False})["prompt"] == "equal"
     with pytest.raises(ConfigError, match="'messages' is not an option"):
         ChatFormat.load("template", {"messages": []}, tokenizer)
 
 
-def test_the_day_is_the_jobs(tmp_path: Path) -> None:
-    chat = chat_of(FORMATS["llama-3"], tmp_path, date="2024-02-09")
+def test_date_in_the_prompt_is_that_of_the_job(tmp_path: Path) -> None:
+    chat = load_chat(FORMATS["llama-3"], tmp_path, date="2024-02-09")
     assert "Today Date: 09 Feb 2024" in chat.tokenizer.decode(chat.start_conversation([USER]).ids)
 
 
@@ -174,13 +192,13 @@ turns = st.lists(st.integers(0, 262), max_size=24)
 
 @pytest.fixture(scope="module", params=["qwen2.5", "llama-3", "mistral", "gemma"])
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
-    return chat_of(FORMATS[request.param], tmp_path_factory.mktemp("chat"))
+    return load_chat(FORMATS[request.param], tmp_path_factory.mktemp("chat"))
 
 
 @pytest.mark.rotating(3)
 @settings(max_examples=25)
 @given(opening=words, rounds=st.lists(st.tuples(turns, words), min_size=1, max_size=4))
-def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
+def test_earlier_ids_are_unchanged_by_any_sampled_turn(
     chat: ChatFormat, opening: str, rounds: Any
 ) -> None:
     tokenizer = chat.tokenizer
@@ -189,28 +207,26 @@ def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
     for sampled, text in rounds:
         before = list(conversation.ids)
         reply = conversation.append_turn(sampled)
-        said = (
+        messages = (
             [{"role": "tool", "tool_call_id": c.id, "content": text} for c in reply.calls]
             if reply.calls
             else [{"role": "user", "content": text}]
         )
-        added = conversation.append_messages(said)
+        added = conversation.append_messages(messages)
         assert conversation.ids == before + sampled + added
         assert text in tokenizer.decode(added) or json.dumps(text) in tokenizer.decode(added)
 
 
-def sampled(chat: ChatFormat, text: str) -> list[int]:
+def encode(chat: ChatFormat, text: str) -> list[int]:
     return chat.tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", ""])
-def test_a_turn_is_followed_by_what_the_template_writes_after_its_end(
-    tmp_path: Path, end: str
-) -> None:
+def test_turn_is_closed_as_the_template_closes_it(tmp_path: Path, end: str) -> None:
     template = "{# <|endoftext|> #}" + FORMATS["qwen2.5"]
-    chat = chat_of(template, tmp_path, stop_tokens=["<|endoftext|>"])
+    chat = load_chat(template, tmp_path, stop_tokens=["<|endoftext|>"])
     conversation = chat.start_conversation([USER])
-    assert conversation.append_turn(sampled(chat, "It is 3." + end)).content == "It is 3."
+    assert conversation.append_turn(encode(chat, "It is 3." + end)).content == "It is 3."
     added = chat.tokenizer.decode(
         conversation.append_messages([{"role": "user", "content": "So?"}])
     )
@@ -218,7 +234,7 @@ def test_a_turn_is_followed_by_what_the_template_writes_after_its_end(
     assert added == f"{closing}\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
 
 
-# The mark of the next role closes the turn, as in GLM-4.
+# The marker of the next role closes the turn, as in GLM-4.
 OPEN_TURNS = r"""{# <|user|> <|assistant|> <|observation|> <|endoftext|> #}
 {%- for m in messages -%}
 {{ '<|observation|>' if m.role == 'tool' else '<|' ~ m.role ~ '|>' }}{{ '\n' ~ m.content }}
@@ -227,78 +243,80 @@ OPEN_TURNS = r"""{# <|user|> <|assistant|> <|observation|> <|endoftext|> #}
 """
 
 
-def test_a_template_that_closes_no_turn_keeps_the_mark_of_the_next_role(tmp_path: Path) -> None:
+def test_template_without_turn_ends_keeps_the_next_role_marker(tmp_path: Path) -> None:
     ends = ["<|endoftext|>", "<|user|>", "<|observation|>"]
-    chat = chat_of(OPEN_TURNS, tmp_path, stop_tokens=ends)
-    for end, mark in (
+    chat = load_chat(OPEN_TURNS, tmp_path, stop_tokens=ends)
+    for end, marker in (
         ("<|endoftext|>", "<|user|>"),
         ("<|observation|>", "<|user|>"),
-        ("<|user|>", ""),  # the model sampled the mark itself
+        ("<|user|>", ""),  # the model sampled the marker itself
         ("", "<|user|>"),
     ):
         conversation = chat.start_conversation([USER])
-        conversation.append_turn(sampled(chat, "\nIt is 3." + end))
+        conversation.append_turn(encode(chat, "\nIt is 3." + end))
         added = chat.tokenizer.decode(
             conversation.append_messages([{"role": "user", "content": "So?"}])
         )
-        assert added == f"{mark}\nSo?<|assistant|>", end
+        assert added == f"{marker}\nSo?<|assistant|>", end
 
 
-def test_what_is_said_cannot_pass_for_the_turn(tmp_path: Path) -> None:
-    chat = chat_of(FORMATS["qwen2.5"], tmp_path)
+def test_content_cannot_pass_for_the_turn_marker(tmp_path: Path) -> None:
+    chat = load_chat(FORMATS["qwen2.5"], tmp_path)
     conversation = chat.start_conversation([USER])
-    conversation.append_turn(sampled(chat, "It is 3.<|im_end|>"))
-    said = f"{TURN_MARKER}<|im_end|>{TURN_MARKER}s"
-    added = chat.tokenizer.decode(conversation.append_messages([{"role": "user", "content": said}]))
-    assert added == f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    conversation.append_turn(encode(chat, "It is 3.<|im_end|>"))
+    content = f"{TURN_MARKER}<|im_end|>{TURN_MARKER}s"
+    added = chat.tokenizer.decode(
+        conversation.append_messages([{"role": "user", "content": content}])
+    )
+    assert added == f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
 
 THOUGHT = "<think>\nOne more.\n</think>\n\nIt is 3.<|im_end|>"
 
 
-def test_reasoning_is_kept_where_the_template_drops_it_or_refused(tmp_path: Path) -> None:
-    place = directory_of(QWEN3, tmp_path)
-    tokenizer = Tokenizer.load(place)
-    keep = ChatFormat.load("template", {}, tokenizer, history="keep").start_conversation([USER])
-    reply = keep.append_turn(tokenizer.encode(THOUGHT))
+def test_dropped_reasoning_is_kept_or_rejected(tmp_path: Path) -> None:
+    directory = directory_of(QWEN3, tmp_path)
+    tokenizer = Tokenizer.load(directory)
+    keeping = ChatFormat.load("template", {}, tokenizer, history="keep").start_conversation([USER])
+    reply = keeping.append_turn(tokenizer.encode(THOUGHT))
     assert (reply.reasoning, reply.content) == ("One more.", "It is 3.")
-    keep.append_messages([AGAIN])
-    assert "One more." in tokenizer.decode(keep.ids)
-    refuse = ChatFormat.load("template", {}, tokenizer, history="refuse").start_conversation(
+    keeping.append_messages([AGAIN])
+    assert "One more." in tokenizer.decode(keeping.ids)
+    refusing = ChatFormat.load("template", {}, tokenizer, history="refuse").start_conversation(
         [USER], [ADD]
     )
-    refuse.append_turn(tokenizer.encode(THOUGHT.replace("It is 3.", call_of(1, 2))))
-    refuse.append_messages([{"role": "tool", "tool_call_id": "call00001", "content": "3"}])
-    refuse.append_turn(tokenizer.encode(THOUGHT))
+    refusing.append_turn(tokenizer.encode(THOUGHT.replace("It is 3.", format_call(1, 2))))
+    refusing.append_messages([{"role": "tool", "tool_call_id": "call00001", "content": "3"}])
+    refusing.append_turn(tokenizer.encode(THOUGHT))
     with pytest.raises(ChatFormatError, match="writes an earlier turn otherwise"):
-        refuse.append_messages([AGAIN])
+        refusing.append_messages([AGAIN])
 
 
-def call_of(a: int, b: int) -> str:
+def format_call(a: int, b: int) -> str:
     call = json.dumps({"name": "add", "arguments": {"a": a, "b": b}})
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def test_more_calls_than_the_template_can_write_are_answered(tmp_path: Path) -> None:
-    chat = chat_of(FORMATS["llama-3"], tmp_path)
+def test_more_calls_than_the_template_supports_are_answered(tmp_path: Path) -> None:
+    chat = load_chat(FORMATS["llama-3"], tmp_path)
     conversation = chat.start_conversation([SYSTEM, USER], [ADD])
-    one = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
-    reply = conversation.append_turn(sampled(chat, f"{one}; {one}<|eot_id|>"))
+    call_text = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    reply = conversation.append_turn(encode(chat, f"{call_text}; {call_text}<|eot_id|>"))
     assert [(c.name, c.arguments, c.problem) for c in reply.calls] == [
         ("add", {"a": 1, "b": 2}, "")
     ] * 2
     answers = [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in reply.calls]
     text = chat.tokenizer.decode(conversation.append_messages(answers))
     assert text.count('<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|>') == 2
-    conversation.append_turn(sampled(chat, "3<|eot_id|>"))
+    conversation.append_turn(encode(chat, "3<|eot_id|>"))
     assert "So?" in chat.tokenizer.decode(
         conversation.append_messages([{"role": "user", "content": "So?"}])
     )
 
 
 @pytest.mark.parametrize("name", ["llama-3", "mistral", "gemma", "qwen3"])
-def test_a_given_answer_is_a_turn_that_ends_once(name: str, tmp_path: Path) -> None:
-    chat = chat_of(FORMATS[name], tmp_path)
+def test_supervised_answer_ends_with_one_stop_token(name: str, tmp_path: Path) -> None:
+    chat = load_chat(FORMATS[name], tmp_path)
     messages = [USER] if name == "gemma" else [SYSTEM, USER]
     ids = chat.encode_answer(messages, ANSWER)
     text = chat.tokenizer.decode(ids)
@@ -306,39 +324,47 @@ def test_a_given_answer_is_a_turn_that_ends_once(name: str, tmp_path: Path) -> N
     assert [i for i in ids if i in chat.stop_ids] == ids[-1:]
 
 
-SAID = "{{ messages[0].content }}"
+FIRST_CONTENT = "{{ messages[0].content }}"
 
 
 SOURCES: list[tuple[Any, dict[str, str]]] = [
-    # how a directory names its templates: in tokenizer_config.json, and in further files
-    ("A" + SAID, {}),
-    ([{"name": n, "template": n + SAID} for n in ("default", "tool_use")], {}),
-    ("A", {"chat_template.jinja": SAID + "D{{ bos_token }}{{ '<é>' | tojson }}"}),
-    ("A", {"chat_template.jinja": SAID, "additional_chat_templates/tool_use.jinja": "E" + SAID}),
-    (SAID + "{{ bos_token }}", {"special_tokens_map.json": '{"bos_token": "<q>"}'}),
+    # names of templates in a directory: in tokenizer_config.json, and in further files
+    ("A" + FIRST_CONTENT, {}),
+    ([{"name": n, "template": n + FIRST_CONTENT} for n in ("default", "tool_use")], {}),
+    ("A", {"chat_template.jinja": FIRST_CONTENT + "D{{ bos_token }}{{ '<é>' | tojson }}"}),
+    (
+        "A",
+        {
+            "chat_template.jinja": FIRST_CONTENT,
+            "additional_chat_templates/tool_use.jinja": "E" + FIRST_CONTENT,
+        },
+    ),
+    (FIRST_CONTENT + "{{ bos_token }}", {"special_tokens_map.json": '{"bos_token": "<q>"}'}),
 ]
 
 
-@pytest.mark.parametrize(("held", "files"), SOURCES)
-def test_templates_are_found_where_transformers_finds_them(
-    tmp_path: Path, held: Any, files: dict[str, str]
+@pytest.mark.parametrize(("template_config", "files"), SOURCES)
+def test_templates_are_found_as_transformers_finds_them(
+    tmp_path: Path, template_config: Any, files: dict[str, str]
 ) -> None:
     import transformers
 
     directory_of("x", tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": held}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"chat_template": template_config})
+    )
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
     chat: Any = ChatFormat.load("template", {}, Tokenizer.load(tmp_path))
-    offered: list[list[Any]] = [[], [ADD]]
-    for tools in offered:
+    tool_sets: list[list[Any]] = [[], [ADD]]
+    for tools in tool_sets:
         assert chat.renderer.render(
             [USER], tools, add_generation_prompt=True
-        ) == theirs.apply_chat_template([USER], tools=tools or None, tokenize=False)
+        ) == reference.apply_chat_template([USER], tools=tools or None, tokenize=False)
 
 
 @pytest.mark.parametrize(
@@ -351,13 +377,15 @@ def test_templates_are_found_where_transformers_finds_them(
         ("{{ messages[7].content }}", "refuses these messages"),
     ],
 )
-def test_what_a_template_may_not_do_fails_by_type(tmp_path: Path, template: str, says: str) -> None:
-    chat = chat_of(template, tmp_path)
+def test_forbidden_template_operations_raise_a_typed_error(
+    tmp_path: Path, template: str, says: str
+) -> None:
+    chat = load_chat(template, tmp_path)
     with pytest.raises(ChatFormatError, match=says):
         chat.start_conversation([USER])
 
 
-def test_a_directory_without_a_template_that_ends_turns_is_refused(tmp_path: Path) -> None:
+def test_directory_without_a_usable_template_is_rejected(tmp_path: Path) -> None:
     directory_of("{% for %}", tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     with pytest.raises(ConfigError, match="not Jinja"):
@@ -376,19 +404,21 @@ def test_a_directory_without_a_template_that_ends_turns_is_refused(tmp_path: Pat
     assert ChatFormat.load("template", {}, tokenizer, stop_tokens=["</s>"]).stop_tokens == ["</s>"]
 
 
-def test_tools_that_the_template_does_not_teach_are_refused(tmp_path: Path) -> None:
+def test_tools_unknown_to_the_template_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ChatFormatError, match="tells the model of no tools"):
-        chat_of(FORMATS["smollm2"], tmp_path).start_conversation([USER], [ADD])
-    told = "{{ tools | tojson if tools }}" + FORMATS["smollm2"]
+        load_chat(FORMATS["smollm2"], tmp_path).start_conversation([USER], [ADD])
+    template = "{{ tools | tojson if tools }}" + FORMATS["smollm2"]
     with pytest.raises(ChatFormatError, match="nobody knows how"):
-        chat_of(told, tmp_path).start_conversation([USER], [ADD])
-    conversation = chat_of(told, tmp_path, tool_call_parser="hermes").start_conversation(
+        load_chat(template, tmp_path).start_conversation([USER], [ADD])
+    conversation = load_chat(template, tmp_path, tool_call_parser="hermes").start_conversation(
         [USER], [ADD]
     )
-    ids = Tokenizer.load(tmp_path).encode(call_of(1, 2) + "<|im_end|>")
+    ids = Tokenizer.load(tmp_path).encode(format_call(1, 2) + "<|im_end|>")
     assert [c.name for c in conversation.append_turn(ids).calls] == ["add"]
-    unread = chat_of(told, tmp_path, tool_call_parser="none").start_conversation([USER], [ADD])
-    assert unread.append_turn(ids).content == call_of(1, 2)
+    unparsed = load_chat(template, tmp_path, tool_call_parser="none").start_conversation(
+        [USER], [ADD]
+    )
+    assert unparsed.append_turn(ids).content == format_call(1, 2)
 
 
 CASES += [
@@ -399,17 +429,17 @@ CASES += [
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
-def test_calls_are_read(
+def test_tool_calls_are_parsed(
     parser: str, text: str, content: str, calls: list[tuple[str, Any, str]]
 ) -> None:
-    written = PARSERS[parser](text)
-    assert written.content == content
-    assert [(c.name, c.arguments, c.problem) for c in written.calls] == calls
+    parsed = PARSERS[parser](text)
+    assert parsed.content == content
+    assert [(c.name, c.arguments, c.problem) for c in parsed.calls] == calls
 
 
-def test_the_parser_is_what_the_template_teaches() -> None:
-    found = {name: detect_parser(template) for name, template in FORMATS.items()}
-    assert found == {
+def test_parser_is_detected_from_the_template() -> None:
+    parsers = {name: detect_parser(template) for name, template in FORMATS.items()}
+    assert parsers == {
         "qwen2.5": "hermes",
         "qwen3": "hermes",
         "llama-3": "llama3_json",
@@ -420,17 +450,17 @@ def test_the_parser_is_what_the_template_teaches() -> None:
     }
 
 
-MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+TAG_PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 
 
 JSON = ["[", "{", "}", '"name"', ":", '"add"', '"arguments"', "null", "1", ",", "]", "[" * 5000]
 
 
-PIECES = st.lists(st.sampled_from([*MARKS, *JSON]), max_size=20).map("".join)
+PIECES = st.lists(st.sampled_from([*TAG_PIECES, *JSON]), max_size=20).map("".join)
 
 
 @given(text=PIECES)
 @pytest.mark.parametrize("parser", PARSERS)
-def test_whatever_is_written_is_read_or_told(parser: str, text: str) -> None:
+def test_any_text_is_parsed_or_reported_as_a_problem(parser: str, text: str) -> None:
     for call in PARSERS[parser](text).calls:
         assert isinstance(call.arguments, dict) and (call.problem or call.name)

@@ -1,6 +1,4 @@
-"""Where each process has a key of its own, its bulk port lets in whom the mesh knows, to what their
-roles allow, for as long as that is true.
-"""
+"""Access to a bulk port by the keys of processes: by role, until a key is revoked."""
 
 from __future__ import annotations
 
@@ -72,16 +70,16 @@ HEAD, JOINED = "head-000001", "gpu2-77aa01"
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[Port]:
-    made = Port(tmp_path / "chunks")
-    yield made
-    made.server.close()
+    port = Port(tmp_path / "chunks")
+    yield port
+    port.server.close()
 
 
-# ---------------------------------------------------------------- whole processes
+# ---------------------------------------------------------------- complete processes
 
 
 @pytest.mark.parametrize("encrypt", [None, False])
-async def test_processes_of_two_hosts_move_chunks_and_files(
+async def test_processes_of_two_hosts_transfer_chunks_and_files(
     tmp_path: Path, encrypt: bool | None
 ) -> None:
     clock = SystemClock()
@@ -92,15 +90,15 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
         await mesh_doors.admit_host(owner, host)
         role = name.partition("/")[0]
         state = open_state_on(redis, StateClient, clock)
-        doorway = await ProcessCredentials.register(
+        credentials = await ProcessCredentials.register(
             name, role, host, state, SimulatedSyncRedisClient(redis), clock
         )
-        made = Mesh(
+        joined = Mesh(
             name,
             role,
             MeshDependencies(
                 state=state,
-                transport=ZmqTransport(keys=doorway.keys),
+                transport=ZmqTransport(keys=credentials.keys),
                 clock=clock,
                 random=Random.from_os_entropy(),
                 host=SystemHost(),
@@ -108,17 +106,17 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
             ),
             settings=MeshSettings("", "", host=host, joinable=True, encrypt=encrypt),
             terms=LeaseTerms(on_lost=ends.report_lost_lease, **PATIENT),
-            access=AccessRules(credentials=doorway),
+            access=AccessRules(credentials=credentials),
         )
-        await made.join(None)
-        return made
+        await joined.join(None)
+        return joined
 
     store, trainer, engine = (
         await mesh("weights", HEAD),
         await mesh("trainer/job", JOINED),
         await mesh("engine/g0", JOINED),
     )
-    beside = await mesh("trainer/other", HEAD)
+    other_trainer = await mesh("trainer/other", HEAD)
     store_chunks = ChunkStore(tmp_path / "chunks")
     server = serve_chunks(store, store_chunks)
     entry = RegistryEntry("weights", "weights", store.transport.address, server.address, host=HEAD)
@@ -127,25 +125,25 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
         digest = await client.put_chunk(entry, CONTENT)
         assert await client.fetch_chunk(entry, digest) == CONTENT
         (source := tmp_path / "source").write_bytes(CONTENT[1:])
-        moved = await client.put_file(entry, source)
-        with PartialFile.for_file(target := tmp_path / "target", moved) as partial:
+        file_digest = await client.put_file(entry, source)
+        with PartialFile.for_file(target := tmp_path / "target", file_digest) as partial:
             await BulkClient(engine).fetch_to_file(entry, partial)
         assert target.read_bytes() == CONTENT[1:]
         with pytest.raises(NotAllowed, match="role engine may not put chunks of weights"):
             await BulkClient(engine).put_chunk(entry, CONTENT)
-        # Files are read and written straight where the store itself says that it serves them,
-        # and not where anybody who may write the registry has its row say so.
-        near = BulkClient(beside)
-        assert (await near.open_local_store(entry)) is not None
+        # Files are accessed directly where the store itself serves them, not where a registry row
+        # says.
+        local_client = BulkClient(other_trainer)
+        assert (await local_client.open_local_store(entry)) is not None
         (elsewhere := tmp_path / "elsewhere").mkdir()
         entry.bulk = server.address.partition("#")[0] + f"#{elsewhere}"
-        kept = await near.put_chunk(entry, CONTENT[2:])
-        assert store_chunks.has(kept) and not list(elsewhere.iterdir())
-        strange = ChunkStore(elsewhere).write(b"of another")
+        stored = await local_client.put_chunk(entry, CONTENT[2:])
+        assert store_chunks.has(stored) and not list(elsewhere.iterdir())
+        foreign_digest = ChunkStore(elsewhere).write(b"of another")
         with pytest.raises(NotFound):
-            await near.fetch_chunk(entry, strange)
+            await local_client.fetch_chunk(entry, foreign_digest)
         entry.bulk = server.address
-        entry.address = engine.transport.address  # one that says that it is the store
+        entry.address = engine.transport.address  # a process that claims to be the store
         with pytest.raises(HandshakeFailed, match=f"is one of engine@{JOINED}, not of weights"):
             await client.fetch_chunk(entry, digest)
         entry.address = store.transport.address
@@ -166,22 +164,25 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
         )
     finally:
         server.close()
-        for one in (engine, trainer, beside, store):
+        for one in (engine, trainer, other_trainer, store):
             await one.leave()
         await owner.close()
 
 
-# ---------------------------------------------------------------- who may what
+# ---------------------------------------------------------------- permissions
 
 
 @pytest.mark.parametrize("role", sorted(ROLES))
-def test_each_role_may_what_the_table_says_and_nothing_else(port: Port, role: str) -> None:
-    door = port.make_authenticator(role)
+def test_each_role_has_exactly_the_permissions_of_the_table(port: Port, role: str) -> None:
+    authenticator = port.make_authenticator(role)
     for space in SPACES:
         may_put = role in BULK_PERMISSIONS.get(("weights", put_right(space)), ())
-        for verb, may in {GET: role in BULK_PERMISSIONS["weights", MAY_GET], HAS: may_put}.items():
-            with port.session(door) as session:
-                if may:
+        for verb, is_allowed in {
+            GET: role in BULK_PERMISSIONS["weights", MAY_GET],
+            HAS: may_put,
+        }.items():
+            with port.session(authenticator) as session:
+                if is_allowed:
                     with suppress(NotFound):
                         assert session.request(verb, port.digest, space=space) is not None
                     continue
@@ -191,52 +192,52 @@ def test_each_role_may_what_the_table_says_and_nothing_else(port: Port, role: st
                     session.request(verb, port.digest, space=space)
         digest = compute_digest(f"planted in {space}".encode())
         try:
-            with port.session(door) as session:
+            with port.session(authenticator) as session:
                 session.request(PUT, digest, f"planted in {space}".encode(), space=space)
             assert may_put
         except (NotAllowed, PeerLost):
             assert not may_put
-        there = {name: port.chunks.open_space(name).has(digest) for name in SPACES}
-        assert there == {name: may_put and name == space for name in SPACES}
+        stored_by_space = {name: port.chunks.open_space(name).has(digest) for name in SPACES}
+        assert stored_by_space == {name: may_put and name == space for name in SPACES}
 
 
-def test_the_table_names_roles_that_there_are_and_none_puts_what_the_store_publishes() -> None:
+def test_permission_table_has_known_roles_and_no_publishing_role() -> None:
     for (served, _), roles in BULK_PERMISSIONS.items():
         assert {served} | roles <= ROLES
     assert not any("sandbox" in roles for roles in BULK_PERMISSIONS.values())
     assert ("weights", put_right(PUBLISHED)) not in BULK_PERMISSIONS
 
 
-def test_a_revoked_key_is_refused_at_its_next_request(port: Port) -> None:
-    door, other = port.make_authenticator("engine"), port.make_authenticator("engine")
-    with port.session(door) as session, port.session(other) as another:
+def test_revoked_key_is_rejected_at_its_next_request(port: Port) -> None:
+    authenticator, other = port.make_authenticator("engine"), port.make_authenticator("engine")
+    with port.session(authenticator) as session, port.session(other) as other_session:
         assert session.fetch_chunk(port.digest) == CONTENT
-        assert another.fetch_chunk(port.digest) == CONTENT
-        port.revoke(door)
+        assert other_session.fetch_chunk(port.digest) == CONTENT
+        port.revoke(authenticator)
         with pytest.raises(NotAllowed, match="not let in any more"):
             session.fetch_chunk(port.digest)
-        assert another.fetch_chunk(port.digest) == CONTENT
-    with pytest.raises(HandshakeFailed, match=r"keys\?"), port.session(door):
+        assert other_session.fetch_chunk(port.digest) == CONTENT
+    with pytest.raises(HandshakeFailed, match=r"keys\?"), port.session(authenticator):
         pass
 
 
-# ---------------------------------------------------------------- who is not let in
+# ---------------------------------------------------------------- unauthenticated peers
 
 
-def test_a_stranger_gets_no_byte(port: Port) -> None:
-    """Nobody's key, that of another port, and what is no hello at all."""
+def test_unauthenticated_peer_gets_no_byte(port: Port) -> None:
+    """Check unknown keys, keys of other ports and malformed hellos."""
     address, place = port.address, port.url
-    stranger, known = port.make_authenticator(""), port.make_authenticator("trainer")
+    unknown_key, known_key = port.make_authenticator(""), port.make_authenticator("trainer")
     wrong_server = f"tcp://x:1#{'ab' * 32}.{'ab' * 32}"
-    right = known.begin_client_handshake(address, place).make_hello()
+    valid_hello = known_key.begin_client_handshake(address, place).make_hello()
     hellos = [
         b"",
         os.urandom(101),
         *(magic + os.urandom(97) for magic in SUITES_BY_MAGIC),
-        stranger.begin_client_handshake(address, place).make_hello(),
-        known.begin_client_handshake(wrong_server, place).make_hello(),
-        known.begin_client_handshake(address, "tcp://127.0.0.2:1").make_hello(),
-        right[:-1] + bytes([right[-1] ^ 1]),
+        unknown_key.begin_client_handshake(address, place).make_hello(),
+        known_key.begin_client_handshake(wrong_server, place).make_hello(),
+        known_key.begin_client_handshake(address, "tcp://127.0.0.2:1").make_hello(),
+        valid_hello[:-1] + bytes([valid_hello[-1] ^ 1]),
     ]
     digest = bytes.fromhex(port.digest)
     requests = [
@@ -248,7 +249,7 @@ def test_a_stranger_gets_no_byte(port: Port) -> None:
     for hello in hellos:
         for request in requests:
             with port.connect() as connection:
-                with suppress(OSError):  # it has hung up already
+                with suppress(OSError):  # the server has closed the connection already
                     connection.sendall(hello + bytes(16) + request + bytes(200))
                     connection.shutdown(socket.SHUT_WR)
                 assert read_all(connection) == b"", hello[:4]
@@ -256,24 +257,27 @@ def test_a_stranger_gets_no_byte(port: Port) -> None:
     assert found == before and port.lookup_count <= 1 + len(requests) * len(hellos)
 
 
-@pytest.mark.parametrize("who", ["a stranger", "a server with another key"])
-def test_a_wrong_key_is_said_at_once_by_who_asks(port: Port, who: str) -> None:
+@pytest.mark.parametrize("peer", ["an unknown client", "a server with another key"])
+def test_client_detects_a_wrong_key_at_once(port: Port, peer: str) -> None:
     address = ""
-    if who == "a server with another key":
+    if peer == "a server with another key":
         address = f"tcp://127.0.0.1:1#{'ab' * 32}.{'ab' * 32}"
     started = time.monotonic()
-    door = port.make_authenticator("trainer" if address else "")
-    with pytest.raises(HandshakeFailed, match=r"keys\?"), port.session(door, address, 3600.0):
+    authenticator = port.make_authenticator("trainer" if address else "")
+    with (
+        pytest.raises(HandshakeFailed, match=r"keys\?"),
+        port.session(authenticator, address, 3600.0),
+    ):
         pass
     assert time.monotonic() - started < scaled(DEADLINE_S / 2)
 
 
-def test_a_recorded_hello_opens_nothing(port: Port) -> None:
-    asking = port.make_authenticator("trainer").begin_client_handshake(port.address, port.url)
-    hello = asking.make_hello()
+def test_replayed_hello_is_rejected(port: Port) -> None:
+    handshake = port.make_authenticator("trainer").begin_client_handshake(port.address, port.url)
+    hello = handshake.make_hello()
     with port.connect() as honest:
         honest.sendall(hello)
-        proof = asking.answer_challenge(
+        proof = handshake.answer_challenge(
             honest.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL)
         )
         assert proof is not None
@@ -283,66 +287,65 @@ def test_a_recorded_hello_opens_nothing(port: Port) -> None:
             assert len(read_all(connection)) == ClientHandshake.challenge_bytes
 
 
-def test_who_is_looked_up_keeps_nobody_waiting(port: Port) -> None:
-    """Redis takes its time over a key: others are served meanwhile, and it is after that."""
+def test_key_lookup_does_not_block_other_connections(port: Port) -> None:
     slow, quick = port.make_authenticator("trainer"), port.make_authenticator("engine")
-    asked, answers = threading.Event(), threading.Event()
+    lookup_started, lookup_may_finish = threading.Event(), threading.Event()
     with port.session(quick) as session:
 
-        def wait(keys: object) -> None:
-            asked.set()
-            assert answers.wait(scaled(DEADLINE_S))
+        def wait_for_lookup(keys: object) -> None:
+            lookup_started.set()
+            assert lookup_may_finish.wait(scaled(DEADLINE_S))
 
-        port.on_lookup = wait
-        entered: list[bytes] = []
+        port.on_lookup = wait_for_lookup
+        received: list[bytes] = []
 
-        def knock() -> None:
+        def connect() -> None:
             with port.session(slow) as late:
-                entered.append(late.fetch_chunk(port.digest))
+                received.append(late.fetch_chunk(port.digest))
 
-        knocking = threading.Thread(target=knock)
-        knocking.start()
-        assert asked.wait(scaled(DEADLINE_S))
-        assert session.fetch_chunk(port.digest) == CONTENT and not entered
-        answers.set()
-        knocking.join(scaled(DEADLINE_S))
-    assert entered == [CONTENT]
+        thread = threading.Thread(target=connect)
+        thread.start()
+        assert lookup_started.wait(scaled(DEADLINE_S))
+        assert session.fetch_chunk(port.digest) == CONTENT and not received
+        lookup_may_finish.set()
+        thread.join(scaled(DEADLINE_S))
+    assert received == [CONTENT]
 
 
-def test_while_redis_is_silent_the_known_come_in_and_others_are_to_try_again(port: Port) -> None:
+def test_known_keys_are_accepted_during_an_outage_of_redis(port: Port) -> None:
     known, unknown = port.make_authenticator("engine"), port.make_authenticator("trainer")
     with port.session(known) as session:
         assert session.fetch_chunk(port.digest) == CONTENT
 
-    def silent(keys: object) -> None:
+    def fail_lookup(keys: object) -> None:
         raise StateUnavailable("Redis does not answer")
 
-    port.on_lookup = silent
+    port.on_lookup = fail_lookup
     with port.session(known) as session:
         assert session.fetch_chunk(port.digest) == CONTENT
-    with pytest.raises(HandshakeFailed) as refused, port.session(unknown):
+    with pytest.raises(HandshakeFailed) as error, port.session(unknown):
         pass
-    assert refused.value.retryable and port.server.rejection_counts["bulk_undecided"] == 1
+    assert error.value.retryable and port.server.rejection_counts["bulk_undecided"] == 1
 
 
 @pytest.mark.parametrize("encrypt", [None, False, True])
 @pytest.mark.parametrize("joinable", [False, True])
-def test_what_is_sealed_by_default(joinable: bool, encrypt: bool | None) -> None:
+def test_joinable_meshes_are_encrypted_by_default(joinable: bool, encrypt: bool | None) -> None:
     settings = MeshSettings("", "", joinable=joinable, encrypt=encrypt)
     assert settings.is_bulk_encrypted == (joinable if encrypt is None else encrypt)
 
 
-# ---------------------------------------------------------------- what follows
+# ---------------------------------------------------------------- encryption
 
 
 @pytest.mark.parametrize("magic", list(SUITES_BY_MAGIC), ids=["aes", "chacha"])
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plain"])
-def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sealed: bool) -> None:
+def test_both_cipher_suites_carry_all_requests(tmp_path: Path, magic: bytes, sealed: bool) -> None:
     port = Port(tmp_path / "chunks", sealed=sealed)
-    door = port.make_authenticator("trainer", sealed=sealed)
-    proof = door.begin_client_handshake(port.address, port.url)
-    own, server = door._keys.bulk_private_key, port.keys.bulk_public_key
-    proof = ClientHandshake(own, server, port.url, sealed, magic)
+    authenticator = port.make_authenticator("trainer", sealed=sealed)
+    proof = authenticator.begin_client_handshake(port.address, port.url)
+    private_key, server = authenticator._keys.bulk_private_key, port.keys.bulk_public_key
+    proof = ClientHandshake(private_key, server, port.url, sealed, magic)
     with BulkSession(port.url, proof, scaled(DEADLINE_S), 1 << 30) as session:
         assert (proof.ciphers is not None) == sealed
         content = os.urandom(1_500_000)
@@ -355,19 +358,19 @@ def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sea
 
 
 @contextmanager
-def on_the_way(
-    directory: Path, most: int = 1 << 40, sealed: bool = True
+def serve_through_proxy(
+    directory: Path, max_bytes: int = 1 << 40, sealed: bool = True
 ) -> Iterator[tuple[Port, FaultyProxy]]:
     port = Port(directory, sealed=sealed, advertise="127.0.0.2")
-    with FaultyProxy(port.port_number, most) as proxy:
+    with FaultyProxy(port.port_number, max_bytes) as proxy:
         yield port, proxy
     port.server.close()
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plain"])
-def test_who_sits_on_the_way_reads_nothing_that_is_sealed(tmp_path: Path, sealed: bool) -> None:
+def test_encrypted_content_is_not_readable_on_the_wire(tmp_path: Path, sealed: bool) -> None:
     with (
-        on_the_way(tmp_path / "chunks", sealed=sealed) as (port, proxy),
+        serve_through_proxy(tmp_path / "chunks", sealed=sealed) as (port, proxy),
         port.session(port.make_authenticator("trainer", sealed=sealed)) as session,
     ):
         assert session.fetch_chunk(port.digest) == CONTENT
@@ -376,90 +379,96 @@ def test_who_sits_on_the_way_reads_nothing_that_is_sealed(tmp_path: Path, sealed
 
 
 @pytest.mark.parametrize("server, client", [(True, False), (False, True)])
-def test_it_is_sealed_if_either_end_wants_that(tmp_path: Path, server: bool, client: bool) -> None:
+def test_connection_is_encrypted_if_either_end_requires_it(
+    tmp_path: Path, server: bool, client: bool
+) -> None:
     with (
-        on_the_way(tmp_path / "chunks", sealed=server) as (port, proxy),
+        serve_through_proxy(tmp_path / "chunks", sealed=server) as (port, proxy),
         port.session(port.make_authenticator("trainer", sealed=client)) as session,
     ):
         assert session.fetch_chunk(port.digest) == CONTENT
     assert CONTENT[1000:1032] not in proxy.server_bytes
 
 
-def test_what_is_changed_or_cut_off_on_the_way_is_missed(tmp_path: Path) -> None:
-    """Wherever it happens, nobody takes what arrives for the chunk."""
-    with on_the_way(tmp_path / "chunks") as (port, proxy):
-        door = port.make_authenticator("trainer")
-        with port.session(door) as session:
+def test_corrupt_or_truncated_streams_are_detected(tmp_path: Path) -> None:
+    with serve_through_proxy(tmp_path / "chunks") as (port, proxy):
+        authenticator = port.make_authenticator("trainer")
+        with port.session(authenticator) as session:
             session.fetch_chunk(port.digest)
-        whole = len(proxy.server_bytes)
-        for at in (*range(0, whole, whole // 20), whole - 17, whole - 1):
-            proxy.corrupt_at = at
-            with pytest.raises(PeerLost), port.session(door) as session:
+        total_bytes = len(proxy.server_bytes)
+        for position in (
+            *range(0, total_bytes, total_bytes // 20),
+            total_bytes - 17,
+            total_bytes - 1,
+        ):
+            proxy.corrupt_at = position
+            with pytest.raises(PeerLost), port.session(authenticator) as session:
                 session.fetch_chunk(port.digest)
         proxy.corrupt_at = -1
-        for most in (*range(0, whole, whole // 20), whole - 1):
-            proxy.max_bytes = most
-            with pytest.raises(PeerLost), port.session(door) as session:
+        for max_bytes in (*range(0, total_bytes, total_bytes // 20), total_bytes - 1):
+            proxy.max_bytes = max_bytes
+            with pytest.raises(PeerLost), port.session(authenticator) as session:
                 session.fetch_chunk(port.digest)
 
 
-# ---------------------------------------------------------------- how many
+# ---------------------------------------------------------------- limits
 
 
-def test_one_process_has_so_many_connections_and_others_find_room(port: Port) -> None:
-    greedy, other = port.make_authenticator("engine"), port.make_authenticator("trainer")
-    with ExitStack() as open_ones:
+def test_connections_per_process_are_bounded(port: Port) -> None:
+    many_connections, other = port.make_authenticator("engine"), port.make_authenticator("trainer")
+    with ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS_PER_USER):
-            session = open_ones.enter_context(port.session(greedy))
+            session = stack.enter_context(port.session(many_connections))
             session.fetch_chunk(port.digest)
-        with pytest.raises(PeerLost), port.session(greedy) as session:
+        with pytest.raises(PeerLost), port.session(many_connections) as session:
             session.fetch_chunk(port.digest)
         with port.session(other) as session:
             assert session.fetch_chunk(port.digest) == CONTENT
     assert port.server.rejection_counts["bulk_crowd"] == 1
 
 
-def test_who_knocks_often_pushes_only_itself_out(port: Port) -> None:
-    """A stranger of another address that has just begun is not pushed out by a crowd of one."""
-    with ExitStack() as held:
-        slow = held.enter_context(
+def test_peer_with_many_connections_evicts_only_its_own(port: Port) -> None:
+    with ExitStack() as stack:
+        slow_peer = stack.enter_context(
             socket.create_connection(
                 ("127.0.0.1", port.port_number), scaled(DEADLINE_S), source_address=("127.0.0.3", 0)
             )
         )
-        asking = port.make_authenticator("trainer").begin_client_handshake(port.address, port.url)
-        hello = asking.make_hello()
-        slow.sendall(hello[:50])
+        handshake = port.make_authenticator("trainer").begin_client_handshake(
+            port.address, port.url
+        )
+        hello = handshake.make_hello()
+        slow_peer.sendall(hello[:50])
         for _ in range(3 * MAX_UNAUTHENTICATED):
-            held.enter_context(port.connect())
-        slow.sendall(hello[50:])
-        assert len(slow.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL)) == (
+            stack.enter_context(port.connect())
+        slow_peer.sendall(hello[50:])
+        assert len(slow_peer.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL)) == (
             ClientHandshake.challenge_bytes
         )
         assert port.server.connection_count <= MAX_UNAUTHENTICATED
 
 
-def test_without_descriptors_the_thread_rests_and_then_goes_on(port: Port) -> None:
-    door = port.make_authenticator("trainer")
-    with port.session(door) as session, ExitStack() as held:
-        waiting = [held.enter_context(socket.socket()) for _ in range(50)]
+def test_server_pauses_without_descriptors_and_then_continues(port: Port) -> None:
+    authenticator = port.make_authenticator("trainer")
+    with port.session(authenticator) as session, ExitStack() as stack:
+        idle_sockets = [stack.enter_context(socket.socket()) for _ in range(50)]
         limits, deadline_s = resource.getrlimit(resource.RLIMIT_NOFILE), scaled(DEADLINE_S)
-        used = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+        next_descriptor = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_descriptor, limits[1]))
         try:
             started = time.monotonic()
             while port.server.rejection_counts["bulk_descriptors"] < 3:
-                with suppress(OSError):  # also what earlier tests give back by and by
+                with suppress(OSError):  # also descriptors that earlier tests free late
                     while True:
-                        held.enter_context(socket.socket())
-                if waiting:
-                    waiting.pop().connect(("127.0.0.1", port.port_number))
+                        stack.enter_context(socket.socket())
+                if idle_sockets:
+                    idle_sockets.pop().connect(("127.0.0.1", port.port_number))
                 assert time.monotonic() - started < deadline_s
                 time.sleep(0.01)
-            refused = port.server.rejection_counts["bulk_descriptors"]
-            assert refused <= (time.monotonic() - started) / ACCEPT_PAUSE_S + 2
+            rejected_count = port.server.rejection_counts["bulk_descriptors"]
+            assert rejected_count <= (time.monotonic() - started) / ACCEPT_PAUSE_S + 2
             assert session.request(PARTIAL_SIZE, "0" * 64) == bytes(8), "who is in is served"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        with port.session(door) as another:
-            assert another.fetch_chunk(port.digest) == CONTENT
+        with port.session(authenticator) as other_session:
+            assert other_session.fetch_chunk(port.digest) == CONTENT

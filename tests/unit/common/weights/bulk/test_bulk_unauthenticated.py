@@ -1,4 +1,4 @@
-"""Bulk ports and peers without a key, or with malformed messages."""
+"""Bulk ports and unauthenticated peers, or malformed messages."""
 
 from __future__ import annotations
 
@@ -61,16 +61,18 @@ FIRST = st.binary(max_size=300) | st.builds(
 LENGTHS = st.integers(0, (1 << 32) - 1) | st.integers(FRAME_BYTES, FRAME_BYTES + 40)
 
 
-class Served:
-    """A port with one chunk."""
+class ServedPort:
+    """Bulk port with one chunk."""
 
     def __init__(self, directory: Path) -> None:
         self.chunks = ChunkStore(directory)
         self.digest = self.chunks.write(CHUNK)
-        door = InProcessAuthenticator()
-        self.server = BulkServer(self.chunks, SystemHost(), "tcp://127.0.0.1:*", authenticator=door)
-        self.place = self.server.address.partition("#")[0]
-        self.port = int(self.place.rpartition(":")[2])
+        authenticator = InProcessAuthenticator()
+        self.server = BulkServer(
+            self.chunks, SystemHost(), "tcp://127.0.0.1:*", authenticator=authenticator
+        )
+        self.url = self.server.address.partition("#")[0]
+        self.port = int(self.url.rpartition(":")[2])
         self.entry = RegistryEntry("store", "test", bulk=self.server.address, host="there")
 
     def connect(self) -> socket.socket:
@@ -83,10 +85,10 @@ class Served:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    made = Served(tmp_path / "chunks")
-    yield made
-    made.server.close()
+async def served(tmp_path: Path) -> AsyncIterator[ServedPort]:
+    created = ServedPort(tmp_path / "chunks")
+    yield created
+    created.server.close()
 
 
 @pytest.fixture
@@ -95,23 +97,23 @@ async def client(join: Join) -> BulkClient:
 
 
 @contextmanager
-def squatting(answer: bytes | None, onwards: int = 0) -> Iterator[int]:
-    """A foreign server: it answers every hello with `answer`, or passes all on to a port and back;
-    its port.
+def run_foreign_server(answer: bytes | None, relay_port: int = 0) -> Iterator[int]:
+    """Run a foreign server that answers each hello with `answer`, or relays it to a port; yield its
+    own port.
     """
 
     def serve() -> None:
         with suppress(OSError):
             while True:
-                taken, _ = listener.accept()
-                with taken:
-                    hello = taken.recv(ServerHandshake.hello_bytes, socket.MSG_WAITALL)
+                connection, _ = listener.accept()
+                with connection:
+                    hello = connection.recv(ServerHandshake.hello_bytes, socket.MSG_WAITALL)
                     if answer is not None:
-                        taken.sendall(answer)
+                        connection.sendall(answer)
                         continue
-                    with socket.create_connection(("127.0.0.1", onwards)) as real:
-                        real.sendall(hello)
-                        taken.sendall(real.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
+                    with socket.create_connection(("127.0.0.1", relay_port)) as target:
+                        target.sendall(hello)
+                        connection.sendall(target.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
@@ -121,48 +123,50 @@ def squatting(answer: bytes | None, onwards: int = 0) -> Iterator[int]:
         thread.join(scaled(10))
 
 
-async def test_a_foreign_server_cannot_pass_for_ours(served: Served, client: BulkClient) -> None:
+async def test_foreign_server_is_rejected_by_the_client(
+    served: ServedPort, client: BulkClient
+) -> None:
     for answer in (
         bytes(CHALLENGE_BYTES),
         os.urandom(CHALLENGE_BYTES),
     ):
-        with squatting(answer) as port:
-            there = RegistryEntry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
+        with run_foreign_server(answer) as port:
+            foreign_entry = RegistryEntry(
+                "store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there"
+            )
             with pytest.raises(HandshakeFailed, match="Another program"):
-                await client.put_chunk(there, b"for the store alone", deadline_s=scaled(10))
+                await client.put_chunk(foreign_entry, b"for the store alone", deadline_s=scaled(10))
 
 
-async def test_a_proof_is_not_passed_on_from_another_port(
-    served: Served, client: BulkClient
-) -> None:
-    with squatting(None, onwards=served.port) as port:
-        there = RegistryEntry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
+async def test_relayed_handshake_is_rejected(served: ServedPort, client: BulkClient) -> None:
+    with run_foreign_server(None, relay_port=served.port) as port:
+        foreign_entry = RegistryEntry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
         with pytest.raises(PeerLost):
-            await client.fetch_chunk(there, served.digest, deadline_s=scaled(10))
+            await client.fetch_chunk(foreign_entry, served.digest, deadline_s=scaled(10))
 
 
-async def test_strangers_are_bounded_and_never_keep_ours_out(
-    served: Served, client: BulkClient
+async def test_unauthenticated_peers_are_bounded_and_block_no_client(
+    served: ServedPort, client: BulkClient
 ) -> None:
-    strangers = [served.connect() for _ in range(MAX_CONNECTIONS + MAX_UNAUTHENTICATED)]
-    strangers[-1].sendall(os.urandom(ServerHandshake.hello_bytes - 1))
+    peers = [served.connect() for _ in range(MAX_CONNECTIONS + MAX_UNAUTHENTICATED)]
+    peers[-1].sendall(os.urandom(ServerHandshake.hello_bytes - 1))
     assert await client.fetch_chunk(served.entry, served.digest) == CHUNK
     digest = await client.put_chunk(served.entry, b"while they wait")
     assert await client.fetch_chunk(served.entry, digest) == b"while they wait"
     assert served.server.connection_count <= MAX_UNAUTHENTICATED + 1
-    for stranger in strangers:
-        assert read_all(stranger) == b"", "half-open ones are dropped before this end times out"
-        stranger.close()
+    for peer in peers:
+        assert read_all(peer) == b"", "half-open ones are dropped before this end times out"
+        peer.close()
 
 
 @pytest.fixture(params=[True, False], ids=["sealed", "plain"])
 def port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Port]:
-    made = Port(tmp_path / "chunks", sealed=request.param)
-    yield made
-    made.server.close()
+    created = Port(tmp_path / "chunks", sealed=request.param)
+    yield created
+    created.server.close()
 
 
-def goes_on(port: Port, capfd: pytest.CaptureFixture[str]) -> None:
+def assert_still_serves(port: Port, capfd: pytest.CaptureFixture[str]) -> None:
     with port.session(port.make_authenticator("trainer", sealed=False)) as session:
         assert session.fetch_chunk(port.digest) == CONTENT
     assert "Traceback" not in capfd.readouterr().err
@@ -170,15 +174,15 @@ def goes_on(port: Port, capfd: pytest.CaptureFixture[str]) -> None:
 
 @SLOW
 @given(first=FIRST)
-def test_bytes_without_a_proof_are_not_answered(
+def test_bytes_without_a_proof_get_no_answer(
     port: Port, capfd: pytest.CaptureFixture[str], first: bytes
 ) -> None:
     with port.connect() as connection:
-        with suppress(OSError):  # it has hung up already
+        with suppress(OSError):  # the server has closed the connection already
             connection.sendall(first)
             connection.shutdown(socket.SHUT_WR)
         assert read_all(connection) == b""
-    goes_on(port, capfd)
+    assert_still_serves(port, capfd)
 
 
 @SLOW
@@ -188,30 +192,30 @@ def test_bytes_without_a_proof_are_not_answered(
     digest=st.just(b"") | st.binary(min_size=32, max_size=32),
     space=st.integers(0, 255),
     numbers=st.tuples(NUMBERS, NUMBERS, NUMBERS),
-    behind=st.binary(max_size=2000),
+    body=st.binary(max_size=2000),
 )
-def test_requests_that_make_no_sense_end_their_connection_at_most(
+def test_malformed_requests_close_only_their_connection(
     port: Port,
     capfd: pytest.CaptureFixture[str],
     verb: bytes,
     digest: bytes,
     space: int,
     numbers: tuple[int, int, int],
-    behind: bytes,
+    body: bytes,
 ) -> None:
     with port.session(port.make_authenticator("trainer", sealed=False)) as session:
-        head = REQUEST_HEADER.pack(verb, space, digest or bytes.fromhex(port.digest), *numbers)
+        header = REQUEST_HEADER.pack(verb, space, digest or bytes.fromhex(port.digest), *numbers)
         with suppress(OSError, MeshError):
-            session._send(head)
-            session._send(behind)
+            session._send(header)
+            session._send(body)
             session._socket.shutdown(socket.SHUT_WR)
             session._receive_exactly(RESPONSE_HEADER.size)
-    goes_on(port, capfd)
+    assert_still_serves(port, capfd)
 
 
 @SLOW
 @given(length=LENGTHS, sealed=st.binary(max_size=600))
-def test_frames_that_nobody_sealed_end_their_connection(
+def test_unauthenticated_frames_close_their_connection(
     port: Port, capfd: pytest.CaptureFixture[str], length: int, sealed: bytes
 ) -> None:
     with (
@@ -222,12 +226,13 @@ def test_frames_that_nobody_sealed_end_their_connection(
         session._socket.sendall(length.to_bytes(4, "little") + sealed)
         session._socket.shutdown(socket.SHUT_WR)
         assert read_all(session._socket) == b""
-    goes_on(port, capfd)
+    assert_still_serves(port, capfd)
 
 
 @pytest.mark.deep
-def test_a_flood_leaves_nothing(port: Port, capfd: pytest.CaptureFixture[str]) -> None:
-    """Neither what served it nor scratch files."""
+def test_connection_flood_leaves_no_connections_or_files(
+    port: Port, capfd: pytest.CaptureFixture[str]
+) -> None:
     hello = (
         port.make_authenticator("", sealed=True)
         .begin_client_handshake(port.address, port.url)
@@ -237,12 +242,12 @@ def test_a_flood_leaves_nothing(port: Port, capfd: pytest.CaptureFixture[str]) -
         for content in (b"", os.urandom(101), next(iter(SUITES_BY_MAGIC)) + os.urandom(97), hello):
             with port.connect() as connection, suppress(OSError):
                 connection.sendall(content)
-    goes_on(port, capfd)
+    assert_still_serves(port, capfd)
     gc.collect()
-    every = [one for one in gc.get_objects() if isinstance(one, ServedConnection)]
-    served = [one for one in every if one._chunks is port.chunks]
+    connections = [one for one in gc.get_objects() if isinstance(one, ServedConnection)]
+    own_connections = [one for one in connections if one._chunks is port.chunks]
     assert (
-        len(served) <= MAX_UNAUTHENTICATED + 2
+        len(own_connections) <= MAX_UNAUTHENTICATED + 2
         and port.server.connection_count <= MAX_UNAUTHENTICATED + 1
     )
     assert [path.name for path in port.chunks.directory.rglob(".*")] == [RECORD_FILE]

@@ -1,4 +1,4 @@
-"""The handshake and its ciphers are those of the Noise Protocol Framework."""
+"""Handshake and ciphers of the bulk port against the Noise Protocol Framework."""
 
 from __future__ import annotations
 
@@ -59,93 +59,93 @@ MESSAGES = {
 }
 
 
-def pair(secret: str) -> X25519PrivateKey:
+def load_key(secret: str) -> X25519PrivateKey:
     return X25519PrivateKey.from_private_bytes(bytes.fromhex(secret))
 
 
-def ends(suite: CipherSuite) -> tuple[NoiseInitiator, NoiseResponder]:
+def make_handshake(suite: CipherSuite) -> tuple[NoiseInitiator, NoiseResponder]:
     return (
         NoiseInitiator(
             suite,
-            pair(INITIATOR),
+            load_key(INITIATOR),
             bytes.fromhex(RESPONDER_PUBLIC),
             PROLOGUE,
-            pair(INITIATOR_EPHEMERAL),
+            load_key(INITIATOR_EPHEMERAL),
         ),
-        NoiseResponder(suite, pair(RESPONDER), PROLOGUE, pair(RESPONDER_EPHEMERAL)),
+        NoiseResponder(suite, load_key(RESPONDER), PROLOGUE, load_key(RESPONDER_EPHEMERAL)),
     )
 
 
-def sealed(cipher: NoiseCipher, content: bytes) -> bytes:
-    room = bytearray(len(content) + TAG_BYTES)
-    assert cipher.encrypt_into(content, room) == len(room)
-    return bytes(room)
+def encrypt(cipher: NoiseCipher, content: bytes) -> bytes:
+    buffer = bytearray(len(content) + TAG_BYTES)
+    assert cipher.encrypt_into(content, buffer) == len(buffer)
+    return bytes(buffer)
 
 
-def opened(cipher: NoiseCipher, content: bytes) -> bytes:
-    room = bytearray(max(0, len(content) - TAG_BYTES))
-    assert cipher.decrypt_into(content, room) == len(room)
-    return bytes(room)
+def decrypt(cipher: NoiseCipher, content: bytes) -> bytes:
+    buffer = bytearray(max(0, len(content) - TAG_BYTES))
+    assert cipher.decrypt_into(content, buffer) == len(buffer)
+    return bytes(buffer)
 
 
 @pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
-def test_every_byte_is_as_the_framework_has_it(suite: CipherSuite) -> None:
-    initiator, responder = ends(suite)
+def test_messages_match_the_framework_test_vectors(suite: CipherSuite) -> None:
+    initiator, responder = make_handshake(suite)
     payloads = [bytes.fromhex(text) for text in PAYLOADS]
     expected = [bytes.fromhex(text) for text in MESSAGES[suite]]
     assert initiator.make_first_message(payloads[0]) == expected[0]
     public, payload = responder.read_first_message(expected[0])
-    assert public == pair(INITIATOR).public_key().public_bytes_raw()
+    assert public == load_key(INITIATOR).public_key().public_bytes_raw()
     assert payload == payloads[0]
-    message, back, forth = responder.make_second_message(payloads[1])
+    message, responder_send, responder_receive = responder.make_second_message(payloads[1])
     assert message == expected[1]
     payload, send, receive = initiator.read_second_message(message)
     assert payload == payloads[1]
-    for at in (2, 4):
-        assert sealed(send, payloads[at]) == expected[at]
-        assert opened(forth, expected[at]) == payloads[at]
-        assert sealed(back, payloads[at + 1]) == expected[at + 1]
-        assert opened(receive, expected[at + 1]) == payloads[at + 1]
+    for index in (2, 4):
+        assert encrypt(send, payloads[index]) == expected[index]
+        assert decrypt(responder_receive, expected[index]) == payloads[index]
+        assert encrypt(responder_send, payloads[index + 1]) == expected[index + 1]
+        assert decrypt(receive, expected[index + 1]) == payloads[index + 1]
 
 
 @pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
-def test_what_is_changed_replayed_or_left_out_is_refused(suite: CipherSuite) -> None:
-    initiator, responder = ends(suite)
+def test_changed_replayed_and_skipped_messages_are_rejected(suite: CipherSuite) -> None:
+    initiator, responder = make_handshake(suite)
     first = initiator.make_first_message(b"")
-    for at in range(0, len(first), 7):
-        changed = first[:at] + bytes([first[at] ^ 1]) + first[at + 1 :]
+    for position in range(0, len(first), 7):
+        changed = first[:position] + bytes([first[position] ^ 1]) + first[position + 1 :]
         with pytest.raises(HandshakeViolation):
-            NoiseResponder(suite, pair(RESPONDER), PROLOGUE).read_first_message(changed)
+            NoiseResponder(suite, load_key(RESPONDER), PROLOGUE).read_first_message(changed)
     with pytest.raises(HandshakeViolation):
-        NoiseResponder(suite, pair(RESPONDER), PROLOGUE + b"?").read_first_message(first)
+        NoiseResponder(suite, load_key(RESPONDER), PROLOGUE + b"?").read_first_message(first)
     with pytest.raises(HandshakeViolation):
-        NoiseResponder(suite, pair(INITIATOR), PROLOGUE).read_first_message(first)
+        NoiseResponder(suite, load_key(INITIATOR), PROLOGUE).read_first_message(first)
     responder.read_first_message(first)
-    second, _, forth = responder.make_second_message(b"")
+    second, _, responder_receive = responder.make_second_message(b"")
     with pytest.raises(HandshakeViolation):
-        ends(suite)[0].read_second_message(second[:-1] + bytes([second[-1] ^ 1]))
+        make_handshake(suite)[0].read_second_message(second[:-1] + bytes([second[-1] ^ 1]))
     _, send, _ = initiator.read_second_message(second)
-    messages = [sealed(send, b"one"), sealed(send, b"two"), sealed(send, b"three")]
-    assert opened(forth, messages[0]) == b"one"
+    messages = [encrypt(send, b"one"), encrypt(send, b"two"), encrypt(send, b"three")]
+    assert decrypt(responder_receive, messages[0]) == b"one"
     with pytest.raises(HandshakeViolation):
-        opened(forth, messages[0])
+        decrypt(responder_receive, messages[0])
     with pytest.raises(HandshakeViolation):
-        opened(forth, messages[2][:-1])
+        decrypt(responder_receive, messages[2][:-1])
 
 
-def test_a_key_that_makes_every_secret_zero_is_refused() -> None:
+def test_key_with_zero_shared_secret_is_rejected() -> None:
     with pytest.raises(HandshakeViolation):
-        NoiseInitiator(AES_GCM, pair(INITIATOR), bytes(32), PROLOGUE).make_first_message(b"")
-    _, responder = ends(AES_GCM)
+        NoiseInitiator(AES_GCM, load_key(INITIATOR), bytes(32), PROLOGUE).make_first_message(b"")
+    _, responder = make_handshake(AES_GCM)
     with pytest.raises(HandshakeViolation):
         responder.read_first_message(bytes(96))
 
 
 @pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
-def test_both_ends_change_the_key_at_once(suite: CipherSuite) -> None:
+def test_both_ends_rekey_at_the_same_message(suite: CipherSuite) -> None:
     send, receive = (NoiseCipher(suite, bytes(32), rekey_after_messages=3) for _ in range(2))
-    still = NoiseCipher(suite, bytes(32))
+    fixed_cipher = NoiseCipher(suite, bytes(32))
     for number in range(8):
-        message = sealed(send, b"the same")
-        assert opened(receive, message) == b"the same"
-        assert (message == sealed(still, b"the same")) == (number < 3)
+        message = encrypt(send, b"the same")
+        assert decrypt(receive, message) == b"the same"
+        assert (message == encrypt(fixed_cipher, b"the same")) == (number < 3)

@@ -1,4 +1,4 @@
-"""Deltas of chunks: exact, small, paired by content, and chosen by time."""
+"""Deltas of chunks: exact, small, paired by content, and chosen by predicted time."""
 
 from __future__ import annotations
 
@@ -34,29 +34,31 @@ from meshrl.common.weights.delta.codec import (
 from meshrl.common.weights.delta.policy import is_delta_faster, is_worth_waiting
 from meshrl.kernels import delta
 
-Run = NDArray[np.uint8]
+ByteArray = NDArray[np.uint8]
 T = TypeVar("T")
 MIB = 1 << 20
 SLOW, FAST = 25e6, 5e9  # bytes a second: 200 Mbit/s, and more than a core applies
 
 
-def weights(elements: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Run:
-    """Weights as of a layer that is 512 wide."""
+def make_weights(elements: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> ByteArray:
+    """Return random weights as of a layer that is 512 wide."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(elements, generator=generator) / math.sqrt(512)
-    found: Run = drawn.to(dtype).view(torch.uint8).numpy()
-    return found
+    values = torch.randn(elements, generator=generator) / math.sqrt(512)
+    weight_bytes: ByteArray = values.to(dtype).view(torch.uint8).numpy()
+    return weight_bytes
 
 
-def changed(old: Run, width: int, share: float, seed: int) -> Run:
-    """The same with other weights in a share of its elements."""
-    new, places = old.copy(), np.random.default_rng(seed).random(len(old) // width) < share
+def change_elements(old: ByteArray, width: int, share: float, seed: int) -> ByteArray:
+    """Return a copy with new weights in a share of its elements."""
+    new, changed_mask = old.copy(), np.random.default_rng(seed).random(len(old) // width) < share
     dtype = {2: torch.bfloat16, 4: torch.float32}[width]
-    new.reshape(-1, width)[places] = weights(int(places.sum()), seed + 1, dtype).reshape(-1, width)
+    new.reshape(-1, width)[changed_mask] = make_weights(
+        int(changed_mask.sum()), seed + 1, dtype
+    ).reshape(-1, width)
     return new
 
 
-def made(old: Run | bytes, blob: bytes, digest: str) -> bytes:
+def apply(old: ByteArray | bytes, blob: bytes, digest: str) -> bytes:
     parts: list[bytes] = []
     apply_delta(old, blob, digest, lambda part: parts.append(bytes(part)))
     return b"".join(parts)
@@ -69,83 +71,86 @@ def made(old: Run | bytes, blob: bytes, digest: str) -> bytes:
     st.sampled_from([0.0, 0.002, 0.01, 0.1, 0.2]),
     st.integers(0, 1 << 20),
 )
-def test_what_is_applied_is_the_new_chunk(
+def test_applied_delta_gives_the_new_chunk(
     elements: int, width: int, share: float, seed: int
 ) -> None:
-    old = weights(elements, seed, {2: torch.bfloat16, 4: torch.float32}[width])
-    new = changed(old, width, share, seed)
+    old = make_weights(elements, seed, {2: torch.bfloat16, 4: torch.float32}[width])
+    new = change_elements(old, width, share, seed)
     blob = encode_delta(old, memoryview(new.data), width)
-    if blob is None:  # of so few bytes that the head alone has as many, or by chance too many
+    # So few bytes that the header alone is as large, or by chance too many changes.
+    if blob is None:
         assert len(new) < 600 or (old.view(f"u{width}") != new.view(f"u{width}")).mean() > 0.25
     else:
-        assert made(bytes(old), blob, compute_digest(new.data)) == new.tobytes()
+        assert apply(bytes(old), blob, compute_digest(new.data)) == new.tobytes()
 
 
-def test_it_is_the_same_with_and_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = weights(700_000, 1)
-    new = changed(old, 2, 0.02, 2)
+def test_delta_is_the_same_with_and_without_the_native_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = make_weights(700_000, 1)
+    new = change_elements(old, 2, 0.02, 2)
     native = encode_delta(old, new, 2)
     monkeypatch.setattr(delta, "load_library", lambda: None)
     assert encode_delta(old, new, 2) == native and native is not None
-    assert made(old, native, compute_digest(new.data)) == new.tobytes()
+    assert apply(old, native, compute_digest(new.data)) == new.tobytes()
     assert len(new) > 2 * BLOCK_BYTES
 
 
-@pytest.mark.parametrize(("share", "most"), [(0.01, 0.0135), (0.002, 0.0030)])
+@pytest.mark.parametrize(("share", "max_ratio"), [(0.01, 0.0135), (0.002, 0.0030)])
 @pytest.mark.parametrize("mib", [1, 4])
-def test_it_takes_little_more_than_what_changed(share: float, most: float, mib: int) -> None:
-    old = weights(mib << 19, 3)
-    blob = encode_delta(old, changed(old, 2, share, 4), 2)
-    assert blob is not None and len(blob) < most * len(old)
+def test_delta_is_little_larger_than_the_changes(share: float, max_ratio: float, mib: int) -> None:
+    old = make_weights(mib << 19, 3)
+    blob = encode_delta(old, change_elements(old, 2, share, 4), 2)
+    assert blob is not None and len(blob) < max_ratio * len(old)
 
 
-def test_gaps_that_two_bytes_do_not_hold_take_four() -> None:
-    old = weights(1 << 20, 5)
+def test_gaps_beyond_two_bytes_take_four() -> None:
+    old = make_weights(1 << 20, 5)
     for places in ([65535], [65536], [3, 4, 65541], [(1 << 20) - 1], [0, 70_000, 70_001]):
         new = old.copy()
         new.view(np.uint16)[places] ^= 1
         blob = encode_delta(old, new, 2)
         assert blob is not None and len(blob) < 200
-        assert made(old, blob, compute_digest(new.data)) == new.tobytes()
+        assert apply(old, blob, compute_digest(new.data)) == new.tobytes()
 
 
-def test_where_much_changed_there_is_none() -> None:
-    old = weights(10_000, 6)
-    assert encode_delta(old, weights(10_000, 7), 2) is None
+def test_no_delta_is_made_of_large_changes() -> None:
+    old = make_weights(10_000, 6)
+    assert encode_delta(old, make_weights(10_000, 7), 2) is None
     assert encode_delta(old, old[:-2], 2) is None
     assert encode_delta(old[:-1], old[:-1], 2) is None
 
 
-def test_of_another_chunk_it_makes_nothing_that_counts() -> None:
-    old, other = weights(4000, 8), weights(4000, 9)
-    new = changed(old, 2, 0.01, 8)
+def test_delta_of_another_chunk_is_rejected() -> None:
+    old, other = make_weights(4000, 8), make_weights(4000, 9)
+    new = change_elements(old, 2, 0.01, 8)
     blob = encode_delta(old, new, 2)
     assert blob is not None
     with pytest.raises(CorruptData, match="instead of chunk"):
-        made(other, blob, compute_digest(new.data))
+        apply(other, blob, compute_digest(new.data))
     with pytest.raises(BadMessage, match="8000 bytes, and a chunk of 7998"):
-        made(old[:-2], blob, compute_digest(new.data))
+        apply(old[:-2], blob, compute_digest(new.data))
 
 
 @settings(max_examples=150)
 @given(st.data())
-def test_a_changed_delta_is_refused_or_told_by_the_digest(data: st.DataObject) -> None:
-    old = weights(3000, 10)
-    new = changed(old, 2, 0.02, 10)
+def test_corrupt_delta_is_rejected_or_gives_the_same_chunk(data: st.DataObject) -> None:
+    old = make_weights(3000, 10)
+    new = change_elements(old, 2, 0.02, 10)
     blob = bytearray(encode_delta(old, new, 2) or b"")
-    place = data.draw(st.integers(0, len(blob) - 1))
-    blob[place] ^= 1 << data.draw(st.integers(0, 7))
-    cut = data.draw(st.sampled_from([len(blob), place, 0]))
+    position = data.draw(st.integers(0, len(blob) - 1))
+    blob[position] ^= 1 << data.draw(st.integers(0, 7))
+    cut = data.draw(st.sampled_from([len(blob), position, 0]))
     try:
-        found = made(old, bytes(blob[:cut]), compute_digest(new.data))
+        result = apply(old, bytes(blob[:cut]), compute_digest(new.data))
     except (BadMessage, CorruptData):
         return
-    assert found == new.tobytes()  # a bit that says nothing, as one of those that pad the head
+    assert result == new.tobytes()  # an unused bit, as those that pad the header
 
 
 @settings(max_examples=60)
 @given(st.binary(max_size=400))
-def test_bytes_that_are_no_delta_are_refused(content: bytes) -> None:
+def test_bytes_that_are_no_delta_are_rejected(content: bytes) -> None:
     with pytest.raises(BadMessage):
         decode_delta(content, 400)
     with pytest.raises(BadMessage):
@@ -153,20 +158,20 @@ def test_bytes_that_are_no_delta_are_refused(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_it_takes_little_memory_beside_the_chunk(width: int) -> None:
+def test_encoding_and_decoding_take_little_memory(width: int) -> None:
     old = np.random.default_rng(12).integers(0, 256, 8 << 20, np.uint8)
     new, count = old.copy(), compute_max_changed(len(old), width)
     places = np.random.default_rng(13).choice(len(old) // width, count, replace=False)
     new.view(f"u{width}")[places] ^= 1
-    blob, took = peak(lambda: encode_delta(old, new, width))
-    assert blob is not None and took < 2.5 * len(old)
-    changes, took = peak(lambda: decode_delta(blob, len(old)))
-    assert len(changes.positions) == count and took < 2.0 * len(old)
-    assert made(old, blob, compute_digest(new.data)) == new.tobytes()
+    blob, peak_bytes = measure_peak_memory(lambda: encode_delta(old, new, width))
+    assert blob is not None and peak_bytes < 2.5 * len(old)
+    changes, peak_bytes = measure_peak_memory(lambda: decode_delta(blob, len(old)))
+    assert len(changes.positions) == count and peak_bytes < 2.0 * len(old)
+    assert apply(old, blob, compute_digest(new.data)) == new.tobytes()
 
 
-def peak(work: Callable[[], T]) -> tuple[T, int]:
-    """What it returns, and the most bytes that it has had in memory."""
+def measure_peak_memory(work: Callable[[], T]) -> tuple[T, int]:
+    """Run `work` and return its result and its peak of memory in bytes."""
     tracemalloc.start()
     try:
         return work(), tracemalloc.get_traced_memory()[1]
@@ -175,31 +180,31 @@ def peak(work: Callable[[], T]) -> tuple[T, int]:
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_one_that_changes_more_than_any_does_is_refused_before_it_is_read(width: int) -> None:
+def test_delta_with_too_many_changes_is_rejected_before_decompression(width: int) -> None:
     size = 8 << 20
-    changed = compute_max_changed(size, width) + 1
-    head = struct.pack("<4sBBxxII", b"MRD1", width, 4, size // width, changed)
-    plane = zstandard.ZstdCompressor().compress(bytes(changed))
-    blob = head + struct.pack("<I", len(plane)) * (4 + width) + plane * (4 + width)
+    change_count = compute_max_changed(size, width) + 1
+    header = struct.pack("<4sBBxxII", b"MRD1", width, 4, size // width, change_count)
+    plane = zstandard.ZstdCompressor().compress(bytes(change_count))
+    blob = header + struct.pack("<I", len(plane)) * (4 + width) + plane * (4 + width)
 
-    def refused() -> None:
-        with pytest.raises(BadMessage, match=f"changes {changed} of {size // width}"):
+    def decode_oversized() -> None:
+        with pytest.raises(BadMessage, match=f"changes {change_count} of {size // width}"):
             decode_delta(blob, size)
 
-    assert peak(refused)[1] < size / 4
+    assert measure_peak_memory(decode_oversized)[1] < size / 4
 
 
-def test_positions_beyond_the_chunk_are_refused() -> None:
-    old, longer = weights(4000, 11), weights(8000, 11)
+def test_positions_beyond_the_chunk_are_rejected() -> None:
+    old, longer = make_weights(4000, 11), make_weights(8000, 11)
     new = longer.copy()
     new.view(np.uint16)[7999] ^= 1
     blob = bytearray(encode_delta(longer, new, 2) or b"")
-    blob[8:12] = (4000).to_bytes(4, "little")  # as if it were of a shorter chunk
+    blob[8:12] = (4000).to_bytes(4, "little")  # as if the delta were of a shorter chunk
     with pytest.raises(BadMessage, match="element 7999 of 4000"):
-        made(old, bytes(blob), compute_digest(old.data))
+        apply(old, bytes(blob), compute_digest(old.data))
 
 
-def test_elements_are_as_wide_as_all_pieces_allow() -> None:
+def test_element_width_fits_all_pieces() -> None:
     def piece(dtype: str, offset: int, size: int) -> TensorPiece:
         return TensorPiece("w", dtype, [size], "a" * 32, offset, size)
 
@@ -212,19 +217,19 @@ def test_elements_are_as_wide_as_all_pieces_allow() -> None:
 
 
 @pytest.mark.parametrize("rate", [1e5, SLOW, 3e8])
-def test_on_a_slow_link_a_small_delta_is_sooner(rate: float) -> None:
+def test_small_delta_is_faster_on_a_slow_link(rate: float) -> None:
     assert is_delta_faster(MIB // 50, 4 * MIB, rate) and is_worth_waiting(rate)
     assert not is_delta_faster(4 * MIB, 4 * MIB, rate)
 
 
-def test_the_chunk_itself_is_sooner_on_a_fast_link_and_bytes_decide_on_an_unknown_one() -> None:
+def test_chunk_is_faster_on_a_fast_link_and_size_decides_otherwise() -> None:
     assert not is_delta_faster(MIB // 50, 4 * MIB, FAST) and not is_worth_waiting(FAST)
     assert is_delta_faster(MIB, 4 * MIB, None) and not is_delta_faster(4 * MIB - 1, 4 * MIB, None)
     assert is_worth_waiting(None)
 
 
 def piece(name: str, begin: int, chunk: str, offset: int = 0, end: int = -1) -> TensorPiece:
-    """Of a bfloat16 tensor of 100 elements."""
+    """Return a piece of a bfloat16 tensor of 100 elements."""
     end = end if end >= 0 else begin + 50
     return TensorPiece(name, "BF16", [100], chunk, offset, (end - begin) * 2, 0, begin, end)
 
@@ -235,7 +240,7 @@ def test_chunks_with_the_same_pieces_are_paired() -> None:
     assert pair_chunks(base, target) == [ChunkPair("a", "A", 2, 100), ChunkPair("c", "C", 2, 200)]
 
 
-def test_what_was_cut_otherwise_or_has_become_two_has_no_pair() -> None:
+def test_chunks_with_other_piece_boundaries_are_not_paired() -> None:
     base = [piece("w", 0, "a"), piece("w", 50, "a", 100)]
     assert pair_chunks(base, [piece("w", 0, "A", end=100)]) == []
     assert pair_chunks(base, [piece("w", 0, "A", 100), piece("w", 50, "A")]) == []
@@ -245,7 +250,7 @@ def test_what_was_cut_otherwise_or_has_become_two_has_no_pair() -> None:
     assert pair_chunks(base, [piece("w", 0, "A"), piece("w", 50, "A", 100)]) == []
 
 
-def test_what_was_alike_and_is_not_any_more_is_paired_with_what_it_was() -> None:
+def test_chunks_that_diverged_share_their_old_chunk() -> None:
     base = [piece("w", 0, "same"), piece("w", 50, "same")]
     target = [piece("w", 0, "A"), piece("w", 50, "B")]
     assert pair_chunks(base, target) == [
@@ -256,14 +261,12 @@ def test_what_was_alike_and_is_not_any_more_is_paired_with_what_it_was() -> None
 
 
 @given(st.lists(st.integers(1, 50)), st.integers(1, 100))
-def test_groups_have_all_pairs_in_order_and_are_no_larger_than_they_need_be(
-    sizes: list[int], most: int
-) -> None:
+def test_groups_have_all_pairs_in_order_and_are_filled(sizes: list[int], max_bytes: int) -> None:
     pairs = [ChunkPair(f"a{i}", f"b{i}", 2, size) for i, size in enumerate(sizes)]
-    groups = list(group_by_size(pairs, most))
+    groups = list(group_by_size(pairs, max_bytes))
     assert [pair for group in groups for pair in group] == pairs
-    nothing: list[ChunkPair] = []
-    for group, following in zip_longest(groups, groups[1:], fillvalue=nothing):
-        held = sum(pair.size_bytes for pair in group)
-        assert len(group) == 1 or held <= most
-        assert not following or held + following[0].size_bytes > most
+    empty: list[ChunkPair] = []
+    for group, following in zip_longest(groups, groups[1:], fillvalue=empty):
+        size_bytes = sum(pair.size_bytes for pair in group)
+        assert len(group) == 1 or size_bytes <= max_bytes
+        assert not following or size_bytes + following[0].size_bytes > max_bytes

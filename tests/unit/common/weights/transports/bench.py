@@ -1,4 +1,4 @@
-"""A job's core that broadcasts, and hosts that receive, over real sockets, each with its files."""
+"""Training core that broadcasts, and hosts that receive, over real sockets."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ JOB, MANIFEST = "job", "5" * 32
 
 
 class Core(type(make_recording_actor("trainer", []))):  # type: ignore[misc]
-    """Of a trainer, what receivers ask of it; it has nothing else to say."""
+    """Trainer that answers only requests for broadcasts."""
 
-    def __init__(self, broadcasts: Broadcaster) -> None:
-        self.broadcasts, self.asked = broadcasts, 0
+    def __init__(self, broadcaster: Broadcaster) -> None:
+        self.broadcaster, self.request_count = broadcaster, 0
 
     @call(Trainer.join_broadcast)
     async def join_broadcast(self, request: BroadcastRequest) -> BroadcastPlan:
-        self.asked += 1
-        return await self.broadcasts.join_broadcast(request)
+        self.request_count += 1
+        return await self.broadcaster.join_broadcast(request)
 
 
 class Bench:
-    """Hosts by name; the core's own chunks are those of the version."""
+    """Hosts by name; the core's chunks are those of the version."""
 
-    def __init__(self, root: Path, left: AsyncExitStack, sizes: Sequence[int]) -> None:
-        self.root, self._left = root, left
+    def __init__(self, root: Path, stack: AsyncExitStack, sizes: Sequence[int]) -> None:
+        self.root, self._stack = root, stack
         self.clock = SystemClock()
         self.state: StateClient = open_simulated_state(self.clock)
         self.contents = [os.urandom(n) for n in sizes]
@@ -54,49 +54,49 @@ class Bench:
         )
 
     async def start(self) -> None:
-        self.mesh = await self.joined("trainer/job", "trainer", "one", None)
+        self.mesh = await self.make_mesh("trainer/job", "trainer", "one", None)
 
-        async def files() -> ChunkStore:
+        async def open_chunks() -> ChunkStore:
             return self.chunks
 
-        self.broadcasts = Broadcaster(self.mesh, files)
-        self.core = Core(self.broadcasts)
+        self.broadcaster = Broadcaster(self.mesh, open_chunks)
+        self.core = Core(self.broadcaster)
         await self.mesh.join(self.core)
-        self._left.push_async_callback(self.mesh.leave)
-        self._left.push_async_callback(self.broadcasts.stop)
-        await self.broadcasts.set_version(MANIFEST)
+        self._stack.push_async_callback(self.mesh.leave)
+        self._stack.push_async_callback(self.broadcaster.stop)
+        await self.broadcaster.set_version(MANIFEST)
 
-    async def joined(
+    async def make_mesh(
         self, name: str, kind: str, host: str, actor: Actor | None, **more: Any
     ) -> Mesh:
-        place = self.root / host
-        place.mkdir(exist_ok=True)
-        settings = MeshSettings(redis_url="simulated", run_root=str(place), host=host, **more)
+        directory = self.root / host
+        directory.mkdir(exist_ok=True)
+        settings = MeshSettings(redis_url="simulated", run_root=str(directory), host=host, **more)
         return on_sockets(name, self.state, self.clock, kind=kind, settings=settings)
 
     async def receiver(
         self, host: str, name: str = "engine", **more: int
     ) -> tuple[CollectiveTransport, ChunkStore]:
-        """The way of an engine of a host, and that host's chunks."""
-        mesh = await self.joined(f"{name}/{host}", "engine", host, None, **more)
+        """Start an engine on a host and return its transport and the host's chunks."""
+        mesh = await self.make_mesh(f"{name}/{host}", "engine", host, None, **more)
         await mesh.join(None)
-        self._left.push_async_callback(mesh.leave)
+        self._stack.push_async_callback(mesh.leave)
         chunks = chunk_cache.open_cache(mesh)
         assert chunks is not None
         return CollectiveTransport(mesh, JOB), chunks
 
-    def whole(self, chunks: ChunkStore) -> bool:
-        """Whether all of the version is there, and right."""
+    def has_version(self, chunks: ChunkStore) -> bool:
+        """Return True if all chunks of the version are present and valid."""
         digests = self.version.missing
-        there = all(chunks.has(d) for d in digests)
-        return there and all(
+        is_present = all(chunks.has(d) for d in digests)
+        return is_present and all(
             compute_digest(chunks.chunk_path(d).read_bytes()) == d for d in digests
         )
 
 
 @asynccontextmanager
-async def benched(root: Path, sizes: Sequence[int] = SIZES) -> AsyncIterator[Bench]:
-    async with AsyncExitStack() as left:
-        bench = Bench(root, left, sizes)
+async def open_bench(root: Path, sizes: Sequence[int] = SIZES) -> AsyncIterator[Bench]:
+    async with AsyncExitStack() as stack:
+        bench = Bench(root, stack, sizes)
         await bench.start()
         yield bench

@@ -1,5 +1,5 @@
-"""A member of a broadcast that is killed when it has received one chunk. It reads on its standard
-input what the core told it.
+"""Member of a broadcast that is killed after its first chunk. It reads the broadcast plan of the
+core from its standard input.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from meshrl.common.weights.transports.collective import BroadcastGroup
 from meshrl.common.weights.transports.rendezvous import open_rendezvous_store
 
 print("ready", flush=True)
-told = json.loads(sys.stdin.readline())
-sender = BroadcastSender(**told["senders"][0])
-gathered = BroadcastPlan(**told | {"senders": [sender], "backend": "gloo"})
-group = BroadcastGroup(gathered, sender, {"hostname": "127.0.0.1"})
+fields = json.loads(sys.stdin.readline())
+sender = BroadcastSender(**fields["senders"][0])
+plan = BroadcastPlan(**fields | {"senders": [sender], "backend": "gloo"})
+group = BroadcastGroup(plan, sender, {"hostname": "127.0.0.1"})
 group.join(
-    open_rendezvous_store(
-        gathered.rendezvous_url, gathered.world_size, timedelta(seconds=gathered.max_wait_s)
-    )
+    open_rendezvous_store(plan.rendezvous_url, plan.world_size, timedelta(seconds=plan.max_wait_s))
 )
 next(group.receive(sender.chunk_bytes.values()))
 os.kill(os.getpid(), signal.SIGKILL)

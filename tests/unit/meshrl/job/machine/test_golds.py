@@ -85,22 +85,22 @@ def test_runner_shares_are_printed(code_job: Path, capsys: pytest.CaptureFixture
 def test_all_bad_rows_are_counted_and_few_are_shown(code_job: Path) -> None:
     write_tests(code_job, *[[]] * 8, STDIN)
     write_tests(code_job, PYTHON, LOGGED, name="held.jsonl")
-    said = get_error(gradable_tests.check_tests, code_job, *CODE, "reward.options.runner=isolated")
-    assert "9 rows have tests" in said and "line 5: " in said and "line 6: " not in said
-    assert "and 4 more rows" in said
+    error = get_error(gradable_tests.check_tests, code_job, *CODE, "reward.options.runner=isolated")
+    assert "9 rows have tests" in error and "line 5: " in error and "line 6: " not in error
+    assert "and 4 more rows" in error
     write_tests(code_job, STDIN)
-    said = get_error(gradable_tests.check_tests, code_job, *CODE, "reward.options.runner=isolated")
-    assert "held.jsonl, line 2: the runner isolated cannot run: fixture caplog" in said
+    error = get_error(gradable_tests.check_tests, code_job, *CODE, "reward.options.runner=isolated")
+    assert "held.jsonl, line 2: the runner isolated cannot run: fixture caplog" in error
 
 
 def test_imports_are_checked_with_the_jobs_interpreter(code_job: Path) -> None:
     write_tests(code_job, "import pluggy\ndef test_f(caplog, nobody): pass")
     gradable_tests.check_tests(read(code_job, *CODE, f"sandbox.python={sys.executable}"))
     write_tests(code_job, "import pluggy_no\ndef test_f(caplog): pass")
-    said = get_error(
+    error = get_error(
         gradable_tests.check_tests, code_job, *CODE, f"sandbox.python={sys.executable}"
     )
-    assert "jails have no pluggy_no" in said
+    assert "jails have no pluggy_no" in error
 
 
 def test_rows_beyond_the_time_limit_are_reported(
@@ -108,9 +108,9 @@ def test_rows_beyond_the_time_limit_are_reported(
 ) -> None:
     write_tests(code_job, *[PYTHON + f"# {i}\n" for i in range(3000)])
     gradable_tests.check_tests(read(code_job, *CODE), time_limit_s=0.1)
-    said = capsys.readouterr().err
-    assert said.startswith("tests: the first ")
-    assert said.endswith("; those behind them are looked at when they are graded\n")
+    output = capsys.readouterr().err
+    assert output.startswith("tests: the first ")
+    assert output.endswith("; those behind them are looked at when they are graded\n")
 
 
 def test_bundled_pytest_is_provided_only_to_a_compatible_interpreter(
@@ -122,8 +122,8 @@ def test_bundled_pytest_is_provided_only_to_a_compatible_interpreter(
     bare.chmod(0o755)
     gradable_tests.check_tests(read(code_job, *CODE, f"sandbox.python={bare}"))
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -c "raise SystemExit(3)"\n')
-    said = get_error(gradable_tests.check_tests, code_job, *CODE, f"sandbox.python={bare}")
-    assert "fixture caplog; there is no pytest for the runner pytest" in said
+    error = get_error(gradable_tests.check_tests, code_job, *CODE, f"sandbox.python={bare}")
+    assert "fixture caplog; there is no pytest for the runner pytest" in error
 
 
 def test_unwritable_output_url_is_rejected_before_the_start(place: Path, tmp_path: Path) -> None:

@@ -123,9 +123,9 @@ def test_slow_import_is_reported_with_its_location(
     text = f"import time\n\ntime.sleep({2 * quiet_s})\n\ndef score(row, turns): ...\n"
     write(place, "rewards.py", text)
     module_imports.check_imports(read(place), notice_after_s=quiet_s)
-    told = capfd.readouterr().err
-    assert "importing rewards:score takes its time" in told
-    assert f"it is at {place.parent}/rewards.py, line 3" in told and told.count("\n") == 1
+    output = capfd.readouterr().err
+    assert "importing rewards:score takes its time" in output
+    assert f"it is at {place.parent}/rewards.py, line 3" in output and output.count("\n") == 1
 
 
 EXAMPLES = Path(__file__).parents[5] / "examples"

@@ -29,9 +29,9 @@ def test_missing_sglang_error_names_the_install_command(
 ) -> None:
     monkeypatch.setenv("MESHRL_ENGINES", str(place.parent / "engines"))
     programs.check_sglang(read(place))
-    said = get_error(programs.check_sglang, place, SGLANG)
-    assert f"no interpreter at {place.parent}/engines/sglang/bin/python" in said
-    assert "meshrl engine install sglang" in said
+    error = get_error(programs.check_sglang, place, SGLANG)
+    assert f"no interpreter at {place.parent}/engines/sglang/bin/python" in error
+    assert "meshrl engine install sglang" in error
 
 
 def test_interpreter_without_sglang_is_rejected(place: Path) -> None:
@@ -44,16 +44,16 @@ def test_interpreter_without_sglang_is_rejected(place: Path) -> None:
         programs.check_sglang, place, SGLANG, broken_python
     )
     broken.chmod(0o644)
-    said = get_error(programs.check_sglang, place, SGLANG, broken_python)
-    assert "is not executable" in said and said.startswith("--set rollout.sglang_python")
+    error = get_error(programs.check_sglang, place, SGLANG, broken_python)
+    assert "is not executable" in error and error.startswith("--set rollout.sglang_python")
     assert programs.explain_missing_package(Path(sys.executable), "json") == ""
 
 
 def test_sglang_on_a_cpu_has_no_kv_tiers(place: Path) -> None:
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', 'exit 0')}"
     for setting in ("rollout.kv.memory=2", "rollout.kv.disk=5"):
-        said = get_error(programs.check_sglang, place, SGLANG, python, setting)
-        assert "on GPUs alone" in said
+        error = get_error(programs.check_sglang, place, SGLANG, python, setting)
+        assert "on GPUs alone" in error
         programs.check_sglang(read(place, setting))
         on_gpu = ("mesh.device=cuda", "rollout.dtype=bfloat16")
         programs.check_sglang(read(place, SGLANG, python, setting, *on_gpu))
@@ -64,8 +64,8 @@ def test_sglang_read_back_is_rejected_on_cpu_and_for_experts(place: Path) -> Non
     reading = (SGLANG, python, "rollout.verify_weights=true")
     programs.check_sglang(read(place, *reading))
     cuda = ("mesh.device=cuda", "rollout.dtype=bfloat16")
-    said = get_error(programs.check_sglang, place, *reading, *cuda)
-    assert said.startswith("--set rollout.verify_weights") and "on a GPU" in said
+    error = get_error(programs.check_sglang, place, *reading, *cuda)
+    assert error.startswith("--set rollout.verify_weights") and "on a GPU" in error
     programs.check_sglang(read(place, SGLANG, python, *cuda))
     # the built-in engine supports it
     programs.check_sglang(read(place, "rollout.verify_weights=true", *cuda))
@@ -88,8 +88,8 @@ def test_separate_adapters_need_pinned_memory_in_sglang(place: Path) -> None:
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', text)}"
     asked = (SGLANG, python, "lora.rank=4")
     beside = "lora.engine_mode=beside"
-    said = get_error(programs.check_sglang, place, *asked, beside)
-    assert said.startswith("--set lora.engine_mode") and "no pinned memory" in said
+    error = get_error(programs.check_sglang, place, *asked, beside)
+    assert error.startswith("--set lora.engine_mode") and "no pinned memory" in error
     for fine in ((), ("lora.engine_mode=merged",), (beside, "mesh.device=cuda")):
         programs.check_sglang(read(place, *asked, *fine))
     programs.check_sglang(read(place, SGLANG, python, beside))  # the job has no adapters
@@ -101,20 +101,20 @@ def test_slow_interpreter_is_reported_as_slow(place: Path, monkeypatch: pytest.M
     monkeypatch.setattr(programs, "IMPORT_TIMEOUT_S", 0.1)
     text = 'case "$3" in *pin_memory*) exec sleep 600;; esac'
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', text)}"
-    said = get_error(
+    error = get_error(
         programs.check_sglang, place, SGLANG, python, "lora.rank=4", "lora.engine_mode=beside"
     )
-    assert said.startswith("--set rollout.sglang_python") and "within 0.1 s" in said
-    assert "has none" not in said and "merged" not in said
+    assert error.startswith("--set rollout.sglang_python") and "within 0.1 s" in error
+    assert "has none" not in error and "merged" not in error
 
 
 def test_sandbox_interpreter_has_the_jobs_imports(place: Path) -> None:
     python = f"sandbox.python={sys.executable}"
     programs.check_sandbox_python(read(place, python, 'sandbox.imports=["json", "math"]'))
-    said = get_error(
+    error = get_error(
         programs.check_sandbox_python, place, python, 'sandbox.imports=["json", "nothing_there"]'
     )
-    assert said.startswith("--set sandbox.imports") and "No module named 'nothing_there'" in said
+    assert error.startswith("--set sandbox.imports") and "No module named 'nothing_there'" in error
     other = script(place.parent / "bin/python", "exit 3")
     assert "sandbox.python" in get_error(
         programs.check_sandbox_python, place, f"sandbox.python={other}"
@@ -134,17 +134,17 @@ def test_missing_gpus_are_reported_with_the_search_result(
     devices.check_devices(read(place))
     cuda = "mesh.device=cuda"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    said = get_error(devices.check_devices, place, cuda)
-    assert said.startswith("--set mesh.device=cuda")
+    error = get_error(devices.check_devices, place, cuda)
+    assert error.startswith("--set mesh.device=cuda")
     for what in ("libnvidia-ml.so.1", "CUDA_VISIBLE_DEVICES='GPU-b'", "; torch is built "):
-        assert what in said
+        assert what in error
     for name, value in gpus.environment.items():
         monkeypatch.setenv(name, value)
     gpus.gpu("GPU-a")
     assert "the driver lists no GPU-b" in get_error(devices.check_devices, place, cuda)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    said = get_error(devices.check_devices, place, cuda)
-    assert "mesh.workers: 3 workers are asked for, and there are 1 GPUs" in said
+    error = get_error(devices.check_devices, place, cuda)
+    assert "mesh.workers: 3 workers are asked for, and there are 1 GPUs" in error
     gpus.fail_init(DRIVER_NOT_LOADED)
     assert "kernel module is not loaded" in get_error(devices.check_devices, place, cuda)
 

@@ -133,16 +133,16 @@ def test_addresses_of_this_host_are_accepted(place: Path, endpoint: str) -> None
 
 def test_address_of_another_host_is_rejected(place: Path) -> None:
     # an address of no host (RFC 5737)
-    said = get_error(address_checks.check_bind_address, place, "mesh.bind=tcp://192.0.2.1:*")
-    assert "no process can listen at 'tcp://192.0.2.1:*'" in said and "127.0.0.1" in said
+    error = get_error(address_checks.check_bind_address, place, "mesh.bind=tcp://192.0.2.1:*")
+    assert "no process can listen at 'tcp://192.0.2.1:*'" in error and "127.0.0.1" in error
     assert "192.0.2.1" in get_error(
         address_checks.check_metrics_ports, place, "mesh.metrics=192.0.2.1:*"
     )
 
 
 def test_single_port_is_rejected_for_a_mesh(place: Path) -> None:
-    said = get_error(address_checks.check_bind_address, place, "mesh.bind=tcp://127.0.0.1:5555")
-    assert "names one port" in said and "Write * in place of the port" in said
+    error = get_error(address_checks.check_bind_address, place, "mesh.bind=tcp://127.0.0.1:5555")
+    assert "names one port" in error and "Write * in place of the port" in error
 
 
 def test_too_small_port_range_names_the_needed_count() -> None:
@@ -160,10 +160,10 @@ def test_metrics_need_a_free_port_for_each_process(place: Path) -> None:
     address_checks.check_metrics_ports(read(place))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = get_error(
+        error = get_error(
             address_checks.check_metrics_ports, place, f"mesh.metrics=127.0.0.1:{port}"
         )
-    assert "has 0 free ports" in said and "12 processes" in said and "HOST:*" in said
+    assert "has 0 free ports" in error and "12 processes" in error and "HOST:*" in error
     assert "free ports" in get_error(
         address_checks.check_metrics_ports, place, "mesh.metrics=127.0.0.1:29400-29402"
     )
@@ -176,10 +176,10 @@ GIB = 1 << 30
 def test_weights_quota_must_fit_the_concurrent_versions(place: Path) -> None:
     of_one = count_parameters(read(place).config) * 4 / GIB
     terms = ("budget.steps=40", "training.keep_checkpoints=2", "training.checkpoint_every=4")
-    said = get_error(
+    error = get_error(
         all_checks.check_weights_quota, place, *terms, f"weights.quota_gb={3.9 * of_one}"
     )
-    assert "too few for 4 versions" in said and "training.keep_checkpoints" in said
+    assert "too few for 4 versions" in error and "training.keep_checkpoints" in error
     all_checks.check_weights_quota(read(place, *terms, f"weights.quota_gb={4 * of_one}"))
     half = (f"weights.quota_gb={2 * of_one}", 'rollout.dtype="bfloat16"')
     all_checks.check_weights_quota(read(place, *terms, *half))

@@ -45,17 +45,17 @@ def write(place: Path, *rows: object) -> None:
 
 def test_replaced_characters_are_named_by_row(rows: Path) -> None:
     write(rows, {"prompt": "1+1=?"}, *({"prompt": f"1+{n}=x好"} for n in range(5)))
-    said = get_error(tokenized_texts.check_texts, rows)
-    assert "drops or replaces characters: " in said and "train.jsonl, line 2: " in said
-    assert "'好'" in said and "'x'" in said and "and 2 more rows" in said
+    error = get_error(tokenized_texts.check_texts, rows)
+    assert "drops or replaces characters: " in error and "train.jsonl, line 2: " in error
+    assert "'好'" in error and "'x'" in error and "and 2 more rows" in error
     write(rows, {"prompt": "1+1=?"})
     tokenized_texts.check_texts(read(rows))
 
 
 def test_special_tokens_without_a_chat_need_a_setting(rows: Path) -> None:
     write(rows, {"prompt": "1+1="}, {"prompt": "1<e>"})
-    said = get_error(tokenized_texts.check_texts, rows)
-    assert "train.jsonl, line 2: '<e>'" in said and "environment.special_tokens" in said
+    error = get_error(tokenized_texts.check_texts, rows)
+    assert "train.jsonl, line 2: '<e>'" in error and "environment.special_tokens" in error
     for choice in ("anywhere", "template"):
         tokenized_texts.check_texts(read(rows, f"environment.special_tokens={choice}"))
 
@@ -72,11 +72,11 @@ def test_response_may_end_with_a_stop_token(rows: Path) -> None:
 def test_prompts_of_a_custom_environment_are_sampled(rows: Path) -> None:
     (rows.parent / "rooms.py").write_text(ROOM)
     write(rows, *({"prompt": "1="} for _ in range(9)), {"prompt": "x="})
-    said = get_error(module_imports.check_imports, rows, "environment.use=rooms:room")
-    assert "train.jsonl, line 10: 'x'" in said
+    error = get_error(module_imports.check_imports, rows, "environment.use=rooms:room")
+    assert "train.jsonl, line 10: 'x'" in error
     write(rows, *({"prompt": "1="} for _ in range(9)), {"prompt": 5})
-    said = get_error(module_imports.check_imports, rows, "environment.use=rooms:room")
-    assert "TypeError" in said and "train.jsonl, line 10" in said and "rooms.py, line 3" in said
+    error = get_error(module_imports.check_imports, rows, "environment.use=rooms:room")
+    assert "TypeError" in error and "train.jsonl, line 10" in error and "rooms.py, line 3" in error
 
 
 def write_rows(place: Path, name: str, *rows: object) -> None:
@@ -116,10 +116,10 @@ def test_trajectories_longer_than_the_models_positions_are_rejected(place: Path)
 def test_trajectories_longer_than_a_frozen_models_positions_are_rejected(place: Path) -> None:
     write_frozen_model(place.parent / "teacher", 48)
     teacher = "models.teacher.path=teacher"
-    said = get_error(tokens.check_positions, place, teacher)
-    assert "models.teacher" in said and "rollout.max_tokens = 64" in said and "48" in said
-    said = get_error(tokens.check_positions, place, teacher, "models.teacher.max_tokens=50")
-    assert "models.teacher.max_tokens = 50 exceeds" in said
+    error = get_error(tokens.check_positions, place, teacher)
+    assert "models.teacher" in error and "rollout.max_tokens = 64" in error and "48" in error
+    error = get_error(tokens.check_positions, place, teacher, "models.teacher.max_tokens=50")
+    assert "models.teacher.max_tokens = 50 exceeds" in error
     tokens.check_positions(read(place, teacher, "models.teacher.max_tokens=48"))
 
 
@@ -129,8 +129,8 @@ def test_added_tokens_count_towards_the_vocabulary_check(place: Path) -> None:
     backend = Backend.from_file(str(place.parent / "tokenizer.json"))
     backend.add_tokens([AddedToken(f"<extra {i}>") for i in range(5)])
     backend.save(str(file))
-    said = get_error(tokens.check_vocabulary, place, "model.tokenizer=added.json")
-    assert "ids up to 16 ('<extra 4>')" in said
+    error = get_error(tokens.check_vocabulary, place, "model.tokenizer=added.json")
+    assert "ids up to 16 ('<extra 4>')" in error
 
 
 def test_single_and_multi_token_stops_are_accepted(place: Path) -> None:

@@ -102,12 +102,12 @@ def test_wrong_accounting_fails_the_run_with_the_difference(
     written = b"".join(json_lines.encode_row(row, number) for number, row in enumerate(rows))
     (tmp_path / "events.jsonl").write_bytes(written)
     assert print_audit(tmp_path, as_json=True) == (1 if what else 0)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     found = audit_run(tmp_path)
     assert choose_exit_status(found, Phase.FINISHED, gave_up=False) == (1 if what else 0)
     assert choose_exit_status(found, Phase.STOPPED, gave_up=False) == (1 if what else 130)
     if what:
-        assert found[what] and f"{what} = {found[what]}" in said and "start over" in said
+        assert found[what] and f"{what} = {found[what]}" in output and "start over" in output
 
 
 OWNERS = {"trainer/a": "a", "trainer/b": "b"}
@@ -177,7 +177,7 @@ def test_owner_job_comes_from_process_name_or_stats() -> None:
     assert [find_owner_job(entry) for entry in (engine, worker, shard)] == ["a", "", "b"]
 
 
-def resident(
+def make_instance(
     id: str, job: str, *ranks: int, tier: Tier = Tier.ACCELERATOR, turns: bool = False
 ) -> Instance:
     reports = {rank: InstanceReport(rank, 1, 1, 7, InstancePhase.READY, tier) for rank in ranks}
@@ -189,9 +189,9 @@ def mesh(*gangs: Gang) -> MeshSnapshot:
     return MeshSnapshot(tuple(WorkerRow(name, "h0", "cpu:0", 7) for name in names), gangs)
 
 
-TWO = Gang("g0", ("w0", "w1"), 1, (resident("g0.0", "a", 0, 1),))
-BOTH = Gang("g1", ("w2",), 1, (resident("g1.0", "a", 0), resident("g1.1", "b", 0)))
-ASLEEP = Gang("g2", ("w3",), 1, (resident("g2.0", "a", 0, tier=Tier.MEMORY),))
+TWO = Gang("g0", ("w0", "w1"), 1, (make_instance("g0.0", "a", 0, 1),))
+BOTH = Gang("g1", ("w2",), 1, (make_instance("g1.0", "a", 0), make_instance("g1.1", "b", 0)))
+ASLEEP = Gang("g2", ("w3",), 1, (make_instance("g2.0", "a", 0, tier=Tier.MEMORY),))
 
 
 def test_accelerators_are_charged_to_the_instances_in_their_memory() -> None:
@@ -205,7 +205,7 @@ def test_accelerators_are_charged_to_the_instances_in_their_memory() -> None:
 
 def test_time_sliced_instance_is_charged_its_compute_time() -> None:
     a, alone = JobUsage(), JobUsage()
-    both = (resident("g1.0", "a", 0, turns=True), resident("g1.1", "b", 0, turns=True))
+    both = (make_instance("g1.0", "a", 0, turns=True), make_instance("g1.1", "b", 0, turns=True))
     by_turns = Gang("g1", ("w2",), 1, both)
     for now_s, turn_s in ((10.0, 4.0), (20.0, 5.5), (30.0, 7.0)):
         said = {"resident": "g1.0", "job": "a", "turn_held_s": turn_s}

@@ -124,8 +124,12 @@ async def test_deleted_run_directory_does_not_affect_other_jobs(
     await recorded.await_note(one, "first")
     await recorded.end()
     assert read_json(one / "summary.json") and read_json(other / "summary.json")
-    said = [line for line in capsys.readouterr().err.splitlines() if "one is not recorded" in line]
-    assert said and len(said) == len(set(said)), "each trouble once, however often it was tried"
+    output = [
+        line for line in capsys.readouterr().err.splitlines() if "one is not recorded" in line
+    ]
+    assert output and len(output) == len(set(output)), (
+        "each trouble once, however often it was tried"
+    )
 
 
 async def test_report_exists_during_a_job_and_a_resumed_job_is_recorded_again(
@@ -219,8 +223,10 @@ async def test_interrupted_recorder_stops_copying_and_names_the_remaining_copy(
     recorder = Recorder(launcher, "one", run_dir)
     summary = await report.write_results(recorder)
     assert await _conclude(recorder, summary, launcher, stop) == EXIT_INTERRUPTED
-    said = capsys.readouterr().out
-    assert 0 < said.index("To go on") < said.index(f"copying what is left to file://{tmp_path}/")
+    output = capsys.readouterr().out
+    assert (
+        0 < output.index("To go on") < output.index(f"copying what is left to file://{tmp_path}/")
+    )
     assert (tmp_path / "there/summary.json").is_file()
     recorder = Recorder(launcher, "one", run_dir)
     await recorder.abandon()
@@ -233,6 +239,6 @@ async def test_failed_model_export_is_reported_with_its_reason(
     launcher, run_dir = Launcher(MeshPaths(tmp_path), MeshShape()), tmp_path / "one"
     run_dir.mkdir()
     assert not await report.export_model(launcher, run_dir)
-    said = capsys.readouterr().err
-    assert said.startswith("the model was not exported: ") and str(run_dir) in said
+    output = capsys.readouterr().err
+    assert output.startswith("the model was not exported: ") and str(run_dir) in output
     assert not (run_dir / "model").exists()

@@ -48,13 +48,13 @@ def event(at: float, kind: str, **fields: Any) -> Event:
     return Event(f"{ms}-0", ms, kind, {"job": "tiny"} | fields)
 
 
-def desired(at: float, resident: str, role: str, *workers: str) -> Event:
-    about = {"gang": "g1", "resident": resident, "role": role, "tier": "accelerator"}
+def desired(at: float, instance: str, role: str, *workers: str) -> Event:
+    about = {"gang": "g1", "resident": instance, "role": role, "tier": "accelerator"}
     return event(at, "desired", **about, workers=list(workers), reason="stage_time", train_s=2.0)
 
 
-def actual(at: float, resident: str, role: str, status: str) -> Event:
-    about = {"gang": "g1", "resident": resident, "role": role, "tier": "accelerator"}
+def actual(at: float, instance: str, role: str, status: str) -> Event:
+    about = {"gang": "g1", "resident": instance, "role": role, "tier": "accelerator"}
     return event(at, "actual", **about, status=status)
 
 

@@ -191,9 +191,9 @@ async def test_hanging_tracker_drops_its_records_without_delay(
     program.all.enqueue(rows(1, 250), [])
     assert program.tracker.progress.dropped == 90
     await until(program.shown.exists)
-    began = time.monotonic()
+    started_s = time.monotonic()
     await program.all.close()
-    assert time.monotonic() - began < scaled(10.0)
+    assert time.monotonic() - started_s < scaled(10.0)
     assert program.tracker.progress.dropped == 250
     assert "250 records were not shown" in capsys.readouterr().err
 

@@ -64,7 +64,7 @@ def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> PlannerBench:
     return bench
 
 
-def at_rest(kinds: list[str] = TWO_KINDS, **about: Any) -> PlannerBench:
+def start_mixed_pool(kinds: list[str] = TWO_KINDS, **about: Any) -> PlannerBench:
     """Return a mesh with these accelerators after all initial decisions."""
     bench = mixed(kinds, **about)
     bench.settle()
@@ -76,7 +76,7 @@ def core(bench: PlannerBench) -> Instance:
     return found
 
 
-def kinds_of(bench: PlannerBench) -> list[str]:
+def list_core_kinds(bench: PlannerBench) -> list[str]:
     """Return the accelerator kinds of the core's ranks."""
     [gang] = [g for g in bench.snapshot.gangs if any(r.core for r in g.instances)]
     known = {worker.id: worker.accelerator for worker in bench.snapshot.workers}
@@ -84,7 +84,9 @@ def kinds_of(bench: PlannerBench) -> list[str]:
     return ["A40" if "A40" in known[gang.workers[rank]] else "V100" for rank in ranks]
 
 
-def trained(bench: PlannerBench, tokens_per_s: float, steps: float, start: str = "") -> None:
+def report_training_rate(
+    bench: PlannerBench, tokens_per_s: float, steps: float, start: str = ""
+) -> None:
     """Report this training rate of the core in each of so many seconds, with one step each."""
     work = MeasuredWork(steps=steps, busy_s=steps, tokens=tokens_per_s * steps)
     about = bench.snapshot.jobs[0].measurements
@@ -96,27 +98,28 @@ def trained(bench: PlannerBench, tokens_per_s: float, steps: float, start: str =
     )
 
 
-def watched(bench: PlannerBench, tokens_per_s: float) -> list[Decision]:
+def run_window(bench: PlannerBench, tokens_per_s: float) -> list[Decision]:
     """Run a window of steps and return the decisions made in it."""
     found: list[Decision] = []
     for steps in (2, 4, 6, 8):
-        trained(bench, tokens_per_s, steps)
+        report_training_rate(bench, tokens_per_s, steps)
         found += bench.decide_once()
     return found
 
 
-def left(bench: PlannerBench) -> None:
+def cover_removals(bench: PlannerBench) -> None:
     """Report each instance that is to be absent as covered by a checkpoint."""
     gangs = []
     for gang in bench.snapshot.gangs:
         some = tuple(
-            r if r.tier != Tier.ABSENT else replace(r, reports=reports(r)) for r in gang.instances
+            r if r.tier != Tier.ABSENT else replace(r, reports=make_reports(r))
+            for r in gang.instances
         )
         gangs.append(replace(gang, instances=some))
     bench.update(gangs=tuple(gangs))
 
 
-def reports(r: Instance) -> dict[int, InstanceReport]:
+def make_reports(r: Instance) -> dict[int, InstanceReport]:
     one = InstanceReport(0, r.generation, r.epoch, 1, InstancePhase.GONE, Tier.ABSENT)
     return {rank: replace(one, rank=rank) for rank in r.ranks}
 
@@ -125,11 +128,11 @@ def ranks_told(bench: PlannerBench) -> str:
     return decode_predictions(bench.memory.encode())["job"].expert_split_reason
 
 
-def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
-    bench = at_rest()
+def test_experts_are_split_where_a_gain_is_predicted() -> None:
+    bench = start_mixed_pool()
     apart = core(bench).expert_split
     assert apart is not None and 1 <= apart.attention_ranks <= 3
-    assert kinds_of(bench) == ["A40"] * apart.attention_ranks + ["V100"] * (
+    assert list_core_kinds(bench) == ["A40"] * apart.attention_ranks + ["V100"] * (
         4 - apart.attention_ranks
     )
     said = ranks_told(bench)
@@ -144,38 +147,38 @@ def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
         (["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Something"] * 4, "no accelerators of two kinds"),
     ],
 )
-def test_without_two_kinds_ranks_are_alike_and_it_is_said_why(kinds: list[str], why: str) -> None:
-    bench = at_rest(kinds)
+def test_single_kind_is_not_split_and_the_reason_is_given(kinds: list[str], why: str) -> None:
+    bench = start_mixed_pool(kinds)
     assert core(bench).expert_split is None
     assert why in ranks_told(bench)
 
 
 def test_enough_fast_accelerators_train_alone() -> None:
-    bench = at_rest(["cuda:0 Tesla T4"] * 4 + ["cuda:0 NVIDIA H100"] * 4)
+    bench = start_mixed_pool(["cuda:0 Tesla T4"] * 4 + ["cuda:0 NVIDIA H100"] * 4)
     assert core(bench).expert_split is None
     [gang] = [g for g in bench.snapshot.gangs if any(r.core for r in g.instances)]
     assert gang.workers == ("w4", "w5", "w6", "w7")
 
 
-def test_who_does_not_ask_for_it_is_left_alone() -> None:
-    bench = at_rest(auto_expert_split=False)
+def test_job_without_the_option_is_not_split() -> None:
+    bench = start_mixed_pool(auto_expert_split=False)
     assert core(bench).expert_split is None
     assert not bench.memory.expert_splits
 
 
-def test_a_new_mesh_is_waited_for() -> None:
+def test_split_waits_for_a_new_mesh() -> None:
     bench = mixed(TWO_KINDS[:5], up_ms=999_000)
     bench.update(settings=replace(QUIET, join_grace_s=5.0))
     bench.decide_once()
     assert not bench.memory.expert_splits, "the slow ones may still be coming"
 
 
-def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
-    bench = at_rest()
+def test_lost_core_is_replaced_with_an_equal_split() -> None:
+    bench = start_mixed_pool()
     before = core(bench).expert_split
     declared = build_declared_profile(SHAPE, "A40", "T4")
-    told = [replace(declared.fast), replace(declared.slow, name="V100")]
-    profiles = {kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in told}
+    ranks_with_experts = [replace(declared.fast), replace(declared.slow, name="V100")]
+    profiles = {kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in ranks_with_experts}
     bench.update_job("job", measurements=Measurements(profiles=profiles))
     bench.decide_once()
     assert bench.memory.expert_splits["job"].predicted_split != before, (
@@ -190,38 +193,38 @@ def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
     assert gang.workers[0] not in bench.roles() and core(bench).expert_split == before
 
 
-def test_what_trains_as_much_as_was_predicted_stays() -> None:
-    bench = at_rest()
+def test_split_that_meets_its_prediction_stays() -> None:
+    bench = start_mixed_pool()
     mixture = bench.memory.expert_splits["job"]
-    watched(bench, mixture.predicted_tokens_per_s)
+    run_window(bench, mixture.predicted_tokens_per_s)
     assert (
         core(bench).tier == Tier.ACCELERATOR and core(bench).expert_split == mixture.predicted_split
     )
     assert "observed" in ranks_told(bench)
 
 
-def test_what_trains_less_than_ranks_all_alike_would_is_undone_and_the_better_one_stays() -> None:
-    bench = at_rest()
+def test_split_slower_than_uniform_ranks_is_undone() -> None:
+    bench = start_mixed_pool()
     mixture = bench.memory.expert_splits["job"]
     first = core(bench)
-    watched(bench, mixture.uniform_tokens_per_s / 2)
+    run_window(bench, mixture.uniform_tokens_per_s / 2)
     assert core(bench).id == first.id and core(bench).tier == Tier.ABSENT
     bench.decide_once()
     assert core(bench).tier == Tier.ABSENT, "it writes its checkpoint"
-    left(bench)
+    cover_removals(bench)
     bench.settle()
     second = core(bench)
     assert second.id != first.id and second.expert_split is None
-    watched(bench, mixture.uniform_tokens_per_s / 4)  # it is worse still
-    left(bench)
+    run_window(bench, mixture.uniform_tokens_per_s / 4)  # it is worse still
+    cover_removals(bench)
     bench.settle()
     assert core(bench).expert_split == first.expert_split
-    watched(bench, mixture.uniform_tokens_per_s / 2)
+    run_window(bench, mixture.uniform_tokens_per_s / 2)
     assert core(bench).tier == Tier.ACCELERATOR, "the best that was measured stays"
 
 
-def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -> None:
-    bench = at_rest()
+def test_measured_profiles_override_declared_ones() -> None:
+    bench = start_mixed_pool()
     before = bench.memory.expert_splits["job"]
     assert not before.is_measured
     declared = build_declared_profile(SHAPE, "A40", "V100")
@@ -238,41 +241,41 @@ def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -
     assert after.is_measured and after.predicted_tokens_per_s < before.predicted_tokens_per_s
     assert sum(after.predicted_split.hosted_experts) > sum(before.predicted_split.hosted_experts)  # type: ignore[union-attr]
     assert core(bench).expert_split == before.predicted_split, "nothing has been measured of it yet"
-    watched(bench, after.predicted_tokens_per_s / 2)
-    left(bench)
+    run_window(bench, after.predicted_tokens_per_s / 2)
+    cover_removals(bench)
     bench.settle()
     assert core(bench).expert_split in (after.predicted_split, None)
     assert "as ranks have measured" in ranks_told(bench)
 
 
-def test_what_is_not_predicted_to_pay_is_not_tried_because_predictions_are_too_high() -> None:
-    bench = at_rest(["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Tesla V100-SXM2-32GB"] * 4)
+def test_split_without_predicted_gain_is_not_tried_after_overestimates() -> None:
+    bench = start_mixed_pool(["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Tesla V100-SXM2-32GB"] * 4)
     mixture = bench.memory.expert_splits["job"]
     assert core(bench).expert_split is None and mixture.predicted_split is not None
     assert mixture.predicted_tokens_per_s < mixture.uniform_tokens_per_s
-    watched(bench, mixture.uniform_tokens_per_s / 10)
+    run_window(bench, mixture.uniform_tokens_per_s / 10)
     assert core(bench).expert_split is None and core(bench).tier == Tier.ACCELERATOR
 
 
-def test_a_core_without_a_checkpoint_is_not_divided_anew() -> None:
-    bench = at_rest(has_checkpoint=False)
-    watched(bench, 1.0)
+def test_core_without_a_checkpoint_is_not_split_again() -> None:
+    bench = start_mixed_pool(has_checkpoint=False)
+    run_window(bench, 1.0)
     assert core(bench).tier == Tier.ACCELERATOR
 
 
-def test_a_core_that_cannot_be_left_as_a_checkpoint_goes_on() -> None:
-    bench = at_rest()
+def test_core_without_a_possible_checkpoint_continues() -> None:
+    bench = start_mixed_pool()
     first = core(bench)
-    watched(bench, 1.0)
+    run_window(bench, 1.0)
     bench.update(now_ms=bench.snapshot.now_ms + 1000 * 121)
     bench.decide_once()
     assert core(bench).id == first.id and core(bench).tier == Tier.ACCELERATOR
     assert "could not be left" in ranks_told(bench)
-    watched(bench, 1.0)
+    run_window(bench, 1.0)
     assert core(bench).tier == Tier.ACCELERATOR
 
 
-def test_it_is_remembered_whole() -> None:
+def test_planner_memory_retains_the_split() -> None:
     apart = ExpertSplit(2, 4, (0, 1, 2))
     full = ExpertSplitState(
         apart,
@@ -294,12 +297,12 @@ def test_it_is_remembered_whole() -> None:
     )
 
 
-def test_longer_sequences_have_more_ranks_with_attention() -> None:
+def test_longer_sequences_get_more_attention_ranks() -> None:
     """Check that longer sequences get more attention ranks: declared attention cost grows faster
     than that of experts.
     """
 
-    def of(tokens: float) -> PlannedJob:
+    def split_for_tokens(tokens: float) -> PlannedJob:
         lengths = LengthQuantiles(100, tuple([tokens] * 16))
         measured = Measurements(lengths=lengths)
         return job(
@@ -311,32 +314,34 @@ def test_longer_sequences_have_more_ranks_with_attention() -> None:
         )
 
     there = {"A40": 5, "V100": 5}
-    short, long = (predict_expert_split(of(tokens), there) for tokens in (1.0 * K, 32.0 * K))
+    short, long = (
+        predict_expert_split(split_for_tokens(tokens), there) for tokens in (1.0 * K, 32.0 * K)
+    )
     assert isinstance(short, ExpertSplitPrediction) and isinstance(long, ExpertSplitPrediction)
     assert short.expert_split.attention_ranks < long.expert_split.attention_ranks
 
 
-def test_a_place_decision_says_by_which_figures() -> None:
-    bench = at_rest()
-    found = watched(bench, 1.0)
+def test_placement_rationale_contains_its_inputs() -> None:
+    bench = start_mixed_pool()
+    found = run_window(bench, 1.0)
     [place] = [one for one in found if isinstance(one, PlaceInstance) and one.instance.core]
     assert place.rationale.rule == "mixture" and place.rationale.inputs["predicted"] > 0
 
 
-def test_at_a_declared_pace_as_much_less_is_predicted_as_everything_takes_longer() -> None:
-    bench, paced = at_rest(), at_rest(emulated_training="declared/50")
+def test_emulated_speed_scales_the_prediction() -> None:
+    bench, paced = start_mixed_pool(), start_mixed_pool(emulated_training="declared/50")
     own, slower = bench.memory.expert_splits["job"], paced.memory.expert_splits["job"]
     assert slower.predicted_tokens_per_s == pytest.approx(own.predicted_tokens_per_s / 50)
     assert slower.uniform_tokens_per_s == pytest.approx(own.uniform_tokens_per_s / 50)
     assert slower.predicted_split == own.predicted_split
-    long = at_rest(emulated_training="declared/1/2", bin_tokens=8 * K)
+    long = start_mixed_pool(emulated_training="declared/1/2", bin_tokens=8 * K)
     assert long.memory.expert_splits["job"].predicted_tokens_per_s == pytest.approx(
         own.predicted_tokens_per_s / 2
     )
 
 
-def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
-    bench = at_rest()
+def test_split_is_predicted_again_after_lengths_are_sampled() -> None:
+    bench = start_mixed_pool()
     before = bench.memory.expert_splits["job"]
     longer = LengthQuantiles(100, (12.0 * K,) * len(QUANTILES), 2.0 * K)
     bench.update_job("job", measurements=Measurements(lengths=longer))
@@ -352,7 +357,7 @@ def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
     assert bench.memory.expert_splits["job"] == after, "what is known stays known"
 
 
-def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
+def test_splits_are_evaluated_again_only_on_changed_input() -> None:
     """Check that divisions are priced again only on changed input. The verdict that none fits is
     marked, so that a second one would show.
     """
@@ -361,7 +366,7 @@ def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
     bench.update_job("job", measurements=Measurements(lengths=lengths))
     bench.settle()
 
-    def looked(**about: Any) -> str:
+    def count_marked(**about: Any) -> str:
         marked = replace(bench.memory.expert_splits["job"], reason="marked")
         bench.memory = replace(bench.memory, expert_splits={"job": marked})
         bench.update_job("job", **about)
@@ -369,7 +374,7 @@ def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
         return bench.memory.expert_splits["job"].reason
 
     near = replace(lengths, trajectories=200, mean_prompt_tokens=1.01 * K)
-    assert looked() == looked(measurements=Measurements(lengths=near)) == "marked"
+    assert count_marked() == count_marked(measurements=Measurements(lengths=near)) == "marked"
     longer = replace(lengths, sampled_tokens=(4.0 * K,) * len(QUANTILES))
     for change in ({"measurements": Measurements(lengths=longer)}, {"group_size": 3}):
-        assert "no division of 4 ranks" in looked(**change)
+        assert "no division of 4 ranks" in count_marked(**change)

@@ -34,7 +34,7 @@ KINDS = ["comes", "comes", "ends", "dies", "back", "idle", "later", "saved", "sa
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(100, 124))
-def test_decisions_apply_whatever_comes_and_goes(seed: int) -> None:
+def test_decisions_apply_on_random_walks(seed: int) -> None:
     """Check walks that are drawn from a seed; `Looks` applies each decision as Redis would have
     it.
     """
@@ -50,7 +50,7 @@ def test_decisions_apply_whatever_comes_and_goes(seed: int) -> None:
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(200, 240))
-def test_decisions_apply_where_engines_are_gangs(seed: int) -> None:
+def test_decisions_apply_with_engines_of_several_workers(seed: int) -> None:
     """Check random walks of jobs with many degrees. Each running job gets an engine in the end, if
     it could have one with the mesh to itself.
     """
@@ -63,11 +63,11 @@ def test_decisions_apply_where_engines_are_gangs(seed: int) -> None:
     for number in range(STEPS):
         step(bench, drawn, number, [(1,), (1, 2), (2,), (2, 4), (1, 4), (4,)])
         bench.decide_once(ready=drawn.random() < 0.8)
-        of_allowed_degrees(bench)
+        assert_allowed_degrees(bench)
     bench.settle(within=40)
 
 
-def of_allowed_degrees(bench: PlannerBench) -> None:
+def assert_allowed_degrees(bench: PlannerBench) -> None:
     """Assert that all engines have degrees that their jobs allow."""
     for planned in bench.snapshot.jobs:
         engines = [r for _, r in bench.list_instances(planned.id) if r.role == Role.ROLLOUT]
@@ -78,7 +78,7 @@ def of_allowed_degrees(bench: PlannerBench) -> None:
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(300, 330))
-def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None:
+def test_single_job_has_an_engine_after_any_history(seed: int) -> None:
     drawn = random.Random(seed)
     hosts = [drawn.randint(2, 6) for _ in range(drawn.randint(1, 3))]
     degrees = drawn.choice([(1, 2), (2,), (2, 4), (4,)])
@@ -111,11 +111,11 @@ def step(
     worker = drawn.choice(snapshot.workers).id
     ids = [planned.id for planned in snapshot.jobs]
     if kind == "comes" and len(ids) < 5:
-        some = drawn.choice(degrees)
+        make_claim = drawn.choice(degrees)
         more = job(
             f"j{number}",
-            tensor_parallel=some,
-            can_time_slice=some[0] == 1,
+            tensor_parallel=make_claim,
+            can_time_slice=make_claim[0] == 1,
             ranks=drawn.choice([1, 1, 2, 3]),
             priority=drawn.randint(0, 3),
             phase=Phase.QUEUED,
@@ -124,8 +124,8 @@ def step(
         )
         bench.update(jobs=(*snapshot.jobs, more))
     elif kind == "ends" and ids:
-        gone = drawn.choice(ids)
-        bench.update(jobs=tuple(planned for planned in snapshot.jobs if planned.id != gone))
+        removed = drawn.choice(ids)
+        bench.update(jobs=tuple(planned for planned in snapshot.jobs if planned.id != removed))
     elif kind in ("dies", "back"):
         bench.update_worker(worker, alive=kind == "back", token=100 + number)
     elif kind == "idle":
@@ -147,7 +147,7 @@ def gangs(*found: Gang) -> tuple[Gang, ...]:
     return tuple(set_reconciled(gang) for gang in found)
 
 
-def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_before_it_ends() -> None:
+def test_instances_of_a_gang_are_removed_before_another_core_uses_it() -> None:
     """g0 has a core that sleeps on both of its workers, and another job's engine on the second."""
     asleep = resident("g0.0", "a", Role.TRAINING, 0, 1, tier=Tier.DISK)
     engine = resident("g0.1", "d", Role.ROLLOUT, 1)
@@ -162,16 +162,16 @@ def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_befor
     )
     bench = PlannerBench(replace(pool([4], *jobs, gangs_formed=2), gangs=there))
     decisions = bench.decide_once()
-    gone = {d.instance for d in decisions if isinstance(d, RemoveInstance)}
+    removed = {d.instance for d in decisions if isinstance(d, RemoveInstance)}
     core = next(d for d in decisions if isinstance(d, PlaceInstance) and d.instance.core)
-    assert gone == {"g0.0", "g0.1"} and core.instance.job == "b"
+    assert removed == {"g0.0", "g0.1"} and core.instance.job == "b"
     bench.update(requests=(PoolRequest("op", "move", "w1", Role.IDLE),))
     bench.settle()
     assert bench.roles("d") == {"w2": "core+rollout"}, "w1 was put aside, and the planner lives"
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_gang_of_a_core_is_broken_up_once_a_checkpoint_has_it(checkpointed: bool) -> None:
+def test_gang_of_a_core_dissolves_after_a_checkpoint(checkpointed: bool) -> None:
     """Check that a core's gang dissolves once a checkpoint covers it. Its second worker has an
     engine that makes way; the core of the first one needs a new gang.
     """
@@ -197,7 +197,7 @@ def test_a_gang_of_a_core_is_broken_up_once_a_checkpoint_has_it(checkpointed: bo
 @pytest.mark.parametrize(
     ("lost", "stays"), [("w1", {"g0.1", "g0.2"}), ("w2", {"g0.0", "g0.2"}), ("w0", set())]
 )
-def test_who_has_lost_no_rank_stays_while_who_gives_turns_is_there(
+def test_instances_without_lost_ranks_stay_while_the_slice_scheduler_lives(
     lost: str, stays: set[str]
 ) -> None:
     """Three workers: a core that sleeps on the first two, an engine of another job on the last."""
@@ -228,7 +228,7 @@ bounds = st.builds(
 )
 
 
-def filled(claims: list[ShareBounds], workers: int) -> list[Fraction]:
+def allocate_max_min(claims: list[ShareBounds], workers: int) -> list[Fraction]:
     """Compute the max-min allocation by its definition: shares rise by weight, full claims stop,
     and each claim gets its minimum.
     """
@@ -259,76 +259,84 @@ def filled(claims: list[ShareBounds], workers: int) -> list[Fraction]:
 @settings(max_examples=150, deadline=None)
 def test_shares_are_within_one_of_weighted_max_min(claims: list[ShareBounds], more: int) -> None:
     workers = sum(claim.min_workers for claim in claims) + more
-    shares = list(fill_shares({str(i): claim for i, claim in enumerate(claims)}, workers).values())
-    for share, exact, claim in zip(shares, filled(claims, workers), claims, strict=True):
+    compute_shares = list(
+        fill_shares({str(i): claim for i, claim in enumerate(claims)}, workers).values()
+    )
+    for share, exact, claim in zip(
+        compute_shares, allocate_max_min(claims, workers), claims, strict=True
+    ):
         assert abs(share - exact) < 1
         assert claim.min_workers <= share <= claim.max_workers
-    assert sum(shares) == min(workers, sum(claim.max_workers for claim in claims))
+    assert sum(compute_shares) == min(workers, sum(claim.max_workers for claim in claims))
 
 
-def shares(
+def compute_shares(
     workers: int, *jobs: PlannedJob, turns: bool = True, **claims: ShareClaim
 ) -> dict[str, int]:
     ordered = sorted(jobs, key=lambda j: (-j.requirements.priority, j.submitted_ms))
     return divide_pool(ordered, {"host": workers}, claims, turns).workers
 
 
-def some(id: str, at: int, **about: Any) -> PlannedJob:
+def make_claim(id: str, at: int, **about: Any) -> PlannedJob:
     return job(id, submitted_ms=at, **about)
 
 
-def test_equal_jobs_share_equally_and_the_first_has_what_is_over() -> None:
-    assert shares(9, some("a", 1), some("b", 2)) == {"a": 5, "b": 4}
+def test_equal_jobs_share_equally_and_the_first_gets_the_remainder() -> None:
+    assert compute_shares(9, make_claim("a", 1), make_claim("b", 2)) == {"a": 5, "b": 4}
 
 
 def test_shares_are_weighted() -> None:
-    assert shares(8, some("a", 1), some("b", 2, share=3.0)) == {"a": 2, "b": 6}
+    assert compute_shares(8, make_claim("a", 1), make_claim("b", 2, share=3.0)) == {"a": 2, "b": 6}
 
 
 def test_four_jobs_on_six_workers_all_run() -> None:
-    four = [some(id, at) for at, id in enumerate("abcd")]
-    assert shares(6, *four) == {"a": 2, "b": 2, "c": 1, "d": 1}
+    four = [make_claim(id, at) for at, id in enumerate("abcd")]
+    assert compute_shares(6, *four) == {"a": 2, "b": 2, "c": 1, "d": 1}
 
 
-def test_without_turns_the_last_waits_and_the_others_have_their_floors() -> None:
-    four = [some(id, at) for at, id in enumerate("abcd")]
-    assert shares(6, *four, turns=False) == {"a": 2, "b": 2, "c": 2}
+def test_last_job_waits_without_time_slicing_and_others_have_their_minimum() -> None:
+    four = [make_claim(id, at) for at, id in enumerate("abcd")]
+    assert compute_shares(6, *four, turns=False) == {"a": 2, "b": 2, "c": 2}
 
 
-def test_a_higher_priority_has_what_it_can_use_and_lower_ones_keep_their_floors() -> None:
-    found = shares(8, some("a", 1), some("b", 2), some("c", 3, priority=1))
+def test_higher_priority_gets_its_maximum_and_others_keep_their_minimum() -> None:
+    found = compute_shares(
+        8, make_claim("a", 1), make_claim("b", 2), make_claim("c", 3, priority=1)
+    )
     assert found == {"c": 4, "a": 2, "b": 2}
 
 
-def test_a_higher_priority_that_needs_all_leaves_the_lower_ones_nothing() -> None:
-    found = shares(4, some("a", 1), some("b", 2, priority=1, min_workers=4))
+def test_higher_priority_that_needs_all_pauses_the_others() -> None:
+    found = compute_shares(4, make_claim("a", 1), make_claim("b", 2, priority=1, min_workers=4))
     assert found == {"b": 4}
 
 
-def test_a_small_job_goes_ahead_of_a_large_one_that_waits_and_makes_room_for_it_later() -> None:
+def test_small_job_passes_a_waiting_large_one_and_yields_later() -> None:
     first, large, small = (
-        some("a", 1, min_workers=3, max_workers=3),
-        some("b", 2, min_workers=3),
-        some("c", 3),
+        make_claim("a", 1, min_workers=3, max_workers=3),
+        make_claim("b", 2, min_workers=3),
+        make_claim("c", 3),
     )
-    assert shares(5, first, large, small, turns=False) == {"a": 3, "c": 2}
-    assert shares(5, large, small, turns=False) == {"b": 3, "c": 2}
-    assert shares(4, large, small, turns=False) == {"b": 4}
+    assert compute_shares(5, first, large, small, turns=False) == {"a": 3, "c": 2}
+    assert compute_shares(5, large, small, turns=False) == {"b": 3, "c": 2}
+    assert compute_shares(4, large, small, turns=False) == {"b": 4}
 
 
-def test_a_job_that_has_run_keeps_workers_that_nobody_else_may_have() -> None:
-    assert shares(1, some("a", 1), turns=False, a=ShareClaim("host")) == {"a": 1}
-    assert shares(1, some("a", 1), turns=False) == {}, "it has no core"
-    queued = some("a", 1, phase=Phase.QUEUED)
-    assert shares(1, queued, turns=False, a=ShareClaim("host")) == {}
+def test_job_keeps_workers_that_no_other_job_can_use() -> None:
+    assert compute_shares(1, make_claim("a", 1), turns=False, a=ShareClaim("host")) == {"a": 1}
+    assert compute_shares(1, make_claim("a", 1), turns=False) == {}, "it has no core"
+    queued = make_claim("a", 1, phase=Phase.QUEUED)
+    assert compute_shares(1, queued, turns=False, a=ShareClaim("host")) == {}
 
 
-def test_what_people_have_put_into_a_job_stays_there() -> None:
-    found = shares(8, some("a", 1), some("b", 2), b=ShareClaim("host", pinned_workers=5))
+def test_requested_workers_stay_in_their_job() -> None:
+    found = compute_shares(
+        8, make_claim("a", 1), make_claim("b", 2), b=ShareClaim("host", pinned_workers=5)
+    )
     assert found == {"a": 2, "b": 6}
 
 
-def test_a_core_waits_for_a_host_that_has_room_for_all_its_ranks() -> None:
+def test_core_waits_for_a_host_with_space_for_all_ranks() -> None:
     found = divide_pool([job("a", ranks=3)], {"host0": 2, "host1": 2}, {}, True)
     assert found.workers == {} and "no host has 3" in found.rejected["a"]
     assert divide_pool([job("a", ranks=3)], {"host0": 2, "host1": 3}, {}, True).core_places == {

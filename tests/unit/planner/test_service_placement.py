@@ -1,4 +1,4 @@
-"""Shards and sandboxes follow jobs, and stay where they are while they can."""
+"""Placement of shards and sandboxes: they follow jobs and stay on their hosts while possible."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_services_follow_jobs() -> None:
     assert {h.name: list(h.services) for h in bench.snapshot.hosts} == kept
 
 
-def test_a_job_that_waits_has_no_shards_and_a_paused_one_keeps_its_own() -> None:
+def test_waiting_job_has_no_shards_and_paused_job_keeps_them() -> None:
     bench = start_pool([2], job("a"))
     urgent = job("b", phase=Phase.QUEUED, priority=5, min_workers=2, submitted_ms=1)
     small = job("c", phase=Phase.QUEUED, submitted_ms=2)
@@ -54,7 +54,7 @@ def test_a_job_that_waits_has_no_shards_and_a_paused_one_keeps_its_own() -> None
     assert bench.snapshot.hosts[0].services == ("rollout/a/0", "rollout/b/0")
 
 
-def test_shards_of_a_host_that_is_gone_begin_elsewhere() -> None:
+def test_shards_of_a_lost_host_move() -> None:
     bench = start_pool([2, 2], job(shards=2))
     hosts = bench.snapshot.hosts
     bench.update(hosts=(replace(hosts[0], alive=False), hosts[1]))
@@ -65,17 +65,19 @@ def test_shards_of_a_host_that_is_gone_begin_elsewhere() -> None:
     assert sorted(bench.snapshot.hosts[1].services) == ["rollout/job/0", "rollout/job/1"]
 
 
-def test_shards_and_sandboxes_leave_a_host_that_drains_once_they_have_nothing_under_way() -> None:
+def test_idle_services_leave_a_draining_host() -> None:
     bench = start_pool([2, 2], job(shards=2, sandboxes=2, has_checkpoint=True))
     there = bench.snapshot.hosts[0].services
     assert len([*there]) == 2
     bench.drain("host0")
     bench.update(requests=(PoolRequest("op", "drain", host="host0"),))
-    assert not settled_drains(bench.settle()) and bench.snapshot.hosts[0].services == there
+    assert not list_completed_drains(bench.settle()) and bench.snapshot.hosts[0].services == there
     bench.update(evictable_services=frozenset(there[:1]))
-    assert not settled_drains(bench.settle()) and bench.snapshot.hosts[0].services == there[1:]
+    assert (
+        not list_completed_drains(bench.settle()) and bench.snapshot.hosts[0].services == there[1:]
+    )
     bench.update(evictable_services=frozenset(there))
-    assert settled_drains(bench.settle()) == [""]
+    assert list_completed_drains(bench.settle()) == [""]
     assert bench.snapshot.hosts[0].services == ()
     assert len(bench.snapshot.hosts[1].services) == 4
     bench.update(jobs=(*bench.snapshot.jobs, job("b", submitted_ms=1)))
@@ -83,7 +85,7 @@ def test_shards_and_sandboxes_leave_a_host_that_drains_once_they_have_nothing_un
     assert bench.snapshot.hosts[0].services == (), "what is new goes elsewhere too"
 
 
-def test_a_host_that_drains_waits_no_longer_than_a_move_may_take() -> None:
+def test_drain_waits_at_most_the_move_timeout() -> None:
     bench = start_pool([2, 2], job(shards=4))
     bench.drain("host1")
     bench.settle()
@@ -93,7 +95,7 @@ def test_a_host_that_drains_waits_no_longer_than_a_move_may_take() -> None:
     assert [len(host.services) for host in bench.snapshot.hosts] == [4, 0]
 
 
-def test_shards_stay_where_they_rest_while_no_other_host_takes_them() -> None:
+def test_idle_shards_stay_if_no_other_host_accepts_them() -> None:
     bench = start_pool([2], job(shards=2))
     there = bench.snapshot.hosts[0].services
     bench.update(evictable_services=frozenset(there))
@@ -106,7 +108,7 @@ def test_shards_stay_where_they_rest_while_no_other_host_takes_them() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_drains_each_service_is_on_one_host_and_none_leaves_its_work(seed: int) -> None:
+def test_drains_keep_each_service_on_one_host_until_it_is_idle(seed: int) -> None:
     drawn = random.Random(seed)
     bench = start_pool([2, 2, 2], job(shards=3, sandboxes=2, has_checkpoint=True))
     for _ in range(30):
@@ -131,11 +133,11 @@ def test_whatever_drains_each_service_is_on_one_host_and_none_leaves_its_work(se
                 assert stays or all(host.drain_reason for host in hosts)
 
 
-def settled_drains(decisions: list[Decision]) -> list[str]:
+def list_completed_drains(decisions: list[Decision]) -> list[str]:
     return [one.reason for one in decisions if isinstance(one, RejectRequest)]
 
 
-def test_shards_are_left_to_a_host_that_is_gone_while_no_other_takes_them() -> None:
+def test_shards_of_a_lost_host_stay_assigned_if_no_other_accepts_them() -> None:
     bench = start_pool([2], job(shards=2))
     host = bench.snapshot.hosts[0]
     bench.update(hosts=(replace(host, alive=False),))
@@ -147,25 +149,25 @@ def test_shards_are_left_to_a_host_that_is_gone_while_no_other_takes_them() -> N
     assert bench.snapshot.hosts[0].services == host.services != ()
 
 
-def offers(bench: PlannerBench, host: str, **offer: Any) -> None:
+def set_accepted_services(bench: PlannerBench, host: str, **offer: Any) -> None:
     """Set the services that a host accepts."""
     hosts = bench.snapshot.hosts
     bench.update(hosts=tuple(replace(h, **offer) if h.name == host else h for h in hosts))
 
 
-def where(bench: PlannerBench) -> dict[str, str]:
+def map_services_to_hosts(bench: PlannerBench) -> dict[str, str]:
     """Return the host of each service."""
     return {name: host.name for host in bench.snapshot.hosts for name in host.services}
 
 
-def test_services_go_where_they_are_taken() -> None:
+def test_services_go_to_hosts_that_accept_them() -> None:
     bench = PlannerBench(pool([3, 0, 0, 2], job(shards=2, sandboxes=2)))
-    offers(bench, "host0", accepted_services=())
-    offers(bench, "host1", accepted_services=("sandboxes",))
-    offers(bench, "host2", accepted_services=("shards",))
-    offers(bench, "host3", accepted_services=())
+    set_accepted_services(bench, "host0", accepted_services=())
+    set_accepted_services(bench, "host1", accepted_services=("sandboxes",))
+    set_accepted_services(bench, "host2", accepted_services=("shards",))
+    set_accepted_services(bench, "host3", accepted_services=())
     bench.settle()
-    assert where(bench) == {
+    assert map_services_to_hosts(bench) == {
         "rollout/job/0": "host2",
         "rollout/job/1": "host2",
         "sandbox/job/0": "host1",
@@ -174,85 +176,106 @@ def test_services_go_where_they_are_taken() -> None:
     assert bench.count_awake_workers("job") == 5, "who takes no services computes all the same"
 
 
-def test_a_job_whose_services_no_host_takes_waits_and_takes_no_workers() -> None:
+def test_job_without_a_host_for_its_services_waits_without_workers() -> None:
     bench = PlannerBench(pool([2], job("a", phase=Phase.QUEUED, sandboxes=1)))
-    offers(bench, "host0", accepted_services=("shards",))
+    set_accepted_services(bench, "host0", accepted_services=("shards",))
     bench.update(jobs=(*bench.snapshot.jobs, job("b", phase=Phase.QUEUED, submitted_ms=1)))
     bench.settle()
     assert bench.snapshot.jobs[0].block_reason == (
         "waiting: no host takes its sandboxes now: host0 takes shards"
     )
-    assert bench.count_awake_workers("b") == 2 and list(where(bench)) == ["rollout/b/0"]
+    assert bench.count_awake_workers("b") == 2 and list(map_services_to_hosts(bench)) == [
+        "rollout/b/0"
+    ]
     bench.update(hosts=(*bench.snapshot.hosts, PoolHost("host1", accepted_services=("sandboxes",))))
     bench.settle()
-    assert bench.snapshot.jobs[0].block_reason == "" and where(bench)["sandbox/a/0"] == "host1"
+    assert (
+        bench.snapshot.jobs[0].block_reason == ""
+        and map_services_to_hosts(bench)["sandbox/a/0"] == "host1"
+    )
 
 
-def test_sandboxes_go_where_the_isolation_is_that_their_job_asks_for() -> None:
+def test_sandboxes_go_to_hosts_with_the_required_isolation() -> None:
     jobs = (
         job("a", sandboxes=2, isolation_tier="bwrap"),
         job("b", sandboxes=2, submitted_ms=1),
         job("c", sandboxes=1, isolation_tier="runner", submitted_ms=2, phase=Phase.QUEUED),
     )
     bench = PlannerBench(pool([6, 1], *jobs))
-    offers(bench, "host0", isolation_tiers=("landlock",))
-    offers(bench, "host1", isolation_tiers=("trying",))
+    set_accepted_services(bench, "host0", isolation_tiers=("landlock",))
+    set_accepted_services(bench, "host1", isolation_tiers=("trying",))
     bench.settle()
-    assert {name for name in where(bench) if name.startswith("sandbox/a")} == set()
+    assert {name for name in map_services_to_hosts(bench) if name.startswith("sandbox/a")} == set()
     assert bench.snapshot.jobs[0].block_reason == "", (
         "it has begun: its host may turn out as it was"
     )
-    offers(bench, "host1", isolation_tiers=("cgroup",))
+    set_accepted_services(bench, "host1", isolation_tiers=("cgroup",))
     bench.settle()
-    assert {where(bench)[f"sandbox/a/{n}"] for n in range(2)} == {"host1"}
-    assert {where(bench)[f"sandbox/b/{n}"] for n in range(2)} == {"host0"}, "there is more room"
+    assert {map_services_to_hosts(bench)[f"sandbox/a/{n}"] for n in range(2)} == {"host1"}
+    assert {map_services_to_hosts(bench)[f"sandbox/b/{n}"] for n in range(2)} == {"host0"}, (
+        "there is more room"
+    )
     assert bench.snapshot.jobs[2].block_reason == (
         "waiting: no host takes its sandboxes with sandbox.tier = runner now: "
         "host0 has landlock; host1 has cgroup"
     )
-    offers(bench, "host1", isolation_tiers=("cgroup", "runner"))
+    set_accepted_services(bench, "host1", isolation_tiers=("cgroup", "runner"))
     bench.settle()
-    assert where(bench)["sandbox/c/0"] == "host1" and bench.snapshot.jobs[2].block_reason == ""
+    assert (
+        map_services_to_hosts(bench)["sandbox/c/0"] == "host1"
+        and bench.snapshot.jobs[2].block_reason == ""
+    )
 
 
-def test_a_job_is_paused_whose_only_host_has_come_back_without_what_it_took() -> None:
+def test_job_is_paused_if_its_only_host_no_longer_accepts_its_services() -> None:
     bench = PlannerBench(pool([2, 0], job(sandboxes=1, isolation_tier="bwrap")))
-    offers(bench, "host0", accepted_services=("shards",))
-    offers(bench, "host1", accepted_services=("sandboxes",), isolation_tiers=("bwrap",))
+    set_accepted_services(bench, "host0", accepted_services=("shards",))
+    set_accepted_services(
+        bench, "host1", accepted_services=("sandboxes",), isolation_tiers=("bwrap",)
+    )
     bench.settle()
-    assert where(bench)["sandbox/job/0"] == "host1"
-    offers(bench, "host1", alive=False)
+    assert map_services_to_hosts(bench)["sandbox/job/0"] == "host1"
+    set_accepted_services(bench, "host1", alive=False)
     bench.update(now_ms=bench.snapshot.now_ms + 11_000)
     bench.settle()
-    assert where(bench)["sandbox/job/0"] == "host1" and not bench.snapshot.jobs[0].block_reason
-    offers(bench, "host1", alive=True, isolation_tiers=("trying",))
+    assert (
+        map_services_to_hosts(bench)["sandbox/job/0"] == "host1"
+        and not bench.snapshot.jobs[0].block_reason
+    )
+    set_accepted_services(bench, "host1", alive=True, isolation_tiers=("trying",))
     bench.settle()
-    assert where(bench)["sandbox/job/0"] == "host1" and not bench.snapshot.jobs[0].block_reason
-    offers(bench, "host1", isolation_tiers=())
+    assert (
+        map_services_to_hosts(bench)["sandbox/job/0"] == "host1"
+        and not bench.snapshot.jobs[0].block_reason
+    )
+    set_accepted_services(bench, "host1", isolation_tiers=())
     bench.settle()
-    assert list(where(bench)) == ["rollout/job/0"]
+    assert list(map_services_to_hosts(bench)) == ["rollout/job/0"]
     assert bench.snapshot.jobs[0].block_reason.startswith("paused: no host takes its sandboxes")
     assert "host1 has no isolation" in bench.snapshot.jobs[0].block_reason
-    offers(bench, "host1", isolation_tiers=("bwrap",))
+    set_accepted_services(bench, "host1", isolation_tiers=("bwrap",))
     bench.settle()
-    assert where(bench)["sandbox/job/0"] == "host1" and not bench.snapshot.jobs[0].block_reason
+    assert (
+        map_services_to_hosts(bench)["sandbox/job/0"] == "host1"
+        and not bench.snapshot.jobs[0].block_reason
+    )
 
 
-def test_a_drain_is_settled_of_what_no_other_host_takes() -> None:
+def test_drain_completes_for_services_that_no_other_host_accepts() -> None:
     bench = PlannerBench(pool([1, 0], job(sandboxes=1)))
-    offers(bench, "host0", accepted_services=("shards",))
-    offers(bench, "host1", accepted_services=("sandboxes",))
+    set_accepted_services(bench, "host0", accepted_services=("shards",))
+    set_accepted_services(bench, "host1", accepted_services=("sandboxes",))
     bench.settle()
     bench.drain("host1")
     bench.update(
         requests=(PoolRequest("op", "drain", host="host1"),),
-        evictable_services=frozenset(where(bench)),
+        evictable_services=frozenset(map_services_to_hosts(bench)),
     )
-    assert settled_drains(bench.settle()) == [""], "nobody else could have it"
-    assert where(bench)["sandbox/job/0"] == "host1"
+    assert list_completed_drains(bench.settle()) == [""], "nobody else could have it"
+    assert map_services_to_hosts(bench)["sandbox/job/0"] == "host1"
     bench.update(hosts=(*bench.snapshot.hosts, PoolHost("host2", accepted_services=("sandboxes",))))
     bench.settle()
-    assert where(bench)["sandbox/job/0"] == "host2"
+    assert map_services_to_hosts(bench)["sandbox/job/0"] == "host2"
 
 
 taking = st.sets(st.sampled_from(ALL_SERVICES)).map(tuple)
@@ -269,12 +292,12 @@ demands = st.sampled_from(["", "landlock", "bwrap", "cgroup", "runner"])
 
 @given(st.lists(drawn_hosts, min_size=1, max_size=4), st.lists(demands, min_size=1, max_size=3))
 @settings(max_examples=30, deadline=None)
-def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_taker(
-    walks: list[list[tuple[Any, ...]]], wanted: list[str]
+def test_random_hosts_get_exactly_the_services_they_accept(
+    walks: list[list[tuple[Any, ...]]], required: list[str]
 ) -> None:
-    """Hosts come back with other options again and again; jobs differ in what they ask for."""
+    """Let hosts return with changed options repeatedly; jobs differ in their requirements."""
     about = {"shards": 2, "sandboxes": 2, "has_checkpoint": True}
-    jobs = [job(f"j{n}", isolation_tier=tier, **about) for n, tier in enumerate(wanted)]
+    jobs = [job(f"j{n}", isolation_tier=tier, **about) for n, tier in enumerate(required)]
     bench = PlannerBench(pool([3, 1, 0, 0], *jobs))
     for walk in walks:
         for number, (takes, known, alive, draining) in enumerate(walk):
@@ -284,15 +307,15 @@ def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_take
                 "alive": alive,
                 "drain_reason": draining,
             }
-            offers(bench, f"host{number}", **offer)
-        before = where(bench)
+            set_accepted_services(bench, f"host{number}", **offer)
+        before = map_services_to_hosts(bench)
         bench.update(now_ms=bench.snapshot.now_ms + 11_000)
         bench.settle(within=40)
         bench.update(now_ms=bench.snapshot.now_ms + 121_000)
         bench.settle(within=40)
         hosts = {host.name: host for host in bench.snapshot.hosts}
         needs = {planned.id: planned.requirements for planned in bench.snapshot.jobs}
-        there = where(bench)
+        there = map_services_to_hosts(bench)
         for name, host in there.items():
             kind, of, _ = parse_service_name(name)
             if before.get(name) != host:
