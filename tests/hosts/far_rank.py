@@ -48,14 +48,14 @@ def join_rendezvous(rank: Rank, generation: int, addresses: list[str], deadline_
     interface = network_interface.find_rank_interface(MeshSettings("", "", bind=f"tcp://{own}:*"))
     assert find_address(interface) == own, interface
     where = f"tcp://{addresses[0]}:{PORT + generation}/{generation}"
-    door = (
+    listener = (
         open_listener(own, range(PORT + generation, PORT + generation + 1))
         if rank.rank == 0
         else None
     )
-    with door or contextlib.nullcontext():
+    with listener or contextlib.nullcontext():
         started_s = time.monotonic()
-        rank.join(Rendezvous(generation, where, deadline_s, addresses), interface, door)
+        rank.join(Rendezvous(generation, where, deadline_s, addresses), interface, listener)
     print_event("met", time.monotonic() - started_s)
     names = list(rank.learner.get_meta_tensors(False))
     rank.learner.scatter_weights(names, given_weights("plain") if rank.rank == 0 else None)

@@ -145,13 +145,13 @@ async def test_command_ends_with_its_block_and_runs_in_its_hosts_groups() -> Non
 
 @pytest.mark.deep
 async def test_cancelled_test_leaves_nothing() -> None:
-    async def endless(made: asyncio.Future[Hosts]) -> None:
+    async def sleep_forever(made: asyncio.Future[Hosts]) -> None:
         async with Hosts(2) as hosts, hosts[1].started("sleep", "603"):
             made.set_result(hosts)
             await asyncio.Event().wait()
 
     made: asyncio.Future[Hosts] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(endless(made))
+    task = asyncio.create_task(sleep_forever(made))
     hosts = await made
     inits = [hosts.router, hosts[0].init, hosts[1].init]
     groups = [place for number in (0, 1) for place in hosts[number].groups]

@@ -1,7 +1,6 @@
-"""Training without engines.
+"""Training without engines on a real mesh of Redis, weight store, core, ranks and hybrids.
 
-A real mesh of Redis, weight store, core, ranks and hybrids. A test makes its groups from a seed and
-releases them at any time.
+A test makes its groups from a seed and releases them at any time.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ STEPS = 20
 GROUPS = 2  # of a step
 MEMBERS = 4
 VOCABULARY = 64
-WITHIN_S = 150.0  # processes start slowly on a machine that others use too
+WITHIN_S = 150.0  # processes start slowly on a shared machine
 
 T = TypeVar("T")
 
 
 class ElasticMesh:
-    """Several jobs, one after another, in one mesh."""
+    """Mesh that runs several jobs one after another."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.host = SystemHost()
         self.children: dict[str, SystemChild] = {}
-        self._nursery = TestForkServer()
+        self._fork_server = TestForkServer()
         self.state: StateClient
         self.mesh: Mesh  # as a trainer, which may request weights
         self.worker: Mesh  # as a role that may request a drain
@@ -70,7 +69,7 @@ class ElasticMesh:
     async def open(self) -> None:
         server = embedded_server.prepare_server(self.directory / "r")
         self._spawn("redis", server.argv)
-        self._nursery.start()
+        self._fork_server.start()
         settings = MeshSettings(server.url, str(self.directory), host="here", secret=SECRET)
         settings.to_file(self.directory / "settings.json")
         there = self.directory / "there"  # a host that shares no directory with the first
@@ -98,7 +97,7 @@ class ElasticMesh:
             child.kill()
         for child in self.children.values():
             await child.wait(scaled(5.0))
-        self._nursery.close()
+        self._fork_server.close()
         await self.worker.leave()
         await self.mesh.leave()
         await self.state.close()
@@ -138,21 +137,21 @@ class ElasticMesh:
     def has_ended(self, name: str) -> bool:
         return self.children[name].poll() is not None
 
-    def stands_still(self, name: str) -> bool:
+    def is_stopped(self, name: str) -> bool:
         usage = self.children[name].read_usage()
         return usage is not None and usage.state == "T"
 
     def stop(self, name: str) -> None:
-        """SIGSTOP: it holds what it has, and does nothing."""
+        """Stop the process by SIGSTOP."""
         os.kill(self.children[name].pid, signal.SIGSTOP)
 
     async def until(
-        self, what: str, look: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
+        self, what: str, poll: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
     ) -> T:
-        """Wait until `look` returns a true value, and return the value."""
+        """Wait until `poll` returns a true value, and return the value."""
         async with asyncio.timeout(scaled(within_s)):
             try:
-                while not (found := await look()):
+                while not (found := await poll()):
                     await asyncio.sleep(0.02)
                 return found
             except asyncio.CancelledError:
@@ -182,12 +181,16 @@ class Training:
         others: str = RANK_MAIN,
         host: str = "here",
     ) -> None:
-        """`others`: the module that ranks beside the first run, on `host`."""
+        """Create the job; `others` is the module that ranks beside the first run, on `host`."""
         self.elastic, self.job, self.ranks, self._others = elastic, job, ranks, others
         self.host = host
-        self.apart: ExpertSplit | None = None  # how ranks that start from now on divide a mixture
-        self.rank_deadline_s = scaled(10.0)  # that a healthy rank meets, on a slow machine too
-        self.accelerators = [""] * ranks  # what they are on
+        self.apart: ExpertSplit | None = (
+            None  # division of a mixture by ranks that start from now on
+        )
+        self.rank_deadline_s = scaled(
+            10.0
+        )  # a deadline that a healthy rank meets, on a slow machine too
+        self.accelerators = [""] * ranks  # their accelerators
         self._admitted: list[groups.AdmittedGroup] = []
         self._released = 0
 
@@ -210,7 +213,7 @@ class Training:
         await self.start_core()
         for rank in range(1, self.ranks):
             await self.start_rank(rank)
-        await elastic.until(f"{self.job} has begun", self._begun)
+        await elastic.until(f"{self.job} has begun", self._start_job)
         await jobs.set_phase(elastic.state, self.job, jobs.Phase.TRAINING, elastic.token, SHARD)
         self._admitted = await groups.admit_groups(
             elastic.state, self.job, SHARD, elastic.token, STEPS * GROUPS, uuid.uuid4().hex
@@ -246,7 +249,7 @@ class Training:
         place = ["--gang", gang, "--instance", gang, "--job", self.job, "--generation", "1"]
         self.elastic.run(name, module, [*place, *more], host, device)
 
-    async def _begun(self) -> bool:
+    async def _start_job(self) -> bool:
         row = await jobs.read_job(self.elastic.state, self.job)
         core = await self.elastic.stats(f"trainer/{self.job}")
         return row.version == 0 and row.phase == "baseline" and core.get("ready") is True
@@ -271,24 +274,24 @@ class Training:
                 uuid.uuid4().hex,
             )
 
-    async def done(self) -> int:
+    async def count_committed_steps(self) -> int:
         return (await jobs.read_job(self.elastic.state, self.job)).steps_done
 
     async def train(self, steps: int) -> None:
         """Release so many further steps and wait until they are committed."""
         await self.release(steps)
-        await self.caught_up()
+        await self.wait_for_released_steps()
 
-    async def caught_up(self) -> None:
+    async def wait_for_released_steps(self) -> None:
         """Wait until all released steps are committed."""
         wanted = self._released // GROUPS
 
         async def committed() -> bool:
-            return await self.done() >= wanted
+            return await self.count_committed_steps() >= wanted
 
         await self.elastic.until(f"step {wanted} of {self.job}", committed)
 
-    async def hybrid_waits(self, gang: str) -> None:
+    async def wait_for_hybrid(self, gang: str) -> None:
         """Wait until a hybrid is ready for the next step, which waits for groups."""
         wanted = self._released // GROUPS
 
@@ -299,7 +302,7 @@ class Training:
 
         await self.elastic.until(f"{gang} waits for step {wanted + 1}", there)
 
-    async def computed(self) -> set[str]:
+    async def list_computing_gangs(self) -> set[str]:
         """Return the gangs that computed rounds of committed steps."""
         mine = [s for s in await self.elastic.events("step") if s["job"] == self.job]
         return {gang for step in mine for gang in step["metrics"]["workers"]}
@@ -312,7 +315,7 @@ class Training:
 
 
 def group(number: int) -> TrajectoryGroup:
-    """Four trajectories and their rewards, the same whenever and for whomever it is made."""
+    """Return four trajectories and their rewards, which depend on the number alone."""
     random = np.random.default_rng(number)
     lengths = random.integers(12, 40, MEMBERS).astype(np.int32)
     prompt = 4

@@ -1,4 +1,4 @@
-"""`meshrl run` of the job of digits as a process of its own, and what a test may see and do."""
+"""`meshrl run` of the job of digits in its own process, with an operator's access to its state."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def slow_pace(decode_ms: float, plateau: int, prefill_tokens_per_s: int) -> str:
 
 
 class Run:
-    """One run, whose keys a plain Redis client reads, as an operator would."""
+    """Run whose keys a plain Redis client reads, as an operator does."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.directory = directory / "run"
         words = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
-        self._said = (directory / "said").open("w+")
+        self._output = (directory / "said").open("w+")
         self._start("run", str(JOB), f"--set=out={self.directory}", *words)
 
     def resume(self) -> None:
         """Resume the run after `end`, as `meshrl resume` does."""
-        self._said = Path(self._said.name).open("a+")  # noqa: SIM115 (until `end`)
+        self._output = Path(self._output.name).open("a+")  # noqa: SIM115 (until `end`)
         self._start("resume", str(self.directory))
 
     def _start(self, *words: str) -> None:
@@ -58,7 +58,7 @@ class Run:
             [sys.executable, "-m", "meshrl", *words],
             cwd=self.directory.parent,
             env={**environment, "PYTHONPATH": str(ROOT)},
-            stdout=self._said,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
         )
         self._client: redis.Redis | None = None
@@ -72,30 +72,30 @@ class Run:
             except subprocess.TimeoutExpired:
                 self.program.kill()
                 self.program.wait()
-        self._said.close()
+        self._output.close()
 
     def finish(self) -> int:
         """Wait for the run to end by itself, and return its exit status."""
         return self.program.wait(scaled(END_S))
 
     @property
-    def said(self) -> str:
-        self._said.flush()
-        return Path(self._said.name).read_text()
+    def output(self) -> str:
+        self._output.flush()
+        return Path(self._output.name).read_text()
 
     # -- waiting ---------------------------------------------------------------------------------
 
-    def until(self, what: str, look: Callable[[], T | None], within_s: float = UP_S) -> T:
-        """Wait until `look` returns a true value, and return the value."""
+    def until(self, what: str, poll: Callable[[], T | None], within_s: float = UP_S) -> T:
+        """Wait until `poll` returns a true value, and return the value."""
         within_s = scaled(within_s)
         end = time.monotonic() + within_s
         while time.monotonic() < end:
-            found = look()
+            found = poll()
             if found:
                 return found
-            assert self.program.poll() is None, f"the run ended before {what}:\n{self.said}"
+            assert self.program.poll() is None, f"the run ended before {what}:\n{self.output}"
             time.sleep(POLL_S)
-        raise AssertionError(f"not {what} within {within_s:g} s:\n{self.said}\n{self.logs()}")
+        raise AssertionError(f"not {what} within {within_s:g} s:\n{self.output}\n{self.logs()}")
 
     def logs(self) -> str:
         files = sorted((self.directory / "mesh/logs").glob("*.log"))
@@ -120,7 +120,7 @@ class Run:
         client = redis.Redis.from_url(url, decode_responses=True)
         try:
             client.ping()
-        except redis.exceptions.RedisError:  # it loads its data, or is not there yet
+        except redis.exceptions.RedisError:  # it loads its data, or is not running yet
             return None
         return client
 
@@ -138,11 +138,11 @@ class Run:
         return about | {"stats": json.loads(row["stats"])}
 
     def pid(self, name: str, other_than: int = 0) -> int:
-        def look() -> int:
+        def poll() -> int:
             pid = int(self.entry(name).get("pid", 0))
             return pid if pid != other_than else 0
 
-        return self.until(f"a process {name}", look)
+        return self.until(f"a process {name}", poll)
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Run:
         """
         path = self.directory / "events.jsonl"
         text = path.read_text() if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be half there
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last line may be incomplete
         return [e["fields"] for e in map(json.loads, lines) if e["kind"] == kind]
 
     def summary(self) -> dict[str, Any]:

@@ -23,15 +23,15 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX, PLANNER_ELECTION
 from meshrl.services.planner.planner import LEASE_MS
 from meshrl.sim.redis.simulated_state import open_state_on
-from tests.mesh.simulated.test_planned_meshes import PlannedMesh, done
-from tests.mesh.simulated.worlds import BareWorld, on_bare_world
+from tests.mesh.simulated.test_planned_meshes import PlannedMesh, make_ready_report
+from tests.mesh.simulated.virtual_meshes import BareMesh, run_on_bare_mesh
 from tests.stories import story_on
 
 TERM_S = LEASE_MS / 1000
 
 
 class WatchedState(StateClient):
-    """Counts what is read, and lets something happen before or after a script runs."""
+    """State client that counts reads and calls a hook before or after a script."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -40,8 +40,8 @@ class WatchedState(StateClient):
         self.largest = 0  # characters of an answer
 
     async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
-        if happens := self.before.pop(script, None):
-            await happens()
+        if hook := self.before.pop(script, None):
+            await hook()
         answer = await super().run_script(script, keys, *args)
         if script in self.unanswered:
             self.unanswered.remove(script)
@@ -54,10 +54,10 @@ class WatchedState(StateClient):
         return reply
 
 
-class Led(PlannedMesh):
+class LeaderMesh(PlannedMesh):
     """Mesh of three workers with a job, whose planner leads."""
 
-    def __init__(self, world: BareWorld) -> None:
+    def __init__(self, world: BareMesh) -> None:
         super().__init__(world)
         self.state = open_state_on(world.redis.server, WatchedState, world.clock)
         world.state = self.state
@@ -77,35 +77,35 @@ class Led(PlannedMesh):
         assert found is not None
         return found
 
-    async def asks(self, worker: str, role: str) -> None:
+    async def request_move(self, worker: str, role: str) -> None:
         """Request a move as a user."""
         await pool.submit_request(
             self.state, PoolRequest("asked", "move", worker=worker, role=role)
         )
 
-    async def resigned(self) -> None:
+    async def depose_leader(self) -> None:
         """Take the leadership from the planner that has it."""
         await self.state.run_command("DEL", f"{MESH_PREFIX}:leader:{PLANNER_ELECTION}")
 
-    async def told(self, kind: str) -> list[dict[str, Any]]:
+    async def read_decisions(self, kind: str) -> list[dict[str, Any]]:
         return [e.fields for e in await events.read_all(self.state) if e.kind == kind]
 
 
-def tell(root: Path, story: Callable[[Led], Awaitable[None]]) -> None:
-    async def main(world: BareWorld) -> None:
-        mesh = Led(world)
+def run_leader_mesh(root: Path, story: Callable[[LeaderMesh], Awaitable[None]]) -> None:
+    async def main(world: BareMesh) -> None:
+        mesh = LeaderMesh(world)
         await mesh.open()
         await story(mesh)
-        await mesh.job()  # raises what a process raised
+        await mesh.job()  # raises the error of a process
 
-    on_bare_world(root, main)
+    run_on_bare_mesh(root, main)
 
 
-@story_on(tell, "tmp_path")
-async def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(mesh: Led) -> None:
-    async def another_leads() -> None:
+@story_on(run_leader_mesh, "tmp_path")
+async def test_move_by_another_leader_is_not_repeated(mesh: LeaderMesh) -> None:
+    async def move_as_another_leader() -> None:
         """Let another leader make the move, and later move the worker back."""
-        await mesh.resigned()
+        await mesh.depose_leader()
         token = await leader.campaign(mesh.state, PLANNER_ELECTION, "another", LEASE_MS)
         gang = await mesh.gang_of("w1")
         [engine] = gang.instances
@@ -118,72 +118,76 @@ async def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(mesh:
             ]
             await pool.write_decisions(mesh.state, token, f"to {role}", made, None)
 
-    mesh.state.before["write"] = another_leads
-    await mesh.asks("w1", "training")
+    mesh.state.before["write"] = move_as_another_leader
+    await mesh.request_move("w1", "training")
     await mesh.clock.sleep(2 * TERM_S + 10.0)
     assert (await leader.read_leader(mesh.state, PLANNER_ELECTION))[0].startswith("planner/0")
-    assert await moved_to(mesh) == ["training", "rollout"]
+    assert await list_decided_roles(mesh) == ["training", "rollout"]
 
 
-@story_on(tell, "tmp_path")
-async def test_a_move_whose_answer_was_lost_is_made_once(mesh: Led) -> None:
+@story_on(run_leader_mesh, "tmp_path")
+async def test_move_with_a_lost_answer_is_made_once(mesh: LeaderMesh) -> None:
     mesh.state.unanswered.add("write")
-    await mesh.asks("w1", "training")
+    await mesh.request_move("w1", "training")
     await mesh.clock.sleep(10.0)
     [resident] = (await mesh.gang_of("w1")).instances
     assert resident.role == Role.TRAINING and not resident.core
-    assert await moved_to(mesh) == ["training"]
-    [told] = await mesh.told("move")
-    assert (told["resident"], told["from"], told["to"]) == (resident.id, "rollout", "training")
+    assert await list_decided_roles(mesh) == ["training"]
+    [read_decisions] = await mesh.read_decisions("move")
+    assert (read_decisions["resident"], read_decisions["from"], read_decisions["to"]) == (
+        resident.id,
+        "rollout",
+        "training",
+    )
 
 
-@story_on(tell, "tmp_path")
-async def test_a_move_that_the_leader_had_not_made_yet_is_made_by_the_next(mesh: Led) -> None:
-    mesh.state.before["write"] = mesh.resigned
-    await mesh.asks("w1", "training")
+@story_on(run_leader_mesh, "tmp_path")
+async def test_pending_move_is_made_by_the_next_leader(mesh: LeaderMesh) -> None:
+    mesh.state.before["write"] = mesh.depose_leader
+    await mesh.request_move("w1", "training")
     await mesh.clock.sleep(TERM_S + 10.0)
-    assert await moved_to(mesh) == ["training"]
+    assert await list_decided_roles(mesh) == ["training"]
 
 
-@story_on(tell, "tmp_path")
-async def test_a_move_that_is_under_way_is_finished_by_the_next_leader(mesh: Led) -> None:
+@story_on(run_leader_mesh, "tmp_path")
+async def test_unfinished_move_is_completed_by_the_next_leader(mesh: LeaderMesh) -> None:
     slow = next(p for p in mesh.world.processes if p.name == "worker/w1")
     slow.tasks.pop().cancel()
-    await mesh.asks("w1", "training")
+    await mesh.request_move("w1", "training")
     await mesh.clock.sleep(5.0)
-    began = await mesh.told("desired")
+    began = await mesh.read_decisions("desired")
     gang = await mesh.gang_of("w1")
     [resident] = gang.instances
     assert not resident.is_reconciled
-    await mesh.resigned()
+    await mesh.depose_leader()
     await mesh.clock.sleep(5.0)
-    assert await mesh.told("move") == []
-    report = done(resident, 0, slow.mesh.token)
+    assert await mesh.read_decisions("move") == []
+    report = make_ready_report(resident, 0, slow.mesh.token)
     await pool.report_instance(mesh.state, "w1", gang.id, resident.id, report)
     await mesh.clock.sleep(5.0)
-    await mesh.resigned()
+    await mesh.depose_leader()
     await mesh.clock.sleep(5.0)
-    [told] = await mesh.told("move")
-    assert (told["gang"], told["resident"]) == (gang.id, resident.id)
-    assert told["finished_ms"] - told["started_ms"] in range(9_000, 16_000)
-    assert await mesh.told("desired") == began
+    [read_decisions] = await mesh.read_decisions("move")
+    assert (read_decisions["gang"], read_decisions["resident"]) == (gang.id, resident.id)
+    assert read_decisions["finished_ms"] - read_decisions["started_ms"] in range(9_000, 16_000)
+    assert await mesh.read_decisions("desired") == began
 
 
-async def moved_to(mesh: Led) -> list[str]:
+async def list_decided_roles(mesh: LeaderMesh) -> list[str]:
     """Return the roles of the user's moves that were decided, in their order."""
-    told = await mesh.told("desired")
-    return [e["role"] for e in told if e["reason"] == "user" and e["role"] != Role.IDLE]
+    read_decisions = await mesh.read_decisions("desired")
+    return [e["role"] for e in read_decisions if e["reason"] == "user" and e["role"] != Role.IDLE]
 
 
-@story_on(tell, "tmp_path")
-async def test_a_leader_reads_as_little_however_much_has_happened(mesh: Led) -> None:
-    async def read_by_the_next() -> int:
-        await mesh.resigned()
+@story_on(run_leader_mesh, "tmp_path")
+async def test_leader_reads_do_not_grow_with_history(mesh: LeaderMesh) -> None:
+    async def measure_next_leaders_reads() -> int:
+        await mesh.depose_leader()
         mesh.state.largest = 0
         await mesh.clock.sleep(5.0)
         return mesh.state.largest
 
-    young = await read_by_the_next()
+    young = await measure_next_leaders_reads()
     for number in range(3000):
         await events.append(mesh.state, "happened", {"number": number})
-    assert await read_by_the_next() < young + 1000
+    assert await measure_next_leaders_reads() < young + 1000

@@ -164,7 +164,7 @@ class Seats:
     async def commit(
         self,
         step: int,
-        taken: list[int],
+        group_ids: list[int],
         filtered: tuple[int, ...] = (),
         lineage: int = 0,
         **more: Any,
@@ -178,7 +178,7 @@ class Seats:
             lineage,
             steps.StepCommit(
                 step,
-                taken,
+                group_ids,
                 filtered,
                 steps.VersionReferences(manifest, f"c{step}"),
                 {"reward": 0.5, "lengths": []},
@@ -213,14 +213,14 @@ class Seats:
 
     async def step(self, step: int) -> list[int]:
         """Run a complete step: lease and commit."""
-        taken = await self.leased(step)
-        await self.commit(step, taken)
-        return taken
+        group_ids = await self.leased(step)
+        await self.commit(step, group_ids)
+        return group_ids
 
 
 async def trained_to(bench: Bench, seats: Seats, version: int) -> None:
-    while (done := (await jobs.read_job(bench.state, JOB)).version) < version:
-        await seats.train(done + 1)
+    while (version_done := (await jobs.read_job(bench.state, JOB)).version) < version:
+        await seats.train(version_done + 1)
 
 
 def document(

@@ -247,9 +247,9 @@ async def test_restarted_trainer_leases_its_predecessors_groups(bench: Bench) ->
     await seats.leased(1)
     seats.trainer = await bench.seat(TRAINER)
     await groups.lease_groups(bench.state, JOB, TRAINER, seats.trainer, 1)
-    taken = await seats.leased(1)
-    assert taken == [group.group for group in opened[:2]]
-    await seats.commit(1, taken)
+    group_ids = await seats.leased(1)
+    assert group_ids == [group.group for group in opened[:2]]
+    await seats.commit(1, group_ids)
 
 
 async def test_evaluation_is_pending_until_recorded_or_the_job_ends(

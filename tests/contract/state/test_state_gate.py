@@ -159,22 +159,24 @@ class Gate(RuleBasedStateMachine):
                 group.min_version, self.abandoned_versions.get(group.group, group.min_version)
             )
             assert 0 <= row.version - counts <= self.staleness
-        taken = [group.group for group in leased.groups]
-        assert len(taken) == self.per_step and taken == sorted(taken)
+        group_ids = [group.group for group in leased.groups]
+        assert len(group_ids) == self.per_step and group_ids == sorted(group_ids)
         if poisoned:
             token = self.seats.trainer
-            await self.run_twice(groups.requeue_lost_group, TRAINER, token, taken[0], "poisoned")
+            await self.run_twice(
+                groups.requeue_lost_group, TRAINER, token, group_ids[0], "poisoned"
+            )
             return False
-        filtered_groups = tuple(taken[:filtered])
-        state = await steps.read_checkpoint_state(self.state, JOB, taken, filtered_groups)
+        filtered_groups = tuple(group_ids[:filtered])
+        state = await steps.read_checkpoint_state(self.state, JOB, group_ids, filtered_groups)
         self.saved = state | {"manifest": f"m{row.lineage}.{step}", "checkpoint": f"c{step}"}
         if crashes:
             return False
-        first = await self.seats.commit(step, taken, filtered_groups, row.lineage)
-        again = await self.seats.commit(step, taken, filtered_groups, row.lineage)
+        first = await self.seats.commit(step, group_ids, filtered_groups, row.lineage)
+        again = await self.seats.commit(step, group_ids, filtered_groups, row.lineage)
         assert (first.is_replay, again.is_replay) == (False, True)
         for other in await groups.read_open_groups(self.state, JOB, SHARD):
-            self.steps_passed_over[other.group] += other.group < taken[-1]
+            self.steps_passed_over[other.group] += other.group < group_ids[-1]
             assert self.steps_passed_over[other.group] <= self.staleness
         return True
 

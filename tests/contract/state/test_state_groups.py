@@ -271,11 +271,11 @@ async def test_new_trainer_leases_its_predecessors_groups(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.fill()
     old = seats.trainer
-    taken = await seats.leased(1)
+    group_ids = await seats.leased(1)
     seats.trainer = await bench.seat(TRAINER)
     with pytest.raises(Fenced):
         await groups.lease_groups(bench.state, JOB, TRAINER, old, 1)
-    assert await seats.leased(1) == taken
+    assert await seats.leased(1) == group_ids
     now = await groups.count_in_flight(bench.state, JOB)
     assert (now.ready, now.leased) == (4, 2)
 
@@ -290,8 +290,8 @@ async def test_stale_groups_prompt_returns_to_the_cursor(bench: Bench) -> None:
     row = await jobs.read_job(bench.state, JOB)
     assert (row.stale_requeued, row.admitted) == (2, 3)
     assert [(g.group, g.prompt) for g in await seats.admit()] == [(4, 0)]
-    told = [e for e in await events.read_all(bench.state) if e.kind == "stale"]
-    assert [e.fields["groups"][0]["group"] for e in told] == [0]
+    stale_events = [e for e in await events.read_all(bench.state) if e.kind == "stale"]
+    assert [e.fields["groups"][0]["group"] for e in stale_events] == [0]
 
 
 async def test_step_waits_for_a_slow_group_after_max_staleness_skips(bench: Bench) -> None:

@@ -85,8 +85,8 @@ async def test_lost_replies_do_not_repeat_operations(server: Server) -> None:
         seats = await bench.training_job()
         for step in (1, 2, 3):
             await seats.fill()
-            taken = await seats.leased(step)
-            await seats.commit(step, taken, filtered=(taken[0],))
+            group_ids = await seats.leased(step)
+            await seats.commit(step, group_ids, filtered=(group_ids[0],))
         [lost] = await seats.admit(1)
         await seats.requeue(lost.group, "host_lost", uuid.uuid4().hex)
         row, now = await jobs.read_job(state, JOB), await groups.count_in_flight(state, JOB)

@@ -46,8 +46,8 @@ async def test_committed_step_becomes_the_current_version_and_removes_its_groups
 ) -> None:
     seats = await bench.training_job(groups_per_step=2)
     await seats.fill()
-    taken = await seats.leased(1)
-    assert await seats.commit(1, taken, filtered=(taken[0],)) == StepCommitResult(1, False)
+    group_ids = await seats.leased(1)
+    assert await seats.commit(1, group_ids, filtered=(group_ids[0],)) == StepCommitResult(1, False)
     row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.steps_done, row.manifest, row.checkpoint) == (1, 1, "m0.1", "c1")
     assert (row.trained, row.filtered) == (2, 2)
@@ -73,50 +73,50 @@ async def test_step_records_the_share_of_samples_failed_since_the_last_step(
     rows = await steps.read_step_rows(bench.state, JOB)
     assert [row["failed_share"] for row in rows] == [3 / 4, 0.0]
     lineage = await seats.go_back(1)
-    taken = await seats.leased(2)
-    await seats.commit(2, taken, lineage=lineage)
+    group_ids = await seats.leased(2)
+    await seats.commit(2, group_ids, lineage=lineage)
     assert (await steps.read_step_rows(bench.state, JOB))[-1]["failed_share"] == 0.0
 
 
 async def test_resent_commit_counts_as_one_step(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.fill()
-    taken = await seats.leased(1)
-    assert await seats.commit(1, taken) == StepCommitResult(1, False)
-    assert await seats.commit(1, taken) == StepCommitResult(1, True)
+    group_ids = await seats.leased(1)
+    assert await seats.commit(1, group_ids) == StepCommitResult(1, False)
+    assert await seats.commit(1, group_ids) == StepCommitResult(1, True)
     assert (await account(bench))["trained"] == 4
     with pytest.raises(Refused, match="committed with manifest"):
-        await seats.commit(1, taken, manifest="other")
+        await seats.commit(1, group_ids, manifest="other")
 
 
 async def test_zombie_trainer_cannot_commit(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.fill()
-    taken = await seats.leased(1)
+    group_ids = await seats.leased(1)
     zombie = Seats(bench.state, seats.shard, seats.trainer)
     seats.trainer = await bench.seat(TRAINER)
     with pytest.raises(Fenced):
-        await zombie.commit(1, taken)
+        await zombie.commit(1, group_ids)
     with pytest.raises(Refused, match="not leased"):
-        await seats.commit(1, taken)
-    assert await seats.leased(1) == taken
-    assert await seats.commit(1, taken) == StepCommitResult(1, False)
+        await seats.commit(1, group_ids)
+    assert await seats.leased(1) == group_ids
+    assert await seats.commit(1, group_ids) == StepCommitResult(1, False)
     with pytest.raises(Fenced):
-        await zombie.commit(2, taken)
+        await zombie.commit(2, group_ids)
 
 
 async def test_commit_must_account_for_exactly_the_leased_groups(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.fill()
-    taken = await seats.leased(1)
+    group_ids = await seats.leased(1)
     with pytest.raises(Refused, match="accounts for 1"):
-        await seats.commit(1, taken[:1])
+        await seats.commit(1, group_ids[:1])
     with pytest.raises(Refused, match="not leased"):
-        await seats.commit(1, [taken[0], 5])
+        await seats.commit(1, [group_ids[0], 5])
     with pytest.raises(Refused, match="does not follow"):
-        await seats.commit(2, taken)
+        await seats.commit(2, group_ids)
     with pytest.raises(Refused, match="does not follow"):
-        await seats.commit(1, taken, lineage=1)
+        await seats.commit(1, group_ids, lineage=1)
 
 
 async def test_failed_group_members_are_typed_drops_of_the_step(bench: Bench) -> None:
@@ -259,9 +259,9 @@ async def test_lineage_below_a_covered_version_requeues_the_lost_groups_prompts(
 ) -> None:
     seats = await bench.training_job(max_staleness=2)
     await seats.fill()
-    taken = await seats.leased(1)
-    saved = await steps.read_checkpoint_state(bench.state, JOB, taken)
-    await seats.commit(1, taken, checkpointed_version=1)
+    group_ids = await seats.leased(1)
+    saved = await steps.read_checkpoint_state(bench.state, JOB, group_ids)
+    await seats.commit(1, group_ids, checkpointed_version=1)
     for step in (2, 3, 4):
         await seats.train(step, checkpointed_version=2)
     slow_group = (await seats.admit())[0]
@@ -307,10 +307,10 @@ async def test_lineage_below_the_restored_checkpoint_loses_no_sample(bench: Benc
     saved = {}
     for step in (1, 2):
         await seats.fill()
-        taken = await seats.leased(step)
-        saved[step] = await steps.read_checkpoint_state(bench.state, JOB, taken)
+        group_ids = await seats.leased(step)
+        saved[step] = await steps.read_checkpoint_state(bench.state, JOB, group_ids)
         saved[step] |= {"manifest": f"m0.{step}", "checkpoint": f"c{step}"}
-        await seats.commit(step, taken, checkpointed_version=step)
+        await seats.commit(step, group_ids, checkpointed_version=step)
     await bench.state.run_command("FLUSHALL")
     await steps.restore_job(bench.state, JOB, document(groups_per_step=2), "/runs", saved[2])
     seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
@@ -330,13 +330,13 @@ async def test_job_resumes_from_its_checkpoint_after_redis_lost_all_data(bench: 
         await seats.finish(group)
     await seats.step(1)
     await seats.requeue(5, "host_lost", "op")
-    taken = await seats.leased(2)
-    saved = await steps.read_checkpoint_state(bench.state, JOB, taken)
+    group_ids = await seats.leased(2)
+    saved = await steps.read_checkpoint_state(bench.state, JOB, group_ids)
     assert (saved["version"], saved["steps_done"], saved["lineage"]) == (2, 2, 0)
     assert saved["requeue"] == [5, 4] and saved["in_flight"] == 2
     assert saved["counts"]["trained"] == 8
     saved |= {"manifest": "m0.2", "checkpoint": "c2"}
-    await seats.commit(2, taken)
+    await seats.commit(2, group_ids)
 
     await bench.state.run_command("FLUSHALL")
     for _ in range(2):

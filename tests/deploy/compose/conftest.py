@@ -57,11 +57,11 @@ def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
 def running_project(engine: dict[str, str], figures: dict[str, Any]) -> Iterator[Project]:
     """Provide the project while its demo job trains."""
     mesh = Project(engine, demo=project.make_short_demo(STEPS))
-    mesh.down()
+    mesh.remove()
     try:
         began = mesh.up()
         mesh.until("the demo trains", lambda: mesh.trains(project.DEMO))
         figures["compose_up_s"] = began()
         yield mesh
     finally:
-        mesh.down()
+        mesh.remove()

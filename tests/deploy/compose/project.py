@@ -63,9 +63,9 @@ class Project:
         label = f"label=com.docker.compose.service={service}"
         project = f"label=com.docker.compose.project={self.name}"
         found = self.docker("ps", "-aq", "--filter", project, "--filter", label).split()
-        return sorted(found, key=lambda one: self.inspected(one)["Name"])
+        return sorted(found, key=lambda one: self.inspect(one)["Name"])
 
-    def inspected(self, container: str) -> dict[str, Any]:
+    def inspect(self, container: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.docker("inspect", container))[0]
         return found
 
@@ -77,12 +77,12 @@ class Project:
         """Return True if the service's container exited with 0; AssertionError at another
         status.
         """
-        state = self.inspected(self.containers(service)[0])["State"]
-        assert state["Status"] != "exited" or state["ExitCode"] == 0, self.words()
+        state = self.inspect(self.containers(service)[0])["State"]
+        assert state["Status"] != "exited" or state["ExitCode"] == 0, self.format_logs()
         return bool(state["Status"] == "exited")
 
     def is_healthy(self, container: str) -> bool:
-        return bool(self.inspected(container)["State"]["Health"]["Status"] == "healthy")
+        return bool(self.inspect(container)["State"]["Health"]["Status"] == "healthy")
 
     def run_inside(self, service: str, *command: str, number: int = 0) -> str:
         """Return the output of a command in a container of the service."""
@@ -112,7 +112,7 @@ class Project:
     def has_finished(self, name: str) -> bool:
         """Return True if a job has finished; AssertionError if it has failed."""
         job = self.job(name)
-        assert job.get("phase") not in ("failed", "stopped"), f"{job}\n{self.words()}"
+        assert job.get("phase") not in ("failed", "stopped"), f"{job}\n{self.format_logs()}"
         return job.get("phase") == "finished"
 
     def restart_each(self) -> list[str]:
@@ -144,7 +144,7 @@ class Project:
         """Return True if a job has made a step."""
         return bool(self.job(name).get("steps_done", 0))
 
-    def account(self, name: str) -> dict[str, Any]:
+    def read_accounting(self, name: str) -> dict[str, Any]:
         """Return the output of `meshrl audit` for a job; the command fails if it finds a
         problem.
         """
@@ -160,15 +160,15 @@ class Project:
         started_s, most_s = time.monotonic(), scaled(most_s)
         while not true():
             if time.monotonic() - started_s > most_s:
-                raise AssertionError(f"not within {most_s:.0f} s: {what}\n{self.words()}")
+                raise AssertionError(f"not within {most_s:.0f} s: {what}\n{self.format_logs()}")
             time.sleep(PAUSE_S)
         return time.monotonic() - started_s
 
-    def words(self) -> str:
+    def format_logs(self) -> str:
         """Return the state of the containers and the last lines of each log."""
         return self.compose("ps", "--all") + self.compose("logs", "--tail", "15")
 
-    def down(self) -> None:
+    def remove(self) -> None:
         """Remove everything, including volumes."""
         self.compose("down", "--volumes", "--timeout", "60")
 

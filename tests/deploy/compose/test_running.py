@@ -87,7 +87,7 @@ def test_run_loses_nothing_when_every_container_is_restarted(
     for name in jobs:
         running_project.until(f"{name} ends", partial(running_project.has_finished, name))
     figures["restarted_s"] = round(time.monotonic() - started_s)
-    accounts = [running_project.account(name) for name in jobs]
+    accounts = [running_project.read_accounting(name) for name in jobs]
     for name in ("lost", "trained_twice", "trained"):
         figures[name] = sum(account[name] for account in accounts)
     assert (figures["lost"], figures["trained_twice"]) == (0, 0)
@@ -102,10 +102,12 @@ def test_all_containers_stop_in_order_and_in_time(
     running_project.compose("stop")
     figures["stop_s"] = round(time.monotonic() - started_s, 1)
     ended = {
-        name: [running_project.inspected(one)["State"]["ExitCode"] for one in ids]
+        name: [running_project.inspect(one)["State"]["ExitCode"] for one in ids]
         for name, ids in before.items()
     }
-    assert {code for codes in ended.values() for code in codes} == {0}, running_project.words()
+    assert {code for codes in ended.values() for code in codes} == {0}, (
+        running_project.format_logs()
+    )
 
 
 def test_state_of_the_head_outlives_its_containers(running_project: Project) -> None:

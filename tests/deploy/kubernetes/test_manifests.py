@@ -382,8 +382,8 @@ def test_replicas_of_a_workload_reach_each_other(overlay: list[Object]) -> None:
 def test_unknown_pod_is_isolated(overlay: list[Object]) -> None:
     """Check that a new pod in the namespace reaches nothing until a policy allows it."""
     policies = select_kind(overlay, "NetworkPolicy")
-    stranger = End("stranger", {"app": "debug"}, SPACE)
+    unknown = End("stranger", {"app": "debug"}, SPACE)
     for end in list_ends(overlay):
         for port in PORTS:
-            assert not is_allowed(policies, stranger, end, port, "TCP")
-            assert not is_allowed(policies, end, stranger, port, "TCP")
+            assert not is_allowed(policies, unknown, end, port, "TCP")
+            assert not is_allowed(policies, end, unknown, port, "TCP")

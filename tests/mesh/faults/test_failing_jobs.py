@@ -1,4 +1,4 @@
-"""Jobs that fail with a named error, by rewards, files or processes, while the others continue."""
+"""Jobs that fail with a named error by rewards, files or processes, while the others continue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENDS_S = 90.0
 Changes = dict[str, dict[str, Any]]
 
 
-async def submitted(
+async def submit(
     mesh: Launcher, name: str, changes: Changes, modules: dict[str, str] | None = None
 ) -> None:
     """Submit the job of digits with other values, and other code in its modules."""
@@ -54,7 +54,7 @@ async def submitted(
     await jobs.submit(mesh.state, name, document, str(run_dir), uuid.uuid4().hex)
 
 
-async def ends(mesh: Launcher, name: str, within_s: float) -> jobs.JobRow:
+async def wait_for_end(mesh: Launcher, name: str, within_s: float) -> jobs.JobRow:
     within_s = scaled(within_s)
     until = time.monotonic() + within_s
     while time.monotonic() < until:
@@ -62,9 +62,9 @@ async def ends(mesh: Launcher, name: str, within_s: float) -> jobs.JobRow:
         if row.is_terminal:
             return row
         await asyncio.sleep(0.05)
-    said = [(e.kind, e.fields) for e in (await events.read_all(mesh.state))[-20:]]
+    last_events = [(e.kind, e.fields) for e in (await events.read_all(mesh.state))[-20:]]
     stalls = await asyncio.to_thread(diagnose_run_stalls, mesh.mesh_paths)
-    raise AssertionError(f"{name} is {row.phase} after {within_s:g} s: {said} {stalls}")
+    raise AssertionError(f"{name} is {row.phase} after {within_s:g} s: {last_events} {stalls}")
 
 
 MISSING = "import os\n\nimport no_such_package\n"
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Changes, dict[str, str], list[str]]] = {
 }
 
 
-def of_jobs(mesh: Launcher) -> set[str]:
+def list_job_processes(mesh: Launcher) -> set[str]:
     """Return the processes that run for one job alone."""
     return {
         name for name in mesh.process_names.values() if name.startswith(("rollout/", "sandbox/"))
@@ -107,34 +107,38 @@ def of_jobs(mesh: Launcher) -> set[str]:
 
 
 @pytest.mark.deep
-async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launcher) -> None:
+async def test_invalid_job_fails_with_a_reason_and_the_next_one_runs(mesh: Launcher) -> None:
     for name, (changes, modules, wanted) in CASES.items():
-        await submitted(mesh, name, changes, modules)
-        row = await ends(mesh, name, SOON_S)
+        await submit(mesh, name, changes, modules)
+        row = await wait_for_end(mesh, name, SOON_S)
         assert row.phase == "failed"
         for part in wanted:
             assert part in row.error, (part, row.error)
-    await submitted(mesh, "unforeseen", {"rollout": {"lengths": ["x"]}})
-    row = await ends(mesh, "unforeseen", ENDS_S)
+    await submit(mesh, "unforeseen", {"rollout": {"lengths": ["x"]}})
+    row = await wait_for_end(mesh, "unforeseen", ENDS_S)
     assert "rollout/unforeseen/0 ended by TypeError" in row.error
     assert "meshrl logs rollout/unforeseen/0" in row.error
-    await submitted(mesh, "sound", {"budget": {"steps": 1}})
-    row = await ends(mesh, "sound", ENDS_S)
+    await submit(mesh, "sound", {"budget": {"steps": 1}})
+    row = await wait_for_end(mesh, "sound", ENDS_S)
     assert row.phase == "finished", row.error
-    told = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
-    tries = [t["times"] for t in told if t["job"] == "unforeseen"]
+    summary_text = [
+        e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"
+    ]
+    tries = [t["times"] for t in summary_text if t["job"] == "unforeseen"]
     assert len(tries) >= 3, "it is tried again"
     assert tries == list(range(1, len(tries) + 1)), "each end is told"
-    told = [t for t in told if t["job"] != "unforeseen"]
-    assert {t["job"] for t in told} == {"positions", "sglang", "environment"}
-    assert all(t["final"] and t["error"]["type"] == "ConfigError" for t in told), json.dumps(told)
+    summary_text = [t for t in summary_text if t["job"] != "unforeseen"]
+    assert {t["job"] for t in summary_text} == {"positions", "sglang", "environment"}
+    assert all(t["final"] and t["error"]["type"] == "ConfigError" for t in summary_text), (
+        json.dumps(summary_text)
+    )
     assert {end.job for end in await read_last_exits(mesh.state)} <= {*CASES, "unforeseen"}
     async with asyncio.timeout(scaled(ENDS_S)):
-        while of_jobs(mesh):
+        while list_job_processes(mesh):
             await asyncio.sleep(0.1)
 
 
-def sleeping() -> list[int]:
+def list_left_processes() -> list[int]:
     """Return the processes that the reward `digits:broken` has left behind."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
@@ -144,24 +148,24 @@ def sleeping() -> list[int]:
 
 
 @pytest.mark.deep
-def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
+def test_unscorable_rows_are_dropped_by_type_and_others_train(
     run: Callable[..., Run],
 ) -> None:
     mesh = run(reward__use="digits:unreliable", budget__steps=3)
-    assert mesh.finish() == 0, mesh.said
+    assert mesh.finish() == 0, mesh.output
     summary = mesh.summary()
     assert (summary["phase"], summary["steps"]) == ("finished", 3)
     assert (summary["lost"], summary["trained_twice"]) == (0, 0)
     assert summary["typed_drops"] >= 4
-    told = " ".join(fields["reason"] for fields in mesh.events("dropped"))
-    assert "failed" in told
+    summary_text = " ".join(fields["reason"] for fields in mesh.events("dropped"))
+    assert "failed" in summary_text
     log = (mesh.directory / "mesh/logs/rollout-digits-0.log").read_text()
     assert "reward: raised: ValueError: no (digits.py:" in log
     assert "reward: timeout: reward took more than 0.3 s" in log
     assert "reward: bad_value: reward returned 'a lot', a str" in log
     assert mesh.audit()["lost"] == 0
-    assert "reward raised at digits.py:" in mesh.said
-    assert "reward timed out at digits.py:" in mesh.said
+    assert "reward raised at digits.py:" in mesh.output
+    assert "reward timed out at digits.py:" in mesh.output
     rows = list(json_lines.iterate_rows(mesh.directory / "metrics.jsonl"))
     assert summary["failed_share"] > 0 and any(row["failed_share"] for row in rows)
     documented = units("algorithms.md", "## Health of a step")
@@ -174,14 +178,14 @@ def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
 
 
 @pytest.mark.rotating(2)
-def test_a_job_whose_reward_always_raises_fails_and_says_what_it_raised(
+def test_always_raising_reward_fails_the_job_with_its_error(
     run: Callable[..., Run],
 ) -> None:
     mesh = run(reward__use="digits:broken")
     assert mesh.finish() == 1
-    assert not sleeping(), "they have outlived their job"
-    assert "error: the job failed: all of the last" in mesh.said
-    assert "ValueError: cannot judge ?" in mesh.said
+    assert not list_left_processes(), "they have outlived their job"
+    assert "error: the job failed: all of the last" in mesh.output
+    assert "ValueError: cannot judge ?" in mesh.output
     summary = mesh.summary()
     assert (summary["phase"], summary["steps"], summary["trained"]) == ("failed", 0, 0)
     assert summary["lost"] == 0

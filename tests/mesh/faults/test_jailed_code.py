@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("bwrap")]
 
 
 @pytest.mark.deep
-def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
+def test_sessions_survive_killed_sandboxes_or_are_lost_by_type(
     run: Callable[..., Run],
 ) -> None:
     mesh = run(
@@ -26,7 +26,7 @@ def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
         reward__use="",
         reward__parts="[{use='digits:kept'}, {use='regex', weight=0.5, options={pattern='[0-9]'}}]",
         rollout__stop="['1', '2', '3', '4', '5', '6', '7', '8', '9']",
-        # some 25 tokens of 20 ms: far from over when they are killed
+        # some 25 tokens of 20 ms: unfinished when they are killed
         rollout__pace=slow_pace(20, 64, 100000),
         sandbox__processes=2,
         budget__steps=8,
@@ -34,11 +34,11 @@ def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
     mesh.until("tools have answered", lambda: mesh.in_ledger(RecordKind.TOOL), within_s=150.0)
     first, second = mesh.pid("sandbox/digits/0"), mesh.pid("sandbox/digits/1")
     for process in psutil.Process(first).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # jails come and go
+        with suppress(psutil.NoSuchProcess):  # jails start and end
             if process.name() == "bwrap":
-                process.send_signal(signal.SIGKILL)  # all jails of that one, and the zygote
+                process.send_signal(signal.SIGKILL)  # all jails of that sandbox, and the zygote
     os.kill(second, signal.SIGKILL)
-    assert mesh.finish() == 0, mesh.said
+    assert mesh.finish() == 0, mesh.output
     summary = mesh.summary()
     assert (summary["phase"], summary["steps"]) == ("finished", 8)
     fates = {key: summary[key] for key in ("lost", "trained_twice", "typed_drops")}

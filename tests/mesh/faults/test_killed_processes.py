@@ -1,4 +1,4 @@
-"""Processes that are killed, and a Redis that is silent or goes back: nothing is lost."""
+"""Killed processes, and a Redis that is silent or loses state: no trajectory is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.mesh.running import Run, slow_pace
 pytestmark = pytest.mark.timeout(300)
 
 
-def written(directory: Path) -> dict[int, Trajectory]:
+def read_ledger(directory: Path) -> dict[int, Trajectory]:
     """Return the trajectories of a ledger, as a new shard would restore them."""
     restored = RestoredGroups()
     for record in ledger.iter_records(directory):
@@ -35,8 +35,8 @@ def written(directory: Path) -> dict[int, Trajectory]:
     return restored.trajectories
 
 
-def trained(run: Run) -> dict[int, np.ndarray]:
-    """Trajectory -> tokens, of all groups that a step took, from the bytes that it was given."""
+def read_trained_groups(run: Run) -> dict[int, np.ndarray]:
+    """Return trajectory -> tokens of all groups that a step used, from the recorded bytes."""
     digests = {fields["group"]: fields["digest"] for fields in run.events("ready")}
     groups = ChunkStore(run.directory / "store").open_space(GROUPS)
     taken = [row["group"] for fields in run.events("step") for row in fields["groups"]]
@@ -59,10 +59,10 @@ def assert_nothing_lost(run: Run, steps: int) -> dict[str, Any]:
     return summary
 
 
-def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
+def test_new_shard_continues_each_trajectory_after_its_last_recorded_token(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    # At 5 ms a step, trajectories of 500 tokens are far from over when the shard is killed.
+    # At 5 ms a step, trajectories of 500 tokens are unfinished when the shard is killed.
     pace = slow_pace(5, 64, 100000)
     mesh = run(budget__steps=2, rollout__max_tokens=500, rollout__stop="[]", rollout__pace=pace)
 
@@ -71,12 +71,12 @@ def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
 
     mesh.until("tokens in the ledger", many_tokens)
     shard = mesh.pid("rollout/digits/0")
-    os.kill(shard, signal.SIGSTOP)  # so that the copy is what its successor finds
-    left = written(mesh.copy_ledger(tmp_path / "left"))
+    os.kill(shard, signal.SIGSTOP)  # so that the copy equals its successor's input
+    left = read_ledger(mesh.copy_ledger(tmp_path / "left"))
     os.kill(shard, signal.SIGKILL)
-    assert mesh.finish() == 0, mesh.said
+    assert mesh.finish() == 0, mesh.output
     assert_nothing_lost(mesh, 2)
-    told = trained(mesh)
+    told = read_trained_groups(mesh)
     both = [t for t in left.values() if t.id in told and t.length > t.prompt_length]
     assert both, "no trajectory of the first shard was trained"
     for t in both:
@@ -87,19 +87,19 @@ def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
 def command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # it has exited
         return b""
 
 
 @pytest.mark.deep
-def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
+def test_role_process_killed_during_loading_is_restarted(
     run: Callable[..., Run],
 ) -> None:
     mesh = run(budget__steps=2)
     killed: set[int] = set()
     for _ in range(3):
 
-        def loading() -> int:
+        def find_loading_trainer() -> int:
             """Return a trainer's process id from the machine: the mesh would report it a second
             later.
             """
@@ -108,20 +108,20 @@ def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
                 (pid for pid in fresh if b"meshrl.services.trainer" in command_line(pid)), 0
             )
 
-        pid = mesh.until("a role process that loads", loading)
+        pid = mesh.until("a role process that loads", find_loading_trainer)
         os.kill(pid, signal.SIGKILL)
         killed.add(pid)
-    assert mesh.finish() == 0, mesh.said
+    assert mesh.finish() == 0, mesh.output
     assert_nothing_lost(mesh, 2)
     told = [fields["detail"] for fields in mesh.events("actual") if fields["role"] == "training"]
     assert any(detail.endswith("ended: signal 9") for detail in told), told
 
 
-SILENT_S = 6.5  # longer than a lease, shorter than what Redis is restarted for
+SILENT_S = 6.5  # longer than a lease, shorter than the timeout of Redis' restart
 AT_WORK = ("rollout/digits/0", "trainer/digits", "weights", "worker/w0", "worker/w1", "planner/0")
 
 
-def test_all_processes_outlive_an_outage_that_outlasts_their_leases(
+def test_all_processes_survive_an_outage_longer_than_their_leases(
     run: Callable[..., Run],
 ) -> None:
     mesh = run(budget__steps=60, rollout__max_tokens=200)
@@ -135,16 +135,16 @@ def test_all_processes_outlive_an_outage_that_outlasts_their_leases(
     mesh.until("steps after the outage", lambda: mesh.version > version + 2)
     assert {name: mesh.pid(name) for name in AT_WORK} == before
     mesh.program.send_signal(signal.SIGINT)
-    assert mesh.finish() == 130, mesh.said
+    assert mesh.finish() == 130, mesh.output
     assert mesh.audit()["lost"] == 0
 
 
-STEPS = 40  # they take seconds: Redis ends on the way
+STEPS = 40  # they take seconds: Redis is killed by then
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(400)
-def test_a_run_whose_redis_goes_back_goes_on_from_its_checkpoint_in_a_new_lineage(
+def test_run_resumes_in_a_new_lineage_after_redis_lost_state(
     run: Callable[..., Run],
 ) -> None:
     mesh = run(budget__steps=STEPS, training__checkpoint_every=2, rollout__max_tokens=48)
@@ -155,8 +155,8 @@ def test_a_run_whose_redis_goes_back_goes_on_from_its_checkpoint_in_a_new_lineag
     os.kill(int(mesh.redis.info("server")["process_id"]), signal.SIGKILL)
     os.truncate(file, shorter)
 
-    assert mesh.finish() == 0, mesh.said
-    assert "redis is not as it was" in mesh.said
+    assert mesh.finish() == 0, mesh.output
+    assert "redis is not as it was" in mesh.output
     (damaged,) = [event for event in mesh.events("damaged") if event["what"] == "redis"]
     assert damaged["aside"] and "new lineage" in damaged["then"]
     restored = mesh.events("restored")

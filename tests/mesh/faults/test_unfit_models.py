@@ -1,4 +1,4 @@
-"""Job whose model no trainer can make, which ends with an error that states why."""
+"""Jobs with a model that no trainer can create, which fail with a reason."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-async def test_a_job_whose_model_cannot_be_made_fails_with_the_reason() -> None:
+async def test_job_with_an_invalid_model_fails_with_the_reason() -> None:
     with tempfile.TemporaryDirectory(prefix="u") as made:  # short: it contains a unix socket
         elastic = ElasticMesh(Path(made))
         await elastic.open()
         try:
             for job, (change, why) in CHANGES.items():
                 for ranks in (1, 2):
-                    await fails(elastic, f"{job}-{ranks}", ranks, change, why)
+                    await assert_fails(elastic, f"{job}-{ranks}", ranks, change, why)
             if not torch.cuda.is_available():
                 why = "the trainer cannot compute on a GPU: torch"
-                await fails(elastic, "no-gpu", 1, {}, why, device="cuda")
+                await assert_fails(elastic, "no-gpu", 1, {}, why, device="cuda")
         finally:
             await elastic.close()
 
 
-async def fails(
+async def assert_fails(
     elastic: ElasticMesh, job: str, ranks: int, change: dict[str, Any], why: str, device: str = ""
 ) -> None:
     config, base = job_reader.load_config(JOB_FILE, [])
@@ -50,9 +50,9 @@ async def fails(
     seat = Placement("g0", "g0.0", job, 1, core=True, ranks=ranks)
     elastic.run(f"trainer/{job}", RANK_MAIN, seat.to_args(), device=device)
 
-    async def failed() -> str:
+    async def has_failed() -> str:
         row = await jobs.read_job(elastic.state, job)
         assert row is not None
         return row.error if row.phase == "failed" else ""
 
-    assert why in await elastic.until(f"{job} fails", failed, within_s=90.0)
+    assert why in await elastic.until(f"{job} fails", has_failed, within_s=90.0)

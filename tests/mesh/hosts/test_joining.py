@@ -1,6 +1,6 @@
-"""Hosts that join and leave a listening mesh, by the commands that people use.
+"""Hosts that join and leave a listening mesh by the command line.
 
-Every process has a key of its own, and Redis is reached by TLS.
+Every process has its own key, and Redis is reached by TLS.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WITHIN_S = 240.0
 
 
 class Commands:
-    """The command line, as its user has it."""
+    """Command line as a user runs it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -52,15 +52,15 @@ class Commands:
             timeout=scaled(WITHIN_S),
         )
 
-    def said(self, *words: str, given: str | None = None) -> str:
+    def run_for_output(self, *words: str, given: str | None = None) -> str:
         ran = self.run(*words, given=given)
         assert ran.returncode == 0, f"{words}: {ran.stdout}{ran.stderr}{self.logs()}"
         return ran.stdout
 
-    def stays(self, root: Path, *words: str, given: str = "") -> subprocess.Popen[str]:
+    def start_foreground(self, root: Path, *words: str, given: str = "") -> subprocess.Popen[str]:
         """Start a host in the foreground, and return once all of it runs."""
         with (self.directory / f"{root.name}.out").open("w") as out:
-            staying = subprocess.Popen(
+            foreground_hosts = subprocess.Popen(
                 [sys.executable, "-m", "meshrl", *words, "--root", str(root), "--foreground"],
                 cwd=self.directory,
                 env=self.environment,
@@ -68,15 +68,15 @@ class Commands:
                 stdout=out,
                 text=True,
             )
-        self.staying.append(staying)
-        assert staying.stdin is not None
-        staying.stdin.write(given)
-        staying.stdin.close()
+        self.staying.append(foreground_hosts)
+        assert foreground_hosts.stdin is not None
+        foreground_hosts.stdin.write(given)
+        foreground_hosts.stdin.close()
         launcher = MeshPaths(root).root_marker
         self.until(f"{root.name} is up", lambda: read_json_or_empty(launcher).get("ready"))
-        return staying
+        return foreground_hosts
 
-    def refused(self, *words: str) -> str:
+    def list_rejections(self, *words: str) -> str:
         ran = self.run(*words)
         assert ran.returncode == 1, ran.stdout
         return ran.stderr
@@ -86,7 +86,7 @@ class Commands:
         return found
 
     def at_head(self, *words: str) -> str:
-        return self.said(*words, "--mesh", str(self.head))
+        return self.run_for_output(*words, "--mesh", str(self.head))
 
     def logs(self) -> str:
         logs = sorted(self.directory.glob("*/mesh/logs/*.log"))
@@ -103,9 +103,9 @@ class Commands:
 def commands(tmp_path: Path) -> Iterator[Commands]:
     found = Commands(tmp_path)
     yield found
-    for staying in found.staying:
-        staying.kill()
-        staying.wait()
+    for foreground_hosts in found.staying:
+        foreground_hosts.kill()
+        foreground_hosts.wait()
     for name in ("third", "second", "head"):
         place = MeshPaths(tmp_path / name)
         if place.settings.is_file():
@@ -115,16 +115,16 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 @pytest.mark.deep
 def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     head, second = commands.head, commands.directory / "second"
-    of_head, of_second = free_place(), free_place()
+    of_head, of_second = find_free_port(), find_free_port()
     up = ("up", "--root", str(head), "--workers", "1", "--listen", "127.0.0.1")
-    told = commands.said(*up, "--health", of_head)
+    told = commands.run_for_output(*up, "--health", of_head)
     token = head / "mesh/join.token"
     assert "meshrl join join.token" in told and token.read_text().strip() not in told
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     own = MeshSettings.from_file(head / "mesh/settings.json")
     assert own.joinable and own.host in own.make_redis_url("node")
 
-    first = commands.stays(second, "join", str(token), "--health", of_second)
+    first = commands.start_foreground(second, "join", str(token), "--health", of_second)
     told = (output := commands.directory / "second.out").read_text()
     assert "asks the mesh at tcp://127.0.0.1:" in told, "it may take a minute where nobody answers"
     joined = MeshSettings.from_file(second / "mesh/settings.json")
@@ -135,7 +135,9 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     keys = {row["name"] for row in json.loads(commands.at_head("keys", "--json"))}
     assert {f"node/{joined.host}", "worker/h1w0", "planner/2"} <= keys
 
-    commands.until("both ready", lambda: all(ready(where) for where in (of_head, of_second)))
+    commands.until(
+        "both ready", lambda: all(read_readiness(where) for where in (of_head, of_second))
+    )
     ups = [f'kind="node",service="node/{joined.host}"', 'kind="worker",service="worker/h1w0"']
     commands.until(
         "both up", lambda: all(f'meshrl_up{{job="",{u}}} 1.0' in metrics(of_second) for u in ups)
@@ -144,48 +146,52 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     assert "worker/w0" not in page and "meshrl_hosts" not in page
     commands.until("both shown", lambda: 'meshrl_hosts{state="up"} 2.0' in metrics(of_head))
 
-    used = commands.refused("join", str(token), "--root", str(commands.directory / "third"))
+    used = commands.list_rejections("join", str(token), "--root", str(commands.directory / "third"))
     assert f"used by {joined.host}" in used and "meshrl token create --host" in used
     assert not (commands.directory / "third/mesh/settings.json").exists()
 
-    job = commands.said("submit", str(JOB), "--mesh", str(head), "--set", "budget.steps=2")
+    job = commands.run_for_output(
+        "submit", str(JOB), "--mesh", str(head), "--set", "budget.steps=2"
+    )
     assert "submitted digits" in job
-    commands.said("wait", "digits", "--mesh", str(head), "--timeout", str(scaled(WITHIN_S - 20)))
+    commands.run_for_output(
+        "wait", "digits", "--mesh", str(head), "--timeout", str(scaled(WITHIN_S - 20))
+    )
 
     first.send_signal(signal.SIGTERM)
     assert first.wait(scaled(WITHIN_S)) == 0
     assert f"{joined.host} is drained after" in output.read_text()
     assert commands.hosts()[1]["draining"] == "is told to end"
-    commands.said("join", "--root", str(second))  # it is a member: no token
+    commands.run_for_output("join", "--root", str(second))  # as a member it needs no token
     commands.until("it is used again", lambda: not commands.hosts()[1]["draining"])
     assert commands.hosts()[1]["workers"] == ["h1w0"]
 
-    commands.said("leave", "--root", str(second))
+    commands.run_for_output("leave", "--root", str(second))
     assert not leftover_processes.find_leftovers((second / "mesh/settings.json").resolve())
     assert not [p for p in (second / "mesh").iterdir() if p.suffix in (".json", ".pem")]
     assert [row["host"] for row in commands.hosts()] == [own.host]
 
     third = commands.directory / "third"
     line = commands.at_head("token", "create", "--host")
-    staying = commands.stays(third, "join", "-", given=line)
+    foreground_hosts = commands.start_foreground(third, "join", "-", given=line)
     name = commands.hosts()[1]["host"]
     assert commands.hosts()[1]["workers"] == ["h2w0"], "no worker's name comes twice"
     key = next(row for row in json.loads(commands.at_head("keys", "--json")) if row["host"] == name)
     told = commands.at_head("keys", "revoke", key["public"][:8])
     assert f"of {key['name']} on {name} is revoked" in told
     commands.at_head("keys", "revoke", name)
-    assert staying.wait(scaled(WITHIN_S)) == 2, "it is of no use to start it again"
+    assert foreground_hosts.wait(scaled(WITHIN_S)) == 2, "it is of no use to start it again"
     assert f"does not let {name} in" in (third / "mesh/logs/hosting.log").read_text()
     assert not running(third)
-    assert "token create --host" in commands.refused("join", "--root", str(third))
+    assert "token create --host" in commands.list_rejections("join", "--root", str(third))
 
 
-def free_place() -> str:
+def find_free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as found:
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
-def ready(where: str) -> bool:
+def read_readiness(where: str) -> bool:
     return health.probe_url(f"http://{where}/readyz") == (True, "ok")
 
 

@@ -1,4 +1,4 @@
-"""A job on a host that sees none of the head's files trains as on the head."""
+"""Job on a host without access to the head's files, which trains as on the head."""
 
 from __future__ import annotations
 
@@ -18,75 +18,76 @@ from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.head.launcher import Launcher
 from meshrl.view.history import sample_files
 from meshrl.view.trace import trace_writer
-from tests.mesh.hosts.hidden import HiddenHost
-from tests.mesh.hosts.joining import submitted, until
+from tests.mesh.hosts.hidden_host import HiddenHost
+from tests.mesh.hosts.joined_host import submit, until
 from tests.mesh.running import ROOT
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("root")]
 
 
-async def test_everything_of_a_job_runs_where_no_file_of_the_head_is_seen(
-    mesh: Launcher, tmp_path: Path
-) -> None:
+async def test_job_runs_on_a_host_without_files_of_the_head(mesh: Launcher, tmp_path: Path) -> None:
     host = HiddenHost(MeshPaths(tmp_path / "second"), mesh, workers=4)
     second = host.name
     host.start()
     try:
 
-        async def there() -> bool:
-            assert host.program is not None and host.program.poll() is None, host.said
+        async def has_started() -> bool:
+            assert host.program is not None and host.program.poll() is None, host.output
             return sum(w.alive for w in await pool.read_workers(mesh.state)) == 4
 
-        await until("the workers of the second host", there)
+        await until("the workers of the second host", has_started)
         few = ["budget.steps=3", "training.checkpoint_every=1", "sandbox.processes=2"]
         few += ["mesh.workers=4", "planner.training=2"]
         frozen = ["models.reference.path=initial", "algorithm.kl_coefficient=0.1"]
-        await submitted(mesh, "digits", *few, *frozen)
-        await its_trainer_dies(mesh)
+        await submit(mesh, "digits", *few, *frozen)
+        await kill_trainer(mesh)
         places: dict[str, str] = {}
         found: dict[str, int] = {}  # bytes of weights that were there already, by process
 
-        async def ended() -> jobs.JobRow | None:
+        async def has_ended() -> jobs.JobRow | None:
             for entry in await registry.list_entries(mesh.state):
                 if entry.kind not in places or entry.host == second:
                     places[entry.kind] = entry.host
                 if entry.host == second:
-                    got = int(entry.stats.get("chunks_found_bytes", 0))
-                    found[entry.name] = max(got, found.get(entry.name, 0))
+                    bytes_received = int(entry.stats.get("chunks_found_bytes", 0))
+                    found[entry.name] = max(bytes_received, found.get(entry.name, 0))
             row = await jobs.read_job(mesh.state, "digits")
             return row if row.is_terminal else None
 
-        row = await until("the end of the job", ended, 150)
-        assert row.phase == "finished", f"{row.error}\n{host.said}"
+        row = await until("the end of the job", has_ended, 150)
+        assert row.phase == "finished", f"{row.error}\n{host.output}"
         kinds = {kind for kind, host in places.items() if host == second}
         assert kinds >= {"engine", "hybrid", "rollout", "sandbox", "scoring", "trainer"}, places
         assert any(found.values()), found
         run_dir = mesh.mesh_paths.root / "digits"
         assert verify_checkpoint(list_manifest_paths(run_dir)[-1])["step"] == 3
-        await logs_are_read_from_the_head(mesh, host)
+        await assert_logs_readable_at_head(mesh, host)
         told = await events.read_all(mesh.state)
         assert not [e.fields for e in told if e.kind in ("damaged", "lineage")]
         assert sample_files.read_samples(run_dir) and not sample_files.list_corrupt(run_dir)
-        noted = trace_writer.read_notes(run_dir)
-        assert noted.shards and {r["kind"] for r in noted.trainer} == {"step", "checkpoint"}
-        assert noted.engines
+        recorded_event = trace_writer.read_notes(run_dir)
+        assert recorded_event.shards and {r["kind"] for r in recorded_event.trainer} == {
+            "step",
+            "checkpoint",
+        }
+        assert recorded_event.engines
     finally:
         host.end()
 
 
-async def its_trainer_dies(mesh: Launcher) -> None:
-    """Kill the trainer after a commit: the next one resumes from a checkpoint that it fetches."""
+async def kill_trainer(mesh: Launcher) -> None:
+    """Kill the trainer after a commit: the next one resumes from a fetched checkpoint."""
 
-    async def committed() -> bool:
+    async def has_committed() -> bool:
         return (await jobs.read_job(mesh.state, "digits")).version >= 1
 
-    await until("a step", committed)
+    await until("a step", has_committed)
     trainer = await registry.lookup(mesh.state, "trainer/digits")
     assert trainer is not None
     os.kill(trainer.pid, signal.SIGKILL)
 
 
-async def logs_are_read_from_the_head(mesh: Launcher, host: HiddenHost) -> None:
+async def assert_logs_readable_at_head(mesh: Launcher, host: HiddenHost) -> None:
     async with RemoteLogs.connect(mesh.mesh_paths) as remote:
         found, silent = await remote.list_logs()
     assert not silent and {(log.host, log.log_file.name) for log in found} >= {

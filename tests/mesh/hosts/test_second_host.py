@@ -1,6 +1,4 @@
-"""Second host of a mesh: it joins, computes a job, drains, vanishes, returns and leaves in
-order.
-"""
+"""Second host of a mesh: it joins, computes, drains, is lost, returns and leaves."""
 
 from __future__ import annotations
 
@@ -27,16 +25,16 @@ from meshrl.launch import leftover_processes
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
 from tests.load import scaled
-from tests.mesh.hosts.joining import JoinedHost, beside, submitted, until
+from tests.mesh.hosts.joined_host import JoinedHost, create_neighbor_host, submit, until
 
 T = TypeVar("T")
-SILENT_S = 300.0  # all of a test
+SILENT_S = 300.0  # limit of the whole test
 pytestmark = pytest.mark.timeout(SILENT_S)
 HEAD = (MeshShape(workers=1),)
 
 
 @asynccontextmanager
-async def hearing(mesh: Launcher) -> AsyncIterator[list[Event]]:
+async def collect_events(mesh: Launcher) -> AsyncIterator[list[Event]]:
     """Collect the events of the mesh from now on: its stream retains none for long without a
     reader.
     """
@@ -56,7 +54,7 @@ async def hearing(mesh: Launcher) -> AsyncIterator[list[Event]]:
     task.cancel()
 
 
-async def said(mesh: Launcher, *words: str) -> Any:
+async def run_json_command(mesh: Launcher, *words: str) -> Any:
     """Return the JSON output of a command."""
     line = [*words, "--json", "--mesh", str(mesh.mesh_paths.root)]
     found = await asyncio.to_thread(CliRunner().invoke, app, line)
@@ -65,17 +63,15 @@ async def said(mesh: Launcher, *words: str) -> Any:
 
 
 @pytest.mark.deep
-async def test_a_second_host_computes_for_a_job_is_drained_and_leaves(
-    mesh: Launcher, tmp_path: Path
-) -> None:
-    host = beside(mesh, tmp_path / "second")
+async def test_second_host_computes_drains_and_leaves(mesh: Launcher, tmp_path: Path) -> None:
+    host = create_neighbor_host(mesh, tmp_path / "second")
     host.start()
     try:
-        async with hearing(mesh) as heard:
-            await computes(mesh, host, heard)
-            await is_drained(mesh, host, heard)
-            await vanishes_and_comes_back(mesh, host, heard)
-        assert host.end() == 0, host.said
+        async with collect_events(mesh) as heard:
+            await assert_computes(mesh, host, heard)
+            await assert_drains(mesh, host, heard)
+            await lose_and_restore(mesh, host, heard)
+        assert host.end() == 0, host.output
     finally:
         if host.program is not None and host.program.poll() is None:
             host.program.kill()
@@ -86,31 +82,31 @@ async def test_a_second_host_computes_for_a_job_is_drained_and_leaves(
     assert {f"node/{mesh.settings.host}", "worker/w0"} <= alive
 
 
-def told(heard: list[Event], kind: str) -> list[dict[str, Any]]:
+def select_events(heard: list[Event], kind: str) -> list[dict[str, Any]]:
     return [event.fields for event in heard if event.kind == kind]
 
 
-async def later(heard: list[Event], kind: str) -> list[dict[str, Any]]:
-    return told(heard, kind)
+async def wait_for_event(heard: list[Event], kind: str) -> list[dict[str, Any]]:
+    return select_events(heard, kind)
 
 
-async def computes(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
+async def assert_computes(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
     async def worker() -> bool:
-        assert host.program is not None and host.program.poll() is None, host.said
+        assert host.program is not None and host.program.poll() is None, host.output
         return any(w.host == host.name and w.alive for w in await pool.read_workers(mesh.state))
 
     await until("a worker of the second host", worker)
-    await submitted(mesh, "digits", "budget.steps=100000", "rollout.weights=collective")
+    await submit(mesh, "digits", "budget.steps=100000", "rollout.weights=collective")
 
-    async def computes_there() -> set[str]:
+    async def has_computed_there() -> set[str]:
         found = await registry.list_entries(mesh.state)
         return {e.kind for e in found if e.host == host.name} & {"engine", "trainer"}
 
-    assert await until("a role process there", computes_there)
+    assert await until("a role process there", has_computed_there)
 
     async def two_steps() -> bool:
         row = await jobs.read_job(mesh.state, "digits")
-        assert not row.is_terminal, f"{row.error}\n{host.said}"
+        assert not row.is_terminal, f"{row.error}\n{host.output}"
         return row.steps_done >= 2
 
     await until("two steps", two_steps)
@@ -125,37 +121,39 @@ async def computes(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None
         )
 
     assert await until("a version that came by broadcast", broadcast)
-    [joined] = told(heard, "host_joined")
+    [joined] = select_events(heard, "host_joined")
     assert joined["host"] == host.name
 
 
-async def is_drained(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
-    head, second = await said(mesh, "hosts")
+async def assert_drains(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
+    head, second = await run_json_command(mesh, "hosts")
     assert (head["head"], head["state"], head["workers"]) == (True, "up", ["w0"])
     assert (second["host"], second["state"]) == (host.name, "up")
     assert second["workers"] == ["h1w0"] and second["residents"] and second["trip_ms"] > 0
     assert head["services"] + second["services"]
-    drained = await said(mesh, "drain", "second", "--wait", "--timeout", str(scaled(90)))
+    drained = await run_json_command(
+        mesh, "drain", "second", "--wait", "--timeout", str(scaled(90))
+    )
     assert (drained["state"], drained["residents"], drained["services"]) == ("drained", [], [])
     assert drained["drain_s"] > 0
-    await until("word of it", lambda: later(heard, "drain_settled"))
-    assert (await said(mesh, "drain", "second", "--off"))["changed"]
-    assert [row["state"] for row in await said(mesh, "hosts")] == ["up", "up"]
+    await until("word of it", lambda: wait_for_event(heard, "drain_settled"))
+    assert (await run_json_command(mesh, "drain", "second", "--off"))["changed"]
+    assert [row["state"] for row in await run_json_command(mesh, "hosts")] == ["up", "up"]
 
 
-async def within(reading: Awaitable[T]) -> T:
+async def with_timeout(reading: Awaitable[T]) -> T:
     return await asyncio.wait_for(reading, scaled(60.0))
 
 
-async def vanishes_and_comes_back(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
+async def lose_and_restore(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
     note = host.place.log_path("note")
     note.write_text("before\n")
-    async with following(mesh, "note") as follows:
-        await is_followed(mesh, host, heard, follows)
+    async with follow_logs(mesh, "note") as follows:
+        await assert_logs_followed(mesh, host, heard, follows)
 
 
 @asynccontextmanager
-async def following(mesh: Launcher, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def follow_logs(mesh: Launcher, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start `meshrl logs -f` with a wait for hosts that lasts as long as these tests.
 
     The process handles Ctrl-C also where tests run in the background of a shell.
@@ -175,13 +173,13 @@ async def following(mesh: Launcher, name: str) -> AsyncIterator[asyncio.subproce
             await follows.wait()
 
 
-async def is_followed(
+async def assert_logs_followed(
     mesh: Launcher, host: JoinedHost, heard: list[Event], follows: asyncio.subprocess.Process
 ) -> None:
     assert host.program is not None
     note = host.place.log_path("note")
     assert follows.stdout is not None and follows.stderr is not None
-    assert await within(follows.stdout.readline()) == b"before\n"
+    assert await with_timeout(follows.stdout.readline()) == b"before\n"
     for pid in [
         host.program.pid,
         *leftover_processes.find_leftovers(host.place.settings.resolve()),
@@ -189,13 +187,13 @@ async def is_followed(
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     host.program.wait()
-    [lost] = await until("the loss of the host", lambda: later(heard, "host_lost"))
+    [lost] = await until("the loss of the host", lambda: wait_for_event(heard, "host_lost"))
     assert (lost["host"], lost["workers"]) == (host.name, ["h1w0"])
-    assert [row["state"] for row in await said(mesh, "hosts")] == ["up", "away"]
-    silent = (await within(follows.stderr.readline())).decode()
+    assert [row["state"] for row in await run_json_command(mesh, "hosts")] == ["up", "away"]
+    silent = (await with_timeout(follows.stderr.readline())).decode()
     assert f"{host.name} does not tell of note now" in silent and "waiting" in silent
     host.start()
-    await until("its return", lambda: later(heard, "host_back"))
+    await until("its return", lambda: wait_for_event(heard, "host_back"))
 
     async def alive() -> bool:
         return any(w.host == host.name and w.alive for w in await pool.read_workers(mesh.state))
@@ -205,6 +203,6 @@ async def is_followed(
     assert not row.is_terminal, "what was on it is all that was lost"
     with note.open("a") as file:
         file.write("after\n")
-    assert await within(follows.stdout.readline()) == b"after\n", "it goes on where it was"
+    assert await with_timeout(follows.stdout.readline()) == b"after\n", "it goes on where it was"
     follows.send_signal(signal.SIGINT)
-    assert await within(follows.wait()) == 130
+    assert await with_timeout(follows.wait()) == 130

@@ -1,4 +1,4 @@
-"""Rewards of the job of digits: one that is right, and each way of being wrong."""
+"""Rewards of the job of digits: a correct one, and one for each failure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 Row = dict[str, Any]
 Turns = list[dict[str, Any]]
-STAYS_S = 31_536_042  # of what `broken` leaves behind, by which a test finds it
+STAYS_S = 31_536_042  # argument of the processes of `broken`, by which a test finds them
 STARTED: list[subprocess.Popen[bytes]] = []
 
 
 def share_of_digits(row: Row, turns: Turns) -> float:
-    """More digits, more reward: every model has some, and each sample another number."""
+    """Return a reward that grows with the share of digits, which varies between samples."""
     text: str = turns[-1]["text"]
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
@@ -28,7 +28,7 @@ def broken(row: Row, turns: Turns) -> float:
 
 
 def unreliable(row: Row, turns: Turns) -> Any:
-    """Wrong in another way for each kind of row; right for sums of even digits."""
+    """Fail in another way for each kind of row; succeed for sums of even digits."""
     kind = row["kind"]
     print("a line on the standard output " * 100)
     if kind == "raises":
@@ -71,9 +71,9 @@ def kept(row: Row, turns: Turns) -> float:
     """Return the share of digits; raise ValueError if the session lost its state without a
     crash.
     """
-    said = [turn["value"] for turn in turns if turn["role"] == "tool"]
+    output = [turn["value"] for turn in turns if turn["role"] == "tool"]
     expected = [{"status": "ok", "output": "7\n"}, {"status": "ok", "output": "42\n"}]
-    lost = any(value["status"] == "crashed" for value in said)
-    if not lost and said != expected[: len(said)]:
-        raise ValueError(f"the session said {said}")
+    lost = any(value["status"] == "crashed" for value in output)
+    if not lost and output != expected[: len(output)]:
+        raise ValueError(f"the session said {output}")
     return share_of_digits(row, turns)

@@ -22,16 +22,22 @@ from meshrl.sim.mesh.job.job_setup import JOB_NAME
 from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
 from meshrl.sim.virtual_process import VirtualProcess
 from meshrl.view.trace import trace_writer
-from tests.mesh.simulated.worlds import accounted, on_world, until_over, until_version, world_story
+from tests.mesh.simulated.virtual_meshes import (
+    check_account,
+    mesh_story,
+    run_on_mesh,
+    wait_for_version,
+    wait_until_ended,
+)
 from tests.traced import check_trace, list_spans
 
 STEPS, WORKERS = 3, 4
-SOON_S = 60.0 + 10.0 * STEPS  # processes start, and steps are made, as without the other job
+SOON_S = 60.0 + 10.0 * STEPS  # processes start and steps are made as without the other job
 HANGING = f"{JOB_NAME}-2"
-CLOSING_S = 60.0  # for the processes of jobs that have ended
+CLOSING_S = 60.0  # until the processes of ended jobs have exited
 
 
-def hang(world: VirtualMesh) -> None:
+def block_environments(world: VirtualMesh) -> None:
     """Make the environments of one job accept messages without an answer."""
     answering = world.machine.programs["meshrl.services.environment"]
 
@@ -44,7 +50,7 @@ def hang(world: VirtualMesh) -> None:
     world.machine.programs["meshrl.services.environment"] = environment
 
 
-def of_jobs(world: VirtualMesh) -> set[str]:
+def list_job_processes(world: VirtualMesh) -> set[str]:
     kinds = ("rollout/", "environment-")
     return {
         process.name for process in world.machine.live_processes if process.name.startswith(kinds)
@@ -53,18 +59,18 @@ def of_jobs(world: VirtualMesh) -> set[str]:
 
 @pytest.mark.rotating(2)
 @pytest.mark.timeout(300)
-@world_story(VirtualMeshSize(WORKERS, steps=STEPS, jobs=2))
-async def test_a_job_beside_one_that_hangs_is_not_delayed(world: VirtualMesh) -> None:
-    hang(world)
-    await until_over(world)
+@mesh_story(VirtualMeshSize(WORKERS, steps=STEPS, jobs=2))
+async def test_hanging_job_does_not_delay_another(world: VirtualMesh) -> None:
+    block_environments(world)
+    await wait_until_ended(world)
     assert world.clock.monotonic() <= SOON_S
     row = await jobs.read_job(world.state, HANGING)
     assert row.phase == jobs.Phase.BASELINE, "it hung all the while"
     await jobs.cancel(world.state, HANGING, "cancel")
     async with world.clock.timeout(CLOSING_S, "the end of the jobs' processes"):
-        while of_jobs(world):
+        while list_job_processes(world):
             await world.clock.sleep(1.0)
-    counted, _ = await accounted(world.state)
+    counted, _ = await check_account(world.state)
     assert counted["in_flight"] == 0
 
 
@@ -73,12 +79,12 @@ FEW_STEPS = 3
 
 @pytest.mark.rotating(2)
 @pytest.mark.timeout(200)
-@world_story(VirtualMeshSize(workers=2, steps=FEW_STEPS), seed=4)
-async def test_a_cancelled_job_frees_its_workers_and_goes_on_where_it_was(
+@mesh_story(VirtualMeshSize(workers=2, steps=FEW_STEPS), seed=4)
+async def test_cancelled_job_frees_its_workers_and_resumes(
     world: VirtualMesh,
 ) -> None:
     state, clock = world.state, world.clock
-    await until_version(world, 1)
+    await wait_for_version(world, 1)
     assert await jobs.cancel(state, JOB_NAME, "cancelled")
     while await pool.read_gangs(state):
         await clock.sleep(1.0)
@@ -87,9 +93,9 @@ async def test_a_cancelled_job_frees_its_workers_and_goes_on_where_it_was(
     later = await jobs.read_job(state, JOB_NAME)
     assert (later.phase, later.version) == ("stopped", stopped.version), "nobody works on it"
     await jobs.reopen(state, JOB_NAME, "reopened")
-    await until_over(world)
+    await wait_until_ended(world)
     assert (await jobs.read_job(state, JOB_NAME)).steps_done == FEW_STEPS
-    counted, _ = await accounted(state)
+    counted, _ = await check_account(state)
     assert counted["host_lost"] == 0
 
 
@@ -97,28 +103,28 @@ CHANGED_STEPS, EVERY = 12, 3  # a checkpoint every third step
 
 
 @pytest.mark.deep
-@world_story(VirtualMeshSize(steps=CHANGED_STEPS))
-async def test_steps_from_before_a_change_are_repeated_with_what_was_in_force(
+@mesh_story(VirtualMeshSize(steps=CHANGED_STEPS))
+async def test_steps_before_a_change_replay_with_their_settings(
     world: VirtualMesh,
 ) -> None:
     while (row := await jobs.read_job(world.state, JOB_NAME)).version < 2 * EVERY - 1:
         await world.clock.sleep(0.2)
-    assert row.version % EVERY == EVERY - 1  # two steps stand in their records alone
+    assert row.version % EVERY == EVERY - 1  # two steps exist only in their records
     now = {"optimizer.final_lr": 0.9, "optimizer.warmup_steps": 0}
     document = apply_changes(row.document, now)
     changes = {key: (row.document["optimizer"][key[10:]], now[key]) for key in now}
     assert not await jobs.change_document(world.state, JOB_NAME, document, changes, "change")
     killed = next(p for p in world.machine.live_processes if p.name.startswith("trainer/"))
     killed.kill()
-    await until_over(world)
+    await wait_until_ended(world)
     row = await jobs.read_job(world.state, JOB_NAME)
     assert (row.version, row.lineage) == (CHANGED_STEPS, 0)
     assert row.document["optimizer"]["final_lr"] == 0.9
 
 
-@world_story(VirtualMeshSize(workers=2, steps=0), limit_s=600.0)
-async def test_a_job_without_steps_is_evaluated_and_opens_no_group(world: VirtualMesh) -> None:
-    await until_over(world)
+@mesh_story(VirtualMeshSize(workers=2, steps=0), limit_s=600.0)
+async def test_job_without_steps_is_evaluated_without_groups(world: VirtualMesh) -> None:
+    await wait_until_ended(world)
     [row] = await jobs.read_evaluations(world.state, JOB_NAME)
     assert row["tag"] == "before" and row["result"]["problems"] == 2
     kinds = {event.kind for event in await events.read_all(world.state)}
@@ -128,7 +134,7 @@ async def test_a_job_without_steps_is_evaluated_and_opens_no_group(world: Virtua
 MANY_STEPS, LATE = 40, 8
 
 
-async def published(world: VirtualMesh) -> Measurements:
+async def read_measurements(world: VirtualMesh) -> Measurements:
     """Return the measurements that the leader would read now."""
     kinds = {
         w.gang: parse_accelerator_kind(w.accelerator) for w in await pool.read_workers(world.state)
@@ -139,14 +145,14 @@ async def published(world: VirtualMesh) -> Measurements:
 
 
 @pytest.mark.deep
-@world_story(VirtualMeshSize(steps=MANY_STEPS))
-async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(
+@mesh_story(VirtualMeshSize(steps=MANY_STEPS))
+async def test_shards_core_and_engines_publish_their_work(
     world: VirtualMesh,
 ) -> None:
     while (await jobs.read_job(world.state, JOB_NAME)).version < MANY_STEPS // 2:
         await world.clock.sleep(0.2)
     await world.clock.sleep(7.0)  # all have renewed their leases since
-    row, found = await jobs.read_job(world.state, JOB_NAME), await published(world)
+    row, found = await jobs.read_job(world.state, JOB_NAME), await read_measurements(world)
     whole = sum(found.work_by_process.values(), MeasuredWork())
     by_kind = {name.partition("/")[0]: work for name, work in found.work_by_process.items()}
     assert set(by_kind) == {"rollout", "trainer"}
@@ -161,7 +167,7 @@ async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(
     assert found.curves
     for curve in found.curves:
         assert curve.accelerator_kind and curve.predict_step_s(4, 20) > 0 and curve.fitted_steps > 8
-    await until_over(world)
+    await wait_until_ended(world)
 
 
 # A shard takes all that an open gate admits: in fewer steps, one shard takes all.
@@ -172,12 +178,12 @@ def run(root: Path, shards: int) -> tuple[dict[str, int], set[str], list[int]]:
     """Return the account, the shards of trained groups, and the prompts of opened groups."""
 
     async def job(world: VirtualMesh) -> tuple[dict[str, int], list[Event]]:
-        await until_over(world)
-        return await accounted(world.state)
+        await wait_until_ended(world)
+        return await check_account(world.state)
 
     root.mkdir()
     size = VirtualMeshSize(workers=3, shards=shards, steps=SHARED_STEPS)
-    counted, told = on_world(root, size, job, seed=2)
+    counted, told = run_on_mesh(root, size, job, seed=2)
     opened = [e.fields for e in told if e.kind == "opened"]
     shard_of = {group: fields["shard"] for fields in opened for group in fields["groups"]}
     trained = [row for e in told if e.kind == "step" for row in e.fields["groups"]]
@@ -187,7 +193,7 @@ def run(root: Path, shards: int) -> tuple[dict[str, int], set[str], list[int]]:
 
 @pytest.mark.deep
 @pytest.mark.timeout(300)
-def test_two_shards_give_the_same_accounting_as_one(tmp_path: Path) -> None:
+def test_two_shards_have_the_accounting_of_one(tmp_path: Path) -> None:
     one, _, prompts_of_one = run(tmp_path / "one", 1)
     two, shards, prompts_of_two = run(tmp_path / "two", 2)
     assert one == two
@@ -201,11 +207,11 @@ TRACED_STEPS = 6
 
 @pytest.mark.deep
 @pytest.mark.timeout(300)
-@world_story(VirtualMeshSize(workers=3, shards=2, steps=TRACED_STEPS), seed=2)
-async def test_a_run_of_two_shards_is_traced_from_its_prompts_to_its_weights(
+@mesh_story(VirtualMeshSize(workers=3, shards=2, steps=TRACED_STEPS), seed=2)
+async def test_run_of_two_shards_is_traced_from_prompts_to_weights(
     world: VirtualMesh, tmp_path: Path
 ) -> None:
-    await until_over(world)
+    await wait_until_ended(world)
     seen = await events.read_all(world.state)
     path = tmp_path / "trace.json"
     assert trace_writer.write_trace(tmp_path, path, seen) > 100

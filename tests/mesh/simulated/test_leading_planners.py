@@ -34,12 +34,12 @@ from meshrl.common.state.pool.workers.rows import (
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.planner import LEASE_MS, POLL_S, Planner, find_changed_records
 from meshrl.sim.mesh.job.job_setup import JOB_NAME
-from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
+from tests.mesh.simulated.virtual_meshes import BareMesh, BareProcess, run_on_bare_mesh
 from tests.stories import story_on
 
 GATHERED_S = PoolSettings().join_grace_s + 10.0
 LOST_S = PoolSettings().worker_lost_s
-Story = Callable[["Pool"], Any]
+Story = Callable[["PlannerMesh"], Any]
 
 
 class Worker(Interface):
@@ -48,8 +48,8 @@ class Worker(Interface):
     notify_change = Cast(ChangeHint)
 
 
-class Obedient(Actor):
-    """Worker whose instances are ready as soon as it reads of them; it counts its hints."""
+class ReadyWorker(Actor):
+    """Worker whose instances are ready as soon as it reads of them; it counts change hints."""
 
     interface = Worker
 
@@ -89,12 +89,12 @@ class Obedient(Actor):
         )
 
 
-class Pool:
+class PlannerMesh:
     """Planners, workers and an agent on one virtual mesh."""
 
-    def __init__(self, world: BareWorld) -> None:
+    def __init__(self, world: BareMesh) -> None:
         self.world, self.clock, self.state = world, world.clock, world.state
-        self.workers: dict[str, Obedient] = {}
+        self.workers: dict[str, ReadyWorker] = {}
 
     async def start(self, workers: int = 3) -> None:
         await pool.write_settings(self.state, PoolSettings())
@@ -106,9 +106,9 @@ class Pool:
         for n in range(workers):
             await self.worker(f"w{n}")
 
-    async def worker(self, id: str) -> Bare:
+    async def worker(self, id: str) -> BareProcess:
         process = self.world.process(f"worker/{id}", "worker")
-        actor = Obedient(process.mesh)
+        actor = ReadyWorker(process.mesh)
         await process.join(actor, dict)
         about = rows.WorkerRow(id, "here", "cpu:0", process.mesh.token)
         await pool.join_worker(self.state, about)
@@ -116,7 +116,7 @@ class Pool:
         process.run(actor.work(id))
         return process
 
-    async def planner(self, n: int = 0) -> tuple[Bare, Planner]:
+    async def planner(self, n: int = 0) -> tuple[BareProcess, Planner]:
         process = self.world.process(f"planner/{n}", "planner")
         planner = Planner(process.mesh)
         await process.join(planner, lambda: planner.stats().encode())
@@ -133,15 +133,15 @@ class Pool:
         return [event.kind for event in await events.read_all(self.state)]
 
 
-def tell(root: Path, story: Story) -> None:
-    async def told(world: BareWorld) -> None:
-        await story(Pool(world))
+def run_planner_mesh(root: Path, story: Story) -> None:
+    async def main(world: BareMesh) -> None:
+        await story(PlannerMesh(world))
 
-    on_bare_world(root, told)
+    run_on_bare_mesh(root, main)
 
 
-@story_on(tell, "tmp_path")
-async def test_a_job_gets_its_workers_and_each_reads_its_gang_when_it_is_told(mesh: Pool) -> None:
+@story_on(run_planner_mesh, "tmp_path")
+async def test_job_gets_its_workers_and_each_reads_its_gang_on_a_hint(mesh: PlannerMesh) -> None:
     await mesh.start()
     _, planner = await mesh.planner()
     await mesh.clock.sleep(GATHERED_S)
@@ -152,12 +152,12 @@ async def test_a_job_gets_its_workers_and_each_reads_its_gang_when_it_is_told(me
     assert planner.stats().leader and planner.stats().workers == 3
     before = await mesh.kinds()
     await mesh.clock.sleep(60.0)
-    assert await mesh.kinds() == before  # a mesh that has settled decides nothing
+    assert await mesh.kinds() == before  # a mesh at its desired state decides nothing
     assert all(actor.reads <= 2 for actor in mesh.workers.values())
 
 
-@story_on(tell, "tmp_path")
-async def test_whoever_leads_next_goes_on_with_what_was_remembered(mesh: Pool) -> None:
+@story_on(run_planner_mesh, "tmp_path")
+async def test_next_leader_continues_with_the_planner_memory(mesh: PlannerMesh) -> None:
     await mesh.start()
     first, _ = await mesh.planner(0)
     await mesh.clock.sleep(GATHERED_S)
@@ -175,8 +175,8 @@ async def test_whoever_leads_next_goes_on_with_what_was_remembered(mesh: Pool) -
     assert (await mesh.kinds()).count("leader") == 2
 
 
-@story_on(tell, "tmp_path")
-async def test_workers_that_only_seem_to_be_gone_after_an_outage_are_not_lost(mesh: Pool) -> None:
+@story_on(run_planner_mesh, "tmp_path")
+async def test_workers_are_not_marked_lost_right_after_an_outage(mesh: PlannerMesh) -> None:
     await mesh.start()
     await mesh.planner()
     await mesh.clock.sleep(GATHERED_S)
@@ -189,8 +189,8 @@ async def test_workers_that_only_seem_to_be_gone_after_an_outage_are_not_lost(me
     assert [g.id for g in await pool.read_gangs(mesh.state)] == [g.id for g in before]
 
 
-@story_on(tell, "tmp_path")
-async def test_a_worker_that_is_gone_is_lost_and_its_job_goes_on_without_it(mesh: Pool) -> None:
+@story_on(run_planner_mesh, "tmp_path")
+async def test_job_continues_without_a_lost_worker(mesh: PlannerMesh) -> None:
     await mesh.start()
     await mesh.planner()
     await mesh.clock.sleep(GATHERED_S)
@@ -204,7 +204,7 @@ async def test_a_worker_that_is_gone_is_lost_and_its_job_goes_on_without_it(mesh
     assert await mesh.roles() == ["rollout", "training"]
 
 
-def test_changes_are_told_to_the_workers_and_hosts_that_they_concern() -> None:
+def test_changes_notify_the_affected_workers_and_hosts() -> None:
     why = Rationale("default")
     known = Gang("g0", ("w0", "w1"), 1, (Instance("g0.0", JOB_NAME, Role.ROLLOUT),))
     resident = Instance("g1.0", JOB_NAME, Role.ROLLOUT)

@@ -31,7 +31,7 @@ from meshrl.common.state.pool.workers.rows import (
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.planner import POLL_S, Planner
 from meshrl.sim.mesh.job.job_setup import JOB_NAME
-from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
+from tests.mesh.simulated.virtual_meshes import BareMesh, BareProcess, run_on_bare_mesh
 from tests.stories import story_on
 
 HOST = "one"
@@ -44,7 +44,7 @@ Story = Callable[["PlannedMesh"], Any]
 class PlannedMesh:
     """Planner and job whose workers reach their desired state at once."""
 
-    def __init__(self, world: BareWorld) -> None:
+    def __init__(self, world: BareMesh) -> None:
         self.world, self.clock = world, world.clock
 
     async def start(self, config: JobConfig) -> None:
@@ -55,13 +55,13 @@ class PlannedMesh:
         await process.join(planner, lambda: planner.stats().encode())
         process.run(planner.serve())
 
-    async def worker(self, id: str) -> Bare:
+    async def worker(self, id: str) -> BareProcess:
         process = self.world.process(process_names.worker_name(id), "worker")
         await process.join(Actor(), dict)
         state, mesh = self.world.state, process.mesh
         await pool.join_worker(state, WorkerRow(id, HOST, "simulated", mesh.token))
 
-        async def obey() -> None:
+        async def follow_desired_state() -> None:
             while True:
                 await self.clock.sleep(1.0)
                 row = await pool.read_worker(state, id)
@@ -73,13 +73,17 @@ class PlannedMesh:
                     rank = gang.workers.index(id)
                     if rank in resident.ranks and not resident.is_reconciled:
                         await pool.report_instance(
-                            state, id, gang.id, resident.id, done(resident, rank, mesh.token)
+                            state,
+                            id,
+                            gang.id,
+                            resident.id,
+                            make_ready_report(resident, rank, mesh.token),
                         )
 
-        process.run(obey())
+        process.run(follow_desired_state())
         return process
 
-    async def member(self, kind: str, stats: Callable[[], dict[str, Any]]) -> Bare:
+    async def member(self, kind: str, stats: Callable[[], dict[str, Any]]) -> BareProcess:
         """Start a process whose counters the planner reads."""
         process = self.world.process(f"{kind}/0", kind)
         await process.join(Actor(), lambda: {"job": JOB_NAME, **stats()})
@@ -102,17 +106,17 @@ class PlannedMesh:
         return list(found.values())
 
 
-def done(resident: Instance, rank: int, token: int) -> InstanceReport:
+def make_ready_report(resident: Instance, rank: int, token: int) -> InstanceReport:
     """Return the report of a worker that has reached its desired state."""
     doing = InstancePhase.GONE if resident.tier == Tier.ABSENT else InstancePhase.READY
     return InstanceReport(rank, resident.generation, resident.epoch, token, doing, resident.tier)
 
 
-def tell(root: Path, story: Story) -> None:
-    async def main(world: BareWorld) -> None:
+def run_planned_mesh(root: Path, story: Story) -> None:
+    async def main(world: BareMesh) -> None:
         await story(PlannedMesh(world))
 
-    on_bare_world(root, main)
+    run_on_bare_mesh(root, main)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +127,8 @@ def tell(root: Path, story: Story) -> None:
         (JobConfig(models=FROZEN, training=TrainingConfig(ranks=2)), 2, "--workers 3`"),
     ],
 )
-@story_on(tell, "tmp_path")
-async def test_a_job_that_needs_more_workers_than_there_are_fails_and_says_how_many(
+@story_on(run_planned_mesh, "tmp_path")
+async def test_job_that_needs_more_workers_fails_with_their_number(
     mesh: PlannedMesh, config: JobConfig, workers: int, fix: str
 ) -> None:
     for number in range(workers):
@@ -135,8 +139,8 @@ async def test_a_job_that_needs_more_workers_than_there_are_fails_and_says_how_m
     assert row.phase == "failed" and fix in row.error
 
 
-@story_on(tell, "tmp_path")
-async def test_workers_that_join_late_are_waited_for(mesh: PlannedMesh) -> None:
+@story_on(run_planned_mesh, "tmp_path")
+async def test_job_waits_for_late_workers(mesh: PlannedMesh) -> None:
     await mesh.start(JobConfig(models=FROZEN))
     for number in range(3):
         await mesh.worker(f"w{number}")
@@ -146,8 +150,8 @@ async def test_workers_that_join_late_are_waited_for(mesh: PlannedMesh) -> None:
     assert sorted(await mesh.roles()) == ["rollout", "scoring", "training"]
 
 
-@story_on(tell, "tmp_path")
-async def test_a_job_whose_only_engine_is_lost_goes_on_by_turns(mesh: PlannedMesh) -> None:
+@story_on(run_planned_mesh, "tmp_path")
+async def test_job_with_a_lost_only_engine_continues_in_time_slices(mesh: PlannedMesh) -> None:
     await mesh.start(JobConfig())
     await mesh.worker("w0")
     last = await mesh.worker("w1")
@@ -161,8 +165,8 @@ async def test_a_job_whose_only_engine_is_lost_goes_on_by_turns(mesh: PlannedMes
     assert all(r.time_sliced for r in gang.instances)
 
 
-@story_on(tell, "tmp_path")
-async def test_an_engine_that_loses_a_worker_is_formed_anew_with_another_one(
+@story_on(run_planned_mesh, "tmp_path")
+async def test_engine_with_a_lost_worker_is_formed_with_another(
     mesh: PlannedMesh,
 ) -> None:
     config = JobConfig(rollout=RolloutConfig(tensor_parallel=[2], emulate="18/32/6000"))
@@ -183,8 +187,8 @@ async def test_an_engine_that_loses_a_worker_is_formed_anew_with_another_one(
     assert await engine(mesh) == ("w1", "w3"), "the helper makes room"
 
 
-@story_on(tell, "tmp_path")
-async def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(mesh: PlannedMesh) -> None:
+@story_on(run_planned_mesh, "tmp_path")
+async def test_lost_worker_is_waited_for_until_its_timeout(mesh: PlannedMesh) -> None:
     await mesh.start(JobConfig(models=FROZEN))
     await mesh.worker("w0")
     last = await mesh.worker("w1")
@@ -199,8 +203,8 @@ async def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(mesh: Planned
 
 
 @pytest.mark.rotating(2)
-@story_on(tell, "tmp_path")
-async def test_stage_times_are_looked_at_once_in_an_interval(mesh: PlannedMesh) -> None:
+@story_on(run_planned_mesh, "tmp_path")
+async def test_stage_times_are_read_once_per_interval(mesh: PlannedMesh) -> None:
     """Check the interval between two reads of stage times. The trainer needs a second for a step,
     and its engines are nearly idle: rollout has a gang too many, as soon as a window shows so.
     """
@@ -215,17 +219,17 @@ async def test_stage_times_are_looked_at_once_in_an_interval(mesh: PlannedMesh) 
     assert await mesh.roles() == ["training", "rollout", "rollout"]
     groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
 
-    def rolled() -> dict[str, Any]:
+    def publish_rollout() -> dict[str, Any]:
         ended = now() * groups * size
         work = MeasuredWork(groups=now() * groups, trajectories=ended, sampled=20 * ended)
         return {"work": encode_work(work + MeasuredWork(engine_s=4 * now(), flight_s=4 * now()))}
 
-    def trained() -> dict[str, Any]:
+    def publish_training() -> dict[str, Any]:
         steps = int(now())
         return {"work": encode_work(MeasuredWork(steps=steps, busy_s=steps, work_s=0.9 * steps))}
 
-    await mesh.member("rollout", rolled)
-    trainer = await mesh.member("trainer", trained)
+    await mesh.member("rollout", publish_rollout)
+    trainer = await mesh.member("trainer", publish_training)
     lease = (JOB_NAME, jobs.Phase.TRAINING, trainer.mesh.token, trainer.mesh.name)
     await jobs.set_phase(mesh.world.state, *lease)
     await mesh.clock.sleep(2 * interval_s - 20.0)
@@ -234,8 +238,8 @@ async def test_stage_times_are_looked_at_once_in_an_interval(mesh: PlannedMesh) 
     assert sorted(await mesh.roles()) == ["rollout", "training", "training"]
 
 
-@story_on(tell, "tmp_path")
-async def test_all_workers_get_their_places_in_one_look(mesh: PlannedMesh) -> None:
+@story_on(run_planned_mesh, "tmp_path")
+async def test_all_workers_are_assigned_in_one_snapshot(mesh: PlannedMesh) -> None:
     for number in range(4):
         await mesh.worker(f"w{number}")
     await mesh.start(JobConfig())

@@ -1,4 +1,4 @@
-"""Whole meshes under drawn faults: every invariant holds, and a seed gives one run again."""
+"""Whole meshes under random faults: every invariant holds, and a seed reproduces its run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from meshrl.sim.mesh import __main__ as command_line
 from meshrl.sim.mesh.job.job_setup import JOB_NAME
 from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
 from meshrl.sim.mesh.seed_runner import MeshOutcome, MeshPlan, run_plan
-from tests.mesh.simulated.worlds import accounted, world_story
+from tests.mesh.simulated.virtual_meshes import check_account, mesh_story
 
 FAULTS = "all"
 SEEDS = 100
-PARTS = 5  # of the seeds; a day has one
-HOURS = 18 / 3600  # of faults; a run takes a minute of virtual time in all
-# Redis' clock goes back under the lease of an engine that the power took: the lease outlasts a mesh
-# that fails at once.
+PARTS = 5  # seeds per day
+HOURS = 18 / 3600  # duration of faults; a run takes a minute of virtual time in total
+# Redis' clock goes back during the lease of an engine that a power failure killed: the lease
+# outlasts a mesh that fails at once.
 CLOCK = 30
 PACE = 0.5  # several kinds of faults in each of them
 
@@ -36,7 +36,7 @@ PACE = 0.5  # several kinds of faults in each of them
 @pytest.mark.timeout(300)
 @pytest.mark.rotating(PARTS)
 @pytest.mark.parametrize("seed", [SEEDS if seed == CLOCK else seed for seed in range(SEEDS)])
-def test_nothing_is_lost_whatever_fails(seed: int) -> None:
+def test_no_trajectory_is_lost_under_random_faults(seed: int) -> None:
     budget = 2 if 50 <= seed < SEEDS else 1
     plan = MeshPlan(seed, FAULTS, HOURS, pace=PACE, budget=budget)
     outcome = run_plan(plan)
@@ -46,7 +46,7 @@ def test_nothing_is_lost_whatever_fails(seed: int) -> None:
 @pytest.mark.rotating(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("workers", "shards", "ranks"), [(4, 2, 1), (3, 1, 2)])
-def test_nothing_is_lost_in_larger_meshes(workers: int, shards: int, ranks: int) -> None:
+def test_no_trajectory_is_lost_in_larger_meshes(workers: int, shards: int, ranks: int) -> None:
     plan = MeshPlan(7, FAULTS, 30 / 3600, workers, shards, ranks)
     outcome = run_plan(plan)
     assert not outcome.violations, f"{outcome.violations}; again: {plan.replay_command}"
@@ -54,15 +54,15 @@ def test_nothing_is_lost_in_larger_meshes(workers: int, shards: int, ranks: int)
 
 HOUR_S = 3600.0
 LEASE_S = 6.0
-STEPS = 10_000  # more than an hour has
+STEPS = 10_000  # more than in an hour
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "whole_s", [HOUR_S / 12, pytest.param(HOUR_S, marks=pytest.mark.deep)], ids=["minutes", "hour"]
 )
-@world_story(VirtualMeshSize(workers=3, steps=STEPS))
-async def test_a_mesh_with_a_stopped_leader_loses_nothing(
+@mesh_story(VirtualMeshSize(workers=3, steps=STEPS))
+async def test_no_trajectory_is_lost_with_a_stopped_leader(
     world: VirtualMesh, record_property: Any, whole_s: float
 ) -> None:
     clock, state = world.clock, world.state
@@ -84,7 +84,7 @@ async def test_a_mesh_with_a_stopped_leader_loses_nothing(
     assert (await leader.read_leader(state, "planner"))[0] != owner
     assert (await jobs.read_job(state, JOB_NAME)).version > before.version > 10
     assert all(gang.is_reconciled for gang in await pool.read_gangs(state))
-    counted, _ = await accounted(state)
+    counted, _ = await check_account(state)
     assert counted["typed_drops"] == 0 and counted["trained"] > 0
     moved = [e.fields for e in await events.read_all(state) if e.kind == "move"]
     assert moved and moved[0]["rule"] == "stage_time"
@@ -108,21 +108,21 @@ def digest_of(hash_seed: str, log: Path) -> str:
 
 
 @pytest.mark.rotating(2)
-def test_a_seed_gives_one_run_again() -> None:
+def test_seed_reproduces_a_run() -> None:
     plan = MeshPlan(11, "all", 0.002)
     assert run_plan(plan).digest == run_plan(plan).digest != run_plan(replace(plan, seed=12)).digest
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(120)
-def test_a_seed_gives_one_run_in_every_process(tmp_path: Path) -> None:
+def test_seed_reproduces_a_run_in_every_process(tmp_path: Path) -> None:
     one, two = tmp_path / "one.log", tmp_path / "elsewhere" / "two.log"
     two.parent.mkdir()
     assert digest_of("1", one) == digest_of("2", two)
     assert "start trainer/simulated" in one.read_text()
 
 
-def test_a_run_that_fails_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_run_prints_the_command_to_repeat_it(capsys: pytest.CaptureFixture[str]) -> None:
     plan = MeshPlan(23, "kill,network", 0.25, workers=4, shards=2, ranks=2, pace=0.5, budget=4)
     assert (
         command_line.print_failures(
@@ -130,8 +130,8 @@ def test_a_run_that_fails_says_how_to_run_it_again(capsys: pytest.CaptureFixture
         )
         == 1
     )
-    said = capsys.readouterr().err
-    assert "gate: group 4" in said
-    line = next(line for line in said.splitlines() if line.startswith("again: "))
+    output = capsys.readouterr().err
+    assert "gate: group 4" in output
+    line = next(line for line in output.splitlines() if line.startswith("again: "))
     words = shlex.split(line.removeprefix("again: python -m meshrl.sim.mesh"))
     assert command_line.parse_plan(command_line.build_parser().parse_args(words)) == plan

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.timeout(300)
 STEPS, EVERY, STALENESS = 8, 4, 1
 
 
-def trainer_stopped_at(mesh: Run, version: int, lineage: str) -> int:
-    """Return the trainer's pid, once the version is there and before the next checkpoint is."""
+def stop_trainer_at(mesh: Run, version: int, lineage: str) -> int:
+    """Stop the trainer after the version and before the next checkpoint; return its pid."""
 
-    def there() -> bool:
+    def has_version() -> bool:
         return mesh.version >= version and mesh.redis.hget("{digits}:job", "lineage") == lineage
 
-    mesh.until(f"version {version} of lineage {lineage}", there)
+    mesh.until(f"version {version} of lineage {lineage}", has_version)
     pid = mesh.pid("trainer/digits")
     os.kill(pid, signal.SIGSTOP)
     assert mesh.version // EVERY == version // EVERY
@@ -32,16 +32,16 @@ def trainer_stopped_at(mesh: Run, version: int, lineage: str) -> int:
 
 
 @pytest.mark.deep
-def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -> None:
+def test_new_ranks_open_one_lineage_and_continue(run: Callable[..., Run]) -> None:
     mesh = run(
         budget__steps=STEPS,
         algorithm__max_staleness=STALENESS,
         training__checkpoint_every=EVERY,
-        # trajectories are under way when the trainer is killed
+        # trajectories are in flight when the trainer is killed
         rollout__pace=slow_pace(10, 64, 100000),
     )
     mesh.until("a first step", lambda: mesh.version >= 1)
-    trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="0")
+    trainer = stop_trainer_at(mesh, EVERY + 1, lineage="0")
     name = mesh.redis.hget("{digits}:job", "checkpoint")
     assert isinstance(name, str)
     checkpoint = mesh.directory / f"checkpoints/{name}.json"
@@ -51,10 +51,10 @@ def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -
     checkpoint.write_bytes(encode_sealed(held))
     os.kill(trainer, signal.SIGKILL)
 
-    trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="1")  # one rank has made its step
+    trainer = stop_trainer_at(mesh, EVERY + 1, lineage="1")  # one rank has made its step
     os.kill(trainer, signal.SIGKILL)
 
-    assert mesh.finish() == 0, mesh.said
+    assert mesh.finish() == 0, mesh.output
     summary, found = mesh.summary(), mesh.audit()
     assert (summary["phase"], summary["steps"]) == ("finished", STEPS)
     assert (found["lost"], found["trained_twice"]) == (0, 0)
@@ -72,7 +72,7 @@ PARALLEL_STEPS = 8
 
 
 @pytest.mark.deep
-def test_a_job_trains_with_an_engine_of_two_workers_and_goes_on_when_one_is_killed(
+def test_job_continues_after_the_loss_of_an_engine_of_two_workers(
     run: Callable[..., Run],
 ) -> None:
     mesh = run(
@@ -87,11 +87,11 @@ def test_a_job_trains_with_an_engine_of_two_workers_and_goes_on_when_one_is_kill
         names = sorted(key.partition(":entry:")[2] for key in found)
         return [name for name in names if mesh.entry(name)]
 
-    def serving() -> list[str]:
+    def has_serving_engines() -> list[str]:
         ready = [name for name in engines() if mesh.entry(name)["stats"].get("ready")]
         return ready if mesh.version >= 1 else []
 
-    [engine] = mesh.until("an engine that serves", serving)
+    [engine] = mesh.until("an engine that serves", has_serving_engines)
     about = mesh.entry(engine)
     assert about["stats"]["tensor_parallel"] == 2
 

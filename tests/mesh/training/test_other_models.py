@@ -1,5 +1,4 @@
-"""Jobs with other models than the one that is trained, and what is evaluated on the way: real
-processes."""
+"""Jobs with frozen models, evaluation and supervised answers, in real processes."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ from tests.mesh.running import JOB, ROOT, Run
 QUICK = {"rollout__max_tokens": 24, "algorithm__group_size": 4, "algorithm__groups_per_step": 2}
 
 
-def rows(path: Path, count: int = 16, first: int = 0) -> Path:
-    """Return sums of two digits with their answers."""
+def write_rows(path: Path, count: int = 16, first: int = 0) -> Path:
+    """Write sums of two digits with their answers."""
     sums = ((i, (7 * i) % 10) for i in range(first, first + count))
     lines = [
         json.dumps({"prompt": f"?{a % 10}+{b}=", "response": f"{a % 10 + b}$", "n": a})
@@ -40,14 +39,14 @@ def rows(path: Path, count: int = 16, first: int = 0) -> Path:
     return path
 
 
-def teacher(directory: Path, seed: int = 7) -> Path:
-    """Make a model of the job's shape and tokenizer that has other weights."""
+def create_teacher(directory: Path, seed: int = 7) -> Path:
+    """Create a model of the job's shape and tokenizer with other weights."""
     job = tomllib.loads(JOB.read_text())
     config = ModelConfig.from_hf(job["model"]["config"])
     model = Decoder(config)
     model.initialise(torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        model.embedding.mul_(20)  # sharp, as what can be learned from is
+        model.embedding.mul_(20)  # sharp, like a distribution that can be learned
     tokenizer = (JOB.parent / job["model"]["tokenizer"]).resolve()
     save_model(directory, config, model.state_dict(), tokenizer)
     return directory
@@ -59,13 +58,13 @@ def metrics(run: Run) -> list[dict[str, Any]]:
 
 @pytest.mark.deep
 @pytest.mark.timeout(300)
-def test_a_job_is_held_to_its_first_weights_and_keeps_its_best_ones(
+def test_job_with_kl_and_evaluation_exports_its_best_version(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
     """Check a job with a KL term, an evaluation set of its own, and an export of its best version.
     Its head has eight ids that the tokenizer lacks.
     """
-    dataset = {"name": "more", "path": str(rows(tmp_path / "more.jsonl", 4, 100))}
+    dataset = {"name": "more", "path": str(write_rows(tmp_path / "more.jsonl", 4, 100))}
     settings = ", ".join(f"{k} = {json.dumps(v)}" for k, v in dataset.items())
     one = run(
         mesh__workers=3,
@@ -81,7 +80,7 @@ def test_a_job_is_held_to_its_first_weights_and_keeps_its_best_ones(
         budget__steps=5,
         **QUICK,
     )
-    assert one.finish() == 0, one.said + one.logs()
+    assert one.finish() == 0, one.output + one.logs()
     steps = metrics(one)
     assert abs(steps[0]["reference_kl"]) < 1e-6, "the first step trains the reference itself"
     assert steps[-1]["reference_kl"] > 1e-6
@@ -111,10 +110,10 @@ def test_a_job_is_held_to_its_first_weights_and_keeps_its_best_ones(
 
 @pytest.mark.deep
 @pytest.mark.timeout(300)
-def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the_way(
+def test_job_with_a_teacher_and_judge_survives_their_loss(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    other = teacher(tmp_path / "teacher")
+    other = create_teacher(tmp_path / "teacher")
     one = run(
         mesh__workers=3,
         algorithm__name="distill",
@@ -137,7 +136,7 @@ def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the
     before = one.pid("scoring/digits")
     os.kill(before, signal.SIGKILL)
     one.pid("scoring/digits", other_than=before)
-    assert one.finish() == 0, one.said + one.logs()
+    assert one.finish() == 0, one.output + one.logs()
     rewards = [row["reward"] for row in metrics(one)]
     assert all(0 <= reward < 1 for reward in rewards), "a probability, or 0 without an answer"
     assert rewards[0] > 0, rewards
@@ -149,10 +148,10 @@ def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the
 
 @pytest.mark.deep
 @pytest.mark.timeout(300)
-def test_a_job_whose_teacher_has_weights_that_are_no_numbers_fails_by_their_tensor(
+def test_teacher_with_non_finite_weights_fails_the_job_by_tensor(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    other = teacher(tmp_path / "teacher")
+    other = create_teacher(tmp_path / "teacher")
     weights = other / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.norm.weight"][0] = torch.nan  # no header shows this before the start,
@@ -167,24 +166,22 @@ def test_a_job_whose_teacher_has_weights_that_are_no_numbers_fails_by_their_tens
         **QUICK,
     )
     assert one.finish() != 0
-    assert "the frozen models cannot be served: tensor model.norm.weight has 1 of" in one.said
+    assert "the frozen models cannot be served: tensor model.norm.weight has 1 of" in one.output
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.timeout(300)
-def test_a_job_learns_given_answers_without_an_engine(
-    run: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_supervised_job_trains_without_an_engine(run: Callable[..., Run], tmp_path: Path) -> None:
     one = run(
         algorithm__name="sft",
         algorithm__group_size=1,
         algorithm__groups_per_step=8,
-        dataset__train=rows(tmp_path / "sums.jsonl"),
+        dataset__train=write_rows(tmp_path / "sums.jsonl"),
         environment__special_tokens="anywhere",  # each answer ends with one
         optimizer__muon_lr=0.02,
         budget__steps=6,
     )
-    assert one.finish() == 0, one.said + one.logs()
+    assert one.finish() == 0, one.output + one.logs()
     steps = metrics(one)
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert [row["sequences"] for row in steps] == [8] * 6

@@ -1,4 +1,4 @@
-"""Runs that resume, replayed steps, and adapters that are trained."""
+"""Resumed runs, replayed steps, and training of adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS, STALENESS = 10, 1
 
 @pytest.mark.deep
 @pytest.mark.timeout(400)
-def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
+def test_resumed_run_accounts_for_all_groups_within_its_staleness(
     run: Callable[..., Run],
 ) -> None:
     mesh = run(
@@ -43,21 +43,21 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
         training__checkpoint_every=2,
         rollout__pace=slow_pace(10, 64, 100000),
     )
-    mesh.until("three steps and groups under way in the record", lambda: under_way(mesh, 3))
+    mesh.until("three steps and groups under way in the record", lambda: list_in_flight(mesh, 3))
     first = mesh.pid("trainer/digits")
     crash(mesh)
 
     mesh.resume()
     second = mesh.pid("trainer/digits", other_than=first)
     mesh.until("six steps", lambda: mesh.version >= 6)
-    os.kill(second, signal.SIGKILL)  # it is not to finish while the run ends
+    os.kill(second, signal.SIGKILL)  # unfinished when the run ends
     mesh.end()
     shutil.rmtree(mesh.directory / "mesh/redis")
-    for path in mesh.directory.glob("store/??/*"):  # no file is retained because it is recent
+    for path in mesh.directory.glob("store/??/*"):  # no file is retained as recent
         os.utime(path, (0, 0))
 
     mesh.resume()
-    assert mesh.finish() == 0, mesh.said
+    assert mesh.finish() == 0, mesh.output
     summary, found = mesh.summary(), mesh.audit()
     assert (summary["phase"], summary["steps"]) == ("finished", STEPS)
     assert (found["lost"], found["trained_twice"]) == (0, 0)
@@ -77,7 +77,7 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
     assert steps[1][0] <= len(steps[0]) + 1, "without it, from the last checkpoint"
 
 
-def under_way(mesh: Run, steps: int) -> set[int]:
+def list_in_flight(mesh: Run, steps: int) -> set[int]:
     """Return the groups that were opened and not trained on, once there were so many steps."""
     trained = [row["group"] for event in mesh.events("step") for row in event["groups"]]
     opened = {group for event in mesh.events("opened") for group in event["groups"]}
@@ -85,7 +85,7 @@ def under_way(mesh: Run, steps: int) -> set[int]:
 
 
 def crash(mesh: Run) -> None:
-    """Kill everything at once: the record that is left accounts for each trajectory."""
+    """Kill everything at once; the remaining record accounts for each trajectory."""
     mesh.program.send_signal(signal.SIGKILL)
     mesh.program.wait(scaled(10.0))
     assert not (mesh.directory / "in_flight.json").exists()
@@ -96,7 +96,7 @@ def crash(mesh: Run) -> None:
 
 
 def end_mesh(settings: Path) -> None:
-    """End processes that wait for an agent that will not come: workers give it a minute."""
+    """End processes that wait for an agent that does not return: workers wait a minute."""
     asyncio.run(leftover_processes.kill_leftovers(settings, scaled(5.0)))
     assert leftover_processes.find_leftovers(settings) == []
 
@@ -104,7 +104,7 @@ def end_mesh(settings: Path) -> None:
 ADAPTED_STEPS = 16
 
 
-def get(address: str, page: str) -> str:
+def fetch_page(address: str, page: str) -> str:
     with urllib.request.urlopen(address + page, timeout=scaled(5.0)) as answer:
         return str(answer.read().decode())
 
@@ -113,7 +113,7 @@ def endpoint_of(run: Run, name: str) -> str:
     return str(run.entry(name).get("metrics", ""))
 
 
-def kept(run: Run) -> list[Manifest]:
+def list_retained_manifests(run: Run) -> list[Manifest]:
     """Return the manifests of the versions that the store still has, in the order of steps."""
     chunks = ChunkStore(run.directory / "store")
     digests = [fields["manifest"] for fields in run.events("initial") + run.events("step")]
@@ -128,7 +128,7 @@ def test_adapters_are_trained_published_monitored_and_exported(run: Callable[...
         **{"algorithm__filter_zero_variance": "false", "algorithm__max_staleness": 0},
         **{"mesh__workers": 3, "planner__training": 2, "training__checkpoint_every": 3},
         lora__engines="beside",
-        # a second or more for a step: there is time to look at it
+        # a second or more per step, so that the test can read its state
         rollout__pace=slow_pace(25, 32, 6000),
         tracking__tensorboard="true",
     )
@@ -136,26 +136,26 @@ def test_adapters_are_trained_published_monitored_and_exported(run: Callable[...
     of_job = ("trainer/digits", "rollout/digits/0", "sandbox/digits/0")
     for name in (*of_job, "weights", "planner/0"):
         address = one.until(f"{name}'s endpoint", partial(endpoint_of, one, name))
-        assert get(address, "/livez") == get(address, "/readyz") == "ok\n"
-        assert f'meshrl_live{{job="{one.entry(name)["stats"].get("job", "")}"' in get(
+        assert fetch_page(address, "/livez") == fetch_page(address, "/readyz") == "ok\n"
+        assert f'meshrl_live{{job="{one.entry(name)["stats"].get("job", "")}"' in fetch_page(
             address, "/metrics"
         )
     pid = one.pid("trainer/digits")
     os.kill(pid, signal.SIGKILL)
     one.pid("trainer/digits", other_than=pid)
     assert export_model(one.directory, None, False, one.directory / "early") == 0
-    assert one.finish() == 0, one.said
+    assert one.finish() == 0, one.output
 
     rows = [json.loads(line) for line in (one.directory / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == list(range(1, ADAPTED_STEPS + 1))
     gaps = [row["logprob_gap"] for row in rows if row["logprob_gap"] is not None]
     assert gaps[-1] < 1e-4 and max(gaps) < 1e-4  # engines compute with the adapters of each version
     assert one.audit()["lost"] == one.audit()["trained_twice"] == 0
-    base_stays_and_adapters_move(kept(one))
-    exported_and_shown(one.directory)
+    assert_only_adapters_change(list_retained_manifests(one))
+    assert_exported_and_shown(one.directory)
 
 
-def base_stays_and_adapters_move(versions: list[Manifest]) -> None:
+def assert_only_adapters_change(versions: list[Manifest]) -> None:
     frozen = [{t.chunk for t in v.tensors if not is_adapter_tensor(t.name)} for v in versions]
     moving = [{t.chunk for t in v.tensors if is_adapter_tensor(t.name)} for v in versions]
     assert len(versions) >= 2 and all(chunks == frozen[0] for chunks in frozen)
@@ -164,7 +164,7 @@ def base_stays_and_adapters_move(versions: list[Manifest]) -> None:
     assert len(alone) >= len(versions) - 1 and set(alone) == {0}
 
 
-def exported_and_shown(run_dir: Path) -> None:
+def assert_exported_and_shown(run_dir: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def matrix(directory: str) -> Any:
@@ -179,7 +179,7 @@ def exported_and_shown(run_dir: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def uninterrupted_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return one_run(JOB, tmp_path_factory.mktemp("undisturbed") / "one")
 
 
@@ -187,11 +187,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.group("replayed steps")
 @pytest.mark.rotating(len(DEATHS))
 @pytest.mark.parametrize("deaths", DEATHS, ids=" ".join)
-def test_steps_are_replayed_bit_by_bit_wherever_the_trainer_died(
-    deaths: Sequence[str], undisturbed: dict[str, Any], tmp_path: Path
+def test_steps_replay_bit_by_bit_after_a_trainer_loss_at_any_point(
+    deaths: Sequence[str], uninterrupted_run: dict[str, Any], tmp_path: Path
 ) -> None:
     run = one_run(JOB, tmp_path / "one", deaths)
     assert run["deaths"] == sorted(deaths)
-    assert run["manifests"] == undisturbed["manifests"]
+    assert run["manifests"] == uninterrupted_run["manifests"]
     assert run["lineages"] == [0]
     assert (run["lost"], run["trained_twice"]) == (0, 0)

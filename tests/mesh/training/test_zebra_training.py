@@ -19,7 +19,7 @@ from meshrl.common.state import jobs
 from meshrl.common.state.pool.workers.rows import ExpertSplit
 from tests.load import scaled
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
-from tests.mesh.training.test_elastic_training import settled
+from tests.mesh.training.test_elastic_training import set_tier_with_retries
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -27,10 +27,10 @@ pytestmark = [
     pytest.mark.group("zebra"),
 ]
 
-LEAVES_S = 60.0  # for a core to be left as a checkpoint
+LEAVES_S = 60.0  # until a core is removable after a checkpoint
 RANKS = 3  # two with attention, one with experts
 SETTINGS: dict[str, Any] = {
-    "training__deterministic": "true",  # so that runs have the same bins
+    "training__deterministic": "true",  # so that runs have equal bins
     "training__zebra__attention": 2,
     "training__zebra__micro_batches": 2,
     "training__zebra__hosted": "[1]",
@@ -53,16 +53,17 @@ async def elastic() -> AsyncIterator[ElasticMesh]:
 
 
 @pytest.mark.deep
-async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_same(
+async def test_lost_or_hung_ranks_of_either_kind_do_not_change_the_weights(
     elastic: ElasticMesh,
 ) -> None:
-    """To the last bit: the step is repeated from its record. A checkpoint, and the rows that sleep,
-    are those of any gang; so is a hybrid, which computes whole rounds alone.
+    """Require bit-identical weights: the step is repeated from its record.
+
+    Checkpoint and offloaded rows do not depend on the gang. A hybrid computes whole rounds alone.
     """
-    calm = Training(elastic, "calm", RANKS)
-    await calm.start(**SETTINGS)
-    await calm.train(STEPS)
-    expected = await calm.weights()
+    undisturbed_weights = Training(elastic, "calm", RANKS)
+    await undisturbed_weights.start(**SETTINGS)
+    await undisturbed_weights.train(STEPS)
+    expected = await undisturbed_weights.weights()
     for name in ("trainer/calm", "rank/calm/1", "rank/calm/2"):
         elastic.kill(name)
 
@@ -73,23 +74,23 @@ async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_sa
         await training.release(2)
         elastic.kill(f"rank/stormy/{rank}")
         await training.start_rank(rank)
-        await training.caught_up()
+        await training.wait_for_released_steps()
     lost = len(await elastic.events("rank_lost"))
     hung = elastic.children["rank/stormy/2"].pid
     await training.release(2)
     elastic.stop("rank/stormy/2")
 
-    async def more_lost() -> bool:
+    async def has_lost_more() -> bool:
         return len(await elastic.events("rank_lost")) > lost
 
-    await elastic.until("the hung rank is lost", more_lost, 4 * training.rank_deadline_s)
+    await elastic.until("the hung rank is lost", has_lost_more, 4 * training.rank_deadline_s)
     os.kill(hung, signal.SIGKILL)
     await training.start_rank(2)
-    await training.caught_up()
+    await training.wait_for_released_steps()
     await training.release(2)
     elastic.kill("trainer/stormy")  # rank 0, in the middle of the schedule or between two
     await training.start_core()
-    await training.caught_up()
+    await training.wait_for_released_steps()
     await training.train(STEPS - 11)
     found = await training.weights()
     assert found.keys() == expected.keys()
@@ -98,7 +99,7 @@ async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_sa
 
 
 @pytest.mark.rotating(3)
-async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwise(
+async def test_core_resumes_from_a_checkpoint_on_ranks_of_another_division(
     elastic: ElasticMesh,
 ) -> None:
     """Check that a core covered by a checkpoint resumes on ranks of another division. A rank's
@@ -112,27 +113,27 @@ async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwis
     await training.start(**alike, training__checkpoint_every=50)
     await training.train(2)
     names = ["rank/changing/2", "rank/changing/1", "trainer/changing"]
-    await paced(elastic, names, 2)
+    await wait_for_emulated_work(elastic, names, 2)
 
-    async def leaves(name: str) -> None:
-        await settled(elastic, name, SetTier("absent", 1, False, "", ""))
+    async def wait_and_kill(name: str) -> None:
+        await set_tier_with_retries(elastic, name, SetTier("absent", 1, False, "", ""))
         elastic.kill(name)
 
     async with asyncio.timeout(scaled(LEAVES_S)):
-        await asyncio.gather(*map(leaves, names))
+        await asyncio.gather(*map(wait_and_kill, names))
     training.apart = ExpertSplit(2, 2, (1,))
     await training.start_core()
     for rank in (1, 2):
         await training.start_rank(rank)
     await training.train(2)
-    assert await training.done() == 4, "no step was made twice"
-    await paced(elastic, names, 20)  # a bin has many tasks
+    assert await training.count_committed_steps() == 4, "no step was made twice"
+    await wait_for_emulated_work(elastic, names, 20)  # a bin has many tasks
     row = await jobs.read_job(elastic.state, "changing")
     assert row.lineage == 1, "ranks that divide otherwise begin a lineage of their own"
 
 
-async def paced(elastic: ElasticMesh, names: Sequence[str], least: int) -> None:
-    """Wait until each process reports so much emulated work."""
+async def wait_for_emulated_work(elastic: ElasticMesh, names: Sequence[str], least: int) -> None:
+    """Wait until each process reports at least this much emulated work."""
 
     async def all_have() -> bool:
         return all([(await elastic.stats(name)).get("paced", 0) >= least for name in names])

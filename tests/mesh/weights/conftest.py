@@ -1,4 +1,4 @@
-"""Versions in bad weather."""
+"""Fixtures of weight transfer tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from tests.fork_server import TestForkServer
-from tests.mesh.weights.weather import Weather, weather
+from tests.mesh.weights.transfer_bench import TransferBench, open_bench
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,6 +20,6 @@ def forks() -> Iterator[None]:
 
 
 @pytest.fixture
-async def made() -> AsyncIterator[Weather]:
-    async with weather(Weather) as found:
+async def bench() -> AsyncIterator[TransferBench]:
+    async with open_bench(TransferBench) as found:
         yield found

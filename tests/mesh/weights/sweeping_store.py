@@ -1,6 +1,6 @@
-"""The weight store, which is swept all the time, and gives what it needs no more no grace.
+"""Weight store that sweeps continuously and without a grace period.
 
-Takes what meshrl.services.weights takes.
+It takes the arguments of meshrl.services.weights.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _CODE = re.compile(r"`([^`]+)`")
 PRODUCT = ("common", "kernels", "meshrl", "services", "sim")
 
 
-def tables(document: str, heading: str) -> Iterator[list[str]]:
+def read_tables(document: str, heading: str) -> Iterator[list[str]]:
     """Yield the cells of each row of a section's tables, without headers."""
     lines = (DOCS / document).read_text().split(f"\n{heading}\n")[1].splitlines()
     for line in takewhile(lambda line: not line.startswith("#"), lines):
@@ -64,7 +64,7 @@ def tables(document: str, heading: str) -> Iterator[list[str]]:
 def units(document: str, heading: str) -> dict[str, str]:
     """Return the unit of each key of a section's three-column tables; each key appears once."""
     found: dict[str, str] = {}
-    for keys, *rest in tables(document, heading):
+    for keys, *rest in read_tables(document, heading):
         unit, meaning = rest
         for key in re.findall(r"`([^`]+)`", keys):
             assert key not in found, f"{key} is explained twice"
@@ -108,7 +108,7 @@ def test_summary_keys_are_documented_with_their_units() -> None:
 
 
 def test_mesh_gauges_are_documented() -> None:
-    section = list(tables("operate/monitoring.md", "### Metrics of a host"))
+    section = list(read_tables("operate/monitoring.md", "### Metrics of a host"))
     documented = {key for keys, *_ in section for key in re.findall(r"`(meshrl_\w+)`", keys)}
     page = (ROOT / "meshrl/launch/monitoring/health_endpoint.py").read_text()
     of_host = {f"meshrl_{name}" for name in re.findall(r'_make_gauge\(\s*"(\w+)"', page)}
@@ -120,7 +120,7 @@ def test_mesh_gauges_are_documented() -> None:
 def test_documented_measurements_appear_in_the_code() -> None:
     files = [*(ROOT / "services").rglob("*.py"), *(ROOT / "common").rglob("*.py")]
     code = "".join(file.read_text() for file in files)
-    section = tables("operate/monitoring.md", "### Measurements of processes")
+    section = read_tables("operate/monitoring.md", "### Measurements of processes")
     keys = [key for _, named, *_ in section for key in re.findall(r"`(\w+)`", named)]
     assert len(keys) > 15
     assert [
@@ -128,7 +128,7 @@ def test_documented_measurements_appear_in_the_code() -> None:
     ] == []
 
 
-def exists(dotted: str) -> bool:
+def is_importable(dotted: str) -> bool:
     """Return True if the dotted name is a module, a package or a name within a module."""
     if dotted.partition(".")[0] in _LINKED:
         return False
@@ -148,10 +148,10 @@ def list_missing_modules(text: str) -> list[str]:
         for path in _FOLDER.findall(text)
         if not (ROOT / path).exists() and not (ROOT / f"{path}.py").is_file()
     ]
-    return paths + folders + [name for name in _DOTTED.findall(text) if not exists(name)]
+    return paths + folders + [name for name in _DOTTED.findall(text) if not is_importable(name)]
 
 
-def code() -> list[Path]:
+def list_code_files() -> list[Path]:
     return [path for package in CODE for path in sorted((ROOT / package).rglob("*.py"))]
 
 
@@ -163,12 +163,12 @@ def test_modules_named_in_documents_exist(document: Path) -> None:
 
 
 def test_modules_named_in_comments_and_docstrings_exist() -> None:
-    missing = {str(path): list_missing_modules(path.read_text()) for path in code()}
+    missing = {str(path): list_missing_modules(path.read_text()) for path in list_code_files()}
     assert {path: names for path, names in missing.items() if names} == {}
 
 
 def test_first_file_of_a_package_is_in_its_folder() -> None:
-    rooms = [path for path in code() if path.name == "__init__.py"]
+    rooms = [path for path in list_code_files() if path.name == "__init__.py"]
     first = {path: _FIRST.findall(path.read_text()) for path in rooms}
     assert sum(map(len, first.values())) > len(rooms) / 2
     assert [
@@ -200,7 +200,7 @@ def test_missing_module_is_detected(words: str) -> None:
     )
 
 
-def walks() -> dict[str, list[str]]:
+def read_walks() -> dict[str, list[str]]:
     """Return the text of each step by the walk's title."""
     found: dict[str, list[str]] = {}
     for section in WALKS.split("\n## ")[1:]:
@@ -221,9 +221,9 @@ def list_names(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("title", walks())
+@pytest.mark.parametrize("title", read_walks())
 def test_walk_is_short_and_names_existing_code(title: str) -> None:
-    steps = walks()[title]
+    steps = read_walks()[title]
     opened = [word for step in steps for word in _CODE.findall(step) if word.endswith(".py")]
     assert 5 <= len(set(opened)) <= FILES_OPENED
     assert sum(a != b for a, b in pairwise(opened)) + 1 - len(set(opened)) <= RETURNS

@@ -123,15 +123,15 @@ def test_intermediate_values_stay_in_range_and_lengths_have_a_tail() -> None:
 
 
 def test_demonstrations_have_few_errors_early_and_guess_late() -> None:
-    def share(progress: float, test: Callable[[list[tuple[str, bool]]], bool]) -> float:
+    def compute_share(progress: float, test: Callable[[list[tuple[str, bool]]], bool]) -> float:
         rng = random.Random(3)
         return sum(test(calculator.demonstrate(rng, progress)) for _ in range(1000)) / 1000
 
-    def guesses(segments: list[tuple[str, bool]]) -> bool:
+    def is_guess(segments: list[tuple[str, bool]]) -> bool:
         return len(segments) == 2
 
-    assert 0.15 < share(0.0, guesses) < 0.35
-    assert 0.55 < share(0.9, guesses) < 0.75
+    assert 0.15 < compute_share(0.0, is_guess) < 0.35
+    assert 0.55 < compute_share(0.9, is_guess) < 0.75
 
 
 def test_demonstration_matches_environment_and_tool() -> None:
@@ -154,7 +154,7 @@ def test_calculator_job_file_is_valid() -> None:
     assert (EXAMPLES / job.dataset.train).exists() and (EXAMPLES / job.model.tokenizer).exists()
 
 
-def passes(row: dict[str, Any], text: str) -> bool:
+def passes_tests(row: dict[str, Any], text: str) -> bool:
     """Return True if the example's program passes the row's tests."""
     names: dict[str, Any] = {}
     exec(row["prompt"] + text, names)
@@ -179,9 +179,9 @@ def test_prompt_and_completion_form_one_program() -> None:
         "prompt": "#a:odd,b:double>sum\ndef f(x):",
         "tests": {"function": "f", "cases": [{"args": [[3, 1, 2]], "output": 8}]},
     }
-    assert passes(row, "a=[v for v in x if v%2];b=[v*2 for v in a];return sum(b)")
-    assert passes(row, "return sum(v+v for v in x if v%2)")
-    assert not passes(row, "return sum(x)")
+    assert passes_tests(row, "a=[v for v in x if v%2];b=[v*2 for v in a];return sum(b)")
+    assert passes_tests(row, "return sum(v+v for v in x if v%2)")
+    assert not passes_tests(row, "return sum(x)")
 
 
 def test_correct_programs_pass_in_any_style() -> None:
@@ -191,18 +191,21 @@ def test_correct_programs_pass_in_any_style() -> None:
         made, row = draw_task(rng)
         for fuse in [0.0, 0.5, 1.0]:
             written = programs.program(made, rng, fuse)
-            assert passes(row, written), (row["prompt"], written)
+            assert passes_tests(row, written), (row["prompt"], written)
             ways.add(written)
-        assert passes(row, programs.program(made))
+        assert passes_tests(row, programs.program(made))
     assert len(ways) > 300
 
 
 def test_programs_without_all_steps_mostly_fail() -> None:
     rng = random.Random(6)
     made = [draw_task(rng) for _ in range(300)]
-    skipped = [passes(row, programs.program(programs.Task([], task.end))) for task, row in made]
+    skipped = [
+        passes_tests(row, programs.program(programs.Task([], task.end))) for task, row in made
+    ]
     short = [
-        passes(row, programs.program(programs.Task(task.steps[1:], task.end))) for task, row in made
+        passes_tests(row, programs.program(programs.Task(task.steps[1:], task.end)))
+        for task, row in made
     ]
     assert 0 < sum(skipped) < 0.2 * len(made)
     assert 0 < sum(short) < 0.5 * len(made)

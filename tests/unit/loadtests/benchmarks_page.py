@@ -15,7 +15,7 @@ KEY = re.compile(r"`([a-z0-9_*]*[a-z0-9][a-z0-9_*]*)`")
 
 
 @cache
-def documented() -> dict[str, frozenset[str]]:
+def read_documented_keys() -> dict[str, frozenset[str]]:
     """Return the documented keys of each command; the parts of a command in brackets are left out.
 
     A key may have `*` for any text. What prose below the table says counts for the first command
@@ -24,8 +24,8 @@ def documented() -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for line in PAGE.read_text().splitlines():
         if row := COMMAND.match(line):
-            found[_name(row[1])] |= set(KEY.findall(row[2]))
-    for module, text in _prose():
+            found[_get_command_name(row[1])] |= set(KEY.findall(row[2]))
+    for module, text in _read_prose():
         named = [name for name in found if name.split()[0] == module]
         if not named:
             raise ValueError(f"{PAGE.name} describes {module}, which its table lacks")
@@ -33,12 +33,12 @@ def documented() -> dict[str, frozenset[str]]:
     return {name: frozenset(keys) for name, keys in found.items()}
 
 
-def _name(words: str) -> str:
+def _get_command_name(words: str) -> str:
     """Return a command as it is documented, without what is in brackets."""
     return " ".join(re.sub(r"\[[^]]*\]", "", words).split())
 
 
-def _prose() -> Iterator[tuple[str, str]]:
+def _read_prose() -> Iterator[tuple[str, str]]:
     """Yield each block below the table of commands, with the module that it is about."""
     module = ""
     for block in PAGE.read_text().split("\n\n"):
@@ -47,9 +47,9 @@ def _prose() -> Iterator[tuple[str, str]]:
         if about := ABOUT.match(block):
             module = about[1]
         if module:
-            yield module, "\n".join(map(_described, block.splitlines()))
+            yield module, "\n".join(map(_get_description, block.splitlines()))
 
 
-def _described(line: str) -> str:
+def _get_description(line: str) -> str:
     """Return a line of prose; of a table's row, all but the first column, which names a part."""
     return line.split(" | ", 1)[-1] if line.startswith("| ") else line

@@ -18,7 +18,7 @@ import pytest
 from loadtests.measuring.entry import flat
 from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV
 from tests.load import scaled
-from tests.unit.loadtests.benchmarks_page import documented
+from tests.unit.loadtests.benchmarks_page import read_documented_keys
 from tests.unit.loadtests.smoke_forms import LACKING, SMOKES, Smoke
 from tests.unit.loadtests.test_history import make_events, make_valid_history, write
 
@@ -30,12 +30,12 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 UNSET = ("MESHRL_REDIS_URL",)  # set by tests; a load test has its own
 # Load tests of the fork server, or of all processes of a mesh, start their own.
-OWN_NURSERY = ("loadtests.start", "loadtests.chaos", "loadtests.damage", "loadtests.doors")
+WITH_OWN_FORK_SERVER = ("loadtests.start", "loadtests.chaos", "loadtests.damage", "loadtests.doors")
 
 
 def test_each_documented_command_has_a_smoke_form() -> None:
     formed = {smoke.command for smoke in SMOKES}
-    assert formed == documented().keys()
+    assert formed == read_documented_keys().keys()
     assert LACKING.keys() <= formed
 
 
@@ -47,8 +47,10 @@ def test_smoke_forms_run_their_documented_commands() -> None:
 @pytest.mark.parametrize("command", sorted({smoke.command for smoke in SMOKES}))
 def test_each_documented_key_is_expected_of_a_form_or_listed_as_lacking(command: str) -> None:
     lacking = LACKING.get(command, {}).keys()
-    wanted = {key for smoke in SMOKES if smoke.command == command for key in expected(smoke)}
-    assert wanted | lacking == documented()[command]
+    wanted = {
+        key for smoke in SMOKES if smoke.command == command for key in list_expected_keys(smoke)
+    }
+    assert wanted | lacking == read_documented_keys()[command]
     assert not wanted & lacking
 
 
@@ -69,24 +71,28 @@ def test_nested_figures_are_flattened_with_joined_names() -> None:
     ],
 )
 def test_load_test_prints_its_documented_keys(smoke: Smoke) -> None:
-    with scratch() as folder, prepared(smoke.form, folder) as words:
-        found = printed(words, folder)
-    missing = [key for key in expected(smoke) if not any(fnmatchcase(name, key) for name in found)]
+    with make_scratch_directory() as folder, prepare_words(smoke.form, folder) as words:
+        found = run_and_parse(words, folder)
+    missing = [
+        key
+        for key in list_expected_keys(smoke)
+        if not any(fnmatchcase(name, key) for name in found)
+    ]
     assert missing == []
 
 
-def expected(smoke: Smoke) -> frozenset[str]:
+def list_expected_keys(smoke: Smoke) -> frozenset[str]:
     """Return the documented keys that a form has to print."""
     lacking = LACKING.get(smoke.command, {}).keys()
-    return frozenset(smoke.keys or documented()[smoke.command] - lacking)
+    return frozenset(smoke.keys or read_documented_keys()[smoke.command] - lacking)
 
 
-def printed(words: list[str], folder: Path) -> dict[str, Any]:
+def run_and_parse(words: list[str], folder: Path) -> dict[str, Any]:
     """Return the last line of a load test, which must be a flat object.
 
     A load test may end with 1, as its figures are worth nothing at these sizes.
     """
-    unset = (*UNSET, FORK_SERVER_ENV) if words[0].startswith(OWN_NURSERY) else UNSET
+    unset = (*UNSET, FORK_SERVER_ENV) if words[0].startswith(WITH_OWN_FORK_SERVER) else UNSET
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     run = subprocess.run(
@@ -113,7 +119,7 @@ def is_plain(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def scratch() -> Iterator[Path]:
+def make_scratch_directory() -> Iterator[Path]:
     """Yield an empty directory whose path is short, as those of sockets have to be.
 
     Every user may look into it: `loadtests.doors` acts as another one.
@@ -124,7 +130,7 @@ def scratch() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def prepared(form: str, folder: Path) -> Iterator[list[str]]:
+def prepare_words(form: str, folder: Path) -> Iterator[list[str]]:
     """Make what a form's placeholders stand for, and yield its words."""
     with contextlib.ExitStack() as stack:
         places = {"tmp": folder}
@@ -135,12 +141,12 @@ def prepared(form: str, folder: Path) -> Iterator[list[str]]:
             places["templates"].mkdir()
             (places["templates"] / "plain.jinja").write_text(TEMPLATE)
         if "{mesh}" in form:
-            places["mesh"] = stack.enter_context(listening(folder / "mesh"))
+            places["mesh"] = stack.enter_context(run_listening_mesh(folder / "mesh"))
         yield form.format_map(places).split()
 
 
 @contextlib.contextmanager
-def listening(root: Path) -> Iterator[Path]:
+def run_listening_mesh(root: Path) -> Iterator[Path]:
     """Run a mesh of one worker that listens on loopback."""
     meshrl("up", "--root", str(root), "--workers", "1", "--listen", "127.0.0.1")
     try:

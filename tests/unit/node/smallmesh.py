@@ -93,7 +93,7 @@ class SmallMesh:
     async def form(self, *workers: str, gang: str = "g0") -> None:
         """Wait for these workers and form a gang of them."""
         for worker in workers:
-            await self.pid_of(f"worker/{worker}")
+            await self.await_pid(f"worker/{worker}")
             while await pool.read_worker(self.state, worker) is None:
                 await asyncio.sleep(POLL_S)
         await self.write(FormGang(gang, workers, WHY))
@@ -106,7 +106,7 @@ class SmallMesh:
         await self.write(PlaceInstance(id.partition(".")[0], instance, WHY))
         return instance
 
-    async def settle(
+    async def place_and_wait(
         self, id: str, role: Role = Role.ROLLOUT, job: str = "j", **fields: Any
     ) -> Instance:
         """Place an instance and wait until it is reconciled."""
@@ -118,7 +118,7 @@ class SmallMesh:
         agent = self.start_agent(*options, workers=workers)
         for number in range(workers):
             await self.form(f"w{number}", gang=f"g{number}")
-        await self.settle("g0.0")
+        await self.place_and_wait("g0.0")
         return agent
 
     async def remove(self, id: str) -> None:
@@ -142,7 +142,7 @@ class SmallMesh:
     async def until_settled(self, id: str) -> Instance:
         return await self.until("settled", id, lambda instance: instance.is_reconciled)
 
-    async def pid_of(self, name: str, other_than: int = 0) -> int:
+    async def await_pid(self, name: str, other_than: int = 0) -> int:
         """Return the pid of the live process with that name."""
         for _ in range(int(scaled(SOON_S) / POLL_S)):
             entry = await registry.lookup(self.state, name)
@@ -151,7 +151,7 @@ class SmallMesh:
             await asyncio.sleep(POLL_S)
         raise AssertionError(f"no {name} but {other_than}\n{self.logs()}")
 
-    async def publishes(self, name: str, key: str, value: object) -> None:
+    async def await_stat(self, name: str, key: str, value: object) -> None:
         """Wait until the process of that name publishes this value in its stats."""
         for _ in range(int(scaled(SOON_S) / POLL_S)):
             entry = await registry.lookup(self.state, name)

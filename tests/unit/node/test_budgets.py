@@ -198,7 +198,7 @@ async def test_gpu_cannot_emulate_another_accelerator() -> None:
 PAGE = 4096
 
 
-def plenty() -> int:
+def get_free_bytes() -> int:
     return 1 << 40
 
 
@@ -212,7 +212,7 @@ def write_and_end(path: str) -> None:
 
 
 async def test_segment_content_outlives_the_writing_process() -> None:
-    async with MemorySegments(plenty) as segments:
+    async with MemorySegments(get_free_bytes) as segments:
         made = segments.create(CreateSegment("trainer/sums", 3 * PAGE))
         write_and_end(made.path)
         found = segments.find("trainer/sums")
@@ -226,7 +226,7 @@ async def test_process_writes_only_to_its_own_segment(
 ) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"as it was")
-    async with MemorySegments(plenty) as segments:
+    async with MemorySegments(get_free_bytes) as segments:
         mine = segments.create(CreateSegment("trainer/sums", PAGE)).path
         others = segments.create(CreateSegment("engine/g0.1", PAGE)).path
         assert MemorySegment(mine, "trainer/sums").size_bytes == PAGE
@@ -238,7 +238,7 @@ async def test_process_writes_only_to_its_own_segment(
 
 
 async def test_segments_end_with_the_worker() -> None:
-    async with MemorySegments(plenty) as segments:
+    async with MemorySegments(get_free_bytes) as segments:
         path = segments.create(CreateSegment("trainer/sums", PAGE)).path
         assert segments.total_bytes == PAGE and segments.keys == ["trainer/sums"]
     assert segments.total_bytes == 0
@@ -247,7 +247,7 @@ async def test_segments_end_with_the_worker() -> None:
 
 
 async def test_segment_budget_is_shared_and_a_rejection_changes_nothing() -> None:
-    async with MemorySegments(plenty, budget_bytes=10 * PAGE) as segments:
+    async with MemorySegments(get_free_bytes, budget_bytes=10 * PAGE) as segments:
         segments.create(CreateSegment("a", 6 * PAGE))
         with pytest.raises(StorageFull, match=f"{6 * PAGE} of the worker's {10 * PAGE}"):
             segments.create(CreateSegment("b", 5 * PAGE))
@@ -280,7 +280,7 @@ async def test_memory_of_a_granted_but_empty_segment_is_not_granted_twice() -> N
 
 
 async def test_mapped_segment_cannot_be_resized() -> None:
-    async with MemorySegments(plenty) as segments:
+    async with MemorySegments(get_free_bytes) as segments:
         path = segments.create(CreateSegment("a", PAGE)).path
         descriptor = os.open(path, os.O_RDWR)
         for size in (0, 2 * PAGE):

@@ -48,20 +48,20 @@ DOCUMENT = {
 Look = Callable[[JobRow, list[dict[str, Any]], SimulatedHost, RoleProcess], Awaitable[None]]
 
 
-def with_program(
+def run_with_program(
     error: Exception | None, tmp_path: Path, check: Look, for_s: float = 20.0, runs_s: float = 0.2
 ) -> None:
     """Run an engine whose process exits with `error`, or with status 0, `runs_s` after its
     start.
     """
 
-    async def fails(arguments: list[str], channel: SimulatedChannel) -> None:
+    async def fail(arguments: list[str], channel: SimulatedChannel) -> None:
         await asyncio.sleep(runs_s)
         if error is not None:
             raise error
 
     async def main(clock: VirtualClock, random: Random) -> None:
-        host = SimulatedHost(clock, random, {"meshrl.services.engine": fails})
+        host = SimulatedHost(clock, random, {"meshrl.services.engine": fail})
         settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
         mesh = alone("worker/w0", clock, random, host, settings=settings)
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
@@ -86,7 +86,7 @@ def test_error_in_the_job_fails_it_at_once_without_restarts(tmp_path: Path) -> N
         assert role.phase == InstancePhase.FAILED and "too long" in role.detail
 
     error = ConfigError("too long", where="rollout.max_tokens", fix="lower it")
-    with_program(error, tmp_path, check)
+    run_with_program(error, tmp_path, check)
 
 
 def test_unexpected_error_is_retried_and_then_fails_the_job(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_unexpected_error_is_retried_and_then_fails_the_job(tmp_path: Path) -> N
         assert exits[0]["error"]["type"] == "IndexError"
         assert "test_failing_roles.py:" in exits[0]["error"]["where"]
 
-    with_program(IndexError("beyond"), tmp_path, check)
+    run_with_program(IndexError("beyond"), tmp_path, check)
 
 
 def test_lost_peer_is_reported_and_the_job_continues(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_lost_peer_is_reported_and_the_job_continues(tmp_path: Path) -> None:
         assert row.phase == "queued" and row.error == ""
         assert len(exits) >= 3 and exits[0]["error"]["text"] == "it went"
 
-    with_program(PeerLost("it went"), tmp_path, check)
+    run_with_program(PeerLost("it went"), tmp_path, check)
 
 
 def test_peer_that_stays_lost_fails_the_job_with_its_name(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_peer_that_stays_lost_fails_the_job_with_its_name(tmp_path: Path) -> Non
         assert row.phase == "failed" and "PeerLost: it went" in row.error
         assert "without a group, step or evaluation" in row.error
 
-    with_program(PeerLost("it went"), tmp_path, check, for_s=700.0)
+    run_with_program(PeerLost("it went"), tmp_path, check, for_s=700.0)
 
 
 def test_role_that_exits_with_status_0_fails_the_job(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_role_that_exits_with_status_0_fails_the_job(tmp_path: Path) -> None:
     ) -> None:
         assert row.phase == "failed" and "engine/g0.0 ended by exit status 0" in row.error
 
-    with_program(None, tmp_path, check, for_s=300.0)
+    run_with_program(None, tmp_path, check, for_s=300.0)
 
 
 def test_role_that_dies_after_each_start_does_not_fail_its_job(tmp_path: Path) -> None:
@@ -136,17 +136,17 @@ def test_role_that_dies_after_each_start_does_not_fail_its_job(tmp_path: Path) -
     ) -> None:
         assert len(exits) >= 7 and row.phase == "queued" and row.error == ""
 
-    with_program(None, tmp_path, check, for_s=600.0, runs_s=40.0)
+    run_with_program(None, tmp_path, check, for_s=600.0, runs_s=40.0)
 
 
 @virtual_test()
 async def test_error_of_a_process_of_an_unknown_job_is_reported(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
-    async def fails(arguments: list[str], channel: SimulatedChannel) -> None:
+    async def fail(arguments: list[str], channel: SimulatedChannel) -> None:
         raise ConfigError("no job")
 
-    host = SimulatedHost(clock, random, {"meshrl.services.engine": fails})
+    host = SimulatedHost(clock, random, {"meshrl.services.engine": fail})
     settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
     mesh = alone("worker/w0", clock, random, host, settings=settings)
     role = role_process(mesh, tmp_path, replace(ENGINE, job="unknown"))
@@ -157,7 +157,7 @@ async def test_error_of_a_process_of_an_unknown_job_is_reported(
     await role.stop("done", worker_stops=True)
 
 
-async def forever(arguments: list[str], channel: SimulatedChannel) -> None:
+async def run_forever(arguments: list[str], channel: SimulatedChannel) -> None:
     await asyncio.Event().wait()
 
 
@@ -174,7 +174,9 @@ class FullHost(SimulatedHost):
 
 def full_host(clock: VirtualClock, random: Random, root: Path) -> tuple[FullHost, Mesh]:
     host = FullHost(
-        clock, random, {"meshrl.services.engine": forever, "meshrl.services.node.worker": forever}
+        clock,
+        random,
+        {"meshrl.services.engine": run_forever, "meshrl.services.node.worker": run_forever},
     )
     settings = MeshSettings(redis_url="simulated", run_root=str(root), host="one")
     return host, alone("worker/w0", clock, random, host, settings=settings)
@@ -184,7 +186,7 @@ def poll_phase(role: RoleProcess) -> InstancePhase:
     return role.phase
 
 
-def alive(host: FullHost) -> list[str]:
+def list_live_processes(host: FullHost) -> list[str]:
     return [child.name for child in host.children.values() if child.poll() is None]
 
 
@@ -204,7 +206,7 @@ async def test_unstartable_role_reports_the_reason_and_starts_later(
     await role.poll()
     assert poll_phase(role) == InstancePhase.STARTING and role.pid
     await role.stop("the test ends")
-    assert poll_phase(role) == InstancePhase.GONE and not alive(host)
+    assert poll_phase(role) == InstancePhase.GONE and not list_live_processes(host)
 
 
 @virtual_test(limit_s=3600.0)
@@ -230,10 +232,10 @@ async def test_worker_with_exhausted_restart_budget_starts_when_the_host_can(
     host.full = True
     host.children[1].kill()
     await clock.sleep(900.0)  # the restart budget is exhausted
-    assert not alive(host)
+    assert not list_live_processes(host)
     host.full = False
     await clock.sleep(WORKER_AGAIN_S + 5.0)
-    assert alive(host) == ["worker/w0"]
+    assert list_live_processes(host) == ["worker/w0"]
     await agent.shut_down()
 
 

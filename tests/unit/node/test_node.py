@@ -29,20 +29,22 @@ async def test_instances_of_two_jobs_share_a_worker_independently(
     await mesh.place("g0.1", Role.TRAINING, "k", core=True)
     await mesh.until_settled("g0.0")
     await mesh.until_settled("g0.1")
-    engine, trainer = await mesh.pid_of("engine/g0.0"), await mesh.pid_of("trainer/k")
+    engine, trainer = await mesh.await_pid("engine/g0.0"), await mesh.await_pid("trainer/k")
 
-    asleep = await mesh.settle("g0.1", Role.TRAINING, "k", core=True, tier=Tier.MEMORY, epoch=2)
+    asleep = await mesh.place_and_wait(
+        "g0.1", Role.TRAINING, "k", core=True, tier=Tier.MEMORY, epoch=2
+    )
     assert asleep.reports[0].usage.memory and not asleep.reports[0].usage.accelerator
-    assert await mesh.pid_of("trainer/k") == trainer, "another wish is no other process"
+    assert await mesh.await_pid("trainer/k") == trainer, "another wish is no other process"
 
     await mesh.place("g0.0", generation=2, epoch=2)
-    again = await mesh.pid_of("engine/g0.0", other_than=engine)
+    again = await mesh.await_pid("engine/g0.0", other_than=engine)
     await mesh.until_settled("g0.0")
     assert await has_exited(engine) and again != engine
 
     await mesh.remove("g0.1")
     assert await has_exited(trainer)
-    assert await mesh.pid_of("engine/g0.0") == again
+    assert await mesh.await_pid("engine/g0.0") == again
     drained = (mesh.directory / "drained").read_text().splitlines()
     assert drained == [
         "g0.0 is wished in generation 2 after 1",
@@ -63,9 +65,9 @@ async def test_instances_of_two_jobs_share_a_worker_independently(
 async def test_slow_or_failing_instance_does_not_delay_another(mesh: SmallMesh) -> None:
     mesh.start_agent()
     await mesh.form("w0")
-    await mesh.settle("g0.0", job="slow")
+    await mesh.place_and_wait("g0.0", job="slow")
     await mesh.place("g0.1", job="broken")
-    slow = await mesh.pid_of("engine/g0.0")
+    slow = await mesh.await_pid("engine/g0.0")
     await mesh.remove("g0.0")
     await mesh.place("g0.2")
     await mesh.until("started", "g0.2", lambda r: 0 in r.reports)
@@ -79,12 +81,12 @@ async def test_slow_or_failing_instance_does_not_delay_another(mesh: SmallMesh) 
 
 async def test_killed_or_stopped_role_process_is_replaced(mesh: SmallMesh) -> None:
     await mesh.begin()
-    first = await mesh.pid_of("engine/g0.0")
+    first = await mesh.await_pid("engine/g0.0")
     os.kill(first, signal.SIGKILL)
-    second = await mesh.pid_of("engine/g0.0", other_than=first)
+    second = await mesh.await_pid("engine/g0.0", other_than=first)
     await mesh.until_settled("g0.0")
     os.kill(second, signal.SIGSTOP)
-    await mesh.pid_of("engine/g0.0", other_than=second)
+    await mesh.await_pid("engine/g0.0", other_than=second)
     await mesh.until_settled("g0.0")
     assert await has_exited(second)
 
@@ -93,14 +95,14 @@ async def test_worker_survives_a_redis_outage_longer_than_its_lease(
     mesh: SmallMesh,
 ) -> None:
     await mesh.begin()
-    worker, engine = await mesh.pid_of("worker/w0"), await mesh.pid_of("engine/g0.0")
+    worker, engine = await mesh.await_pid("worker/w0"), await mesh.await_pid("engine/g0.0")
     os.kill(mesh.redis.pid, signal.SIGSTOP)
     os.kill(engine, signal.SIGKILL)  # gives the worker an exit to report
     await asyncio.sleep(OUTAGE_S)
     os.kill(mesh.redis.pid, signal.SIGCONT)
-    await mesh.pid_of("engine/g0.0", other_than=engine)
+    await mesh.await_pid("engine/g0.0", other_than=engine)
     await mesh.until_settled("g0.0")
-    assert await mesh.pid_of("worker/w0") == worker
+    assert await mesh.await_pid("worker/w0") == worker
 
 
 async def test_role_processes_die_with_their_worker_and_are_restarted(
@@ -112,13 +114,13 @@ async def test_role_processes_die_with_their_worker_and_are_restarted(
     await mesh.place("g0.1", Role.TRAINING, "k", core=True)
     before = await mesh.until_settled("g0.0")
     await mesh.until_settled("g0.1")
-    worker, engine = await mesh.pid_of("worker/w0"), await mesh.pid_of("engine/g0.0")
-    trainer = await mesh.pid_of("trainer/k")
+    worker, engine = await mesh.await_pid("worker/w0"), await mesh.await_pid("engine/g0.0")
+    trainer = await mesh.await_pid("trainer/k")
     os.kill(worker, signal.SIGKILL)
     assert await has_exited(engine) and await has_exited(trainer)
-    await mesh.pid_of("worker/w0", other_than=worker)
-    await mesh.pid_of("trainer/k", other_than=trainer)
-    await mesh.pid_of("engine/g0.0", other_than=engine)
+    await mesh.await_pid("worker/w0", other_than=worker)
+    await mesh.await_pid("trainer/k", other_than=trainer)
+    await mesh.await_pid("engine/g0.0", other_than=engine)
     after = await mesh.until_settled("g0.0")
     await mesh.until_settled("g0.1")
     assert after.reports[0].token > before.reports[0].token
@@ -127,19 +129,19 @@ async def test_role_processes_die_with_their_worker_and_are_restarted(
 async def test_workers_survive_their_agent_and_are_adopted(mesh: SmallMesh) -> None:
     agent = await mesh.begin(workers=2)
     names = ("worker/w0", "worker/w1", "engine/g0.0")
-    before = [await mesh.pid_of(name) for name in names]
+    before = [await mesh.await_pid(name) for name in names]
     agent.kill()
     await agent.wait(scaled(5))
     mesh.start_agent(workers=2)
-    await mesh.pid_of("node/here", other_than=agent.pid)
+    await mesh.await_pid("node/here", other_than=agent.pid)
     ups = await mesh.await_events("worker_up", 4)
     assert [(up["name"], up["pid"], up["how"]) for up in ups[2:]] == [
         ("worker/w0", before[0], "adopted"),
         ("worker/w1", before[1], "adopted"),
     ]
-    assert [await mesh.pid_of(name) for name in names] == before
+    assert [await mesh.await_pid(name) for name in names] == before
     os.kill(before[1], signal.SIGKILL)
-    await mesh.pid_of("worker/w1", other_than=before[1])
+    await mesh.await_pid("worker/w1", other_than=before[1])
 
 
 @pytest.mark.rotating(2)
@@ -148,7 +150,7 @@ async def test_all_processes_exit_without_an_agent(mesh: SmallMesh, redis_too: b
     agent = await mesh.begin("--orphan-s", "3")
     await mesh.write(AssignServices("here", ("sandbox/j/0",), WHY))
     names = ("worker/w0", "engine/g0.0", "sandbox/j/0")
-    pids = [await mesh.pid_of(name) for name in names]
+    pids = [await mesh.await_pid(name) for name in names]
     agent.kill()
     if redis_too:
         mesh.redis.kill()
@@ -161,7 +163,7 @@ async def test_move_without_memory_is_rejected_with_figures_and_keeps_the_proces
     mesh: SmallMesh,
 ) -> None:
     await mesh.begin("--memory-bytes", "999", "--accelerator-bytes", "1500")
-    engine = await mesh.pid_of("engine/g0.0")
+    engine = await mesh.await_pid("engine/g0.0")
     await mesh.place("g0.0", tier=Tier.MEMORY, epoch=2)
     refused = await mesh.until("refused", "g0.0", lambda r: r.phase == InstancePhase.FAILED)
     assert "would take 1000 bytes of memory, and others have 0 of 999" in refused.detail
@@ -172,8 +174,8 @@ async def test_move_without_memory_is_rejected_with_figures_and_keeps_the_proces
     assert "which makes 2000 of 1500" in larger.detail
     assert (await mesh.read_instance("g0.0")).phase == InstancePhase.FAILED
 
-    await mesh.settle("g0.0", tier=Tier.DISK, epoch=3)
-    assert await mesh.pid_of("engine/g0.0") == engine
+    await mesh.place_and_wait("g0.0", tier=Tier.DISK, epoch=3)
+    assert await mesh.await_pid("engine/g0.0") == engine
 
 
 async def test_report_for_an_older_desired_state_is_rejected(
@@ -181,7 +183,7 @@ async def test_report_for_an_older_desired_state_is_rejected(
 ) -> None:
     mesh.start_agent()
     await mesh.form("w0")
-    settled = await mesh.settle("g0.0")
+    settled = await mesh.place_and_wait("g0.0")
     report = settled.reports[0]
     await mesh.place("g0.0", tier=Tier.MEMORY, epoch=2)
     assert not await pool.report_instance(mesh.state, "w0", "g0", "g0.0", report)
@@ -197,11 +199,11 @@ async def test_files_of_an_instance_are_removed_with_it_not_with_the_worker(
         kept / name for name in ("engine-g0.0.kept", "trainer-x.kept", "engine-g9.0.kept.new")
     )
     await mesh.begin()
-    await mesh.settle("g0.0", tier=Tier.DISK, epoch=2)
+    await mesh.place_and_wait("g0.0", tier=Tier.DISK, epoch=2)
     os.makedirs(kept, exist_ok=True)
     for file in (mine, others, half):
         file.write_bytes(b"tensors")
-    os.kill(await mesh.pid_of("worker/w0"), signal.SIGKILL)
+    os.kill(await mesh.await_pid("worker/w0"), signal.SIGKILL)
     await until(lambda: os.listdir(kept) == [mine.name])
     await mesh.until("asleep", "g0.0", lambda r: r.phase == InstancePhase.GONE and r.is_reconciled)
     await mesh.remove("g0.0")

@@ -90,7 +90,7 @@ class World:
         self.worker = self.mesh("worker/w0", self.host)
         about = make_context(self.worker, root)
         about.budgets.limits = TierBytes(accelerator=BYTES)
-        self.residents = WorkerInstances(about, lambda: None, lambda instance: None)
+        self.instances = WorkerInstances(about, lambda: None, lambda instance: None)
 
     def mesh(self, name: str, host: SimulatedHost) -> Mesh:
         transport = MemoryTransport(self.network, f"mem://{name}/{len(self._names)}")
@@ -125,11 +125,11 @@ class World:
 
         return run
 
-    def set_desired_state(self, *residents: Instance) -> None:
-        self.residents.set_desired({w.name: w for w in map(make_desired_role, residents)})
+    def set_desired_state(self, *instances: Instance) -> None:
+        self.instances.set_desired({w.name: w for w in map(make_desired_role, instances)})
 
     def tenancy(self, instance: Instance) -> ProcessSlot:
-        [found] = [t for t in self.residents.slots if t.name == make_desired_role(instance).name]
+        [found] = [t for t in self.instances.slots if t.name == make_desired_role(instance).name]
         return found
 
     async def until(
@@ -154,7 +154,7 @@ def in_world(tmp_path: Path, story: Callable[[World], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         world = World(clock, random, tmp_path)
         await world.worker.join(None)
-        async with world.residents:
+        async with world.instances:
             await story(world)
         await world.worker.leave()
 
@@ -221,7 +221,7 @@ def test_logs_of_removed_instances_do_not_accumulate(tmp_path: Path) -> None:
         for number in range(MAX_OLD_LOGS + 2):
             one = replace(ENGINE, id=f"g{number}.0")
             world.set_desired_state(one)
-            world.residents.context.log_path(f"engine/{one.id}").write_text("said")
+            world.instances.context.log_path(f"engine/{one.id}").write_text("said")
             await world.clock.sleep(0.2)
             world.set_desired_state()
             await world.clock.sleep(12.0)

@@ -40,7 +40,7 @@ from meshrl.sim.zebra.paper_setups import (
 from tests.unit.common.generation.engines_under_test import VOCAB, ManualClock, request, simulated
 
 
-def clock_of(engine: object) -> ManualClock:
+def get_clock(engine: object) -> ManualClock:
     clock = engine._clock  # type: ignore[attr-defined]
     assert isinstance(clock, ManualClock)
     return clock
@@ -49,7 +49,7 @@ def clock_of(engine: object) -> ManualClock:
 def test_requests_run_at_the_declared_rate_under_any_load() -> None:
     engine, listener = simulated(slots=8, rate=40.0)
     engine.submit([request(i, max_new=1000) for i in range(5)])
-    clock_of(engine).advance(10.0)
+    get_clock(engine).advance(10.0)
     engine.step()
     listener.drain()
     assert [len(h.tokens) for h in listener.outputs.values()] == [400] * 5
@@ -59,16 +59,16 @@ def test_step_is_never_early() -> None:
     engine, _ = simulated(rate=40.0)
     engine.submit([request(1)])
     assert engine.next_step_delay_s == pytest.approx(0.025)
-    clock_of(engine).advance(0.02)
+    get_clock(engine).advance(0.02)
     assert engine.step() and engine.tokens_generated == 0
-    clock_of(engine).advance(engine.next_step_delay_s)
+    get_clock(engine).advance(engine.next_step_delay_s)
     assert engine.step() and engine.tokens_generated == 1
 
 
 def test_slot_freed_between_steps_is_used_from_then_on() -> None:
     engine, listener = simulated(slots=1, rate=10.0)
     engine.submit([request(i, max_new=10) for i in range(3)])
-    clock_of(engine).advance(2.5)
+    get_clock(engine).advance(2.5)
     engine.step()
     listener.drain()
     assert [len(listener.outputs[i].tokens) for i in range(3)] == [10, 10, 5]
@@ -78,9 +78,9 @@ def test_slot_freed_between_steps_is_used_from_then_on() -> None:
 def test_lengths_are_lognormal_and_end_with_a_stop_token() -> None:
     _, listener = simulated(slots=2000, rate=100.0, lengths=(50.0, 0.7))
     requests = [request(i, max_new=5000, stop_ids=(3,)) for i in range(2000)]
-    clock_of(listener.engine).advance(0)
+    get_clock(listener.engine).advance(0)
     listener.engine.submit(requests)
-    clock_of(listener.engine).advance(1000.0)
+    get_clock(listener.engine).advance(1000.0)
     heard = listener.run()
     lengths = np.array([len(h.tokens) for h in heard.values()])
     assert np.median(lengths) == pytest.approx(50, rel=0.08)
@@ -101,11 +101,11 @@ def test_length_above_the_limit_is_cut() -> None:
 def test_pause_adds_no_tokens() -> None:
     engine, listener = simulated(rate=10.0)
     engine.submit([request(1, max_new=100)])
-    clock_of(engine).advance(1.0)
+    get_clock(engine).advance(1.0)
     engine.pause()
-    clock_of(engine).advance(50.0)
+    get_clock(engine).advance(50.0)
     engine.resume()
-    clock_of(engine).advance(1.0)
+    get_clock(engine).advance(1.0)
     engine.step()
     listener.drain()
     assert len(listener.outputs[1].tokens) == 20
@@ -132,9 +132,9 @@ def test_flushed_tokens_carry_their_weight_version() -> None:
     engine, listener = simulated(slots=2, rate=10.0)
     engine.submit([request(1, max_new=6), request(2, max_new=30), request(3, max_new=30)])
     for version in (1, 2):
-        clock_of(engine).advance(0.4)
+        get_clock(engine).advance(0.4)
         engine.update_weights({}, version)
-    clock_of(engine).advance(0.4)
+    get_clock(engine).advance(0.4)
     engine.step()
     listener.drain()
     assert listener.outputs[1].versions == [0] * 4 + [1] * 2

@@ -181,7 +181,7 @@ def test_stopped_process_is_a_lost_peer_after_its_lease() -> None:
             await b.ref("a").call(Talk.count, Number(1), deadline_s=300)
         return world.clock.monotonic() - start
 
-    async def late(world: World) -> float:
+    async def delay(world: World) -> float:
         a, b = await world.join("a", Talker()), await world.join("b")
         ref = b.ref("a")
         await ref.call(Talk.echo, Text("before"))
@@ -194,7 +194,7 @@ def test_stopped_process_is_a_lost_peer_after_its_lease() -> None:
         return world.clock.monotonic()
 
     assert simulate(story) == pytest.approx(300, abs=1)  # the lost process was never found
-    assert float(str(simulate(late))) < 10
+    assert float(str(simulate(delay))) < 10
 
 
 def _eviction(mesh: Mesh) -> dict[str, str]:
@@ -202,17 +202,17 @@ def _eviction(mesh: Mesh) -> dict[str, str]:
 
 
 def test_virtual_time_reports_a_deadlock() -> None:
-    async def forever(clock: VirtualClock, random: Random) -> None:
+    async def wait_forever(clock: VirtualClock, random: Random) -> None:
         await asyncio.get_running_loop().create_future()
 
     with pytest.raises(DeadlineExceeded, match="no timer"):
-        run_virtual(forever)
+        run_virtual(wait_forever)
 
-    async def too_long(clock: VirtualClock, random: Random) -> None:
+    async def exceed_deadline(clock: VirtualClock, random: Random) -> None:
         async with clock.timeout(50, "a nap"):
             await clock.sleep(100)
 
     with pytest.raises(DeadlineExceeded, match="a nap took longer than 50 s"):
-        run_virtual(too_long)
+        run_virtual(exceed_deadline)
     with pytest.raises(DeadlineExceeded, match="more than 20 s"):
-        run_virtual(too_long, limit_s=20)
+        run_virtual(exceed_deadline, limit_s=20)

@@ -99,10 +99,10 @@ async def test_outage_shorter_than_the_clients_retries_is_hidden(
 ) -> None:
     scene.faults.is_unreachable = True
 
-    def back() -> None:
+    def restore_server() -> None:
         scene.faults.is_unreachable = False
 
-    waiting = asyncio.create_task(scene.run_after(0.7, back))
+    waiting = asyncio.create_task(scene.run_after(0.7, restore_server))
     await events.append(scene.state, "late", {})
     await waiting
     assert await scene.list_event_kinds() == ["leader", "late"]
@@ -244,7 +244,7 @@ def test_threads_share_a_server_without_lost_updates() -> None:
 
 
 def test_iteration_order_does_not_depend_on_the_hash_seed() -> None:
-    def printed(seed: str) -> bytes:
+    def run_and_print(seed: str) -> bytes:
         return subprocess.run(
             [sys.executable, "-c", ORDERS],
             env=os.environ | {"PYTHONHASHSEED": seed},
@@ -252,4 +252,4 @@ def test_iteration_order_does_not_depend_on_the_hash_seed() -> None:
             check=True,
         ).stdout
 
-    assert printed("1") == printed("2") != b""
+    assert run_and_print("1") == run_and_print("2") != b""

@@ -155,8 +155,8 @@ def scripts_by_symbol() -> Callable[[set[Symbol]], set[str]]:
         while pending:
             symbol = pending.pop()
             visited.add(symbol)
-            used_symbols, ran = graph.get(symbol, (set(), set()))
-            scripts |= ran & list_scripts()
+            used_symbols, scripts_run = graph.get(symbol, (set(), set()))
+            scripts |= scripts_run & list_scripts()
             pending |= used_symbols - visited
         return scripts
 
@@ -187,13 +187,15 @@ def test_permission_table_has_every_script_and_role() -> None:
 def test_services_run_exactly_the_scripts_their_roles_may_run(
     package: str, scripts_by_symbol: Callable[[set[Symbol]], set[str]]
 ) -> None:
-    ran = scripts_by_symbol(find_symbols(f"services/{package}")) - UNREACHABLE_SCRIPTS.get(
+    scripts_run = scripts_by_symbol(find_symbols(f"services/{package}")) - UNREACHABLE_SCRIPTS.get(
         package, set()
     )
     allowed = set().union(*(list_role_scripts(role) for role in PACKAGES[package]))
-    assert ran <= allowed
+    assert scripts_run <= allowed
     unused = (
-        set().union(*(list_role_scripts(role) for role in PACKAGES[package])) - COMMON_SCRIPTS - ran
+        set().union(*(list_role_scripts(role) for role in PACKAGES[package]))
+        - COMMON_SCRIPTS
+        - scripts_run
     )
     assert not unused, "rights that nothing uses"
 

@@ -37,15 +37,15 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 async def run_plan(plan: Plan) -> list[Tried]:
     """Return the outcome of a plan."""
-    stranger = await asyncio.create_subprocess_exec(
+    peer = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "loadtests.doors.stranger"),
         cwd=ROOT,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(scaled(TRIES_S)):
-        told, _ = await stranger.communicate(json.dumps(asdict(plan)).encode())
-    assert stranger.returncode == 0
+        told, _ = await peer.communicate(json.dumps(asdict(plan)).encode())
+    assert peer.returncode == 0
     return [Tried(**one) for one in json.loads(told)]
 
 

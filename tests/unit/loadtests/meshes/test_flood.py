@@ -51,7 +51,7 @@ async def settings(tmp_path: Path) -> AsyncIterator[MeshSettings]:
             await store.wait()
 
 
-async def until_up(mesh: Mesh) -> RegistryEntry:
+async def await_weight_store(mesh: Mesh) -> RegistryEntry:
     """Wait for the weight store's entry."""
     async with asyncio.timeout(scaled(UP_S)):
         while True:
@@ -66,7 +66,7 @@ async def test_malformed_frames_at_every_port_change_nothing(settings: MeshSetti
     mesh = await Mesh.open("trainer/test", "trainer", settings)
     mesh.start()
     try:
-        entry = await until_up(mesh)
+        entry = await await_weight_store(mesh)
         places = [entry.address, entry.bulk.partition("#")[0], entry.metrics]
         ports = [(str(urlsplit(one).hostname), urlsplit(one).port or 0) for one in places]
         process, client = psutil.Process(entry.pid), BulkClient(mesh)

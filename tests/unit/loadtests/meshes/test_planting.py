@@ -21,7 +21,7 @@ from tests.unit.common.weights.bulk.keyed_port import Port
 CODE = b"def reward(row, turns):\n    return 1.0\n"
 
 
-def planting(port: Port) -> Planting:
+def run_planting(port: Port) -> Planting:
     entry = RegistryEntry("weights", "test", bulk=port.server.address, address=port.address)
     keys = {role: port.make_authenticator(role)._keys.bulk_private_key for role in ROLES}
     return plant(keys, entry, {compute_digest(CODE): len(CODE)})
@@ -31,7 +31,7 @@ def test_no_role_can_plant_code(tmp_path: Path) -> None:
     port = Port(tmp_path / "store")
     (published := tmp_path / "mine.py").write_bytes(CODE)
     port.chunks.open_space(PUBLISHED).import_file(published, compute_digest(CODE))
-    found = planting(port)
+    found = run_planting(port)
     assert found.tried == len(ROLES) * (len(SPACES) + 1) and not found.planted
     assert port.chunks.open_space(PUBLISHED).read(compute_digest(CODE)) == CODE
     port.server.close()
@@ -43,5 +43,5 @@ def test_role_with_publish_permission_is_detected(
     right = "weights", put_right(PUBLISHED)
     monkeypatch.setitem(BULK_PERMISSIONS, right, frozenset({"worker"}))
     port = Port(tmp_path / "store")
-    assert [what.partition(":")[0] for what in planting(port).planted] == ["worker"]
+    assert [what.partition(":")[0] for what in run_planting(port).planted] == ["worker"]
     port.server.close()

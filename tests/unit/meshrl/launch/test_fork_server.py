@@ -111,7 +111,7 @@ async def test_fork_server_is_restarted_and_its_processes_survive(
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")
     env = {**mine.environment, "PYTHONPATH": str(tmp_path)}
 
-    async def child_of(server_pid: int) -> int:
+    async def fork_child(server_pid: int) -> int:
         """Fork a process without a fallback to a normal start."""
         async with asyncio.timeout(scaled(20.0)):
             while True:
@@ -122,12 +122,12 @@ async def test_fork_server_is_restarted_and_its_processes_survive(
                 os.kill(child.pid, signal.SIGKILL)
                 await asyncio.sleep(0.02)
 
-    pid = await child_of(first)
+    pid = await fork_child(first)
     os.kill(first, signal.SIGKILL)
     await until(lambda: not read_start_time(first))
     assert read_start_time(pid)
     await until(lambda: mine.supervisor.children.get("nursery") is not None)
-    os.kill(await child_of(mine.supervisor.children["nursery"].pid), signal.SIGKILL)
+    os.kill(await fork_child(mine.supervisor.children["nursery"].pid), signal.SIGKILL)
     await mine.stop(5.0)
     assert read_start_time(pid)
     os.kill(pid, signal.SIGKILL)

@@ -138,7 +138,7 @@ async def test_redis_that_loses_state_during_a_start_is_reset(
     run_dir.mkdir()
     write_json(run_dir / "job.json", {"job": JOB, "document": document()})
 
-    async def noted() -> int:
+    async def read_noted_version() -> int:
         return (
             notes.read_note(mesh.mesh_paths.redis_note)
             .watermark.jobs.get(JOB, JobWatermark())
@@ -149,7 +149,7 @@ async def test_redis_that_loses_state_during_a_start_is_reset(
         bench = Bench(mesh.state, None)
         await bench.training_job()
         await mesh.state.run_command("HSET", f"{{{JOB}}}:given", "run_dir", str(run_dir))
-        await until(lambda: equals(noted(), 0))
+        await until(lambda: equals(read_noted_version(), 0))
         await mesh.state.run_command("HSET", f"{{{JOB}}}:job", "version", -1)
         # the loss is noticed before any service runs
         await asyncio.sleep(2.5 * redis_watchdog.CHECK_INTERVAL_S)

@@ -305,7 +305,7 @@ async def test_jobs_being_restored_are_not_reported_and_an_interrupted_start_con
 
 
 async def test_assigned_lineage_is_durable_before_its_use(mesh: Mesh) -> None:
-    def await_noted_version() -> rollback.JobWatermark:
+    def read_watermark() -> rollback.JobWatermark:
         return notes.read_note(mesh.place.redis_note).watermark.jobs[JOB]
 
     async with mesh.up() as bench:
@@ -314,10 +314,10 @@ async def test_assigned_lineage_is_durable_before_its_use(mesh: Mesh) -> None:
     async with mesh.up() as bench:
         await steps.restart_job(bench.state, JOB, document(), str(mesh.place.root), 0)
         await mesh.redis.finish_restore()
-        assert await_noted_version().lineage == 1
+        assert read_watermark().lineage == 1
     mesh.place.redis_note.unlink()
     async with mesh.up():
-        assert await_noted_version().lineage == 1, "what is there at the start is, too"
+        assert read_watermark().lineage == 1, "what is there at the start is, too"
 
 
 async def test_killed_server_continues(mesh: Mesh) -> None:
@@ -515,8 +515,8 @@ async def test_port_and_password_survive_a_restart(mesh: Mesh) -> None:
                     break
                 except StateUnavailable:
                     continue
-        stranger = mesh.redis.url.replace(
+        wrong_url = mesh.redis.url.replace(
             f"{embedded_server.MESH_USER}:", f"{embedded_server.MESH_USER}:x"
         )
         with pytest.raises(StateUnavailable):
-            await StateClient.open(stranger, connect_timeout_s=0.3)
+            await StateClient.open(wrong_url, connect_timeout_s=0.3)

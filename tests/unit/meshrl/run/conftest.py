@@ -81,7 +81,7 @@ def held_mesh(tmp_path: Path) -> Iterator[HeldMesh]:
         yield mesh
 
 
-def written_run(directory: Path, phases: list[dict[str, Any]], rewards: list[float]) -> Path:
+def write_run(directory: Path, phases: list[dict[str, Any]], rewards: list[float]) -> Path:
     """Write the files of a run that no process continues."""
     document = JobConfig(name=JOB, budget=BudgetConfig(steps=8)).to_document()
     write_json(directory / "job.json", {"job": JOB, "document": document})

@@ -22,7 +22,7 @@ from meshrl.directory.command_target import read_run
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.run import resumption
 from meshrl.run.model_sampling import ModelChoice, encode_requests, find_model, sample_model
-from tests.unit.meshrl.run.conftest import written_run
+from tests.unit.meshrl.run.conftest import write_run
 
 
 def store_chunk(chunks: ChunkStore, content: bytes) -> str:
@@ -65,21 +65,21 @@ class CheckpointedRun:
         name = format_checkpoint_name(0, step, manifest)
         state = self.directory / "checkpoints" / name / "state"
         state.mkdir(parents=True)
-        self.state_of(name).write_bytes(b"0")
-        self.model_of(name).write_bytes(b"1")
+        self.get_state_path(name).write_bytes(b"0")
+        self.get_model_path(name).write_bytes(b"1")
         files = compute_file_digests(state.parent)
         held = {"lineage": 0, "step": step, "weights": manifest, "account": {}, "files": files}
-        self.json_of(name).write_bytes(encode_sealed(held))
+        self.get_manifest_path(name).write_bytes(encode_sealed(held))
         self.tensor, self.manifest = self.chunks.chunk_path(chunk), self.chunks.chunk_path(manifest)
         return name
 
-    def json_of(self, name: str) -> Path:
+    def get_manifest_path(self, name: str) -> Path:
         return self.directory / "checkpoints" / f"{name}.json"
 
-    def state_of(self, name: str) -> Path:
+    def get_state_path(self, name: str) -> Path:
         return self.directory / "checkpoints" / name / "state/part.safetensors"
 
-    def model_of(self, name: str) -> Path:
+    def get_model_path(self, name: str) -> Path:
         return self.directory / "checkpoints" / name / "model.safetensors"
 
     def check(self) -> None:
@@ -116,21 +116,21 @@ def test_changed_bundle_file_is_named(run: CheckpointedRun, name: str) -> None:
 
 
 def test_corrupt_checkpoint_is_replaced_by_the_previous_one(run: CheckpointedRun) -> None:
-    (state := run.state_of(run.names[1])).unlink()
+    (state := run.get_state_path(run.names[1])).unlink()
     run.check()
-    (first := run.json_of(run.names[0])).write_text("{")
+    (first := run.get_manifest_path(run.names[0])).write_text("{")
     error = check_and_fail(run)
     assert "no checkpoint of the run is whole" in error and f"{state} is missing" in error
     first.unlink()
     assert f"{state} is missing" in check_and_fail(run)
-    run.json_of(run.names[1]).unlink()
-    assert f"{run.json_of(run.names[1])}: it is missing" in check_and_fail(run)
+    run.get_manifest_path(run.names[1]).unlink()
+    assert f"{run.get_manifest_path(run.names[1])}: it is missing" in check_and_fail(run)
 
 
 @pytest.mark.parametrize("which", ["tensor", "manifest"])
 def test_weights_may_be_in_the_store_or_in_the_checkpoint(run: CheckpointedRun, which: str) -> None:
-    run.json_of(run.names[0]).unlink()
-    (model := run.model_of(run.names[1])).rename(model.with_name("elsewhere"))
+    run.get_manifest_path(run.names[0]).unlink()
+    (model := run.get_model_path(run.names[1])).rename(model.with_name("elsewhere"))
     run.check()
     (chunk := getattr(run, which)).unlink()
     error = check_and_fail(run)
@@ -152,7 +152,7 @@ def test_missing_mesh_of_a_submitted_run_is_named(run: CheckpointedRun, tmp_path
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def hidden_mesh_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide any mesh of the user who runs the tests."""
     monkeypatch.setenv("MESHRL_HOME", str(tmp_path / "home"))
 
@@ -175,7 +175,7 @@ def test_directory_without_a_run_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_run_without_a_version_is_reported(tmp_path: Path) -> None:
-    run = written_run(tmp_path / "run", [{"phase": "training", "error": ""}], [])
+    run = write_run(tmp_path / "run", [{"phase": "training", "error": ""}], [])
     with pytest.raises(NotFound, match=r"no model of .* yet: .* has no version\.") as caught:
         sample_model(run, "x", ModelChoice())
     assert "warm start" in caught.value.fix
@@ -186,13 +186,13 @@ def test_run_without_a_version_is_reported(tmp_path: Path) -> None:
 
 
 def test_model_of_a_finished_run_is_its_exported_one(tmp_path: Path) -> None:
-    run = written_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.5])
+    run = write_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.5])
     (run / "model").mkdir()
     (run / "model/config.json").write_text("{}")
     assert find_model(read_run(run), None, False, tmp_path) == run / "model"
 
 
 def test_missing_prompt_is_an_error(tmp_path: Path) -> None:
-    run = written_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.5])
+    run = write_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.5])
     found = CliRunner().invoke(app, ["sample", str(run), "-"], input="\n\n")
     assert isinstance(found.exception, ConfigError) and "no prompt" in str(found.exception)

@@ -149,7 +149,7 @@ DIGITS = Path(__file__).parents[4] / "tests/mesh/jobs/digits.toml"
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "digits"
     config, base = job_reader.load_config(DIGITS, [f"out={directory}"])
     with claim_run_directory(config, False) as claim:
@@ -160,12 +160,12 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(packed: Path) -> Path:
+def run(packed_run: Path) -> Path:
     """Make a run that has committed three steps."""
     step = {"kind": "step", "fields": {"version": 3, "step": 3, "checkpoint": ""}}
-    (packed / "events.jsonl").write_text(json.dumps(step) + "\n")
-    (packed / "summary.json").unlink(missing_ok=True)
-    return packed
+    (packed_run / "events.jsonl").write_text(json.dumps(step) + "\n")
+    (packed_run / "summary.json").unlink(missing_ok=True)
+    return packed_run
 
 
 def test_runs_of_one_name_have_different_ids(run: Path, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_directory_without_a_run_is_a_one_line_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def submitted(held_mesh: HeldMesh) -> Iterator[HeldMesh]:
+def submitted_mesh(held_mesh: HeldMesh) -> Iterator[HeldMesh]:
     """Submit a job to a mesh whose lock another process holds."""
     record = read_json(held_mesh.run / "job.json")
     record["document"]["bundle"] = {"dir": str(held_mesh.run / "bundle/d"), "digest": "d"}
@@ -235,8 +235,8 @@ def submitted(held_mesh: HeldMesh) -> Iterator[HeldMesh]:
         yield held_mesh
 
 
-def test_stopped_job_resumes_on_its_live_mesh(submitted: HeldMesh) -> None:
-    held_mesh = submitted
+def test_stopped_job_resumes_on_its_live_mesh(submitted_mesh: HeldMesh) -> None:
+    held_mesh = submitted_mesh
     with pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl watch"):
         resume_run(held_mesh.run, [])
     held_mesh.phase(Phase.STOPPED)
@@ -252,18 +252,18 @@ def test_stopped_job_resumes_on_its_live_mesh(submitted: HeldMesh) -> None:
 
 
 def test_force_replaces_a_terminal_run_of_a_live_mesh(
-    submitted: HeldMesh,
+    submitted_mesh: HeldMesh,
 ) -> None:
-    config = JobConfig(name="tiny", out=str(submitted.run))
+    config = JobConfig(name="tiny", out=str(submitted_mesh.run))
     with (
         pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl cancel"),
         claim_run_directory(config, True),
     ):
         pass
-    assert (submitted.run / "job.json").is_file()
-    submitted.phase(Phase.STOPPED)
-    submitted.record("stopped")
+    assert (submitted_mesh.run / "job.json").is_file()
+    submitted_mesh.phase(Phase.STOPPED)
+    submitted_mesh.record("stopped")
     with claim_run_directory(config, True) as claim:
         claim.commit()
         claim.delete_replaced_run()
-    assert not (submitted.run / "job.json").exists()
+    assert not (submitted_mesh.run / "job.json").exists()

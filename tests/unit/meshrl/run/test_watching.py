@@ -31,7 +31,7 @@ from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.contract.state.state_bench import JOB as STEPPED
 from tests.contract.state.state_bench import SHARD, TRAINER, Bench, Seats
 from tests.load import scaled
-from tests.unit.meshrl.run.conftest import HOUR_MS, HeldMesh, written_run
+from tests.unit.meshrl.run.conftest import HOUR_MS, HeldMesh, write_run
 
 PATIENCE_S = 30.0
 
@@ -59,7 +59,7 @@ def run_beside(act: Callable[[], None]) -> threading.Thread:
 def test_status_of_an_ended_run_comes_from_its_files(
     tmp_path: Path, phases: list[dict[str, str]], status: int, said: str
 ) -> None:
-    run = written_run(tmp_path / "run", phases, [0.25, 0.5])
+    run = write_run(tmp_path / "run", phases, [0.25, 0.5])
     torn = (run / "events.jsonl").read_bytes()
     found = meshrl("status", str(run))
     assert found.exit_code == 0 and said in found.stdout, found.output
@@ -73,7 +73,7 @@ def test_status_of_an_ended_run_comes_from_its_files(
 
 
 def test_finished_run_with_wrong_accounting_counts_as_failed(tmp_path: Path) -> None:
-    run = written_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.25, 0.5])
+    run = write_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.25, 0.5])
     (run / "summary.json").write_text('{"phase": "finished", "lost": 0, "trained_twice": 0}')
     assert meshrl("wait", str(run)).exit_code == 0
     (run / "summary.json").write_text('{"phase": "finished", "lost": 4, "trained_twice": 0}')
@@ -82,7 +82,7 @@ def test_finished_run_with_wrong_accounting_counts_as_failed(tmp_path: Path) -> 
 
 
 def test_corrupt_summary_is_replaced_by_the_events(tmp_path: Path) -> None:
-    run = written_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.25, 0.5])
+    run = write_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.25, 0.5])
     (run / "summary.json").write_bytes(b'{"phase": "finis\0\0')
     for command in ("status", "wait", "watch"):
         found = meshrl(command, str(run))
@@ -107,7 +107,7 @@ def test_corrupt_summary_is_replaced_by_the_events(tmp_path: Path) -> None:
 
 
 def test_outcome_is_readable_without_a_job_file(tmp_path: Path) -> None:
-    directory = written_run(tmp_path / "run", [{"phase": "stopped", "error": ""}], [0.25])
+    directory = write_run(tmp_path / "run", [{"phase": "stopped", "error": ""}], [0.25])
     run = RunLocation(directory, "tiny", MeshPaths(directory))
     (directory / "job.json").write_bytes(b'{"job": ')
     found = read_outcome(run)
@@ -121,7 +121,7 @@ def test_outcome_is_readable_without_a_job_file(tmp_path: Path) -> None:
 def test_run_of_a_failed_mesh_is_failed_until_it_is_resumed(
     tmp_path: Path,
 ) -> None:
-    run = written_run(tmp_path / "run", [{"phase": "training", "error": ""}], [0.25])
+    run = write_run(tmp_path / "run", [{"phase": "training", "error": ""}], [0.25])
     record = run / "events.jsonl"
     error = {"type": "OSError", "text": "no room", "where": "", "fix": ""}
     fields = {"name": "weights", "why": "exit status 1", "error": error, "final": True}

@@ -31,7 +31,7 @@ def desired(job: str, instance: str, *workers: str, role: str = "rollout") -> tu
     }
 
 
-def registered(name: str) -> tuple[str, Any]:
+def make_registration(name: str) -> tuple[str, Any]:
     return "registered", {"name": name, "kind": name.partition("/")[0], "token": 1}
 
 
@@ -39,13 +39,13 @@ STREAM: Told = [
     desired("a", "g0.0", "w0"),
     desired("b", "g1.0", "w1"),
     ("actual", {"gang": "g1", "resident": "g1.0", "job": "b", "role": "rollout"}),
-    registered("engine/g0.0"),
-    registered("engine/g1.0"),
-    registered("rollout/a/0"),
-    registered("rollout/b/0"),
-    registered("trainer/b"),
-    registered("rank/a/1"),
-    registered("weights"),
+    make_registration("engine/g0.0"),
+    make_registration("engine/g1.0"),
+    make_registration("rollout/a/0"),
+    make_registration("rollout/b/0"),
+    make_registration("trainer/b"),
+    make_registration("rank/a/1"),
+    make_registration("weights"),
     ("services", {"host": "h0", "services": ["rollout/a/0", "sandbox/a/0"]}),
     ("services", {"host": "h0", "services": ["rollout/b/0"]}),
     ("lost", {"worker": "w1", "reason": "its lease has lapsed"}),

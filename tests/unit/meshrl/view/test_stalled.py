@@ -90,9 +90,9 @@ def make_instance(
     )
 
 
-def pool(*residents: Instance, services: tuple[tuple[str, str], ...] = ()) -> MeshSnapshot:
+def pool(*instances: Instance, services: tuple[tuple[str, str], ...] = ()) -> MeshSnapshot:
     """Make a pool with gang g1 on worker w1 and these instances."""
-    gang = Gang("g1", ("w1",), 1, residents)
+    gang = Gang("g1", ("w1",), 1, instances)
     return MeshSnapshot((WorkerRow("w1", "h0", "cpu:1", 7, gang="g1"),), (gang,), services=services)
 
 
@@ -395,19 +395,21 @@ def test_stall_names_only_engines_of_its_own_job() -> None:
 
 
 def test_wait_for_a_time_slice_names_the_holder() -> None:
-    keeper = replace(entry("worker/w1"), stats={"turn_of": ["g1.1"]})
+    scheduler = replace(entry("worker/w1"), stats={"turn_of": ["g1.1"]})
     wait = {"on": "worker/w1", "what": "acquire_slice", "since_ms": NOW - 40_000}
     waiter = replace(entry("engine/g1.0"), waits=[wait])
     turns = pool(
         make_instance(doing=InstancePhase.READY), make_instance("g1.1", "big", InstancePhase.READY)
     )
-    (stall,) = diagnose([keeper, waiter, entry("engine/g1.1")], turns, NOW)
+    (stall,) = diagnose([scheduler, waiter, entry("engine/g1.1")], turns, NOW)
     assert (stall.waiter, stall.culprit, stall.job) == ("engine/g1.0", "engine/g1.1", "job")
     assert "engine/g1.1 has the turn and has not given it back" in stall.reason
-    (stopped,) = diagnose([keeper, waiter, entry("engine/g1.1", renewed_s=5.0)], turns, NOW)
+    (stopped,) = diagnose([scheduler, waiter, entry("engine/g1.1", renewed_s=5.0)], turns, NOW)
     assert "engine/g1.1 has not renewed its lease" in stopped.reason
     short = [wait | {"since_ms": NOW - 20_000}]
-    assert diagnose([keeper, replace(waiter, waits=short), entry("engine/g1.1")], turns, NOW) == []
+    assert (
+        diagnose([scheduler, replace(waiter, waits=short), entry("engine/g1.1")], turns, NOW) == []
+    )
 
 
 def test_missing_shard_is_attributed_to_its_agent() -> None:

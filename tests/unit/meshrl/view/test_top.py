@@ -194,7 +194,7 @@ def meshrl(*words: str) -> str:
     return found.stdout
 
 
-def judged(step: int) -> dict[str, Any]:
+def make_outcome(step: int) -> dict[str, Any]:
     move = {"job": JOB, "resident": "g1.1", "policy": "stage_time", "step": step}
     times = {"before_s": 0.9, "predicted_s": 0.7, "observed_s": 1.1, "expected_s": 0.9}
     fate = {"regret_s": 0.2, "paid": False, "undone": True, "reason": "it did not pay"}
@@ -205,7 +205,7 @@ async def write_planner_memory(state: StateClient) -> None:
     """Write the predictions and move outcomes of a leader to Redis."""
     token = await leader.campaign(state, PLANNER_ELECTION, "planner/0.one", 60_000)
     assert await pool.write_decisions(state, token, "op", [], {"explained": {JOB: NOW}}) == []
-    await events.append(state, MOVE_OUTCOME_EVENT, judged(8))
+    await events.append(state, MOVE_OUTCOME_EVENT, make_outcome(8))
 
 
 def test_top_prints_one_frame_without_a_terminal_and_one_json_document(
@@ -226,7 +226,7 @@ def test_moves_trimmed_from_redis_come_from_the_record(held_mesh: HeldMesh) -> N
     held_mesh.ask(write_planner_memory)
     held_mesh.record()
     held_mesh.ask(lambda state: state.run_command("DEL", EVENTS))
-    held_mesh.ask(lambda state: events.append(state, MOVE_OUTCOME_EVENT, judged(20)))
+    held_mesh.ask(lambda state: events.append(state, MOVE_OUTCOME_EVENT, make_outcome(20)))
     found = json.loads(meshrl("top", "--mesh", str(held_mesh.root), "--json"))
     assert [move["step"] for move in found["judged"]] == [8, 20]
     document = json.loads(meshrl("status", "--why", JOB, "--mesh", str(held_mesh.root), "--json"))

@@ -40,7 +40,7 @@ OURS, ANOTHERS = "a mark", "another mark"
 
 
 @contextmanager
-def running(mark: str, *words: str) -> Iterator[int]:
+def spawn_service(mark: str, *words: str) -> Iterator[int]:
     code = "import time; print(flush=True); time.sleep(600)"
     with subprocess.Popen(
         [sys.executable, "-c", code, *words],
@@ -71,7 +71,7 @@ async def test_agent_finds_only_processes_that_match_pid_and_mesh(
     settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
     mesh = alone("node/one", SystemClock(), Random(0), SystemHost(), settings=settings)
     notes = PidFile(mesh, tmp_path / "notes.json", service_command_words)
-    with running(mark, *(service_command_words(named) if named else ())) as pid:
+    with spawn_service(mark, *(service_command_words(named) if named else ())) as pid:
         entry = registry.RegistryEntry(NAME, "rollout", host="one", pid=pid, incarnation="x")
         entry.start_time = read_start_time(pid)
         await registry.register(mesh.state, entry, 600_000)

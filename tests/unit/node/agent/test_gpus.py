@@ -25,7 +25,7 @@ pytestmark = pytest.mark.needs("compiler")
 A, B, M = "GPU-aaaa", "GPU-bbbb", "MIG-cccc"
 
 
-def environment_of(pid: int) -> dict[str, str]:
+def read_environment(pid: int) -> dict[str, str]:
     words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -50,7 +50,7 @@ async def test_role_process_sees_its_workers_device_and_a_full_device_is_refused
     await mesh.place("g0.0")
     await mesh.place("g1.0")
     await mesh.until_settled("g1.0")
-    seen = environment_of(await mesh.pid_of("engine/g1.0"))
+    seen = read_environment(await mesh.await_pid("engine/g1.0"))
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MESHRL_DEVICE"]) == (M, "cuda")
     refused = await mesh.until("failed", "g0.0", lambda r: r.phase == InstancePhase.FAILED)
     for words in (
@@ -82,11 +82,11 @@ async def test_engine_on_two_gpus_waits_until_the_second_has_free_memory(
     gpus.gpu(B, used=0)
     found = await mesh.until_settled("g0.0")
     assert found.reports[1].usage.accelerator == 2_000_000_000
-    seen = environment_of(await mesh.pid_of("engine/g0.0"))
+    seen = read_environment(await mesh.await_pid("engine/g0.0"))
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MESHRL_DEVICE"]) == (f"{A},{B}", "cuda")
 
     gpus.gpu(B, used=80 * GIB - 1000)  # the engine reloads itself when w1 is back
-    worker, token = await mesh.pid_of("worker/w1"), found.reports[1].token
+    worker, token = await mesh.await_pid("worker/w1"), found.reports[1].token
     os.kill(worker, signal.SIGKILL)
     await mesh.until("kept", "g0.0", lambda r: r.is_reconciled and r.reports[1].token != token)
 

@@ -54,25 +54,25 @@ async def test_running_services_are_adopted_and_stopped_when_unassigned(
     agent = mesh.start_agent(workers=0)
     names = ("sandbox/a/0", "sandbox/b/0", "sandbox/changed/0")
     await mesh.write(AssignServices("here", names, WHY))
-    before = [await mesh.pid_of(name) for name in names]
+    before = [await mesh.await_pid(name) for name in names]
     agent.kill()
     await agent.wait(scaled(5))
     document = DOCUMENT | {"bundle": {"dir": "/gone", "digest": "d", "files": {}}}
     await jobs.submit(mesh.state, "changed", document, "/gone", "submit")
     before_it, agent = agent, mesh.start_agent(workers=0)
-    await mesh.pid_of("node/here", other_than=before_it.pid)
-    await mesh.publishes("node/here", "adopted_services", 3)
+    await mesh.await_pid("node/here", other_than=before_it.pid)
+    await mesh.await_stat("node/here", "adopted_services", 3)
     # a sandbox with the old limits would reject the job's new ones
-    await mesh.pid_of(names[2], other_than=before[2])
+    await mesh.await_pid(names[2], other_than=before[2])
     os.kill(before[0], signal.SIGKILL)
-    again = await mesh.pid_of(names[0], other_than=before[0])
+    again = await mesh.await_pid(names[0], other_than=before[0])
     [end] = await mesh.await_events("process_ended", 1)
     assert (end["name"], end["job"], end["why"]) == (names[0], "a", "signal 9")
-    assert await mesh.pid_of(names[1]) == before[1], "it was adopted"
+    assert await mesh.await_pid(names[1]) == before[1], "it was adopted"
 
     await mesh.write(AssignServices("here", names[:1], WHY))
     assert await has_exited(before[1])
-    assert await mesh.pid_of(names[0]) == again
+    assert await mesh.await_pid(names[0]) == again
     agent.terminate()
     assert await agent.wait(scaled(30)) == 0
     assert await has_exited(again)
@@ -238,7 +238,7 @@ async def run_probes(*found: IsolationTiers | DeadlineExceeded) -> list[tuple[li
     """
     host = ProbedHost(*found)
     clock = SleepRecorder(host)
-    mesh = surroundings(joinable=True)
+    mesh = make_mesh(joinable=True)
     mesh.host, mesh.clock = host, clock
     clock.own = HostIsolation(mesh, ["sandboxes"])
     finding, over = asyncio.create_task(clock.own.run()), asyncio.create_task(clock.over.wait())
@@ -250,7 +250,7 @@ async def run_probes(*found: IsolationTiers | DeadlineExceeded) -> list[tuple[li
     return clock.sleeps + done
 
 
-def surroundings(**settings: Any) -> Any:
+def make_mesh(**settings: Any) -> Any:
     return SimpleNamespace(
         settings=MeshSettings(redis_url="", run_root="", host="here", **settings),
         host=SystemHost(),
@@ -265,7 +265,7 @@ async def test_host_with_sandboxes_publishes_its_tiers_after_probing(
     monkeypatch.setenv("PATH", "/nowhere")  # neither bwrap nor runsc is there
     found = await asyncio.to_thread(isolation_probe.probe_tiers)
     assert found.is_finished and set(found.tiers) < {*TIER_ORDER} - {"bwrap", "cgroup", "runner"}
-    own = HostIsolation(surroundings(joinable=True), ["shards", "sandboxes"])
+    own = HostIsolation(make_mesh(joinable=True), ["shards", "sandboxes"])
     assert own.tiers == ["trying"]
     sleeps = await run_probes(*[found] * 3)
     assert sleeps[-1][0] == list(found.tiers) and sleeps[-1][1] >= REPROBE_S, (
@@ -311,8 +311,8 @@ async def test_tiers_that_need_a_host_setting_are_reprobed_rarely() -> None:
 
 async def test_single_host_and_host_without_sandboxes_are_not_probed() -> None:
     for own in (
-        HostIsolation(surroundings(), ["sandboxes"]),
-        HostIsolation(surroundings(joinable=True), ["shards"]),
+        HostIsolation(make_mesh(), ["sandboxes"]),
+        HostIsolation(make_mesh(joinable=True), ["shards"]),
     ):
         await own.run()
         assert own.tiers is None

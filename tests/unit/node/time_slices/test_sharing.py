@@ -145,21 +145,21 @@ async def test_instance_is_ready_when_all_its_ranks_are(mesh: SmallMesh) -> None
     await mesh.place("g0.1", ranks=(1,))  # beside the second rank, which is on w0
     await mesh.until_settled("g0.0")
     await mesh.until_settled("g0.1")
-    core, rank = await mesh.pid_of("trainer/j"), await mesh.pid_of("rank/j/1")
-    engine = await mesh.pid_of("engine/g0.1")
+    core, rank = await mesh.await_pid("trainer/j"), await mesh.await_pid("rank/j/1")
+    engine = await mesh.await_pid("engine/g0.1")
 
     os.kill(rank, signal.SIGKILL)  # its worker restarts it; the other ranks stay
-    again = await mesh.pid_of("rank/j/1", other_than=rank)
+    again = await mesh.await_pid("rank/j/1", other_than=rank)
     await mesh.until_settled("g0.0")
-    assert [await mesh.pid_of(name) for name in ("trainer/j", "engine/g0.1")] == [core, engine]
+    assert [await mesh.await_pid(name) for name in ("trainer/j", "engine/g0.1")] == [core, engine]
 
-    worker = await mesh.pid_of("worker/w0")
+    worker = await mesh.await_pid("worker/w0")
     os.kill(worker, signal.SIGKILL)  # the role processes of the worker die with it
     assert await has_exited(again) and await has_exited(engine)
-    await mesh.pid_of("worker/w0", other_than=worker)
+    await mesh.await_pid("worker/w0", other_than=worker)
     await mesh.until_settled("g0.0")
     await mesh.until_settled("g0.1")
-    assert await mesh.pid_of("trainer/j") == core
+    assert await mesh.await_pid("trainer/j") == core
 
     await mesh.remove("g0.0")
     assert await has_exited(core)
@@ -172,20 +172,20 @@ async def test_multi_worker_engine_has_one_process_on_its_first_worker(mesh: Sma
     await mesh.form("w1", "w0")
     await mesh.place("g0.0", job="slow", ranks=(1,))  # on w0; it drains for seconds
     await mesh.until_settled("g0.0")
-    leaves = await mesh.pid_of("engine/g0.0")
+    leaves = await mesh.await_pid("engine/g0.0")
     await mesh.remove("g0.0")
     await mesh.place("g0.1", ranks=(0, 1))
-    engine = await mesh.pid_of("engine/g0.1")
+    engine = await mesh.await_pid("engine/g0.1")
     assert await has_exited(leaves), "it begins when nobody else is on the accelerators of its gang"
     found = await mesh.until_settled("g0.1")
     assert {report.phase for report in found.reports.values()} == {InstancePhase.READY}
     assert found.reports[1].token != found.reports[0].token
 
-    worker = await mesh.pid_of("worker/w0")
+    worker = await mesh.await_pid("worker/w0")
     os.kill(worker, signal.SIGKILL)  # the worker reserves its accelerator again when it is back
-    await mesh.pid_of("worker/w0", other_than=worker)
+    await mesh.await_pid("worker/w0", other_than=worker)
     token = found.reports[1].token
     await mesh.until("kept", "g0.1", lambda r: r.is_reconciled and r.reports[1].token != token)
-    assert await mesh.pid_of("engine/g0.1") == engine
+    assert await mesh.await_pid("engine/g0.1") == engine
     await mesh.remove("g0.1")
     assert await has_exited(engine)

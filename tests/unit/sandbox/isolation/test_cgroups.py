@@ -126,7 +126,7 @@ def test_v1_weighs_while_a_parallel_v2_counts_and_freezes(tmp_path: Path) -> Non
         make_group(tmp_path / "unified" / name, V2)
     homes = cgroups.find_parents(tmp_path, {**own, "": "/"})
     assert homes is not None and homes.missing_cpu_functions == ()
-    names = [place.name for place in homes.paths]
+    names = [directory.name for directory in homes.paths]
     assert names == ["memory", "pids", "cpu", "unified"]
     cgroup = Cgroup(homes, "jail")
     assert (

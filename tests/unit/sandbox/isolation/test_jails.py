@@ -294,8 +294,8 @@ async def test_other_interpreter_has_its_packages(tmp_path: Path) -> None:
     (tmp_path / "venv" / "bin").mkdir()
     python = tmp_path / "venv" / "bin" / "python"
     python.symlink_to(real)
-    places = (*base.directories, str(tmp_path / "venv"))
-    interpreter = Interpreter(str(python), False, places, ("brought",))
+    directories = (*base.directories, str(tmp_path / "venv"))
+    interpreter = Interpreter(str(python), False, directories, ("brought",))
     async with open_launcher(tmp_path / "log", interpreter=interpreter) as launcher:
         result = await run_program(launcher, "import brought\nprint(brought.VALUE)")
     assert (result.status, result.stdout) == ("ok", b"17\n"), result.stderr

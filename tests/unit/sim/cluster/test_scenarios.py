@@ -59,7 +59,7 @@ def write(folder: Path, text: str = SMALL) -> Path:
     return path
 
 
-def only(arm: Arm) -> Scenario:
+def get_only_scenario(arm: Arm) -> Scenario:
     (scenario,) = arm.scenarios.values()
     return scenario
 
@@ -116,7 +116,7 @@ def test_mistakes_in_a_scenario_are_named(tmp_path: Path, change: str, said: str
         text = text.replace('training_pace = "100/50"\n', "")
     with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
         path = write(tmp_path, text)
-        build_cluster(only(read_arms(path, [])["held"]), tmp_path).run(60.0)
+        build_cluster(get_only_scenario(read_arms(path, [])["held"]), tmp_path).run(60.0)
 
 
 def test_change_addresses_list_items_by_name_or_kind() -> None:
@@ -134,13 +134,15 @@ def test_trace_is_replayed_and_its_mistakes_name_their_line(tmp_path: Path) -> N
     turns = [{"tokens": 30, "tool_s": 1.0, "answer": 5}, {"tokens": 20}]
     (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": 8, "turns": turns}) + "\n")
     text = SMALL.replace("prompt = 4", 'trace = "t.jsonl"')
-    cluster = build_cluster(only(read_arms(write(tmp_path, text), [])["held"]), tmp_path)
+    cluster = build_cluster(
+        get_only_scenario(read_arms(write(tmp_path, text), [])["held"]), tmp_path
+    )
     cluster.run(3600.0)
     job = cluster.jobs["talk"]
     assert job.training.is_finished and job.training.work.tokens == 6 * 16 * 63
     (tmp_path / "t.jsonl").write_text('{"turns": [{"tokens": 5}]}\n{"turns": [{"tokens": -1}]}\n')
     with pytest.raises(ConfigError, match="line 2"):
-        build_cluster(only(read_arms(write(tmp_path, text), [])["held"]), tmp_path)
+        build_cluster(get_only_scenario(read_arms(write(tmp_path, text), [])["held"]), tmp_path)
 
 
 @pytest.mark.rotating(2)
@@ -187,7 +189,7 @@ def test_command_mistakes_are_one_line_errors(words: list[str], said: str) -> No
     assert "Traceback" not in found.stderr
 
 
-def rows_of(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_json_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -226,7 +228,7 @@ def run(tmp_path: Path) -> Path:
         # them.
         more = ENGINES * base.pop("beside") - 1
         found += [base | {"member": n} for n in range(1 + more)]
-    rows_of(folder / "trace" / "shard-0.jsonl", found)
+    write_json_lines(folder / "trace" / "shard-0.jsonl", found)
     steps = [
         {
             "kind": "step",
@@ -238,11 +240,11 @@ def run(tmp_path: Path) -> Path:
         }
         for n in range(STEPS)
     ]
-    rows_of(folder / "trace" / "trainer.jsonl", steps)
+    write_json_lines(folder / "trace" / "trainer.jsonl", steps)
     update = {"kind": "weights", "at": 1000.0, "version": 0, "parts": ["pull", 90.0, "pause", 30.0]}
-    rows_of(folder / "trace" / "engine-g1.0.jsonl", [update])
-    rows_of(folder / "metrics.jsonl", [])
-    rows_of(folder / "events.jsonl", list(events()))
+    write_json_lines(folder / "trace" / "engine-g1.0.jsonl", [update])
+    write_json_lines(folder / "metrics.jsonl", [])
+    write_json_lines(folder / "events.jsonl", list(events()))
     return folder
 
 
@@ -250,9 +252,14 @@ def events() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for n, role in enumerate(["training", "rollout", "rollout"]):
         about = {"resident": f"g{n}.0", "gang": f"g{n}", "role": role, "job": "talk"}
-        wish = about | {"workers": [f"w{n}"], "core": not n, "tier": "accelerator", "reason": "x"}
-        wish |= {"from_role": "idle", "pinned": False, "generation": 1, "epoch": 1}
-        found.append({"id": f"{n}-0", "ms": 900_000, "kind": "desired", "fields": wish})
+        desired = about | {
+            "workers": [f"w{n}"],
+            "core": not n,
+            "tier": "accelerator",
+            "reason": "x",
+        }
+        desired |= {"from_role": "idle", "pinned": False, "generation": 1, "epoch": 1}
+        found.append({"id": f"{n}-0", "ms": 900_000, "kind": "desired", "fields": desired})
         there = about | {"status": "ready", "tier": "accelerator"}
         took_ms = 50_000 if not n else 4000
         found.append({"id": f"{n}-1", "ms": 900_000 + took_ms, "kind": "actual", "fields": there})
@@ -301,7 +308,7 @@ def test_error_of_the_simulated_run_is_reported(run: Path, tmp_path: Path) -> No
 
 
 def test_run_without_traces_is_rejected(run: Path) -> None:
-    rows_of(run / "trace" / "shard-0.jsonl", [])
+    write_json_lines(run / "trace" / "shard-0.jsonl", [])
     with pytest.raises(NotFound, match="traces of 0 trajectories and 12 steps"):
         read_run(run)
 

@@ -214,20 +214,20 @@ async def test_forked_process_removes_only_its_own_temporary_directories(
 
 @pytest.mark.parametrize("signal_bytes", [b"go", b"", b"x"])
 def test_forked_process_starts_only_on_its_owners_signal(signal_bytes: bytes) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
+    owner_end, process_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with owner_end, process_end:
         if signal_bytes:
-            ours.send(signal_bytes)
-        ours.close()
-        assert wait_for_start(theirs) is (signal_bytes == b"go")
+            owner_end.send(signal_bytes)
+        owner_end.close()
+        assert wait_for_start(process_end) is (signal_bytes == b"go")
 
 
 def test_process_does_not_start_if_its_owner_ended_before_reading_its_pid() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        theirs.send(b"the number of the process")
-        ours.close()
-        assert not wait_for_start(theirs)
+    owner_end, process_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with process_end:
+        process_end.send(b"the number of the process")
+        owner_end.close()
+        assert not wait_for_start(process_end)
 
 
 @pytest.mark.skipif(not FULL_DEVICE.exists(), reason="this system has no /dev/full")

@@ -73,12 +73,12 @@ class KeyTable:
 
 def test_each_process_has_its_own_key_pair() -> None:
     table = KeyTable()
-    mine, other = table.make_keys(), table.make_keys()
-    assert mine.own_pair != other.own_pair
-    assert mine.own_pair.secret.decode() not in repr(mine.own_pair)
+    own_keys, other = table.make_keys(), table.make_keys()
+    assert own_keys.own_pair != other.own_pair
+    assert own_keys.own_pair.secret.decode() not in repr(own_keys.own_pair)
     address = other.make_address("tcp://[::1]:5")
     assert parse_endpoint(address) == "tcp://[::1]:5"
-    assert mine.find_expected_key(address) == other.own_pair.public
+    assert own_keys.find_expected_key(address) == other.own_pair.public
     pair = KeyPair.generate()
     assert format_address("tcp://h:1", pair.public) == f"tcp://h:1#{format_key(pair.public)}"
 

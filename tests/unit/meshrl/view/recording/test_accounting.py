@@ -33,14 +33,14 @@ from meshrl.view.recording.job_usage import JobUsage
 LATE_MS = 60_000
 
 
-def story(*told: tuple[int, str, dict[str, Any]]) -> list[Event]:
+def make_events(*told: tuple[int, str, dict[str, Any]]) -> list[Event]:
     return [
         Event(f"{n}-0", ms, kind, {"job": "j"} | fields)
         for n, (ms, kind, fields) in enumerate(told)
     ]
 
 
-def opened(ms: int, *groups: int) -> tuple[int, str, dict[str, Any]]:
+def open_groups(ms: int, *groups: int) -> tuple[int, str, dict[str, Any]]:
     return ms, "opened", {"groups": list(groups), "samples": 4}
 
 
@@ -49,25 +49,25 @@ def step(number: int, *groups: int) -> tuple[int, str, dict[str, Any]]:
 
 
 def test_finished_untrained_groups_are_in_flight() -> None:
-    told = story(
-        opened(0, 1, 2), (1, "ready", {"group": 1}), (2, "ready", {"group": 2}), step(1, 1)
+    told = make_events(
+        open_groups(0, 1, 2), (1, "ready", {"group": 1}), (2, "ready", {"group": 2}), step(1, 1)
     )
     assert find_open_groups(told, "j", set()) == {2: 4}
 
 
 def test_ledger_groups_are_in_flight_until_their_outcome() -> None:
-    told = story(opened(0, 1, 2, 3), (LATE_MS, "dropped", {"group": 3}))
+    told = make_events(open_groups(0, 1, 2, 3), (LATE_MS, "dropped", {"group": 3}))
     assert find_open_groups(told, "j", {1, 2, 3}) == {1: 4, 2: 4}
 
 
 def test_unrecorded_group_is_lost_unless_it_is_recent() -> None:
-    told = story(opened(0, 1), opened(LATE_MS - 10, 2), step(1))
+    told = make_events(open_groups(0, 1), open_groups(LATE_MS - 10, 2), step(1))
     assert find_open_groups(told, "j", set()) == {2: 4}
 
 
 def test_groups_of_an_abandoned_step_are_in_flight_again() -> None:
-    told = story(
-        opened(0, 1, 2),
+    told = make_events(
+        open_groups(0, 1, 2),
         (1, "ready", {"group": 1}),
         (1, "ready", {"group": 2}),
         step(1, 1),
@@ -78,24 +78,24 @@ def test_groups_of_an_abandoned_step_are_in_flight_again() -> None:
 
 
 def test_restored_job_starts_without_groups() -> None:
-    told = story(opened(LATE_MS, 1), (LATE_MS, "restored", {"counts": {}}))
+    told = make_events(open_groups(LATE_MS, 1), (LATE_MS, "restored", {"counts": {}}))
     assert find_open_groups(told, "j", {1}) == {}
 
 
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("", [opened(0, 1), step(1, 1)]),
-        ("lost", [opened(0, 1, 2), step(1, 1)]),
-        ("trained_twice", [opened(0, 1), step(1, 1), step(2, 1)]),
-        ("opened_twice", [opened(0, 1), step(1, 1), opened(LATE_MS, 1)]),
+        ("", [open_groups(0, 1), step(1, 1)]),
+        ("lost", [open_groups(0, 1, 2), step(1, 1)]),
+        ("trained_twice", [open_groups(0, 1), step(1, 1), step(2, 1)]),
+        ("opened_twice", [open_groups(0, 1), step(1, 1), open_groups(LATE_MS, 1)]),
     ],
 )
 def test_wrong_accounting_fails_the_run_with_the_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, told: list[Any]
 ) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"job": "j", "document": {}}))
-    rows = [asdict(event) for event in story(*told)]
+    rows = [asdict(event) for event in make_events(*told)]
     for row in rows:
         for group in row["fields"]["groups"] if row["kind"] == "step" else []:
             group.update(samples=4, scored=4, filtered=False)

@@ -57,12 +57,12 @@ def delete(path: Path, _: Path) -> None:
     path.unlink()
 
 
-def older(path: Path, copy: Path) -> None:
+def restore_older_copy(path: Path, copy: Path) -> None:
     path.write_bytes(copy.read_bytes())
 
 
 HARM: dict[str, Callable[[Path, Path], None]] = {
-    harm.__name__: harm for harm in (flip, truncate, empty, delete, older)
+    harm.__name__: harm for harm in (flip, truncate, empty, delete, restore_older_copy)
 }
 
 

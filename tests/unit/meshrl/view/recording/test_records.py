@@ -39,7 +39,7 @@ time.sleep(600)
 """
 
 
-class Recorded:
+class RecordedMesh:
     """Launcher without processes, and the records of its mesh's jobs."""
 
     def __init__(self, directory: Path) -> None:
@@ -89,9 +89,11 @@ class Recorded:
 
 
 @pytest.fixture
-async def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Recorded]:
+async def recorded_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[RecordedMesh]:
     monkeypatch.setattr(job_recorders, "RETRY_S", 0.3)
-    made = Recorded(tmp_path)
+    made = RecordedMesh(tmp_path)
     yield made
     if not made.recording.done():
         made.recording.cancel()
@@ -109,20 +111,20 @@ def block_path(path: Path) -> None:
 
 
 async def test_deleted_run_directory_does_not_affect_other_jobs(
-    recorded: Recorded, capsys: pytest.CaptureFixture[str]
+    recorded_mesh: RecordedMesh, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, other = await recorded.submit("one"), await recorded.submit("other")
-    await recorded.note("one", "first")
-    await recorded.await_note(one, "first")
+    one, other = await recorded_mesh.submit("one"), await recorded_mesh.submit("other")
+    await recorded_mesh.note("one", "first")
+    await recorded_mesh.await_note(one, "first")
     one.rename(one.with_name("deleted"))  # immediately, perhaps while its report is being written
     block_path(one)
-    await recorded.await_missing_record("one")
-    await recorded.note("other", "second")
-    await recorded.await_note(other, "second")
+    await recorded_mesh.await_missing_record("one")
+    await recorded_mesh.note("other", "second")
+    await recorded_mesh.await_note(other, "second")
     one.unlink()
     write_json(one / "job.json", read_json(other / "job.json"))
-    await recorded.await_note(one, "first")
-    await recorded.end()
+    await recorded_mesh.await_note(one, "first")
+    await recorded_mesh.end()
     assert read_json(one / "summary.json") and read_json(other / "summary.json")
     output = [
         line for line in capsys.readouterr().err.splitlines() if "one is not recorded" in line
@@ -133,42 +135,46 @@ async def test_deleted_run_directory_does_not_affect_other_jobs(
 
 
 async def test_report_exists_during_a_job_and_a_resumed_job_is_recorded_again(
-    recorded: Recorded,
+    recorded_mesh: RecordedMesh,
 ) -> None:
-    run_dir = await recorded.submit("one")
+    run_dir = await recorded_mesh.submit("one")
     page = run_dir / "report.html"
-    await recorded.until(page.is_file, "the report of a run that goes on")
+    await recorded_mesh.until(page.is_file, "the report of a run that goes on")
     assert "http-equiv" in page.read_text() and not (run_dir / "summary.json").exists()
-    await jobs.cancel(recorded.launcher.state, "one", "cancelled")
-    await recorded.until((run_dir / "summary.json").is_file, "the summary")
+    await jobs.cancel(recorded_mesh.launcher.state, "one", "cancelled")
+    await recorded_mesh.until((run_dir / "summary.json").is_file, "the summary")
     assert read_json(run_dir / "summary.json")["phase"] == "stopped"
     assert "http-equiv" not in page.read_text()
-    await jobs.reopen(recorded.launcher.state, "one", "reopened")
-    await recorded.until(lambda: "http-equiv" in page.read_text(), "the report of the resumed run")
-    await recorded.note("one", "goes on")
-    await recorded.await_note(run_dir, "goes on")
-    await recorded.end()
+    await jobs.reopen(recorded_mesh.launcher.state, "one", "reopened")
+    await recorded_mesh.until(
+        lambda: "http-equiv" in page.read_text(), "the report of the resumed run"
+    )
+    await recorded_mesh.note("one", "goes on")
+    await recorded_mesh.await_note(run_dir, "goes on")
+    await recorded_mesh.end()
 
 
 @pytest.mark.parametrize("damage", ["{}", "no JSON", '{"job": "one"}'])
-async def test_corrupt_job_file_is_restored_from_redis(recorded: Recorded, damage: str) -> None:
-    one = recorded.directory / "one"
+async def test_corrupt_job_file_is_restored_from_redis(
+    recorded_mesh: RecordedMesh, damage: str
+) -> None:
+    one = recorded_mesh.directory / "one"
     one.mkdir()
     (one / "job.json").write_text(damage)
     document = JobConfig(name="one").to_document()
-    await jobs.submit(recorded.launcher.state, "one", document, str(one), "one")
-    await recorded.note("one", "first")
-    await recorded.await_note(one, "first")
+    await jobs.submit(recorded_mesh.launcher.state, "one", document, str(one), "one")
+    await recorded_mesh.note("one", "first")
+    await recorded_mesh.await_note(one, "first")
     held = read_json(one / "job.json")
-    assert held == {"job": "one", "document": document, "mesh": str(recorded.directory)}
+    assert held == {"job": "one", "document": document, "mesh": str(recorded_mesh.directory)}
     (told,) = [e for e in read_events(one) if e.kind == CORRUPTION_EVENT]
     assert (one / "quarantine/job.json").read_text() == damage
     assert told.fields["path"] == str(one / "job.json")
-    await recorded.end()
+    await recorded_mesh.end()
 
 
 async def test_hanging_tracker_of_one_job_delays_no_other(
-    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded_mesh: RecordedMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").write_text(HANGING)
@@ -176,40 +182,42 @@ async def test_hanging_tracker_of_one_job_delays_no_other(
     monkeypatch.setenv("HUNG", str(hung))
     root = Path(__file__).parents[5]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'packages'}{os.pathsep}{root}")
-    state = recorded.launcher.state
-    one = await recorded.submit("one", JobConfig(tracking=TrackingConfig(wandb="project")))
-    other = await recorded.submit("other")
+    state = recorded_mesh.launcher.state
+    one = await recorded_mesh.submit("one", JobConfig(tracking=TrackingConfig(wandb="project")))
+    other = await recorded_mesh.submit("other")
     evaluated = {"job": "one", "tag": "before", "step": 0, "sampled": 0.5}
     await events.append(state, "evaluation", evaluated)
-    await recorded.until(lambda: hung.exists() and bool(hung.read_text()), "a hung tracker")
+    await recorded_mesh.until(lambda: hung.exists() and bool(hung.read_text()), "a hung tracker")
     leader = RegistryEntry("planner/0", "planner", incarnation="1")
     lease = await register(state, leader, ttl_ms=600_000)
     await jobs.set_phase(state, "one", jobs.Phase.FAILED, lease, "planner/0", error="enough")
-    await recorded.until((one / "in_flight.json").exists, "the last look at a job")
-    await recorded.note("other", "goes on")
-    await recorded.await_note(other, "goes on")
+    await recorded_mesh.until((one / "in_flight.json").exists, "the last look at a job")
+    await recorded_mesh.note("other", "goes on")
+    await recorded_mesh.await_note(other, "goes on")
     assert not (one / "summary.json").exists()
     os.kill(int(hung.read_text()), signal.SIGKILL)
-    await recorded.until((one / "summary.json").exists, "the report")
+    await recorded_mesh.until((one / "summary.json").exists, "the report")
     assert json.loads((one / "tracking.json").read_text())["wandb"]["dropped"] == 1
-    await recorded.end()
+    await recorded_mesh.end()
 
 
-async def test_record_is_copied_to_the_jobs_url(recorded: Recorded, tmp_path: Path) -> None:
+async def test_record_is_copied_to_the_jobs_url(
+    recorded_mesh: RecordedMesh, tmp_path: Path
+) -> None:
     there = tmp_path / "there"
     there.write_text("in the way")
-    run_dir = await recorded.submit("one", JobConfig(out=f"file://{there}"))
+    run_dir = await recorded_mesh.submit("one", JobConfig(out=f"file://{there}"))
     told: list[str] = []
 
     def poll() -> bool:
         told[:] = [e.kind for e in read_events(run_dir)]
         return "out_failed" in told
 
-    await recorded.until(poll, "what is in the way")
+    await recorded_mesh.until(poll, "what is in the way")
     there.unlink()
-    await recorded.note("one", "last")
-    await recorded.await_note(run_dir, "last")
-    await recorded.end()
+    await recorded_mesh.note("one", "last")
+    await recorded_mesh.await_note(run_dir, "last")
+    await recorded_mesh.end()
     for name in ("summary.json", "events.jsonl", "report.html", "job.json", "in_flight.json"):
         assert (there / name).read_bytes() == (run_dir / name).read_bytes(), name
 

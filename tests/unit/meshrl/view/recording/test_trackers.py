@@ -227,7 +227,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
     yield run_dir
 
 
-def trackers_of(run_dir: Path) -> Trackers:
+def make_trackers(run_dir: Path) -> Trackers:
     path = run_dir / "tracking.json"
     known = read_json(path) if path.is_file() else {}
     return Trackers.from_job_file(
@@ -242,7 +242,7 @@ async def run_tracker(run_dir: Path, **tracking: Any) -> dict[str, Any]:
     kept_one = sample(0, 0.5, set="held_out.greedy", evaluation="before")
     (run_dir / "samples.jsonl").write_text(json.dumps(kept_one) + "\n")
     for last in (2, 3):
-        told = trackers_of(run_dir)
+        told = make_trackers(run_dir)
         told.enqueue(rows(1, last), [evaluation("before", 0)])
         await told.close()
     (name,) = tracking
@@ -274,7 +274,7 @@ async def test_tensorboard_discards_an_abandoned_lineage(run: Path) -> None:
 
     document = JobConfig(tracking=TrackingConfig(tensorboard=str(run / "tb"))).to_document()
     (run / "job.json").write_text(json.dumps({"job": "j", "document": document}))
-    told = trackers_of(run)
+    told = make_trackers(run)
     told.enqueue(rows(1, 4), [])
     await until(lambda: told.trackers[0].progress.step == 4)
     told.rewind(2)

@@ -25,7 +25,12 @@ from meshrl.services.rollout.trajectories.trajectory import RestoredGroups
 from meshrl.sim.mesh.job.job_setup import JOB_NAME
 from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
 from meshrl.sim.virtual_process import VirtualProcess
-from tests.mesh.simulated.worlds import accounted, until_over, until_version, world_story
+from tests.mesh.simulated.virtual_meshes import (
+    check_account,
+    mesh_story,
+    wait_for_version,
+    wait_until_ended,
+)
 
 STEPS = 9
 BROKEN_AT = 8  # checkpoints are written every third step, and two are retained
@@ -48,25 +53,27 @@ def chunks_of(checkpoint: Path) -> list[Path]:
     """Return the files of the manifest of a checkpoint's weights and of their chunks."""
     store = ChunkStore(checkpoint.parents[1] / "store")
     manifest = read_manifest(checkpoint)["weights"]
-    described = unpack(Manifest, store.read(manifest)).tensors
-    return [store.chunk_path(digest) for digest in {manifest, *(t.chunk for t in described)}]
+    read_descriptions = unpack(Manifest, store.read(manifest)).tensors
+    return [
+        store.chunk_path(digest) for digest in {manifest, *(t.chunk for t in read_descriptions)}
+    ]
 
 
-async def broken(world: VirtualMesh, break_it: Callable[[Path], None]) -> list[Event]:
+async def run_with_corruption(world: VirtualMesh, corrupt: Callable[[Path], None]) -> list[Event]:
     """Run a job to its end and return its events. Its trainer is killed after `break_it` was
     applied to the manifest of its last checkpoint.
     """
-    row = await until_version(world, BROKEN_AT)
-    break_it(world.root / f"checkpoints/{row.checkpoint}.json")
-    for name in ("weights", f"trainer/{JOB_NAME}"):  # the store remembers manifests
+    row = await wait_for_version(world, BROKEN_AT)
+    corrupt(world.root / f"checkpoints/{row.checkpoint}.json")
+    for name in ("weights", f"trainer/{JOB_NAME}"):  # the store caches manifests
         next(p for p in world.machine.live_processes if p.name == name).kill()
-    await until_over(world)
+    await wait_until_ended(world)
     state = world.process_context.meshes["weights"].state
-    await accounted(state)
+    await check_account(state)
     return await events.read_all(state)
 
 
-def fields_of(told: list[Event], kind: str) -> list[dict[str, Any]]:
+def list_fields(told: list[Event], kind: str) -> list[dict[str, Any]]:
     return [event.fields for event in told if event.kind == kind]
 
 
@@ -79,54 +86,54 @@ def flip_state(checkpoint: Path) -> None:
 
 
 @pytest.mark.rotating(2)
-@pytest.mark.parametrize("break_it", [delete, flip_state])
-@world_story(VirtualMeshSize(steps=STEPS))
-async def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
-    world: VirtualMesh, break_it: Callable[[Path], None]
+@pytest.mark.parametrize("corrupt", [delete, flip_state])
+@mesh_story(VirtualMeshSize(steps=STEPS))
+async def test_older_checkpoint_replaces_a_corrupt_one(
+    world: VirtualMesh, corrupt: Callable[[Path], None]
 ) -> None:
-    told = await broken(world, break_it)
-    [back] = fields_of(told, "lineage")
+    told = await run_with_corruption(world, corrupt)
+    [back] = list_fields(told, "lineage")
     assert (back["lineage"], back["version"], back["lost_through"]) == (1, 3, 6)
     assert back["host_lost"] >= 3 * 3 * 3, "three steps of three groups of three"
-    assert fields_of(told, "step")[-1]["step"] == STEPS
-    damaged = fields_of(told, "damaged")[0]
+    assert list_fields(told, "step")[-1]["step"] == STEPS
+    damaged = list_fields(told, "damaged")[0]
     assert damaged["what"] == "checkpoint" and "step-000-000003" in damaged["then"]
     assert list((world.root / "quarantine/checkpoints").glob("step-000-000006-*"))
 
 
 @pytest.mark.deep
-@world_story(VirtualMeshSize(steps=STEPS))
-async def test_weights_that_the_store_lacks_are_made_again_from_the_checkpoint(
+@mesh_story(VirtualMeshSize(steps=STEPS))
+async def test_missing_weights_are_restaged_from_the_checkpoint(
     world: VirtualMesh,
 ) -> None:
-    def break_it(checkpoint: Path) -> None:
+    def corrupt(checkpoint: Path) -> None:
         for path in chunks_of(checkpoint):
             flip(path)
 
-    told = await broken(world, break_it)
-    assert not fields_of(told, "lineage"), "the steps since were replayed"
-    assert any("written again from" in one["then"] for one in fields_of(told, "damaged"))
+    told = await run_with_corruption(world, corrupt)
+    assert not list_fields(told, "lineage"), "the steps since were replayed"
+    assert any("written again from" in one["then"] for one in list_fields(told, "damaged"))
     assert len(list((world.root / "store/quarantine").glob("??/*"))) >= 2
 
 
 @pytest.mark.rotating(2)
-@world_story(VirtualMeshSize(steps=7), limit_s=1800.0)
-async def test_weights_that_an_engine_cannot_load_are_written_again_by_the_trainer(
+@mesh_story(VirtualMeshSize(steps=7), limit_s=1800.0)
+async def test_unloadable_weights_are_restaged_by_the_trainer(
     world: VirtualMesh,
 ) -> None:
-    row = await until_version(world, 4)
+    row = await wait_for_version(world, 4)
     path = ChunkStore(world.root / "store").chunk_path(row.manifest)
     flip(path)
     for process in world.machine.live_processes:
         if (
             process.name == "weights" or process.kind == "engine"
-        ):  # processes that have read the file already
+        ):  # processes that have already read the file
             process.kill()
     while not path.exists() or compute_file_digest(path) != path.name:
         await world.clock.sleep(0.1)
-    await until_over(world)
+    await wait_until_ended(world)
     told = await events.read_all(world.process_context.meshes["weights"].state)
-    assert {one["what"] for one in fields_of(told, "damaged")} == {"weights"}
+    assert {one["what"] for one in list_fields(told, "damaged")} == {"weights"}
     assert (world.root / "store/quarantine").is_dir()
 
 
@@ -144,20 +151,20 @@ def damage_last_segment(root: Path) -> Path:
 
 
 @pytest.mark.deep
-@world_story(VirtualMeshSize(steps=14))
-async def test_a_flipped_byte_in_a_header_costs_what_was_under_way_and_no_trajectory(
+@mesh_story(VirtualMeshSize(steps=14))
+async def test_corrupt_record_header_restarts_in_flight_groups_and_loses_none(
     world: VirtualMesh,
 ) -> None:
     await world.clock.sleep(DAMAGED_AT_S)
     next(p for p in world.machine.live_processes if p.name == "rollout/simulated/0").kill()
     segment = damage_last_segment(world.root)
-    await until_over(world)
+    await wait_until_ended(world)
     state = world.process_context.meshes["rollout/simulated/0"].state
-    (told,) = fields_of(await events.read_all(state), CORRUPTION_EVENT)
+    (told,) = list_fields(await events.read_all(state), CORRUPTION_EVENT)
     assert told["path"] == str(segment) and "prompt" in told["then"]
     assert QUARANTINE_DIRECTORY in told["aside"] and Path(told["aside"]) in world.root.rglob("*")
-    counted, _ = await accounted(state)
-    assert counted["trained"] > 0
+    counters, _ = await check_account(state)
+    assert counters["trained"] > 0
 
 
 FULL_AT_S = 60.0
@@ -165,8 +172,8 @@ FULL_S = 60.0
 
 
 @pytest.mark.deep
-@world_story(VirtualMeshSize(steps=14))
-async def test_trajectories_wait_for_room_and_none_is_lost(world: VirtualMesh) -> None:
+@mesh_story(VirtualMeshSize(steps=14))
+async def test_trajectories_wait_for_disk_space_and_none_is_lost(world: VirtualMesh) -> None:
     clock = world.clock
     await clock.sleep(FULL_AT_S)
     mesh = world.process_context.meshes["rollout/simulated/0"]
@@ -175,13 +182,13 @@ async def test_trajectories_wait_for_room_and_none_is_lost(world: VirtualMesh) -
     runner = shard.shard_job.runner
     world.machine.disk.max_file_bytes = 0
     await clock.sleep(FULL_S / 2)
-    halfway = {t.id: t.tokens.tolist() for t in runner.active_trajectories}
+    wait_until_halfway = {t.id: t.tokens.tolist() for t in runner.active_trajectories}
     await clock.sleep(FULL_S / 2)
     restored = RestoredGroups()
     for record in ledger.iter_records(runner.ledger.directory):
         restored.apply_record(record, shard.shard_job.compute_seed)
     waiting = {t.id: t.tokens.tolist() for t in runner.active_trajectories}
-    assert waiting and waiting == halfway, "nothing counts while it is full"
+    assert waiting and waiting == wait_until_halfway, "nothing counts while it is full"
     written = {t.id: t.tokens.tolist() for t in restored.trajectories.values()}
     for trajectory in runner.active_trajectories:
         if trajectory.length > trajectory.prompt_length:
@@ -192,15 +199,13 @@ async def test_trajectories_wait_for_room_and_none_is_lost(world: VirtualMesh) -
     assert "room for the ledger" in [wait["what"] for wait in entry.waits]
     assert (await jobs.read_job(mesh.state, JOB_NAME)).version < 13
     world.machine.disk.clear_faults()
-    await until_over(world)
-    counted, _ = await accounted(mesh.state)
-    assert counted["typed_drops"] == 0 and counted["trained"] + counted["filtered"] > 0
+    await wait_until_ended(world)
+    counters, _ = await check_account(mesh.state)
+    assert counters["typed_drops"] == 0 and counters["trained"] + counters["filtered"] > 0
 
 
-@world_story(VirtualMeshSize(steps=4))
-async def test_workers_are_adopted_by_what_the_registry_says(
-    world: VirtualMesh, tmp_path: Path
-) -> None:
+@mesh_story(VirtualMeshSize(steps=4))
+async def test_workers_are_adopted_from_the_registry(world: VirtualMesh, tmp_path: Path) -> None:
     await world.clock.sleep(10.0)
     before = {p.name: p.pid for p in world.machine.live_processes}
     (tmp_path / "mesh" / "node-one.json").unlink()
@@ -214,8 +219,8 @@ async def test_workers_are_adopted_by_what_the_registry_says(
         assert len(started) == 1
 
 
-@world_story(VirtualMeshSize(steps=4))
-async def test_a_worker_that_registers_too_late_makes_room(
+@mesh_story(VirtualMeshSize(steps=4))
+async def test_worker_that_registers_too_late_is_replaced(
     world: VirtualMesh, tmp_path: Path
 ) -> None:
     """Check that a worker that registers too late is replaced.
@@ -241,13 +246,13 @@ async def test_a_worker_that_registers_too_late_makes_room(
     assert len(workers()) == 1
 
 
-SEES_S = 300.0  # by then the job has failed
+SEES_S = 300.0  # the job has failed by then
 AGAIN = "again"
 
 
 @pytest.mark.rotating(2)
-@world_story(VirtualMeshSize(steps=2))
-async def test_a_signal_at_each_start_fails_the_job_and_leaves_the_mesh_up(
+@mesh_story(VirtualMeshSize(steps=2))
+async def test_signal_at_each_start_fails_the_job_and_keeps_the_mesh(
     world: VirtualMesh,
 ) -> None:
     began = world.clock.monotonic()
@@ -264,4 +269,4 @@ async def test_a_signal_at_each_start_fails_the_job_and_leaves_the_mesh_up(
     there = {e.kind for e in await registry.list_entries(world.state) if e.alive}
     assert {"planner", "weights", "node", "worker"} <= there
     await jobs.reopen(world.state, JOB_NAME, AGAIN)
-    await until_over(world)
+    await wait_until_ended(world)

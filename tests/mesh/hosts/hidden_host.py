@@ -1,6 +1,6 @@
-"""A host that does not see the head's files: they are covered in a mount namespace of its own.
+"""Host without access to the head's files, which a mount namespace of its own covers.
 
-Redis' socket alone shows through; everything else comes over the network.
+Only Redis' socket is visible in it; all data comes over the network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshrl.launch import leftover_processes
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.hosts.host_launcher import HostShape
 from tests.load import scaled
-from tests.mesh.hosts.joining import END_S, JoinedHost, admit
+from tests.mesh.hosts.joined_host import END_S, JoinedHost, admit
 
 
 class HiddenHost(JoinedHost):
@@ -28,7 +28,7 @@ class HiddenHost(JoinedHost):
     left_out = (
         REDIS_ENV,
         FORK_SERVER_ENV,
-    )  # children of the head's fork server would see its files
+    )  # children of the head's fork server have access to its files
 
     def __init__(self, place: MeshPaths, mesh: Launcher, workers: int, prefix: str = "h1w") -> None:
         super().__init__(place)
@@ -64,7 +64,7 @@ class HiddenHost(JoinedHost):
     def lose(self) -> None:
         """Kill all processes there at once."""
         assert self.program is not None
-        self.program.kill()  # first, for it starts others again
+        self.program.kill()  # first, because it restarts others
         self.program.wait(scaled(END_S))
         while there := leftover_processes.find_leftovers(self.place.settings.resolve()):
             for pid in there:

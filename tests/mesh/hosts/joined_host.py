@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class JoinedHost:
-    """Second directory, whose root process is a program of its own."""
+    """Second directory whose root process is its own program."""
 
     left_out: tuple[str, ...] = (REDIS_ENV,)  # of the environment
 
@@ -63,24 +63,24 @@ class JoinedHost:
             )
 
     def end(self) -> int:
-        """End the host in order and return its exit status."""
+        """Stop the host regularly and return its exit status."""
         assert self.program is not None
         self.program.send_signal(signal.SIGTERM)
         return self.program.wait(scaled(END_S))
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         logs = sorted(self.place.logs.glob("*.log"))
         return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in logs)
 
 
 def admit(mesh: Launcher, host: str) -> None:
-    """Let in the keys of a host, as the head does when one joins."""
+    """Admit the keys of a host, as the head does when a host joins."""
     with contextlib.closing(open_sync_client(mesh.settings.redis_url, scaled(WITHIN_S))) as client:
         run_script_once(client, "admit_host", [MESH_PREFIX], {"host": host})
 
 
-def beside(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
+def create_neighbor_host(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
     """Start a host with one worker that shares the mesh's secret and reaches its Redis."""
     place = MeshPaths(root)
     place.directory.mkdir(parents=True, mode=0o700)
@@ -92,19 +92,19 @@ def beside(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
 
 
 async def until(
-    what: str, look: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
+    what: str, poll: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
 ) -> T:
-    """Wait until `look` returns a true value, and return the value."""
+    """Wait until `poll` returns a true value, and return the value."""
     within_s = scaled(within_s)
     end = time.monotonic() + within_s
     while time.monotonic() < end:
-        if found := await look():
+        if found := await poll():
             return found
         await asyncio.sleep(0.05)
     raise AssertionError(f"not {what} within {within_s:g} s")
 
 
-async def submitted(mesh: Launcher, job: str, *words: str) -> None:
+async def submit(mesh: Launcher, job: str, *words: str) -> None:
     """Submit the job of digits."""
     config, base = job_reader.load_config(JOB, [f"name={job}", *words])
     run_dir = mesh.mesh_paths.root / job

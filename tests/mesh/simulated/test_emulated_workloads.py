@@ -10,8 +10,8 @@ from meshrl.sim.drift import LinearDrift
 from meshrl.sim.mesh.emulated_run import run_workload
 from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
-STEPS = 9  # three times as many as the gate lets in at a time
-TOKENS = 20  # of every turn
+STEPS = 9  # three times as many as the gate admits at once
+TOKENS = 20  # duration of every turn
 PROMPT = 2  # tokens of it
 
 
@@ -41,19 +41,19 @@ def step_s(workload: EmulatedWorkload) -> float:
 
 
 @pytest.mark.deep
-def test_training_takes_its_tokens_over_its_pace_and_an_update() -> None:
-    """Eight bins of 22 tokens at 22 a second, one after the other, then half a second."""
+def test_training_time_is_tokens_over_speed_plus_an_update() -> None:
+    """Expect eight bins of 22 tokens at 22 per second, one after the other, then half a second."""
     assert step_s(job(training_speed="22/500")) == pytest.approx(8.0 + 0.5, rel=0.1)
 
 
 @pytest.mark.deep
-def test_a_helper_takes_half_of_the_bins() -> None:
+def test_hybrid_takes_half_of_the_bins() -> None:
     workload = job(training_speed="22/500", workers=3, hybrid_count=1)
     assert step_s(workload) == pytest.approx(4.0 + 0.5, rel=0.1)
 
 
 @pytest.mark.rotating(2)
-def test_rollout_takes_its_tokens_a_step_each_beyond_the_plateau() -> None:
+def test_rollout_time_above_the_plateau_grows_with_the_batch() -> None:
     """Check the rollout time beyond the plateau.
 
     The gate admits 24 trajectories at a time, three steps' worth. They advance a token in 24 / 4
@@ -63,7 +63,7 @@ def test_rollout_takes_its_tokens_a_step_each_beyond_the_plateau() -> None:
 
 
 @pytest.mark.deep
-def test_turns_and_tools_are_a_trajectory_s_own_time() -> None:
+def test_turn_and_tool_times_are_per_trajectory() -> None:
     """Check that turns and tools take a trajectory's own time.
 
     Two turns of 2 s, and tools of 4 s after each: 12 s for the three steps that are admitted.
@@ -73,7 +73,7 @@ def test_turns_and_tools_are_a_trajectory_s_own_time() -> None:
 
 
 @pytest.mark.deep
-def test_lengths_and_tools_drift_along_the_run() -> None:
+def test_lengths_and_tool_times_drift_during_the_run() -> None:
     workload = job(median_tokens=LinearDrift(5, 40), tool_s=LinearDrift(0.0, 6.0), bin_tokens=256)
     found = run_workload(workload)
     assert not found.failures
@@ -81,7 +81,7 @@ def test_lengths_and_tools_drift_along_the_run() -> None:
 
 
 @pytest.mark.rotating(2)
-def test_the_planner_moves_a_gang_where_training_takes_long() -> None:
+def test_planner_moves_a_gang_to_slow_training() -> None:
     found = run_workload(job(workers=3, training_speed="22/500", allows_moves=True, steps=12))
     assert [(move["from"], move["to"]) for move in found.moves] == [("rollout", "training")]
     assert found.moves[0]["at_s"] > 0

@@ -26,15 +26,15 @@ from meshrl.launch import leftover_processes
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
 from meshrl.launch.redis.access import certificates
-from tests.mesh.hosts.joining import submitted, until
+from tests.mesh.hosts.joined_host import submit, until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("redis-server")]
 HEAD = (MeshShape(workers=1, listen="tcp://127.0.0.1:*"),)
-# Where secrets are on purpose, for the mesh's user alone.
+# files with secrets, which only the mesh's user can read
 KEPT = ("settings.json", owner.OWNER_FILE, certificates.KEY_FILE, certificates.CA_KEY_FILE)
 
 
-def secrets_of(place: MeshPaths) -> list[str]:
+def list_secrets(place: MeshPaths) -> list[str]:
     """Return all secrets and passwords, and a part of each private key."""
     head = MeshSettings.from_file(place.settings).secret
     master = owner.read_owner(place.directory).secret
@@ -46,7 +46,7 @@ def secrets_of(place: MeshPaths) -> list[str]:
     return found
 
 
-def shown(place: MeshPaths) -> Iterator[tuple[str, bytes]]:
+def list_public_texts(place: MeshPaths) -> Iterator[tuple[str, bytes]]:
     """Yield each text that other users may read, with its location."""
     for pid in leftover_processes.find_leftovers(place.settings.resolve()):
         process = psutil.Process(pid)
@@ -58,34 +58,34 @@ def shown(place: MeshPaths) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.rotating(2)
-async def test_a_job_runs_by_roles_that_are_denied_nothing_and_show_no_secret(
+async def test_job_runs_with_role_credentials_without_denials_or_exposed_secrets(
     mesh: Launcher,
 ) -> None:
-    await submitted(mesh, "digits", "budget.steps=2")
+    await submit(mesh, "digits", "budget.steps=2")
 
-    async def ended() -> jobs.JobRow | None:
+    async def has_ended() -> jobs.JobRow | None:
         row = await jobs.read_job(mesh.state, "digits")
         return row if row.is_terminal else None
 
-    row = await until("the end of the job", ended)
+    row = await until("the end of the job", has_ended)
     assert row.phase == "finished", row.error
     line = ["status", "--json", "--mesh", str(mesh.mesh_paths.root)]
     status = await asyncio.to_thread(CliRunner().invoke, app, line)
     assert status.exit_code == 0 and json.loads(status.output)["jobs"], status.output
 
-    told = await owned(mesh)
-    secrets = secrets_of(mesh.mesh_paths)
-    said = "".join(str(event) for event in await events.read_all(mesh.state))
-    assert not [secret for secret in secrets if secret in said + status.output]
-    found = await asyncio.to_thread(lambda: list(shown(mesh.mesh_paths)))
-    # planners, store, agent and worker at the least: those of the job may have ended by now
+    told = await list_denied_commands(mesh)
+    secrets = list_secrets(mesh.mesh_paths)
+    output = "".join(str(event) for event in await events.read_all(mesh.state))
+    assert not [secret for secret in secrets if secret in output + status.output]
+    found = await asyncio.to_thread(lambda: list(list_public_texts(mesh.mesh_paths)))
+    # planners, store, agent and worker at least: processes of the job may have exited by now
     assert len([where for where, _ in found if where.startswith("the command line")]) >= 5
-    spilled = {where for where, text in found if any(one.encode() in text for one in secrets)}
-    assert not spilled
+    exposures = {where for where, text in found if any(one.encode() in text for one in secrets)}
+    assert not exposures
     assert told == []
 
 
-async def owned(mesh: Launcher) -> list[str]:
+async def list_denied_commands(mesh: Launcher) -> list[str]:
     """Return the commands that Redis has rejected since its start, each with its user."""
     master = owner.read_owner(mesh.mesh_paths.directory).secret
     scheme, _, bare = mesh.settings.redis_url.partition("://")

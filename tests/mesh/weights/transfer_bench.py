@@ -1,6 +1,6 @@
-"""A job whose versions go from one host to engines on others, under network faults.
+"""Job whose versions go from one host to engines on others under network faults.
 
-It checks every answer that the engines may give.
+It checks every answer of the engines against the expected one.
 """
 
 from __future__ import annotations
@@ -26,35 +26,39 @@ from meshrl.common.state import registry
 from tests.load import scaled
 from tests.unit.common.weights.bulk.faulty_proxy import FaultyProxy
 
-MODEL = "little"  # nine chunks and more
+MODEL = "little"  # more than nine chunks
 WHOLE = sum(tensor.nbytes for tensor in models.drawn(MODEL, 0).values())
-FAR = "127.0.0.2"  # where a road to a process begins
-SAID = 6  # tokens, which identify a version
-WITHIN_S = 60.0  # for what takes a second on a quiet machine
+FAR = "127.0.0.2"  # hosts of proxies
+ANSWER_TOKENS = 6  # tokens, which identify a version
+WITHIN_S = 60.0  # limit for operations of a second on a quiet machine
 POLL_S = 0.01
 ENDLESS = 1 << 40
 
 
-Said = tuple[list[int], list[float]]  # tokens and their log-probabilities
+Answer = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
 
 @functools.cache
-def of_seed(seed: int) -> Said:
+def compute_answer(seed: int) -> Answer:
     """Return the model's answer with this seed's weights."""
-    return said_with(models.drawn(MODEL, seed))
+    return sample_answer(models.drawn(MODEL, seed))
 
 
-def said_with(weights: Mapping[str, Tensor]) -> Said:
+def sample_answer(weights: Mapping[str, Tensor]) -> Answer:
     """Return the model's answer with these weights, from an engine of its own."""
     engine = build_engine(models.MODELS[MODEL], 1, 64)
     engine.wake(weights, 0)
     prompt = np.array(PROMPT, np.int32)
     engine.submit(
-        [GenerationRequest(1, prompt, SAID, temperature=0.0, stop_ids=(), seed=0, session=1)]
+        [
+            GenerationRequest(
+                1, prompt, ANSWER_TOKENS, temperature=0.0, stop_ids=(), seed=0, session=1
+            )
+        ]
     )
     tokens: list[int] = []
     logprobs: list[float] = []
-    while len(tokens) < SAID:
+    while len(tokens) < ANSWER_TOKENS:
         engine.step()
         flush = engine.drain_outputs(finished_only=False)
         if flush is not None:
@@ -63,8 +67,9 @@ def said_with(weights: Mapping[str, Tensor]) -> Said:
     return tokens, logprobs
 
 
-class Weather:
+class TransferBench:
     """Store on host 0 with a publisher beside it, an engine on host 1 and a shard that reads it.
+
     Version n has the weights of seed n, unless another seed is given.
     """
 
@@ -72,41 +77,44 @@ class Weather:
 
     def __init__(self, scene: Scene, opened: AsyncExitStack) -> None:
         self.scene, self._opened = scene, opened
-        self.seeds: list[int] = []  # by version
-        self.calls: dict[str, FaultyProxy] = {}  # to what processes are called at, by name
+        self.seeds: list[int] = []  # seeds by version
+        self.calls: dict[str, FaultyProxy] = {}  # proxies of the processes' request ports, by name
         self._engines = 0
 
     async def leave(self) -> None:
         """Leave the mesh; a no-op unless a subclass has joined it."""
 
     async def begin(self, far: bool = False, store: str = "meshrl.services.weights") -> None:
-        """Commit version 0 and wait until the engine has it. `far`: the publisher is on host 2;
-        `store`: the module that the store runs.
+        """Commit version 0 and wait until the engine has it.
+
+        The publisher is on host 2 if `far`. The store runs the module `store`.
         """
-        self.store, self.road = await self.on_a_road("weights", 0, store)
+        self.store, self.proxy = await self.start_behind_proxy("weights", 0, store)
         self.publisher, self.shard = await asyncio.gather(
             self.scene.publisher(host=2 if far else 0), self.scene.shard()
         )
         await self.publisher.ask("submit", run_dir=str(self.scene.directory))
         await self.publish()
         self.engine = await self.new_engine()
-        await self.arrives(self.engine)
+        await self.wait_for_version(self.engine)
 
-    async def on_a_road(self, name: str, host: int, module: str) -> tuple[Member, FaultyProxy]:
-        """Start a process that others reach by roads alone, and return it with the road to its bulk
-        port.
+    async def start_behind_proxy(
+        self, name: str, host: int, module: str
+    ) -> tuple[Member, FaultyProxy]:
+        """Start a process that others reach only through proxies; return it with its bulk port's
+        proxy.
         """
         self.scene.settings(host, advertise=FAR)
         member = self.scene.start(name, host, module)
-        return member, await self._roads_to(name, host)
+        return member, await self._open_proxies(name, host)
 
-    async def agent_on_a_road(self, host: int) -> tuple[Member, FaultyProxy]:
-        """Start an agent that serves its host's chunks, reached by roads alone."""
+    async def start_agent_behind_proxy(self, host: int) -> tuple[Member, FaultyProxy]:
+        """Start an agent that serves its host's chunks, reached only through proxies."""
         self.scene.settings(host, advertise=FAR)
         agent = await self.scene.agent(host)
-        return agent, await self._roads_to(agent.name, host)
+        return agent, await self._open_proxies(agent.name, host)
 
-    async def _roads_to(self, name: str, host: int) -> FaultyProxy:
+    async def _open_proxies(self, name: str, host: int) -> FaultyProxy:
         entry = await self.scene.registered(name)
         self.scene.settings(host, advertise="")
         ports = [_port(parse_endpoint(place)) for place in (entry.address, entry.bulk)]
@@ -114,22 +122,22 @@ class Weather:
         self.calls[name] = calls
         return bulk
 
-    async def again(self) -> None:
-        """Start a store in place of a lost one; no road leads to it."""
+    async def restart_store(self) -> None:
+        """Start a store without a proxy in place of a lost one."""
         gone = await registry.lookup(self.scene.state, "weights")
         assert gone is not None
-        await self.frees("weights")
+        await self.evict_name("weights")
         self.store = self.scene.start("weights", 0, "meshrl.services.weights")
         await self.scene.registered("weights", gone=gone.incarnation)
 
-    async def frees(self, name: str) -> None:
+    async def evict_name(self, name: str) -> None:
         """Evict the name of an exited process, as its supervisor does."""
         entry = await registry.lookup(self.scene.state, name)
         assert entry is not None
         await registry.evict(self.scene.state, name, entry.incarnation)
 
     async def new_engine(self, host: int = 1) -> Member:
-        """Another engine, which follows the job from now on."""
+        """Start another engine, which follows the job from now on."""
         engine = await self.scene.engine(self._engines, MODEL, host)
         self._engines += 1
         await engine.ask("begin", look_s=0.2)
@@ -158,38 +166,38 @@ class Weather:
 
     @property
     def newest(self) -> int:
-        """The version that was committed last."""
+        """Return the version that was committed last."""
         return len(self.seeds) - 1
 
-    async def expected(self, version: int) -> Said:
+    async def expected(self, version: int) -> Answer:
         """Return the answer expected of an engine that has this version."""
-        return of_seed(self.seeds[version])
+        return compute_answer(self.seeds[version])
 
-    # -- what engines say ------------------------------------------------------------------------
+    # -- answers of engines -----------------------------------------------------------------------
 
-    async def serves(self, engine: Member) -> int:
+    async def read_served_version(self, engine: Member) -> int:
         """Return the complete version that an engine answers with; -1 if it has none."""
         if (await engine.ask("serves"))["version"] < 0:
             return -1
         await self.shard.ask("attach", engine=engine.name)
-        said = await self.shard.ask("greedy", engine=engine.name, most=SAID)
-        versions = said["versions"]
-        assert len(versions) == SAID, said
-        if versions[0] == versions[-1]:  # else it came in between
+        output = await self.shard.ask("greedy", engine=engine.name, most=ANSWER_TOKENS)
+        versions = output["versions"]
+        assert len(versions) == ANSWER_TOKENS, output
+        if versions[0] == versions[-1]:  # otherwise it arrived in between
             tokens, logprobs = await self.expected(versions[0])
-            assert said["tokens"] == tokens, f"version {versions[0]} is not whole"
-            assert said["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+            assert output["tokens"] == tokens, f"version {versions[0]} is not whole"
+            assert output["logprobs"] == pytest.approx(logprobs, abs=1e-4)
         return int(versions[-1])
 
-    async def arrives(self, engine: Member, version: int = -1) -> None:
+    async def wait_for_version(self, engine: Member, version: int = -1) -> None:
         """Wait until an engine answers with a version, by default the newest. Each earlier answer
         is of a complete version.
         """
         wanted = self.newest if version < 0 else version
         end = time.monotonic() + scaled(self.within_s)
-        while (now := await self.serves(engine)) < wanted:
+        while (now := await self.read_served_version(engine)) < wanted:
             told = await engine.ask("serves")
-            assert time.monotonic() < end, f"{now}, not {wanted}: {told}\n{engine.said}"
+            assert time.monotonic() < end, f"{now}, not {wanted}: {told}\n{engine.output}"
             await asyncio.sleep(POLL_S)
 
     async def waits(self, member: Member, on: str) -> None:
@@ -202,23 +210,23 @@ class Weather:
         entry = await registry.lookup(self.scene.state, member.name)
         return entry.waits if entry is not None else []
 
-    # -- roads -----------------------------------------------------------------------------------
+    # -- proxies ----------------------------------------------------------------------------------
 
-    def stand(self, share: float, road: FaultyProxy | None = None) -> None:
-        """Stop a road, by default the one to the store, after so large a share of a version."""
-        road = road or self.road
-        road.stall_at_bytes = road.carried_bytes + int(share * WHOLE)
+    def stall_after(self, share: float, proxy: FaultyProxy | None = None) -> None:
+        """Stop a proxy, by default the store's, after this share of a version."""
+        proxy = proxy or self.proxy
+        proxy.stall_at_bytes = proxy.carried_bytes + int(share * WHOLE)
 
-    async def stands(self, road: FaultyProxy | None = None) -> None:
-        """Wait until the road has carried all that it may."""
-        some = road or self.road
+    async def wait_until_stalled(self, proxy: FaultyProxy | None = None) -> None:
+        """Wait until the proxy has transferred all that it may."""
+        some = proxy or self.proxy
         await until(
-            lambda: some.carried_bytes >= some.stall_at_bytes, "the road stands", self.within_s
+            lambda: some.carried_bytes >= some.stall_at_bytes, "the proxy stands", self.within_s
         )
 
-    def goes_on(self) -> None:
-        """Let the road carry all again."""
-        self.road.stall_at_bytes = ENDLESS
+    def resume_transfer(self) -> None:
+        """Let the proxy transfer everything again."""
+        self.proxy.stall_at_bytes = ENDLESS
 
 
 async def until(holds: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
@@ -234,14 +242,14 @@ def _port(place: str) -> int:
     return int(place.rpartition(":")[2])
 
 
-W = TypeVar("W", bound=Weather)
+W = TypeVar("W", bound=TransferBench)
 
 
 @asynccontextmanager
-async def weather(kind: type[W]) -> AsyncIterator[W]:
-    """Yield processes and roads that end with the block."""
-    async with AsyncExitStack() as roads, Scene() as scene:
-        made = kind(scene, roads)
+async def open_bench(kind: type[W]) -> AsyncIterator[W]:
+    """Yield a bench whose processes and proxies end with the block."""
+    async with AsyncExitStack() as proxies, Scene() as scene:
+        made = kind(scene, proxies)
         try:
             yield made
         finally:

@@ -29,7 +29,7 @@ from tests.stories import Story, story_on
 T = TypeVar("T")
 
 
-def on_world(
+def run_on_mesh(
     root: Path,
     size: VirtualMeshSize,
     story: Callable[[VirtualMesh], Coroutine[Any, Any, T]],
@@ -42,7 +42,7 @@ def on_world(
     loop.limit_s = limit_s
     record = EventRecord(lambda: loop.now_s, root)
 
-    async def told() -> T:
+    async def main() -> T:
         world = VirtualMesh(loop, Random(seed), root, record, size)
         await world.start()
         answer = await story(world)
@@ -51,34 +51,34 @@ def on_world(
         assert not world.machine.live_processes
         return answer
 
-    return run_on_loop(loop, record, told())
+    return run_on_loop(loop, record, main())
 
 
-async def until_over(world: VirtualMesh) -> None:
+async def wait_until_ended(world: VirtualMesh) -> None:
     """Wait until the job has ended."""
     while world.phase not in ("finished", "failed"):
         await world.clock.sleep(1.0)
     assert world.phase == "finished"
 
 
-async def until_version(world: VirtualMesh, version: int) -> jobs.JobRow:
+async def wait_for_version(world: VirtualMesh, version: int) -> jobs.JobRow:
     """Wait until the job has this version, and return its row."""
     while (row := await jobs.read_job(world.state, JOB_NAME)).version < version:
         await world.clock.sleep(0.5)
     return row
 
 
-async def accounted(state: StateClient) -> tuple[dict[str, int], list[Event]]:
+async def check_account(state: StateClient) -> tuple[dict[str, int], list[Event]]:
     """Return the job's account and events. Assert that nothing is lost or trained twice."""
-    told = [e for e in await events.read_all(state) if e.fields.get("job") == JOB_NAME]
+    main = [e for e in await events.read_all(state) if e.fields.get("job") == JOB_NAME]
     counted = compute_account(
-        told, (await groups.count_in_flight(state, JOB_NAME)).samples, JOB_NAME
+        main, (await groups.count_in_flight(state, JOB_NAME)).samples, JOB_NAME
     )
     assert counted["lost"] == counted["trained_twice"] == 0
-    return counted, told
+    return counted, main
 
 
-class Bare:
+class BareProcess:
     """Process whose actions a test defines."""
 
     def __init__(self, around: ProcessContext, name: str, kind: str) -> None:
@@ -102,7 +102,7 @@ class Bare:
         await self.run(self.mesh.join(actor, stats=stats))
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Stop the process by SIGSTOP."""
         self.process.stop()
 
     def check(self) -> None:
@@ -112,8 +112,8 @@ class Bare:
                 raise error
 
 
-class BareWorld:
-    """A machine, a network and a Redis, without services."""
+class BareMesh:
+    """Virtual machine, network and Redis without services."""
 
     def __init__(self, loop: VirtualLoop, root: Path, record: EventRecord, seed: int = 3) -> None:
         random = Random(seed)
@@ -124,13 +124,13 @@ class BareWorld:
         self.redis = VirtualRedis(MachineClock(loop), random.child("redis"))
         self.around = ProcessContext(self.machine, self.network, self.redis, root)
         self.machine.programs = {"bare": _bare}
-        self.processes: list[Bare] = []
+        self.processes: list[BareProcess] = []
         self.state: StateClient = open_state(
             self.redis, self.machine.spawn("bare", [], "test", None, False)
         )
 
-    def process(self, name: str, kind: str) -> Bare:
-        made = Bare(self.around, name, kind)
+    def process(self, name: str, kind: str) -> BareProcess:
+        made = BareProcess(self.around, name, kind)
         self.processes.append(made)
         return made
 
@@ -139,18 +139,18 @@ async def _bare(process: VirtualProcess, argv: list[str]) -> None:
     await process.channel.to_child.get()
 
 
-def on_bare_world(root: Path, story: Callable[[BareWorld], Coroutine[Any, Any, T]]) -> T:
-    """Run a story on such a world and return its result."""
+def run_on_bare_mesh(root: Path, story: Callable[[BareMesh], Coroutine[Any, Any, T]]) -> T:
+    """Run a story on such a mesh and return its result."""
     loop = VirtualLoop()
     loop.limit_s = 7200.0
     record = EventRecord(lambda: loop.now_s, root)
 
-    async def told() -> T:
-        return await story(BareWorld(loop, root, record))
+    async def main() -> T:
+        return await story(BareMesh(loop, root, record))
 
-    return run_on_loop(loop, record, told())
+    return run_on_loop(loop, record, main())
 
 
-def world_story(size: VirtualMeshSize, **options: Any) -> Callable[[Story], Callable[..., None]]:
-    """Make a test of a story of a mesh with a job; `options` are those of `on_world`."""
-    return story_on(lambda root, story: on_world(root, size, story, **options), "tmp_path")
+def mesh_story(size: VirtualMeshSize, **options: Any) -> Callable[[Story], Callable[..., None]]:
+    """Decorate a story as a test on a mesh with a job; `options` are those of `run_on_mesh`."""
+    return story_on(lambda root, story: run_on_mesh(root, size, story, **options), "tmp_path")

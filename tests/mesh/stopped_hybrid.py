@@ -1,6 +1,6 @@
-"""A hybrid that stands still (SIGSTOP) with the first round that it is given in its hands.
+"""Hybrid that stops itself (SIGSTOP) with its first leased round.
 
-Takes what meshrl.services.trainer takes.
+It takes the arguments of meshrl.services.trainer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.services.trainer.hybrids.hybrid import Hybrid
 from meshrl.services.trainer.initialization.initial_weights import create_learner
 
 
-class StillHybrid(Hybrid):
+class StoppedHybrid(Hybrid):
     async def _compute_round(self, lease: RoundLease) -> RoundResult:
         os.kill(os.getpid(), signal.SIGSTOP)
         return await super()._compute_round(lease)
@@ -27,7 +27,7 @@ async def main(seat: Placement) -> None:
     mesh = await Mesh.open(f"hybrid/{seat.instance}", "hybrid", MeshSettings.from_env())
     row = await jobs.read_job(mesh.state, seat.job)
     data = JobData.from_document(seat.job, row.document, row.run_dir)
-    hybrid = StillHybrid(mesh, data, seat, create_learner(data))
+    hybrid = StoppedHybrid(mesh, data, seat, create_learner(data))
     await mesh.join(hybrid, stats=hybrid.collect_stats, bulk_address=hybrid.outbox.address)
     try:
         await hybrid.serve()

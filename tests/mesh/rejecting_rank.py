@@ -1,6 +1,6 @@
-"""A rank that forms groups with the others, and then refuses every step.
+"""Rank that forms groups with the others and rejects every step.
 
-Takes what meshrl.services.trainer takes.
+It takes the arguments of meshrl.services.trainer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshrl.services.trainer.gang.rank_process import make_rank
 from meshrl.services.trainer.ranks.rank_actor import RankActor
 
 
-class RefusingRank(RankActor):
+class RejectingRank(RankActor):
     @call(Ranks.begin_step)
     def begin_step(self, order: RankOrder) -> None:
         raise Fenced("this rank never begins")
@@ -27,7 +27,7 @@ async def main(seat: Placement) -> None:
     row = await jobs.read_job(mesh.state, seat.job)
     data = JobData.from_document(seat.job, row.document, row.run_dir)
     rank = make_rank(data, seat)
-    actor = RefusingRank(mesh, data, seat, rank)
+    actor = RejectingRank(mesh, data, seat, rank)
     await mesh.join(actor, stats=actor.collect_stats)
     try:
         await actor.wait_until_drained()

@@ -1,6 +1,6 @@
-"""A job under network faults whose versions are trained, staged and committed by real processes.
+"""Job under network faults whose versions are trained, staged and committed by real processes.
 
-Its training is a core, or a core of two ranks. Host 2 is across the road to the store. Its groups
+Its trainer is a core, or a core of two ranks. Host 2 reaches the store through a proxy. Its groups
 are made from a seed, and each step has some.
 """
 
@@ -32,32 +32,32 @@ from meshrl.launch.head import durable_restore
 from meshrl.services.weights.retention.job_records import JOBS_FOLDER, read_record
 from tests.load import scaled
 from tests.mesh.elastic import GROUPS, JOB_FILE, MEMBERS, STEPS, WITHIN_S, group
-from tests.mesh.weights.weather import (
+from tests.mesh.weights.transfer_bench import (
     ENDLESS,
     MODEL,
     POLL_S,
-    Said,
-    Weather,
-    said_with,
+    Answer,
+    TransferBench,
+    sample_answer,
     until,
 )
 
 JOB = "job"
 CORE, RANK = f"trainer/{JOB}", f"rank/{JOB}/1"
 OWNER = "rollout/job/0"  # of the groups
-BEYOND = 2  # the host from which a road leads to the store
+BEYOND = 2  # the host from which a proxy leads to the store
 WHOLE_SHARE = 1.0  # of a version
 SETTINGS = {
     "training.bin_tokens": 40,  # some bins a step
     "training.checkpoint_every": STEPS,  # recovery repeats steps from their records
-    "training.deltas": "off",  # the road carries what is staged, and what engines pull
+    "training.deltas": "off",  # the proxy transfers staged data and the engines' pulls
     "budget.steps": STEPS,
     "algorithm.max_staleness": STEPS,
 }
 
 
-class TrainedWeather(Weather):
-    """A store on host 0, an engine on host 1, and a job that is trained."""
+class TrainingBench(TransferBench):
+    """Store on host 0, an engine on host 1, and a job in training."""
 
     ranks = 1
     within_s = WITHIN_S
@@ -65,15 +65,16 @@ class TrainedWeather(Weather):
     def __init__(self, scene: Scene, opened: AsyncExitStack) -> None:
         super().__init__(scene, opened)
         self._meshes: list[Mesh] = []  # this process's
-        self._trained: dict[int, Said] = {}  # tokens that are sampled with a version
+        self._trained: dict[int, Answer] = {}  # tokens that are sampled with a version
         self._training: dict[str, Member] = {}
         self._admitted: list[groups.AdmittedGroup] = []
         self._base = self._released = 0
 
     async def begin_training(self, ranks: int = 1, url: str = "", **settings: Any) -> None:
-        """Commit version 0 and wait until an engine has it. A core alone is beyond the road; of a
-        core of two ranks the first is beside the store, and the other one beyond. `url`: of the
-        mesh's durable copy.
+        """Commit version 0 and wait until an engine has it.
+
+        A single core reaches the store through the proxy; of a core of two ranks, only the second
+        rank does. `url` is the address of the mesh's durable copy.
         """
         self.ranks = ranks
         if url:
@@ -84,9 +85,9 @@ class TrainedWeather(Weather):
         await self._begin()
         await jobs.set_phase(self.scene.state, JOB, jobs.Phase.TRAINING, self._token, OWNER)
 
-    async def go_on(self, url: str) -> None:
-        """Resume the job of a lost mesh from its durable copy; an engine has the version that it
-        resumes from.
+    async def resume_job(self, url: str) -> None:
+        """Resume the job of a lost mesh from its durable copy; wait until an engine has that
+        version.
         """
         self.scene.settings(0)
         durable_restore.fetch_runs(url, self.place)
@@ -106,8 +107,10 @@ class TrainedWeather(Weather):
         state = self.scene.state
         elsewhere = self.scene.directory / "nowhere"  # as if each host had a disk of its own
         await run_host.write_run_host(state, RunHost("h0", str(elsewhere), ""))
-        self.store, self.road = await self.on_a_road("weights", 0, "meshrl.services.weights")
-        self.road.stalls_both_directions = True
+        self.store, self.proxy = await self.start_behind_proxy(
+            "weights", 0, "meshrl.services.weights"
+        )
+        self.proxy.stalls_both_directions = True
         settings = MeshSettings.from_file(self.scene.settings(0))
         self._here = await Mesh.open("test", "trainer", settings)
         self._meshes.append(self._here)
@@ -119,9 +122,9 @@ class TrainedWeather(Weather):
         for name in (CORE, RANK)[: self.ranks]:
             self.start(name)
         self.shard = await self.scene.shard(1)
-        await self.came(lambda row: row.phase in jobs.ACTIVE_PHASES)
+        await self.wait_for_row(lambda row: row.phase in jobs.ACTIVE_PHASES)
         self.engine = await self.new_engine()
-        await self.arrives(self.engine)
+        await self.wait_for_version(self.engine)
 
     async def leave(self) -> None:
         for mesh in self._meshes:
@@ -150,40 +153,40 @@ class TrainedWeather(Weather):
         )
 
     async def kill(self, name: str) -> None:
-        """SIGKILL; its name is free then."""
+        """Kill the process by SIGKILL; its name is free then."""
         await self._training[name].kill()
-        await self.frees(name)
+        await self.evict_name(name)
 
     # -- steps -----------------------------------------------------------------------------------
 
-    async def released_until(self, share: float) -> None:
-        """Release the next step's groups, and wait until this share of its version is carried.
+    async def release_until_share(self, share: float) -> None:
+        """Release the next step's groups, and wait until this share of its version was transferred.
 
         At a share of 1, the store has every chunk and the manifest, and the core has no answer yet.
         """
         if share < WHOLE_SHARE:
-            self.stand(share)
+            self.stall_after(share)
             await self.release()
-            await self.stands()
+            await self.wait_until_stalled()
             return
         calls = self.calls["weights"]
         calls.stall_at_bytes = calls.carried_bytes
         await self.release()
         staged = "the version is in the store"
-        await until(lambda: self.newest in self._on_record(), staged, self.within_s)
+        await until(lambda: self.newest in self.list_stored_versions(), staged, self.within_s)
 
-    def _on_record(self) -> set[int]:
+    def list_stored_versions(self) -> set[int]:
         """Return the versions that the store retains."""
         path = self.scene.root(0) / "store" / JOBS_FOLDER / f"{JOB}.json"
         return {number.version for number in read_record(path).versions.values()}
 
-    def goes_on(self) -> None:
-        super().goes_on()
+    def resume_transfer(self) -> None:
+        super().resume_transfer()
         self.calls["weights"].stall_at_bytes = ENDLESS
 
     @property
     def newest(self) -> int:
-        """The version that the last step makes which has groups."""
+        """Return the version of the last step with groups."""
         return self._base + self._released
 
     async def release(self) -> None:
@@ -203,18 +206,18 @@ class TrainedWeather(Weather):
             ready = groups.FinishedGroup(admitted.group, digest, len(content), 0, MEMBERS)
             await groups.mark_group_ready(state, JOB, OWNER, self._token, ready, uuid.uuid4().hex)
 
-    async def came(self, holds: Callable[[jobs.JobRow], bool]) -> jobs.JobRow:
-        """Return the job's row, once `holds` is true of it."""
+    async def wait_for_row(self, holds: Callable[[jobs.JobRow], bool]) -> jobs.JobRow:
+        """Return the job's row once `holds` is true for it."""
         end = time.monotonic() + scaled(self.within_s)
         while not holds(row := await self.row()):
-            assert time.monotonic() < end, f"{row.phase}, version {row.version}\n{self._said}"
+            assert time.monotonic() < end, f"{row.phase}, version {row.version}\n{self._outputs}"
             await asyncio.sleep(POLL_S)
         return row
 
     @property
-    def _said(self) -> str:
+    def _outputs(self) -> str:
         """Return the output of the core and the rank."""
-        return "\n".join(member.said for member in self._training.values())
+        return "\n".join(member.output for member in self._training.values())
 
     async def row(self) -> jobs.JobRow:
         """Return the row of the job."""
@@ -222,14 +225,14 @@ class TrainedWeather(Weather):
         assert row is not None
         return row
 
-    async def arrives(self, engine: Member, version: int = -1) -> None:
+    async def wait_for_version(self, engine: Member, version: int = -1) -> None:
         try:
-            await super().arrives(engine, version)
+            await super().wait_for_version(engine, version)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self._said}") from None
-        await self.expected(await self.serves(engine))  # while the store still has it
+            raise AssertionError(f"{error}\n{self._outputs}") from None
+        await self.expected(await self.read_served_version(engine))  # while the store still has it
 
-    async def expected(self, version: int) -> Said:
+    async def expected(self, version: int) -> Answer:
         """Return the expected answer, from weights with the identity that the core has
         committed.
         """
@@ -238,5 +241,5 @@ class TrainedWeather(Weather):
             assert row.version == version, "one step at a time"
             image = await WeightReceiver(self._here, self._bulk).receive(row.manifest)
             assert contents.identity_of(dict(image.tensors)) == row.image
-            self._trained[version] = said_with(image.tensors)
+            self._trained[version] = sample_answer(image.tensors)
         return self._trained[version]
