@@ -79,7 +79,7 @@ class OffloadStorage:
                     "nothing is kept there any more", where=self._describe_tier(source)
                 )
             head = await self._run_to_end(offloaded_tensors.read_header, lying)
-            size = offloaded_tensors.compute_size_bytes(head.about, head.sizes_bytes)
+            size = offloaded_tensors.compute_size_bytes(head.metadata, head.sizes_bytes)
             async with self._create_medium(target, size) as medium:
                 await self._run_to_end(offloaded_tensors.copy_offload, lying, medium)
         await self.drop(source)

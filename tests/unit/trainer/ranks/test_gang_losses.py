@@ -183,7 +183,7 @@ async def test_lost_rank_ends_the_group_and_a_new_group_continues(gang: Gang) ->
         await gang.compute.form_group()
         await gang.compute.begin_step()
         stats = await gang.compute.compute_round(0, a_round())
-        assert stats.tokens == a_round()[0].mask.sum() + 1
+        assert stats.tokens == a_round()[0].loss_mask.sum() + 1
 
 
 async def test_error_of_another_rank_is_raised_with_its_type(gang: Gang) -> None:

@@ -111,7 +111,7 @@ async def test_version_with_another_layout_is_restaged_from_its_checkpoint(
     """Check restaging of a version whose chunk layout differs, as after a resume with another
     number of ranks.
     """
-    await bench.checkpoint(2, most=64)
+    await bench.checkpoint(2, max_chunk_bytes=64)
     core, _ = await create_core(bench)
     restage = bench.manifests[2]
     while (told := await core.restage(restage)).retry_later:
@@ -165,7 +165,7 @@ async def test_version_after_the_checkpoint_is_restaged_in_its_manifests_layout(
 
 @story_on(run_with_trained_job, "tmp_path")
 async def test_changed_weights_do_not_follow_an_old_layout(bench: TrainedJob) -> None:
-    await bench.checkpoint(2, most=64)
+    await bench.checkpoint(2, max_chunk_bytes=64)
     bench.model(2).unlink()
     its_own, *_ = await bench.chunks(2)
     content = its_own.read_bytes()
@@ -180,7 +180,7 @@ async def test_changed_weights_do_not_follow_an_old_layout(bench: TrainedJob) ->
 
 @story_on(run_with_trained_job, "tmp_path")
 async def test_version_missing_in_its_checkpoint_is_not_restaged(bench: TrainedJob) -> None:
-    await bench.checkpoint(2, most=64)
+    await bench.checkpoint(2, max_chunk_bytes=64)
     bench.model(2).unlink()
     core, _ = await create_core(bench)
     restage = bench.manifests[2]

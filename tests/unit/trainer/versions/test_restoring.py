@@ -83,8 +83,8 @@ class TrainedJob:
             await self.checkpoint(step)
 
     async def checkpoint(self, step: int, max_chunk_bytes: int = 0) -> None:
-        """Write a checkpoint whose weights and state identify its step, in chunks of at most `most`
-        bytes.
+        """Write a checkpoint whose weights and state identify its step, in chunks of at most
+        `max_chunk_bytes`.
         """
         torch.manual_seed(step)
         gradient = torch.randn(self.learner.parameter_count)
@@ -93,7 +93,7 @@ class TrainedJob:
         before = self.manifests[-1] if self.manifests else ""
         if max_chunk_bytes:
             about = self.store.trainer, self.store.bulk, JOB, 0, step, weights
-            manifest = await staged_whole(*about, max_chunk_bytes=max_chunk_bytes)
+            manifest = await staged_whole(*about, most=max_chunk_bytes)
         else:
             manifest = (await self.publisher.stage_version(0, step, before)).digest
         account: dict[str, Any] = {"version": step}
@@ -292,7 +292,7 @@ def predict_hybrids(bench: TrainedJob, config: JobConfig) -> bool:
         "core", "trainer", "1", {"published": bench.publisher.published_dtypes}
     )
     row = {"id": JOB, "phase": "training", "groups_per_step": 1, "submitted_ms": 0}
-    row |= {"steps_done": 0, "held": "", "checkpoint": "", "stale_requeued": 0}
+    row |= {"steps_done": 0, "block_reason": "", "checkpoint": "", "stale_requeued": 0}
     return build_planned_job(row, config.to_document(), [read_events]).requirements.allows_hybrids
 
 
