@@ -26,7 +26,7 @@ def probe_url(url: str) -> tuple[bool, str]:
     except ValueError:
         where, port = urlsplit(""), 0
     if where.scheme != "http" or not where.hostname or not port:
-        return False, f"{shown!r} is no URL of a page: http://HOST:PORT/readyz"
+        return False, f"{shown!r} is not a URL such as http://HOST:PORT/readyz"
     connection = HTTPConnection(where.hostname, port, timeout=TIMEOUT_S)
     late = threading.Timer(
         TIMEOUT_S, _shut_down_connection, [connection]
@@ -46,7 +46,11 @@ def probe_url(url: str) -> tuple[bool, str]:
         connection.close()
     if answer.status != 200:
         return False, f"{answer.status} {said}"
-    return (False, "it did not end") if time.monotonic() - began > TIMEOUT_S else (True, said)
+    return (
+        (False, "the answer did not end in time")
+        if time.monotonic() - began > TIMEOUT_S
+        else (True, said)
+    )
 
 
 def _shut_down_connection(connection: HTTPConnection) -> None:

@@ -68,7 +68,7 @@ def whose(keys: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def serve(directory: Path, digest: str) -> None:
-    """Serves all ways until it is killed; prints where, and its public key."""
+    """Serve every transport until the process is killed; print the endpoints and the public key."""
     keys = ProcessKeys(whose, time.monotonic)
     places = {}
     for way, sealed in (("plain", False), ("aes", True)):

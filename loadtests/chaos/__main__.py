@@ -63,7 +63,7 @@ async def several(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _submitted(mesh: RunningMesh, job: Path, name: str, changes: list[str]) -> None:
-    """Submits a job, again where Redis was away; one that was taken all the same is no error."""
+    """Submit a job and retry while Redis is unreachable; an already accepted job is no error."""
     words = [f"name={name}", f"out={mesh.root / name}", *changes]
     while True:
         try:

@@ -62,7 +62,7 @@ class Chaos:
         self.damageable = [k for k in KINDS if k.recovers and LAUNCHER not in k.readers]
 
     async def wreak(self) -> None:
-        """Injects the faults one after the other while the run trains, until all are made."""
+        """Inject the faults in sequence while the run trains, until all are made."""
         while len(self.report.faults) < self.count:
             settings = self.run_dir / "mesh" / "settings.json"
             async with asyncio.timeout(UP_S):
@@ -117,7 +117,7 @@ class Chaos:
         return {"name": f"{kind.name} {how}"}
 
     async def _fill(self) -> dict[str, Any]:
-        """Takes all room of the run's disk for some seconds."""
+        """Fill the run's disk for some seconds."""
         lasts = self.random.uniform(*FULL_S)
         print_progress(f"no room for {lasts:.1f} s")
         filler = self.run_dir.parent / "filler"
@@ -131,7 +131,9 @@ class Chaos:
         return {"name": f"{lasts:.1f} s"}
 
     async def _stop(self, target: Target) -> dict[str, Any]:
-        """Stops a process until its lease has expired; how soon it was named as the culprit."""
+        """Stop a process until its lease expires; return the time until it is named as the
+        culprit.
+        """
         os.kill(target.pid, signal.SIGSTOP)
         started_s = time.monotonic()
         lasts = WITHOUT_LEASE_S if target.kind in WITHOUT_LEASE else STOPPED_S
@@ -190,7 +192,7 @@ class Chaos:
         return found
 
     def _choose(self, targets: list[Target]) -> Target | None:
-        """First a kind, then one of it, so that the many of one kind do not hide the few."""
+        """Choose a kind and then a process of it, so that frequent kinds do not hide rare ones."""
         kinds = sorted({t.kind for t in targets} - {"launcher"})
         if not kinds:
             return None

@@ -29,7 +29,7 @@ class Report:
 
 
 def verdict(runs: Mapping[Path, Mapping[str, Any]], report: Report, count: int) -> dict[str, Any]:
-    """Return one object; `ok` is what the exit status says.
+    """Return one object; `ok` determines the exit status.
 
     Args:
         runs: The summary of each run, by its directory.

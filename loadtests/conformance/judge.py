@@ -108,7 +108,9 @@ def _prints(program: str, case: dict[str, Any]) -> bool:
 
 
 def _close(got: str, want: str) -> bool:
-    """Numbers with a point or an exponent may differ by 1e-6, absolutely or relatively."""
+    """Compare answers; numbers with a point or an exponent may differ by 1e-6, absolute or
+    relative.
+    """
     if want.lstrip("+-").isdigit():
         return False
     try:

@@ -45,7 +45,7 @@ class Counts:
 
 
 def judged(folder: Path) -> list[int]:
-    """(tests passed, failed, neither) of a folder."""
+    """Return the numbers of passed, failed and other tests of a folder."""
     counts = Counts()
     sys.path.insert(0, str(folder))
     calls = folder / "calls.json"

@@ -50,8 +50,11 @@ UP_S = 120.0
 STEP = re.compile(r"step (\d+)/")
 TELLING = (
     "damaged",
+    "corrupt",
     "older than",
     "not whole",
+    "incomplete",
+    "not complete",
     "quarantine",
     "set aside",
 )  # kinds of corruption, in a line

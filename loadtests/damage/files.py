@@ -21,7 +21,7 @@ HEAD_BYTES = 8
 
 
 def harm(how: str, path: Path, older: Path | None, at_head: bool) -> str:
-    """Does it; why it cannot be done, or an empty text."""
+    """Corrupt the file; return the reason if that is impossible, otherwise an empty text."""
     try:
         content = path.read_bytes()
         match how:
@@ -67,7 +67,7 @@ class Kind:
     readers: tuple[str, ...]
     at_head: bool = False  # the byte that is flipped lies in its first bytes, else in the middle
     recovers: bool = True  # there is a second copy, or it can be made again
-    # Ways in which nothing that goes on needs it: what is not read need not be told.
+    # Uses of a file that no running process needs: unread corruption need not be reported.
     unneeded: tuple[str, ...] = ()
 
 
@@ -84,7 +84,7 @@ def _events(run: Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def _newest(run: Path) -> list[Path]:
-    """Manifests of checkpoints, first the one that the last step names: a resume begins with it."""
+    """Return the manifests of checkpoints, first the one that a resume loads."""
     found = sorted((run / "checkpoints").glob("step-*.json"), reverse=True)
     named = [event["fields"]["checkpoint"] for event in _events(run, "step")][-1:]
     return sorted(found, key=lambda path: path.stem not in named)
@@ -98,13 +98,13 @@ _states, _exported = partial(_beside, "state/*"), partial(_beside, "model.safete
 
 
 def _stored(store: Path, digests: Iterable[str]) -> list[Path]:
-    """Files of a store by their digests, of those that it has."""
+    """Return the existing files of a store by digest."""
     paths = (store / digest[:2] / digest for digest in digests)
     return [path for path in paths if path.is_file()]
 
 
 def _manifests(run: Path) -> list[Path]:
-    """Manifests of the weights that checkpoints name, the newest first."""
+    """Return the manifests of the checkpoints' weights, the newest first."""
     found = []
     for path in _newest(run):
         with contextlib.suppress(ValueError, KeyError):
@@ -118,7 +118,7 @@ def _weights(run: Path) -> list[Path]:
 
 
 def _groups(run: Path) -> list[Path]:
-    """Finished groups that no step has trained yet; then those that a replay would ask for."""
+    """Return the finished untrained groups, then those that a replay requests."""
     ready: dict[int, str] = {}
     trained: set[int] = set()
     for event in _events(run, "ready", "step"):

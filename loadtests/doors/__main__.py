@@ -44,7 +44,7 @@ SHOWN = 40  # answers that are reported in full
 
 
 async def until_training(place: MeshPaths, run: asyncio.subprocess.Process) -> None:
-    """Returns when the first step is done; SystemExit when the run ends before."""
+    """Wait until the first step is done; SystemExit if the run ends before."""
     async with asyncio.timeout(UP_S):
         while True:
             if run.returncode is not None:

@@ -123,7 +123,7 @@ def _request(method: Method[Any]) -> tuple[bytes, list[memoryview]]:
 
 
 def _ask(socket: zmq.Socket[bytes], process: Process) -> dict[int, str]:
-    """Sends every call, with the right incarnation and with a wrong one; what they are."""
+    """Send every call, with the correct and a wrong incarnation; return the calls."""
     sent: dict[int, str] = {}
     for method in methods():
         for right in (True, False):

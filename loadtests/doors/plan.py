@@ -54,7 +54,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Tried:
-    """One attempt. `told`: the start of the answer, in Latin-1."""
+    """Attempt of a plan; `told` has the start of the answer in Latin-1."""
 
     what: str
     outcome: str

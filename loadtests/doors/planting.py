@@ -37,9 +37,8 @@ class Planting:
 def plant(
     keys: Mapping[str, X25519PrivateKey], store: RegistryEntry, files: Mapping[str, int]
 ) -> Planting:
-    """Try it as each role with its key, and read the result back as a role that may.
-
-    `files`: bytes of each file of a job's code, by digest.
+    """Try to plant code as each role with its key, and read the result as a permitted role. `files`
+    has the bytes of each file of a job's code by digest.
     """
     found = Planting()
     for role, key in keys.items():

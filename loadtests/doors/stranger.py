@@ -1,4 +1,4 @@
-"""Unauthenticated peer: another user of the host, who tries everything in a plan.
+"""Unauthenticated peer: another user of the host that runs every attempt of a plan.
 
 It starts as root with the plan on standard input, because only root may be able to read its
 imports. It drops its privileges before its first attempt.

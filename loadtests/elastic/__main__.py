@@ -108,7 +108,7 @@ async def compared(steps: int, splits: list[int], start: int, seed: int) -> dict
 
 
 async def churned(steps: int, start: int, seed: int) -> dict[str, Any]:
-    """Figures of the planner's arm while engines are killed."""
+    """Return figures of the planner's arm while engines are killed."""
     arm = await run(
         "churn", JOB.with_steps(steps).with_initial_split(start - 1), seed, MOST, KILL_S
     )

@@ -80,7 +80,7 @@ def start(model: Path, folder: Path, new: int) -> dict[str, Contestant]:
 def measure(
     contestants: dict[str, Contestant], sizes: argparse.Namespace
 ) -> tuple[Seconds, list[float]]:
-    """CPU-seconds, and Python's share of each native step at batch 32."""
+    """Measure CPU-seconds and Python's share of each native step at batch 32."""
     found: Seconds = {}
     shares: list[float] = []
     random.seed(0)

@@ -56,7 +56,7 @@ class Contestant:
         return Answer(**self._line())
 
     def decode_s(self, prompts: Prompts, count: int) -> float:
-        """CPU-seconds of all tokens but the first, `count` for each prompt."""
+        """Return CPU-seconds of all tokens but the first, `count` for each prompt."""
         self.ask(prompts, [1] * len(prompts))  # from now on what is shared of them is computed
         first = self.ask(prompts, [1] * len(prompts)).cpu_s
         return self.ask(prompts, [1 + count] * len(prompts)).cpu_s - first
@@ -93,7 +93,7 @@ def generate(model: Path) -> Contestant:
 
 
 def vllm(model: Path, dtype: str, folder: Path = VLLM) -> Contestant | None:
-    """vLLM on the CPU, compiled; None when it has not been built."""
+    """Return compiled vLLM on the CPU; None if it is not built."""
     python = folder / "bin" / "python"
     if not python.exists():
         return None
@@ -108,7 +108,7 @@ def one_core() -> None:
 
 
 def make_model(folder: Path) -> Path:
-    """Writes the measured model, a Qwen2 of 4.07M parameters."""
+    """Write the measured model, a Qwen2 of 4.07M parameters."""
     command = [sys.executable, "-m", "loadtests.peers.make_model", str(folder)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     return folder

@@ -70,7 +70,7 @@ def _events(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _groups(path: Path, problems: list[str]) -> set[int]:
-    """Groups that the whole records of a segment mention."""
+    """Return the groups in the complete records of a segment."""
     content, found = path.read_bytes(), set[int]()
     if not content:
         return found
@@ -214,7 +214,7 @@ def _after(story: Story, event: dict[str, Any], problems: list[str]) -> Story:
 
 
 def _by_term(story: Story) -> Counter[str]:
-    """Trajectories by how they ended, in the steps that stand and by themselves."""
+    """Count trajectories by outcome, in the committed steps and outside of them."""
     found = Counter(story.base)
     for ends in story.ends.values():
         for term, trajectories, failed in ends:

@@ -12,8 +12,8 @@ from dataclasses import asdict
 import psutil
 
 from loadtests.hosts.eye import HostsSnapshot
+from loadtests.hosts.flood.frame_sender import FloodResult, FrameFlood
 from loadtests.hosts.flood.growth import between, read
-from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, Plan, books, mesh_over, step_of
 from loadtests.jobs.mesh import greedy
 from loadtests.measuring.rounds import Arm
@@ -39,7 +39,7 @@ JAILED = "rlimit="  # in the command line of what a sandbox runs code in, and ch
 
 
 async def flooded(plan: Plan) -> Arm:
-    """Frames from a third host to all ports of two that are not on their loopback."""
+    """Send frames from a third host to all ports of two hosts that are not on their loopback."""
     async with training(plan, (1, 1), STRANGER + 1) as (hosts, mesh, told):
         listening = {
             (host.number, process.pid): taken
@@ -51,7 +51,7 @@ async def flooded(plan: Plan) -> Arm:
         watched = [psutil.Process(pid) for _, pid in listening]
         waves, readings = [], []
         for number in range(WAVES):
-            waves.append(await poured(hosts[STRANGER], targets, plan.frames // WAVES, number))
+            waves.append(await send_flood(hosts[STRANGER], targets, plan.frames // WAVES, number))
             await asyncio.sleep(SETTLE_S)
             readings.append(read(watched))
         grew = between(readings[0], readings[-1])
@@ -77,13 +77,15 @@ def ports(process: psutil.Process, host: Host) -> list[tuple[str, int]]:
     return [(host.address, end.port) for end in taken if not end.host.is_loopback]
 
 
-async def poured(host: Host, targets: list[tuple[str, int]], frames: int, seed: int) -> Poured:
+async def send_flood(
+    host: Host, targets: list[tuple[str, int]], frames: int, seed: int
+) -> FloodResult:
     """Send a wave of frames from a host."""
-    pour = Pour(targets, frames, seed, most_s=WAVE_S)
-    host.path(f"{HOME}/pour.json").write_text(json.dumps(asdict(pour)))
-    words = f'exec "$0" -m loadtests.hosts.flood.pouring <{HOME}/pour.json'
+    flood = FrameFlood(targets, frames, seed, most_s=WAVE_S)
+    host.path(f"{HOME}/flood.json").write_text(json.dumps(asdict(flood)))
+    words = f'exec "$0" -m loadtests.hosts.flood.frame_sender <{HOME}/flood.json'
     ran = await host.run("sh", "-c", words, "python", timeout_s=WAVE_S)
-    return Poured(**json.loads(ran.out))
+    return FloodResult(**json.loads(ran.out))
 
 
 async def demo(plan: Plan) -> Arm:

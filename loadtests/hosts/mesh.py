@@ -47,7 +47,7 @@ class Plan:
         return Hosts(count, rate=self.rate, delay_s=self.delay_s)
 
     def paced(self, steps: int = 0) -> list[str]:
-        """Changes to the job file that make it a paced job of so many steps."""
+        """Return the overrides for an emulated job of this many steps."""
         return [
             f"budget.steps={steps or self.steps}",
             f"evaluation.problems={self.problems}",
@@ -80,7 +80,9 @@ class HostsMesh:
         return ran.out
 
     async def join(self, number: int, workers: int, standby: bool = True) -> float:
-        """Lets a host join with so many workers; the wall clock when its command was begun."""
+        """Let a host join with this many workers; return the wall clock at the start of its
+        command.
+        """
         host = self.hosts[number]
         await self.meshrl("token", "create", "--host", "--out", TOKEN, "--mesh", ROOT)
         carried = host.path(TOKEN)
@@ -100,7 +102,7 @@ class HostsMesh:
         return {row["host"]: row for row in found}
 
     async def submit(self, job: Path, name: str, *changes: str) -> None:
-        """Submits a job under a name; its run is below the head's home directory."""
+        """Submit a job under a name; its run is below the head's home directory."""
         words = [f"name={name}", f"out={HOME}/{name}", *changes]
         sets = [word for change in words for word in ("--set", change)]
         await self.meshrl("submit", str(job), "--mesh", ROOT, *sets)

@@ -43,7 +43,7 @@ BALANCED = ("training.emulate=800/200", "evaluation.problems=64")
 
 
 async def pair_s(plan: Plan, at_once: bool) -> Arm:
-    """Seconds from the first submission to the end of both."""
+    """Return the seconds from the first submission to the end of both jobs."""
     async with plan.mesh("span", WORKERS) as mesh:
         started_s = time.monotonic()
         summaries, handles = [], []

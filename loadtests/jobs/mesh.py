@@ -42,7 +42,7 @@ class Paces:
     training: str = "4000/200"
 
     def overrides(self) -> list[str]:
-        """Overrides as of `--set`; none for a job at full speed."""
+        """Return overrides as for `--set`; none for a job at full speed."""
         found = {"rollout.emulate": self.rollout, "training.emulate": self.training}
         return [f"{key}={value}" for key, value in found.items() if value]
 

@@ -126,7 +126,7 @@ def max_min(workers: int, floors: Sequence[float], shares: Sequence[float]) -> l
 
 
 async def share(plan: Plan, shares: tuple[float, float]) -> Arm:
-    """Two jobs of these shares on eight workers, over a window after both have settled."""
+    """Run two jobs with these shares on eight workers and measure after both have settled."""
     async with plan.mesh("share", SHARED) as mesh:
         names = [f"share{i}" for i in range(len(shares))]
         handles = [

@@ -197,7 +197,7 @@ def _together(made: Scene, tokens: np.ndarray, seed: int) -> tuple[float, float]
 
 
 def _decoding(made: Scene, tokens: np.ndarray, loads: bool) -> float:
-    """Tokens per second of those that decode, while a prefix is loaded and not computed."""
+    """Return the tokens per second of decoding requests while a prefix is loaded, not computed."""
     made.forget(LoadOnly(made.cache))
     made.engine.submit(_short(made, 0, DECODED))
     while made.engine.tokens_generated and made.engine.scheduler.prefill_slots:

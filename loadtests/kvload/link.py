@@ -44,7 +44,7 @@ class Link:
         self.settle(0.0)
 
     def settle(self, bytes_per_s: float) -> None:
-        """Has another rate from now on, when the last chunk has come; 0: as fast as it goes."""
+        """Set another rate after the last chunk has arrived; 0 removes the limit."""
         with self._lock:
             self._bytes_per_s, self._free_s = bytes_per_s, 0.0
             root, rate = str(self._directory / f"{bytes_per_s:.0f}"), int(bytes_per_s)

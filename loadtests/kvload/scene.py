@@ -86,7 +86,7 @@ class PacedFiles(ChunkFiles):
             return found
 
     def settle(self, bytes_per_s: float) -> None:
-        """Has another rate from now on, when the last read has ended."""
+        """Set another rate after the last read has ended."""
         with self._lock:
             self.bytes_per_s, self._free_s = bytes_per_s, 0.0
 
@@ -98,7 +98,7 @@ class Paced(Protocol):
     late: int  # of them, that ended later than they were to
 
     def settle(self, bytes_per_s: float) -> None:
-        """Has another rate from now on; 0: as fast as they come."""
+        """Set another rate; 0 removes the limit."""
 
 
 class LoadOnly:
@@ -135,7 +135,7 @@ class Scene:
         self.steps: list[tuple[int, float]] = []  # tokens computed, and seconds since the request
 
     def forget(self, prefixes: PrefixStore | None = None) -> None:
-        """Has nothing computed; from now on `prefixes` keeps caches."""
+        """Discard computed caches; `prefixes` keeps caches from now on."""
         self.engine.prefix_store = None
         self.engine.update_weights(self._weights, 0)
         self.engine.prefix_store = prefixes
@@ -149,7 +149,7 @@ class Scene:
     def first_token_s(
         self, tokens: NDArray[np.int32], arm: str, until_s: float = LONGEST_S
     ) -> float:
-        """Seconds to the first token after `tokens` by `arm`; `until_s` where it takes longer."""
+        """Measure the seconds to the first token after `tokens` by `arm`; at most `until_s`."""
         kept: dict[str, PrefixStore] = {"load": self.load_only(self.cache), "both": self.cache}
         self.forget(kept.get(arm))
         asked, computed = self.request(tokens), self.engine.tokens_computed

@@ -48,7 +48,7 @@ class Case:
 
 
 def serves_s(one: GangServer, groups: Sequence[LengthGroup]) -> float:
-    """Seconds until groups are done that are all that a server serves."""
+    """Return the seconds until a server has completed its groups."""
     alone_s = max(map(one.predict_longest_s, groups))
     if alone_s == float("inf"):
         return alone_s
@@ -76,7 +76,7 @@ def servers(shape: ModelShape, kinds: tuple[str, ...], slots: int = 256) -> tupl
 
 
 def lengths(rng: random.Random, requests: int, middle: float, sigma: float) -> list[LengthGroup]:
-    """Trajectories of lognormal lengths, some with tools, in order of length."""
+    """Draw trajectories of lognormal lengths, some with tools, ordered by length."""
     found = []
     for _ in range(requests):
         generated = min(max(16.0, round(rng.lognormvariate(0.0, sigma) * middle)), 40_000.0)
@@ -91,7 +91,7 @@ def trained(shape: ModelShape, kind: str, workers: int, work: TrainingWork) -> T
 
 
 def small(seed: int, groups: int = 6, most: int = 16) -> Case:
-    """Two kinds, up to `most` accelerators in up to four nodes of any fill."""
+    """Make cases of two kinds with up to `most` accelerators in up to four partly filled nodes."""
     rng = random.Random(seed)
     kinds = tuple(rng.sample(("A100", "A800", "H100", "A40", "L40S"), 2))
     total = rng.randint(3, most)

@@ -144,7 +144,7 @@ class Engines:
         return engine
 
     def kill(self) -> None:
-        """SIGKILL for the one that has served for longest; another takes its place."""
+        """Kill the process that has served the longest; another replaces it."""
         gone = self._serving.pop(0)
         gone.kill()
         gone.wait()

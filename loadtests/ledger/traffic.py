@@ -65,6 +65,6 @@ class Traffic:
 
 
 def greedy_prompt(trajectory: int) -> NDArray[np.int32]:
-    """Prompts repeat, as an undisturbed run of each is compared with."""
+    """Return a prompt; prompts repeat, because each is compared with an undisturbed run."""
     draw = np.random.default_rng(trajectory % GREEDY_PROMPTS)
     return draw.integers(0, GREEDY_VOCABULARY, GREEDY_PROMPT).astype(np.int32)

@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def drawn(requests: int, mean: float, seed: int) -> list[int]:
-    """New tokens of each request: quantiles of the lognormal, so that no draw is a lucky one."""
+    """Return the new tokens of each request as quantiles of the lognormal, without chance."""
     mu = math.log(mean) - SIGMA**2 / 2
     quantiles = [NormalDist().inv_cdf((i + 0.5) / requests) for i in range(requests)]
     lengths = [min(MOST, max(1, round(math.exp(mu + SIGMA * z)))) for z in quantiles]

@@ -72,7 +72,7 @@ def unrenewed(name: str, keys: TransportKeys | None = None) -> Mesh:
 
 
 async def knows(mesh: Mesh, name: str, address: str, incarnation: str) -> None:
-    """Puts another process into the mesh's registry."""
+    """Put another process into the mesh's registry."""
     entry = registry.RegistryEntry(name, ROLE, address=address, incarnation=incarnation)
     await registry.register(mesh.state, entry, int(FOREVER_S * 1000))
 

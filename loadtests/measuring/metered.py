@@ -39,7 +39,7 @@ class HostMeter:
         self._began, self._ticks = time.monotonic(), _ticks()
 
     def reading(self) -> dict[str, float]:
-        """`host_cores`, `steal_cores` (means) and `load` (of the last minute)."""
+        """Return `host_cores`, `steal_cores` (means) and `load` (of the last minute)."""
         wall_s = max(1e-6, time.monotonic() - self._began)
         hertz = os.sysconf("SC_CLK_TCK")
         spent = [(now - then) / hertz for now, then in zip(_ticks(), self._ticks, strict=True)]
@@ -82,7 +82,7 @@ class Meter:
                 continue
 
     def reading(self, roles: bool) -> dict[str, float]:
-        """Seconds by kind; without the role processes if `roles` is False."""
+        """Return CPU-seconds by kind; without the role processes if `roles` is False."""
         self.record_usage()
         used: dict[str, float] = {}
         for kind, seconds in self._known.values():
@@ -129,7 +129,7 @@ class Measured:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def per_step(self, first: int, last: int) -> dict[str, float]:
-        """CPU-seconds of a step by kind of process, from commit `first` to commit `last`."""
+        """Return CPU-seconds of a step by kind of process, from commit `first` to commit `last`."""
         before, after = self.readings[first], self.readings[last]
         steps = last - first
         return {kind: (used - before.get(kind, 0.0)) / steps for kind, used in after.items()}
@@ -137,7 +137,7 @@ class Measured:
 
 @contextlib.asynccontextmanager
 async def started(job: Path, out: Path, *changes: str) -> AsyncIterator[tuple[StateClient, Meter]]:
-    """Runs the job until the end of the block; its Redis, and a meter on all its processes."""
+    """Run the job until the end of the block; yield its Redis and a meter of all its processes."""
     command = [sys.executable, "-m", "meshrl", "run", str(job)]
     for change in changes:
         command += ["--set", change]
@@ -165,7 +165,7 @@ async def started(job: Path, out: Path, *changes: str) -> AsyncIterator[tuple[St
 
 
 async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
-    """Runs the job until step `until` is committed, and ends it there."""
+    """Run the job until step `until` is committed, then stop it."""
     measured = Measured()
     async with started(job, out, *changes) as (state, meter), asyncio.timeout(RUN_S):
         version = -1

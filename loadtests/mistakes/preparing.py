@@ -131,7 +131,7 @@ def _write_unexecutable(place: Place) -> None:
 
 
 def _use_own_interpreter(place: Place) -> None:
-    """Have SGLang run by this interpreter, which lacks it."""
+    """Configure this interpreter for SGLang, which it lacks."""
     place.set({"rollout.engine": "sglang", "rollout.sglang_python": sys.executable})
 
 

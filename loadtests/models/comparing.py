@@ -98,7 +98,7 @@ def compare(
 
 
 def save(random: Random, architecture: str, options: dict[str, Any], directory: Path) -> Any:
-    """Writes a model with random weights, norms and biases among them; returns it."""
+    """Write and return a model with random weights, norms and biases."""
     import transformers
 
     config = getattr(transformers, CLASSES[architecture])(**options)
@@ -150,7 +150,7 @@ def gap(found: Tensor, expected: Tensor) -> float:
 
 @torch.inference_mode()
 def reference(theirs: Any, tokens: Tensor) -> Tensor:
-    """[n - 1] log-probabilities of all tokens but the first."""
+    """Return [n - 1] log-probabilities of all tokens but the first."""
     logits: Tensor = theirs(tokens[None]).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
@@ -170,7 +170,7 @@ def trained(model: Decoder, tokens: Tensor) -> Tensor:
 def engine(
     config: ModelConfig, model: Decoder, path: str, tokens: Tensor, length: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Sequences, and log-probabilities of the last tokens of each: of known and of sampled ones."""
+    """Return sequences and the log-probabilities of their last tokens, known and sampled."""
     device = "cuda" if path == "graphs" and torch.cuda.is_available() else "cpu"
     made = build_engine(config, 2, length, backend=path, device=device)
     made.wake(model.state_dict(), 0)
@@ -200,7 +200,7 @@ def _hear(made: Any, heard: dict[int, tuple[list[int], list[float]]]) -> None:
 
 
 def check_changed(random: Random, directory: Path, what: str, found: ComparisonResult) -> None:
-    """Changes one thing; it is refused, or read as `transformers` reads it."""
+    """Change one setting and check that it is rejected or read as `transformers` reads it."""
     import transformers
 
     change_made = change(random, directory)

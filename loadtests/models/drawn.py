@@ -39,7 +39,7 @@ def drawn(random: Random, architecture: str, length: int) -> dict[str, Any]:
     }
     if architecture not in ("qwen2", "smollm3", "qwen2_moe") and random.random() < 0.6:
         options["head_dim"] = random.choice((8, 12, 16, 32, 48, 64))
-    # Qwen3 has a width of its own; of Mixtral, transformers wants to be told for some scalings.
+    # Qwen3 declares its head width; transformers needs it for Mixtral with some RoPE scalings.
     if architecture in ("qwen3", "mixtral") and "head_dim" not in options:
         options["head_dim"] = 16
     if architecture in ("llama", "qwen3", "qwen3_moe", "smollm3"):

@@ -118,7 +118,7 @@ def _ms(number: str, unit: str) -> int:
 
 @contextlib.asynccontextmanager
 async def watching(config: Path, port: int) -> AsyncIterator[Watching]:
-    """Prometheus itself, until the end of the block."""
+    """Run Prometheus until the end of the block."""
     words = [f"--config.file={config}", f"--storage.tsdb.path={config.parent / 'tsdb'}"]
     words += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     with (config.parent / "prometheus.log").open("wb") as log:
@@ -164,7 +164,7 @@ class Trial:
         return found
 
     async def play(self, scene: Scene) -> None:
-        """Waits until its alerts fire, and after it until they do not."""
+        """Wait until the alerts fire, and then until they are silent."""
         if scene.mounted and not self.mesh.mounted:
             self.not_tried += scene.alerts
             return

@@ -36,6 +36,8 @@ def expressions(dashboard: dict[str, Any], job: str = "calc") -> list[str]:
 
 
 def metrics(expression: str) -> set[str]:
-    """Names of the series that an expression reads; those by a pattern are not among them."""
+    """Return the names of the series that an expression reads, without those matched by a
+    pattern.
+    """
     named = re.sub(r'"[^"]*"', '""', expression)
     return set(METRIC.findall(named))

@@ -38,7 +38,7 @@ SMALL = {
     "evaluation.every": 0,
     "budget.steps": 1_000_000,
 }
-# Rewards with a defect, in the words of who makes one.
+# Rewards with a typical defect.
 FAULTY = """
 
 def now_and_then(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:

@@ -45,7 +45,7 @@ def sweep() -> list[str]:
 
 
 def homes() -> list[Path]:
-    """Groups of this process in which others can be made."""
+    """List the groups of this process in which others can be created."""
     found: dict[Path, None] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

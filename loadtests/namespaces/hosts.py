@@ -129,7 +129,7 @@ class Hosts:
         return host
 
     def router_cpu_s(self) -> float:
-        """CPU-seconds of the process that holds packets back."""
+        """Return the CPU-seconds of the process that delays packets."""
         times = psutil.Process(self.router).cpu_times()
         return float(times.user + times.system)
 
@@ -155,7 +155,7 @@ class Hosts:
         return Host(name, number, address(number), init, made, _environment())
 
     async def _first(self, module: str, *words: str) -> int:
-        """Starts the first process of new namespaces; its pid, once it is ready."""
+        """Start the first process of new namespaces; return its pid once it is ready."""
         log = self._folder / f"{module}.log"
         with log.open("ab") as error:
             feed = await asyncio.create_subprocess_exec(
@@ -202,7 +202,7 @@ async def _closed(feed: asyncio.subprocess.Process) -> None:
 
 
 def _list_code_directories() -> tuple[str, ...]:
-    """Directories of code that no other of them is in; Python's own may lie in /usr."""
+    """List code directories that are not inside one another; Python's own may be in /usr."""
     wanted = sorted({str(CODE), sys.prefix, sys.base_prefix})
     system = tuple(f"/{name}/" for name in ("usr", "opt", "etc"))
     return tuple(

@@ -48,7 +48,7 @@ def mounted(*words: str) -> None:
 
 
 def grow(tree: Tree) -> None:
-    """Makes the tree the root of this process' mount namespace."""
+    """Make the tree the root of this process's mount namespace."""
     root, files = Path(tree.root), Path(tree.files)
     mounted("--make-rprivate", "/")
     mounted("-t", "tmpfs", "-o", "mode=755,size=1m", "root", tree.root)

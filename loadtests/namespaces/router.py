@@ -25,7 +25,7 @@ BATCH = 256  # packets that are read before those that are due are written
 PACKET_BYTES = 10 + (1 << 16)  # header of virtio, and the longest segment
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
-CHECKSUM_TSO4_TSO6_ECN = 0x01 | 0x02 | 0x04 | 0x08  # what the kernel may leave to who reads
+CHECKSUM_TSO4_TSO6_ECN = 0x01 | 0x02 | 0x04 | 0x08  # offloads left to the reader
 
 
 def opened() -> int:

@@ -67,7 +67,7 @@ class Arm:
 async def run(
     name: str, job: EmulatedWorkload, seed: int, most: int, kill_every_s: float = 0.0
 ) -> Arm:
-    """Run the job on a mesh of its workers, and kill an engine process every so often if asked."""
+    """Run the job on a mesh of its workers, and optionally kill an engine process periodically."""
     arm = Arm(name)
     with tempfile.TemporaryDirectory(prefix=f"p-{name}-") as made:
         folder = Path(made)
@@ -98,7 +98,7 @@ def take(arm: Arm, events: Sequence[Event]) -> None:
 
 
 async def _kill(mesh: RunningMesh, arm: Arm, every_s: float, seed: int) -> None:
-    """Kills an engine process of the job every so often, until it is cancelled."""
+    """Kill an engine process of the job periodically until cancelled."""
     rng = random.Random(seed)
     while every_s:
         await asyncio.sleep(every_s)

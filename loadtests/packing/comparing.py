@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 def padding(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> list[Round]:
-    """Batches of equal count in the order of arrival, as many as fit if all were the longest."""
+    """Fill batches of equal count in order of arrival, sized for the longest sequence."""
     count = max(1, budget // max(lengths))
     batches = [list(range(i, min(i + count, len(lengths)))) for i in range(0, len(lengths), count)]
     return _rounds(batches, ranks)
@@ -72,7 +72,7 @@ def first_fit(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> list[
 
 
 def sort_and_snake(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> list[Round]:
-    """Longest first, dealt to the bins forth and back; of as few bins as that fits."""
+    """Deal sequences, longest first, back and forth to the fewest bins that fit."""
 
     def dealt(count: int) -> list[list[int]]:
         bins: list[list[int]] = [[] for _ in range(count)]
@@ -200,7 +200,7 @@ def streamed(lengths: list[int], ranks: int) -> list[Round]:
 
 
 def lockstep(name: str, rounds: list[Round], lengths: list[int]) -> float:
-    """Padded sequences cost what the longest of their batch costs."""
+    """Compute the cost of padded batches, determined by their longest sequences."""
     if name != "padding":
         return compute_makespan(rounds, lengths, COST)
     longest = [max((lengths[i] for bin in one for i in bin), default=0) for one in rounds]

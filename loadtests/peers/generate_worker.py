@@ -44,7 +44,7 @@ def load(model: Path, dtype: str) -> Any:
 
 @torch.inference_mode()
 def generate(model: Any, prompts: list[list[int]], new_tokens: list[int], greedy: bool) -> int:
-    """Generates `max(new_tokens)` tokens for every prompt; returns how many were asked for."""
+    """Generate `max(new_tokens)` tokens for every prompt; return the requested number."""
     longest, steps = max(map(len, prompts)), max(new_tokens)
     ids = torch.full((len(prompts), longest), PADDING)
     mask = torch.zeros_like(ids)

@@ -30,7 +30,7 @@ class Shape:
 
 
 def write_model(folder: Path, shape: Shape, seed: int = 0) -> int:
-    """Writes `config.json` and `model.safetensors` (float32) and returns the parameter count."""
+    """Write `config.json` and `model.safetensors` (float32); return the parameter count."""
     import torch
     import transformers  # with torch's compiler it takes three CPU-seconds to import
 

@@ -54,7 +54,7 @@ class Forced(LogitsProcessor):
 
 
 def force_lengths(model: Any, end: int, lengths: list[int]) -> None:
-    """Has every later call of `model.generate` take its lengths from the list, in order."""
+    """Make later calls of `model.generate` take their lengths from the list, in order."""
     generate, taken = model.generate, 0
 
     def forced(*args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ def claim_stdout() -> TextIO:
 
 
 def cache_bytes(model: Path, dtype: str, max_length: int) -> int:
-    """Bytes of key-value cache with which SEQUENCES of `max_length` never wait for a block."""
+    """Return the KV-cache bytes with which SEQUENCES of `max_length` never wait for a block."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
@@ -103,7 +103,7 @@ class Engine:
         }
 
     def generate(self, prompts: list[list[int]], new_tokens: list[int], greedy: bool) -> int:
-        """Generates exactly `new_tokens[i]` tokens for prompt i; returns how many in all."""
+        """Generate exactly `new_tokens[i]` tokens for prompt i; return their total."""
         from vllm import SamplingParams, TokensPrompt
 
         params = [

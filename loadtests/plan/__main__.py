@@ -59,7 +59,7 @@ def nodes_of(
 
 
 def whole_plan_s(groups: Sequence[LengthGroup], count: int, nodes: Sequence[LayoutNode]) -> float:
-    """CPU-seconds of a plan from trajectories on: groups, costs, ways to train, the search."""
+    """Measure CPU-seconds of a plan from its trajectories: groups, costs, layouts, search."""
     started_s = time.process_time()
     found = group_by_quantiles(groups, count) if count < len(groups) else groups
     work = TrainingWork(
@@ -87,7 +87,7 @@ def times(rng: random.Random) -> dict[str, float]:
 
 
 def optimality(cases: int) -> dict[str, float]:
-    """Small cases by the plan and by trying everything."""
+    """Compare plans of small cases with exhaustive search."""
     equal, gaps = [], []
     for seed in range(cases):
         case = small(seed)
@@ -116,7 +116,7 @@ def rollout(
 
 
 def peers(rng: random.Random, cases: int) -> dict[str, float]:
-    """Plans beside Libra's released search, and by its released formulas."""
+    """Compare plans with Libra's released search, also by its released formulas."""
     gangs = [EngineGang(QWEN_14B, load_accelerators()["A800"], degree) for degree in DEGREES]
     ours, theirs = (
         [GangServer.from_gang(gang) for gang in gangs],

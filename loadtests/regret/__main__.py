@@ -44,7 +44,7 @@ ARMS = {"planner": "true", "held": "false"}  # name -> planner.moves
 
 
 async def compared(seeds: Sequence[int]) -> dict[str, Any]:
-    """Flat; the ratio is the median over seeds. Which of the two comes first turns."""
+    """Return flat figures; ratios are medians over seeds, and the order of arms alternates."""
     found: dict[str, list[float]] = {name: [] for name in ARMS}
     meter = HostMeter()
     for number, seed in enumerate(seeds):

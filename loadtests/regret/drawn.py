@@ -58,14 +58,14 @@ def _drift(value: float, factor: float) -> LinearDrift:
 
 
 def sampled_tokens(job: EmulatedWorkload) -> float:
-    """Tokens of one trajectory's turns, in the mean over the run."""
+    """Return the mean tokens of one trajectory's turns over the run."""
     sigma = (job.log_sigma.initial + job.log_sigma.final) / 2
     median = (job.median_tokens.initial + job.median_tokens.final) / 2
     return job.turns * median * math.exp(sigma * sigma / 2)
 
 
 def trained_tokens(job: EmulatedWorkload) -> float:
-    """Tokens of a step's trajectories, prompts of two and what follows a turn included."""
+    """Return the tokens of a step's trajectories, with prompts and appended text."""
     each = sampled_tokens(job) + 2 + job.turns
     return job.groups_per_step * job.group_size * each
 

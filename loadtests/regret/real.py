@@ -41,7 +41,7 @@ JOBS = {
 
 
 async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str, Any]:
-    """Figures of these jobs, flat; the order of the arms turns from job to job."""
+    """Return flat figures of these jobs; the order of arms alternates."""
     started_s = time.monotonic()
     rows: list[Compared] = []
     every: list[Arm] = []

@@ -18,7 +18,7 @@ PLANNER = -1  # in place of how many gangs help
 
 
 def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0) -> dict[str, Any]:
-    """Figures of the jobs of these seeds, flat; also told on stderr job by job as they come."""
+    """Return flat figures of the jobs of these seeds; print each job to stderr as it ends."""
     found: dict[int, dict[int, EmulatedRun]] = {seed: {} for seed in seeds}
     tasks = [
         (seed, split, steps) for seed in seeds for split in (PLANNER, *draw_job(seed).static_splits)

@@ -95,7 +95,7 @@ class Script:
 
 
 def scripts(rng: random.Random, hard: Sequence[bool], samples: int) -> list[Script]:
-    """Most take one to four short turns; a few run into a large failure first and then debug."""
+    """Draw scripts: most have one to four short turns, a few a long debugging session."""
 
     def turn(log_mean: float, size: str, failed: bool) -> Step:
         answer = ANSWERS[size, "failure" if failed else "success"]

@@ -104,7 +104,7 @@ async def jailed(place: Place) -> None:
 
 
 async def sustained(one: One, concurrency: int, seconds: float) -> tuple[float, list[float]]:
-    """(calls per second, latencies) of `concurrency` callers that ask again as soon as answered."""
+    """Return calls per second and latencies of `concurrency` callers without pauses."""
     latencies: list[float] = []
     until = time.perf_counter() + seconds
 

@@ -64,7 +64,7 @@ def rise(samples: Samples) -> float:
 
 
 def share(samples: Samples) -> float:
-    """`rise` as a share of the median; 0 when that is 0."""
+    """Return `rise` as a share of the median; 0 if that is 0."""
     middle = statistics.median(value for _, value in samples) if samples else 0.0
     return rise(samples) / middle if middle else 0.0
 
@@ -103,7 +103,7 @@ def _reading(process: psutil.Process) -> Reading:
 
 
 async def redis(state: StateClient) -> Reading:
-    """`keys`, `keys <pattern>`, `memory`, `aof`, `events` (entries of the stream)."""
+    """Return `keys`, `keys <pattern>`, `memory`, `aof`, `events` (entries of the stream)."""
     found: Counter[str] = Counter()
     cursor: Any = 0
     while True:

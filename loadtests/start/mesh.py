@@ -126,7 +126,7 @@ async def moved(state: StateClient) -> tuple[float, float]:
 
 
 def pss_mb(launcher: int) -> float:
-    """Proportional set sizes of all that descends from the launcher: shared pages count once."""
+    """Sum the proportional set sizes of the launcher's descendants: shared pages count once."""
     total_kb = 0
     for process in psutil.Process(launcher).children(recursive=True):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

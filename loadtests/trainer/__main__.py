@@ -53,7 +53,7 @@ def demo(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def packed(folder: Path, chosen: argparse.Namespace) -> Figures:
-    """See `loadtests.packing`."""
+    """Measure packing, as `loadtests.packing` does."""
     import torch  # which the other parts leave to processes of their own
 
     from loadtests.packing import comparing as packing

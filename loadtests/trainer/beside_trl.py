@@ -48,7 +48,7 @@ def longtail(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(name: str, task: Task, venv: Path, steps: int, repeats: int) -> dict[str, Any]:
-    """Medians over runs of mean CPU-seconds a step."""
+    """Return medians over runs of the mean CPU-seconds of a step."""
     last = WARM_STEPS + steps
     mesh, peer = [], []
     for repeat in range(repeats):
@@ -66,7 +66,7 @@ def compared(name: str, task: Task, venv: Path, steps: int, repeats: int) -> dic
 
 
 def reward(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Mean reward of the last steps after as many samples in both: `reward_mesh`, `reward_trl`."""
+    """Measure the mean final reward after equal samples: `reward_mesh`, `reward_trl`."""
     task = digits.write(folder / "task", (digits.EQUAL,))
     mesh, peer = [], []
     for seed in SEEDS:

@@ -92,9 +92,8 @@ def write(folder: Path, lengths: tuple[int, ...]) -> Task:
 
 
 def long_tail(batch: int = 64, steps: int = 16, seed: int = 0) -> tuple[int, ...]:
-    """Lengths of `steps` batches, each the same quantiles of the lognormal in an order of its own.
-
-    So every step has as many tokens as the others, and a tail.
+    """Return the lengths of `steps` batches with equal quantiles of the lognormal in random order.
+    Each step thus has the same number of tokens and a long tail.
     """
     normal = NormalDist(math.log(MEDIAN), SIGMA)
     quantiles = [round(math.exp(normal.inv_cdf((i + 0.5) / batch))) for i in range(batch)]
@@ -103,6 +102,6 @@ def long_tail(batch: int = 64, steps: int = 16, seed: int = 0) -> tuple[int, ...
 
 
 def tail_share(lengths: tuple[int, ...]) -> float:
-    """Share of all tokens that the longest tenth has."""
+    """Return the share of tokens in the longest tenth."""
     ordered = sorted(lengths, reverse=True)
     return sum(ordered[: len(ordered) // 10]) / sum(ordered)

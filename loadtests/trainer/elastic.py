@@ -42,13 +42,13 @@ Row = dict[str, Any]
 
 
 def two_ranks(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """`speedup_2_ranks`: a step's time with one rank over that with two."""
+    """Measure `speedup_2_ranks`: a step's time with one rank over that with two."""
     changes = ("mesh.workers=3", "training.ranks=2")
     return speedup("2_ranks", folder, chosen, changes)
 
 
 def hybrid(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """`speedup_hybrid`: a step's time of the core alone over that with one hybrid."""
+    """Measure `speedup_hybrid`: a step's time of the core alone over that with one hybrid."""
     changes = ("mesh.workers=3", "planner.training=2", STAY)
     return speedup("hybrid", folder, chosen, changes)
 
@@ -56,7 +56,7 @@ def hybrid(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 def speedup(
     name: str, folder: Path, chosen: argparse.Namespace, changes: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Medians over the steps of runs of each kind, in turn."""
+    """Return medians over the steps of runs of each kind, which alternate."""
     task = digits.write(folder / "task", (LENGTH,))
     alone: list[float] = []
     together: list[float] = []

@@ -68,7 +68,7 @@ MOST = {
 
 
 def missed(answer: Arm) -> list[str]:
-    """Figures that are there and not within their bounds, each with its bound."""
+    """List the present figures that violate their bounds, each with its bound."""
     low = [f"{key} {answer[key]} < {least}" for key, least in LEAST.items()
            if key in answer and not answer[key] >= least]  # fmt: skip
     high = [f"{key} {answer[key]} > {most}" for key, most in MOST.items()

@@ -1,4 +1,4 @@
-"""Tensors to publish: like those of a model, drawn from a seed, no two of them alike."""
+"""Tensors to publish: model-like random tensors from a seed, all of them different."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def shapes(size: int, dtype: torch.dtype, each: int = TENSOR_BYTES) -> Iterator[
 
 
 def drawn(size: int, dtype: torch.dtype, seed: int = 0, each: int = TENSOR_BYTES) -> Tensors:
-    """Tensors of `size` bytes together, normally distributed."""
+    """Draw normally distributed tensors of `size` bytes in total."""
     generator = torch.Generator().manual_seed(seed)
     base = SPREAD * torch.randn(DRAWN, generator=generator)
     found: Tensors = {}

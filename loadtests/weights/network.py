@@ -21,7 +21,7 @@ HELD = "ip link set lo up && echo ready && exec cat"  # ends with its standard i
 
 
 def enter(pid: int) -> None:
-    """Puts this process, which has one thread, into the network namespace of another."""
+    """Enter another process's network namespace with this single-threaded process."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path(f"/proc/{pid}/ns/net").open("rb") as space:
         if libc.setns(space.fileno(), CLONE_NEWNET) != 0:
@@ -60,7 +60,7 @@ class Links:
         await self._clear()
 
     def sent(self, number: int) -> int:
-        """Bytes that went out of it since it was made, those of headers among them."""
+        """Return the bytes sent since its creation, with headers."""
         lines = Path(f"/proc/{self.pids[number]}/net/dev").read_text().splitlines()
         (device,) = [line for line in lines if line.strip().startswith("eth0:")]
         return int(device.partition(":")[2].split()[8])

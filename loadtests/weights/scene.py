@@ -247,7 +247,7 @@ class Scene:
 
     @staticmethod
     def send_order(member: Member, order: str, **words: Any) -> asyncio.Task[Any]:
-        """Gives an order, whatever becomes of it: its answer, or the error that there was none."""
+        """Send an order in the background; the task returns the answer or the error."""
 
         async def answered() -> Any:
             try:
@@ -271,5 +271,5 @@ class Scene:
 
 
 def now() -> float:
-    """Seconds of a clock that all processes of this machine share."""
+    """Return seconds of a clock that all processes of this machine share."""
     return time.monotonic()

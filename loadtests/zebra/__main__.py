@@ -100,7 +100,7 @@ def figures(setting: Setting, rounds: int) -> dict[str, Any]:
 def beside_the_simulator(
     setting: Setting, steps: dict[str, Any], told: dict[str, Any]
 ) -> dict[str, Any]:
-    """Utilisation, hidden transfers and ratios, as measured and as the list schedule has them."""
+    """Compare utilisation, hidden transfers and ratios with the list schedule."""
     plain = setting.simulated(asymmetric=False)
     simulated = setting.serial_s / plain.makespan_s
     found: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""The command line: the arguments and output of each command. What a command does is imported when
-it runs. Open `arguments.py` first.
+"""Command line: arguments and output of each command. Open `arguments.py` first.
 
-Nothing heavy is imported here, so that `meshrl --help` and errors in a job file come at once.
+Implementations are imported when a command runs, so that `meshrl --help` and errors in a job file
+appear at once.
 """
 
-# In the order in which `meshrl --help` shows the commands.
+# `meshrl --help` shows the commands in this order.
 from meshrl.cli import runs, weights, monitoring, meshes, hosts, tokens  # isort: skip
 from meshrl.cli.arguments import app
 

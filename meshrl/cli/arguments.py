@@ -1,4 +1,4 @@
-"""The program, and the arguments that several commands share."""
+"""Program `meshrl`, and the arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.common.base.host.terminal import escaped_output
 
 
 class _GuardedCommand(TyperCommand):
-    """A command whose output shows control characters of texts that it prints."""
+    """Command that escapes control characters in its output."""
 
     def invoke(self, ctx: Any) -> Any:
         with escaped_output():
@@ -24,7 +24,7 @@ class _GuardedCommand(TyperCommand):
 
 
 class CommandGroup(typer.Typer):
-    """A group of commands."""
+    """Group of commands."""
 
     def command(
         self, name: str | None = None, **options: Any
@@ -43,7 +43,7 @@ app = CommandGroup(
 
 
 def _parse_run_argument(text: str) -> Path:
-    """The directory that an argument names; of a URL, one to which the run is brought."""
+    """Return the run directory of an argument; download the run first if the argument is a URL."""
     if "://" not in text:
         return Path(text)
     from meshrl.run.run_download import download_run
@@ -59,11 +59,11 @@ RunArgument = Annotated[
     typer.Argument(
         metavar="RUN",
         parser=_parse_run_argument,
-        help="A run directory, as in runs/calculator, or a run's URL.",
+        help="A run directory such as runs/calculator, or the URL of a run.",
     ),
 ]
 RunOrJobArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run directory, or a job of the mesh by its name.")
+    Path, typer.Argument(metavar="RUN", help="A run directory, or the name of a job of the mesh.")
 ]
 RunOrUrlArgument = Annotated[
     Path | None,
@@ -84,7 +84,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Overrides a key of the job file; VALUE is TOML or a bare string. May be repeated.",
+        help="Override a key of the job file; VALUE is TOML or a bare string. Repeatable.",
     ),
 ]
 ChangeOption = Annotated[
@@ -92,47 +92,57 @@ ChangeOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Changes a key of the run, from its next step on. May be repeated.",
+        help="Change a key of the run from its next step on. Repeatable.",
     ),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Overrides `seed` of the job file.")
+    int | None, typer.Option(metavar="N", help="Override the key `seed` of the job file.")
 ]
 RateUpOption = Annotated[
     float,
-    typer.Option(metavar="MB", min=0, help="A second, that bulk ports here send; 0: no bound."),
+    typer.Option(
+        metavar="MB", min=0, help="Limit of the send rate of bulk ports, in MB/s; 0: no limit."
+    ),
 ]
 RateDownOption = Annotated[
-    float, typer.Option(metavar="MB", min=0, help="A second, that they receive; 0: no bound.")
+    float,
+    typer.Option(
+        metavar="MB",
+        min=0,
+        help="Limit of the receive rate of bulk ports, in MB/s; 0: no limit.",
+    ),
 ]
 NoWorkersOption = Annotated[
-    bool, typer.Option("--no-workers", help="This host computes nothing: it gives no worker.")
+    bool, typer.Option("--no-workers", help="Contribute no workers: this host computes nothing.")
 ]
 ServicesOption = Annotated[
     str | None,
     typer.Option(
         metavar="KINDS",
-        help="Which services of jobs may be placed here: shards, sandboxes, or none; default: "
+        help="Services of jobs that may run on this host: shards, sandboxes, or none; default: "
         "shards,sandboxes.",
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replaces a run that has ended.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace a run that has ended.")]
 ForegroundOption = Annotated[
-    bool, typer.Option("--foreground", help="Stays, as the main process of a container does.")
+    bool,
+    typer.Option(
+        "--foreground", help="Stay in the foreground, as the main process of a container."
+    ),
 ]
 HealthOption = Annotated[
     str,
     typer.Option(
         metavar="HOST:PORT",
-        help="Where this host as a whole serves /livez, /readyz and /metrics; default: nowhere.",
+        help="Address that serves /livez, /readyz and /metrics of this host; default: none.",
     ),
 ]
 MetricsOption = Annotated[
-    str, typer.Option(help="Where each process serves its metrics, HOST:PORTS; or off.")
+    str, typer.Option(help="HOST:PORTS at which processes serve their metrics; or off.")
 ]
 RootOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Where this host keeps its files; default .meshrl."),
+    typer.Option(metavar="DIR", help="Directory of this host's mesh files; default: .meshrl."),
 ]
 MeshOption = Annotated[
     Path | None,
@@ -147,21 +157,23 @@ TokenOption = Annotated[
         metavar="FILE",
         envvar="MESHRL_TOKEN",
         show_envvar=False,
-        help="A token of `meshrl token create`, or its file, for a mesh of somebody else's; "
+        help="A token that `meshrl token create` made, or its file, for another user's mesh; "
         "default: $MESHRL_TOKEN.",
     ),
 ]
 SamplingSeedOption = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="Default: another each time.")
+    int | None, typer.Option("--seed", metavar="N", help="Seed of sampling; default: random.")
 ]
 StepOption = Annotated[
     int | None,
-    typer.Option("--step", metavar="N", help="Of a run: that step's model; default: the last."),
+    typer.Option(
+        "--step", metavar="N", help="For a run: use the model of step N; default: the last step."
+    ),
 ]
 BestOption = Annotated[
-    bool, typer.Option("--best", help="Of a run: the one that evaluation found best.")
+    bool, typer.Option("--best", help="For a run: use the model with the best evaluation.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _print_version(requested: bool) -> None:
@@ -179,17 +191,17 @@ def _meshrl(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Prints the version."
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
 ) -> None:
     """Reinforcement learning for language models on a mesh of accelerators.
 
-    Exit status: 0 done, 1 an error (one line says what it is and what to do), 2 wrong usage,
-    130 Ctrl-C; `watch` and `wait` have more.
+    Exit status: 0 success, 1 error (one line describes the error and its fix), 2 wrong usage,
+    130 Ctrl-C; `watch` and `wait` define more.
     """
 
 
 def merge_overrides(values: list[str] | None, seed: int | None) -> list[str]:
-    """`--set` and `--seed` as keys of the job file."""
+    """Return `--set` and `--seed` as settings of job-file keys."""
     return [*(values or []), *([] if seed is None else [f"seed={seed}"])]

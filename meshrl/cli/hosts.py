@@ -1,4 +1,4 @@
-"""Commands for meshes of several hosts: these join, drain and leave."""
+"""Commands for meshes of several hosts: join, drain, leave, and keys."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from meshrl.cli.arguments import (
     app,
 )
 
-DRAIN_TIMEOUT_S = 60.0  # at most: a job's core moves when a checkpoint has it
+DRAIN_TIMEOUT_S = 60.0  # a job's core moves once a checkpoint covers it
 HostArgument = Annotated[
-    str, typer.Argument(metavar="HOST", help="As in `meshrl hosts`, or how its name begins.")
+    str,
+    typer.Argument(
+        metavar="HOST", help="A host that `meshrl hosts` lists, or a prefix of its name."
+    ),
 ]
 
 
@@ -34,83 +37,83 @@ def join(
         str | None,
         typer.Argument(
             metavar="[FILE|URL|-]",
-            help="The token of the head: its file, where it is to be fetched, or - for the "
-            "standard input; default: $MESHRL_JOIN, the token or its file.",
+            help="Join token of the head: its file, a URL of it, or - for standard input; "
+            "default: $MESHRL_JOIN, the token or its file.",
         ),
     ] = None,
     root: RootOption = None,
     workers: Annotated[
-        int, typer.Option(metavar="N", min=0, help="CPU slots; 0 with cuda: one for each GPU.")
+        int, typer.Option(metavar="N", min=0, help="Number of workers; 0 with cuda: one per GPU.")
     ] = 1,
-    device: Annotated[str, typer.Option(help="What workers are: cpu, or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the workers: cpu or cuda.")] = "cpu",
     no_workers: NoWorkersOption = False,
     services: ServicesOption = None,
     listen: Annotated[
         str,
         typer.Option(
             metavar="HOST[:LOW-HIGH]",
-            help="The address by which other hosts reach this one, and its ports; default: that "
-            "by which it reaches the head, and any port.",
+            help="Address and ports by which other hosts reach this one; default: the address that "
+            "reaches the head, and any port.",
         ),
     ] = "",
     interface: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help="By which ranks of a gang on several hosts reach this one, as ib0; default: the "
-            "one with the address of --listen.",
+            help="Network interface for gangs that span hosts, such as ib0; default: the interface "
+            "with the address of --listen.",
         ),
     ] = "",
     network: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help='Of hosts that a gang may span, where mesh.toml says pool.gang_scope = "network"; '
-            "default: the head's.",
+            help='Network whose hosts a gang may span with pool.gang_scope = "network"; '
+            "default: the head's network.",
         ),
     ] = "",
-    market: Annotated[str, typer.Option(help="reserved, spot or lent.")] = "reserved",
+    market: Annotated[str, typer.Option(help="Market: reserved, spot or lent.")] = "reserved",
     memory: Annotated[
-        float, typer.Option(metavar="GIB", min=0, help="That residents may take; 0: all.")
+        float, typer.Option(metavar="GIB", min=0, help="Memory that instances may use; 0: all.")
     ] = 0.0,
     disk: Annotated[
-        float, typer.Option(metavar="GIB", min=0, help="That residents may take; 0: all.")
+        float, typer.Option(metavar="GIB", min=0, help="Disk that instances may use; 0: all.")
     ] = 0.0,
     cache: Annotated[
         float,
         typer.Option(
             metavar="GIB",
             min=0,
-            help="Of disk, for weights that several processes here need; 0: each fetches them.",
+            help="Disk for weights that several processes share; 0: each process fetches them.",
         ),
     ] = 64.0,
     rate_up: RateUpOption = 0.0,
     rate_down: RateDownOption = 0.0,
     metrics: MetricsOption = "127.0.0.1:*",
     standby: Annotated[
-        bool, typer.Option(help="Whether a planner may stand by here, for the head's.")
+        bool, typer.Option(help="Allow a standby of the head's planner on this host.")
     ] = True,
     head: Annotated[
         str,
         typer.Option(
             metavar="NAME[:PORT]",
-            help="By which this host reaches the head's gateway, from now on; default: as the "
-            "token says, or as it did before.",
+            help="Name by which this host reaches the head's gateway from now on; default: the "
+            "last name, or the name in the token.",
         ),
     ] = "",
     advertise: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help="By which other hosts reach this one, as the name of a container whose address "
-            "changes; default: the address of --listen.",
+            help="Name by which other hosts reach this one, for a container whose address changes; "
+            "default: the address of --listen.",
         ),
     ] = "",
     ephemeral: Annotated[
         bool,
         typer.Option(
             "--ephemeral",
-            help="Leaves the mesh when it is told to end; the mesh forgets it when it stays away.",
+            help="Leave the mesh when stopped; the mesh removes the host when it stays away.",
         ),
     ] = False,
     foreground: ForegroundOption = False,
@@ -120,16 +123,16 @@ def join(
             "--drain-s",
             metavar="SECONDS",
             min=0,
-            help="With --foreground: told to end, it first has everything move away from it, for "
-            "so long at most; 0: it ends at once.",
+            help="With --foreground: when stopped, first drain this host, for at most this time; "
+            "0: stop at once.",
         ),
     ] = DRAIN_TIMEOUT_S,
     health: HealthOption = "",
 ) -> None:
-    """Joins a mesh that was started with `meshrl up --listen`: this host gives it its accelerators.
+    """Join a mesh that `meshrl up --listen` started, and contribute this host's accelerators.
 
-    A host that has joined comes back without a token: `meshrl join` in the same directory. What it
-    gives stays as it was, but for what this command says of it.
+    To rejoin later, run `meshrl join` in the same directory without a token. Options of an earlier
+    join stay in force unless this command sets them.
 
     Examples:
 
@@ -180,12 +183,12 @@ def join(
 def leave(
     root: RootOption = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also when the head cannot be told.")
+        bool, typer.Option("--force", help="Leave even if the head is unreachable.")
     ] = False,
 ) -> None:
-    """Ends what runs on this host, in order; the mesh forgets it, and it the mesh.
+    """Stop the processes of this host in order, and remove it from its mesh.
 
-    What was on it goes on elsewhere; `meshrl drain` at the head moves it away before.
+    Its work continues on other hosts. `meshrl drain` at the head moves that work away first.
 
     Example:
 
@@ -198,7 +201,7 @@ def leave(
 
 @app.command(rich_help_panel="Hosts")
 def hosts(json: JsonOption = False, mesh: MeshOption = None) -> None:
-    """Shows the hosts of a mesh: how each stands, what it has, how far it is.
+    """Show the hosts of a mesh with state, resources and network latency.
 
     Example:
 
@@ -212,18 +215,18 @@ def hosts(json: JsonOption = False, mesh: MeshOption = None) -> None:
 @app.command(rich_help_panel="Hosts")
 def drain(
     host: HostArgument,
-    off: Annotated[bool, typer.Option("--off", help="Uses it again.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Returns when nothing is on it.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="End the drain: use the host again.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when the host is empty.")] = False,
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Waits no longer; default: for ever.")
+        float | None, typer.Option(metavar="SECONDS", help="Limit of --wait; default: none.")
     ] = None,
     json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
-    """Moves everything away from a host, which nothing new is placed on: then it may leave.
+    """Move everything away from a host and place nothing new on it, so that it may leave.
 
-    A job's core moves when a checkpoint has it; a shard when its groups are finished, of which it
-    begins no more; a sandbox when no session is open; each after two minutes at the latest.
+    A job's core moves once a checkpoint covers it. A shard starts no more groups, and moves once
+    its groups are finished. A sandbox moves once no session is open. Each moves within two minutes.
 
     Examples:
 
@@ -240,14 +243,15 @@ def drain(
 
 
 keys = CommandGroup(
-    invoke_without_command=True, help="Whose keys a mesh lets in; each process has its own."
+    invoke_without_command=True,
+    help="List and revoke the keys that a mesh admits; each process has its own.",
 )
 app.add_typer(keys, name="keys", rich_help_panel="Hosts")
 
 
 @keys.callback()
 def _keys(context: typer.Context, json: JsonOption = False, mesh: MeshOption = None) -> None:
-    """Shows whose keys a mesh lets in.
+    """Show the keys that a mesh admits.
 
     Examples:
 
@@ -263,7 +267,7 @@ def _keys(context: typer.Context, json: JsonOption = False, mesh: MeshOption = N
 
 @keys.command("list")
 def list_(json: JsonOption = False, mesh: MeshOption = None) -> None:
-    """Shows whose keys are let in.
+    """Show the keys that a mesh admits.
 
     Example:
 
@@ -280,12 +284,12 @@ def revoke(
         str,
         typer.Argument(
             metavar="HOST_OR_KEY",
-            help="As `meshrl keys` shows it, or how it begins: 8 digits of a key at least.",
+            help="A host or key that `meshrl keys` lists, or a prefix (8 digits of a key or more).",
         ),
     ],
     mesh: MeshOption = None,
 ) -> None:
-    """Lets a host in no more, at once, with all its processes; or one process' key.
+    """Revoke a host with all its processes at once, or the key of one process.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Commands for meshes that stay up, and for the host they are on."""
+"""Commands for long-lived meshes, and for their host."""
 
 from __future__ import annotations
 
@@ -28,48 +28,53 @@ from meshrl.cli.arguments import (
 def up(
     workers: Annotated[
         int,
-        typer.Option(metavar="N", min=0, help="0: as many as there are GPUs, or 3 CPU slots."),
+        typer.Option(metavar="N", min=0, help="Number of workers; 0: one per GPU, or 3 CPU slots."),
     ] = 0,
-    device: Annotated[str, typer.Option(help="What workers are: cpu, or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the workers: cpu or cuda.")] = "cpu",
     no_workers: NoWorkersOption = False,
     services: ServicesOption = None,
     root: RootOption = None,
-    bind: Annotated[str, typer.Option(help="Where every process listens.")] = "tcp://127.0.0.1:*",
-    advertise: Annotated[str, typer.Option(help="What it tells others; default: `bind`.")] = "",
+    bind: Annotated[
+        str, typer.Option(help="Address that processes listen on.")
+    ] = "tcp://127.0.0.1:*",
+    advertise: Annotated[
+        str, typer.Option(help="Address that processes publish; default: --bind.")
+    ] = "",
     metrics: MetricsOption = "127.0.0.1:*",
     config: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="A mesh.toml: how the planner shares the mesh between jobs."
+            metavar="FILE",
+            help="A mesh.toml, which sets how the planner shares the mesh between jobs.",
         ),
     ] = None,
     gateway: Annotated[
         str | None,
         typer.Option(
-            help="Where holders of tokens are let in, as tcp://0.0.0.0:7700; or off. Default: "
-            "this host alone, or with --listen there.",
+            help="Address for clients with tokens, such as tcp://0.0.0.0:7700; or off. Default: "
+            "only this host, or the address of --listen.",
         ),
     ] = None,
     listen: Annotated[
         str,
         typer.Option(
             metavar="HOST[:LOW-HIGH]",
-            help="Lets other hosts join: the address by which they reach this one, and its ports.",
+            help="Let other hosts join: address and ports by which they reach this one.",
         ),
     ] = "",
     resume: Annotated[
         str,
         typer.Option(
             metavar="URL",
-            help="Goes on with the jobs of a mesh whose head is gone, from the copy that it kept "
-            "at this URL (durable.url of its mesh.toml).",
+            help="Continue the jobs of a mesh whose head is lost, from its copy at this URL "
+            "(durable.url of its mesh.toml).",
         ),
     ] = "",
     encrypt: Annotated[
         bool | None,
         typer.Option(
             "--encrypt/--no-encrypt",
-            help="Seal weights, files and gradients between hosts, too; default: with --listen.",
+            help="Also encrypt weights, files and gradients between hosts; default: with --listen.",
         ),
     ] = None,
     rate_up: RateUpOption = 0.0,
@@ -80,17 +85,17 @@ def up(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The head.json of `meshrl secrets`, whose tokens are good here; taken over at the "
-            "first start.",
+            help="The head.json of `meshrl secrets`, whose tokens this mesh accepts; read at the "
+            "first start only.",
         ),
     ] = None,
 ) -> None:
-    """Starts a mesh in the background, for jobs that are submitted to it.
+    """Start a mesh in the background, for jobs that are submitted to it.
 
-    With --listen it writes a token by which another host joins, with `meshrl join`: every
-    connection is encrypted then.
+    With --listen, write a token with which another host joins (`meshrl join`), and encrypt every
+    connection.
 
-    $MESHRL_REDIS_URL names a Redis to use instead of an embedded one, or a file with its URL.
+    $MESHRL_REDIS_URL is the URL of a Redis that replaces the embedded one, or a file with the URL.
 
     Examples:
 
@@ -131,7 +136,7 @@ def up(
 
 @app.command(rich_help_panel="Meshes")
 def down(mesh: MeshOption = None) -> None:
-    """Stops a mesh with everything it started.
+    """Stop a mesh and every process that it started.
 
     Example:
 
@@ -144,7 +149,7 @@ def down(mesh: MeshOption = None) -> None:
 
 @app.command(rich_help_panel="Meshes")
 def workers(json: JsonOption = False, mesh: MeshOption = None) -> None:
-    """Shows each worker with its accelerator, its role and the role it is to have.
+    """Show each worker with its accelerator, its role and its desired role.
 
     Example:
 
@@ -157,14 +162,17 @@ def workers(json: JsonOption = False, mesh: MeshOption = None) -> None:
 
 @app.command(rich_help_panel="Meshes")
 def move(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As in `meshrl workers`: w1.")],
+    worker: Annotated[
+        str,
+        typer.Argument(metavar="WORKER", help="A worker that `meshrl workers` lists, such as w1."),
+    ],
     role: Annotated[str, typer.Argument(metavar="ROLE", help="rollout, training or idle.")],
     job: Annotated[
-        str, typer.Option(metavar="JOB", help="Of which job; default: the only one.")
+        str, typer.Option(metavar="JOB", help="Job of the role; default: the only job.")
     ] = "",
     mesh: MeshOption = None,
 ) -> None:
-    """Gives a worker another role and keeps it there; the others go on.
+    """Move a worker to another role and keep it there; other workers continue.
 
     Example:
 
@@ -178,19 +186,20 @@ def move(
 @app.command(rich_help_panel="Meshes")
 def plan(
     explain: Annotated[
-        bool, typer.Option("--explain", help="What would be decided of it, with rule and figures.")
+        bool,
+        typer.Option("--explain", help="Print the planner's decisions, with rule and figures."),
     ] = False,
     snapshot: Annotated[
         Path | None,
         typer.Option(
-            "--snapshot", metavar="FILE", help="A saved snapshot; default: the mesh as it is."
+            "--snapshot", metavar="FILE", help="A saved snapshot; default: the mesh's state."
         ),
     ] = None,
     look: Annotated[Path | None, typer.Option(hidden=True)] = None,
     json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
-    """Prints what the planner decides from, as JSON, or what it would decide. Changes nothing.
+    """Print the planner's input as JSON, or with --explain its decisions. This changes nothing.
 
     Examples:
 
@@ -207,13 +216,13 @@ def plan(
 
 @app.command(rich_help_panel="Meshes")
 def delete(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="As in `meshrl status`.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A job that `meshrl status` lists.")],
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Removes a job that has ended from the mesh's records. Its run directory stays.
+    """Remove a job that has ended from the mesh's records. Its run directory stays.
 
-    Weights that lie in the mesh's store alone go with it; checkpoints and exports stay.
+    Weights that only the mesh's store has are deleted too; checkpoints and exports stay.
 
     Example:
 
@@ -227,7 +236,7 @@ def delete(
 
 @app.command(rich_help_panel="Help")
 def doctor() -> None:
-    """Checks what this machine offers a mesh; each line that is not ok says the fix.
+    """Check this machine as a host of a mesh; print a fix for each problem.
 
     Example:
 
@@ -238,18 +247,22 @@ def doctor() -> None:
     raise typer.Exit(checks.print_findings())
 
 
-engine = CommandGroup(no_args_is_help=True, help="Engines with an interpreter of their own.")
+engine = CommandGroup(
+    no_args_is_help=True, help="Install engines that need their own Python interpreter."
+)
 app.add_typer(engine, name="engine", rich_help_panel="Help")
 
 
 @engine.callback()
 def _engine() -> None:
-    """Engines with an interpreter of their own."""
+    """Install engines that need their own Python interpreter."""
 
 
 @engine.command()
 def install(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="sglang.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Engine: sglang.", show_default=False)
+    ],
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -257,9 +270,9 @@ def install(
         ),
     ] = None,
 ) -> None:
-    """Builds an engine's own environment, and prints its interpreter.
+    """Build the environment of an engine, and print its interpreter.
 
-    A job finds it by itself; with --dir, name the interpreter in `rollout.sglang_python`.
+    Jobs find the default directory. With --dir, set `rollout.sglang_python` to the interpreter.
 
     Example:
 
@@ -273,24 +286,28 @@ def install(
 @app.command(rich_help_panel="Meshes")
 def simulate(
     scenario: Annotated[
-        str, typer.Argument(metavar="SCENARIO", help="A TOML file, or one of those that are here.")
+        str, typer.Argument(metavar="SCENARIO", help="A TOML file or a built-in scenario.")
     ] = "",
     from_: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN", help="In place of a scenario: as this run was."),
+        typer.Option("--from", metavar="RUN", help="Simulate this run instead of a scenario."),
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Compares the scenario with itself, so changed."),
+        typer.Option(
+            metavar="KEY=VALUE", help="Compare the scenario with one that has this change."
+        ),
     ] = None,
     set: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Changes it in all arms.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Change a key in all arms.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Writes plots there, HTML and PNG.")
+        Path | None, typer.Option(metavar="DIR", help="Write plots to DIR, as HTML and PNG.")
     ] = None,
 ) -> None:
-    """Runs a scenario on a simulated cluster, by the decisions that run a mesh.
+    """Run a scenario on a simulated cluster, with the planner of a real mesh.
+
+    Without a scenario, list the built-in scenarios.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Commands that look at a run or a mesh, and the one that stops a run."""
+"""Commands that observe a run or a mesh, and `cancel`, which stops a run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def watch(
         Path | None,
         typer.Argument(
             metavar="[RUN]",
-            help="A run directory, or a job of the mesh; default: what the mesh works on.",
+            help="A run directory, or a job of the mesh; default: the mesh's current jobs.",
         ),
     ] = None,
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Shows a run as `meshrl run` does: one that was submitted, or is run in another terminal.
+    """Show the live view of a run that was submitted, or that runs in another terminal.
 
-    Changes nothing; Ctrl-C ends the view and leaves the job running. Exit status, when the run is
-    over: 0 it has finished, 1 it has failed, 3 it was stopped before its end; 130 after Ctrl-C.
+    The view changes nothing; Ctrl-C ends it and leaves the job running. Exit status at the end of
+    the run: 0 finished, 1 failed, 3 stopped before its end; 130 after Ctrl-C.
 
     Example:
 
@@ -52,15 +52,16 @@ def watch(
 def wait(
     run: RunOrJobArgument,
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Gives up after that; default: never.")
+        float | None,
+        typer.Option(metavar="SECONDS", help="Give up after this time; default: never."),
     ] = None,
     json: JsonOption = False,
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Returns when a run is over and its report and model are written, and says how it ended.
+    """Wait until a run is over and its report and model are written; print its outcome.
 
-    Exit status: 0 it has finished, 1 it has failed, 3 it was stopped before its end, 124 --timeout.
+    Exit status: 0 finished, 1 failed, 3 stopped before its end, 124 --timeout.
 
     Example:
 
@@ -82,10 +83,10 @@ def cancel(
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Ends a job cleanly: one of a mesh, which takes up the next one, or that of a `meshrl run`.
+    """Stop a job of a mesh, or the job of a `meshrl run`, cleanly.
 
-    What it has made stays, its last checkpoint too, and `meshrl resume` goes on from there. Exits 1
-    when the job has finished or failed already.
+    The mesh starts its next job. Results and the last checkpoint stay, and `meshrl resume`
+    continues from there. Exit status 1: the job has already finished or failed.
 
     Example:
 
@@ -104,20 +105,22 @@ def cancel(
 def samples(
     run: RunOrMeshArgument = None,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="Only those of a step, evaluations of it too.")
+        int | None, typer.Option(metavar="N", help="Only samples of step N and its evaluations.")
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="Those without a reward.")] = False,
-    limit: Annotated[int, typer.Option("-n", metavar="N", help="How many.")] = 5,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only samples without a reward.")
+    ] = False,
+    limit: Annotated[int, typer.Option("-n", metavar="N", help="Number of samples.")] = 5,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more.")] = False,
     json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
-    """Shows trajectories: what the model said, its tools, its reward, how it ended.
+    """Show trajectories: the model's text, its tool calls, its reward, its outcome.
 
-    A run keeps a few of each step and of each evaluation, among them the best, the worst and those
-    that failed; also while it goes on.
+    A run saves a few of each step and each evaluation, including the best, the worst and the
+    failed ones. The command also works during a run.
 
     Examples:
 
@@ -138,9 +141,9 @@ def samples(
 
 @app.command(rich_help_panel="Runs")
 def audit(run: RunOrUrlArgument = None, json: JsonOption = False, mesh: MeshOption = None) -> None:
-    """Accounts for every trajectory of a run, from its ledger and events alone.
+    """Account for every trajectory of a run, from its ledger and events alone.
 
-    Of a mesh: of the job that it works on, or did last. Exits 1 when a trajectory is lost or was
+    For a mesh, audit its current or last job. Exit status 1: a trajectory is lost or was
     trained twice.
 
     Example:
@@ -158,14 +161,13 @@ def report(
     run: RunOrUrlArgument = None,
     png: Annotated[
         Path | None,
-        typer.Option("--png", metavar="DIR", help="Writes each figure as a PNG file to DIR."),
+        typer.Option("--png", metavar="DIR", help="Write each figure to DIR as a PNG file."),
     ] = None,
     mesh: MeshOption = None,
 ) -> None:
-    """Writes the report of a run that is over anew, or with --png its figures, also while it goes
-    on.
+    """Rebuild the report of a run that is over; with --png write its figures, also during a run.
 
-    PNG files take matplotlib: pip install 'meshrl[plots]'.
+    PNG files require matplotlib: pip install 'meshrl[plots]'.
 
     Example:
 
@@ -185,10 +187,11 @@ def trace(
     ] = None,
     mesh: MeshOption = None,
 ) -> None:
-    """Writes where a run's time goes as a trace for https://ui.perfetto.dev, also while it goes on.
+    """Write a timeline of a run as a trace for https://ui.perfetto.dev, also during the run.
 
-    Trajectories (queue, prefill, decode, tool, reward), the trainer's steps (pack, train, sync,
-    checkpoint), engines' new weights, and who is on which worker in which role, with every move.
+    It has trajectories (queue, prefill, decode, tool, reward), the trainer's steps (pack, train,
+    sync, checkpoint), weight updates of engines, and the job and role of each worker with every
+    move.
 
     Example:
 
@@ -204,23 +207,26 @@ def trace(
 def status(
     run: RunOrMeshArgument = None,
     stalled: Annotated[
-        bool, typer.Option("--stalled", help="Names who waits and which process is the cause.")
+        bool,
+        typer.Option(
+            "--stalled", help="Print which process waits, and which process is the cause."
+        ),
     ] = False,
     why: Annotated[
         str,
         typer.Option(
-            metavar="JOB|GANG", help="What was decided about it last, with rule and figures."
+            metavar="JOB|GANG", help="Print the last decisions about it, with rule and figures."
         ),
     ] = "",
     json: JsonOption = False,
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Shows jobs, services and gangs, or with --stalled what holds them up.
+    """Show jobs, services and gangs, or with --stalled the cause of each stall.
 
-    Of a run that is over: how it ended, and the command that goes on.
+    For a run that is over, show its outcome and the command that resumes it.
 
-    Example:
+    Examples:
 
         meshrl status
 
@@ -248,14 +254,15 @@ def status(
 @app.command(rich_help_panel="Meshes")
 def top(
     run: RunOrMeshArgument = None,
-    once: Annotated[bool, typer.Option("--once", help="Prints one frame, and ends.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     json: JsonOption = False,
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Shows a mesh while it works: jobs, rates, moves of workers, gangs and what resides on them.
+    """Show a live view of a mesh: jobs, rates, moves of workers, gangs and their instances.
 
-    Changes nothing; Ctrl-C ends it. Without a terminal it prints one frame. With a token: its jobs.
+    The view changes nothing; Ctrl-C ends it. Without a terminal it prints one frame. With a token
+    it shows the jobs of that token.
 
     Examples:
 
@@ -278,21 +285,18 @@ def logs(
         list[str] | None,
         typer.Argument(
             metavar="[RUN] [SERVICE]",
-            help="A run or mesh directory, and a service as in rollout/calc/0; default: all logs "
+            help="A run or mesh directory, and a service such as rollout/calc/0; default: all logs "
             "of the mesh started last.",
         ),
     ] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", help="How many, of each log.")] = 20,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
-    list_only: Annotated[
-        bool, typer.Option("--list", help="Says which logs there are on which host.")
-    ] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="Number of lines of each log.")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="List the logs of each host.")] = False,
     mesh: MeshOption = None,
 ) -> None:
-    """Prints the logs of a mesh, also of one that has stopped. While it runs, also those of its
-    other hosts.
+    """Print the logs of a running or stopped mesh; while it runs, also the logs of its other hosts.
 
-    Example:
+    Examples:
 
         meshrl logs rollout/calc/0 -f
 

@@ -1,4 +1,4 @@
-"""Commands that begin a run, go on with one, or use what came of it."""
+"""Commands that start a run, continue it, or use its results."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def run(
     seed: SeedOption = None,
     set_: SetOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Prints the resolved job and the process plan.")
+        bool, typer.Option("--dry-run", help="Print the resolved job and the process plan.")
     ] = False,
     force: ForceOption = False,
 ) -> None:
-    """Starts a mesh, trains the job on it, reports, and stops the mesh.
+    """Start a mesh, train the job on it, write the report, and stop the mesh.
 
-    The run directory is `out` of the job file, or else runs/NAME (runs/NAME-2 when that is taken).
-    Ctrl-C stops cleanly and prints the command that resumes.
+    The key `out` of the job file sets the run directory; default: runs/NAME, or runs/NAME-2 if that
+    exists. Ctrl-C stops cleanly and prints the command that resumes the run.
 
     Examples:
 
@@ -76,18 +76,18 @@ def run(
 @app.command(rich_help_panel="Runs")
 def init(
     name: Annotated[
-        Path, typer.Argument(metavar="NAME", help="A new directory; the job is called as it is.")
+        Path, typer.Argument(metavar="NAME", help="A new directory; the job has the same name.")
     ],
     example: Annotated[
-        str, typer.Option(help="One of the examples instead: calculator, chat or code.")
+        str, typer.Option(help="Copy an example instead: calculator, chat or code.")
     ] = "",
 ) -> None:
-    """Writes a small job that runs as it is: environment, reward, tokenizer and data.
+    """Write a small job that runs unchanged: environment, reward, tokenizer and data.
 
     A model from scratch learns a guessing game within two minutes on two CPU cores;
-    docs/use/first-job.md explains each file. Nothing that is there already is overwritten.
+    docs/use/first-job.md explains each file. Existing files are not overwritten.
 
-    Example:
+    Examples:
 
         meshrl init mygame
 
@@ -102,10 +102,11 @@ def init(
 
 @app.command(rich_help_panel="Runs")
 def resume(run: RunArgument, set_: ChangeOption = None) -> None:
-    """Continues a run that was stopped or cut off, or a finished one with more steps to do.
+    """Continue a run that was stopped or interrupted, or extend a finished run.
 
-    With the mesh's Redis data in the run directory everything goes on where it was; without it the
-    job starts again from its newest checkpoint. docs/operate/jobs.md lists what may change.
+    If the run directory has the mesh's Redis data, the job continues exactly where it was.
+    Otherwise it restarts from its newest checkpoint. docs/operate/jobs.md lists the keys that may
+    change.
 
     Examples:
 
@@ -132,9 +133,9 @@ def submit(
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Hands a job to the mesh that runs, and returns.
+    """Submit a job to the running mesh, and return.
 
-    With a token, to a mesh of somebody else, who made it by `meshrl token create`.
+    With a token, which `meshrl token create` makes, submit it to another user's mesh.
 
     Examples:
 
@@ -160,9 +161,10 @@ def export(
     ] = None,
     token: TokenOption = None,
 ) -> None:
-    """Writes a version of a run as a Hugging Face directory, also while the run goes on.
+    """Write a version of a run as a Hugging Face directory, also during the run.
 
-    Of a run with adapters: the merged model, and the adapters in PEFT's layout in DIR/adapter.
+    For a run with adapters, write the merged model, and the adapters in PEFT's layout to
+    DIR/adapter.
 
     Example:
 
@@ -189,10 +191,10 @@ def evaluate(
     best: BestOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Evaluates a model on the held-out rows and evaluation datasets of a job, and trains nothing.
+    """Evaluate a model on the held-out rows and evaluation datasets of a job, without training.
 
-    It starts a mesh, prints the figures and writes them to evaluation.json in a run directory of
-    its own, runs/NAME-eval. Progress goes to standard error.
+    The command starts a mesh, prints the figures, and writes them to evaluation.json in a new run
+    directory, runs/NAME-eval. Progress goes to standard error.
 
     Examples:
 
@@ -209,22 +211,27 @@ def evaluate(
 def chat(
     run: RunOrJobArgument,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="One trajectory of it, and the end.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Play one trajectory of this prompt and exit."),
     ] = None,
     row: Annotated[
         int | None,
-        typer.Option(metavar="N", help="One trajectory of a held-out row, from 0, and its reward."),
+        typer.Option(
+            metavar="N", help="Play one trajectory of held-out row N, from 0, and print its reward."
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy.")
+    ] = 1.0,
     seed: SamplingSeedOption = None,
     step: StepOption = None,
     best: BestOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Talks with the trained model, with the tools and in the environment of its job.
+    """Chat with the trained model, with the tools and in the environment of its job.
 
-    A job with a chat format is a conversation; another one plays trajectories, of rows by their
-    number or of prompts. It ends at the end of the input (Ctrl-D).
+    A job with a chat format starts a conversation. Other jobs play trajectories of rows (by number)
+    or of prompts. The command ends at the end of its input (Ctrl-D).
 
     Examples:
 
@@ -247,16 +254,20 @@ def sample(
         str,
         typer.Argument(
             metavar="PROMPT",
-            help="A prompt, a whole row as a JSON object, or - for one on each line of the input.",
+            help="A prompt, a whole row as a JSON object, or - for one per line of standard input.",
         ),
     ],
-    n: Annotated[int, typer.Option("--n", "-n", min=1, metavar="N", help="Of each prompt.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
-    greedy: Annotated[bool, typer.Option("--greedy", help="As --temperature 0.")] = False,
+    n: Annotated[
+        int, typer.Option("--n", "-n", min=1, metavar="N", help="Trajectories per prompt.")
+    ] = 1,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy.")
+    ] = 1.0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Same as --temperature 0.")] = False,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="That the model samples of one; default: what has room."
+            min=1, metavar="N", help="Sampled tokens per trajectory; default: as many as fit."
         ),
     ] = None,
     seed: SamplingSeedOption = None,
@@ -264,11 +275,11 @@ def sample(
     best: BestOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Samples trajectories of a prompt with a run's model, in the environment of its job.
+    """Sample trajectories of a prompt with a run's model, in the environment of its job.
 
-    Also while the run goes on. It prints what the model said, its tools, the reward where the row
-    allows one, and the tokens. A prompt that a row of the job has is that row. Exits 1 when a
-    trajectory or its reward failed.
+    The command also works during a run. It prints the model's text, its tool calls, the reward
+    where the row allows one, and the tokens. A prompt that equals a row's prompt uses that row.
+    Exit status 1: a trajectory or its reward failed.
 
     Examples:
 

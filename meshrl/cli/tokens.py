@@ -1,4 +1,4 @@
-"""Commands for tokens, which let people and hosts in, and for all secrets of a mesh to be."""
+"""Commands for tokens, which admit users and hosts, and for the secrets of a new mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import typer
 from meshrl.cli.arguments import CommandGroup, JsonOption, MeshOption, app
 
 token = CommandGroup(
-    no_args_is_help=True, help="Tokens, by which other people hand jobs to a mesh of yours."
+    no_args_is_help=True,
+    help="Create, list and revoke tokens with which users and hosts reach a mesh.",
 )
 app.add_typer(token, name="token", rich_help_panel="Meshes")
 
@@ -18,29 +19,31 @@ app.add_typer(token, name="token", rich_help_panel="Meshes")
 @token.command()
 def create(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Whom it is for; a host's needs none.")
+        str | None,
+        typer.Argument(metavar="NAME", help="User of the token; a host token needs none."),
     ] = None,
-    days: Annotated[float, typer.Option(min=0.0, help="Until it expires.")] = 30.0,
+    days: Annotated[float, typer.Option(min=0.0, help="Days until the token expires.")] = 30.0,
     host: Annotated[
-        bool, typer.Option("--host", help="For hosts that are to join the mesh.")
+        bool, typer.Option("--host", help="Create a token with which hosts join the mesh.")
     ] = False,
-    hours: Annotated[float, typer.Option(min=0.0, help="Until a host's expires.")] = 24.0,
+    hours: Annotated[float, typer.Option(min=0.0, help="Hours until a host token expires.")] = 24.0,
     uses: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Hosts that a host's lets in; 0: any number.")
+        int, typer.Option(metavar="N", min=0, help="Hosts that a host token admits; 0: any number.")
     ] = 1,
     priority: Annotated[
-        int, typer.Option(metavar="N", help="The highest `pool.priority` of its jobs.")
+        int, typer.Option(metavar="N", help="Highest `pool.priority` that its jobs may have.")
     ] = 0,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Writes it there, for your eyes alone.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the token to FILE, readable only by you."),
     ] = None,
     mesh: MeshOption = None,
 ) -> None:
-    """Makes a token and prints it, once: the mesh keeps no copy.
+    """Create a token and print it once: the mesh keeps no copy.
 
-    Who has it runs code as you, by the jobs that it hands in, and sees those jobs alone.
+    The holder of a user's token runs code as you, through submitted jobs, and sees only those jobs.
 
-    Example:
+    Examples:
 
         meshrl token create alice --days 7 --out alice.token
 
@@ -53,14 +56,14 @@ def create(
     if host:
         tokens.print_new_host_token(name, hours, uses, out, mesh)
     elif name is None:
-        raise typer.BadParameter("whom is it for? (or --host)")
+        raise typer.BadParameter("name the user of the token, or give --host")
     else:
         tokens.create_token(name, days, priority, out, mesh)
 
 
 @token.command("list")
 def list_(json: JsonOption = False, mesh: MeshOption = None) -> None:
-    """Shows the tokens that were given, and which are good.
+    """Show the created tokens, and which of them are valid.
 
     Example:
 
@@ -73,11 +76,10 @@ def list_(json: JsonOption = False, mesh: MeshOption = None) -> None:
 
 @token.command()
 def revoke(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Whom it is for, or its id.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name or id of the token.")],
     mesh: MeshOption = None,
 ) -> None:
-    """Makes a token good no more, at once. Jobs that it has handed in go on, and hosts that it has
-    let in stay.
+    """Revoke a token at once. Jobs that it submitted continue, and hosts that it admitted stay.
 
     Example:
 
@@ -90,22 +92,26 @@ def revoke(
 
 @app.command(rich_help_panel="Hosts")
 def secrets(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Is made.", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory to create.", show_default=False)
+    ],
     head: Annotated[
-        str, typer.Option(metavar="NAME[:PORT]", help="By which hosts reach the head's gateway.")
+        str,
+        typer.Option(metavar="NAME[:PORT]", help="Name by which hosts reach the head's gateway."),
     ],
     exposed: Annotated[
-        str, typer.Option(metavar="NAME[:PORT]", help="By which people reach it.")
+        str,
+        typer.Option(metavar="NAME[:PORT]", help="Name by which users reach the head's gateway."),
     ] = "localhost",
     redis: Annotated[
         str,
-        typer.Option(metavar="NAME[:PORT]", help="Of a Redis of its own; default: the head's."),
+        typer.Option(metavar="NAME[:PORT]", help="Name of a separate Redis; default: the head's."),
     ] = "",
-    days: Annotated[float, typer.Option(min=0.0, help="Until the tokens expire.")] = 365.0,
+    days: Annotated[float, typer.Option(min=0.0, help="Days until the tokens expire.")] = 365.0,
 ) -> None:
-    """Makes the secrets of a mesh before it is there: for the head, for hosts, for people.
+    """Create the secrets of a mesh before it starts: for its head, its hosts and its users.
 
-    For containers, which an orchestrator starts in any order, each with a file of these.
+    They are for containers that an orchestrator starts in any order, each with one of these files.
 
     Examples:
 

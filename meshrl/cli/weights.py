@@ -19,7 +19,7 @@ from meshrl.cli.arguments import (
 
 weights = CommandGroup(
     invoke_without_command=True,
-    help="Weight versions of a run: which there are, which stay, how they differ.",
+    help="List, pin, export, import and compare weight versions of a run.",
 )
 app.add_typer(weights, name="weights", rich_help_panel="Runs")
 
@@ -33,19 +33,20 @@ def _weights(
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Says by which way each process got the last version, and why."
+            "--explain",
+            help="Print the transport of the last version to each process, and the reason.",
         ),
     ] = False,
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="RUN", help="Of --explain: a run or a job of the mesh."),
+        typer.Option("--run", metavar="RUN", help="With --explain: a run or a job of the mesh."),
     ] = None,
     json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
     if context.invoked_subcommand is not None:
         if explain:
-            raise typer.BadParameter("--explain stands alone")
+            raise typer.BadParameter("--explain takes no subcommand")
         return
     if not explain:
         print(context.get_help())
@@ -62,7 +63,7 @@ def list_(
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Shows the versions that the store has of a run, and what keeps each.
+    """Show the versions of a run in the store, and why each is retained.
 
     Examples:
 
@@ -79,12 +80,12 @@ def list_(
 def pin(
     run: RunOrJobArgument,
     version: VersionArgument,
-    note: Annotated[str, typer.Option(metavar="TEXT", help="Why it is kept.")] = "",
+    note: Annotated[str, typer.Option(metavar="TEXT", help="Reason for the pin.")] = "",
     json: JsonOption = False,
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Keeps a version until it is unpinned, also when the run is over or its job deleted.
+    """Retain a version until it is unpinned, even after the run ends or its job is deleted.
 
     Example:
 
@@ -103,7 +104,7 @@ def unpin(
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
-    """Ends a pin: the version goes, unless something else keeps it.
+    """Remove a pin; the version is deleted unless something else retains it.
 
     Example:
 
@@ -125,7 +126,7 @@ def export(
     json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
-    """Writes a version as a Hugging Face directory, here or at a URL of any kind that fsspec knows.
+    """Write a version as a Hugging Face directory, here or at any URL that fsspec supports.
 
     Examples:
 
@@ -144,15 +145,17 @@ def import_(
         Path, typer.Argument(metavar="DIR", help="A Hugging Face directory.", show_default=False)
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Is made; default: runs/NAME of DIR.")
+        Path | None,
+        typer.Option(metavar="RUN", help="Run directory to create; default: runs/NAME of DIR."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="The type of the version: float32 or bfloat16.")
+        str, typer.Option(help="Data type of the version: float32 or bfloat16.")
     ] = "float32",
     json: JsonOption = False,
 ) -> None:
-    """Makes a run of a Hugging Face directory: its weights are version 0 there, to be compared,
-    evaluated, exported, and begun from.
+    """Create a run from a Hugging Face directory, with its weights as version 0.
+
+    The version can be compared, evaluated, exported, and used as the start of a job.
 
     Examples:
 
@@ -171,16 +174,15 @@ def diff(
     first: Annotated[str, typer.Argument(metavar="V1", help=VERSION_HELP)],
     second: Annotated[str, typer.Argument(metavar="V2", help=VERSION_HELP)] = "last",
     other: Annotated[
-        Path | None, typer.Option("--of", metavar="RUN", help="The run that V2 is of.")
+        Path | None, typer.Option("--of", metavar="RUN", help="Run of V2; default: RUN.")
     ] = None,
     limit: Annotated[
-        int, typer.Option("-n", metavar="N", min=0, help="Tensors that are shown; 0: all.")
+        int, typer.Option("-n", metavar="N", min=0, help="Tensors to show; 0: all.")
     ] = 20,
     json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
-    """Compares two versions tensor by tensor: which share of the elements has changed, and the
-    largest change.
+    """Compare two versions tensor by tensor: share of changed elements, and largest change.
 
     Examples:
 

@@ -59,7 +59,7 @@ class Client:
 
     async def __aenter__(self) -> Client:
         if self._mesh is not None and self._token:
-            raise ConfigError("a mesh and a token were given", fix="Give one of them")
+            raise ConfigError("a mesh and a token were given", fix="Give only one of them")
         async with _deadline(ANSWER_TIMEOUT_S, "reaching the mesh"):
             if self._token:
                 from meshrl.client.remote_transport import RemoteTransport
@@ -114,12 +114,12 @@ class Client:
 
     async def jobs(self) -> list[JobState]:
         """Return all jobs of the mesh (with a token: its own) in the order of submission."""
-        async with _deadline(ANSWER_TIMEOUT_S, "asking for the jobs"):
+        async with _deadline(ANSWER_TIMEOUT_S, "requesting the jobs"):
             return await self._transport.jobs()
 
     async def job(self, name: str) -> JobState:
         """Return the state of a job. Raises NotFound."""
-        async with _deadline(ANSWER_TIMEOUT_S, f"asking for {name}"):
+        async with _deadline(ANSWER_TIMEOUT_S, f"requesting the state of {name}"):
             return await self._transport.job(name)
 
     async def events(self, name: str, since: str = "0") -> AsyncIterator[Event]:
@@ -146,7 +146,7 @@ class Client:
 
         If there is none, wait up to `wait_s` for one. Raises NotFound.
         """
-        async with _deadline(ANSWER_TIMEOUT_S + wait_s, f"asking for events of {name}"):
+        async with _deadline(ANSWER_TIMEOUT_S + wait_s, f"requesting events of {name}"):
             return await self._transport.read_events(name, since, wait_s)
 
     async def wait(self, name: str, timeout_s: float | None = None) -> JobState:
@@ -155,7 +155,7 @@ class Client:
         A mesh that does not answer is retried for `UNAVAILABLE_TIMEOUT_S`. Raises DeadlineExceeded
         after `timeout_s`; NotFound.
         """
-        async with _deadline(timeout_s, f"{name} to be over"):
+        async with _deadline(timeout_s, f"waiting for the end of {name}"):
             while True:
                 found = await _retry(partial(self.job, name))
                 if found.over:
@@ -181,7 +181,7 @@ class Client:
         """Return the mesh's workers and gangs, with their instances. Raises NotAllowed with a
         token.
         """
-        async with _deadline(ANSWER_TIMEOUT_S, "asking for the workers"):
+        async with _deadline(ANSWER_TIMEOUT_S, "requesting the workers"):
             return await self._transport.workers()
 
     async def move(self, worker: str, role: str, job: str = "") -> str:
@@ -207,7 +207,9 @@ class Client:
         NAME-model here. Raises NotFound when the mesh does not have it.
         """
         if best and step is not None:
-            raise ConfigError("a step and the best mean two versions", fix="Give one of them")
+            raise ConfigError(
+                "a step and the best version were requested", fix="Give only one of them"
+            )
         target = (out or Path(f"{name}-model")).absolute()
         async with _deadline(deadline_s, f"fetching the weights of {name}"):
             return await self._transport.weights(name, step, best, target)
@@ -237,7 +239,7 @@ class Client:
         self, name: str, action: str, version: str = "", note: str = ""
     ) -> dict[str, Any]:
         """Return what `meshrl weights --json` prints for `list`, `pin` and `unpin`."""
-        async with _deadline(VERSIONS_TIMEOUT_S, f"looking at the versions of {name}"):
+        async with _deadline(VERSIONS_TIMEOUT_S, f"reading the versions of {name}"):
             return await self._transport.run_versions_command(name, action, version, note)
 
 

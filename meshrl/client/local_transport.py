@@ -84,13 +84,13 @@ class LocalTransport:
     async def move(self, worker: str, role: str, job: str) -> str:
         worker = worker.removeprefix("worker/")
         if role not in MOVE_ROLES:
-            raise Refused(f"{role!r} is no role", fix=f"Roles are {', '.join(MOVE_ROLES)}")
+            raise Refused(f"{role!r} is not a role", fix=f"Choose one of: {', '.join(MOVE_ROLES)}")
         known = [
             found.id
             for found in await await_redis_answer(self._place, pool.read_workers(self._state))
         ]
         if worker not in known:
-            raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
+            raise NotFound(f"there is no worker {worker}", fix=f"Choose one of: {', '.join(known)}")
         last = await events.read_last_id(self._state)
         op_id = uuid.uuid4().hex
         asked = PoolRequest(op_id, "move", worker=worker, role=role, job=job)
@@ -108,10 +108,10 @@ class LocalTransport:
                 if kind == "move_declined":
                     raise Refused(told["reason"])
                 if kind == "move_settled":
-                    return f"{worker} has that role already"
+                    return f"{worker} already has that role"
                 role = f"the role {told['role']}"
-                return f"{worker} is to take {role}; `meshrl workers` shows when it has"
-        return f"the planner has not decided on {worker} yet; `meshrl workers` shows it when it has"
+                return f"{worker} will take {role}; `meshrl workers` shows the change"
+        return f"the planner has not decided on {worker} yet; `meshrl workers` shows the decision"
 
     async def weights(self, name: str, step: int | None, best: bool, out: Path) -> Path:
         run_dir = Path((await self.job(name)).run_dir)

@@ -71,7 +71,7 @@ class RemoteTransport:
 
     async def submit(self, job: JobFile, force: bool, job_file: Path | None) -> SubmittedJob:
         if force:
-            raise Refused("runs of another user's mesh are not replaced", fix="Leave --force out")
+            raise Refused("runs of another user's mesh cannot be replaced", fix="Remove --force")
         with tempfile.TemporaryDirectory(prefix="meshrl-submit-") as made:
             config, base, room = job.config, job.base, Path(made)
             directory, document = await asyncio.to_thread(bundle.pack_bundle, config, base, room)
@@ -116,10 +116,10 @@ class RemoteTransport:
         await self._connection.call(Gateway.delete, JobRequest(name, op_id))
 
     async def workers(self) -> MeshSnapshot:
-        raise NotAllowed("a token shows no workers", fix="Ask the mesh's own user")
+        raise NotAllowed("a token does not allow listing workers", fix="Ask the owner of the mesh")
 
     async def move(self, worker: str, role: str, job: str) -> str:
-        raise NotAllowed("a token moves no workers", fix="Ask the mesh's own user")
+        raise NotAllowed("a token does not allow moving workers", fix="Ask the owner of the mesh")
 
     async def weights(self, name: str, step: int | None, best: bool, out: Path) -> Path:
         want = ModelRequest(name, -1 if step is None else step, best)
@@ -128,12 +128,12 @@ class RemoteTransport:
             for file, (size, digest) in model.files.items():
                 path = PurePosixPath(file)
                 if path.is_absolute() or ".." in path.parts or not path.parts:
-                    raise CorruptData(f"{file!r:.300} is no name of a file of a model")
+                    raise CorruptData(f"{file!r:.300} is not a file name of a model")
                 place = scratch / path
                 place.parent.mkdir(parents=True, exist_ok=True)
                 await self._fetch_file(ReadModelFile(name, model.name, file, 0), place, size)
                 if await asyncio.to_thread(compute_file_digest, place) != digest:
-                    raise CorruptData(f"{file} is not what the mesh has", fix="Fetch it again")
+                    raise CorruptData(f"{file} differs from the mesh's copy", fix="Fetch it again")
         return out
 
     async def run_versions_command(
@@ -149,7 +149,7 @@ class RemoteTransport:
                 asked = ReadModelFile(request.job, request.model, request.name, file.tell())
                 content = await self._connection.call(Gateway.read, asked)
                 if not content:
-                    raise CorruptData(f"{request.name} ends early", fix="Fetch it again")
+                    raise CorruptData(f"{request.name} is truncated", fix="Fetch it again")
                 file.write(content)
 
 

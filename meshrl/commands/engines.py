@@ -20,18 +20,19 @@ def install_engine(name: str, directory: Path | None) -> Path:
     """Install the engine and return its interpreter; an installed right version stays as it is."""
     if name not in ENGINE_VERSIONS:
         raise ConfigError(
-            f"no engine is called {name}", fix=f"One of: {', '.join(ENGINE_VERSIONS)}"
+            f"there is no engine {name}", fix=f"Choose one of: {', '.join(ENGINE_VERSIONS)}"
         )
     place = (directory.expanduser() if directory else locate_environment(name)).absolute()
     if place == Path(sys.prefix).absolute():
         raise ConfigError(
-            f"{place} is MeshRL's own environment, and {name} would replace parts of it",
+            f"{place} is MeshRL's own environment, and {name} would replace its packages",
             fix="Name another folder with --dir",
         )
     if find_installed_version(place, name) != ENGINE_VERSIONS[name]:
         if place.exists() and not (place / "pyvenv.cfg").is_file() and any(place.iterdir()):
             raise ConfigError(
-                f"{place} is not empty and no virtual environment", fix="Name another with --dir"
+                f"{place} is not empty and not a virtual environment",
+                fix="Name another folder with --dir",
             )
         pip = [
             str(locate_python(place)),
@@ -43,8 +44,8 @@ def install_engine(name: str, directory: Path | None) -> Path:
         for step in ([sys.executable, "-m", "venv", str(place)], pip):
             if code := subprocess.run(step).returncode:
                 raise ConfigError(
-                    f"`{' '.join(step)}` ended with status {code}",
-                    fix="Its own output says why; the same command again goes on from there",
+                    f"`{' '.join(step)}` exited with status {code}",
+                    fix="See its output for the reason; the same command continues from there",
                 )
     return locate_python(place)
 

@@ -38,8 +38,8 @@ def drain_host(
                 for row in await read_hosts(state, place)
             ):
                 raise Refused(
-                    f"{found.host} is the only host that runs anything",
-                    fix="Join another one first, or `meshrl down`",
+                    f"{found.host} is the only host that runs workers",
+                    fix="Join another host first, or run `meshrl down`",
                 )
             await pool.submit_request(
                 state, PoolRequest(uuid.uuid4().hex, "drain", host=found.host)
@@ -60,10 +60,10 @@ def drain_host(
         }
         print(json.dumps(told | {"services": row.services, "drain_s": took_s if wait else None}))
     elif wait:
-        then = "is the head, and stays" if row.head else "may `meshrl leave`, and nothing is lost"
+        then = "is the head and stays" if row.head else "may leave without loss (`meshrl leave`)"
         print(f"{host} is drained after {took_s:.1f} s; it {then}")
     else:
-        print(f"{host} drains; `meshrl hosts` shows when it has, `meshrl drain --off` ends it")
+        print(f"{host} is draining; `meshrl hosts` shows progress, `meshrl drain --off` ends it")
 
 
 def end_drain(name: str, as_json: bool, mesh: Path | None) -> None:
@@ -78,7 +78,7 @@ def end_drain(name: str, as_json: bool, mesh: Path | None) -> None:
     if as_json:
         print(json.dumps({"host": host, "changed": changed}))
     else:
-        print(f"{host} is used again" if changed else f"{host} was not draining")
+        print(f"{host} accepts work again" if changed else f"{host} was not draining")
 
 
 def _wait_until_drained(
@@ -90,7 +90,7 @@ def _wait_until_drained(
         while time.monotonic() < until:
             found = await _find_host(state, place, host)
             if not found.drain_reason:
-                raise Refused(f"{host} does not drain any more", fix="`meshrl drain` asks again")
+                raise Refused(f"the drain of {host} was ended", fix="Run `meshrl drain` again")
             left = found.instances or found.services
             if found.state == "drained" or (found.state == "away" and not left):
                 return True
@@ -99,7 +99,8 @@ def _wait_until_drained(
 
     if not query_mesh(place, empty, NO_TIMEOUT_S):
         raise DeadlineExceeded(
-            f"{host} is not empty after {timeout_s:g} s", fix="`meshrl hosts` shows what is there"
+            f"{host} is not empty after {timeout_s:g} s",
+            fix="Run `meshrl hosts` to see its content",
         )
 
 
@@ -111,8 +112,8 @@ async def _find_host(state: StateClient, place: MeshPaths, name: str) -> HostRow
     ]
     if len(named) != 1:
         known = ", ".join(row.host for row in found)
-        many = "several hosts are" if named else "no host is"
-        raise NotFound(f"{many} called {name}", fix=f"There are: {known}")
+        many = "several hosts match" if named else "no host matches"
+        raise NotFound(f"{many} {name}", fix=f"Choose one of: {known}")
     return named[0]
 
 

@@ -50,10 +50,10 @@ def revoke_host_or_key(host_or_key: str, mesh: Path | None) -> None:
         if not query_mesh(
             place, lambda state: credentials.revoke_key(state, public), ANSWER_TIMEOUT_S
         ):
-            raise Refused("this key was revoked before")
+            raise Refused("this key is already revoked")
         print(
-            f"the key {public[:8]}{whose} is revoked; its process is let in again with a new one "
-            "when it starts again"
+            f"the key {public[:8]}{whose} is revoked; its process is admitted with a new key "
+            "after a restart"
         )
         return
     host = _find_joined_host(place, host_or_key)
@@ -70,11 +70,11 @@ def revoke_host_or_key(host_or_key: str, mesh: Path | None) -> None:
         time.time(),
     )
     query_mesh(place, expelled, EXPEL_TIMEOUT_S)
-    print(f"{host} is let in no more, and what runs there is cut off; it may join with a new token")
+    print(f"{host} is revoked, and its processes are cut off; it may join again with a new token")
     if token:
         print(
-            f"the token {token}, by which it came, lets in others, and it again: "
-            f"`meshrl token revoke {token}` ends that"
+            f"its token {token} still admits hosts, including this one: "
+            f"`meshrl token revoke {token}` revokes it"
         )
 
 
@@ -100,8 +100,8 @@ async def _find_key(state: StateClient, prefix: str) -> tuple[str, str]:
     if len(found) != 1:
         several = ", ".join(f"{key[:16]} of {' and '.join(who)}" for key, who in found.items())
         raise NotFound(
-            f"{len(found) or 'no'} keys that are let in begin with {prefix}",
-            fix=f"Give more digits: {several}" if found else "`meshrl keys` shows them",
+            f"{len(found) or 'no'} admitted keys begin with {prefix}",
+            fix=f"Give more digits: {several}" if found else "Run `meshrl keys` to list them",
         )
     [(public, shown)] = found.items()
     return public, f" of {' and '.join(shown)}"
@@ -116,14 +116,15 @@ def _match_hosts(place: MeshPaths, name: str) -> list[str]:
 def _find_joined_host(place: MeshPaths, name: str) -> str:
     known, named = read_joined_hosts(place), _match_hosts(place, name)
     if named == [head := MeshSettings.from_file(place.settings).host]:
-        raise Refused(f"{head} is the head of the mesh", fix="`meshrl down` stops the mesh")
+        raise Refused(f"{head} is the head of the mesh", fix="Run `meshrl down` to stop the mesh")
     if len(named) != 1:
         if named:
             raise NotFound(
-                f"{len(named)} hosts' names begin with {name}", fix=f"Say more: {', '.join(named)}"
+                f"{len(named)} host names begin with {name}",
+                fix=f"Choose one of: {', '.join(named)}",
             )
         raise NotFound(
-            f"no host called {name} has joined, and no key begins with 8 hexadecimal digits of it",
-            fix=f"Hosts: {', '.join(known) or 'none'}; `meshrl keys` shows keys",
+            f"no joined host matches {name}, and no key has a prefix of 8 digits of it",
+            fix=f"Choose one of: {', '.join(known) or 'none'}; `meshrl keys` lists keys",
         )
     return named[0]

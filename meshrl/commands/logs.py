@@ -46,7 +46,7 @@ def print_logs(
     named = [word for word in targets if where is None or Path(word) != where]
     if len(named) > 1:
         raise ConfigError(
-            f"{' and '.join(named)} are two services", fix="Name one, or none for all"
+            f"{' and '.join(named)} are several services", fix="Name one, or none for all logs"
         )
     service = named[0] if named else None
     place = resolve_mesh(where, mesh)
@@ -87,7 +87,7 @@ def _list_logs(place: MeshPaths, local_logs: list[Path]) -> None:
         for log in found:
             print(f"{log.host:<28} {log.log_file.bytes:>10}  {log.log_file.name}")
         for host, why in silent.items():
-            print(f"{host:<28} {'?':>10}  it does not tell: {why}")
+            print(f"{host:<28} {'?':>10}  unavailable: {why}")
 
     asyncio.run(others())
 
@@ -106,7 +106,7 @@ async def _print_remote_log(
             except MeshError as error:  # perhaps an error that this host's log explains
                 if path not in local_logs:
                     raise
-                told = f"whether another host has a newer log of {service} is not known"
+                told = f"newer logs of {service} on other hosts cannot be checked"
                 print(f"({told}: {error.message})", file=sys.stderr, flush=True)
                 return False
             names += [log.log_file.name for log in found]
@@ -118,10 +118,10 @@ async def _print_remote_log(
                 return True
     if path in local_logs:
         return False
-    told = "".join(f"; {host} does not tell: {why}" for host, why in silent.items())
+    told = "".join(f"; the logs of {host} are unavailable: {why}" for host, why in silent.items())
     raise NotFound(
         f"there is no log of {service}{told}",
-        fix=f"There are: {', '.join(sorted(set(names))) or 'none yet'}",
+        fix=f"Choose one of: {', '.join(sorted(set(names))) or 'none yet'}",
     )
 
 
@@ -140,14 +140,14 @@ async def _print_from_host(remote: RemoteLogs, log: RemoteLog, lines: int, follo
             now = time.monotonic()
             if silent_s is None:
                 silent_s = now
-                told = f"{log.host} does not tell of {log.log_file.name} now: {error.message}"
+                told = f"{log.host} cannot send {log.log_file.name} now: {error.message}"
                 print(f"({told}; waiting)", file=sys.stderr, flush=True)
             if now - silent_s > SILENCE_LIMIT_S:
                 raise PeerLost(
-                    f"{log.host} has told nothing of {log.log_file.name} for {SILENCE_LIMIT_S:g} s",
+                    f"{log.host} has not sent {log.log_file.name} for {SILENCE_LIMIT_S:g} s",
                     where=error.where,
-                    fix="`meshrl hosts` shows how it stands; `meshrl logs --list`, which logs are "
-                    "where",
+                    fix="Run `meshrl hosts` for its state, `meshrl logs --list` for the available "
+                    "logs",
                 ) from error
             continue
         silent_s = None

@@ -34,7 +34,7 @@ def print_plan(snapshot_file: Path | None, explain: bool, as_json: bool, mesh: P
             text = snapshot_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"the look cannot be read: {error}", where=str(snapshot_file)
+                f"the snapshot cannot be read: {error}", where=str(snapshot_file)
             ) from error
     if not explain:
         print(text)
@@ -53,6 +53,6 @@ async def _read_planner_input(state: StateClient) -> dict[str, Any]:
     """Return the leader's input, read with the leader's token, which is used for no write."""
     owner, token = await leader.read_leader(state, PLANNER_ELECTION)
     if not owner:
-        raise StateUnavailable("no planner leads at the moment", fix="Ask again in a second")
+        raise StateUnavailable("no planner leads at the moment", fix="Try again in a second")
     found = await pool.read_snapshot(state, token)
     return {"snapshot": encode_snapshot(found.snapshot), "memory": found.memory}

@@ -12,15 +12,15 @@ from pathlib import Path
 OTHER_SCENARIOS = {
     "validity": (
         ["loadtests.simulator", "--arms=broad,real"],
-        "The simulator beside a virtual mesh of 64 gangs, and a real one",
+        "The simulator, compared with a virtual mesh of 64 gangs and a real mesh",
     ),
     "cake": (
         ["meshrl.sim.prefixes"],
-        "A long prefix that is computed from its front while it is loaded from its back",
+        "A long prefix, computed from its front while it is loaded from its back",
     ),
     "zebra": (
         ["meshrl.sim.zebra"],
-        "Attention on new accelerators and experts on old ones, as the setups of HeterMoE",
+        "Attention on new accelerators and experts on old ones, with the setups of HeterMoE",
     ),
 }
 
@@ -37,9 +37,9 @@ def run_simulation(
         words, _ = OTHER_SCENARIOS[scenario]
         lacking = ""
         if any((what_if, overrides, out, run_dir)):
-            lacking = f"takes no options: python -m {words[0]} --help"
+            lacking = f"takes no options; see python -m {words[0]} --help"
         elif importlib.util.find_spec("loadtests") is None and words[0].startswith("loadtests."):
-            lacking = f"needs a checkout of MeshRL: python -m {words[0]} there"
+            lacking = f"needs a checkout of MeshRL; run python -m {words[0]} there"
         if lacking:
             print(f"{scenario} {lacking}", file=sys.stderr)
             return 2

@@ -142,11 +142,11 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
         print(json.dumps(content))
         return
     if not found:
-        print(f"nothing was decided about {subject} lately; `meshrl status` shows what there is")
+        print(f"there is no recent decision about {subject}; `meshrl status` lists jobs and gangs")
     for event in found:
         print(decisions.format_event(event))
     if judged:
-        print(f"\nWhat came of the last moves of {subject}, in seconds a step:")
+        print(f"\nOutcomes of the last moves of {subject}, in seconds per step:")
         table = mesh_tables.make_moves_table(judged)
         console_tables.print_table(table)
     if present is not None and (lines := move_outcomes.describe_prediction(present)):
@@ -173,7 +173,7 @@ def print_stalls(target: Path | None, mesh: Path | None, as_json: bool) -> None:
         usage = read_process_usage(pid) if pid else None
         seen = "" if usage is None else f" Process {pid}"
         seen += (" is stopped by a signal." if usage.state == "T" else ".") if usage else ""
-        print(f"{who}: {stall.what}, since {stall.since_s:.1f} s. {stall.reason}{seen}")
+        print(f"{who}: {stall.what}, for {stall.since_s:.1f} s. {stall.reason}{seen}")
     quiet = {stall.job for stall in found if stall.culprit.startswith(JOB_PREFIX)}
     now_ms = max((entry.renewed_ms for entry in entries), default=0)
     for entry in list_working_processes(entries):
@@ -181,7 +181,7 @@ def print_stalls(target: Path | None, mesh: Path | None, as_json: bool) -> None:
             last = read_log_end(place.log_path(entry.name), 1)
             print(
                 f"  {describe_activity(entry, now_ms)}"
-                + (f"; its log ends: {last}" if last else "")
+                + (f"; last log line: {last}" if last else "")
             )
 
 

@@ -35,7 +35,7 @@ from meshrl.launch.redis.access import external_redis
 from meshrl.view.live import console_tables
 
 DAY_S, HOUR_S = 86_400.0, 3600.0
-VALID = "good"
+VALID = "valid"
 
 
 def create_token(
@@ -43,7 +43,7 @@ def create_token(
 ) -> None:
     """Print the token, or write it to `out`, which must not exist."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]*", name):
-        raise ConfigError(f"{name!r} is no name of a token", fix="Take letters, digits, . _ @ -")
+        raise ConfigError(f"{name!r} is not a token name", fix="Use letters, digits and . _ @ -")
     place = find_head(mesh)
     door = gateway_identity.read_identity(place.directory)
     _check_not_existing(out)
@@ -51,7 +51,7 @@ def create_token(
     token, ticket = token_registry.create_token(name, lasts_s, time.time(), *at, priority)
     token_registry.add_token(_token_file(place), token)
     if _deliver(ticket, out):
-        print(f"{out} holds a token for {name}: meshrl submit JOB --token {out}")
+        print(f"{out} contains a token for {name}: meshrl submit JOB --token {out}")
 
 
 def print_new_host_token(
@@ -64,17 +64,17 @@ def print_new_host_token(
     place = find_head(mesh)
     if not MeshSettings.from_file(place.settings).joinable:
         raise Refused(
-            "this mesh is one host's", fix="`meshrl up --listen HOST` starts one for several"
+            "this mesh has one host", fix="Start one for several with `meshrl up --listen HOST`"
         )
     _check_not_existing(out)
     if _deliver(create_host_token(place, name, hours * HOUR_S, uses), out):
         whom = {0: "any number of hosts", 1: "one host"}.get(uses, f"{uses} hosts")
-        print(f"{out} lets in {whom}: copy it there; meshrl join {out.name if out else ''}")
+        print(f"{out} admits {whom}: copy it there; meshrl join {out.name if out else ''}")
 
 
 def _check_not_existing(out: Path | None) -> None:
     if out is not None and out.exists():
-        raise Refused(f"{out} is there already", fix="Take another file")
+        raise Refused(f"{out} already exists", fix="Name another file")
 
 
 def _deliver(token: AccessToken, out: Path | None) -> bool:
@@ -96,7 +96,7 @@ def print_tokens(mesh: Path | None, as_json: bool) -> None:
         print(json.dumps([{k: v for k, v in told.items() if k != "key"} for told in about]))
         return
     table = console_tables.make_table(
-        "token", "for", "made", "expires", "priority", "hosts", "", wraps=False
+        "token", "for", "created", "expires", "priority", "hosts", "", wraps=False
     )
     for token in known:
         dates = _format_date(token.made_s), _format_date(token.expires_s)
@@ -113,9 +113,7 @@ def revoke_tokens(name_or_id: str, mesh: Path | None) -> None:
     """Revoke tokens and print how many."""
     revoked = token_registry.revoke_tokens(_token_file(find_head(mesh)), name_or_id, time.time())
     of_hosts = any(token.kind == HOST_TOKEN for token in revoked)
-    stays = (
-        "hosts that it has let in stay" if of_hosts else "jobs that were handed in with it go on"
-    )
+    stays = "hosts that it admitted stay" if of_hosts else "jobs that it submitted continue"
     print(f"revoked {len(revoked)} of {name_or_id}; {stays}")
 
 
@@ -155,8 +153,8 @@ def make_secrets(
     )
     if os.path.lexists(directory):
         raise Refused(
-            f"{directory} is there already, and what is in it may be in use",
-            fix="Name another directory: secrets that are made again are another mesh's",
+            f"{directory} already exists, and its secrets may be in use",
+            fix="Name another directory: new secrets belong to another mesh",
         )
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}")
     fresh.mkdir(parents=True, mode=0o700)
@@ -182,12 +180,12 @@ def make_secrets(
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    print(f"{directory} holds the secrets of a mesh, for your eyes alone:")
+    print(f"{directory} contains the secrets of a mesh, readable only by you:")
     print(
         f"  {head_secrets.HEAD_FILE}    for its head: meshrl up --secrets {head_secrets.HEAD_FILE}"
     )
     print(f"  {JOIN_FILE}   for hosts, any number, for {days:g} days: meshrl join {JOIN_FILE}")
-    print(f"  {SUBMIT_FILE} for people who hand in jobs: meshrl submit JOB --token {SUBMIT_FILE}")
+    print(f"  {SUBMIT_FILE} for users who submit jobs: meshrl submit JOB --token {SUBMIT_FILE}")
     if at is not None:
         print(
             f"  {REDIS_DIR}/       for its Redis, and for the head: "

@@ -32,11 +32,11 @@ def print_versions(run: Path | None, mesh: Path | None, token: str | None, as_js
         print(json.dumps(found))
         return
     table = console_tables.make_table(
-        "version", "manifest", "size", "alone", "type", "kept as", "note"
+        "version", "manifest", "size", "exclusive", "type", "retained as", "note"
     )
     for one in found["versions"]:
         gone = "" if one["whole"] else " (chunks are missing)"
-        why = ", ".join(one["why"]) or "goes soon"
+        why = ", ".join(one["why"]) or "to be deleted"
         size, alone = _format_bytes(one["bytes"]), _format_bytes(one["alone"])
         digits = one["manifest"][:MANIFEST_DIGITS]
         table.add_row(
@@ -53,7 +53,7 @@ def pin_version(
     run: Path, version: str, note: str, mesh: Path | None, token: str | None, as_json: bool
 ) -> None:
     found = _request_versions("pin", run, mesh, token, version, note)
-    again = "was pinned already" if found["was_pinned"] else "is pinned"
+    again = "is already pinned" if found["was_pinned"] else "is pinned"
     _print_result(
         found, f"version {_format_version(found['version'])} of {found['job']} {again}", as_json
     )
@@ -63,8 +63,8 @@ def unpin_version(
     run: Path, version: str, mesh: Path | None, token: str | None, as_json: bool
 ) -> None:
     found = _request_versions("unpin", run, mesh, token, version)
-    then = f"it stays as {', '.join(found['why'])}" if found["why"] else "it goes soon"
-    was = "is pinned no more" if found["was_pinned"] else "was not pinned"
+    then = f"it is retained as {', '.join(found['why'])}" if found["why"] else "it is to be deleted"
+    was = "is unpinned" if found["was_pinned"] else "was not pinned"
     _print_result(
         found,
         f"version {_format_version(found['version'])} of {found['job']} {was}; {then}",
@@ -82,19 +82,23 @@ def export_version(run: Path, version: str, out: str, mesh: Path | None, as_json
 
 def import_model(directory: Path, out: Path | None, dtype: str, as_json: bool) -> None:
     if dtype not in DTYPES:
-        raise ConfigError(f"{dtype!r:.60} is no type of weights", fix=f"Take {' or '.join(DTYPES)}")
+        raise ConfigError(
+            f"{dtype!r:.60} is not a type of weights", fix=f"Set --dtype to {' or '.join(DTYPES)}"
+        )
     name = (out or directory.resolve()).name
     if not JOB_NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r:.60} is no name of a run",
-            fix="Name another: --out runs/NAME, of letters, digits, '.', '_', '-'",
+            f"{name!r:.60} is not a run name",
+            fix="Set --out runs/NAME, with letters, digits, '.', '_', '-'",
         )
     run = (out or Path("runs") / name).absolute()
     options = f"--out={run}", f"--name={name}", f"--dtype={dtype}"
     found = run_versions_command("import", *options, "--", directory)
     shown = directory_paths.format_path(run)
     said = f"{shown} has {directory} as version 0, {_format_bytes(found['bytes'])}"
-    _print_result(found, f'{said}; a job begins from it by model.path = "{shown}/model"', as_json)
+    _print_result(
+        found, f'{said}; to start a job from it, set model.path = "{shown}/model"', as_json
+    )
 
 
 def diff_versions(
@@ -124,7 +128,7 @@ def diff_versions(
         print(f"... and {len(tensors) - limit} more; -n 0 shows all")
     print(
         f"from {first} to {second}: {found['changed']} of {found['elements']} "
-        f"elements changed ({found['share']:.3%}), by {found['largest']:.3g} at most"
+        f"elements changed ({found['share']:.3%}), by at most {found['largest']:.3g}"
     )
 
 
@@ -141,7 +145,9 @@ def _request_versions(
         meant: RunLocation = resolve_run(run, mesh)
         return run_versions_command(*build_arguments(action, meant.directory, version, note))
     if run is None:
-        raise ConfigError("with a token, which job?", fix="Name one: `meshrl status` lists them")
+        raise ConfigError(
+            "the job of the token is missing", fix="Name a job: `meshrl status` lists them"
+        )
     return run_request(
         lambda c: c.run_versions_command(str(run), action, version, note), token=token
     )
@@ -181,11 +187,11 @@ def explain_transports(run: Path | None, mesh: Path | None, as_json: bool) -> No
         return
     if not found:
         print(
-            "no version had to be brought anywhere: on the store's own host its files are mapped, "
-            "and no process of another host has received one"
+            "no version was transferred: processes on the store's host map its files, and no "
+            "process on another host has received one"
         )
         return
-    table = console_tables.make_table("process", "way", "bytes", "took", "predicted", "why")
+    table = console_tables.make_table("process", "transport", "bytes", "took", "predicted", "why")
     for one in found:
         size, took = f"{one['bytes'] / MIB:.3g} MiB", f"{one['took_s']:.3g} s"
         why = "; ".join(text for text in (one["why"], one["verdict"]) if text)

@@ -33,7 +33,7 @@ def wait_for_run(target: Path, mesh: Path | None, timeout_s: float | None, as_js
     found = wait_for_outcome(run, timeout_s)
     if found is None:
         now = read_outcome(run, is_live=True).format_lines()[0]
-        print(f"error: after {timeout_s:g} s {now}", file=sys.stderr)
+        print(f"error: timeout after {timeout_s:g} s: {now}", file=sys.stderr)
         return EXIT_TIMED_OUT
     _print_outcome(found, as_json)
     return found.exit_status

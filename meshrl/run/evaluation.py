@@ -60,8 +60,8 @@ def evaluate_model(
         config, base = found.config, found.base
         if not can_evaluate(config):
             raise ConfigError(
-                f"{job} says nothing to evaluate on",
-                fix="Name dataset.held_out or [[evaluation.datasets]], and a reward",
+                f"{job} has no data to evaluate on",
+                fix="Set dataset.held_out or [[evaluation.datasets]], and a reward",
             )
         mesh_checks.check_job_and_mesh(found)
         name = f"{config.name}-eval"
@@ -105,13 +105,13 @@ def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[Path]:
                 raise NotFound(f"{model} has no such version", fix="See the line above")
             yield out
     elif step is not None or best:
-        raise ConfigError(f"--step and --best choose a version of a run; {model} is none")
+        raise ConfigError(f"--step and --best choose a version of a run; {model} is not a run")
     elif (model / "config.json").is_file():
         yield model
     else:
         raise NotFound(
             f"{model} is neither a Hugging Face directory nor a run",
-            fix="It takes config.json and safetensors, or a run's job.json",
+            fix="Name a directory with config.json and safetensors, or with a run's job.json",
         )
 
 

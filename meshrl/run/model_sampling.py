@@ -89,8 +89,8 @@ def find_model(run: RunLocation, step: int | None, best: bool, scratch: Path) ->
     model_export.require_one_version(step, best)
     if not (run.directory / "job.json").is_file():
         raise NotFound(
-            f"the run of {run.job} is in {run.directory}, which this host does not have",
-            fix="Ask on the host that has it, or bring it here by `meshrl export`",
+            f"the run of {run.job} is in {run.directory}, which does not exist on this host",
+            fix="Run the command on the host of the run, or fetch the model with `meshrl export`",
         )
     own = run.directory / "model"
     last = step is None and not best
@@ -106,7 +106,7 @@ def find_model(run: RunLocation, step: int | None, best: bool, scratch: Path) ->
         raise NotFound(why)
     raise NotFound(
         f"there is no model of {run.display_path} yet: {why.partition('. ')[0]}",
-        fix="The first version comes with the warm start's end; `meshrl status` says how far it is",
+        fix="Wait for the end of the warm start; `meshrl status` shows its progress",
     )
 
 

@@ -78,10 +78,10 @@ class RunOutcome:
             said = [f"{self.job} runs: {self.phase.replace('_', ' ')}, {at}{so_far}"]
         elif self.state == "failed":
             said = [f"{self.job} failed {at}{so_far}: {self.error}"]
-            said.append(f"To go on when that is mended: {self.resume_command}")
+            said.append(f"To resume after a fix: {self.resume_command}")
         else:
-            said = [f"{self.job} was stopped {at}{so_far}", f"To go on: {self.resume_command}"]
-        return [*said, *(f"damaged: {line}" for line in self.damaged)]
+            said = [f"{self.job} was stopped {at}{so_far}", f"To resume: {self.resume_command}"]
+        return [*said, *(f"corrupt: {line}" for line in self.damaged)]
 
     def to_document(self) -> dict[str, Any]:
         """Return the outcome as JSON."""
@@ -118,7 +118,7 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
             ("failed", gave_up) if gave_up and phase != Phase.STOPPED else (STOPPED_STATE, "")
         )
     if state == Phase.FINISHED and (bad := _find_violations(run)):
-        state, error = "failed", f"its account is wrong: {bad}"
+        state, error = "failed", f"its account of trajectories is wrong: {bad}"
     steps: int | None = None
     with contextlib.suppress(CorruptData, FileNotFoundError):
         steps = int(

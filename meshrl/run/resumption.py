@@ -83,7 +83,7 @@ async def _restore_job(run: RunLocation, record: dict[str, Any], launcher: Launc
         seen = launcher.find_watermark(run.job)
         checkpoint = await restore_job(state, run.directory, run.job, record["document"], seen)
         if checkpoint is not None:
-            print(f"redis has no job {run.job}; it starts again from {checkpoint.name}")
+            print(f"Redis has no job {run.job}; it restarts from {checkpoint.name}")
     elif known[run.job].run_dir != str(run.directory):
         shown = embedded_server.redact_password(embedded_server.read_configured_url())
         raise Refused(f"another job named {run.job} is in {shown}")
@@ -133,8 +133,8 @@ def check_run(run_dir: Path, record: Mapping[str, Any], place: MeshPaths) -> Non
     """
     if place.root != run_dir and not place.directory.is_dir():
         raise NotFound(
-            f"the mesh that the run in {run_dir} was submitted to is gone: {place.root}",
-            fix="Its Redis data and weights were there. " + _START_OVER_FIX,
+            f"the run in {run_dir} was submitted to a mesh that does not exist: {place.root}",
+            fix="Restore that directory, with its Redis data and weights. " + _START_OVER_FIX,
         )
     _check_bundle(run_dir, record)
     _check_checkpoint(run_dir, place)
@@ -146,17 +146,17 @@ def _check_bundle(run_dir: Path, record: Mapping[str, Any]) -> None:
     if not bundle.is_relative_to(run_dir.resolve()) and not bundle.is_relative_to(run_dir):
         made = bundle.parent.parent
         raise NotFound(
-            f"the run in {run_dir} was made in {made}, and its records name that place",
+            f"the run in {run_dir} was created in {made}, and its records contain that path",
             fix=f"Move it back: mv {run_dir} {made}",
         )
     if not bundle.is_dir():
-        raise NotFound(f"the run is not whole: {bundle} is missing", fix=bundle_files.RESTORE_FIX)
+        raise NotFound(f"the run is incomplete: {bundle} is missing", fix=bundle_files.RESTORE_FIX)
     try:
         bundle_files.check_files(
             bundle, bundle_files.read_file_list(record["document"]), read_large=True
         )
     except CorruptData as error:
-        raise CorruptData(f"the run is not whole: {error.message}", fix=error.fix) from error
+        raise CorruptData(f"the run is incomplete: {error.message}", fix=error.fix) from error
 
 
 def _check_checkpoint(run_dir: Path, place: MeshPaths) -> None:
@@ -169,15 +169,15 @@ def _check_checkpoint(run_dir: Path, place: MeshPaths) -> None:
     if (not named and not paths) or (not redis and all(is_initial(path) for path in paths)):
         return
     chunks = ChunkStore(place.root / "store")
-    trouble = f"{run_dir / 'checkpoints' / named}.json: it is missing"
+    trouble = f"{run_dir / 'checkpoints' / named}.json is missing"
     for number, path in enumerate(reversed(paths)):
         missing = _find_missing_files(path, chunks)
         if missing is None:
             return
         trouble = trouble if number else missing
     raise NotFound(
-        f"no checkpoint of the run is whole: {trouble}",
-        fix="Put it back from a copy of the run. " + _START_OVER_FIX,
+        f"no checkpoint of the run is complete: {trouble}",
+        fix="Restore it from a copy of the run. " + _START_OVER_FIX,
     )
 
 
@@ -221,9 +221,9 @@ def resume_run(directory: Path, settings: list[str]) -> int:
     run = RunLocation.from_job_file(run_dir, held)
     if "imported" in held:
         raise Refused(
-            f"{run.display_path} is an import of {held['imported']}: there is nothing to go on "
-            "with",
-            fix=f'Begin a job from it: model.path = "{run.display_path}/model"',
+            f"{run.display_path} is an import of {held['imported']}: it has no training "
+            "to continue",
+            fix=f'Start a job from it: set model.path = "{run.display_path}/model"',
         )
     if "mesh" in held and is_mesh_running(run.mesh_paths):
         return _resume_on_mesh(run, settings)
@@ -269,8 +269,8 @@ def _check_changes(
         own := [k for k in changes if k.startswith("mesh.")]
     ):
         raise ConfigError(
-            f"{own[0]} is the mesh's, which the run was submitted to",
-            fix=f"meshrl down --mesh {run.mesh_paths.root}, and meshrl up with other options",
+            f"{own[0]} is a key of the mesh that the run was submitted to",
+            fix=f"Run `meshrl down --mesh {run.mesh_paths.root}`, then `meshrl up` with changes",
         )
     done = read_last_version(run.directory)
     if "budget.steps" in changes and new_document["budget"]["steps"] < done:
@@ -301,20 +301,20 @@ def _resume_on_mesh(run: RunLocation, settings: list[str]) -> int:
         )
     except (NotFound, StateUnavailable) as error:
         raise Refused(
-            f"the mesh in {run.mesh_paths.root} runs, and does not know {run.display_path}: "
+            f"the mesh in {run.mesh_paths.root} runs, but has no record of {run.display_path}: "
             f"{error.message}",
-            fix=f"meshrl down --mesh {run.mesh_paths.root}; then resume the run",
+            fix=f"Run `meshrl down --mesh {run.mesh_paths.root}`, then resume the run",
         ) from error
     if not row.is_terminal:
         raise Refused(
-            f"{run.display_path} goes on, on the mesh in {run.mesh_paths.root}",
-            fix=f"meshrl watch {run.display_path} shows it",
+            f"{run.display_path} already runs on the mesh in {run.mesh_paths.root}",
+            fix=f"Run `meshrl watch {run.display_path}` to see it",
         )
     if settings:
         raise Refused(
-            f"{run.display_path} is on the mesh in {run.mesh_paths.root}, whose processes have "
-            "read its job",
-            fix=f"meshrl down --mesh {run.mesh_paths.root}; then resume the run with --set",
+            f"the mesh in {run.mesh_paths.root} runs and has already read the job of "
+            f"{run.display_path}",
+            fix=f"Run `meshrl down --mesh {run.mesh_paths.root}`, then resume the run with --set",
         )
     if row.phase == jobs.Phase.FINISHED:
         raise make_finished_error(run, row.document)
@@ -324,7 +324,7 @@ def _resume_on_mesh(run: RunLocation, settings: list[str]) -> int:
         ANSWER_TIMEOUT_S,
     )
     print(
-        f"{run.job} goes on, on the mesh in {run.mesh_paths.root}; meshrl watch {run.display_path}"
+        f"{run.job} resumes on the mesh in {run.mesh_paths.root}; meshrl watch {run.display_path}"
     )
     return 0
 
@@ -332,7 +332,7 @@ def _resume_on_mesh(run: RunLocation, settings: list[str]) -> int:
 def make_too_few_steps_error(steps: int, done: int) -> ConfigError:
     """Return the error of a budget of fewer steps than are done."""
     return ConfigError(
-        f"budget.steps = {steps}, and {done} steps are done", fix=f"Set it to {done} or more"
+        f"budget.steps = {steps}, but {done} steps are done", fix=f"Set it to {done} or more"
     )
 
 
@@ -340,8 +340,8 @@ def make_finished_error(run: RunLocation, document: dict[str, Any]) -> Refused:
     """Return the error of a run that has nothing left to do."""
     steps = document["budget"]["steps"]
     return Refused(
-        f"{run.display_path} is finished, after {steps} steps",
-        fix=f"To extend it: meshrl resume {run.display_path} --set budget.steps=N, N above {steps}",
+        f"{run.display_path} has finished, after {steps} steps",
+        fix=f"Extend it: meshrl resume {run.display_path} --set budget.steps=N, N above {steps}",
     )
 
 
@@ -355,7 +355,7 @@ def read_run_record(directory: Path) -> dict[str, Any]:
     try:
         return job_file.read_job_file(path)
     except FileNotFoundError:
-        why = "it is gone"
+        why = "the file does not exist"
     except CorruptData as error:
         why = error.message
     store = run_dir / "store"  # of the mesh that it was submitted to, or its own
@@ -379,7 +379,7 @@ def read_run_record(directory: Path) -> dict[str, Any]:
         if known:
             return job_file.read_job_file(path)
     raise CorruptData(
-        f"{path} is damaged: {why}; the run's Redis has no copy of it",
-        fix=f"Put it back from a copy of the run. To start over: meshrl run JOB, which leaves "
-        f"{format_path(run_dir)} as it is",
+        f"{path} is corrupt: {why}; the run's Redis has no copy of it",
+        fix=f"Restore it from a copy of the run. To start over: meshrl run JOB, which leaves "
+        f"{format_path(run_dir)} unchanged",
     )

@@ -26,20 +26,17 @@ def download_run(url: str) -> Path:
         run_dir = Path("runs", quote(held["job"], safe="")).absolute()
         digest = str(held["document"]["bundle"]["digest"])
     except NotFound as error:
-        raise NotFound(f"no run lies at {there.public_url}: it has no job.json") from error
+        raise NotFound(f"there is no run at {there.public_url}: it has no job.json") from error
     if os.path.lexists(run_dir):
         raise Refused(
-            f"{format_path(run_dir)} is there already, and {there.public_url} would be brought "
-            "there",
+            f"{format_path(run_dir)} already exists; {there.public_url} cannot be downloaded to it",
             fix=f"Name {format_path(run_dir)} if it is that run, or move it away",
         )
     names = [name for name in there.list_file_sizes() if not name.endswith(PART_SUFFIX)]
     try:
         check_paths([digest, *names])
     except BadMessage as error:
-        raise CorruptData(
-            f"what lies there is no run: {error.message}", where=there.public_url
-        ) from error
+        raise CorruptData(f"this is not a run: {error.message}", where=there.public_url) from error
     scratch = run_dir.with_name(f".{run_dir.name}.brought")
     shutil.rmtree(scratch, ignore_errors=True)
     for name in names:
@@ -50,5 +47,5 @@ def download_run(url: str) -> Path:
     held["document"]["bundle"]["dir"] = str(run_dir / "bundle" / digest)
     documents.write(scratch / "job.json", held)
     scratch.rename(run_dir)
-    print(f"{there.public_url} is in {format_path(run_dir)}", flush=True)
+    print(f"{there.public_url} is downloaded to {format_path(run_dir)}", flush=True)
     return run_dir

@@ -49,7 +49,7 @@ def run_job(config: JobConfig, base: Path, force: bool, job_file: Path | None = 
                 shown = embedded_server.redact_password(embedded_server.read_configured_url())
                 raise Refused(
                     f"another job named {job} is in {shown}",
-                    fix="Give this one another name: --set name=X",
+                    fix="Choose another name: --set name=X",
                 )
             await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
             claim.commit()
@@ -112,14 +112,14 @@ async def _follow_run(recorder: Recorder, launcher: Launcher, stop: asyncio.Even
                 page.update_if_due()
                 await launcher.clock.sleep(POLL_S)
         if stop.is_set():
-            view.print_line("stopping; Ctrl-C again ends everything at once")
+            view.print_line("stopping; Ctrl-C again stops all processes at once")
 
 
 async def _conclude(
     recorder: Recorder, summary: dict[str, Any], launcher: Launcher, stop: asyncio.Event
 ) -> int:
     """Print the user's next commands, deliver output to other places, return the exit status."""
-    with WarningGuard()("the closing table"):
+    with WarningGuard()("the final table"):
         print_summary(summary, recorder.run_dir)
     phase = recorder.snapshot.phase if recorder.snapshot else None
     if launcher.failed.is_set():
@@ -131,10 +131,10 @@ async def _conclude(
         print(f"error: the job failed: {error}", file=sys.stderr)
     elif phase != jobs.Phase.FINISHED:
         print(
-            f"To go on: meshrl resume {directory_paths.format_path(recorder.run_dir)}", flush=True
+            f"To resume: meshrl resume {directory_paths.format_path(recorder.run_dir)}", flush=True
         )
     if recorder.output_url:
-        print(f"copying what is left to {recorder.output_url}", flush=True)
+        print(f"copying the remaining files to {recorder.output_url}", flush=True)
     lacking = [await copy_versions(recorder.run_dir, stop), await recorder.finish_copy(stop)]
     missing = [why for why in lacking if why]
     for why in missing:

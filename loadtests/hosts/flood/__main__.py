@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 
 from loadtests.doors.endpoint_inventory import connections, plan_of
+from loadtests.hosts.flood.frame_sender import FloodResult, FrameFlood
 from loadtests.hosts.flood.growth import Readings, between, read
-from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.measuring.entry import options, print_progress, report
 from meshrl.client.client import JobHandle
@@ -55,18 +55,18 @@ async def trains(handle: JobHandle, steps: int = 1) -> int:
     return step
 
 
-async def poured(ports: list[tuple[str, int]], frames: int, seed: int) -> Poured:
-    pouring = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "loadtests.hosts.flood.pouring"),
+async def send_flood(ports: list[tuple[str, int]], frames: int, seed: int) -> FloodResult:
+    sender = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "loadtests.hosts.flood.frame_sender"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(WAVE_S):
-        document = asdict(Pour(ports, frames, seed, most_s=WAVE_S))
-        out, _ = await pouring.communicate(json.dumps(document).encode())
-    if pouring.returncode:
-        raise RuntimeError(f"pouring ends with {pouring.returncode}")
-    return Poured(**json.loads(out))
+        document = asdict(FrameFlood(ports, frames, seed, most_s=WAVE_S))
+        out, _ = await sender.communicate(json.dumps(document).encode())
+    if sender.returncode:
+        raise RuntimeError(f"sender ends with {sender.returncode}")
+    return FloodResult(**json.loads(out))
 
 
 def lasts(pid: int, words: str) -> bool:
@@ -94,11 +94,11 @@ async def flooded(
     doors = await plan_of(place, MeshSettings.from_file(place.settings))
     ports = sorted({(port.host, port.port) for port in doors.ports})
     watched = [psutil.Process(pid) for pid, words in doors.pids.items() if lasts(pid, words)]
-    waves: list[Poured] = []
+    waves: list[FloodResult] = []
     readings: list[Readings] = []
     step = 0
     for number in range(arguments.waves):
-        waves.append(await poured(ports, arguments.frames // arguments.waves, number))
+        waves.append(await send_flood(ports, arguments.frames // arguments.waves, number))
         await asyncio.sleep(arguments.settle_s)
         readings.append(read(watched))
         step = await trains(endless, step + 1)

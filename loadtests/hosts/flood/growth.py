@@ -70,7 +70,7 @@ class Growth:
 
 
 def between(before: Readings, after: Readings) -> Growth:
-    """ValueError when no process is in both."""
+    """Return the growth of processes in both readings; ValueError if there is none."""
     both = [(before[pid], after[pid]) for pid in before if pid in after]
     memory = max(both, key=lambda pair: pair[1].rss - pair[0].rss)
     opened = max(both, key=lambda pair: pair[1].descriptors - pair[0].descriptors)

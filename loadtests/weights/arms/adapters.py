@@ -50,7 +50,7 @@ def engine(state: Tensors) -> BuiltinEngine:
 
 
 def rate(made: BuiltinEngine, names: list[str]) -> float:
-    """Tokens per CPU-second of a batch of requests with these adapters."""
+    """Measure tokens per CPU-second of a batch of requests with these adapters."""
     prompts = [np.array([1 + number % 50, 2, 3], np.int32) for number in range(BATCH)]
     made.submit(
         [
@@ -66,7 +66,7 @@ def rate(made: BuiltinEngine, names: list[str]) -> float:
 
 
 async def adapters(plan: Plan) -> Arm:
-    """`multi_adapter_ratio`, `one_over_merged`, `logprob_gap`."""
+    """Measure `multi_adapter_ratio`, `one_over_merged`, `logprob_gap`."""
     honest = HostMeter()
     torch.set_num_threads(1)
     base = drawn(MODEL)

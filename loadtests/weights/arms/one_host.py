@@ -95,7 +95,7 @@ class Ends:
 
 
 async def one_host(plan: Plan) -> Arm:
-    """`pull_share_of_memcpy`, `ratio_gloo`, `ratio_http`, `copies_per_byte`."""
+    """Measure `pull_share_of_memcpy`, `ratio_gloo`, `ratio_http`, `copies_per_byte`."""
     honest = HostMeter()
     found: dict[str, list[Arm]] = {name: [] for name in ARMS}
     copies: list[float] = []

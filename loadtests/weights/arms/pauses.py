@@ -136,14 +136,14 @@ async def committed(publisher: Member, model: str, version: int, seed: int) -> A
 
 
 async def reached(engine: Member, version: int) -> None:
-    """Returns once an engine computes with a version; TimeoutError."""
+    """Wait until an engine computes with a version; TimeoutError."""
     async with asyncio.timeout(WITHIN_S):
         while (await engine.ask("serves"))["version"] < version:
             await asyncio.sleep(LOOK_S)
 
 
 async def first_token(plan: Plan) -> Arm:
-    """`first_token_s`, `first_token_s_16`: from a new engine's registration."""
+    """Measure `first_token_s`, `first_token_s_16` from a new engine's registration."""
     honest = HostMeter()
     found: dict[int, list[float]] = {count: [] for count in OTHERS}
     rounds = max(1, plan.rounds // 2)

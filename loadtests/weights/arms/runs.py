@@ -34,7 +34,7 @@ APART = ("engine", "hybrid", "nursery")  # who hold a version whole by what they
 
 
 async def changed(plan: Plan) -> Arm:
-    """`real_changed_share`: of bfloat16 elements in a step at a learning rate of 1e-6."""
+    """Measure `real_changed_share` of bfloat16 elements in a step at a learning rate of 1e-6."""
     honest, found = HostMeter(), []
     with tempfile.TemporaryDirectory(
         prefix="meshrl-changed-", dir=plan.directory or None
@@ -75,7 +75,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 async def memory(plan: Plan) -> Arm:
-    """`peak_over_share`: most memory of a process but engines, over a rank's share; `peaks_mib`."""
+    """Measure `peak_over_share`: peak memory of non-engines over a rank's share; `peaks_mib`."""
     honest = HostMeter()
     peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="meshrl-memory-", dir=plan.directory or None) as made:

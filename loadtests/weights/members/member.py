@@ -167,7 +167,7 @@ class Receiver:
             tensor.fill_(1)
 
     def memcpy(self) -> dict[str, Any]:
-        """Copies as many bytes, all in pages that are there."""
+        """Copy as many bytes between resident pages."""
         if not self._beside:
             self._beside = {name: tensor.clone() for name, tensor in self.tensors.items()}
         started_s, used = time.monotonic(), time.process_time()

@@ -49,7 +49,7 @@ class Serving:
         return {"version": self._engine.version, "manifest": self._service.weights.manifest}
 
     async def begin(self, look_s: float = 1.0) -> float:
-        """Joins, and follows the job from now on; when, by the clock that processes share."""
+        """Join and follow the job; return the start by the clock that processes share."""
         at = time.monotonic()
         self._driver.start(self._service)
         await self._mesh.join(self._service, stats=self.stats)
@@ -64,15 +64,13 @@ class Serving:
             print_progress(f"following ended: {error!r}")
 
     def serves(self) -> dict[str, Any]:
-        """Version that it computes with; -1: none. `error`: the reason why it stopped following."""
+        """Return the version in use, -1 if none, and `error`: why it stopped following."""
         ended = self._following is not None and self._following.done()
         error = repr(self._following.exception()) if ended and self._following else ""
         return self.stats() | {"lineage": self._service.weights.lineage, "error": error}
 
     async def puts(self, seeds: list[int]) -> list[float]:
-        """Seconds that putting whole versions in place takes, which are in memory, between two
-        steps and with nothing to generate.
-        """
+        """Measure the seconds of installing whole versions from memory between two idle steps."""
         took = []
         for seed in seeds:
             tensors = models.drawn(self._model, seed)
@@ -200,8 +198,8 @@ class Shard:
             return await self._first
 
     def pauses(self, engine: str) -> dict[str, Any]:
-        """Since the last time this was asked: milliseconds between two flushes with tokens, those
-        between which the version changed apart.
+        """Return milliseconds between flushes with tokens since the last call; version changes
+        apart.
         """
         heard = self._heard[engine]
         plain: list[float] = []

@@ -37,7 +37,7 @@ async def poll_mesh(
         except TimeoutError:  # is the mesh still there?
             pass
         except (StateUnavailable, DeadlineExceeded):
-            report("redis does not answer; asking again")
+            report("Redis does not answer; retrying")
         await asyncio.sleep(POLL_S)
         if not await asyncio.to_thread(may_be_running, place):
             return

@@ -113,7 +113,7 @@ def show_top(target: Path | None, mesh: Path | None, once: bool, as_json: bool) 
         asyncio.run(watch())
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    print(f"the mesh in {format_path(place.root)} runs no more")
+    print(f"the mesh in {format_path(place.root)} has stopped")
     return 0
 
 
@@ -209,5 +209,5 @@ async def _watch_by_token(token: str) -> None:
                 try:
                     view.show(await onlooker.read_frame(client))
                 except (PeerLost, DeadlineExceeded, StateUnavailable) as error:
-                    view.print_line(f"the mesh does not answer, asking again: {error.message}")
+                    view.print_line(f"the mesh does not answer; retrying: {error.message}")
                     await asyncio.sleep(RETRY_INTERVAL_S)

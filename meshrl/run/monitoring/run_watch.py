@@ -150,7 +150,7 @@ def watch_run(target: Path | None, mesh: Path | None) -> int:
     try:
         last = asyncio.run(_show_run(run))
     except KeyboardInterrupt:
-        print(f"\n{run.job} goes on; `meshrl watch {run.display_path}` shows it again")
+        print(f"\n{run.job} continues; `meshrl watch {run.display_path}` shows it again")
         return EXIT_INTERRUPTED
     if last is None or not last.is_terminal:
         found = read_outcome(run)
@@ -199,7 +199,7 @@ def _watch_all(place: MeshPaths) -> int:
     try:
         rows = asyncio.run(_show_mesh(place))
     except KeyboardInterrupt:
-        print(f"\nthe mesh goes on; `meshrl watch {format_path(place.root)}` shows it again")
+        print(f"\nthe mesh continues; `meshrl watch {format_path(place.root)}` shows it again")
         return EXIT_INTERRUPTED
     for row in rows:
         print(f"{row.id}: {row.error or row.phase.replace('_', ' ')}; {row.run_dir}")

@@ -24,7 +24,8 @@ def test_sessions_survive_killed_sandboxes_or_are_lost_by_type(
         environment__use="digits:notebook",
         environment__tools="{notebook='python_session'}",
         reward__use="",
-        reward__parts="[{use='digits:kept'}, {use='regex', weight=0.5, options={pattern='[0-9]'}}]",
+        reward__parts="[{use='digits:score_session'},"
+        " {use='regex', weight=0.5, options={pattern='[0-9]'}}]",
         rollout__stop="['1', '2', '3', '4', '5', '6', '7', '8', '9']",
         # some 25 tokens of 20 ms: unfinished when they are killed
         rollout__pace=slow_pace(20, 64, 100000),

@@ -191,7 +191,7 @@ async def assert_logs_followed(
     assert (lost["host"], lost["workers"]) == (host.name, ["h1w0"])
     assert [row["state"] for row in await run_json_command(mesh, "hosts")] == ["up", "away"]
     silent = (await with_timeout(follows.stderr.readline())).decode()
-    assert f"{host.name} does not tell of note now" in silent and "waiting" in silent
+    assert f"{host.name} cannot send note now" in silent and "waiting" in silent
     host.start()
     await until("its return", lambda: wait_for_event(heard, "host_back"))
 

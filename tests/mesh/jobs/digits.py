@@ -67,7 +67,7 @@ def notebook() -> Notebook:
     return Notebook()
 
 
-def kept(row: Row, turns: Turns) -> float:
+def score_session(row: Row, turns: Turns) -> float:
     """Return the share of digits; raise ValueError if the session lost its state without a
     crash.
     """

@@ -11,12 +11,12 @@ from tests.mesh.weights.transfer_bench import TransferBench, open_bench
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forks() -> Iterator[None]:
+def fork_server() -> Iterator[None]:
     """Start one fork server for all tests, where the run has none."""
-    nursery = TestForkServer()
-    nursery.start()
+    server = TestForkServer()
+    server.start()
     yield
-    nursery.close()
+    server.close()
 
 
 @pytest.fixture

@@ -102,22 +102,24 @@ class Versions:
         self.publisher = await bench.scene.publisher()
         await self.publisher.ask("make", size=SIZE)
         self.receiver = await self.new_receiver(0)
-        assert await self.carried(self.receiver, await self.staged(self.publisher)) > SIZE
+        assert (
+            await self.wait_for_bytes(self.receiver, await self.stage_next(self.publisher)) > SIZE
+        )
 
     async def new_receiver(self, number: int) -> Member:
         receiver = await self.bench.scene.receiver(number, host=1)
         await receiver.ask("ready", size=SIZE)
         return receiver
 
-    async def staged(self, publisher: Member) -> str:
-        """Stage the next version, for which deltas are being bench."""
+    async def stage_next(self, publisher: Member) -> str:
+        """Stage the next version, for which deltas are being created."""
         await publisher.ask("change", share=SHARE, seed=self.count)
         told: dict[str, Any] = await publisher.ask("stage", version=self.count, deltas=True)
         self.identity = await publisher.ask("identity")
         self.count += 1
         return str(told["digest"])
 
-    async def carried(self, receiver: Member, digest: str) -> int:
+    async def wait_for_bytes(self, receiver: Member, digest: str) -> int:
         """Return the bytes that arrived for a version after the receiver is complete."""
         before = self.bench.proxy.carried_bytes
         await receiver.ask("receive", digest=digest)
@@ -141,41 +143,44 @@ async def versions(bench: TransferBench) -> Versions:
 
 
 @pytest.mark.rotating(3)
-async def test_killed_delta_sender_falls_back_to_chunks(versions: Versions) -> None:
-    digest = await versions.staged(versions.publisher)
+async def test_receiver_survives_a_killed_delta_sender(versions: Versions) -> None:
+    digest = await versions.stage_next(versions.publisher)
     await versions.publisher.kill()
-    await versions.carried(versions.receiver, digest)
-    restart_store = await versions.bench.scene.publisher()
-    await restart_store.ask("make", size=SIZE)
+    await versions.wait_for_bytes(versions.receiver, digest)
+    successor = await versions.bench.scene.publisher()
+    await successor.ask("make", size=SIZE)
     for seed in range(versions.count):
-        await restart_store.ask("change", share=SHARE, seed=seed)
-    assert await versions.carried(versions.receiver, await versions.staged(restart_store)) < MOST
+        await successor.ask("change", share=SHARE, seed=seed)
+    assert (
+        await versions.wait_for_bytes(versions.receiver, await versions.stage_next(successor))
+        < MOST
+    )
 
 
 @pytest.mark.rotating(3)
-async def test_killed_delta_receiver_resumes(versions: Versions) -> None:
-    digest = await versions.staged(versions.publisher)
+async def test_successor_of_a_killed_delta_receiver_gets_the_version(versions: Versions) -> None:
+    digest = await versions.stage_next(versions.publisher)
     order = await versions.receive_half(digest)
     await versions.receiver.kill()
     versions.bench.resume_transfer()
     assert isinstance(await order, RuntimeError)
     receiver = await versions.new_receiver(1)
-    assert await versions.carried(receiver, digest) < MOST
-    digest = await versions.staged(versions.publisher)
-    assert await versions.carried(receiver, digest) < MOST
+    assert await versions.wait_for_bytes(receiver, digest) < MOST
+    digest = await versions.stage_next(versions.publisher)
+    assert await versions.wait_for_bytes(receiver, digest) < MOST
 
 
 @pytest.mark.deep
-async def test_killed_store_during_a_delta_resumes(versions: Versions) -> None:
-    digest = await versions.staged(versions.publisher)
+async def test_delta_continues_after_the_store_was_killed(versions: Versions) -> None:
+    digest = await versions.stage_next(versions.publisher)
     order = await versions.receive_half(digest)
     await versions.bench.store.kill()
     versions.bench.resume_transfer()
     await versions.bench.restart_store()
     assert not isinstance(await order, OrderFailed | RuntimeError)
     assert await versions.receiver.ask("identity") == versions.identity
-    await versions.carried(versions.receiver, await versions.staged(versions.publisher))
-    after = await versions.staged(versions.publisher)
+    await versions.wait_for_bytes(versions.receiver, await versions.stage_next(versions.publisher))
+    after = await versions.stage_next(versions.publisher)
     await versions.receiver.ask("receive", digest=after)
     assert await versions.receiver.ask("identity") == versions.identity
 
@@ -227,7 +232,7 @@ def list_digests(store: ChunkStore) -> set[str]:
 
 
 @pytest.mark.rotating(3)
-async def test_version_collected_during_a_pull(bench: TransferBench) -> None:
+async def test_engine_skips_a_version_collected_during_its_pull(bench: TransferBench) -> None:
     await bench.begin()
     store = ChunkStore(bench.scene.root(0) / "store")
     before = list_digests(store)
@@ -246,32 +251,32 @@ class CollectedVersion:
     """Version that the store has collected after others followed it."""
 
     def __init__(self, bench: TransferBench) -> None:
-        self._made, self._store = bench, ChunkStore(bench.scene.root(0) / "store")
-        self._before = self._there()
+        self._bench, self._store = bench, ChunkStore(bench.scene.root(0) / "store")
+        self._before = self._list_digests()
 
-    def _there(self) -> set[str]:
+    def _list_digests(self) -> set[str]:
         return list_digests(self._store)
 
-    async def staged(self) -> str:
+    async def stage_next(self) -> str:
         """Return the digest of the version."""
-        digest = await self._made.stage()
-        self._chunks = self._there() - self._before
+        digest = await self._bench.stage()
+        self._chunks = self._list_digests() - self._before
         assert digest in self._chunks
         return digest
 
     async def collect(self) -> None:
         """Publish enough versions for this one to be collected, and wait until it is deleted."""
         for _ in range(KEPT):
-            await self._made.publish()
+            await self._bench.publish()
         await until(lambda: not any(map(self._store.has, self._chunks)), "it is gone")
 
 
 @pytest.mark.deep
-async def test_version_swept_during_a_pull_is_skipped(bench: TransferBench) -> None:
+async def test_engine_skips_a_version_swept_during_its_pull(bench: TransferBench) -> None:
     await bench.begin(store=SWEEPING)
     swept = CollectedVersion(bench)
     bench.stall_after(0.4)
-    await bench.commit(await swept.staged())
+    await bench.commit(await swept.stage_next())
     await bench.wait_until_stalled()
     await swept.collect()
     assert await bench.read_served_version(bench.engine) == 0
@@ -286,14 +291,14 @@ async def test_pull_of_a_swept_version_fails_by_type(bench: TransferBench) -> No
     await receiver.ask("take", model=MODEL)
     swept = CollectedVersion(bench)
     bench.stall_after(0.4)
-    digest = await swept.staged()
+    digest = await swept.stage_next()
     receiving = bench.scene.tell(receiver, "receive", digest=digest)
     await bench.wait_until_stalled()
     await bench.commit(digest)
     await swept.collect()
     bench.resume_transfer()
-    refused = await receiving
-    assert isinstance(refused, OrderFailed) and refused.code == "not_found", refused
+    failure = await receiving
+    assert isinstance(failure, OrderFailed) and failure.code == "not_found", failure
     row = await jobs.read_job(bench.scene.state, "job")
     await receiver.ask("receive", digest=row.manifest)
     newest = models.drawn(MODEL, bench.seeds[-1])
@@ -302,7 +307,7 @@ async def test_pull_of_a_swept_version_fails_by_type(bench: TransferBench) -> No
 
 
 @pytest.mark.deep
-async def test_store_with_a_lost_host_is_replaced(bench: TransferBench) -> None:
+async def test_new_store_serves_new_versions_after_its_host_was_lost(bench: TransferBench) -> None:
     await bench.begin()
     await bench.publish()
     await bench.wait_for_version(bench.engine)
@@ -331,7 +336,9 @@ ANYWHERE = pytest.mark.parametrize("share", [0.01, 0.5, 0.95])
 
 @pytest.mark.rotating(3)
 @ANYWHERE
-async def test_store_killed_during_a_send_resumes(bench: TransferBench, share: float) -> None:
+async def test_pull_continues_after_the_store_was_killed(
+    bench: TransferBench, share: float
+) -> None:
     await bench.begin()
     bench.stall_after(share)
     await bench.publish()

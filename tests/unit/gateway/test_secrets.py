@@ -99,7 +99,7 @@ def test_secrets_are_private_and_created_completely_or_not_at_all(tmp_path: Path
     assert all(86_400 < token.expires_s - time.time() <= 2 * 86_400 for token in recorded.tokens)
     head_text = files["head.json"].read_text()
     assert join_token.secret not in head_text and submit_token.secret not in head_text
-    with pytest.raises(Refused, match="there already"):
+    with pytest.raises(Refused, match="already exists"):
         create_secrets(secrets)
     for invalid in (("--redis", "a b"), ("--exposed", "x:99999"), ("--head", "")):
         with pytest.raises(ConfigError, match=invalid[0]):

@@ -125,7 +125,7 @@ async def test_job_is_followed_and_stopped_with_its_token(bench: GatewayBench, j
         assert again.name == "game-2"  # the run directory of the first job stays
         with pytest.raises(Refused):
             await again.delete()
-        with pytest.raises(NotAllowed, match="moves no workers"):
+        with pytest.raises(NotAllowed, match="does not allow moving workers"):
             await client.move("w0", "training")
 
 
@@ -306,7 +306,7 @@ async def test_command_line_creates_lists_and_revokes_tokens(
     invoke("create", "carol", "--priority", "2")
     assert [t["priority"] for t in json.loads(invoke("list", "--json"))] == [0, 0, 2]
     assert "revoked 1" in invoke("revoke", "alice")
-    assert "good" in invoke("list") and not json.loads(invoke("list", "--json"))[0]["good"]
+    assert "valid" in invoke("list") and not json.loads(invoke("list", "--json"))[0]["good"]
     with pytest.raises(NotFound):
         invoke("revoke", "alice")
 

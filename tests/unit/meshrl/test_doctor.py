@@ -83,7 +83,7 @@ def test_doctor_lists_gpus_and_the_decoding_backend(tmp_path: Path, gpus: Gpus) 
     output = run_doctor(tmp_path, str(tmp_path), **gpus.environment)
     listed, path = (line for line in output.splitlines() if line.split()[1:2] == ["gpu"])
     assert listed.startswith("ok") and "cuda:0 NVIDIA H100 (GPU-a)" in listed
-    assert path.startswith("note") and 'mesh.device = "cuda" is refused' in path
+    assert path.startswith("note") and 'mesh.device = "cuda" is rejected' in path
     assert "built without CUDA" in path
 
 

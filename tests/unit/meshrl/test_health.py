@@ -80,7 +80,7 @@ def test_probe_quotes_the_answer_and_ends_in_time() -> None:
     assert not well and "does not answer" in said
     for wrong in ("localhost:9400", "https://x/livez", "http://x:0/", "http://x:99999/"):
         well, said = probe_url(wrong)
-        assert not well and "is no URL of a page" in said
+        assert not well and "is not a URL such as http://HOST:PORT/readyz" in said
 
 
 def test_health_program_exits_by_the_answer_and_imports_little() -> None:
@@ -118,7 +118,7 @@ def test_local_log_is_shown_when_other_hosts_cannot_be_queried(
         settings.to_file(place.settings)
         found = CliRunner().invoke(app, ["logs", "redis", "-n", "1", "--mesh", str(tmp_path)])
     assert (found.exit_code, found.stdout) == (0, "why it went down\n"), found.exception
-    assert "(whether another host has a newer log of redis is not known: " in found.stderr
+    assert "(newer logs of redis on other hosts cannot be checked: " in found.stderr
 
 
 class VanishingAgent(RemoteLogs):

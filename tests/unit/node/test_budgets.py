@@ -1,4 +1,4 @@
-"""Instances of a worker: the processes that a record asks for and their use of its budget."""
+"""Instances of a worker: the processes of a record and their use of the worker's budget."""
 
 from __future__ import annotations
 

@@ -355,7 +355,7 @@ def test_verdict_contains_regret_and_error() -> None:
     }
 
 
-def test_restarted_engines_keep_their_learned_curves() -> None:
+def test_curve_of_a_restarted_engine_is_ignored_until_it_has_enough_steps() -> None:
     known = update_curves(
         {}, [DecodeCurve("cpu", 1, 0.02, 0.001, fitted_steps=1000, max_tokens_per_s=900.0)]
     )

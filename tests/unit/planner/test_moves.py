@@ -138,7 +138,7 @@ def test_planner_memory_survives_its_record() -> None:
     assert bench.memory.reset_after_outage().missing_since == {}
 
 
-def test_unused_hybrids_return_to_rollout() -> None:
+def test_hybrids_return_to_rollout_once_disallowed() -> None:
     bench = start_pool([4], job(config=PlannerConfig(training=2)))
     assert "training" in bench.roles().values()
     need = bench.snapshot.jobs[0].requirements

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from loadtests.hosts.flood.frame_sender import FloodResult, FrameFlood, send_flood
 from loadtests.hosts.flood.growth import between, read
-from loadtests.hosts.flood.pouring import Pour, Poured, poured
 from meshrl.common.api.weights import STORE_NAME
 from meshrl.common.base.host.settings import SETTINGS_ENV, MeshSettings
 from meshrl.common.mesh.runtime.mesh import Mesh
@@ -71,9 +71,9 @@ async def test_malformed_frames_at_every_port_change_nothing(settings: MeshSetti
         ports = [(str(urlsplit(one).hostname), urlsplit(one).port or 0) for one in places]
         process, client = psutil.Process(entry.pid), BulkClient(mesh)
         digest = await client.put_chunk(entry, CHUNK)
-        early = await asyncio.to_thread(poured, Pour(ports, FIRST))
+        early = await asyncio.to_thread(send_flood, FrameFlood(ports, FIRST))
         before = read([process])
-        late = await asyncio.to_thread(poured, Pour(ports, FRAMES, seed=1))
+        late = await asyncio.to_thread(send_flood, FrameFlood(ports, FRAMES, seed=1))
         assert await client.fetch_chunk(entry, digest) == CHUNK
         assert was_served(early) and was_served(late)
         held = late.held // len(ports)
@@ -89,6 +89,6 @@ async def test_malformed_frames_at_every_port_change_nothing(settings: MeshSetti
         await mesh.leave()
 
 
-def was_served(wave: Poured) -> bool:
+def was_served(wave: FloodResult) -> bool:
     """Return True if all frames were read and their connections closed in time."""
     return wave.unconnected == 0 and wave.unheard <= wave.frames // 100

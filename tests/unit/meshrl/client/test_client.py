@@ -125,14 +125,14 @@ async def test_requested_move_returns_its_verdict(held_mesh: HeldMesh) -> None:
         await pool.join_worker(state, WorkerRow("w0", "here", "cpu:0", token))
         async with Client(held_mesh.root) as client:
             assert [worker.id for worker in (await client.workers()).workers] == ["w0"]
-            with pytest.raises(NotFound, match="There are: w0"):
+            with pytest.raises(NotFound, match="Choose one of: w0"):
                 await client.move("w7", "training")
-            with pytest.raises(Refused, match="is no role"):
+            with pytest.raises(Refused, match="is not a role"):
                 await client.move("w0", "sleeping")
             async with asyncio.TaskGroup() as group:
                 group.create_task(publish_verdict("desired", gang="g0", role="training"))
                 said = group.create_task(client.move("worker/w0", "training", JOB))
-            assert "w0 is to take the role training" in said.result()
+            assert "w0 will take the role training" in said.result()
             declined = asyncio.create_task(
                 publish_verdict("move_declined", reason="the core stays")
             )

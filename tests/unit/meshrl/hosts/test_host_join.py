@@ -102,7 +102,7 @@ def test_head_cannot_join_a_mesh(tmp_path: Path, file: Path) -> None:
 @pytest.mark.parametrize(
     "where", ["", "0.0.0.0", "*:7100-7110", "[::]", "::1", "127.0.0.1:7100", "127.0.0.1:a"]
 )
-def test_loopback_address_is_rejected_for_a_host(where: str) -> None:
+def test_unreachable_or_invalid_listen_address_is_rejected(where: str) -> None:
     with pytest.raises(ConfigError):
         address_checks.resolve_listen_endpoint(where)
 
@@ -129,7 +129,7 @@ async def test_key_prefix_must_be_unique() -> None:
     await credentials.admit_host(state, HOST)
     await credentials.register_key(state, Credential("engine", HOST, ONE, "engine/g0.0"))
     assert await _find_key(state, ONE[:8]) == (ONE, f" of engine/g0.0 on {HOST}")
-    with pytest.raises(NotFound, match="no keys that are let in begin with ffffffff"):
+    with pytest.raises(NotFound, match="no admitted keys begin with ffffffff"):
         await _find_key(state, "f" * 8)
     await credentials.register_key(state, Credential("worker", HOST, OTHER, "worker/h1w0"))
     with pytest.raises(NotFound, match="2 keys") as caught:

@@ -42,47 +42,47 @@ from tests.unit.node.test_failing_roles import DOCUMENT
 SPEC = ChildSpec("rollout/job/0", [])
 ODD = ChildExit(1, "exit status 1", Failure.from_error(ValueError("odd")))
 LOST = ChildExit(1, "exit status 1", Failure.from_error(PeerLost("gone")))
-Ask = Callable[[ChildExit], Awaitable[bool]]
+Decide = Callable[[ChildExit], Awaitable[bool]]
 
 
-def with_mesh(check: Callable[[Mesh, Clock, Ask], Awaitable[None]]) -> None:
+def with_mesh(check: Callable[[Mesh, Clock, Decide], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         mesh = alone("launcher", clock, random, SimulatedHost(clock, random))
         reports = ExitReportSender(mesh.state, clock)
 
-        async def ask(end: ChildExit, full: str = "") -> bool:
+        async def decide(end: ChildExit, full: str = "") -> bool:
             return await should_reset_budget(mesh.state, reports, SPEC, end, full)
 
-        await check(mesh, clock, ask)
+        await check(mesh, clock, decide)
 
     run_virtual(main)
 
 
 def test_mesh_whose_jobs_make_no_progress_is_given_up(tmp_path: Path) -> None:
-    async def check(mesh: Mesh, clock: Clock, ask: Ask) -> None:
-        assert not await ask(ODD), "there is no job"
+    async def check(mesh: Mesh, clock: Clock, decide: Decide) -> None:
+        assert not await decide(ODD), "there is no job"
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
-        assert await ask(ODD)
+        assert await decide(ODD)
         await clock.sleep(PROGRESS_WINDOW_S + 1.0)
-        assert not await ask(ODD)
+        assert not await decide(ODD)
 
     with_mesh(check)
 
 
 def test_lost_peer_is_awaited_for_a_limited_time(tmp_path: Path) -> None:
-    async def check(mesh: Mesh, clock: Clock, ask: Ask) -> None:
-        assert await ask(replace(LOST, repeating_for_s=RECOVERY_TIMEOUT_S - 1.0))
-        assert not await ask(replace(LOST, repeating_for_s=RECOVERY_TIMEOUT_S + 1.0))
+    async def check(mesh: Mesh, clock: Clock, decide: Decide) -> None:
+        assert await decide(replace(LOST, repeating_for_s=RECOVERY_TIMEOUT_S - 1.0))
+        assert not await decide(replace(LOST, repeating_for_s=RECOVERY_TIMEOUT_S + 1.0))
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
-        assert await ask(replace(LOST, repeating_for_s=RECOVERY_TIMEOUT_S + 1.0)), (
+        assert await decide(replace(LOST, repeating_for_s=RECOVERY_TIMEOUT_S + 1.0)), (
             "a job came further"
         )
 
     with_mesh(check)
 
 
-def test_redis_outage_uses_no_restart_budget() -> None:
-    async def check(mesh: Mesh, clock: Clock, ask: Ask) -> None:
+def test_outage_of_redis_or_disk_resets_the_restart_budget() -> None:
+    async def check(mesh: Mesh, clock: Clock, decide: Decide) -> None:
         for error in (StorageFull("full"), StateUnavailable("away")):
             end = ChildExit(
                 1,
@@ -90,16 +90,16 @@ def test_redis_outage_uses_no_restart_budget() -> None:
                 Failure.from_error(error),
                 repeating_for_s=10 * RECOVERY_TIMEOUT_S,
             )
-            assert await ask(end)
+            assert await decide(end)
 
     with_mesh(check)
 
 
 def test_job_whose_errors_exhaust_the_budget_fails_alone(tmp_path: Path) -> None:
-    async def check(mesh: Mesh, clock: Clock, ask: Ask) -> None:
+    async def check(mesh: Mesh, clock: Clock, decide: Decide) -> None:
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
         await clock.sleep(PROGRESS_WINDOW_S + 1.0)
-        assert await ask(
+        assert await decide(
             ChildExit(1, "exit status 1", Failure.from_error(ValueError("odd"), job="calc"))
         )
         row = await jobs.read_job(mesh.state, "calc")

@@ -120,11 +120,11 @@ def test_corrupt_checkpoint_is_replaced_by_the_previous_one(run: CheckpointedRun
     run.check()
     (first := run.get_manifest_path(run.names[0])).write_text("{")
     error = check_and_fail(run)
-    assert "no checkpoint of the run is whole" in error and f"{state} is missing" in error
+    assert "no checkpoint of the run is complete" in error and f"{state} is missing" in error
     first.unlink()
     assert f"{state} is missing" in check_and_fail(run)
     run.get_manifest_path(run.names[1]).unlink()
-    assert f"{run.get_manifest_path(run.names[1])}: it is missing" in check_and_fail(run)
+    assert f"{run.get_manifest_path(run.names[1])} is missing" in check_and_fail(run)
 
 
 @pytest.mark.parametrize("which", ["tensor", "manifest"])

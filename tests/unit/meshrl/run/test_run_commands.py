@@ -91,7 +91,7 @@ async def test_unreachable_redis_is_polled_again_while_the_mesh_lives(
                     last = observation
                     if len(heard.observations) > 4:
                         break
-    assert heard.messages == ["redis does not answer; asking again"]
+    assert heard.messages == ["Redis does not answer; retrying"]
     first = ["connected", "1", "2"]
     assert heard.observations == ([*first, "connected", "3"] if lives else first)
     assert last == ("3" if lives else "2"), "what was seen last"
@@ -237,7 +237,7 @@ def submitted_mesh(held_mesh: HeldMesh) -> Iterator[HeldMesh]:
 
 def test_stopped_job_resumes_on_its_live_mesh(submitted_mesh: HeldMesh) -> None:
     held_mesh = submitted_mesh
-    with pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl watch"):
+    with pytest.raises(Refused, match=r"already runs on the mesh .*meshrl watch"):
         resume_run(held_mesh.run, [])
     held_mesh.phase(Phase.STOPPED)
     with pytest.raises(Refused, match=r"meshrl down --mesh .* --set"):

@@ -87,7 +87,7 @@ def test_corrupt_summary_is_replaced_by_the_events(tmp_path: Path) -> None:
     for command in ("status", "wait", "watch"):
         found = meshrl(command, str(run))
         assert found.exit_code == 0 and "tiny has finished" in found.stdout, found.output
-        assert f"damaged: {run / 'summary.json'}" in found.stdout
+        assert f"corrupt: {run / 'summary.json'}" in found.stdout
     record = run / "events.jsonl"
     group = {"group": 1, "samples": 4, "scored": 4, "filtered": False, "content": "a"}
     twice = [
@@ -113,7 +113,7 @@ def test_outcome_is_readable_without_a_job_file(tmp_path: Path) -> None:
     found = read_outcome(run)
     assert found.to_document()["steps"] is None
     assert found.format_lines()[0] == "tiny was stopped at step 1 (reward 0.250)"
-    assert f"damaged: {directory / 'job.json'}" in "\n".join(found.format_lines())
+    assert f"corrupt: {directory / 'job.json'}" in "\n".join(found.format_lines())
     (directory / "job.json").unlink()
     assert read_outcome(run).state == "stopped"
 

@@ -162,8 +162,8 @@ def test_screen_shows_the_frame_and_why_it_is_outdated() -> None:
     ):
         assert wanted in lines, "\n".join(lines)
     console = Console(file=StringIO(), width=120, record=True)
-    console.print(render_screen(make_frame(), stale_reason="redis does not answer; asking again"))
-    assert "redis does not answer" in console.export_text()
+    console.print(render_screen(make_frame(), stale_reason="Redis does not answer; retrying"))
+    assert "Redis does not answer" in console.export_text()
 
 
 def test_mesh_without_jobs_is_shown_as_such() -> None:
@@ -257,8 +257,8 @@ def test_last_frame_stays_while_redis_is_unreachable(
         view.print_line("no frame yet")
         view.show(MeshFrame("/mesh", (JobFrame("a", "training", "", "", "", 3, 48),)))
         assert "no frame yet" in capsys.readouterr().out
-        view.print_line("redis does not answer; asking again")
+        view.print_line("Redis does not answer; retrying")
         output = capsys.readouterr().out
-        assert "redis does not answer" in output and "3/48" in output
+        assert "Redis does not answer" in output and "3/48" in output
         view.show(MeshFrame("/mesh"))
         assert "redis" not in capsys.readouterr().out

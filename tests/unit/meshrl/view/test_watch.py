@@ -418,7 +418,7 @@ def test_figure_names_its_share_of_samples() -> None:
     assert format_evaluation(some) == said
 
 
-def test_evaluation_without_successes_is_reported() -> None:
+def test_evaluation_without_scored_samples_is_reported() -> None:
     none = parse_evaluation(
         {
             "tag": "before",

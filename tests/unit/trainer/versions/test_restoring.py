@@ -288,12 +288,12 @@ async def test_previous_checkpoint_replaces_an_unreadable_model(bench: TrainedJo
 def predict_hybrids(bench: TrainedJob, config: JobConfig) -> bool:
     """Return whether the planner would place hybrids, given what the core publishes."""
     assert "published" in SNAPSHOT_STATS, "it is read of stats"
-    read_events = ProcessStats(
+    process_stats = ProcessStats(
         "core", "trainer", "1", {"published": bench.publisher.published_dtypes}
     )
     row = {"id": JOB, "phase": "training", "groups_per_step": 1, "submitted_ms": 0}
     row |= {"steps_done": 0, "block_reason": "", "checkpoint": "", "stale_requeued": 0}
-    return build_planned_job(row, config.to_document(), [read_events]).requirements.allows_hybrids
+    return build_planned_job(row, config.to_document(), [process_stats]).requirements.allows_hybrids
 
 
 def test_changed_publish_dtype_of_adapters_keeps_the_base(tmp_path: Path) -> None:

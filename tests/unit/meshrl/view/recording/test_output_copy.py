@@ -181,9 +181,9 @@ async def test_run_is_fetched_from_its_url(
         bundle_files.read_file_list(held["document"]),
         read_large=True,
     )
-    with pytest.raises(Refused, match="is there already"):
+    with pytest.raises(Refused, match="already exists"):
         download_run(copied_run.url)
-    with pytest.raises(NotFound, match="no run lies at"):
+    with pytest.raises(NotFound, match="there is no run at"):
         download_run(f"{copied_run.url}/nowhere")
 
 

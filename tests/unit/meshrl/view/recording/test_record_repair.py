@@ -179,7 +179,7 @@ async def test_events_trimmed_from_redis_are_reported_as_lost(run: Run) -> None:
 
 
 class UnreachableRedis(StateClient):
-    """Redis that fails the first two times when it is asked which events are lost."""
+    """Redis that fails the first two queries for lost events."""
 
     tries = 2
 

@@ -233,7 +233,9 @@ async def test_interrupted_recorder_stops_copying_and_names_the_remaining_copy(
     assert await _conclude(recorder, summary, launcher, stop) == EXIT_INTERRUPTED
     output = capsys.readouterr().out
     assert (
-        0 < output.index("To go on") < output.index(f"copying what is left to file://{tmp_path}/")
+        0
+        < output.index("To resume")
+        < output.index(f"copying the remaining files to file://{tmp_path}/")
     )
     assert (tmp_path / "there/summary.json").is_file()
     recorder = Recorder(launcher, "one", run_dir)

@@ -88,7 +88,7 @@ LIMITS = TrackerLimits(
 
 
 def relaxed_limits() -> TrackerLimits:
-    """Limits that a tracker also meets on a slow machine."""
+    """Return limits that a tracker also meets on a slow machine."""
     return replace(LIMITS, show_timeout_s=scaled(20.0), close_timeout_s=scaled(20.0))
 
 

@@ -1,5 +1,4 @@
-"""Sender of malformed frames: reads a `Pour` as JSON from standard input, prints the result as
-JSON.
+"""Sender of malformed frames: reads a `FrameFlood` as JSON from standard input, prints the result.
 
 A frame is the data of one connection; the receiver closes each such connection. Most connections
 announce the end of their data and stay open until the peer has read that and closed, too. Some are
@@ -27,7 +26,7 @@ AT_ONCE, AT_ONCE_EACH = 512, 24  # connections that wait for the other end: in a
 WAIT_S = 5.0  # for the other end to hang up
 RESET_S = 0.05  # after which those that are to be reset are
 TURN_S = 0.05
-CONNECT_S = 15.0  # until a connection that is not taken is given up: the kernel asks four times
+CONNECT_S = 15.0  # limit of a connection attempt: the kernel sends four SYN packets
 HELD = 64  # connections to each port that stay open
 HELD_SHARE = 0.02  # of all
 RESET_SHARE = 0.1
@@ -136,7 +135,7 @@ KINDS: Mapping[str, Callable[[Random], bytes]] = {
 
 
 @dataclass(frozen=True)
-class Pour:
+class FrameFlood:
     ports: list[tuple[str, int]]
     frames: int
     seed: int = 0
@@ -145,7 +144,7 @@ class Pour:
 
 
 @dataclass
-class Poured:
+class FloodResult:
     """Result of a flood. `hung_up`: closed by both ends; `answered`: the peer sent something
     first.
     """
@@ -201,12 +200,12 @@ class _IdleConnections:
             line.close()
 
 
-def poured(pour: Pour) -> Poured:
-    if not pour.ports:
-        raise ValueError("there is no port to pour into")
-    random, counts, started_s = Random(pour.seed), Counter[str](), time.monotonic()
-    found, kinds = Poured(), [(name, KINDS[name]) for name in pour.kinds]
-    held = {tuple(place): _IdleConnections() for place in pour.ports}
+def send_flood(flood: FrameFlood) -> FloodResult:
+    if not flood.ports:
+        raise ValueError("there is no port to flood into")
+    random, counts, started_s = Random(flood.seed), Counter[str](), time.monotonic()
+    found, kinds = FloodResult(), [(name, KINDS[name]) for name in flood.kinds]
+    held = {tuple(place): _IdleConnections() for place in flood.ports}
     selector = selectors.DefaultSelector()
     lines: dict[int, _Line] = {}
 
@@ -220,12 +219,12 @@ def poured(pour: Pour) -> Poured:
         else:
             line.socket.close()
 
-    number, at_once = 0, min(AT_ONCE, AT_ONCE_EACH * len(pour.ports))
-    while (number < pour.frames and time.monotonic() - started_s < pour.most_s) or lines:
+    number, at_once = 0, min(AT_ONCE, AT_ONCE_EACH * len(flood.ports))
+    while (number < flood.frames and time.monotonic() - started_s < flood.most_s) or lines:
         now = time.monotonic()
-        while len(lines) < at_once and number < pour.frames and now - started_s < pour.most_s:
+        while len(lines) < at_once and number < flood.frames and now - started_s < flood.most_s:
             name, make = kinds[number % len(kinds)]
-            host, port = pour.ports[random.randrange(len(pour.ports))]
+            host, port = flood.ports[random.randrange(len(flood.ports))]
             number += 1
             counts[name] += 1
             lot = random.random()
@@ -264,7 +263,7 @@ def _connecting(host: str, port: int) -> socket.socket:
     return found
 
 
-def _write(line: _Line, selector: selectors.BaseSelector, found: Poured, end: _End) -> None:
+def _write(line: _Line, selector: selectors.BaseSelector, found: FloodResult, end: _End) -> None:
     try:
         if line.content:
             line.socket.send(line.content)
@@ -286,7 +285,7 @@ def _write(line: _Line, selector: selectors.BaseSelector, found: Poured, end: _E
         end(line)
 
 
-def _read(line: _Line, found: Poured, end: _End) -> None:
+def _read(line: _Line, found: FloodResult, end: _End) -> None:
     try:
         more = line.socket.recv(1 << 16)
     except OSError:
@@ -303,7 +302,7 @@ def _read(line: _Line, found: Poured, end: _End) -> None:
 def main() -> None:
     document = json.load(sys.stdin)
     ports = [(host, port) for host, port in document.pop("ports")]
-    json.dump(asdict(poured(Pour(ports, **document))), sys.stdout)
+    json.dump(asdict(send_flood(FrameFlood(ports, **document))), sys.stdout)
 
 
 if __name__ == "__main__":
