@@ -86,7 +86,7 @@ def extract_groups(record: LedgerRecord) -> set[int]:
     if record.kind in (RecordKind.OPEN, RecordKind.CLOSE):
         return {record.payload[0]}
     if record.kind is RecordKind.TOKENS:
-        return set(np.unique(record.payload.ids >> token_records.MEMBER_BITS).tolist())
+        return set(np.unique(record.payload.trajectory_ids >> token_records.MEMBER_BITS).tolist())
     return {extract_group(record.payload[0])}
 
 

@@ -94,7 +94,7 @@ def _list_surviving(
                 continue
             if counted.kind is RecordKind.TOKENS:
                 rows = counted.payload
-                chosen = np.isin(rows.ids >> MEMBER_BITS, list(groups))
+                chosen = np.isin(rows.trajectory_ids >> MEMBER_BITS, list(groups))
                 if chosen.any():
                     yield LedgerRecord(RecordKind.TOKENS, select_rows(rows, chosen))
             elif extract_groups(counted) <= groups:

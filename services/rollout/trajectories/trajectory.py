@@ -266,7 +266,7 @@ class RestoredGroups:
             return record
         if record.kind is not RecordKind.TOKENS:
             return None if p[0] in self.cut_trajectories else record
-        chosen = ~np.isin(p.ids, list(self.cut_trajectories))
+        chosen = ~np.isin(p.trajectory_ids, list(self.cut_trajectories))
         return LedgerRecord(record.kind, select_rows(p, chosen)) if chosen.any() else None
 
     def apply_record(self, record: LedgerRecord, compute_seed: Any) -> None:
@@ -283,7 +283,7 @@ class RestoredGroups:
             self.cut_trajectories.discard(t.id)
         elif record.kind is RecordKind.TOKENS:
             at = 0
-            for identity, count in zip(p.ids.tolist(), p.counts.tolist(), strict=True):
+            for identity, count in zip(p.trajectory_ids.tolist(), p.counts.tolist(), strict=True):
                 part = slice(at, at + count)
                 at += count
                 if identity in self.trajectories:

@@ -263,12 +263,12 @@ def test_all_task_orders_are_generated() -> None:
 
 costs = st.builds(
     MicroBatchCosts,
-    attention=st.floats(0.1, 1),
-    experts=st.floats(0.1, 1),
-    head=st.floats(0.5, 2),
-    dispatch=st.floats(0, 0.5),
-    combine=st.floats(0, 0.5),
-    backward=st.sampled_from((2.0, 3.0)),
+    attention_s=st.floats(0.1, 1),
+    experts_s=st.floats(0.1, 1),
+    head_s=st.floats(0.5, 2),
+    dispatch_s=st.floats(0, 0.5),
+    combine_s=st.floats(0, 0.5),
+    backward_factor=st.sampled_from((2.0, 3.0)),
 )
 
 

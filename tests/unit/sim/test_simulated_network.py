@@ -198,7 +198,7 @@ def test_stopped_process_is_a_lost_peer_after_its_lease() -> None:
 
 
 def _eviction(mesh: Mesh) -> dict[str, str]:
-    return {"name": mesh.name, "incarnation": mesh.incarnation, "why": "evicted"}
+    return {"name": mesh.name, "incarnation": mesh.incarnation, "event": "evicted"}
 
 
 def test_virtual_time_reports_a_deadlock() -> None:
