@@ -124,7 +124,7 @@ def _find_joined_host(place: MeshPaths, name: str) -> str:
                 fix=f"Choose one of: {', '.join(named)}",
             )
         raise NotFound(
-            f"no joined host matches {name}, and no key has a prefix of 8 digits of it",
+            f"no joined host matches {name}, and it is not a key prefix of 8 hexadecimal digits",
             fix=f"Choose one of: {', '.join(known) or 'none'}; `meshrl keys` lists keys",
         )
     return named[0]

@@ -111,9 +111,9 @@ async def test_move_by_another_leader_is_not_repeated(mesh: LeaderMesh) -> None:
         [engine] = gang.instances
         for number, role in enumerate((Role.TRAINING, Role.ROLLOUT), 1):
             moved = replace(engine, id=f"{gang.id}.{number}", role=role, pinned=True)
-            left = RemoveInstance(gang.id, f"{gang.id}.{number - 1}", Rationale("user"))
+            removal = RemoveInstance(gang.id, f"{gang.id}.{number - 1}", Rationale("user"))
             made: list[Decision] = [
-                left,
+                removal,
                 PlaceInstance(gang.id, moved, Rationale("user"), request_id="asked"),
             ]
             await pool.write_decisions(mesh.state, token, f"to {role}", made, None)

@@ -151,7 +151,7 @@ class Counterpart:
         how, number = body["sampling_params"], len(self._numbers)
         self._numbers[body["rid"]] = number
         heard = self._heard[number] = asyncio.Queue()
-        asked = GenerationRequest(
+        generation_request = GenerationRequest(
             number,
             np.array(body["input_ids"], np.int32),
             how["max_new_tokens"],
@@ -161,7 +161,7 @@ class Counterpart:
             -1,
             adapter=body.get("lora_path", ""),
         )
-        self.engine.submit([asked])
+        self.engine.submit([generation_request])
         response = web.StreamResponse()
         await response.prepare(request)
         pairs: list[tuple[float, int, None]] = []
@@ -177,7 +177,7 @@ class Counterpart:
                     "output_token_logprobs": pairs,
                     "finish_reason": {"type": ENDS[finish]} if finish else None,
                     "weight_version": str(piece.versions[-1] if len(piece.versions) else 0),
-                    "prompt_tokens": len(asked.tokens),
+                    "prompt_tokens": len(generation_request.tokens),
                 }
                 await response.write(b"data: " + json.dumps({"meta_info": meta}).encode() + b"\n\n")
         finally:
@@ -267,8 +267,8 @@ class Counterpart:
         """Return digests of its weights under the names of a server's fused matrices."""
         assert (await request.json())["action"] == "checksum"
         has = readback.to_server_layout(TINY, self.theirs)
-        told = {name: readback.compute_digest(tensor) for name, tensor in has}
-        return web.json_response({"success": True, "ranks": [{"checksums": told}]})
+        digests = {name: readback.compute_digest(tensor) for name, tensor in has}
+        return web.json_response({"success": True, "ranks": [{"checksums": digests}]})
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response(self.about)

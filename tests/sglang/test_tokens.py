@@ -33,11 +33,11 @@ ROUNDING = 1e-4  # float32 in another order of summation; 1e-6 as measured
 
 
 def greedy(listener: Listener, **more: object) -> list[list[int]]:
-    asked = [
+    requests = [
         request(i, prompt, temperature=0.0, **{"max_new": 40} | more)  # type: ignore[arg-type]
         for i, prompt in enumerate(PROMPTS)
     ]
-    heard = listener.run(*asked)
+    heard = listener.run(*requests)
     return [heard[i].tokens for i in range(len(PROMPTS))]
 
 
@@ -99,15 +99,15 @@ def filter_as_sglang(how: dict[str, float], probability: np.ndarray) -> set[int]
 )
 def test_logprobs_are_of_the_sampling_distribution(how: dict[str, float]) -> None:
     """Mix greedy and plain requests into the batch, whose log-probabilities are the model's."""
-    asked = [
+    requests = [
         request(i, CONTEXT, max_new=1, unmodified=True, **how if i % 3 else {})  # type: ignore[arg-type]
         for i in range(240)
     ]
-    asked.append(request(999, CONTEXT, max_new=1, unmodified=True, temperature=0.0))
-    heard = Listener(served.engine(48)).run(*asked)
+    requests.append(request(999, CONTEXT, max_new=1, unmodified=True, temperature=0.0))
+    heard = Listener(served.engine(48)).run(*requests)
     probability = model_probabilities(CONTEXT, how.get("temperature", 1.0))
-    kept = filter_as_sglang(how, probability)
-    mass = sum(probability[w] for w in kept)
+    retained = filter_as_sglang(how, probability)
+    mass = sum(probability[w] for w in retained)
     plain = np.log(model_probabilities(CONTEXT))
     assert len(heard) == 241
     assert heard[999].tokens == [int(plain.argmax())]
@@ -115,7 +115,7 @@ def test_logprobs_are_of_the_sampling_distribution(how: dict[str, float]) -> Non
         token = h.tokens[0]
         assert h.raw_logprobs[0] == pytest.approx(plain[token], abs=2e-4)
         if i % 3 and i != 999:
-            assert token in kept
+            assert token in retained
             assert h.logprobs[0] == pytest.approx(np.log(probability[token] / mass), abs=2e-4)
         else:
             assert h.logprobs[0] == h.raw_logprobs[0]

@@ -85,23 +85,23 @@ def test_request_during_an_update_has_tokens_of_both_versions(
 def test_requests_after_an_update_use_the_new_weights(weights: str) -> None:
     """Repeat the same prompt, which would hit the cache of the old weights if that had no key."""
     engine = served.engine(weights=weights)
-    asked = request(1, [3] * 40, max_new=30, temperature=0.0)
-    Listener(engine).run(asked)
+    generation_request = request(1, [3] * 40, max_new=30, temperature=0.0)
+    Listener(engine).run(generation_request)
     for seed in (1, 2, 1):
         engine.update_weights(decoder(seed).state_dict(), engine.version + 1)
-        expected = Listener(built_in("eager", seed=seed)).run(asked)[1]
-        heard = Listener(engine).run(asked)[1]
+        expected = Listener(built_in("eager", seed=seed)).run(generation_request)[1]
+        heard = Listener(engine).run(generation_request)[1]
         assert heard.tokens == expected.tokens
         assert heard.versions == [engine.version] * 30
 
 
 def test_caches_are_keyed_by_their_weights() -> None:
     engine = served.engine()
-    asked = request(1, [7] * 50, max_new=1)
+    generation_request = request(1, [7] * 50, max_new=1)
 
     def computed() -> int:
         before = engine.tokens_computed
-        Listener(engine).run(asked)
+        Listener(engine).run(generation_request)
         return engine.tokens_computed - before
 
     assert computed() == 51
@@ -135,9 +135,9 @@ def test_mismatched_weights_are_rejected_before_transfer() -> None:
     state["final_norm"] = state["final_norm"][:-1]
     with pytest.raises(Refused, match="final_norm"):
         engine.update_weights(state, 1)
-    asked = request(1, max_new=20, temperature=0.0)
-    heard = Listener(engine).run(asked)[1]
-    assert heard.tokens == Listener(built_in("eager")).run(asked)[1].tokens
+    generation_request = request(1, max_new=20, temperature=0.0)
+    heard = Listener(engine).run(generation_request)[1]
+    assert heard.tokens == Listener(built_in("eager")).run(generation_request)[1].tokens
     assert heard.versions == [0] * 20
 
 

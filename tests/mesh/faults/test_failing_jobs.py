@@ -172,9 +172,9 @@ def test_unscorable_rows_are_dropped_by_type_and_others_train(
     assert {key for row in rows for key in row} <= documented.keys()
     kinds = {failure["kind"]: failure["count"] for failure in summary["failures"]}
     assert min(kinds["reward raised"], kinds["reward timed out"]) > 0
-    kept = sample_files.read_samples(mesh.directory)
-    assert {sample["reward"] is None for sample in kept} == {True, False}
-    assert all(sample["turns"][0]["role"] == "model" for sample in kept)
+    samples = sample_files.read_samples(mesh.directory)
+    assert {sample["reward"] is None for sample in samples} == {True, False}
+    assert all(sample["turns"][0]["role"] == "model" for sample in samples)
 
 
 @pytest.mark.rotating(2)

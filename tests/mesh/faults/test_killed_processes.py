@@ -72,16 +72,16 @@ def test_new_shard_continues_each_trajectory_after_its_last_recorded_token(
     mesh.until("tokens in the ledger", many_tokens)
     shard = mesh.pid("rollout/digits/0")
     os.kill(shard, signal.SIGSTOP)  # so that the copy equals its successor's input
-    left = read_ledger(mesh.copy_ledger(tmp_path / "left"))
+    restored_tokens = read_ledger(mesh.copy_ledger(tmp_path / "left"))
     os.kill(shard, signal.SIGKILL)
     assert mesh.finish() == 0, mesh.output
     assert_nothing_lost(mesh, 2)
-    told = read_trained_groups(mesh)
-    both = [t for t in left.values() if t.id in told and t.length > t.prompt_length]
+    reports = read_trained_groups(mesh)
+    both = [t for t in restored_tokens.values() if t.id in reports and t.length > t.prompt_length]
     assert both, "no trajectory of the first shard was trained"
     for t in both:
-        assert t.length < len(told[t.id]), "it was finished already"
-        assert told[t.id][: t.length].tolist() == t.tokens.tolist()
+        assert t.length < len(reports[t.id]), "it was finished already"
+        assert reports[t.id][: t.length].tolist() == t.tokens.tolist()
 
 
 def command_line(pid: int) -> bytes:
@@ -113,8 +113,8 @@ def test_role_process_killed_during_loading_is_restarted(
         killed.add(pid)
     assert mesh.finish() == 0, mesh.output
     assert_nothing_lost(mesh, 2)
-    told = [fields["detail"] for fields in mesh.events("actual") if fields["role"] == "training"]
-    assert any(detail.endswith("ended: signal 9") for detail in told), told
+    reports = [fields["detail"] for fields in mesh.events("actual") if fields["role"] == "training"]
+    assert any(detail.endswith("ended: signal 9") for detail in reports), reports
 
 
 SILENT_S = 6.5  # longer than a lease, shorter than the timeout of Redis' restart

@@ -34,11 +34,11 @@ class HiddenHost(JoinedHost):
         super().__init__(place)
         self._head = mesh.mesh_paths
         place.directory.mkdir(parents=True, mode=0o700)
-        seen = self._redis / "redis.sock"
+        visible_socket = self._redis / "redis.sock"
         url = mesh.settings.redis_url.replace(
-            str(mesh.mesh_paths.redis_directory.resolve() / "redis.sock"), str(seen)
+            str(mesh.mesh_paths.redis_directory.resolve() / "redis.sock"), str(visible_socket)
         )
-        assert str(seen) in url, url
+        assert str(visible_socket) in url, url
         host = f"{place.root.name}-1"
         admit(mesh, host)
         settings = replace(mesh.settings, host=host, run_root=str(place.root), redis_url=url)

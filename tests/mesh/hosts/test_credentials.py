@@ -73,7 +73,7 @@ async def test_job_runs_with_role_credentials_without_denials_or_exposed_secrets
     status = await asyncio.to_thread(CliRunner().invoke, app, line)
     assert status.exit_code == 0 and json.loads(status.output)["jobs"], status.output
 
-    told = await list_denied_commands(mesh)
+    denied_commands = await list_denied_commands(mesh)
     secrets = list_secrets(mesh.mesh_paths)
     output = "".join(str(event) for event in await events.read_all(mesh.state))
     assert not [secret for secret in secrets if secret in output + status.output]
@@ -82,7 +82,7 @@ async def test_job_runs_with_role_credentials_without_denials_or_exposed_secrets
     assert len([where for where, _ in found if where.startswith("the command line")]) >= 5
     exposures = {where for where, text in found if any(one.encode() in text for one in secrets)}
     assert not exposures
-    assert told == []
+    assert denied_commands == []
 
 
 async def list_denied_commands(mesh: Launcher) -> list[str]:

@@ -92,9 +92,9 @@ class Commands:
         logs = sorted(self.directory.glob("*/mesh/logs/*.log"))
         return "\n".join(f"--- {f}\n{f.read_text(errors='replace')[-800:]}" for f in logs)
 
-    def until(self, what: str, look: Callable[[], Any]) -> None:
+    def until(self, what: str, poll: Callable[[], Any]) -> None:
         end = time.monotonic() + scaled(WITHIN_S)
-        while not look():
+        while not poll():
             assert time.monotonic() < end, f"not {what}: {self.logs()}"
             time.sleep(0.2)
 
@@ -117,16 +117,18 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     head, second = commands.head, commands.directory / "second"
     of_head, of_second = find_free_port(), find_free_port()
     up = ("up", "--root", str(head), "--workers", "1", "--listen", "127.0.0.1")
-    told = commands.run_for_output(*up, "--health", of_head)
+    output_text = commands.run_for_output(*up, "--health", of_head)
     token = head / "mesh/join.token"
-    assert "meshrl join join.token" in told and token.read_text().strip() not in told
+    assert "meshrl join join.token" in output_text and token.read_text().strip() not in output_text
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     own = MeshSettings.from_file(head / "mesh/settings.json")
     assert own.joinable and own.host in own.make_redis_url("node")
 
     first = commands.start_foreground(second, "join", str(token), "--health", of_second)
-    told = (output := commands.directory / "second.out").read_text()
-    assert "asks the mesh at tcp://127.0.0.1:" in told, "it may take a minute where nobody answers"
+    output_text = (output := commands.directory / "second.out").read_text()
+    assert "asks the mesh at tcp://127.0.0.1:" in output_text, (
+        "it may take a minute where nobody answers"
+    )
     joined = MeshSettings.from_file(second / "mesh/settings.json")
     assert joined.redis_url.startswith("rediss://127.0.0.1:") and joined.secret != own.secret
     rows = commands.hosts()
@@ -177,8 +179,8 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     name = commands.hosts()[1]["host"]
     assert commands.hosts()[1]["workers"] == ["h2w0"], "no worker's name comes twice"
     key = next(row for row in json.loads(commands.at_head("keys", "--json")) if row["host"] == name)
-    told = commands.at_head("keys", "revoke", key["public"][:8])
-    assert f"of {key['name']} on {name} is revoked" in told
+    output_text = commands.at_head("keys", "revoke", key["public"][:8])
+    assert f"of {key['name']} on {name} is revoked" in output_text
     commands.at_head("keys", "revoke", name)
     assert foreground_hosts.wait(scaled(WITHIN_S)) == 2, "it is of no use to start it again"
     assert f"does not let {name} in" in (third / "mesh/logs/hosting.log").read_text()

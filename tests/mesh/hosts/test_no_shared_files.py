@@ -62,8 +62,8 @@ async def test_job_runs_on_a_host_without_files_of_the_head(mesh: Launcher, tmp_
         run_dir = mesh.mesh_paths.root / "digits"
         assert verify_checkpoint(list_manifest_paths(run_dir)[-1])["step"] == 3
         await assert_logs_readable_at_head(mesh, host)
-        told = await events.read_all(mesh.state)
-        assert not [e.fields for e in told if e.kind in ("damaged", "lineage")]
+        recent_events = await events.read_all(mesh.state)
+        assert not [e.fields for e in recent_events if e.kind in ("damaged", "lineage")]
         assert sample_files.read_samples(run_dir) and not sample_files.list_corrupt(run_dir)
         recorded_event = trace_writer.read_notes(run_dir)
         assert recorded_event.shards and {r["kind"] for r in recorded_event.trainer} == {

@@ -73,8 +73,8 @@ async def run_with_corruption(world: VirtualMesh, corrupt: Callable[[Path], None
     return await events.read_all(state)
 
 
-def list_fields(told: list[Event], kind: str) -> list[dict[str, Any]]:
-    return [event.fields for event in told if event.kind == kind]
+def list_fields(recorded: list[Event], kind: str) -> list[dict[str, Any]]:
+    return [event.fields for event in recorded if event.kind == kind]
 
 
 def delete(checkpoint: Path) -> None:
@@ -91,12 +91,12 @@ def flip_state(checkpoint: Path) -> None:
 async def test_older_checkpoint_replaces_a_corrupt_one(
     world: VirtualMesh, corrupt: Callable[[Path], None]
 ) -> None:
-    told = await run_with_corruption(world, corrupt)
-    [back] = list_fields(told, "lineage")
+    recorded = await run_with_corruption(world, corrupt)
+    [back] = list_fields(recorded, "lineage")
     assert (back["lineage"], back["version"], back["lost_through"]) == (1, 3, 6)
     assert back["host_lost"] >= 3 * 3 * 3, "three steps of three groups of three"
-    assert list_fields(told, "step")[-1]["step"] == STEPS
-    damaged = list_fields(told, "damaged")[0]
+    assert list_fields(recorded, "step")[-1]["step"] == STEPS
+    damaged = list_fields(recorded, "damaged")[0]
     assert damaged["what"] == "checkpoint" and "step-000-000003" in damaged["then"]
     assert list((world.root / "quarantine/checkpoints").glob("step-000-000006-*"))
 
@@ -110,9 +110,9 @@ async def test_missing_weights_are_restaged_from_the_checkpoint(
         for path in chunks_of(checkpoint):
             flip(path)
 
-    told = await run_with_corruption(world, corrupt)
-    assert not list_fields(told, "lineage"), "the steps since were replayed"
-    assert any("written again from" in one["then"] for one in list_fields(told, "damaged"))
+    recorded = await run_with_corruption(world, corrupt)
+    assert not list_fields(recorded, "lineage"), "the steps since were replayed"
+    assert any("written again from" in one["then"] for one in list_fields(recorded, "damaged"))
     assert len(list((world.root / "store/quarantine").glob("??/*"))) >= 2
 
 
@@ -132,8 +132,8 @@ async def test_unloadable_weights_are_restaged_by_the_trainer(
     while not path.exists() or compute_file_digest(path) != path.name:
         await world.clock.sleep(0.1)
     await wait_until_ended(world)
-    told = await events.read_all(world.process_context.meshes["weights"].state)
-    assert {one["what"] for one in list_fields(told, "damaged")} == {"weights"}
+    recorded = await events.read_all(world.process_context.meshes["weights"].state)
+    assert {one["what"] for one in list_fields(recorded, "damaged")} == {"weights"}
     assert (world.root / "store/quarantine").is_dir()
 
 
@@ -160,9 +160,11 @@ async def test_corrupt_record_header_restarts_in_flight_groups_and_loses_none(
     segment = damage_last_segment(world.root)
     await wait_until_ended(world)
     state = world.process_context.meshes["rollout/simulated/0"].state
-    (told,) = list_fields(await events.read_all(state), CORRUPTION_EVENT)
-    assert told["path"] == str(segment) and "prompt" in told["then"]
-    assert QUARANTINE_DIRECTORY in told["aside"] and Path(told["aside"]) in world.root.rglob("*")
+    (recorded,) = list_fields(await events.read_all(state), CORRUPTION_EVENT)
+    assert recorded["path"] == str(segment) and "prompt" in recorded["then"]
+    assert QUARANTINE_DIRECTORY in recorded["aside"] and Path(
+        recorded["aside"]
+    ) in world.root.rglob("*")
     counters, _ = await check_account(state)
     assert counters["trained"] > 0
 
@@ -264,8 +266,8 @@ async def test_signal_at_each_start_fails_the_job_and_keeps_the_mesh(
     row = await jobs.read_job(world.state, JOB_NAME)
     assert row.phase == "failed", row.phase
     assert row.error.startswith("engine/") and "signal 11 (SIGSEGV)" in row.error
-    told = [e for e in await events.read_all(world.state) if e.kind == "process_ended"]
-    assert {e.fields["name"].split("/")[0] for e in told} == {"engine"}
+    recorded = [e for e in await events.read_all(world.state) if e.kind == "process_ended"]
+    assert {e.fields["name"].split("/")[0] for e in recorded} == {"engine"}
     there = {e.kind for e in await registry.list_entries(world.state) if e.alive}
     assert {"planner", "weights", "node", "worker"} <= there
     await jobs.reopen(world.state, JOB_NAME, AGAIN)

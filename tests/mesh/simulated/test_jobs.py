@@ -183,10 +183,10 @@ def run(root: Path, shards: int) -> tuple[dict[str, int], set[str], list[int]]:
 
     root.mkdir()
     size = VirtualMeshSize(workers=3, shards=shards, steps=SHARED_STEPS)
-    counted, told = run_on_mesh(root, size, job, seed=2)
-    opened = [e.fields for e in told if e.kind == "opened"]
+    counted, details = run_on_mesh(root, size, job, seed=2)
+    opened = [e.fields for e in details if e.kind == "opened"]
     shard_of = {group: fields["shard"] for fields in opened for group in fields["groups"]}
-    trained = [row for e in told if e.kind == "step" for row in e.fields["groups"]]
+    trained = [row for e in details if e.kind == "step" for row in e.fields["groups"]]
     prompts = sorted(prompt for fields in opened for prompt in fields["prompts"])
     return counted, {shard_of[row["group"]] for row in trained}, prompts
 
@@ -212,16 +212,16 @@ async def test_run_of_two_shards_is_traced_from_prompts_to_weights(
     world: VirtualMesh, tmp_path: Path
 ) -> None:
     await wait_until_ended(world)
-    seen = await events.read_all(world.state)
+    recorded = await events.read_all(world.state)
     path = tmp_path / "trace.json"
-    assert trace_writer.write_trace(tmp_path, path, seen) > 100
+    assert trace_writer.write_trace(tmp_path, path, recorded) > 100
     found = json.loads(path.read_text())["traceEvents"]
     check_trace(found)
 
     begun = [s for n in (0, 1) for s in list_spans(found, f"shard {n}") if "args" in s]
     trained = {s["args"]["group"] for s in begun if "trained in step" in s["args"]}
     assert {e["id"] for e in found if e["ph"] == "s"} == trained
-    steps = [e.fields for e in seen if e.kind == "step"]
+    steps = [e.fields for e in recorded if e.kind == "step"]
     assert trained == {row["group"] for fields in steps for row in fields["groups"]}
     inside = Counter(s["name"] for n in (0, 1) for s in list_spans(found, f"shard {n}"))
     assert min(inside[name] for name in ("open", "queue", "prefill", "decode")) > 0, inside

@@ -197,8 +197,8 @@ async def test_job_continues_without_a_lost_worker(mesh: PlannerMesh) -> None:
     engine = next(
         gang for gang in await pool.read_gangs(mesh.state) if gang.instances[0].role == Role.ROLLOUT
     )
-    [gone] = engine.workers
-    next(p for p in mesh.world.processes if p.name == f"worker/{gone}").process.kill()
+    [lost_worker] = engine.workers
+    next(p for p in mesh.world.processes if p.name == f"worker/{lost_worker}").process.kill()
     await mesh.clock.sleep(LEASE_MS / 1000 + LOST_S + 10.0)
     assert (await mesh.kinds()).count("lost") == 1
     assert await mesh.roles() == ["rollout", "training"]

@@ -220,8 +220,10 @@ async def test_stage_times_are_read_once_per_interval(mesh: PlannedMesh) -> None
     groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
 
     def publish_rollout() -> dict[str, Any]:
-        ended = now() * groups * size
-        work = MeasuredWork(groups=now() * groups, trajectories=ended, sampled=20 * ended)
+        finished_count = now() * groups * size
+        work = MeasuredWork(
+            groups=now() * groups, trajectories=finished_count, sampled=20 * finished_count
+        )
         return {"work": encode_work(work + MeasuredWork(engine_s=4 * now(), flight_s=4 * now()))}
 
     def publish_training() -> dict[str, Any]:

@@ -96,10 +96,12 @@ async def sleep_and_wake(training: Training, hybrids: Sequence[str], tiers: Sequ
     files = str(elastic.directory / "kept")
     for epoch, tier in enumerate(tiers, 1):
         tier_order = SetTier(tier, epoch, False, "", files)
-        asked = [set_tier_with_retries(elastic, name, tier_order) for name in names]
-        for name, held in zip(names, await asyncio.gather(*asked), strict=True):
-            assert (held.accelerator_bytes > 0) == (tier == "accelerator"), name
-            assert (held.disk_bytes > 0) == (tier == "disk" and not name.startswith("hybrid")), name
+        tier_changes = [set_tier_with_retries(elastic, name, tier_order) for name in names]
+        for name, usage in zip(names, await asyncio.gather(*tier_changes), strict=True):
+            assert (usage.accelerator_bytes > 0) == (tier == "accelerator"), name
+            assert (usage.disk_bytes > 0) == (tier == "disk" and not name.startswith("hybrid")), (
+                name
+            )
 
 
 async def set_tier_with_retries(elastic: ElasticMesh, name: str, tier_order: SetTier) -> TierUsage:

@@ -45,10 +45,10 @@ def test_new_ranks_open_one_lineage_and_continue(run: Callable[..., Run]) -> Non
     name = mesh.redis.hget("{digits}:job", "checkpoint")
     assert isinstance(name, str)
     checkpoint = mesh.directory / f"checkpoints/{name}.json"
-    held = read_sealed(checkpoint)
-    assert (held["step"], held["account"]["ranks"]) == (EVERY, 1)
-    held["account"]["ranks"] = 2
-    checkpoint.write_bytes(encode_sealed(held))
+    record = read_sealed(checkpoint)
+    assert (record["step"], record["account"]["ranks"]) == (EVERY, 1)
+    record["account"]["ranks"] = 2
+    checkpoint.write_bytes(encode_sealed(record))
     os.kill(trainer, signal.SIGKILL)
 
     trainer = stop_trainer_at(mesh, EVERY + 1, lineage="1")  # one rank has made its step

@@ -86,20 +86,20 @@ def test_job_with_kl_and_evaluation_exports_its_best_version(
     assert steps[-1]["reference_kl"] > 1e-6
     assert steps[0]["logprob_gap"] < 1e-4, "engine and trainer leave the same ids out"
     assert one.audit()["lost"] == 0 and one.audit()["trained_twice"] == 0
-    told = {e["tag"]: e for e in one.events("evaluation")}
-    assert {tag: e["step"] for tag, e in told.items()} == {
+    evaluations = {e["tag"]: e for e in one.events("evaluation")}
+    assert {tag: e["step"] for tag, e in evaluations.items()} == {
         "before": 0,
         "step-2": 2,
         "step-4": 4,
         "after": 5,
     }
-    values = {e["step"]: e["figures"]["more.pass@2"] for e in told.values()}
-    for e in told.values():
+    values = {e["step"]: e["figures"]["more.pass@2"] for e in evaluations.values()}
+    for e in evaluations.values():
         assert e["mixed"] == e["failed"] == 0, "every sample is of the version that was asked for"
         assert e["figures"]["more.pass@1"] <= e["figures"]["more.pass@2"]
     best = min(values, key=lambda step: (-values[step], step))
     assert one.summary()["best_version"] == best
-    manifest = next(e["manifest"] for e in told.values() if e["step"] == best)
+    manifest = next(e["manifest"] for e in evaluations.values() if e["step"] == best)
     assert ChunkStore(one.directory / "store").has(manifest)
     out = tmp_path / "best"
     words = ["export", str(one.directory), "--best", "--out", str(out)]

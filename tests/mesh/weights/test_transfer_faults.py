@@ -114,10 +114,12 @@ class Versions:
     async def stage_next(self, publisher: Member) -> str:
         """Stage the next version, for which deltas are being created."""
         await publisher.ask("change", share=SHARE, seed=self.count)
-        told: dict[str, Any] = await publisher.ask("stage", version=self.count, deltas=True)
+        staged_version: dict[str, Any] = await publisher.ask(
+            "stage", version=self.count, deltas=True
+        )
         self.identity = await publisher.ask("identity")
         self.count += 1
-        return str(told["digest"])
+        return str(staged_version["digest"])
 
     async def wait_for_bytes(self, receiver: Member, digest: str) -> int:
         """Return the bytes that arrived for a version after the receiver is complete."""
@@ -239,9 +241,9 @@ async def test_engine_skips_a_version_collected_during_its_pull(bench: TransferB
     bench.stall_after(0.4)
     await bench.publish()
     await bench.wait_until_stalled()
-    gone = list_digests(store) - before
+    new_chunks = list_digests(store) - before
     await bench.publish()
-    store.delete_unchanged(store.read_write_times(gone))
+    store.delete_unchanged(store.read_write_times(new_chunks))
     assert await bench.read_served_version(bench.engine) == 0
     bench.resume_transfer()
     await bench.wait_for_version(bench.engine)

@@ -124,11 +124,11 @@ class TransferBench:
 
     async def restart_store(self) -> None:
         """Start a store without a proxy in place of a lost one."""
-        gone = await registry.lookup(self.scene.state, "weights")
-        assert gone is not None
+        lost_store = await registry.lookup(self.scene.state, "weights")
+        assert lost_store is not None
         await self.evict_name("weights")
         self.store = self.scene.start("weights", 0, "meshrl.services.weights")
-        await self.scene.registered("weights", gone=gone.incarnation)
+        await self.scene.registered("weights", gone=lost_store.incarnation)
 
     async def evict_name(self, name: str) -> None:
         """Evict the name of an exited process, as its supervisor does."""
@@ -196,8 +196,8 @@ class TransferBench:
         wanted = self.newest if version < 0 else version
         end = time.monotonic() + scaled(self.within_s)
         while (now := await self.read_served_version(engine)) < wanted:
-            told = await engine.ask("serves")
-            assert time.monotonic() < end, f"{now}, not {wanted}: {told}\n{engine.output}"
+            answer = await engine.ask("serves")
+            assert time.monotonic() < end, f"{now}, not {wanted}: {answer}\n{engine.output}"
             await asyncio.sleep(POLL_S)
 
     async def waits(self, member: Member, on: str) -> None:

@@ -46,9 +46,9 @@ class GatewayBench:
         return self.root / "runs"
 
     def token(self, name: str = "alice", lasts_s: float = DAY_S, priority: int = 0) -> str:
-        door = gateway_identity.read_identity(self.root / "mesh")
+        identity = gateway_identity.read_identity(self.root / "mesh")
         now = time.time()
-        at = door.address, door.public
+        at = identity.address, identity.public
         token, ticket = token_registry.create_token(name, lasts_s, now, *at, priority)
         token_registry.add_token(self.file, token)
         return ticket.encoded

@@ -73,8 +73,8 @@ class Mesh:
     pairs: dict[str, KeyPair] = field(default_factory=dict)
 
     def token(self, name: str = "invitation", lasts_s: float = 60.0, uses: int = 1) -> str:
-        door = gateway_identity.read_identity(self.bench.root / "mesh")
-        at = door.address, door.public
+        identity = gateway_identity.read_identity(self.bench.root / "mesh")
+        at = identity.address, identity.public
         token, ticket = token_registry.create_token(
             name, lasts_s, time.time(), *at, kind=HOST_TOKEN, uses=uses
         )

@@ -243,9 +243,9 @@ async def test_tokens_stay_valid_after_a_restart(tmp_path: Path) -> None:
 
 
 async def test_missing_mesh_is_reported(bench: GatewayBench, tmp_path: Path) -> None:
-    gone = replace(access_token.read_token(bench.token()), address="tcp://127.0.0.1:9")
+    unreachable = replace(access_token.read_token(bench.token()), address="tcp://127.0.0.1:9")
     with pytest.raises(PeerLost, match="no mesh answers there"):
-        async with Client(token=gone.encoded):
+        async with Client(token=unreachable.encoded):
             raise AssertionError("something answered")
 
 

@@ -72,12 +72,12 @@ def set_reconciled(gang: Gang) -> Gang:
     return replace(gang, instances=tuple(set_phase(r, InstancePhase.READY) for r in gang.instances))
 
 
-def set_phase(resident: Instance, doing: InstancePhase) -> Instance:
+def set_phase(instance: Instance, doing: InstancePhase) -> Instance:
     reports = {
-        rank: InstanceReport(rank, resident.generation, resident.epoch, 1, doing, resident.tier)
-        for rank in resident.ranks
+        rank: InstanceReport(rank, instance.generation, instance.epoch, 1, doing, instance.tier)
+        for rank in instance.ranks
     }
-    return replace(resident, reports=reports)
+    return replace(instance, reports=reports)
 
 
 def apply_decisions(
@@ -90,7 +90,7 @@ def apply_decisions(
     requests = {request.op: request for request in snapshot.requests}
     moves = {move.id: move for move in snapshot.moves}
     formed = snapshot.gangs_formed
-    left: list[str] = []
+    removed_names: list[str] = []
     for decision in decisions:
         match decision:
             case FormGang(gang, workers):
@@ -100,17 +100,17 @@ def apply_decisions(
                 formed += 1
             case DissolveGang(gang):
                 assert not gangs.pop(gang).instances
-            case PlaceInstance(gang, resident):
-                _placed(gangs, gang, resident)
+            case PlaceInstance(gang, instance):
+                _placed(gangs, gang, instance)
                 requests.pop(decision.request_id, None)
                 if decision.move is not None:
-                    moves[resident.id] = decision.move
+                    moves[instance.id] = decision.move
             case RemoveInstance(gang, resident_id):
                 before = gangs[gang]
-                kept = tuple(r for r in before.instances if r.id != resident_id)
-                assert len(kept) == len(before.instances) - 1
-                gangs[gang] = replace(before, instances=kept)
-                left.append(resident_id)
+                remaining = tuple(r for r in before.instances if r.id != resident_id)
+                assert len(remaining) == len(before.instances) - 1
+                gangs[gang] = replace(before, instances=remaining)
+                removed_names.append(resident_id)
                 requests.pop(decision.request_id, None)
             case SetBlockReason(id, held):
                 jobs[id] = replace(jobs[id], block_reason=held)
@@ -122,7 +122,7 @@ def apply_decisions(
                 del moves[move.id]
             case RejectRequest(op):
                 del requests[op]
-    assert not set(left) & set(moves), "Redis strikes these off: they must be told of"
+    assert not set(removed_names) & set(moves), "Redis strikes these off: they must be told of"
     where = {worker: gang.id for gang in gangs.values() for worker in gang.workers}
     for id, planned in jobs.items():
         has_core = any(r.core and r.job == id for g in gangs.values() for r in g.instances)
@@ -141,18 +141,18 @@ def apply_decisions(
     )
 
 
-def _placed(gangs: dict[str, Gang], gang: str, resident: Instance) -> None:
+def _placed(gangs: dict[str, Gang], gang: str, instance: Instance) -> None:
     before = gangs[gang]
     there = {r.id: r for r in before.instances}
     placed = before.next_instance
-    if resident.id in there:
-        assert resident.epoch == there[resident.id].epoch + 1
-        assert resident.generation == there[resident.id].generation
+    if instance.id in there:
+        assert instance.epoch == there[instance.id].epoch + 1
+        assert instance.generation == there[instance.id].generation
     else:
-        assert resident.id == f"{gang}.{placed}"
+        assert instance.id == f"{gang}.{placed}"
         placed += 1
-    assert set(resident.ranks) <= set(range(len(before.workers)))
-    residents = (there | {resident.id: resident}).values()
+    assert set(instance.ranks) <= set(range(len(before.workers)))
+    residents = (there | {instance.id: instance}).values()
     gangs[gang] = replace(before, instances=tuple(residents), next_instance=placed)
 
 
@@ -205,10 +205,10 @@ class PlannerBench:
     def list_instances(self, job: str = "job") -> list[tuple[str, Instance]]:
         """Return (first worker, instance) pairs of a job, by worker."""
         found = [
-            (gang.workers[resident.ranks[0]], resident)
+            (gang.workers[instance.ranks[0]], instance)
             for gang in self.snapshot.gangs
-            for resident in gang.instances
-            if resident.job == job
+            for instance in gang.instances
+            if instance.job == job
         ]
         return sorted(found, key=lambda one: (len(one[0]), one[0], one[1].id))
 
@@ -243,9 +243,9 @@ def awake(snapshot: PoolSnapshot, job: str) -> set[str]:
     return {
         gang.workers[rank]
         for gang in snapshot.gangs
-        for resident in gang.instances
-        if resident.job == job and resident.tier == Tier.ACCELERATOR
-        for rank in resident.ranks
+        for instance in gang.instances
+        if instance.job == job and instance.tier == Tier.ACCELERATOR
+        for rank in instance.ranks
     }
 
 
@@ -268,12 +268,12 @@ def check(snapshot: PoolSnapshot) -> None:
         )
         hosts = [there_are[worker].host for worker in gang.workers]
         assert sum(one != other for one, other in pairwise(hosts)) == len(set(hosts)) - 1
-        cores += [resident.job for resident in gang.instances if resident.core]
-        for resident in gang.instances:
-            if resident.role == Role.ROLLOUT:
-                degree = len(resident.ranks)
-                assert len({hosts[rank] for rank in resident.ranks}) == 1
-                assert degree == 1 or not resident.time_sliced
+        cores += [instance.job for instance in gang.instances if instance.core]
+        for instance in gang.instances:
+            if instance.role == Role.ROLLOUT:
+                degree = len(instance.ranks)
+                assert len({hosts[rank] for rank in instance.ranks}) == 1
+                assert degree == 1 or not instance.time_sliced
         for rank in range(len(gang.workers)):
             there = [r for r in gang.instances if rank in r.ranks and r.tier == Tier.ACCELERATOR]
             if len(there) > 1:

@@ -135,9 +135,9 @@ def test_experts_are_split_where_a_gain_is_predicted() -> None:
     assert list_core_kinds(bench) == ["A40"] * apart.attention_ranks + ["V100"] * (
         4 - apart.attention_ranks
     )
-    said = ranks_told(bench)
-    assert f"attention on {apart.attention_ranks} ranks of A40 and experts on V100" in said
-    assert "as declared" in said and "with ranks all alike" in said
+    reasons_given = ranks_told(bench)
+    assert f"attention on {apart.attention_ranks} ranks of A40 and experts on V100" in reasons_given
+    assert "as declared" in reasons_given and "with ranks all alike" in reasons_given
 
 
 @pytest.mark.parametrize(

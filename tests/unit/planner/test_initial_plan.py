@@ -140,25 +140,25 @@ def test_no_plan_without_measured_or_declared_speeds() -> None:
 def test_training_is_predicted_from_declared_speed_or_profile() -> None:
     emulated = predict_training(TrainingQuery("m", "cpu", None, "4000/100"), 128, 8000)
     assert emulated is not None and (emulated.gradient_s, emulated.fixed_s) == (2.0, 0.1)
-    asked = TrainingQuery("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
-    found = predict_training(asked, 128, 128 * 1024)
+    query = TrainingQuery("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
+    found = predict_training(query, 128, 128 * 1024)
     assert found is not None
     arithmetic_s = 6 * SHAPE.parameters * 128 * 1024 / (0.4 * 989e12)
     assert found.gradient_s == pytest.approx(arithmetic_s, rel=0.3) and 0 < found.fixed_s < 1
-    assert predict_training(replace(asked, kind="a toaster"), 128, 8000) is None
-    assert predict_training(replace(asked, shape=None), 128, 8000) is None
+    assert predict_training(replace(query, kind="a toaster"), 128, 8000) is None
+    assert predict_training(replace(query, shape=None), 128, 8000) is None
 
 
 def test_profile_is_used_after_comparison_with_a_measurement() -> None:
-    asked = TrainingQuery("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
+    query = TrainingQuery("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
     none = Correction()
-    assert predict_corrected_training(asked, 128, 8000, none) is None
-    predicted = predict_training(asked, 128, 8000)
+    assert predict_corrected_training(query, 128, 8000, none) is None
+    predicted = predict_training(query, 128, 8000)
     assert predicted is not None
-    checked = none.observe(asked.key, predicted.gradient_s, 2 * predicted.gradient_s)
-    found = predict_corrected_training(asked, 128, 8000, checked)
+    checked = none.observe(query.key, predicted.gradient_s, 2 * predicted.gradient_s)
+    found = predict_corrected_training(query, 128, 8000, checked)
     assert found is not None and found.gradient_s == pytest.approx(2 * predicted.gradient_s)
-    shared = replace(asked, kind="cpu")
+    shared = replace(query, kind="cpu")
     assert predict_corrected_training(shared, 128, 8000, none.observe(shared.key, 1.0, 1.0)) is None
 
 
@@ -194,16 +194,16 @@ def test_curves_without_steps_are_ignored() -> None:
 
 
 def test_simulations_per_snapshot_are_limited_and_rotate_over_jobs() -> None:
-    observers, now_ms, seen = {f"j{n}": SplitState() for n in range(10)}, 100_000, []
+    observers, now_ms, simulated = {f"j{n}": SplitState() for n in range(10)}, 100_000, []
     for _ in range(10):
         simulations = SimulationBudget(now_ms)
         for name in sorted(observers, key=lambda name: observers[name].simulated_ms):
             if taken := simulations.take(observers[name]):
                 observers[name] = taken
-                seen.append(name)
-        assert len(seen) <= MAX_SIMULATED_JOBS * (1 + (now_ms - 100_000) // 1000)
+                simulated.append(name)
+        assert len(simulated) <= MAX_SIMULATED_JOBS * (1 + (now_ms - 100_000) // 1000)
         now_ms += 1000
-    assert min(seen.count(name) for name in observers) >= 2
+    assert min(simulated.count(name) for name in observers) >= 2
 
 
 SLOW_TRAINER = Plant(work_s=4.0, base_s=0.005, sequence_s=0.0005)

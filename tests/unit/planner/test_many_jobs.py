@@ -217,10 +217,10 @@ pools = st.tuples(
 
 
 def create_bench(drawn: tuple[Any, ...]) -> PlannerBench:
-    hosts, asked, turns, gangs = drawn
+    hosts, job_sizes, turns, gangs = drawn
     jobs = [
         job(f"j{n}", phase=Phase.QUEUED, submitted_ms=n, has_checkpoint=True, **need)
-        for n, need in enumerate(asked)
+        for n, need in enumerate(job_sizes)
     ]
     about = PoolSettings(time_slicing=turns, gang_scope=gangs, shortage_grace_s=1e6)
     return PlannerBench(pool(hosts, *jobs, settings=about))
@@ -265,8 +265,8 @@ def test_every_feasible_job_runs_eventually(drawn: tuple[Any, ...]) -> None:
         bench.settle()
         runs = [j.id for j in bench.snapshot.jobs if bench.count_awake_workers(j.id)]
         ran.update(runs)
-        kept = tuple(j for j in bench.snapshot.jobs if j.id not in runs[:1])
-        bench.update(jobs=kept)
+        remaining_jobs = tuple(j for j in bench.snapshot.jobs if j.id not in runs[:1])
+        bench.update(jobs=remaining_jobs)
     assert ran == fits
 
 
@@ -338,18 +338,18 @@ def test_a_thousand_failing_jobs_leave_no_instances() -> None:
 
 def test_instance_ids_are_never_reused() -> None:
     bench = PlannerBench(pool([3], job("a")))
-    seen: list[str] = []
+    used_ids: list[str] = []
     for number in range(6):
         jobs = bench.snapshot.jobs[:1]
         more = (job(f"b{number}", submitted_ms=5),) if number % 2 else ()
         bench.update(jobs=(*jobs, *more))
         decisions = bench.settle()
-        seen += [
+        used_ids += [
             d.instance.id
             for d in decisions
             if isinstance(d, PlaceInstance) and d.instance.epoch == 1
         ]
-    assert len(seen) == len(set(seen))
+    assert len(used_ids) == len(set(used_ids))
 
 
 SNAPSHOT = {

@@ -195,8 +195,8 @@ def test_report_of_an_earlier_epoch_is_ignored() -> None:
 
 def test_core_that_sleeps_too_late_counts_as_failed_and_blocks_with_a_reason() -> None:
     bench = pause_core(1, has_checkpoint=True)
-    told = [j.block_reason for j in bench.snapshot.jobs if j.id == "b"]
-    assert told == ["waiting: its core needs a worker; not yet asleep: g0.0 of a"]
+    block_reasons = [j.block_reason for j in bench.snapshot.jobs if j.id == "b"]
+    assert block_reasons == ["waiting: its core needs a worker; not yet asleep: g0.0 of a"]
     late_ms = round(1000 * bench.snapshot.settings.move_timeout_s) + 1
     for roles in ({"w0": "core@memory"}, {}):
         bench.update(now_ms=bench.snapshot.now_ms + late_ms)

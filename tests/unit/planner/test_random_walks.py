@@ -130,8 +130,8 @@ def step(
         bench.update_worker(worker, alive=kind == "back", token=100 + number)
     elif kind == "idle":
         role = drawn.choice([Role.IDLE, Role.ROLLOUT])
-        asked = PoolRequest(f"op{number}", "move", worker, role, drawn.choice(ids or [""]))
-        bench.update(requests=(*snapshot.requests, asked))
+        pool_request = PoolRequest(f"op{number}", "move", worker, role, drawn.choice(ids or [""]))
+        bench.update(requests=(*snapshot.requests, pool_request))
     elif kind == "later":
         bench.update(now_ms=snapshot.now_ms + 1000 * drawn.choice([1, 11, 130]))
     elif kind == "saved" and ids:
@@ -216,8 +216,8 @@ def test_instances_without_lost_ranks_stay_while_the_slice_scheduler_lives(
     bench.settle()
     bench.update(now_ms=bench.snapshot.now_ms + 11_000)
     bench.settle()
-    left = {r.id for gang in bench.snapshot.gangs for r in gang.instances}
-    assert left & {r.id for r in here} == stays
+    remaining = {r.id for gang in bench.snapshot.gangs for r in gang.instances}
+    assert remaining & {r.id for r in here} == stays
 
 
 bounds = st.builds(
@@ -237,8 +237,8 @@ def allocate_max_min(claims: list[ShareBounds], workers: int) -> list[Fraction]:
         open_ = [i for i in range(len(claims)) if i not in fixed]
         if not open_:
             break
-        left = Fraction(workers) - sum(fixed.values())
-        level = left / sum(Fraction(claims[i].weight) for i in open_)
+        remaining = Fraction(workers) - sum(fixed.values())
+        level = remaining / sum(Fraction(claims[i].weight) for i in open_)
         low = [i for i in open_ if level * Fraction(claims[i].weight) < claims[i].min_workers]
         high = [i for i in open_ if level * Fraction(claims[i].weight) > claims[i].max_workers]
         over = sum(

@@ -37,10 +37,10 @@ def test_services_follow_jobs() -> None:
         "sandbox/a/0",
     ]
     assert {len(host.services) for host in bench.snapshot.hosts} == {2, 3}
-    kept = {h.name: [n for n in h.services if "/a/" in n] for h in bench.snapshot.hosts}
+    placed_before = {h.name: [n for n in h.services if "/a/" in n] for h in bench.snapshot.hosts}
     bench.update(jobs=bench.snapshot.jobs[:1])
     bench.settle()
-    assert {h.name: list(h.services) for h in bench.snapshot.hosts} == kept
+    assert {h.name: list(h.services) for h in bench.snapshot.hosts} == placed_before
 
 
 def test_waiting_job_has_no_shards_and_paused_job_keeps_them() -> None:
@@ -49,8 +49,8 @@ def test_waiting_job_has_no_shards_and_paused_job_keeps_them() -> None:
     small = job("c", phase=Phase.QUEUED, submitted_ms=2)
     bench.update(jobs=(*bench.snapshot.jobs, urgent, small))
     bench.settle()
-    held = {j.id: j.block_reason.partition(":")[0] for j in bench.snapshot.jobs}
-    assert held == {"a": "paused", "b": "", "c": "waiting"}
+    block_reasons = {j.id: j.block_reason.partition(":")[0] for j in bench.snapshot.jobs}
+    assert block_reasons == {"a": "paused", "b": "", "c": "waiting"}
     assert bench.snapshot.hosts[0].services == ("rollout/a/0", "rollout/b/0")
 
 

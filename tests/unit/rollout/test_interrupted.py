@@ -196,6 +196,6 @@ async def test_any_failed_redis_script_releases_everything(bench: ShardBench) ->
     assert {"group_ready", "evaluation", "entries"} <= names.keys()
     for number, name in enumerate(names, 1):
         bench.scripts.arm(1, lambda: StateUnavailable("it was made to"), name)
-        asked = await run_group_and_evaluation(number)
-        assert asked.count(name) > 1, f"{name} was not asked again"
+        script_names = await run_group_and_evaluation(number)
+        assert script_names.count(name) > 1, f"{name} was not asked again"
     await assert_full_width(bench)

@@ -240,33 +240,33 @@ def test_chat_turns_use_the_models_format(tmp_path: Any) -> None:
     assert run_to_end(job, fresh(), tokenizer, texts, row) == "done"
     roles = [turn["role"] for turn in SEEN["turns"]]
     assert roles == ["model", "tool", "environment", "model", "environment", "model"]
-    model, tool, answered, second, asked, _ = SEEN["turns"]
+    model, tool, answered, second, second_call, _ = SEEN["turns"]
     assert (model["text"], model["stop"]) == (call, end)
     assert tool == tool | {"name": "double", "input": "ab", "value": "abab", "text": "abab"}
     assert "<tool_response>\nabab\n</tool_response>" in answered["text"]
     assert second["text"] == thought, "with reasoning and the format's tokens"
-    assert "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant" in asked["text"]
+    assert "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant" in second_call["text"]
     assert SEEN["steps"] == ["4", "4"], "without them"
     assert SEEN["row"] == row
 
 
 def test_cut_of_a_chat_receives_the_same_text_as_a_step(tmp_path: Any) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
-    told: list[str] = []
+    prompt_text: list[str] = []
 
     class Cut(ToolEnvironment):
         def open(self, row: dict[str, Any]) -> Any:
             return row["prompt"]
 
         def cut(self, text: str) -> float:
-            told.append(text)
+            prompt_text.append(text)
             return 0.0
 
     served = Environments(Cut, tokenizer, "", ChatFormat.load("qwen3", {}, tokenizer))
     served.run_operation(0, "begin", {"prompt": "2+2?"})
     ids = tokenizer.encode("<think>\nhm\n</think>\n\nit is")
     assert served.run_operation(0, "cut", ids) == ("ok", ["<think>\nhm\n</think>\n\nit is", 0.0])
-    assert told == ["it is"]
+    assert prompt_text == ["it is"]
 
 
 class EndsAfterFirstTurn:
@@ -374,8 +374,8 @@ async def test_chat_answer_is_formatted_up_to_its_end(tmp_path: Path) -> None:
     assert t.outcome is not None and t.outcome.error == ""
     sampled = t.versions != NOT_SAMPLED
     assert tokenizer.decode(t.tokens[sampled].tolist()) == "the sum<|im_end|>"
-    told = tokenizer.decode(t.tokens[~sampled].tolist())
-    assert told.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    prompt_text = tokenizer.decode(t.tokens[~sampled].tolist())
+    assert prompt_text.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert np.flatnonzero(sampled)[0] == (~sampled).sum()
 
 

@@ -135,9 +135,11 @@ async def game(tmp_path: Path) -> AsyncIterator[LocalPlayer]:
     await player.close()
 
 
-async def sample_row(player: LocalPlayer, asked: PromptRequest, *words: str) -> SampleResult:
+async def sample_row(
+    player: LocalPlayer, prompt_request: PromptRequest, *words: str
+) -> SampleResult:
     a = create_parser().parse_args(["--run=.", "--model=.", "--scratch=.", *words])
-    return await sample(player, 1, asked, a, 7, ChatConsole(SystemHost(), quiet=a.json))
+    return await sample(player, 1, prompt_request, a, 7, ChatConsole(SystemHost(), quiet=a.json))
 
 
 async def test_complete_row_has_turns_reward_and_tokens(

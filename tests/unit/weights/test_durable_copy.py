@@ -73,10 +73,10 @@ class DelayedListingFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec
         self._found: dict[str, object] = {}
 
     def ls(self, path: str, detail: bool = False, **options: object) -> object:
-        found = super().ls(path, detail, **options)
+        current = super().ls(path, detail, **options)
         if not path.endswith("/checkpoints"):
-            return found
-        stale, self._found[path] = self._found.get(path, []), found
+            return current
+        stale, self._found[path] = self._found.get(path, []), current
         return stale
 
 
@@ -279,7 +279,7 @@ async def test_deleted_job_is_removed_from_the_copy(bench: CopyBench) -> None:
     await bench.checkpoint(0)
     await jobs.cancel(state, JOB, "stop")
     await bench.wait_for_poll()
-    assert bench.copy.list_file_digests(JOB), "one that has ended stays as long as its records"
+    assert bench.copy.list_file_digests(JOB), "an ended job stays as long as its records"
     await deletion.delete_job(state, JOB, "delete")
     await bench.wait_for_poll()
     assert bench.copy.list_jobs() == []
@@ -410,7 +410,9 @@ def test_last_checkpoint_is_retained_under_a_delayed_listing(tmp_path: Path) -> 
             name = await bench.checkpoint(step)
             await bench.wait_for_poll()
             assert name in bench.copy.list_checkpoints(JOB)
-        assert len(bench.copy.list_checkpoints(JOB)) <= 3, "older ones go, a look later"
+        assert len(bench.copy.list_checkpoints(JOB)) <= 3, (
+            "older checkpoints are removed one poll later"
+        )
 
     run_with_copy(tmp_path, story, kind="behind")
     [run_dir] = durable_restore.fetch_runs(make_url(tmp_path), MeshPaths(tmp_path / "mesh-b"))

@@ -184,7 +184,7 @@ def run_all(root: Path, first: int) -> None:
         assert remaining == needed_files, (
             f"killed before write {at}: {sorted(remaining ^ needed_files)}"
         )
-    assert at > 20, "a collection of this much writes more often"
+    assert at > 20, "the collection has more writes"
 
 
 @pytest.mark.rotating(EVERY)

@@ -75,7 +75,9 @@ async def test_pinned_version_is_retained_until_it_is_unpinned(store: StoreBench
     assert await store.is_stored(second)
     assert read_pins(store.chunks.directory, JOB)[second].note == "for the paper"
     assert unpin_version(store.chunks.directory, JOB, second)
-    assert not unpin_version(store.chunks.directory, JOB, second), "there is nothing left to do"
+    assert not unpin_version(store.chunks.directory, JOB, second), (
+        "the version is not pinned any more"
+    )
     await store.clock.sleep(LONG_S)
     assert not await store.is_stored(second)
 
@@ -95,7 +97,7 @@ async def test_version_in_its_deletion_grace_period_can_be_pinned(store: StoreBe
     assert not await store.is_stored(second)
     with pytest.raises(NotFound, match=second):
         pin(store, second, 2)
-    assert read_all_pins(store.chunks.directory) == {}, "what is not there is not pinned"
+    assert read_all_pins(store.chunks.directory) == {}, "a missing version is not pinned"
 
 
 @story_on(on_store, "tmp_path")
@@ -167,7 +169,7 @@ async def test_version_beyond_the_quota_waits_after_a_warning(store: StoreBench)
     assert unpin_version(store.chunks.directory, JOB, second)
     await store.commit(4, await staging, name)
     await store.clock.sleep(2 * SWEEP_INTERVAL_S)
-    assert len(await list_events(store)) == 1, "once each time"
+    assert len(await list_events(store)) == 1, "one event per occurrence"
 
 
 async def list_events(store: StoreBench, kind: str = "weights_quota") -> list[dict[str, object]]:
@@ -184,7 +186,7 @@ def test_long_rejected_version_is_reported_once_and_rarely_swept(tmp_path: Path)
         staging = asyncio.create_task(store.stage(4))
         await store.clock.sleep(LONG_S)
         stats = store.store.stats()
-        assert stats["quota_refused"] > 100, "its trainer has asked again and again"
+        assert stats["quota_refused"] > 100, "the trainer has retried many times"
         assert stats["sweeps"] - before <= LONG_S / SWEEP_INTERVAL_S + 8
         assert "with version 4" in stats["quota_trouble"] and "waits" in stats["quota_trouble"]
         [event] = await list_events(store, "weights_refused")
@@ -260,7 +262,9 @@ def test_find_requested_defaults_to_the_current_version() -> None:
 def test_versions_of_an_abandoned_lineage_are_not_requested() -> None:
     versions = LINEAR | {"1.5": VersionNumber(1, 5), "1.6": VersionNumber(1, 6)}
     requested = find_requested(versions, VersionNumber(1, 6), {"keep": 3, "keep_every": 4})
-    assert set(requested) == {"0.4", "1.5", "1.6"}, "8 and 12 of the lineage before lead nowhere"
+    assert set(requested) == {"0.4", "1.5", "1.6"}, (
+        "versions 8 and 12 of the old lineage are abandoned"
+    )
 
 
 def test_version_staged_twice_has_two_ancestor_manifests() -> None:
@@ -355,7 +359,7 @@ def test_staged_and_checkpointed_versions_are_awaited() -> None:
     )
     assert find_awaited(row("", 1, 8), VERSIONS) == {"1.8", "1.9", "1.10"} | later_lineages
     assert find_awaited(row("", 1, 10), VERSIONS) == {"1.10"} | later_lineages, (
-        "the last step's is written too"
+        "the last step's checkpoint is written as well"
     )
 
 

@@ -204,8 +204,8 @@ async def test_version_is_read_without_loading_it_at_once(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("trainer/k", "head")
     source = await receiver.open_tensor_source(hosts.digest)
     for name in TENSORS:
-        found = await source.read_tensors([name])
-        assert torch.equal(found[name], TENSORS[name])
+        tensors = await source.read_tensors([name])
+        assert torch.equal(tensors[name], TENSORS[name])
         assert measure_resident_bytes(hosts.store.directory) <= TENSORS[name].nbytes + 4 * CHUNK
 
 
@@ -298,7 +298,7 @@ async def test_version_is_read_a_few_tensors_at_a_time(store: Store) -> None:
     version = await WeightReceiver(store.mesh, store.bulk).open_tensor_source(digest)
     assert sorted(version.meta_tensors) == sorted(LARGE)
     for names in (["one", "layers.0.qkv"], list(version.meta_tensors)):
-        found = await version.read_tensors(names)
-        assert list(found) == names
-        assert all(torch.equal(found[name], LARGE[name]) for name in names)
-        assert all(found[name].dtype == version.meta_tensors[name].dtype for name in names)
+        tensors = await version.read_tensors(names)
+        assert list(tensors) == names
+        assert all(torch.equal(tensors[name], LARGE[name]) for name in names)
+        assert all(tensors[name].dtype == version.meta_tensors[name].dtype for name in names)

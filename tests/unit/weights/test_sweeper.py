@@ -47,7 +47,7 @@ def on_job(root: Path, story: Callable[[StoreBench], Awaitable[None]]) -> None:
 
 @story_on(on_job, "tmp_path")
 async def test_superseded_version_is_deleted_after_a_grace_period(store: StoreBench) -> None:
-    [(name, first)] = await checkpoints(store, 1)
+    [(name, first)] = await commit_checkpoints(store, 1)
     second, third = await store.step(2, name), await store.step(3, name)
     await store.clock.sleep(SOON_S)
     assert await store.is_stored(second), "engines may be fetching it"
@@ -58,7 +58,7 @@ async def test_superseded_version_is_deleted_after_a_grace_period(store: StoreBe
 
 @story_on(on_job, "tmp_path")
 async def test_restarted_store_knows_its_versions(store: StoreBench) -> None:
-    [(name, _)] = await checkpoints(store, 1)
+    [(name, _)] = await commit_checkpoints(store, 1)
     second = await store.step(2, name)
     staged = await store.stage(3)
     await store.restart_store()
@@ -72,7 +72,7 @@ async def test_restarted_store_knows_its_versions(store: StoreBench) -> None:
 
 @story_on(on_job, "tmp_path")
 async def test_versions_of_a_deleted_job_are_deleted(store: StoreBench) -> None:
-    [(_, first)] = await checkpoints(store, 1)
+    [(_, first)] = await commit_checkpoints(store, 1)
     state = store.state
     await jobs.cancel(state, JOB, "stop")
     await deletion.delete_job(state, JOB, "delete")
@@ -139,8 +139,8 @@ async def test_unreferenced_bytes_outlive_a_loss_of_redis_for_a_day(store: Store
     await store.ready(store_group)
     store.age(24 * HOUR_S)
     await store.clock.sleep(LONG_S)
-    assert store.chunks.open_space(GROUPS).has(store_group), "a step will ask for it"
-    assert not store.chunks.has(early), "nobody has named it for a day"
+    assert store.chunks.open_space(GROUPS).has(store_group), "a step will request the group"
+    assert not store.chunks.has(early), "unreferenced for a day"
 
 
 @story_on(on_job, "tmp_path")
@@ -236,7 +236,7 @@ class SlowDisk(SimulatedHost):
         return await super().run_blocking(fn, *args, deadline_s=deadline_s)
 
 
-async def checkpoints(store: StoreBench, count: int) -> list[tuple[str, str]]:
+async def commit_checkpoints(store: StoreBench, count: int) -> list[tuple[str, str]]:
     """Commit checkpoints with a directory each, and return their names and manifests."""
     committed = []
     for version in range(1, count + 1):
@@ -254,10 +254,10 @@ async def checkpoints(store: StoreBench, count: int) -> list[tuple[str, str]]:
 async def test_checkpoints_beyond_the_limit_are_deleted_with_directories(store: StoreBench) -> None:
     await store.submit(keep_checkpoints=2)
     await store.begin()
-    committed = await checkpoints(store, 4)
+    committed = await commit_checkpoints(store, 4)
     await store.clock.sleep(LONG_S)
-    found = {path.name for path in (store.run_dir / "checkpoints").iterdir()}
-    assert found == {name + end for name, _ in committed[2:] for end in ("", ".json")}
+    names = {path.name for path in (store.run_dir / "checkpoints").iterdir()}
+    assert names == {name + end for name, _ in committed[2:] for end in ("", ".json")}
     assert [await store.is_stored(manifest) for _, manifest in committed] == [
         False,
         False,
@@ -273,13 +273,13 @@ async def test_slow_removal_does_not_block_the_sweeps_and_is_completed(store: St
     await store.restart_store()
     await store.submit(keep_checkpoints=1)
     await store.begin()
-    committed = await checkpoints(store, 3)
+    committed = await commit_checkpoints(store, 3)
     await store.clock.sleep(LONG_S)
     assert [await store.is_stored(manifest) for _, manifest in committed] == [False, False, True]
     directory = store.run_dir / "checkpoints"
     assert [path.stem for path in directory.glob("step-*.json")] == [committed[2][0]]
     assert not any((directory / name).exists() for name, _ in committed[:2])
-    assert len(list(directory.iterdir())) == 4, "two that are being removed are left"
+    assert len(list(directory.iterdir())) == 4, "the two directories under removal remain"
     store.host = original_host
     await store.restart_store()
     await store.clock.sleep(SOON_S)
@@ -291,7 +291,7 @@ async def test_slow_removal_does_not_block_the_sweeps_and_is_completed(store: St
 
 @story_on(on_job, "tmp_path")
 async def test_unreadable_file_does_not_end_the_sweeps(store: StoreBench) -> None:
-    committed = await checkpoints(store, 1)
+    committed = await commit_checkpoints(store, 1)
     directory = store.run_dir / "checkpoints"
     (directory / "step-000-000000-garbled.json").write_text("[")
     unneeded = await store.step(2, committed[0][0])
@@ -302,8 +302,8 @@ async def test_unreadable_file_does_not_end_the_sweeps(store: StoreBench) -> Non
 
 async def list_corruption_fields(store: StoreBench) -> list[dict[str, Any]]:
     """Return the fields of the corruption events."""
-    found = await events.read_all(store.state)
-    return [event.fields for event in found if event.kind == "damaged"]
+    all_events = await events.read_all(store.state)
+    return [event.fields for event in all_events if event.kind == "damaged"]
 
 
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
@@ -344,7 +344,7 @@ async def test_nothing_is_deleted_while_the_job_of_a_corrupt_record_is_unknown(
         await store.restart_store()
         store.age(24 * HOUR_S)
         await store.clock.sleep(LONG_S)
-        assert await store.is_stored(weights), "also of a store that starts again"
+        assert await store.is_stored(weights), "after a second restart as well"
     await store.submit()
     await store.clock.sleep(LONG_S)
     assert not await store.is_stored(weights)
@@ -420,18 +420,20 @@ async def test_corrupt_checkpoint_is_reported_and_the_previous_one_used(
 ) -> None:
     await store.submit(keep_checkpoints=1)
     await store.begin()
-    [(before, kept_manifest), (last, manifest)] = await checkpoints(store, 2)
+    [(before, kept_manifest), (last, manifest)] = await commit_checkpoints(store, 2)
     directory = store.run_dir / "checkpoints"
     older = (directory / f"{before}.json").read_bytes()
     harm(directory / f"{last}.json", older)
     with pytest.raises((CorruptData, NotFound)):
         await store.trainer.ref(STORE_NAME).call(Weights.load_checkpoint, CheckpointName(JOB, last))
     await store.clock.sleep(LONG_S)
-    assert (directory / f"{before}.json").read_bytes() == older, "nothing takes its place"
+    assert (directory / f"{before}.json").read_bytes() == older, (
+        "the previous checkpoint is unchanged"
+    )
     assert await store.is_stored(kept_manifest) and await store.is_stored(manifest)
     if harm is not delete:
         [one] = await list_corruption_fields(store)
         assert (one["what"], Path(one["path"]).stem) == ("checkpoint", last)
         assert (store.run_dir / "quarantine/checkpoints" / last / "config.json").is_file()
-    found = find_committed(store.run_dir)
-    assert found is not None and found.stem == before
+    committed_path = find_committed(store.run_dir)
+    assert committed_path is not None and committed_path.stem == before

@@ -149,8 +149,10 @@ def request(
     **more: Any,
 ) -> GenerationRequest:
     context = np.array(list(tokens), np.int32)
-    own = id if seed is None else seed
-    return GenerationRequest(id, context, max_new, temperature, stop_ids, own, session, **more)
+    seed_value = id if seed is None else seed
+    return GenerationRequest(
+        id, context, max_new, temperature, stop_ids, seed_value, session, **more
+    )
 
 
 @dataclass
@@ -207,7 +209,7 @@ class Listener:
             output.versions += batch.versions[span].tolist()
             output.raw_logprobs += batch.raw_logprobs[span].tolist()
             output.experts += batch.experts[span].tolist()
-            assert not output.finish, "something came after the end"
+            assert not output.finish, "output after the end of the request"
             if finish:
                 output.finish.append(int(finish))
 

@@ -73,10 +73,10 @@ def test_absent_ids_are_never_sampled(path: str) -> None:
             )
         )
     for i in range(len(SAMPLING)):
-        ours, reference = listener.outputs[i], plain.outputs[i]
-        assert ours.tokens == KNOWN[reference.tokens].tolist()
-        np.testing.assert_allclose(ours.logprobs, reference.logprobs, atol=2e-5)
-        np.testing.assert_allclose(ours.raw_logprobs, reference.raw_logprobs, atol=2e-5)
+        output, expected = listener.outputs[i], plain.outputs[i]
+        assert output.tokens == KNOWN[expected.tokens].tolist()
+        np.testing.assert_allclose(output.logprobs, expected.logprobs, atol=2e-5)
+        np.testing.assert_allclose(output.raw_logprobs, expected.raw_logprobs, atol=2e-5)
     row = np.array(plain.outputs[0].tokens, np.int32)
     np.testing.assert_allclose(
         listener.engine.score(KNOWN[row].astype(np.int32)), plain.engine.score(row), atol=2e-5
@@ -153,7 +153,7 @@ def test_tokenizer_with_a_gap_is_rejected_for_sglang() -> None:
 def test_absent_id_ranges_cover_exactly_the_ids_without_a_token() -> None:
     generator = np.random.default_rng(0)
     for rows in (1, 2, 7, 40):
-        for ids in (generator.permutation(rows + 5)[:kept] for kept in range(rows + 1)):
+        for ids in (generator.permutation(rows + 5)[:count] for count in range(rows + 1)):
             ranges = find_absent_ids(ids.tolist(), rows)
             absent = [i for first, end in ranges for i in range(first, end)]
             assert absent == sorted(set(range(rows)) - set(ids.tolist()))

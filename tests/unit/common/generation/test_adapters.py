@@ -278,9 +278,9 @@ def test_attention_of_a_moe_model_supports_adapters(path: str) -> None:
     expected = expected_logprobs(with_adapter(tensors, config=MOE), row[:1], row[1:])
     np.testing.assert_allclose(engine.score(np.array(row), "a"), expected, atol=GAP)
     with pytest.raises(Refused, match="mixture of experts"):
-        engine.load_adapter("b", adapter(1, 4, ["q_proj"]) | down(0), SCALE, 0)
+        engine.load_adapter("b", adapter(1, 4, ["q_proj"]) | make_down_factors(0), SCALE, 0)
 
 
-def down(layer: int) -> dict[str, torch.Tensor]:
+def make_down_factors(layer: int) -> dict[str, torch.Tensor]:
     shapes = {"a": (4, TINY.ffn_size), "b": (TINY.hidden_size, 4)}
     return {f"layers.{layer}.adapters.down_proj.{f}": torch.zeros(s) for f, s in shapes.items()}

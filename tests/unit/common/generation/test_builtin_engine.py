@@ -195,7 +195,7 @@ def test_longest_idle_session_is_evicted() -> None:
     outputs = listener.run(request(12, contexts[2], session=2, max_new=1))
     assert engine.tokens_computed - count_before == 1
     outputs = listener.run(request(11, contexts[1], session=1, max_new=1))
-    assert engine.tokens_computed - count_before > 1 + 1, "it has lost its slot"
+    assert engine.tokens_computed - count_before > 1 + 1, "the session has lost its slot"
     assert_matches_model(outputs[11], decoder(), contexts[1])
 
 

@@ -259,7 +259,7 @@ def test_cache_without_a_sampled_token_of_its_version_is_rejected(make: Make) ->
     assert offer(unsampled, target) is None
     relabelled = replace(cache, first_version=1)  # recomputed under version 0 after a swap back
     assert offer(relabelled, target) is None
-    assert offer(cache, target, is_front_first=False) is None, "front and back would not fit"
+    assert offer(cache, target, is_front_first=False) is None, "old and new blocks would not match"
     assert offer(cache, target) is not None
 
 
@@ -328,9 +328,7 @@ def test_moved_session_takes_only_the_space_of_its_request(path: str) -> None:
     for _ in range(8):
         target.step()
     assert move(source, target) == len(context) - 3
-    assert target.describe_session_cache(20) is not None, (
-        "nothing gave way for what nobody has asked for yet"
-    )
+    assert target.describe_session_cache(20) is not None, "nothing is evicted before the request"
     outputs = Listener(target).run(next_turn(context))
     assert target.describe_session_cache(20) is None
     for i in (10, 11):
@@ -508,7 +506,7 @@ def test_moved_group_shares_its_prompt(path: str) -> None:
             listener.run(request(9, context, session=i, max_new=4))[9], decoder(), context
         )
     assert cache.block_pool.num_blocks - cache.block_pool.num_free == 4 + 4, (
-        "the prompt once, and each its own end"
+        "the prompt once, and the own tokens of each"
     )
     target.release_sessions(range(4))
     assert (

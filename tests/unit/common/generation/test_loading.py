@@ -159,7 +159,7 @@ def assert_output_is_independent_of_loads(
             engine.abort([2])
             listener.drain()
             break
-        assert steps < 400, "it waits for what does not come"
+        assert steps < 400, "the engine waits for chunks that never arrive"
     output = listener.get_output(2)
     if end_mode == "is cancelled" and output.finish != expected.finish:
         assert not engine.num_running and not engine.scheduler.prefix_loads.active_loads
@@ -212,7 +212,7 @@ def test_waiting_requests_do_not_block_loading_ones(path: str) -> None:
         for _, load in store.loads[2:]:
             load.is_finished = True
         steps += 1
-        assert steps < 500, "they wait for each other"
+        assert steps < 500, "requests wait for each other"
     for i, context in enumerate(contexts):
         assert_matches_model(listener.get_output(10 + i), decoder(), context)
 
@@ -248,7 +248,7 @@ def test_tokens_are_correct_under_random_loads_and_eviction(seed: int) -> None:
                 load.is_finished |= generator.random() < 0.2
             listener.drain()
             steps += 1
-            assert steps < 2000, "they wait for each other"
+            assert steps < 2000, "requests wait for each other"
         loaded_count += sum(load.num_skipped for _, load in store.loads)
         for session in chosen:
             output = listener.get_output(ids[session])
@@ -283,7 +283,7 @@ def test_wait_for_chunks_is_bounded(
     ]
     assert count or needed_starts
     if not count:
-        assert silent_s <= CHUNK_TOKENS / rate, "it could have computed a chunk meanwhile"
+        assert silent_s <= CHUNK_TOKENS / rate, "computing a chunk would have been faster"
     if count < max_tokens:
         assert (num_computed + count) % CHUNK_TOKENS == 0
     load.is_finished = True

@@ -116,7 +116,7 @@ class Memory(RuleBasedStateMachine):
         kept_count=st.integers(0, 4 * BLOCK_TOKENS),
         adapter=st.integers(0, 1),
     )
-    def place(self, slot: int, tokens: np.ndarray, kept_count: int, adapter: int) -> None:
+    def fill_slot(self, slot: int, tokens: np.ndarray, kept_count: int, adapter: int) -> None:
         """Place a request whose first tokens may be those of the slot."""
         if self.slots.adapter_index[slot] != adapter:
             self.slots.adapter_index[slot], self.slots.num_computed_tokens[slot] = adapter, 0

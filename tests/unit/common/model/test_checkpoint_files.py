@@ -329,12 +329,12 @@ def test_rows_are_initialised_as_in_the_whole_tensor(shape: tuple[int, ...], blo
     whole_generator, rows_generator = torch.Generator(), torch.Generator()
     whole_generator.manual_seed(3)
     rows_generator.manual_seed(3)
-    whole = torch.empty(shape).normal_(std=0.7, generator=whole_generator)
+    expected = torch.empty(shape).normal_(std=0.7, generator=whole_generator)
     for first in range(shape[0]):
         rows_generator.manual_seed(3)
         rows = torch.empty(shape[0] - first, *shape[1:])
         fill_normal_rows(torch.Size(shape), 0.7, rows_generator, first, rows, block)
-        assert torch.equal(rows, whole[first:])
+        assert torch.equal(rows, expected[first:])
     # the next parameter is right as well
     assert torch.equal(whole_generator.get_state(), rows_generator.get_state())
 

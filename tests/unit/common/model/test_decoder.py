@@ -137,9 +137,9 @@ def test_padding_does_not_change_a_row() -> None:
     decoder, (tokens,) = tiny_decoder(), some_tokens(12)
     positions = torch.arange(12)[None]
     with torch.inference_mode():
-        whole = decoder(tokens[None], positions, causal_attention)[:, :9]
+        padded = decoder(tokens[None], positions, causal_attention)[:, :9]
         short = decoder(tokens[None, :9], positions[:, :9], causal_attention)
-    torch.testing.assert_close(whole, short, atol=1e-5, rtol=0)
+    torch.testing.assert_close(padded, short, atol=1e-5, rtol=0)
 
 
 def test_gradient_of_a_sequence_does_not_depend_on_its_neighbours() -> None:
@@ -243,11 +243,11 @@ def test_expert_outputs_and_gradients_match_the_computation_by_token(
     weight = torch.randn(40, 32, dtype=dtype)
     y, routed = block(x)
     parameters = [x, *block.parameters()]
-    ours = torch.autograd.grad((y * weight).sum(), parameters)
+    gradients = torch.autograd.grad((y * weight).sum(), parameters)
     expected = compute_by_token(block, x, routed.experts)
-    theirs = torch.autograd.grad((expected * weight).sum(), parameters)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), parameters)
     torch.testing.assert_close(y, expected, atol=1e-6, rtol=0)  # the router is float32
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4)
 
 
@@ -315,9 +315,9 @@ def test_balance_loss_is_that_of_transformers_times_the_tokens(counted: list[boo
     logits = x @ block.router.T
     _, routed = block(x)
     mask = torch.tensor(counted or [True] * 50)
-    theirs = load_balancing_loss_func((logits,), 6, 2, mask[None].long())
-    ours = compute_balance_loss(logits.softmax(-1), routed.experts, mask)
-    torch.testing.assert_close(ours, theirs * mask.sum())
+    expected = load_balancing_loss_func((logits,), 6, 2, mask[None].long())
+    loss = compute_balance_loss(logits.softmax(-1), routed.experts, mask)
+    torch.testing.assert_close(loss, expected * mask.sum())
 
 
 def test_balance_loss_of_a_pass_is_the_scaled_mean_of_its_layers() -> None:
@@ -342,7 +342,7 @@ def capture_router_input(decoder: Decoder, tokens: torch.Tensor, index: int) -> 
     """Return the input of a layer's router."""
     inputs: list[torch.Tensor] = []
     hook = get_experts(decoder, index).register_forward_pre_hook(
-        lambda module, given: inputs.append(given[0])
+        lambda module, arguments: inputs.append(arguments[0])
     )
     run(decoder, tokens)
     hook.remove()

@@ -100,18 +100,18 @@ def compute_root_recursively(content: bytes) -> bytes:
 def test_any_partition_by_rows_has_the_root_of_the_whole(
     shape: tuple[int, ...], dtype: torch.dtype, cuts: list[int], seed: int
 ) -> None:
-    whole = random_tensor(shape, dtype)
+    tensor = random_tensor(shape, dtype)
     if not shape:
         return
     ends = [0, *sorted(cut % (shape[0] + 1) for cut in cuts), shape[0]]
-    parts = [{"w": build_tree(whole[a:b], a).packed_parts} for a, b in pairwise(ends)]
+    parts = [{"w": build_tree(tensor[a:b], a).packed_parts} for a, b in pairwise(ends)]
     random.Random(seed).shuffle(parts)
-    assert merge_trees(parts)["w"].compute_root(whole.nbytes) == compute_root(whole)
+    assert merge_trees(parts)["w"].compute_root(tensor.nbytes) == compute_root(tensor)
 
 
 @pytest.mark.parametrize("leaves", [0, 1, 2, 3, 5, 8, 13])
 @pytest.mark.parametrize("extra_bytes", [0, 1, LEAF_BYTES - 1])
-def test_the_root_is_that_of_rfc_6962(leaves: int, extra_bytes: int) -> None:
+def test_root_is_that_of_rfc_6962(leaves: int, extra_bytes: int) -> None:
     content = random.Random(leaves).randbytes(leaves * LEAF_BYTES + extra_bytes)
     tree = MerkleTree()
     tree.add_bytes(0, memoryview(content))
@@ -120,28 +120,28 @@ def test_the_root_is_that_of_rfc_6962(leaves: int, extra_bytes: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES[:5])
 def test_root_depends_on_each_bit_and_its_position(shape: tuple[int, ...]) -> None:
-    whole = random_tensor(shape, torch.float32)
-    changed = whole.clone()
+    tensor = random_tensor(shape, torch.float32)
+    changed = tensor.clone()
     changed.view(-1).view(torch.int32)[-1] ^= 1
-    roots = {compute_root(whole), compute_root(changed)}
+    roots = {compute_root(tensor), compute_root(changed)}
     if len(shape) and shape[0] > 1:
-        roots.add(compute_root(whole.flip(0)))
+        roots.add(compute_root(tensor.flip(0)))
         assert len(roots) == 3
     assert len(roots) >= 2
 
 
 def test_missing_and_duplicate_rows_are_rejected() -> None:
-    whole = random_tensor((9, 5000), torch.float32)
-    size = whole.nbytes
-    lower, upper = build_tree(whole[:4]).packed_parts, build_tree(whole[5:], 5).packed_parts
+    tensor = random_tensor((9, 5000), torch.float32)
+    size = tensor.nbytes
+    lower, upper = build_tree(tensor[:4]).packed_parts, build_tree(tensor[5:], 5).packed_parts
     with pytest.raises(BadMessage):
         merge_trees([{"w": lower}, {"w": upper}])["w"].compute_root(size)
     with pytest.raises(BadMessage):
-        merge_trees([{"w": build_tree(whole).packed_parts}, {"w": upper}])["w"].compute_root(size)
+        merge_trees([{"w": build_tree(tensor).packed_parts}, {"w": upper}])["w"].compute_root(size)
     with pytest.raises(BadMessage):
-        build_tree(whole).compute_root(size - 4)
+        build_tree(tensor).compute_root(size - 4)
     with pytest.raises(BadMessage):
-        build_tree(whole).compute_root(size + 4)
+        build_tree(tensor).compute_root(size + 4)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_malformed_tree_parts_are_rejected(packed: bytes) -> None:
 
 
 def test_identity_depends_on_name_dtype_and_shape() -> None:
-    tree = build_tree(whole := random_tensor((4, 6), torch.float32))
+    tree = build_tree(tensor := random_tensor((4, 6), torch.float32))
     identities = {
         compute_identity({name: TensorSpec(dtype, shape)}, {name: tree})
         for name, dtype, shape in [
@@ -172,7 +172,7 @@ def test_identity_depends_on_name_dtype_and_shape() -> None:
         ]
     }
     assert len(identities) == 4
-    assert TensorSpec.from_tensor(whole) == TensorSpec("F32", (4, 6))
+    assert TensorSpec.from_tensor(tensor) == TensorSpec("F32", (4, 6))
 
 
 def test_corrupt_manifest_is_rejected() -> None:
@@ -212,8 +212,8 @@ def test_pieces_that_do_not_cover_their_tensor_are_rejected(
 
 
 def test_row_selection_returns_the_pieces_with_these_rows() -> None:
-    def select_chunks(**wanted: RowRange | None) -> list[str]:
-        return list(group_by_chunk(select_pieces(PIECES, wanted)))
+    def select_chunks(**selection: RowRange | None) -> list[str]:
+        return list(group_by_chunk(select_pieces(PIECES, selection)))
 
     assert select_chunks(w=RowRange(0, 0, 4)) == [A]
     assert select_chunks(w=RowRange(0, 3, 5)) == [A, B]
@@ -246,7 +246,9 @@ def select_rank_rows(
     return rank_rows
 
 
-def stage(options: StagingOptions, ranks: int, most: int) -> tuple[StagedVersion, dict[str, bytes]]:
+def stage(
+    options: StagingOptions, ranks: int, max_copy_bytes: int
+) -> tuple[StagedVersion, dict[str, bytes]]:
     """Stage a version on `ranks` ranks that copy `most` bytes at a time; return it and its
     chunks.
     """
@@ -263,7 +265,7 @@ def stage(options: StagingOptions, ranks: int, most: int) -> tuple[StagedVersion
 
     for rank in range(ranks):
         builder, pieces = ChunkBuilder(options), list[TensorPiece]()
-        for names, part, parts in plan_copies(TENSORS, most):
+        for names, part, parts in plan_copies(TENSORS, max_copy_bytes):
             pieces += store_chunks(
                 builder.add_rows(select_rank_rows(rank, ranks, names, part, parts))
             )
@@ -288,19 +290,19 @@ def assemble_tensors(version: StagedVersion, chunks: dict[str, bytes]) -> dict[s
 @given(
     ranks=st.integers(1, 5),
     chunk_bytes=st.integers(16, 20_000),
-    most=st.integers(16, 10_000),
+    max_copy_bytes=st.integers(16, 10_000),
     dtype=st.sampled_from(["F32", "BF16", "F16"]),
 )
 def test_identities_do_not_depend_on_ranks_or_chunks(
-    ranks: int, chunk_bytes: int, most: int, dtype: str
+    ranks: int, chunk_bytes: int, max_copy_bytes: int, dtype: str
 ) -> None:
     single_rank, _ = stage(StagingOptions(dtype, 1 << 20), 1, 1 << 20)
-    version, chunks = stage(StagingOptions(dtype, chunk_bytes), ranks, most)
+    version, chunks = stage(StagingOptions(dtype, chunk_bytes), ranks, max_copy_bytes)
     assert (version.published_identity, version.masters_identity) == (
         single_rank.published_identity,
         single_rank.masters_identity,
     )
-    repeated, _ = stage(StagingOptions(dtype, chunk_bytes), ranks, most)
+    repeated, _ = stage(StagingOptions(dtype, chunk_bytes), ranks, max_copy_bytes)
     assert repeated.digest == version.digest
     for name, tensor in assemble_tensors(version, chunks).items():
         assert torch.equal(tensor, TENSORS[name].to(DTYPES[dtype])), name
@@ -317,7 +319,9 @@ def test_masters_identity_differs_where_the_published_image_is_the_same() -> Non
         and reference.masters_identity != other.masters_identity
     )
     plain, _ = stage(StagingOptions("F32", 1 << 20), 2, 1 << 20)
-    assert plain.masters_identity == reference.masters_identity, "whatever type is published"
+    assert plain.masters_identity == reference.masters_identity, (
+        "independent of the published dtype"
+    )
 
 
 def test_adapters_share_no_chunk_with_base_weights() -> None:

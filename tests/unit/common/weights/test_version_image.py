@@ -42,14 +42,14 @@ class Files:
         content = b"".join(bytes(part.view(torch.uint8).numpy()) for part in parts)
         digest, offset = self.store.write(content), 0
         for (name, begin, end), part in zip(cuts, parts, strict=True):
-            whole = self.tensors[name]
-            metadata = DTYPE_NAMES[whole.dtype], list(whole.shape), digest, offset, part.nbytes
+            tensor = self.tensors[name]
+            metadata = DTYPE_NAMES[tensor.dtype], list(tensor.shape), digest, offset, part.nbytes
             self.pieces.append(TensorPiece(name, *metadata, dim, begin, end))
             offset += part.nbytes
         return digest
 
-    def map_image(self, wanted: dict[str, RowRange | None] | None = None) -> VersionImage:
-        image = VersionImage(Manifest("job", 0, 0, self.pieces, format=2), selection=wanted)
+    def map_image(self, selection: dict[str, RowRange | None] | None = None) -> VersionImage:
+        image = VersionImage(Manifest("job", 0, 0, self.pieces, format=2), selection=selection)
         for digest in image.chunk_sizes:
             with self.store.chunk_path(digest).open("rb") as file:
                 image.map_chunk(digest, file.fileno())
@@ -135,14 +135,14 @@ def test_tensors_of_any_width_and_empty_ones_are_read_back(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_columns_of_ranks_are_joined(tmp_path: Path, contiguous: bool) -> None:
-    whole = torch.arange(6 * 10, dtype=torch.float32).reshape(6, 10)
-    files = Files(tmp_path, {"a": whole})
+    expected = torch.arange(6 * 10, dtype=torch.float32).reshape(6, 10)
+    files = Files(tmp_path, {"a": expected})
     files.add_chunk(("a", 0, 25), dim=1)  # in the middle of a column
     files.add_chunk(("a", 25, 60), dim=1)
     image = files.map_image()
     target = torch.zeros(6, 10) if contiguous else torch.zeros(10, 6).T
     image.copy_into("a", target)
-    assert torch.equal(target, whole) and torch.equal(image.tensors["a"], whole)
+    assert torch.equal(target, expected) and torch.equal(image.tensors["a"], expected)
 
 
 def test_row_selection_maps_only_its_chunks(tmp_path: Path) -> None:

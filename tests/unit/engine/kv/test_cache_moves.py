@@ -486,12 +486,12 @@ async def test_corrupt_or_missing_chunk_of_a_peer_is_a_miss(
     long_query_timeout: None, tmp_path: Path
 ) -> None:
     async with two_hosts(tmp_path) as (peers, tier, _):
-        damaged, gone = put(tier, 1), put(tier, 2)
+        corrupt, missing = put(tier, 1), put(tier, 2)
         assert len(await asyncio.to_thread(peers.look_up, DOMAIN, NAMES)) == 2
-        raw = bytearray(damaged.read_bytes())
+        raw = bytearray(corrupt.read_bytes())
         raw[-1] ^= 1
-        damaged.write_bytes(raw)
-        gone.unlink()
+        corrupt.write_bytes(raw)
+        missing.unlink()
         for at in (1, 2):
             assert await asyncio.to_thread(peers.read, DOMAIN, NAMES[at]) is None
 

@@ -69,8 +69,8 @@ def test_session_continues_after_its_engine_slept(tmp_path: Path, path: str) -> 
         heard, computed = second_turn(engine, context)
         assert_matches_model(heard, decoder(), context)
         assert computed < len(context) - CHUNK_TOKENS
-        told = cache.stats()
-        assert told.loaded["disk"] >= CHUNK_TOKENS and told.saved_s > 0
+        stats = cache.stats()
+        assert stats.loaded["disk"] >= CHUNK_TOKENS and stats.saved_s > 0
 
 
 @pytest.mark.needs("compiler")
@@ -134,8 +134,10 @@ def test_closed_engine_leaves_its_kv_to_the_others(tmp_path: Path) -> None:
         create_cached_engine(tmp_path / "kv") as (two, second),
     ):
         context = words(5, 300)
-        said = run(one, request(1, context, session=SESSION, max_new=600, temperature=0.0)).tokens
-        context = [*context, *said, 7]
+        generated = run(
+            one, request(1, context, session=SESSION, max_new=600, temperature=0.0)
+        ).tokens
+        context = [*context, *generated, 7]
         first.offload_all()
         wait_until_written(first)
         heard, computed = second_turn(two, context)

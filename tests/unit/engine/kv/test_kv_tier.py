@@ -97,9 +97,9 @@ def test_eviction_cost_of_a_chunk_in_the_next_tier_is_its_reload() -> None:
 
 
 def test_ended_trajectory_is_evicted_before_a_waiting_one() -> None:
-    waiting, ended, shared = make_chunk(1.0, 7), make_chunk(5.0, 8), make_chunk(1.0)
-    order = choose_evictions([waiting, ended, shared], 1000, 4 * HALF_LIFE_S, {7})
-    assert order == [ended, shared, waiting]
+    waiting, finished, shared = make_chunk(1.0, 7), make_chunk(5.0, 8), make_chunk(1.0)
+    order = choose_evictions([waiting, finished, shared], 1000, 4 * HALF_LIFE_S, {7})
+    assert order == [finished, shared, waiting]
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 2), st.floats(0, 5)), max_size=20))
@@ -351,8 +351,8 @@ def test_transfer_rate_follows_recent_measurements() -> None:
 
 def test_unused_chunks_are_rarely_offloaded_until_reuse() -> None:
     policy = OffloadPolicy()
-    kept = [policy.is_worthwhile(1.0, 0.01) for _ in range(MIN_CHUNKS)]
-    assert all(kept), "nobody knows yet"
+    first_answers = [policy.is_worthwhile(1.0, 0.01) for _ in range(MIN_CHUNKS)]
+    assert all(first_answers), "nobody knows yet"
     for _ in range(MIN_CHUNKS):
         policy.count_offload()
     later_answers = [policy.is_worthwhile(1.0, 0.01) for _ in range(160)]

@@ -103,7 +103,7 @@ async def test_missing_and_live_jobs_raise_typed_errors(held_mesh: HeldMesh) -> 
         with pytest.raises(NotFound):
             async for _ in client.events("other"):
                 pass
-        with pytest.raises(DeadlineExceeded, match=r"over took more than 0\.1 s"):
+        with pytest.raises(DeadlineExceeded, match=r"end of tiny took more than 0\.1 s"):
             await client.wait(JOB, timeout_s=0.1)
 
 

@@ -132,7 +132,7 @@ async def test_key_prefix_must_be_unique() -> None:
     with pytest.raises(NotFound, match="no admitted keys begin with ffffffff"):
         await _find_key(state, "f" * 8)
     await credentials.register_key(state, Credential("worker", HOST, OTHER, "worker/h1w0"))
-    with pytest.raises(NotFound, match="2 keys") as caught:
+    with pytest.raises(NotFound, match="2 admitted keys") as caught:
         await _find_key(state, ONE[:8])
     assert f"{OTHER[:16]} of worker/h1w0" in caught.value.fix
     assert (await _find_key(state, OTHER[:9]))[0] == OTHER

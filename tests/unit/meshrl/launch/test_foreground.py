@@ -243,7 +243,7 @@ def test_run_is_stopped_resumed_without_redis_audited_and_extended(tmp_path: Pat
     shutil.rmtree(run_dir / "mesh/redis")
     code, said = finish(meshrl("resume", "runs/calculator", where=tmp_path))
     assert code == 0, said
-    assert "starts again from step-000-" in said
+    assert "restarts from step-000-" in said
 
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["phase"], summary["steps"]) == ("finished", STEPS)

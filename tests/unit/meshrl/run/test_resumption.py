@@ -147,7 +147,7 @@ def test_moved_run_names_its_original_directory(run: CheckpointedRun, tmp_path: 
 
 
 def test_missing_mesh_of_a_submitted_run_is_named(run: CheckpointedRun, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"gone: .*/up"):
+    with pytest.raises(NotFound, match=r"does not exist: .*/up"):
         resumption.check_run(run.directory, run.held, MeshPaths(tmp_path / "up"))
 
 

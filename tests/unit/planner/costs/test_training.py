@@ -119,8 +119,8 @@ def test_memory_shards_states_and_holds_activations_per_micro_batch() -> None:
     assert predict_memory_bytes(TINY, replicas, WORK) == pytest.approx(16 * 500 + activations)
     sharded = TrainingLayout("free", 4)
     assert predict_memory_bytes(TINY, sharded, WORK) == pytest.approx(16 * 250 + 2 * 2 * 500 + 5440)
-    kept = predict_memory_bytes(TINY, replace(sharded, recompute=True), WORK)
-    assert kept == pytest.approx(16 * 250 + 2 * 2 * 500 + (2 * 2 + 34) * 10 * 8)
+    recomputed_bytes = predict_memory_bytes(TINY, replace(sharded, recompute=True), WORK)
+    assert recomputed_bytes == pytest.approx(16 * 250 + 2 * 2 * 500 + (2 * 2 + 34) * 10 * 8)
 
 
 # 2 layers of 8 features, 4 heads of 2 and 2 KV heads; one operation and one byte per second.

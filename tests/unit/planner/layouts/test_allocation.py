@@ -196,19 +196,21 @@ def test_placement_leaves_maximal_free_space(
     choices: set[tuple[int, ...]] = {tuple(free)}
     for _ in range(units):
         choices = {
-            tuple(sorted((*left[:i], left[i] - unit, *left[i + 1 :])))
-            for left in choices
-            for i in range(len(left))
-            if left[i] >= unit
+            tuple(sorted((*remaining[:i], remaining[i] - unit, *remaining[i + 1 :])))
+            for remaining in choices
+            for i in range(len(remaining))
+            if remaining[i] >= unit
         }
     taken = take_accelerators(nodes, "A", units * unit, unit)
     assert (taken is None) == (not choices)
     if taken is None:
         return
-    left, places = taken
+    remaining, places = taken
     assert len(places) == units
     wanted = tuple(sorted((("A", degree) for degree in gangs), key=lambda gang: -gang[1]))
-    ours = brute.packs(tuple(sorted((node.kind, node.free_accelerators) for node in left)), wanted)
+    ours = brute.packs(
+        tuple(sorted((node.kind, node.free_accelerators) for node in remaining)), wanted
+    )
     any_choice = any(
         brute.packs(tuple(sorted(("A", count) for count in choice)), wanted) for choice in choices
     )
@@ -222,8 +224,8 @@ def test_division_of_lengths_among_gangs_is_optimal(seed: int) -> None:
     ranges = case.ranges
     gangs = [rng.choice(ranges.kinds) for _ in range(rng.randint(1, 4))]
     whole = [(f"{kind} x {degree}", degree) for kind, degree in ranges.kinds]
-    left = tuple(sorted((f"{kind} x {degree}", degree) for kind, degree in gangs))
-    tried = brute.rollout_s(whole, left, brute.partitions(ranges.group_count), case.cost)
+    remaining = tuple(sorted((f"{kind} x {degree}", degree) for kind, degree in gangs))
+    tried = brute.rollout_s(whole, remaining, brute.partitions(ranges.group_count), case.cost)
     assert predict_rollout_s(ranges, gangs, 1e-9) == pytest.approx(tried, rel=2e-9)
 
 
@@ -311,8 +313,10 @@ def test_many_trajectories_share_slots() -> None:
 
 def test_large_contexts_share_memory() -> None:
     took = serves_s(SERVER, [make_uniform_group(10, 500, 10)])
-    held = 10 * 10 * 505
-    assert took == pytest.approx(held / 1000 + 0.01 * 100 + 0.001 * held + 5000 / 100)
+    expected_tokens = 10 * 10 * 505
+    assert took == pytest.approx(
+        expected_tokens / 1000 + 0.01 * 100 + 0.001 * expected_tokens + 5000 / 100
+    )
 
 
 def test_large_batch_is_compute_bound() -> None:

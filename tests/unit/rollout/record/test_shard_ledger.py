@@ -180,13 +180,13 @@ async def test_groups_with_a_ledger_on_another_host_are_requeued_as_host_lost(
     assert [a.prompt for a in restarted_groups] == [0, 1] and {
         a.group for a in restarted_groups
     } == {2, 3}
-    told = await events.read_all(mesh.state)
-    opened = [e.fields.get("ledger") for e in told if e.kind == "opened"]
+    recorded = await events.read_all(mesh.state)
+    opened = [e.fields.get("ledger") for e in recorded if e.kind == "opened"]
     assert opened == [None, f"host {mesh.settings.host}"]
     # the head, which has no ledger of it, counts them as in flight
-    assert find_open_groups(told, JOB, set()).keys() == {2, 3}
-    assert [e.fields["reason"] for e in told if e.kind == "requeued"] == ["host_lost"] * 2
-    assert not [e for e in told if e.kind == CORRUPTION_EVENT]
+    assert find_open_groups(recorded, JOB, set()).keys() == {2, 3}
+    assert [e.fields["reason"] for e in recorded if e.kind == "requeued"] == ["host_lost"] * 2
+    assert not [e for e in recorded if e.kind == CORRUPTION_EVENT]
     on_record = await groups.claim_shard(mesh.state, JOB, mesh.name, mesh.token)
     assert list(on_record) == [path.name for path in list_segments(moved.directory)]
     assert (bench.data.run_dir / "ledger/shard-0").is_dir()  # untouched
@@ -265,11 +265,13 @@ async def test_shard_recovers_records_before_a_corrupt_segment(bench: Bench, dam
         bench.data.run_dir / QUARANTINE_DIRECTORY / first.relative_to(bench.data.run_dir)
     )
     assert quarantined_path.exists() == (damage != "deleted")
-    (told,) = [e for e in await events.read_all(mesh.state) if e.kind == CORRUPTION_EVENT]
-    assert told.fields["path"] == str(first) and told.fields["job"] == JOB
-    assert told.fields["aside"] == (str(quarantined_path) if quarantined_path.exists() else "")
+    (recorded,) = [e for e in await events.read_all(mesh.state) if e.kind == CORRUPTION_EVENT]
+    assert recorded.fields["path"] == str(first) and recorded.fields["job"] == JOB
+    assert recorded.fields["aside"] == (str(quarantined_path) if quarantined_path.exists() else "")
     restarted_groups = sorted({0, 1, 2} - set(intact_groups))
-    assert f"groups {', '.join(map(str, restarted_groups))} from the prompt" in told.fields["then"]
+    assert (
+        f"groups {', '.join(map(str, restarted_groups))} from the prompt" in recorded.fields["then"]
+    )
 
     await after.write_tokens(make_token_rows(3, 14))
     for group in intact_groups:
@@ -300,6 +302,6 @@ async def test_missing_segment_reports_corruption_only_with_open_groups(bench: B
     last = await bench.restart_shard()
     third = ShardLedger(last, bench.data)
     assert await third.take_over(lambda group, member: 0) == {}
-    (told,) = [e for e in await events.read_all(mesh.state) if e.kind == CORRUPTION_EVENT]
-    assert "group 0 from the prompt" in told.fields["then"]
+    (recorded,) = [e for e in await events.read_all(mesh.state) if e.kind == CORRUPTION_EVENT]
+    assert "group 0 from the prompt" in recorded.fields["then"]
     await third.close()

@@ -182,11 +182,11 @@ async def test_unreachable_server_fails_the_trajectory_within_its_deadline() -> 
         use="http://127.0.0.1:9", template=TEMPLATE, model="x", retry_timeout_s=0.5
     )
     with pytest.raises(JudgeFailed, match="no verdict in"):
-        gone = ServerJudge(mesh(), config, "prompt")
+        unreachable_judge = ServerJudge(mesh(), config, "prompt")
         try:
-            await gone.judge_trajectory(ROW, TURNS)
+            await unreachable_judge.judge_trajectory(ROW, TURNS)
         finally:
-            await gone.close()
+            await unreachable_judge.close()
 
 
 async def test_concurrent_requests_respect_the_limit() -> None:

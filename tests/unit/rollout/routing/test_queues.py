@@ -281,11 +281,14 @@ def test_split_with_one_idle_engine_is_optimal(plateau: int, running: int) -> No
         EngineTotalLoad("b", 24, 0, 0, plateau, 0),
     ]
     state = apply_moves(fleet, plan_rebalance(fleet, 0))
-    kept, moved = state["a"][0], state["b"][0]
-    assert kept + moved == running
+    remaining, moved = state["a"][0], state["b"][0]
+    assert remaining + moved == running
     if moved:
-        splits = [(kept, running - kept) for kept in range(min(plateau, running), running + 1)]
-        assert makespan([kept, moved], plateau) == min(makespan([*s], plateau) for s in splits)
+        splits = [
+            (remaining, running - remaining)
+            for remaining in range(min(plateau, running), running + 1)
+        ]
+        assert makespan([remaining, moved], plateau) == min(makespan([*s], plateau) for s in splits)
     else:
         assert running - plateau < 2  # not worth a move
 

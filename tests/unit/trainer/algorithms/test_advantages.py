@@ -118,8 +118,12 @@ def plain_rewards(one: TrainingSequence, config: AlgorithmConfig) -> list[list[A
     places = [i for i in range(1, len(one.tokens)) if one.loss_mask[i]]
     found: list[list[Any]] = []
     for i in places:
-        gone = float(one.logprobs[i]) - float(one.extras["reference"][i])
-        estimate = {"k1": gone, "k2": gone**2 / 2, "k3": math.exp(-gone) - 1 + gone}[config.kl]
+        log_ratio = float(one.logprobs[i]) - float(one.extras["reference"][i])
+        estimate = {
+            "k1": log_ratio,
+            "k2": log_ratio**2 / 2,
+            "k3": math.exp(-log_ratio) - 1 + log_ratio,
+        }[config.kl]
         paid = config.kl_coefficient * estimate if config.kl_in == "reward" else 0.0
         found.append([i, -paid])
     found[-1][1] += float(one.advantages)

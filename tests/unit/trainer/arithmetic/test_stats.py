@@ -56,10 +56,10 @@ def test_metrics_match_their_definitions() -> None:
     )
     assert found["kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / n)
     assert found["entropy"] == 2.0 and found["grad_norm"] == 0.5
-    gone = every(tokens, lambda i, t: tokens.reference[i][t] - tokens.now[i][t])
-    assert found["reference_kl"] == pytest.approx(sum(math.exp(g) - 1 - g for g in gone) / n)
-    gone = every(tokens, lambda i, t: tokens.now[i][t] - tokens.teacher[i][t])
-    assert found["teacher_kl"] == pytest.approx(sum(gone) / n)
+    log_ratio = every(tokens, lambda i, t: tokens.reference[i][t] - tokens.now[i][t])
+    assert found["reference_kl"] == pytest.approx(sum(math.exp(g) - 1 - g for g in log_ratio) / n)
+    log_ratio = every(tokens, lambda i, t: tokens.now[i][t] - tokens.teacher[i][t])
+    assert found["teacher_kl"] == pytest.approx(sum(log_ratio) / n)
 
 
 def test_logprob_gap_covers_only_fresh_tokens() -> None:
@@ -133,9 +133,9 @@ def test_gspo_clips_whole_sequences_on_one_side() -> None:
     tokens = plain.batch(2, 1e-2, count=9)
     total, high = 0, 0
     for now, before, worth in zip(tokens.now, tokens.behaviour, tokens.advantage, strict=True):
-        gone = sum(a - b for a, b in zip(now, before, strict=True)) / len(now)
-        above = math.exp(gone) > 1 + 4e-4 and worth[0] > 0
-        below = math.exp(gone) < 1 - 3e-4 and worth[0] < 0
+        log_ratio = sum(a - b for a, b in zip(now, before, strict=True)) / len(now)
+        above = math.exp(log_ratio) > 1 + 4e-4 and worth[0] > 0
+        below = math.exp(log_ratio) < 1 - 3e-4 and worth[0] < 0
         total, high = total + len(now) * (above or below), high + len(now) * above
     found = compute_metrics(tokens, "gspo")
     assert 0 < high < total and (found.clipped_tokens, found.clipped_high_tokens) == (total, high)

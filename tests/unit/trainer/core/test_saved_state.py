@@ -154,9 +154,9 @@ def test_invalid_file_is_reported_by_name(tmp_path: Path, how: str) -> None:
     head = json.dumps({"a": {"dtype": "F32", "shape": 3}}).encode()
     another = len(head).to_bytes(8, "little") + head
     file.write_bytes({"empty": b"", "cut": content[:-100], "another": another}[how])
-    with pytest.raises(CorruptData) as told:
+    with pytest.raises(CorruptData) as error_info:
         load_state(tmp_path, {"a": torch.zeros(1000)})
-    assert told.value.where == str(file)
+    assert error_info.value.where == str(file)
 
 
 def test_files_without_requested_tensors_are_opened_once(tmp_path: Path) -> None:

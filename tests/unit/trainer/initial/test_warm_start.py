@@ -231,14 +231,16 @@ def test_cache_returns_weights_only_for_an_equal_job(tokenizer: Tokenizer, tmp_p
     assert [p.name for p in tmp_path.glob("*.safetensors*")] == [path.name]
 
 
-@pytest.mark.parametrize("left", [0, 20, -40, None])
-def test_corrupt_cache_is_ignored(tokenizer: Tokenizer, tmp_path: Path, left: int | None) -> None:
+@pytest.mark.parametrize("remaining_bytes", [0, 20, -40, None])
+def test_corrupt_cache_is_ignored(
+    tokenizer: Tokenizer, tmp_path: Path, remaining_bytes: int | None
+) -> None:
     learner, _ = run(tokenizer)
     path = tmp_path / "kept.safetensors"
     warm.save_weights(path, learner.get_weights())
     content = bytearray(path.read_bytes())
     content[-9] ^= 1  # of a weight
-    path.write_bytes(content[:left])
+    path.write_bytes(content[:remaining_bytes])
     with pytest.raises(CorruptData, match="a warm start"):
         warm.load_weights(path)
 
@@ -263,14 +265,14 @@ def test_model_shape_is_computed_without_allocation(data: JobData) -> None:
 def test_ranks_allocate_no_whole_model_without_a_warm_start(data: JobData) -> None:
     adapted = replace(data, config=replace(data.config, lora=LoraConfig(rank=2)))
     for one in (data, adapted):
-        phases = create_first_weights(one, lambda step, loss: None, lambda told: None)
+        phases = create_first_weights(one, lambda step, loss: None, lambda error_info: None)
         with pytest.raises(StopIteration) as ended:
             next(phases)
         assert ended.value.value == (None, False)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected_message"),
     [
         (
             "return 'a text'",
@@ -282,61 +284,66 @@ def test_ranks_allocate_no_whole_model_without_a_warm_start(data: JobData) -> No
     ],
 )
 def test_invalid_demonstration_is_reported_with_its_line(
-    data: JobData, body: str, said: str, request: pytest.FixtureRequest
+    data: JobData, body: str, expected_message: str, request: pytest.FixtureRequest
 ) -> None:
     number = request.node.callspec.indices["body"]
     data.modules_dir.mkdir(exist_ok=True)
     (data.modules_dir / f"shows_{number}.py").write_text(f"def show(rng, progress):\n    {body}\n")
     shows = WarmStartConfig(demonstrations=f"shows_{number}:show")
-    asked = load_demonstrations(replace(data, config=replace(data.config, warm_start=shows)))
-    with pytest.raises(ConfigError) as told:
-        asked(Random(0), 0.0)
-    assert said in told.value.message and told.value.where == "warm_start.demonstrations"
+    demonstrate_with = load_demonstrations(
+        replace(data, config=replace(data.config, warm_start=shows))
+    )
+    with pytest.raises(ConfigError) as error_info:
+        demonstrate_with(Random(0), 0.0)
+    assert (
+        expected_message in error_info.value.message
+        and error_info.value.where == "warm_start.demonstrations"
+    )
 
 
-KEEPER = "worker/w7"
+SCHEDULER = "worker/w7"
 
 
-class TurnCalls(Interface):
+class SliceCalls(Interface):
     """Part of a worker's interface that handles time slices."""
 
 
-TurnCalls.methods = {name: Worker.methods[name] for name in ("acquire_slice", "release_slice")}
+SliceCalls.methods = {name: Worker.methods[name] for name in ("acquire_slice", "release_slice")}
 
 
 class SliceRecorder(Actor):
-    interface = TurnCalls
+    interface = SliceCalls
 
     def __init__(self) -> None:
         self.functions: list[str] = []
-        self.held = False
+        self.is_acquired = False
 
     @call(Worker.acquire_slice)
-    def take_turn(self, request: AcquireSlice) -> TimeSlice:
-        assert not self.held
+    def acquire_slice(self, request: AcquireSlice) -> TimeSlice:
+        assert not self.is_acquired
         self.functions.append(request.operation)
-        self.held = True
+        self.is_acquired = True
         return TimeSlice(request.ticket, 60.0)
 
     @call(Worker.release_slice)
-    def give_back(self, request: ReleaseSlice) -> None:
-        self.held = False
+    def release_slice(self, request: ReleaseSlice) -> None:
+        self.is_acquired = False
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
 async def test_warm_start_runs_in_time_slices(clock: Clock, random: Random, tmp_path: Path) -> None:
     async with Bench(clock, random, tmp_path) as bench:
-        core, keeper, worker = bench.core, SliceRecorder(), bench.mesh(KEEPER)
-        await worker.join(keeper)
-        core.runner.time_slices = SliceClient(core.mesh, KEEPER, "g0.0", 1, enabled=True)
+        core, scheduler, worker = bench.core, SliceRecorder(), bench.mesh(SCHEDULER)
+        await worker.join(scheduler)
+        core.runner.time_slices = SliceClient(core.mesh, SCHEDULER, "g0.0", 1, enabled=True)
         assert not await core.first_version._build_weights(
-            lambda step, loss: None, lambda told: None
+            lambda step, loss: None, lambda error_info: None
         )
-        assert keeper.functions == ["warm_start"]
+        assert scheduler.functions == ["warm_start"]
 
         def pieces() -> Generator[None, None, str]:
             for _ in range(3):
-                assert keeper.held
+                assert scheduler.is_acquired
                 cast(
                     VirtualLoop, asyncio.get_running_loop()
                 ).now_s += SLICE_S  # duration of a slice
@@ -345,7 +352,7 @@ async def test_warm_start_runs_in_time_slices(clock: Clock, random: Random, tmp_
 
         assert await core.first_version.run_in_slices(pieces()) == "made"
         await clock.sleep(1.0)
-        assert len(keeper.functions) > 2 and not keeper.held
+        assert len(scheduler.functions) > 2 and not scheduler.is_acquired
         await worker.leave()
 
 
@@ -362,10 +369,10 @@ async def test_progress_counts_replayed_and_warm_start_steps(data: JobData) -> N
             yield one
 
     updates = (await made._make_step(1, "m0", made.data.config).run(arrive())).updates
-    seen = [made.stats().progress]
+    progress_values = [made.stats().progress]
     for _ in range(2):
         await made._make_step(1, "", made.data.config).replay(groups, updates)
-        seen.append(made.stats().progress)
+        progress_values.append(made.stats().progress)
     made.first_version.warm_start_fraction = 0.5
-    seen.append(made.stats().progress)
-    assert all(before != after for before, after in pairwise(seen)), seen
+    progress_values.append(made.stats().progress)
+    assert all(before != after for before, after in pairwise(progress_values)), progress_values

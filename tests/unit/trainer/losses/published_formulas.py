@@ -183,8 +183,8 @@ def grpo_published(now: Lists, held: Lists, tokens: Tokens) -> float:
     """Compute the loss of Shao et al. 2024, equation 3, with the KL estimate of its equation 4."""
 
     def term(i: int, t: int) -> float:
-        gone = tokens.reference[i][t] - now[i][t]
-        return surrogate(now, tokens, 0.2, 0.2)(i, t) + 0.04 * (math.exp(gone) - gone - 1)
+        log_ratio = tokens.reference[i][t] - now[i][t]
+        return surrogate(now, tokens, 0.2, 0.2)(i, t) + 0.04 * (math.exp(log_ratio) - log_ratio - 1)
 
     return mean_of_means(term, tokens)
 
@@ -211,8 +211,8 @@ ppo = reinforce_pp
 def gspo(now: Lists, held: Lists, tokens: Tokens) -> float:
     total = 0.0
     for i, one in enumerate(now):
-        gone = sum(one[t] - tokens.behaviour[i][t] for t in range(len(one))) / len(one)
-        total += clipped(math.exp(gone), tokens.advantage[i][0], 3e-4, 4e-4)
+        log_ratio = sum(one[t] - tokens.behaviour[i][t] for t in range(len(one))) / len(one)
+        total += clipped(math.exp(log_ratio), tokens.advantage[i][0], 3e-4, 4e-4)
     return total / len(now)
 
 

@@ -122,8 +122,12 @@ def test_corrected_gradient_is_unbiased(correction: str) -> None:
 def test_kl_loss_is_unclipped_and_uncorrected(kind: str, seed: int) -> None:
     def loss(now: plain.Lists, held: plain.Lists, tokens: plain.Tokens) -> float:
         def term(i: int, t: int) -> float:
-            gone = now[i][t] - tokens.reference[i][t]
-            return {"k1": gone, "k2": gone * gone / 2, "k3": math.exp(-gone) - 1 + gone}[kind]
+            log_ratio = now[i][t] - tokens.reference[i][t]
+            return {
+                "k1": log_ratio,
+                "k2": log_ratio * log_ratio / 2,
+                "k3": math.exp(-log_ratio) - 1 + log_ratio,
+            }[kind]
 
         inside = decoupled("mis", "token")(now, held, tokens)
         return inside + 0.3 * plain.mean_over_tokens(term, tokens)

@@ -144,16 +144,16 @@ def test_scoring_does_not_change_the_critic() -> None:
 
 def count_saved_numbers(one: Learner, bin: Bin) -> int:
     """Return how many numbers a pass of the critic saves for the backward pass."""
-    kept = {}
+    saved_counts = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor.numel()
+        saved_counts[tensor.data_ptr()] = tensor.numel()
         return tensor
 
     own = {p.data_ptr() for p in one.model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         assert critic.compute_values(one.model, bin).requires_grad
-    return sum(count for at, count in kept.items() if at not in own)
+    return sum(count for at, count in saved_counts.items() if at not in own)
 
 
 def test_critic_recomputes_activations_like_its_policy() -> None:

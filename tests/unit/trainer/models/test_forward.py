@@ -160,17 +160,17 @@ def test_empty_bin_has_a_zero_gradient() -> None:
 
 def count_saved_bytes(model: Decoder, bin: Bin) -> int:
     """Return the bytes that autograd saves between the passes, without parameters."""
-    kept = {}
+    saved_bytes = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        saved_bytes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     parameters = {p.data_ptr() for p in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = run_forward(model, bin)
     assert out.logprobs.requires_grad
-    return sum(size for at, size in kept.items() if at not in parameters)
+    return sum(size for at, size in saved_bytes.items() if at not in parameters)
 
 
 @pytest.mark.parametrize("config", [{}, {"num_experts": 4, "num_experts_per_token": 2}])

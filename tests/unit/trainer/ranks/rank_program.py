@@ -122,13 +122,13 @@ def train_all(
                 rank.join(second, "lo", listener if number == 0 else None)
                 restore(rank, halfway)
             norms.append(train(rank, step, variant, directory))
-        ended = directory / f"{variant}-ended"
-        save_rows_of(rank, ended)
+        exit_file = directory / f"{variant}-ended"
+        save_rows_of(rank, exit_file)
         what = "values" if has_critic(variant) else "logprobs"
         scores = torch.from_numpy(rank.score(bins_of_step(0)[number], what))
         save_file({"scores": scores}, directory / f"{variant}{number}.safetensors")
         if number == 0:
-            found = load_whole_state(rank, ended)
+            found = load_whole_state(rank, exit_file)
             weights = {
                 n: found.pop(MASTER_PREFIX + n) for n in rank.learner.get_meta_tensors(False)
             }
@@ -163,8 +163,8 @@ def offload_and_restore(rank: Rank, place: Path) -> None:
     file = OffloadFile(place, create=True)
     offloaded_tensors.offload(file, {}, memory.offloaded)
     memory.release()
-    left = [n for n, t in tensors.items() if t.untyped_storage().nbytes()]
-    assert not left, left
+    unreleased = [n for n, t in tensors.items() if t.untyped_storage().nbytes()]
+    assert not unreleased, unreleased
     memory.reallocate()
     for name in memory.offloaded.sizes_bytes:
         memory.offloaded.write(name, 0, np.full(memory.offloaded.sizes_bytes[name], 255, np.uint8))

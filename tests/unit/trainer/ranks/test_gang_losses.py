@@ -257,9 +257,9 @@ async def test_recoverable_rank_error_keeps_its_type_and_the_group(
         gang.other.answers["restore_rows"] = RestoreResult(
             RankFault(kind.code, "a chunk is gone", "/somewhere")
         )
-        with pytest.raises(kind, match="a chunk is gone") as told:
+        with pytest.raises(kind, match="a chunk is gone") as error_info:
             await gang.compute.restore(*about, tmp_path / "scratch/state")
-        assert told.value.where == "/somewhere" and gang.has_group
+        assert error_info.value.where == "/somewhere" and gang.has_group
     gang.other.answers["restore_rows"] = RestoreResult()
     await gang.compute.restore(*about, tmp_path / "scratch/state")
 
@@ -291,9 +291,9 @@ async def test_failed_checkpoint_write_keeps_the_group(gang: Gang, tmp_path: Pat
         await saving("own").copy([first], 0)
     full = RankFault(StorageFull.code, "no room for a checkpoint", "/there", "free some")
     gang.other.answers["save_rows"] = full
-    with pytest.raises(StorageFull, match="no room") as told:
+    with pytest.raises(StorageFull, match="no room") as error_info:
         await saving("full").copy([first], 0)
-    assert told.value.where == "/there" and told.value.fix == "free some"
+    assert error_info.value.where == "/there" and error_info.value.fix == "free some"
     gang.other.answers["save_rows"] = RankFault()
     gang.other.answers["finish_saving"] = SavingResult(
         fault=RankFault("os_error", "OSError: [Errno 5]")
@@ -302,13 +302,13 @@ async def test_failed_checkpoint_write_keeps_the_group(gang: Gang, tmp_path: Pat
     await unread.copy([first], 0)
     with pytest.raises(OSError, match="Errno 5"):
         await unread.finish()
-    left = [SavingResult(), *[SavingResult(in_progress=True)] * 2]
-    gang.other.answers["finish_saving"] = lambda order: left.pop()
+    saving_results = [SavingResult(), *[SavingResult(in_progress=True)] * 2]
+    gang.other.answers["finish_saving"] = lambda order: saving_results.pop()
     whole = saving("whole")
     await whole.copy([first], 0)
     await whole.copy(rest, 1)
     await whole.finish()
-    assert gang.has_group and not left
+    assert gang.has_group and not saving_results
 
 
 @pytest.mark.parametrize(
@@ -325,16 +325,16 @@ async def test_rank_saves_only_files_of_its_own(gang: Gang, tmp_path: Path, name
 
 
 async def test_late_error_of_an_earlier_group_is_ignored(gang: Gang) -> None:
-    asked, failed = asyncio.Event(), asyncio.Event()
+    was_requested, failed = asyncio.Event(), asyncio.Event()
 
     async def order() -> None:
-        asked.set()
+        was_requested.set()
         await failed.wait()
         raise PeerLost("the rank was killed")
 
     group = gang.compute._group
     late = asyncio.create_task(group.run_guarded(order()))
-    await asked.wait()
+    await was_requested.wait()
     await gang.compute.form_group()
     failed.set()
     with pytest.raises(RankLost, match="was killed"):
@@ -403,17 +403,17 @@ async def test_changed_settings_apply_to_all_ranks_until_the_gang_reforms(gang: 
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("raised", "error_info"),
     [(Fenced("another generation"), RankLost), (TypeError("no rows"), RemoteFailure)],
 )
 async def test_unreadable_gradient_ends_the_group_with_an_error(
-    gang: Gang, raised: Exception, told: type[MeshError]
+    gang: Gang, raised: Exception, error_info: type[MeshError]
 ) -> None:
     gang.other.raises["add_gradient"] = raised
     size = gang.compute.parameter_count
     for index in (0, 1):  # the failure of one cancels the other
         await gang.compute.add_gradient(index, np.ones(size, np.float32))
-    with pytest.raises(told, match=str(raised)):
+    with pytest.raises(error_info, match=str(raised)):
         await gang.compute.apply_gradient(2, 1.0, 1.0)
     assert not gang.has_group
     gang.other.raises.clear()

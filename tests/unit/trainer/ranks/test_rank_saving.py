@@ -182,9 +182,9 @@ async def test_corruption_of_a_version_is_reported_as_found(create_bench: StoreB
     only the absence of the file could be reported.
     """
     order = await write_checkpoint(create_bench)
-    asked = ManifestRequest(order.manifest)
+    pending = ManifestRequest(order.manifest)
     [tensor] = (
-        await create_bench.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
+        await create_bench.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, pending)
     ).tensors
     HARMS[0](create_bench.chunks.chunk_path(tensor.chunk), b"")
     assert (await restore_rows(create_bench, RestoringRank(2), order)).code == CorruptData.code
@@ -233,11 +233,11 @@ async def test_rank_leaves_after_its_rows_are_gathered(
         "it is of no group"
     )
     await rank.stand_by(RankOrder(THIRD))
-    asked = asyncio.create_task(rank.set_tier(desired_tier("absent", 2)))
+    pending = asyncio.create_task(rank.set_tier(desired_tier("absent", 2)))
     await clock.sleep(60.0)
-    assert not asked.done(), "rank 0 has its rows still to gather"
+    assert not pending.done(), "rank 0 has its rows still to gather"
     await rank.execute_sleep_order(move("absent"))
-    assert (await asked).accelerator_bytes == 100
+    assert (await pending).accelerator_bytes == 100
     await rank.execute_sleep_order(move("accelerator"))
     await rank.set_tier(desired_tier("accelerator", 3))
     assert rank.collect_stats()["tier"] == Tier.ACCELERATOR

@@ -118,11 +118,11 @@ def truncated_group(rewards: list[float], truncated_members: list[int]) -> Traje
 def test_masked_truncated_members_have_no_loss_but_count_in_the_baseline() -> None:
     given_ = truncated_group([1.0, np.nan, 0.0, 0.5], [1, 2])
     plain, masking = StepBatch(3, job()), StepBatch(3, job(mask_truncated=True))
-    all_of_them, kept = plain.add(given_), masking.add(given_)
+    all_of_them, unmasked = plain.add(given_), masking.add(given_)
     assert [s.member_index for s in all_of_them] == [0, 2, 3] and [
-        s.member_index for s in kept
+        s.member_index for s in unmasked
     ] == [0, 3]
-    for one in kept:
+    for one in unmasked:
         assert (
             one.advantages
             == next(s for s in all_of_them if s.member_index == one.member_index).advantages
@@ -134,7 +134,7 @@ def test_masked_truncated_members_have_no_loss_but_count_in_the_baseline() -> No
         (1, 1),
     ]
     assert masking.build_metrics()["sequences"] == 2
-    assert sum(masking.token_staleness.values()) == sum(s.loss_token_count for s in kept)
+    assert sum(masking.token_staleness.values()) == sum(s.loss_token_count for s in unmasked)
 
 
 def test_fully_truncated_group_is_replaced_in_dynamic_sampling() -> None:
@@ -272,11 +272,11 @@ def test_group_without_scores_is_filtered_without_warnings() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_overflowing_rewards_raise_by_name() -> None:
-    said = r"rewards of group 7 go from 0 to 1e\+30.* divide what the reward returns"
+    expected_message = r"rewards of group 7 go from 0 to 1e\+30.* divide what the reward returns"
     plain: tuple[AlgorithmName, ...] = ("dr_grpo", "rloo", "ppo")
     divided: tuple[AlgorithmName, ...] = ("grpo", "reinforce_pp")  # by the deviation
     for name in plain:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=expected_message):
             StepBatch(3, job(name=name)).add(train_metrics(1e30, 0.0))
     for name in divided:
         StepBatch(3, job(name=name)).add(train_metrics(1e30, 0.0))

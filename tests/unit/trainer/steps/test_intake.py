@@ -119,8 +119,8 @@ async def bench(tmp_path: Path) -> AsyncIterator[IntakeBench]:
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
     serving, waiting_intake = mesh(STORE_NAME, "there"), mesh("trainer/job", "here")
-    door = InProcessAuthenticator()
-    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", authenticator=door)
+    authenticator = InProcessAuthenticator()
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", authenticator=authenticator)
     await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
     await waiting_intake.join(None)
     rolling = mesh(SHARD, "here")
@@ -205,10 +205,10 @@ async def test_group_in_a_corrupt_file_is_requeued(bench: IntakeBench, tmp_path:
     flip(path, b"")
     await bench.assert_replaces(ids[1])
     found = await events.read_all(bench.mesh.state)
-    [told] = [event.fields for event in found if event.kind == "damaged"]
-    assert (told["what"], told["job"], told["path"]) == ("group", JOB, str(path))
-    kept = tmp_path / "store" / "quarantine" / GROUPS / path.parent.name / path.name
-    assert told["aside"] == str(kept)
+    [corruption] = [event.fields for event in found if event.kind == "damaged"]
+    assert (corruption["what"], corruption["job"], corruption["path"]) == ("group", JOB, str(path))
+    quarantined_path = tmp_path / "store" / "quarantine" / GROUPS / path.parent.name / path.name
+    assert corruption["aside"] == str(quarantined_path)
 
 
 async def test_failed_member_does_not_make_its_group_stale(bench: IntakeBench) -> None:

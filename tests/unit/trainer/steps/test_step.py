@@ -114,12 +114,12 @@ async def test_masked_trajectory_is_excluded_from_gradient_and_divisor(kind: str
 
     done = await step(found, config).run(stream_masked_groups())
     whole = StepBatch(VERSION, config)
-    kept = [s for one in groups() for s in whole.add(one) if s.member_index != 1]
+    unmasked = [s for one in groups() for s in whole.add(one) if s.member_index != 1]
     gradient, stats = sum_gradients(
-        map(expected.compute_gradient, make_bins(kept, config.training.bin_tokens))
+        map(expected.compute_gradient, make_bins(unmasked, config.training.bin_tokens))
     )
     factor = compute_lr_factor(VERSION, config.budget.steps, config.optimizer)
-    norm = expected.apply_gradient(gradient, compute_denominator(kept, config), factor)
+    norm = expected.apply_gradient(gradient, compute_denominator(unmasked, config), factor)
     assert done.gradient_norm == pytest.approx(norm, rel=1e-5) and done.stats.tokens == stats.tokens
     own = expected.get_weights()
     for name, tensor in found.get_weights().items():

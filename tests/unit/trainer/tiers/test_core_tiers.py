@@ -178,11 +178,11 @@ async def test_later_tier_change_replaces_an_earlier_one(
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
         tier_change = bench.core.tiers.set_tier
-        asked = [
+        tier_changes = [
             asyncio.create_task(tier_change(bench.desired_tier(tier, epoch)))
             for epoch, tier in enumerate(("memory", "disk", "accelerator", "memory"), 1)
         ]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*tier_changes, return_exceptions=True)
         for answer in answers[:-1]:
             assert not isinstance(answer, Exception) or isinstance(answer, MeshError)
         assert isinstance(answers[-1], TierUsage) and answers[-1].memory_bytes > 0

@@ -83,10 +83,10 @@ async def test_restaging_continues_without_its_caller_and_later_callers_join(
 ) -> None:
     core, compute = await create_core(bench)
     restage = bench.manifests[1]
-    gone = asyncio.create_task(core.restage(restage))
+    cancelled_call = asyncio.create_task(core.restage(restage))
     await bench.store.clock.sleep(PIECE_S / 2)
-    gone.cancel()
-    await asyncio.gather(gone, return_exceptions=True)
+    cancelled_call.cancel()
+    await asyncio.gather(cancelled_call, return_exceptions=True)
     assert await core.restage(restage) == RestageResult(False, retry_later=True), "it goes on"
     both = await asyncio.gather(core.restage(restage), core.restage(restage))
     assert list(both) == [RestageResult(True)] * 2
@@ -97,10 +97,10 @@ async def test_restaging_continues_without_its_caller_and_later_callers_join(
 @story_on(run_with_trained_job, "tmp_path")
 async def test_restaging_ends_with_the_core(bench: TrainedJob) -> None:
     core, compute = await create_core(bench)
-    asked = asyncio.create_task(core.restage(bench.manifests[1]))
+    pending_call = asyncio.create_task(core.restage(bench.manifests[1]))
     await bench.store.clock.sleep(PIECE_S / 2)
     await core.stop()
-    await asyncio.wait([asked])
+    await asyncio.wait([pending_call])
     assert compute.cancelled
 
 
@@ -114,16 +114,16 @@ async def test_version_with_another_layout_is_restaged_from_its_checkpoint(
     await bench.checkpoint(2, max_chunk_bytes=64)
     core, _ = await create_core(bench)
     restage = bench.manifests[2]
-    while (told := await core.restage(restage)).retry_later:
+    while (corruption := await core.restage(restage)).retry_later:
         pass
-    assert told == RestageResult(True)
+    assert corruption == RestageResult(True)
     assert await bench.store.is_stored(bench.manifests[2])
 
 
-@pytest.mark.parametrize("gone", ["a chunk", "all chunks", "its manifest too"])
+@pytest.mark.parametrize("cancelled_call", ["a chunk", "all chunks", "its manifest too"])
 @story_on(run_with_trained_job, "tmp_path")
 async def test_version_after_the_checkpoint_is_restaged_in_its_manifests_layout(
-    bench: TrainedJob, gone: str
+    bench: TrainedJob, cancelled_call: str
 ) -> None:
     """Check that restaging follows the chunk layout of the manifest, also where other writers chose
     it.
@@ -150,13 +150,13 @@ async def test_version_after_the_checkpoint_is_restaged_in_its_manifests_layout(
     await core.publisher.load_version(manifest)
     its_own, *chunks = await bench.chunks(step)
     before = {path: path.read_bytes() for path in chunks}
-    lost = {"a chunk": chunks[1:2], "all chunks": chunks}.get(gone, [its_own, *chunks])
+    lost = {"a chunk": chunks[1:2], "all chunks": chunks}.get(cancelled_call, [its_own, *chunks])
     for path in lost:
         path.unlink()
     await store.restart_store()
-    while (told := await core.restage(manifest)).retry_later:
+    while (corruption := await core.restage(manifest)).retry_later:
         pass
-    assert told == RestageResult(True) and len(chunks) > 3
+    assert corruption == RestageResult(True) and len(chunks) > 3
     assert await store.is_stored(manifest)
     assert {path: path.read_bytes() for path in chunks} == before
     image = await WeightReceiver(store.trainer, store.bulk).receive(manifest)
@@ -173,9 +173,9 @@ async def test_changed_weights_do_not_follow_an_old_layout(bench: TrainedJob) ->
     its_own.write_bytes(content)
     bench.learner.apply_gradient(torch.randn(bench.learner.parameter_count), 1.0, 1.0)
     restage = bench.manifests[2]
-    while (told := await core.restage(restage)).retry_later:
+    while (corruption := await core.restage(restage)).retry_later:
         pass
-    assert told == RestageResult(False)
+    assert corruption == RestageResult(False)
 
 
 @story_on(run_with_trained_job, "tmp_path")
@@ -184,9 +184,9 @@ async def test_version_missing_in_its_checkpoint_is_not_restaged(bench: TrainedJ
     bench.model(2).unlink()
     core, _ = await create_core(bench)
     restage = bench.manifests[2]
-    while (told := await core.restage(restage)).retry_later:
+    while (corruption := await core.restage(restage)).retry_later:
         pass
-    assert told == RestageResult(False)
+    assert corruption == RestageResult(False)
 
 
 async def stage_step_2(bench: TrainedJob) -> None:

@@ -134,9 +134,13 @@ class TrainedJob:
 
     async def chunks(self, number: int) -> list[Path]:
         """Return the files of the manifest of a version's weights and of their chunks."""
-        asked = ManifestRequest(self.manifests[number])
-        retained = await self.store.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
-        names = dict.fromkeys([asked.digest, *(tensor.chunk for tensor in retained.tensors)])
+        manifest_request = ManifestRequest(self.manifests[number])
+        retained = await self.store.trainer.ref(STORE_NAME).call(
+            Weights.fetch_manifest, manifest_request
+        )
+        names = dict.fromkeys(
+            [manifest_request.digest, *(tensor.chunk for tensor in retained.tensors)]
+        )
         return [self.store.chunks.chunk_path(name) for name in names]
 
     async def read_events(self) -> list[dict[str, Any]]:
@@ -244,8 +248,10 @@ def test_training_resumes_from_float32_masters(tmp_path: Path, adapters: int) ->
     """Compare bit by bit with `restore`."""
 
     async def story(bench: TrainedJob) -> None:
-        asked = ManifestRequest(bench.manifests[1])
-        retained = await bench.store.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
+        manifest_request = ManifestRequest(bench.manifests[1])
+        retained = await bench.store.trainer.ref(STORE_NAME).call(
+            Weights.fetch_manifest, manifest_request
+        )
         assert {tensor.dtype for tensor in retained.tensors} == {"BF16"}
         assert await bench.restore() == 1
         for path in await bench.chunks(1):  # the restore needs none of them
@@ -310,8 +316,10 @@ def test_changed_publish_dtype_of_adapters_keeps_the_base(tmp_path: Path) -> Non
         assert "bfloat16" in bench.publisher.hybrid_rejection
         assert not predict_hybrids(bench, wide), "the planner does as the core says"
         await bench.checkpoint(2)
-        asked = ManifestRequest(bench.manifests[2])
-        retained = await bench.store.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
+        manifest_request = ManifestRequest(bench.manifests[2])
+        retained = await bench.store.trainer.ref(STORE_NAME).call(
+            Weights.fetch_manifest, manifest_request
+        )
         assert {tensor.dtype for tensor in retained.tensors} == {"BF16", "F32"}
         assert "bfloat16" in bench.publisher.hybrid_rejection
         assert await bench.restore() == 2
@@ -475,9 +483,9 @@ async def test_unfinished_files_of_an_earlier_start_are_removed_on_both_hosts(
     bench: TrainedJob,
 ) -> None:
     home, here = bench.store.run_dir / "checkpoints", bench.data.local_run_dir / "checkpoints"
-    left = [home / f"{bench.names[1]}.laying", here / f"{bench.names[1]}.cut"]
-    for path in left:
+    unfinished_dirs = [home / f"{bench.names[1]}.laying", here / f"{bench.names[1]}.cut"]
+    for path in unfinished_dirs:
         path.mkdir(parents=True)
     await bench.checkpoints.clear_unfinished(bench.names[1])
-    assert not any(path.exists() for path in left)
+    assert not any(path.exists() for path in unfinished_dirs)
     assert bench.model(0).is_file() and bench.model(1).is_file()

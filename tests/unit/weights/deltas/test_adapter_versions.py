@@ -111,11 +111,11 @@ async def test_version_is_rejected_if_its_base_is_missing(store: Store, versions
 
 async def test_version_needs_no_adapters_of_its_base(store: Store, versions: Versions) -> None:
     base = await versions.manifest(versions.base.manifest, without_base=True)
-    own = {piece.chunk for piece in base.tensors if piece.name in adapters(0)}
-    others = {piece.chunk for piece in base.tensors} - own
-    if own & others:
+    adapter_chunks = {piece.chunk for piece in base.tensors if piece.name in adapters(0)}
+    base_chunks = {piece.chunk for piece in base.tensors} - adapter_chunks
+    if adapter_chunks & base_chunks:
         pytest.fail("adapters lie in a chunk with what they are added to")
-    for digest in own:
+    for digest in adapter_chunks:
         store.chunks.chunk_path(digest).unlink()
     digest = await versions.add(1)
     assert (await WeightReceiver(store.mesh, store.bulk).receive(digest)).tensors.keys() == (

@@ -71,7 +71,7 @@ async def test_delta_blobs_are_retained_with_their_target_version(store: StoreBe
     fourth = await store.step(3, name)
     await store.clock.sleep(LONG_S)
     assert await store.is_stored(fourth) and not await store.is_stored(third)
-    assert store.chunks.has(blob), "a checkpoint is of its version"
+    assert store.chunks.has(blob), "a checkpoint has this version"
     for number in range(4, 8):
         last = await store.stage(number)
         await store.commit(number, last, await store.save(number, last))
@@ -115,7 +115,9 @@ async def test_anchor_is_retained_while_a_host_has_it(store: StoreBench) -> None
         if number < 4:
             await acknowledge(store, number, manifest)
     await store.clock.sleep(LONG_S)
-    assert await store.is_stored(manifests[2]), "who fell behind gets deltas from there"
+    assert await store.is_stored(manifests[2]), (
+        "a host that fell behind gets deltas from this version"
+    )
     assert not await store.is_stored(manifests[3])
     assert list_retention_reasons(store, 5, manifests[5])[2] == ["anchor"]
     assert "anchor" not in list_retention_reasons(store, 5, manifests[5])[5]
@@ -137,11 +139,11 @@ async def test_silent_delta_sender_is_not_awaited(store: StoreBench) -> None:
         batch = await ref.call(Weights.fetch_deltas, DeltaQuery(second, host, wait_s=5.0))
         return batch.has_more, clock.monotonic() - start_s
 
-    assert (await query_deltas("three"))[0] is False, "it holds nothing that they are from"
+    assert (await query_deltas("three"))[0] is False, "the host has no base of the deltas"
     more, took_s = await query_deltas("two")
     assert more and 4.9 < took_s < 6.0
     await publish_delta(store, VersionRef(0, 0, "whichever"), 1, second)
-    assert (await query_deltas("two"))[0] is True, "the other part goes on"
+    assert (await query_deltas("two"))[0] is True, "the other part is not finished"
     await clock.sleep(60.0)
     more, took_s = await query_deltas("two")
     assert not more and took_s < 1.0

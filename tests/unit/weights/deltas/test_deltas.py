@@ -189,7 +189,7 @@ async def test_only_complete_versions_of_a_host_are_bases(hosts: Hosts) -> None:
     await WeightReceiver(engine.mesh, engine.bulk).receive(first.manifest)
     assert await hosts.bases() == []
     await engine.receiver.receive(first.manifest, part)
-    assert await hosts.bases() == [first], "all of it is there by now"
+    assert await hosts.bases() == [first], "all chunks are present by now"
 
 
 @pytest.mark.parametrize("chunks", [0, CHUNKS // 2])
@@ -204,7 +204,9 @@ async def test_no_deltas_are_made_for_the_trainers_own_host(hosts: Hosts) -> Non
     await hosts.trainer.join(None)
     near = await hosts.engine("engine/g0", "third")
     async with hosts.deltas() as deltas:
-        assert await near.receive(await hosts.stage(deltas)) < CHUNK, "it has staged the chunks"
+        assert await near.receive(await hosts.stage(deltas)) < CHUNK, (
+            "the host has staged the chunks"
+        )
         await hosts.stage(deltas)
     assert hosts.service.stats()["delta_versions"] == 0
 

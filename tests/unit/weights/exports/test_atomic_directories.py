@@ -47,8 +47,8 @@ def run(tmp_path: Path) -> Run:
 
 def read_seed(out: Path) -> int:
     """Return the seed of the model in a directory."""
-    found = load_model(out)[1].state_dict()
-    [seed] = [s for s in (0, 1) if torch.equal(found["embedding"], weights(model(s))["embedding"])]
+    state = load_model(out)[1].state_dict()
+    [seed] = [s for s in (0, 1) if torch.equal(state["embedding"], weights(model(s))["embedding"])]
     return seed
 
 
@@ -98,11 +98,11 @@ def test_failed_install_restores_the_previous_directory(tmp_path: Path) -> None:
 
 
 def test_export_is_not_taken_for_the_scratch_of_another(run: Run, tmp_path: Path) -> None:
-    mine = make_scratch_path(tmp_path / "out")
-    export_selected(run.directory, mine, 0, False)
+    first_export = make_scratch_path(tmp_path / "out")
+    export_selected(run.directory, first_export, 0, False)
     with pytest.raises(Refused, match="Move it away"):
         export_selected(run.directory, tmp_path / "out", 1, False)
-    assert read_seed(mine) == 0 and not (tmp_path / "out").exists()
+    assert read_seed(first_export) == 0 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.timeout(120)

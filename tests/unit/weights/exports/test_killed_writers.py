@@ -72,11 +72,11 @@ def find_seeds(target: Path) -> Iterator[int]:
     """Yield the seed of the model at a path; nothing if it cannot be opened."""
     if not (target / "config.json").is_file():
         return
-    found = load_model(target)[1].state_dict()
+    state = load_model(target)[1].state_dict()
     seeds = [
         seed
         for seed in (OLD, NEW, 7)
-        if all(torch.equal(found[name], one) for name, one in weights(model(seed)).items())
+        if all(torch.equal(state[name], one) for name, one in weights(model(seed)).items())
     ]
     assert seeds, f"{target} is opened, and has none of the models"
     assert (target / "tokenizer.json").is_file() and (target / "tokenizer_config.json").is_file()
@@ -85,15 +85,15 @@ def find_seeds(target: Path) -> Iterator[int]:
 
 def check(case: Case, kind: str) -> None:
     """Assert that all files that can be opened are complete."""
-    found = list(find_seeds(case.target))
+    seeds = list(find_seeds(case.target))
     if kind == "exports":
-        assert found, "the one before stays until the other takes its place"
+        assert seeds, "the previous model stays until it is replaced"
     if kind == "imports" and case.target.parent.exists():
-        assert found == [7] and (case.target / EXPORT_MARKER).is_file()
+        assert seeds == [7] and (case.target / EXPORT_MARKER).is_file()
         [one] = RunVersions.read(case.target.parent).versions
         assert one.whole and one.current
     for path in case.folder.glob("*.partial"):
-        assert not (path / "config.json").exists(), "nobody takes it for a model"
+        assert not (path / "config.json").exists(), "a partial directory has no config"
 
 
 def is_emptied_scratch(path: Path) -> bool:
@@ -141,7 +141,7 @@ def run_all(root: Path, kind: str, first: int) -> None:
         shutil.copytree(template_dir, work_dir)
         killed = run_killed(case, kind, at)
         shutil.rmtree(work_dir)
-    assert at > 15, "it does more than that"
+    assert at > 15, "the case has more operations"
 
 
 @pytest.mark.timeout(600)  # many processes in sequence

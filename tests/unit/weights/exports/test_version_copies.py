@@ -165,7 +165,9 @@ async def test_failed_copies_do_not_block_other_versions(tmp_path: Path) -> None
             (tmp_path / chunk).rename(bench.run.chunks.chunk_path(chunk))
         all_copied = await bench.wait_for_events("version_copied", 4)  # after the retry
         assert {event["manifest"] for event in all_copied} == set(ordered)
-        assert len(await bench.wait_for_events("version_copy_failed", 2)) == 2, "once for each"
+        assert len(await bench.wait_for_events("version_copy_failed", 2)) == 2, (
+            "one event per version"
+        )
         assert copier.stats() == {"versions_copied": 4, "copies_trouble": ""}
 
 
@@ -178,7 +180,7 @@ def test_exit_of_the_copy_process_fails_the_version_in_progress() -> None:
         '{"manifest": "c", "cop',
     ]
     outcomes = parse_outcomes(lines, ["a", "b", "c", "d"], has_exited=True)
-    assert list(outcomes) == ["a", "b", "c"], "the last one is tried at once"
+    assert list(outcomes) == ["a", "b", "c"], "the last version is retried at once"
     assert outcomes["a"] == {"bytes": 1} and isinstance(outcomes["b"], NotFound)
     assert "has ended" in str(outcomes["c"])
     assert isinstance(parse_outcomes([], ["a"], has_exited=False)["a"], DeadlineExceeded)

@@ -165,8 +165,8 @@ def test_version_with_a_missing_chunk_is_incomplete_and_not_pinned(run: Run) -> 
     one = RunVersions.read(run.directory).resolve("1")
     [chunk] = run.list_chunks(one.manifest)
     run.chunks.chunk_path(chunk).unlink()
-    whole = [one.whole for one in RunVersions.read(run.directory).versions]
-    assert whole == [True, False, True, True]
+    complete = [one.whole for one in RunVersions.read(run.directory).versions]
+    assert complete == [True, False, True, True]
     with pytest.raises(NotFound, match="not stored as a whole any more"):
         run_command(["pin", str(run.directory), "1"])
 
@@ -241,12 +241,14 @@ def test_interrupted_export_to_a_url_is_resumed(run: Run, tmp_path: Path) -> Non
     (target / "meshrl.json").rename(target / UNFINISHED_MARKER)
     (target / "half.part").write_bytes(b"half")
     export_to(store, third, f"file://{target}")
-    assert (target / "model.safetensors").stat() == stat_before, "what is there is not copied again"
+    assert (target / "model.safetensors").stat() == stat_before, (
+        "existing files are not copied again"
+    )
     assert not (target / "half.part").exists() and not (target / UNFINISHED_MARKER).exists()
     assert torch.equal(
         load_model(target)[1].state_dict()["embedding"], weights(model(3))["embedding"]
     )
-    assert export_to(store, third, f"file://{target}") == 0, "it is there"
+    assert export_to(store, third, f"file://{target}") == 0, "nothing is left to copy"
     export_to(store, store.resolve("0"), f"file://{target}")
     assert json.loads((target / "meshrl.json").read_text())["step"] == 0
     assert not list((run.directory / "exports").iterdir())
@@ -294,8 +296,8 @@ def test_interrupted_copy_of_another_version_is_not_resumed(run: Run, tmp_path: 
     (target / "meshrl.json").unlink()
     (target / UNFINISHED_MARKER).write_text(json.dumps({"manifest": store.resolve("0").manifest}))
     export_to(store, store.resolve("3"), f"file://{target}")  # whose files have the same sizes
-    found = load_model(target)[1].state_dict()
-    assert all(torch.equal(found[name], one) for name, one in weights(model(3)).items())
+    state = load_model(target)[1].state_dict()
+    assert all(torch.equal(state[name], one) for name, one in weights(model(3)).items())
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,7 @@ def test_invalid_export_target_raises_a_clear_error(
         pytest.raises(MeshError, match=f"(?s){message}") as raised,
     ):
         run_command(["export", f"--out={out.format(tmp_path)}", "--", str(run.directory), "last"])
-    assert raised.value.fix or ". " in str(raised.value), "what is to be done"
+    assert raised.value.fix or ". " in str(raised.value), "the error has a fix"
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -384,8 +386,8 @@ def test_imported_directory_becomes_a_run_for_jobs(
     run = tmp_path / "runs/base"
     [one] = RunVersions.read(run).versions
     assert (one.name, one.why, one.dtype, one.whole) == ("0/0", ["current"], "F32", True)
-    found = load_model(run / "model")[1].state_dict()
-    assert all(torch.equal(found[name], t) for name, t in model(7).state_dict().items())
+    state = load_model(run / "model")[1].state_dict()
+    assert all(torch.equal(state[name], t) for name, t in model(7).state_dict().items())
     with pytest.raises(Refused, match="is an import of"):
         resume_run(run, [])
     with pytest.raises(Refused, match="is there already"):

@@ -58,7 +58,7 @@ class SwarmSimulation:
         """Run until all hosts have all of the version."""
         while len(self.finish_times) < self.hosts:
             assert self.now < within_s, f"after {self.now} s {self._missing}"
-            self._flow()
+            self._move_bytes()
             while self._events and self._events[0][0] <= self.now + 1e-9:
                 self._handle_event(*heapq.heappop(self._events)[2:])
         return self
@@ -73,7 +73,7 @@ class SwarmSimulation:
         host = link.rpartition(" ")[2].removeprefix("node")
         return LINK if host == SOURCE else self.link_rates.get(int(host), LINK)
 
-    def _speeds(self) -> dict[tuple[int, str], float]:
+    def _compute_rates(self) -> dict[tuple[int, str], float]:
         """Compute the max-min fair rate of each transfer over the links at both ends."""
         open_on: dict[str, set[tuple[int, str]]] = {}
         for transfer, source in self._sources.items():
@@ -92,9 +92,9 @@ class SwarmSimulation:
             open_on = {link: transfers for link, transfers in open_on.items() if transfers}
         return rates
 
-    def _flow(self) -> None:
+    def _move_bytes(self) -> None:
         """Move bytes until the next event, or the end of a transfer."""
-        rates = self._speeds()
+        rates = self._compute_rates()
         end_times = [
             remaining[0] / rates[transfer] for transfer, remaining in self._running.items()
         ]

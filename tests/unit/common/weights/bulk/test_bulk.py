@@ -134,14 +134,14 @@ def test_chunk_that_is_written_again_is_not_deleted(tmp_path: Path) -> None:
     old_digest, rewritten_digest = chunks.write(b"old"), chunks.write(b"again")
     for digest in (old_digest, rewritten_digest):
         os.utime(chunks.chunk_path(digest), (1000, 1000))
-    found = chunks.find_older_than(60, 5000)
+    old_chunks = chunks.find_older_than(60, 5000)
     assert (
-        found == chunks.read_write_times([old_digest, rewritten_digest, "0" * 64])
-        and len(found) == 2
+        old_chunks == chunks.read_write_times([old_digest, rewritten_digest, "0" * 64])
+        and len(old_chunks) == 2
     )
     assert chunks.find_older_than(60, 1050) == {}
     chunks.write(b"again")
-    chunks.delete_unchanged(found)
+    chunks.delete_unchanged(old_chunks)
     assert not chunks.has(old_digest) and chunks.read(rewritten_digest) == b"again"
 
 
@@ -201,7 +201,7 @@ def test_corrupt_chunk_is_quarantined_once(tmp_path: Path) -> None:
     assert chunks.write(b"content") == digest
     assert chunks.verify_or_quarantine(digest) == (True, None) and chunks.read(digest) == b"content"
     path.write_bytes(b"")
-    assert chunks.write(b"content") == digest, "whoever has the bytes writes them again"
+    assert chunks.write(b"content") == digest, "a process with the bytes writes them again"
     assert chunks.read(digest) == b"content"
     reported = [
         (Path(reported["path"]), Path(reported["aside"]).name)
@@ -283,7 +283,9 @@ async def test_failed_fetches_leave_no_file(
 
 
 @contextmanager
-def serve_through_proxy(chunks: Path, most: int) -> Iterator[tuple[FaultyProxy, RegistryEntry]]:
+def serve_through_proxy(
+    chunks: Path, max_bytes: int
+) -> Iterator[tuple[FaultyProxy, RegistryEntry]]:
     """Yield a proxy and the registry entry of a server behind it, whose address is the proxy's."""
     server = BulkServer(
         ChunkStore(chunks),
@@ -292,7 +294,7 @@ def serve_through_proxy(chunks: Path, most: int) -> Iterator[tuple[FaultyProxy, 
         "127.0.0.2",
         authenticator=InProcessAuthenticator(),
     )
-    with FaultyProxy(int(server.address.partition("#")[0].rpartition(":")[2]), most) as proxy:
+    with FaultyProxy(int(server.address.partition("#")[0].rpartition(":")[2]), max_bytes) as proxy:
         yield proxy, entry(server)
     server.close()
 
@@ -301,7 +303,7 @@ async def test_broken_transfers_resume_where_they_stopped(
     client_in_parts: BulkClient, tmp_path: Path
 ) -> None:
     (source := tmp_path / "source").write_bytes(CONTENT)
-    with serve_through_proxy(tmp_path / "chunks", most=700_000) as (proxy, remote):
+    with serve_through_proxy(tmp_path / "chunks", max_bytes=700_000) as (proxy, remote):
         digest = await client_in_parts.put_file(remote, source)
         put_bytes, connections = proxy.carried_bytes, proxy.connections
         await fetch(client_in_parts, remote, digest, target := tmp_path / "new" / "target")
@@ -321,7 +323,7 @@ async def test_repeatedly_broken_connection_is_a_lost_peer(
     client_in_parts: BulkClient, tmp_path: Path
 ) -> None:
     (source := tmp_path / "source").write_bytes(CONTENT)
-    with serve_through_proxy(tmp_path / "chunks", most=PART // 2) as (proxy, remote):
+    with serve_through_proxy(tmp_path / "chunks", max_bytes=PART // 2) as (proxy, remote):
         with pytest.raises(PeerLost):
             await client_in_parts.put_file(remote, source)
         assert proxy.connections == MAX_BREAKS
@@ -335,7 +337,7 @@ async def test_repeatedly_broken_connection_is_a_lost_peer(
 async def test_cancelled_fetch_leaves_no_files(client_in_parts: BulkClient, tmp_path: Path) -> None:
     digest = ChunkStore(tmp_path / "chunks").write(CONTENT)
     target = tmp_path / "new" / "target"
-    with serve_through_proxy(tmp_path / "chunks", most=1 << 30) as (proxy, remote):
+    with serve_through_proxy(tmp_path / "chunks", max_bytes=1 << 30) as (proxy, remote):
         proxy.stall_at_bytes = 1_000_000
         fetching = asyncio.create_task(fetch(client_in_parts, remote, digest, target))
         await until(lambda: proxy.carried_bytes >= proxy.stall_at_bytes)

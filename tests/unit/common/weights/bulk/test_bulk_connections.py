@@ -273,7 +273,7 @@ async def serve(tmp_path: Path) -> AsyncIterator[Callable[..., BulkServer]]:
     servers: list[BulkServer] = []
 
     def start(**more: int) -> BulkServer:
-        own = settings(tmp_path / "server", **more)
+        server_settings = settings(tmp_path / "server", **more)
         chunks, authenticator = ChunkStore(tmp_path / "chunks"), InProcessAuthenticator()
         host, address = SystemHost(), "tcp://127.0.0.1:*"
         servers.append(
@@ -282,7 +282,7 @@ async def serve(tmp_path: Path) -> AsyncIterator[Callable[..., BulkServer]]:
                 host,
                 address,
                 authenticator=authenticator,
-                rates=RateLimits.from_settings(own),
+                rates=RateLimits.from_settings(server_settings),
             )
         )
         return servers[-1]
@@ -328,23 +328,25 @@ def test_backlog_of_an_earlier_boot_is_ignored(tmp_path: Path) -> None:
     assert rate.charge(10) < 1.0
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("direction", ["up", "down"])
 async def test_transfers_respect_the_rates_of_both_ends(
-    serve: Callable[..., BulkServer], join: Join, tmp_path: Path, way: str
+    serve: Callable[..., BulkServer], join: Join, tmp_path: Path, direction: str
 ) -> None:
-    server = serve(rate_up=RATE if way == "up" else 0, rate_down=RATE if way == "down" else 0)
+    server = serve(
+        rate_up=RATE if direction == "up" else 0, rate_down=RATE if direction == "down" else 0
+    )
     unlimited_client = BulkClient(await join("free", settings=settings(tmp_path / "free")))
     start_s = time.monotonic()
     digest = await unlimited_client.put_chunk(entry(server), CONTENT)
-    assert way == "up" or time.monotonic() - start_s >= MIN_TRANSFER_S
+    assert direction == "up" or time.monotonic() - start_s >= MIN_TRANSFER_S
     start_s = time.monotonic()
     assert await unlimited_client.fetch_chunk(entry(server), digest) == CONTENT
-    assert way == "down" or time.monotonic() - start_s >= MIN_TRANSFER_S
+    assert direction == "down" or time.monotonic() - start_s >= MIN_TRANSFER_S
     open_server = serve()
-    own_settings = settings(tmp_path / "bound", **{f"rate_{way}": RATE})
+    own_settings = settings(tmp_path / "bound", **{f"rate_{direction}": RATE})
     limited_client = BulkClient(await join("bound", settings=own_settings))
     start_s = time.monotonic()
-    if way == "up":
+    if direction == "up":
         await limited_client.put_chunk(entry(open_server), CONTENT[1:])
     else:
         assert await limited_client.fetch_chunk(entry(open_server), digest) == CONTENT

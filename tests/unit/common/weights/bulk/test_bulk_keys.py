@@ -226,16 +226,16 @@ def test_revoked_key_is_rejected_at_its_next_request(port: Port) -> None:
 
 def test_unauthenticated_peer_gets_no_byte(port: Port) -> None:
     """Check unknown keys, keys of other ports and malformed hellos."""
-    address, place = port.address, port.url
+    address, url = port.address, port.url
     unknown_key, known_key = port.make_authenticator(""), port.make_authenticator("trainer")
     wrong_server = f"tcp://x:1#{'ab' * 32}.{'ab' * 32}"
-    valid_hello = known_key.begin_client_handshake(address, place).make_hello()
+    valid_hello = known_key.begin_client_handshake(address, url).make_hello()
     hellos = [
         b"",
         os.urandom(101),
         *(magic + os.urandom(97) for magic in SUITES_BY_MAGIC),
-        unknown_key.begin_client_handshake(address, place).make_hello(),
-        known_key.begin_client_handshake(wrong_server, place).make_hello(),
+        unknown_key.begin_client_handshake(address, url).make_hello(),
+        known_key.begin_client_handshake(wrong_server, url).make_hello(),
         known_key.begin_client_handshake(address, "tcp://127.0.0.2:1").make_hello(),
         valid_hello[:-1] + bytes([valid_hello[-1] ^ 1]),
     ]
@@ -253,8 +253,8 @@ def test_unauthenticated_peer_gets_no_byte(port: Port) -> None:
                     connection.sendall(hello + bytes(16) + request + bytes(200))
                     connection.shutdown(socket.SHUT_WR)
                 assert read_all(connection) == b"", hello[:4]
-    found = {path: path.read_bytes() for path in port.chunks.directory.rglob("*") if path.is_file()}
-    assert found == before and port.lookup_count <= 1 + len(requests) * len(hellos)
+    after = {path: path.read_bytes() for path in port.chunks.directory.rglob("*") if path.is_file()}
+    assert after == before and port.lookup_count <= 1 + len(requests) * len(hellos)
 
 
 @pytest.mark.parametrize("peer", ["an unknown client", "a server with another key"])
@@ -467,7 +467,9 @@ def test_server_pauses_without_descriptors_and_then_continues(port: Port) -> Non
                 time.sleep(0.01)
             rejected_count = port.server.rejection_counts["bulk_descriptors"]
             assert rejected_count <= (time.monotonic() - started) / ACCEPT_PAUSE_S + 2
-            assert session.request(PARTIAL_SIZE, "0" * 64) == bytes(8), "who is in is served"
+            assert session.request(PARTIAL_SIZE, "0" * 64) == bytes(8), (
+                "open connections are served"
+            )
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with port.session(authenticator) as other_session:

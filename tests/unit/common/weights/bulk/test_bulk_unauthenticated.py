@@ -155,7 +155,7 @@ async def test_unauthenticated_peers_are_bounded_and_block_no_client(
     assert await client.fetch_chunk(served.entry, digest) == b"while they wait"
     assert served.server.connection_count <= MAX_UNAUTHENTICATED + 1
     for peer in peers:
-        assert read_all(peer) == b"", "half-open ones are dropped before this end times out"
+        assert read_all(peer) == b"", "half-open connections are closed before this end times out"
         peer.close()
 
 

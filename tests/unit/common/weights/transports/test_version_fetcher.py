@@ -38,7 +38,7 @@ TRANSPORTS = ["pull", "collective"]
 MEMBER = "tests.unit.common.weights.transports.member"
 
 
-class FromFolder:
+class FolderTransport:
     """Transport that copies files of a folder at a given speed, and may fail after some."""
 
     def __init__(self, name: str, source: ChunkStore, s_per_chunk: float = 0.0) -> None:
@@ -57,23 +57,28 @@ class FromFolder:
             target_store.write(self._source.read(digest))
 
 
-def make_fetcher(bench: Bench, how: str = "auto") -> tuple[VersionFetcher, FromFolder, FromFolder]:
-    pull, collective = FromFolder("pull", bench.chunks), FromFolder("collective", bench.chunks)
-    return VersionFetcher(bench.mesh, [pull, collective], how), pull, collective
+def make_fetcher(
+    bench: Bench, transport_name: str = "auto"
+) -> tuple[VersionFetcher, FolderTransport, FolderTransport]:
+    pull, collective = (
+        FolderTransport("pull", bench.chunks),
+        FolderTransport("collective", bench.chunks),
+    )
+    return VersionFetcher(bench.mesh, [pull, collective], transport_name), pull, collective
 
 
-@pytest.mark.parametrize("how", ["pull", "collective"])
-async def test_transport_named_by_the_job_is_used(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("transport_name", ["pull", "collective"])
+async def test_transport_named_by_the_job_is_used(tmp_path: Path, transport_name: str) -> None:
     async with open_bench(tmp_path) as bench:
-        fetcher, pull, collective = make_fetcher(bench, how)
+        fetcher, pull, collective = make_fetcher(bench, transport_name)
         for number in range(4):
             target = ChunkStore(tmp_path / f"into{number}")
             await fetcher.fetch(bench.version, target)
             assert bench.has_version(target)
         assert (pull.receive_count, collective.receive_count) == (
-            (4, 0) if how == "pull" else (0, 4)
+            (4, 0) if transport_name == "pull" else (0, 4)
         )
-        assert (fetcher.last_report or {})["way"] == how
+        assert (fetcher.last_report or {})["way"] == transport_name
 
 
 async def test_chunks_that_a_transport_misses_are_pulled(tmp_path: Path) -> None:
@@ -238,7 +243,7 @@ async def test_all_requesting_hosts_receive_every_chunk(tmp_path: Path) -> None:
         assert bench.mesh.telemetry.counters["broadcasts"] == 1
         assert bench.mesh.telemetry.counters["broadcast_bytes"] == bench.version.missing_bytes
         partial_files = [p.name for _, target in hosts for p in target.directory.rglob(".*.*")]
-        assert not partial_files, "files in the making"
+        assert not partial_files, "partial files are left"
 
 
 async def test_one_process_per_host_receives_the_broadcast(tmp_path: Path) -> None:
@@ -277,7 +282,7 @@ async def test_old_chunks_are_evicted_for_a_broadcast(tmp_path: Path) -> None:
         small, empty_target = await bench.receiver("small", chunks_bytes=size - 1)
         with pytest.raises(StorageFull):
             await small.receive(bench.version, empty_target)
-        assert bench.core.request_count == 1, "nobody waits for one that has no room"
+        assert bench.core.request_count == 1, "the core does not wait for a host without space"
 
 
 async def test_unpublished_version_is_left_to_other_transports(tmp_path: Path) -> None:
