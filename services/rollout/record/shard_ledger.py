@@ -41,7 +41,7 @@ MAX_PART_BYTES = (
 )  # limit of a token record, which grows while the disk is full
 WRITE_TIMEOUT_S = 60.0  # after this time a disk counts as failed
 
-RUN_HOST = "home"  # word of Redis scripts: segments lie on the run host
+RUN_HOST = "run_host"  # word of Redis scripts: segments lie on the run host
 HOST_LOST = "host_lost"  # reason of a requeue: the ledger is on another host
 MAX_NAMED_GROUPS = 20  # groups named in an event
 REWRITE_BATCH = 256  # records rewritten at a time

@@ -162,7 +162,7 @@ async def test_unreadable_job_document_fails_the_job_and_ends_its_shard(
 ) -> None:
     row = await jobs.read_job(bench.state, JOB)
     document = json.dumps(row.document | {"renamed": 1})
-    await bench.state.run_command("HSET", f"{job_prefix(JOB)}:given", "document", document)
+    await bench.state.run_command("HSET", f"{job_prefix(JOB)}:submission", "document", document)
     async with bench.clock.timeout(5.0, "the end of the shard"):
         await RolloutShard(bench.mesh, tmp_path).serve()
     failed = await jobs.read_job(bench.state, JOB)

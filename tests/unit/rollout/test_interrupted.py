@@ -193,7 +193,7 @@ async def test_any_failed_redis_script_releases_everything(bench: ShardBench) ->
 
     bench.scripts.arm(0, None)
     names = dict.fromkeys(await run_group_and_evaluation(0))
-    assert {"group_ready", "evaluation", "entries"} <= names.keys()
+    assert {"mark_group_ready", "record_evaluation", "list_entries"} <= names.keys()
     for number, name in enumerate(names, 1):
         bench.scripts.arm(1, lambda: StateUnavailable("it was made to"), name)
         script_names = await run_group_and_evaluation(number)

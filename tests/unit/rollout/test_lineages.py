@@ -334,7 +334,7 @@ async def test_redis_outage_at_the_result_causes_no_resampling(training_job: Tra
     state = UnreachableFor(
         training_job.state.url, training_job.state.client, training_job.state._sync_client
     )
-    training_job.mesh.state, state.script = state, "evaluation"
+    training_job.mesh.state, state.script = state, "record_evaluation"
     await training_job.poll_shard()
     await training_job.clock.sleep(60.0)
     assert await training_job.results() == {}

@@ -130,7 +130,9 @@ PLAN = EvaluationPlan("step-0", 0, ("sampled",))
 
 async def set_block_reason(bench: ShardBench, count_keys_and_tasks: str) -> None:
     """Set the planner's block reason of the job."""
-    await bench.state.run_command("HSET", f"{job_prefix(JOB)}:job", "held", count_keys_and_tasks)
+    await bench.state.run_command(
+        "HSET", f"{job_prefix(JOB)}:job", "block_reason", count_keys_and_tasks
+    )
 
 
 async def poll_forever(shard: RolloutShard, bench: ShardBench) -> None:

@@ -184,7 +184,7 @@ async def test_trajectory_is_cut_at_its_forced_length(member: int, length: int) 
     t = Trajectory(0, member, 0, 0, 0)
     t.is_recorded = False
     t.set_prompt(await pool.begin({}))
-    job = create_runner(pool, lengths=[3, 1])
+    job = create_runner(pool, forced_lengths=[3, 1])
     assignment = RepeatingAssignment(t, "234567", FinishReason.LENGTH)
     assert await JobTurnPlayer(job, assignment, {}).play() == ("length", 0.5)  # type: ignore[arg-type]
     assert assignment.limits == [t.prompt_length + length]

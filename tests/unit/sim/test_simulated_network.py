@@ -163,7 +163,7 @@ def test_lease_is_renewed_until_it_is_revoked() -> None:
         await world.clock.sleep(900)
         assert not world.lost
         key = await world.state.run_script("end_lease", ["{mesh}"], _eviction(a))
-        assert key["vacated"]
+        assert key["ended"]
         await world.clock.sleep(3)
         assert len(world.lost) == 1 and world.lost[0].startswith("a (")
         return world.clock.monotonic()

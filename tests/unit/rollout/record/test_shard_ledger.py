@@ -148,7 +148,7 @@ async def test_full_segments_rotate_and_finished_ones_are_removed(bench: Bench) 
         await ledger.write_tokens(tokens(group))
         await bench.clock.sleep(0.1)
     assert len(list_segments(ledger.directory)) == 4
-    found = [r.payload.ids[0] >> MEMBER_BITS for r in iter_records(ledger.directory)]
+    found = [r.payload.trajectory_ids[0] >> MEMBER_BITS for r in iter_records(ledger.directory)]
     assert found == list(range(20))
     for group in range(20):
         await ledger.forget_group(group)

@@ -166,14 +166,14 @@ async def test_overloaded_or_slow_server_is_retried() -> None:
     deadline_s = scaled(1.0)
     server = Server(web.Response(status=503), 1.5 * deadline_s, completion("yes"))
     patience_s = 60.0 * deadline_s
-    async with create_judge(server, deadline_s=deadline_s, patience_s=patience_s) as judge:
+    async with create_judge(server, deadline_s=deadline_s, retry_timeout_s=patience_s) as judge:
         assert await judge.judge_trajectory(ROW, TURNS) == 1.0
     assert len(server.requests) == 3
 
 
 async def test_unreachable_server_fails_the_trajectory_within_its_deadline() -> None:
     server = Server(*(web.Response(status=429, headers={"Retry-After": "7200"}) for _ in range(9)))
-    async with create_judge(server, patience_s=3600.0) as judge:
+    async with create_judge(server, retry_timeout_s=3600.0) as judge:
         began = time.monotonic()
         with pytest.raises(JudgeFailed, match=r"no verdict in 3600 s; at last: status 429"):
             await judge.judge_trajectory(ROW, TURNS)
@@ -200,7 +200,7 @@ async def test_concurrent_requests_respect_the_limit() -> None:
 async def test_queue_time_does_not_count_against_the_server() -> None:
     answer_s = scaled(0.25)
     server = Server(*[answer_s] * 10, web.Response(status=503), completion("no"))
-    async with create_judge(server, in_flight=1, patience_s=8 * answer_s) as judge:
+    async with create_judge(server, in_flight=1, retry_timeout_s=8 * answer_s) as judge:
         rewards = await asyncio.gather(*(judge.judge_trajectory(ROW, TURNS) for _ in range(11)))
     assert rewards == [1.0] * 10 + [0.0]
 
