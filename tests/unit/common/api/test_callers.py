@@ -16,7 +16,7 @@ from meshrl.common.api.transfer.bulk_permissions import BULK_PERMISSIONS, GET
 
 ROOT = Path(__file__).parents[4]
 CALL_SITE = re.compile(
-    r"\b(Engine|Node|Ranks|Resting|Sandbox|Scoring|Trainer|Weights|Worker)\.([a-z_]+)\b"
+    r"\b(Engine|Node|Ranks|RoleControl|Sandbox|Scoring|Trainer|Weights|Worker)\.([a-z_]+)\b"
 )
 LOADERS = {"engine", "hybrid", "scoring", "trainer"}  # processes that load weights
 # Modules that run in processes of several roles, or outside the package of their role.

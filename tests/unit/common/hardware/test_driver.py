@@ -60,7 +60,7 @@ def test_gpus_and_instances_are_listed_with_their_readings(gpus: Gpus) -> None:
     output = json.loads(gpus.run(READ_ALL))
     assert [device["uuid"] for device in output["devices"]] == [A, B, M1, M2]
     assert output["devices"][3]["instance"] == [9, 1] and output["devices"][3]["parent"] == B
-    assert output["devices"][1]["sliced"] and output["devices"][1]["memory"] == 0
+    assert output["devices"][1]["is_mig_enabled"] and output["devices"][1]["memory_bytes"] == 0
     assert output["readings"]["cuda:0 NVIDIA H100"] == {
         "used": 10 * GIB,
         "total": 80 * GIB,
@@ -94,7 +94,9 @@ def test_lost_gpu_is_listed_with_the_others(gpus: Gpus) -> None:
     output = json.loads(gpus.run(READ_ALL))
     lost_gpu, working_gpu = output["devices"]
     assert (
-        "GPU is lost" in lost_gpu["lost"] and working_gpu["uuid"] == B and not working_gpu["lost"]
+        "GPU is lost" in lost_gpu["lost_reason"]
+        and working_gpu["uuid"] == B
+        and not working_gpu["lost_reason"]
     )
 
 

@@ -40,7 +40,7 @@ PACKAGES = {
     "weights": {"weights"},
 }
 # Exit reports of a sandbox never fail a job (`charged`).
-UNREACHABLE_SCRIPTS = {"sandbox": {"process_ended"}}
+UNREACHABLE_SCRIPTS = {"sandbox": {"charge_exit"}}
 SUBMITTERS = {"gateway", "person"}  # roles that set a job's document
 HOST, OTHER = "here-000001", "there-000002"
 DIGEST = "5e" * 32
@@ -176,9 +176,9 @@ def find_symbols(*folders: str) -> set[Symbol]:
 
 def test_permission_table_has_every_script_and_role() -> None:
     assert set(acl.SCRIPT_PERMISSIONS) == list_scripts()
-    assert {name for name in list_scripts() if "replayed()" in find_script(name).read_text()} == (
-        IDEMPOTENT_SCRIPTS
-    )
+    assert {
+        name for name in list_scripts() if "previous_reply()" in find_script(name).read_text()
+    } == (IDEMPOTENT_SCRIPTS)
     assert acl.ROLES == call_permissions.ROLES
 
 
@@ -234,9 +234,9 @@ def test_user_with_wider_rights_than_its_role_is_rejected(
 def test_roles_write_only_their_own_credentials() -> None:
     for role in acl.ROLES - {"person"}:
         writable_keys = {
-            key for key in compute_role_permissions(role, HOST).writes if ":door:" in key
+            key for key in compute_role_permissions(role, HOST).writes if ":credentials:" in key
         }
-        assert writable_keys == {f"{{mesh}}:door:{role}:{HOST}"}
+        assert writable_keys == {f"{{mesh}}:credentials:{role}:{HOST}"}
 
 
 @pytest.fixture(scope="module")
@@ -278,14 +278,16 @@ async def test_roles_cannot_administer_the_server_or_write_other_credentials(
         words = command.split(" ", 1) if command.startswith("EVAL") else command.split()
         words += ["0"] if command.startswith("EVAL") else []
         assert not await is_allowed(owner, role, *words), command
-    assert await is_allowed(owner, role, "HSET", f"{{mesh}}:door:{role}:{HOST}", "key", "name")
+    assert await is_allowed(
+        owner, role, "HSET", f"{{mesh}}:credentials:{role}:{HOST}", "key", "name"
+    )
     if role == "person":
         return
     for credential in (f"{role}:{OTHER}", *(f"{one}:{HOST}" for one in acl.ROLES - {role})):
         assert not await is_allowed(
-            owner, role, "HSET", f"{{mesh}}:door:{credential}", "key", "name"
+            owner, role, "HSET", f"{{mesh}}:credentials:{credential}", "key", "name"
         )
-    for key in ("admitted", "doors", "revoked", "home", "settings"):
+    for key in ("admitted", "revocations", "revoked", "run_host", "settings"):
         assert not await is_allowed(owner, role, "SET", f"{{mesh}}:{key}", "1"), key
     assert not await is_allowed(owner, role, "SET", "other", "1")
 
@@ -305,12 +307,12 @@ ALLOWED = [
     ("gateway", "GET {mesh}:settings"),
     ("gateway", "ZRANGE {mesh}:jobs:deleted 0 -1"),
     ("gateway", "EXISTS {job}:op:delete_job:1"),
-    *((role, "HSET {job}:given document {}") for role in sorted(SUBMITTERS)),
-    ("planner", "DEL {job}:given"),
+    *((role, "HSET {job}:submission document {}") for role in sorted(SUBMITTERS)),
+    ("planner", "DEL {job}:submission"),
     ("person", "SET {mesh}:probe 1 PX 1000"),
     ("person", "HGETALL {mesh}:draining"),
     ("person", "XREVRANGE {mesh}:events + -"),
-    *((role, "GET {mesh}:home") for role in sorted(acl.ROLES)),
+    *((role, "GET {mesh}:run_host") for role in sorted(acl.ROLES)),
 ]
 
 
@@ -325,14 +327,14 @@ DENIED = [
     ("rollout", "HSET {job}:step:0:1 manifest m"),
     ("trainer", "HSET {mesh}:worker:w0 gang g1"),
     ("scoring", "ZADD {job}:ready 1 1"),
-    ("worker", "SET {mesh}:answered:op yes"),
-    *((role, "HSET {job}:given document {}") for role in sorted(acl.ROLES - SUBMITTERS)),
-    ("planner", "RENAME {job}:given {job}:job"),
-    ("node", "HSET {mesh}:asked id join"),
-    ("gateway", "SET {mesh}:answered:op yes"),
+    ("worker", "SET {mesh}:host_answers:op yes"),
+    *((role, "HSET {job}:submission document {}") for role in sorted(acl.ROLES - SUBMITTERS)),
+    ("planner", "RENAME {job}:submission {job}:job"),
+    ("node", "HSET {mesh}:host_requests id join"),
+    ("gateway", "SET {mesh}:host_answers:op yes"),
     ("gateway", "HSET {mesh}:gang:g0 workers []"),
     ("weights", "HSET {job}:job version 9"),
-    ("planner", "HSET {mesh}:asked id join"),
+    ("planner", "HSET {mesh}:host_requests id join"),
 ]
 
 
@@ -351,7 +353,7 @@ async def test_role_runs_only_scripts_loaded_by_the_owner(owner: StateClient, ur
     await owner.run_command("SCRIPT", "FLUSH")
     with pytest.raises(NotAllowed, match="eval"):
         await events.append(sandbox, "hello", {})
-    for script in ("append", "row"):
+    for script in ("append", "read_row"):
         await owner.run_command("SCRIPT", "LOAD", load_script(script)[0])
     await events.append(sandbox, "hello", {})
     with pytest.raises(NotAllowed, match="key"):
@@ -384,7 +386,13 @@ def test_loaded_script_includes_the_prelude_and_its_fragments(name: str) -> None
 
 def test_non_idempotent_scripts_replay_by_operation() -> None:
     replayed_scripts = {
-        name for name in LOADED_SCRIPTS if "replayed()" in find_script(name).read_text()
+        name for name in LOADED_SCRIPTS if "previous_reply()" in find_script(name).read_text()
     }
-    assert {"admit", "group_ready", "group_returned", "write", "open_lineage"} <= replayed_scripts
-    assert {"submit", "append", "request"} <= replayed_scripts
+    assert {
+        "admit_groups",
+        "mark_group_ready",
+        "return_group",
+        "write_decisions",
+        "open_lineage",
+    } <= replayed_scripts
+    assert {"submit", "append", "submit_request"} <= replayed_scripts

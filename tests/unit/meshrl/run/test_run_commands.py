@@ -185,9 +185,9 @@ def test_finished_run_names_the_setting_that_extends_it(run: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ("seed=3", "seed may not change in a run: what was drawn"),
+        ("seed=3", "seed may not change in a run: random draws"),
         ("rollout.temperature=0.5", "trajectories in flight"),
-        ("dataset.prompt=question", "copies of the files"),
+        ("dataset.prompt=question", "copies of its original files"),
         ("optimizer.muon_lr=0.0", "neither from 0 nor to it"),
         ("budget.steps=2", "3 steps are done"),
         ("budget.stepz=2", r"unknown key budget\.stepz"),
