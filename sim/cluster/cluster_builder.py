@@ -84,7 +84,7 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
             raise ConfigError(
                 f"job {job.name} has neither a model nor a pace of engines and of training",
                 where="[[jobs]]",
-                fix="Write [jobs.model], or pace and training_pace",
+                fix="Write [jobs.model], or emulate and emulate_training",
             )
         trains = EmulatedTraining(
             parse_training_speed(job.emulate_training), job.bin_tokens or UNBOUNDED_BIN_TOKENS

@@ -51,7 +51,7 @@ def make_valid_history() -> Told:
         ("ready", {"group": 0}),
         step(1, 0),
         ("dropped", {"group": 1, "samples": SAMPLES, "failed": 0}),
-        restore_job(1, 1, open_groups=8, trained=2, typed_drops=2, host_lost=4),
+        restore_job(1, 1, opened=8, trained=2, typed_drops=2, host_lost=4),
         open_groups(ids, ids + 1, ids + 2),
         step(2, ids, lineage=1),
         ("requeued", {"group": ids + 1, "samples": SAMPLES, "failed": 0}),

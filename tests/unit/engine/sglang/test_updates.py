@@ -327,7 +327,7 @@ def test_view_of_a_larger_tensor_is_pickled_alone() -> None:
 
 def test_server_started_without_adapters_rejects_them(bench: Bench, tmp_path: Path) -> None:
     plain = counterpart.engine(bench.server, tmp_path, 4, 128, adapters=False)
-    with pytest.raises(Refused, match=r"lora\.engines"):
+    with pytest.raises(Refused, match=r"lora\.engine_mode"):
         plain.load_adapter("a", adapter(1), SCALE, 10)
     plain.close()
 
