@@ -50,7 +50,7 @@ OF_MEMBERS: tuple[tuple[Any, Any], ...] = (
     (Gateway.whereabouts, None),
     (Gateway.leave, None),
 )
-ABOUT = {"redis_url": "rediss://head:1/0", "authority": "PEM", "settings": {"stall_s": 7.0}}
+ABOUT = {"redis_url": "rediss://head:1/0", "ca_pem": "PEM", "settings": {"stall_s": 7.0}}
 
 
 @dataclass

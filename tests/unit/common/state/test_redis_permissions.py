@@ -39,7 +39,7 @@ PACKAGES = {
     "trainer": {"trainer", "rank", "hybrid"},
     "weights": {"weights"},
 }
-# Exit reports of a sandbox never fail a job (`charged`).
+# Exit reports of a sandbox never fail a job (`charge_job`).
 UNREACHABLE_SCRIPTS = {"sandbox": {"charge_exit"}}
 SUBMITTERS = {"gateway", "person"}  # roles that set a job's document
 HOST, OTHER = "here-000001", "there-000002"
@@ -389,10 +389,42 @@ def test_non_idempotent_scripts_replay_by_operation() -> None:
         name for name in LOADED_SCRIPTS if "previous_reply()" in find_script(name).read_text()
     }
     assert {
-        "admit_groups",
-        "mark_group_ready",
-        "return_group",
-        "write_decisions",
+        "
+<<<<<<< ours
+admit_groups
+||||||| base
+admit", "group_ready
+=======
+admit_groups",
+        "mark_group_ready
+>>>>>>> theirs
+",
+        "
+<<<<<<< ours
+mark_group_ready
+||||||| base
+group_returned
+=======
+return_group
+>>>>>>> theirs
+",
+        "
+<<<<<<< ours
+return_group
+||||||| base
+write
+=======
+write_decisions
+>>>>>>> theirs
+",
         "open_lineage",
     } <= replayed_scripts
-    assert {"submit", "append", "submit_request"} <= replayed_scripts
+    assert {"submit", "append", "
+<<<<<<< ours
+submit_request", "write_decisions
+||||||| base
+request
+=======
+submit_request
+>>>>>>> theirs
+"} <= replayed_scripts

@@ -15,7 +15,8 @@ for _, host in ipairs(redis.call('SMEMBERS', ADMITTED)) do
   for _, role in ipairs(args.roles) do
     local found = redis.call('HMGET', keys_of_role(role, host), unpack(args.keys))
     for place, shown in ipairs(found) do
-      if shown and not at[place].revoked and has_owner(keys_of_role(role, host), args.keys[place], shown) then
+      if shown and not at[place].revoked
+        and has_owner(keys_of_role(role, host), args.keys[place], shown) then
         table.insert(at[place], role .. '@' .. host)
       end
     end

@@ -36,6 +36,7 @@ redis.call('HSET', JOB .. ':job', 'cursor', cursor, 'next_group', first + #opene
 add_count('admitted', #opened)
 add_count('opened', #opened * size)
 local place = redis.call('HGET', KEYS[1] .. ':shard:' .. args.shard, 'place')
-append_event('opened', {job = args.job, shard = args.shard, version = version, samples = size, groups = ids,
+append_event('opened', {job = args.job, shard = args.shard, version = version, samples = size,
+  groups = ids,
   prompts = prompts, ledger = place and place ~= 'run_host' and place or nil})
 return reply({groups = opened})

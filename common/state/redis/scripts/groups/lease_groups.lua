@@ -7,7 +7,8 @@ local job = redis.call('HMGET', JOB .. ':job', 'version', 'max_staleness', 'grou
   'leased_for')
 local version, staleness, wanted = tonumber(job[1]), tonumber(job[2]), tonumber(job[3])
 if version ~= args.step - 1 then
-  return reject('refused', 'step ' .. args.step .. ' turns version ' .. (args.step - 1) .. ' into ' ..
+  return reject('refused', 'step ' .. args.step .. ' turns version ' .. (args.step - 1)
+    .. ' into ' ..
     args.step .. ', and the current version is ' .. version)
 end
 

@@ -11,6 +11,7 @@ redis.call('HSET', group_key(args.group), 'digest', args.digest, 'nbytes', args.
   'min_version', args.min_version, 'scored', args.scored)
 move_group(args.group, 'open', 'ready')
 record_progress(JOB)
-append_event('ready', {job = args.job, group = args.group, samples = tonumber(row.samples), scored = args.scored,
+append_event('ready', {job = args.job, group = args.group, samples = tonumber(row.samples),
+  scored = args.scored,
   digest = args.digest, by = args.shard})
 return reply({ready = true})

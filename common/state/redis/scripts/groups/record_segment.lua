@@ -1,7 +1,8 @@
 -- Names a segment file of a shard, or its length once it is sealed, or forgets one that was
 -- deleted; or says where its segments lie.
 local key = KEYS[1] .. ':shard:' .. args.shard
-if not has_lease(args.shard, args.token) or tonumber(redis.call('HGET', key, 'owner')) ~= args.token then
+if not has_lease(args.shard, args.token)
+  or tonumber(redis.call('HGET', key, 'owner')) ~= args.token then
   return reject_fenced(args.shard)
 end
 if args.place then

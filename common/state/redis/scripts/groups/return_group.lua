@@ -15,7 +15,8 @@ local failed = args.counter == 'filtered' and row.samples - row.scored or 0
 add_count(args.counter, row.samples - failed)
 add_count('typed_drops', failed)
 if args.kind == 'stale' then
-  append_event('stale', {job = args.job, version = tonumber(redis.call('HGET', JOB .. ':job', 'version')),
+  append_event('stale', {job = args.job,
+    version = tonumber(redis.call('HGET', JOB .. ':job', 'version')),
     groups = {{group = args.group, prompt = tonumber(row.prompt), samples = tonumber(row.samples),
       min_version = tonumber(row.min_version)}}})
   return reply({returned = true})

@@ -11,9 +11,11 @@ local version = tonumber(row.version)
 redis.call('HSET', KEYS[1] .. ':submission', 'document', args.document)
 redis.call('HSET', job, 'digest', args.digest, 'budget_steps', args.budget_steps,
   'max_staleness', args.max_staleness)
-local over = PHASE_ORDER[row.phase] >= PHASE_ORDER.evaluation and version >= tonumber(row.budget_steps)
+local over = PHASE_ORDER[row.phase] >= PHASE_ORDER.evaluation
+  and version >= tonumber(row.budget_steps)
 local extended = over and version < args.budget_steps
-local told = append_event('changed', {job = args.job, lineage = tonumber(row.lineage), version = version,
+local told = append_event('changed', {job = args.job, lineage = tonumber(row.lineage),
+  version = version,
   extended = extended}, args.extra)
 if PHASE_ORDER[row.phase] == 5 then retain_for_recorder(args.job, told) end
 local phase = nil

@@ -1,6 +1,7 @@
--- A job that has ended is on record no more. Its rows go in pieces afterwards (`delete_remaining_rows`):
--- until the last is gone nobody gets its name. That it was deleted stays known, so that no Redis
--- seems to have lost it, and the weight store lets go of what it kept for it.
+-- A job that has ended is on record no more. Its rows go in pieces afterwards
+-- (`delete_remaining_rows`): until the last is gone nobody gets its name. That it was deleted stays
+-- known, so that no Redis seems to have lost it, and the weight store lets go of what it kept for
+-- it.
 local seen = previous_reply()
 if seen then return seen end
 local DELETED, KEPT = MESH .. ':jobs:deleted', 10000 -- names, the newest ones

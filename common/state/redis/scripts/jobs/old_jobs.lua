@@ -1,5 +1,7 @@
 -- Jobs that ended before a time, the oldest of them, and those whose deletion somebody has begun.
-if not is_leader(args.election, args.token) then return reject_fenced('the leader of ' .. args.election) end
+if not is_leader(args.election, args.token) then
+  return reject_fenced('the leader of ' .. args.election)
+end
 local old = {}
 for _, job in ipairs(redis.call('ZRANGE', MESH .. ':jobs:ended', 0, args.most - 1)) do
   if tonumber(redis.call('ZSCORE', MESH .. ':jobs:ended', job)) < NOW - args.keep_ms then

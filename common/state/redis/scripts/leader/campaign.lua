@@ -6,5 +6,7 @@ if live and held[1] ~= args.owner then return cjson.encode({token = 0}) end
 local token = live and tonumber(held[2]) or next_token()
 redis.call('HSET', key, 'owner', args.owner, 'token', token, 'expires_ms', NOW + args.ttl_ms,
   'renewed_ms', NOW)
-if not live then append_event('leader', {election = args.election, owner = args.owner, token = token}) end
+if not live then
+  append_event('leader', {election = args.election, owner = args.owner, token = token})
+end
 return cjson.encode({token = token})

@@ -2,7 +2,9 @@
 -- Rows of workers that nobody waits for any more, and of hosts without an agent, are removed once
 -- their processes have been gone for long. A worker that comes back all the same joins again. So
 -- are the last ends of residents that are on record no more: no other ever has their names.
-if not is_leader(args.election, args.token) then return reject_fenced('the leader of ' .. args.election) end
+if not is_leader(args.election, args.token) then
+  return reject_fenced('the leader of ' .. args.election)
+end
 remove_dead_entries()
 
 local function is_gone(name)

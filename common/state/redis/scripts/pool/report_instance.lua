@@ -38,7 +38,8 @@ redis.call('HSET', key, field, args.report)
 update_gang_snapshot(args.gang)
 local now_phase, now_tier, now_detail = summarize_instance()
 if not row[3] or phase ~= now_phase or tier ~= now_tier or detail ~= now_detail then
-  append_event('actual', {gang = args.gang, resident = args.instance, job = desired.job, role = desired.role,
+  append_event('actual', {gang = args.gang, resident = args.instance, job = desired.job,
+    role = desired.role,
     status = now_phase, tier = now_tier, generation = args.generation, epoch = args.epoch,
     detail = now_detail})
 end

@@ -9,7 +9,9 @@ else
   redis.call('HDEL', DRAINING, args.host)
   for op, text in pairs(read_hash(REQUESTS)) do
     local request = cjson.decode(text)
-    if request.kind == 'drain' and request.host == args.host then redis.call('HDEL', REQUESTS, op) end
+    if request.kind == 'drain' and request.host == args.host then
+      redis.call('HDEL', REQUESTS, op)
+    end
   end
 end
 local changed = before ~= args.reason

@@ -2,7 +2,9 @@
 -- All that the leader decides from, in one look. Of the registry: which processes live, the counts
 -- of those whose work matters, and what agents said that are `away`. Of jobs: those that have not
 -- ended, and only such documents as the caller does not know.
-if not is_leader(args.election, args.token) then return reject_fenced('the leader of ' .. args.election) end
+if not is_leader(args.election, args.token) then
+  return reject_fenced('the leader of ' .. args.election)
+end
 local ENTRY, ENTRIES = MESH .. ':entry:', MESH .. ':entries'
 local FAR_MS = 60000 -- a lease that lasts longer may be from before the clock was set back
 

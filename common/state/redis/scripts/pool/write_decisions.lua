@@ -4,7 +4,9 @@
 -- been written since the look: a write that was long on its way comes too late.
 local seen = previous_reply()
 if seen then return seen end
-if not is_leader(args.election, args.token) then return reject_fenced('the leader of ' .. args.election) end
+if not is_leader(args.election, args.token) then
+  return reject_fenced('the leader of ' .. args.election)
+end
 local revision = tonumber(redis.call('HGET', PLANNER, 'revision') or '0')
 if args.after and args.after ~= revision then
   return reject('fenced', 'these decisions were made before others that have been written since')
@@ -14,20 +16,24 @@ end
 local function mark_worker_lost(decision)
   local name = worker_name(decision.worker)
   local lease = redis.call('HMGET', MESH .. ':entry:' .. name, 'token', 'expires_ms', 'renewed_ms')
-  if redis.call('EXISTS', WORKER .. decision.worker) == 0 then return 'there is no worker ' .. decision.worker end
+  if redis.call('EXISTS', WORKER .. decision.worker) == 0 then
+    return 'there is no worker ' .. decision.worker
+  end
   if lease[1] and is_live(lease[2], lease[3]) then return decision.worker .. ' is there' end
   local lost = (lease[1] or '') .. ' ' .. (lease[2] or '')
   if redis.call('HGET', WORKER .. decision.worker, 'lost') == lost then return end
   redis.call('HSET', WORKER .. decision.worker, 'lost', lost)
   delete_reports(decision.worker)
-  redis.call('HINCRBY', WORKER .. decision.worker, 'revision', 1) -- if it lives after all, it tells again
+  -- if it lives after all, it tells again
+  redis.call('HINCRBY', WORKER .. decision.worker, 'revision', 1)
   update_worker_snapshot(decision.worker)
   append_event('lost', with_rule(decision, {worker = decision.worker, reason = decision.reason,
     gang = redis.call('HGET', WORKER .. decision.worker, 'gang')}), decision.extra)
 end
 
 local function report_host_presence(decision)
-  append_event(decision.is_back and 'host_back' or 'host_lost', with_rule(decision, {host = decision.host}), decision.extra)
+  append_event(decision.is_back and 'host_back' or 'host_lost', with_rule(decision,
+    {host = decision.host}), decision.extra)
 end
 
 -- A job that goes on after it was held begins to be waited for anew: that it made no progress
@@ -40,7 +46,8 @@ local function set_block_reason(decision)
   local before = row[2] or ''
   if before == decision.block_reason then return end
   redis.call('HSET', key, 'block_reason', decision.block_reason, 'blocked_since_ms', NOW)
-  if string.sub(decision.block_reason, 1, 7) == 'paused:' then -- told apart for who may not read the job's row
+  -- told apart for who may not read the job's row
+  if string.sub(decision.block_reason, 1, 7) == 'paused:' then
     redis.call('ZADD', MESH .. ':jobs:paused', NOW, decision.job)
   else
     redis.call('ZREM', MESH .. ':jobs:paused', decision.job)
@@ -49,7 +56,8 @@ local function set_block_reason(decision)
     redis.call('HSET', key, 'progress_ms', NOW)
     redis.call('HINCRBY', key, 'resumed', 1)
   end
-  append_event('admission', with_rule(decision, {job = decision.job, held = decision.block_reason, before = before}), decision.extra)
+  append_event('admission', with_rule(decision, {job = decision.job, held = decision.block_reason,
+    before = before}), decision.extra)
 end
 
 local function fail_job(decision)
@@ -68,7 +76,8 @@ end
 
 local function finish_move(decision)
   if redis.call('HDEL', MOVES, decision.id) == 1 then
-    append_event('move', with_rule(decision, {resident = decision.id, gang = decision.gang, started_ms = decision.started_ms,
+    append_event('move', with_rule(decision, {resident = decision.id, gang = decision.gang,
+      started_ms = decision.started_ms,
       finished_ms = NOW, undone = decision.undone}), decision.extra)
   end
 end
@@ -82,7 +91,8 @@ local function reject_request(decision)
   if asked.kind == 'drain' and verdict == 'declined' then
     redis.call('HDEL', DRAINING, asked.host)
   end
-  append_event(asked.kind .. '_' .. verdict, with_rule(decision, {op = decision.request_id, reason = decision.reason, host = asked.host}),
+  append_event(asked.kind .. '_' .. verdict, with_rule(decision, {op = decision.request_id,
+    reason = decision.reason, host = asked.host}),
     decision.extra)
 end
 

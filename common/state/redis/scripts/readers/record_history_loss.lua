@@ -7,7 +7,8 @@ if not job.version then return reject('not_found', 'there is no job ' .. args.jo
 local counts = {}
 for _, field in ipairs(args.counts) do counts[field] = tonumber(job[field]) end
 local steps, in_flight = {}, {}
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.checkpointed_version, '+inf')) do
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.checkpointed_version,
+  '+inf')) do
   local taken = {}
   for n, row in ipairs(cjson.decode(redis.call('HGET', JOB .. ':step:' .. id, 'groups'))) do
     local samples, scored = tonumber(row.samples), tonumber(row.scored)
@@ -25,9 +26,11 @@ for _, state in ipairs({'open', 'ready', 'leased'}) do
       samples = tonumber(redis.call('HGET', group_key(group), 'samples'))}
   end
 end
-append_event('history_lost', {job = args.job, reader = args.name, since = args.since, through = args.through,
+append_event('history_lost', {job = args.job, reader = args.name, since = args.since,
+  through = args.through,
   version = tonumber(job.version), counts = counts, steps = steps, in_flight = in_flight})
 local row = read_reader(args.name) or {joined_ms = NOW}
-row.cursor, row.done, row.location, row.last_seen_ms, row.has_left = args.through, args.through, args.location, NOW, nil
+row.cursor, row.done, row.location, row.last_seen_ms, row.has_left = args.through, args.through,
+  args.location, NOW, nil
 write_reader(args.name, row)
 return cjson.encode({from = args.through})

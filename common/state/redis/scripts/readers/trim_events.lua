@@ -28,7 +28,8 @@ for name, text in pairs(read_hash(READERS)) do
   if not row.has_left and is_before(row.cursor, recent) and (silent or crowded) then
     row.has_left = true
     write_reader(name, row)
-    append_event('reader_gone', {reader = name, where = row.location, at = row.cursor, seen_ms = row.last_seen_ms,
+    append_event('reader_gone', {reader = name, where = row.location, at = row.cursor,
+      seen_ms = row.last_seen_ms,
       reason = silent and 'it is silent' or 'there are too many events'})
   elseif not row.has_left and is_before(row.cursor, least) then
     least = row.cursor

@@ -4,7 +4,8 @@
 local key = MESH .. ':entry:' .. args.name
 local held = redis.call('HMGET', key, 'incarnation', 'token', 'is_released')
 local same = held[1] and held[3] ~= '1' and
-  (args.token and tonumber(held[2]) == args.token or args.incarnation and held[1] == args.incarnation)
+  (args.token and tonumber(held[2]) == args.token
+    or args.incarnation and held[1] == args.incarnation)
 if not same then return cjson.encode({ended = false}) end
 redis.call('HSET', key, 'expires_ms', NOW, 'is_released', '1')
 redis.call('ZADD', MESH .. ':entries', NOW, args.name)

@@ -1,8 +1,8 @@
 -- uses: outage snapshot_stats credentials
 -- Prolongs a lease that is still its holder's. One that ended while Redis was away (the caller
 -- measured for how long it got no answer) and that nobody took goes on under a raised epoch.
--- A process with a key of its own (`credential`) keeps that in its door, loses its lease with it, and is
--- told the number of revocations.
+-- A process with a key of its own (`credential`) keeps that in its credentials row, loses its lease
+-- with it, and is told the number of revocations.
 local key = MESH .. ':entry:' .. args.name
 local lease = redis.call('HMGET', key, 'token', 'expires_ms', 'epoch', 'is_released',
   'incarnation')
@@ -15,7 +15,8 @@ if expires <= NOW then
 end
 if args.credential then
   local credential = args.credential
-  if redis.call('HEXISTS', keys_of_role(credential.role, credential.host), credential.public_key) == 0 then
+  if redis.call('HEXISTS', keys_of_role(credential.role, credential.host),
+    credential.public_key) == 0 then
     local reason = rejection_reason(credential.host, credential.public_key)
     if reason then return cjson.encode({is_renewed = false, loss_reason = reason}) end
   end

@@ -3,7 +3,8 @@
 -- that takes nothing from the other, who stands at a door of its own. Beside each key stand when it
 -- was shown last, in ms, and the name of its process. The key of its bulk port, which begins with
 -- 'bulk:', stands there too, and beside it the other key of the same process.
-local ADMITTED, REVOKED, REVOCATIONS = MESH .. ':admitted', MESH .. ':revoked', MESH .. ':revocations'
+local ADMITTED, REVOKED = MESH .. ':admitted', MESH .. ':revoked'
+local REVOCATIONS = MESH .. ':revocations'
 local UNSEEN_MS = 600000 -- who has not shown its key for so long has left without a word
 
 local function keys_of_role(role, host) return MESH .. ':credentials:' .. role .. ':' .. host end
@@ -21,9 +22,10 @@ end
 local function is_bulk(public) return string.sub(public, 1, 5) == 'bulk:' end
 
 local function store_key(credential)
-  redis.call('HSET', keys_of_role(credential.role, credential.host), credential.public_key, NOW .. ' ' .. credential.process)
+  local own = keys_of_role(credential.role, credential.host)
+  redis.call('HSET', own, credential.public_key, NOW .. ' ' .. credential.process)
   if credential.bulk_public_key ~= '' then
-    redis.call('HSET', keys_of_role(credential.role, credential.host), credential.bulk_public_key, NOW .. ' ' .. credential.public_key)
+    redis.call('HSET', own, credential.bulk_public_key, NOW .. ' ' .. credential.public_key)
   end
 end
 

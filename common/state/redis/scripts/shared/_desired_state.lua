@@ -32,7 +32,9 @@ end
 local function form_gang(decision)
   local number = tonumber(string.match(decision.gang, '^g(%d+)$'))
   local formed = tonumber(redis.call('HGET', PLANNER, 'formed') or '0')
-  if not number or number < formed then return decision.gang .. ' is no gang that is yet to come' end
+  if not number or number < formed then
+    return decision.gang .. ' is no gang that is yet to come'
+  end
   local membership = 0
   for _, worker in ipairs(decision.workers) do
     local row = redis.call('HMGET', WORKER .. worker, 'gang', 'membership')
@@ -46,7 +48,8 @@ local function form_gang(decision)
   redis.call('ZADD', GANGS, number, decision.gang)
   assign_gang(decision.workers, decision.gang, membership + 1)
   update_gang_snapshot(decision.gang)
-  append_event('gang', with_rule(decision, {gang = decision.gang, workers = decision.workers, formed = true, dissolved = false}),
+  append_event('gang', with_rule(decision, {gang = decision.gang, workers = decision.workers,
+    formed = true, dissolved = false}),
     decision.extra)
 end
 
@@ -58,7 +61,8 @@ local function delete_instance(decision, gang, instance, was, workers)
   end
   redis.call('HDEL', key, 'instance:' .. instance)
   redis.call('HDEL', MOVES, instance)
-  append_event('desired', {gang = gang, resident = instance, job = was.job, role = 'idle', core = false,
+  append_event('desired', {gang = gang, resident = instance, job = was.job, role = 'idle',
+    core = false,
     tier = 'absent', generation = was.generation, epoch = was.epoch, reason = decision.rule,
     pinned = false, workers = workers, from_role = was.role, from_job = was.job, token = args.token,
     op = decision.request_id or ''}, decision.extra)
@@ -69,14 +73,17 @@ local function dissolve_gang(decision)
   if not workers then return 'there is no gang ' .. decision.gang end
   for field, text in pairs(read_hash(GANG .. decision.gang)) do
     local instance = string.match(field, '^instance:(.+)$')
-    if instance then delete_instance(decision, decision.gang, instance, cjson.decode(text), workers) end
+    if instance then
+      delete_instance(decision, decision.gang, instance, cjson.decode(text), workers)
+    end
   end
   local membership = tonumber(redis.call('HGET', GANG .. decision.gang, 'membership'))
   redis.call('DEL', GANG .. decision.gang)
   redis.call('ZREM', GANGS, decision.gang)
   update_gang_snapshot(decision.gang)
   assign_gang(workers, '', membership + 1)
-  append_event('gang', with_rule(decision, {gang = decision.gang, workers = workers, formed = false, dissolved = true}),
+  append_event('gang', with_rule(decision, {gang = decision.gang, workers = workers,
+    formed = false, dissolved = true}),
     decision.extra)
 end
 
@@ -96,7 +103,9 @@ local function place_instance(decision)
     local kept = {}
     for _, rank in ipairs(decision.ranks) do kept[rank] = true end
     for _, rank in ipairs(before.ranks) do
-      if not kept[rank] then redis.call('HDEL', key, 'report:' .. decision.instance .. ':' .. rank) end
+      if not kept[rank] then
+        redis.call('HDEL', key, 'report:' .. decision.instance .. ':' .. rank)
+      end
     end
   else
     local gang, number = string.match(decision.instance, '^(.+)%.(%d+)$')
@@ -116,11 +125,13 @@ local function place_instance(decision)
   update_gang_snapshot(decision.gang)
   raise_revisions(workers)
   append_event('desired', {workers = workers, from_role = before and before.role or 'idle',
-    from_job = before and before.job or '', token = args.token, op = decision.request_id}, decision.extra)
+    from_job = before and before.job or '', token = args.token, op = decision.request_id},
+    decision.extra)
 end
 
 local function remove_instance(decision)
-  local row = redis.call('HMGET', GANG .. decision.gang, 'workers', 'instance:' .. decision.instance)
+  local row = redis.call('HMGET', GANG .. decision.gang, 'workers',
+    'instance:' .. decision.instance)
   if not row[2] then return decision.gang .. ' has no instance ' .. decision.instance end
   local workers = cjson.decode(row[1])
   delete_instance(decision, decision.gang, decision.instance, cjson.decode(row[2]), workers)

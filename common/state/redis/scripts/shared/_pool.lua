@@ -14,7 +14,8 @@ local function worker_name(id) return 'worker/' .. id end
 
 -- A worker's row, of fields that are JSON as they are stored; nothing without a row.
 local function worker_json(id)
-  local row = redis.call('HMGET', WORKER .. id, 'details', 'token', 'gang', 'membership', 'revision')
+  local row = redis.call('HMGET', WORKER .. id, 'details', 'token', 'gang', 'membership',
+    'revision')
   return row[1] and '{"id":"' .. id .. '","details":' .. row[1] .. ',"token":' .. row[2]
     .. ',"gang":"' .. row[3] .. '","membership":' .. row[4] .. ',"revision":' .. row[5] .. '}'
 end

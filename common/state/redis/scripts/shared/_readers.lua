@@ -1,5 +1,5 @@
--- Cursors of who reads the event stream: a reader's name -> {cursor: where it continues, done: up to
--- where it has everything, location, joined_ms, last_seen_ms, has_left}.
+-- Cursors of who reads the event stream: a reader's name -> {cursor: where it continues, done: up
+-- to where it has everything, location, joined_ms, last_seen_ms, has_left}.
 local READERS, EVENTS, TRIMMED = MESH .. ':readers', MESH .. ':events', MESH .. ':trimmed'
 
 local function parse_id(id)
@@ -26,7 +26,8 @@ local function retain_for_recorder(job, id)
   local name = 'recorder/' .. job
   local row = read_reader(name) or {done = '0-0', location = '', joined_ms = NOW}
   local ms = parse_id(id)
-  row.cursor, row.last_seen_ms, row.has_left, row.step = string.format('%.0f-0', ms - 1), NOW, nil, 0
+  row.cursor, row.last_seen_ms = string.format('%.0f-0', ms - 1), NOW
+  row.has_left, row.step = nil, 0
   write_reader(name, row)
 end
 

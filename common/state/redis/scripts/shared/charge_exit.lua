@@ -80,11 +80,13 @@ if args.emit_event and bound and args.charge_job and not held then
   elseif row.all and exceeds_bound(row.all, 'any', ANY) then streak = row.all end
 end
 local lasting = streak and args.restart ~= 'counted'
-local fails = goes_on and (args.restart == 'never' or (args.restart == 'counted' and args.is_budget_exhausted)
+local fails = goes_on and (args.restart == 'never'
+  or (args.restart == 'counted' and args.is_budget_exhausted)
   or (streak and not (lasting and has_outage())))
 local message = args.message
 if fails and lasting then
-  message = message .. string.format(' (%d ends in %d s, without a group, step or evaluation of the job)',
+  message = message ..
+  string.format(' (%d ends in %d s, without a group, step or evaluation of the job)',
     streak.n, math.floor((NOW - streak.since) / 1000))
 end
 if fails then row.causes, row.cause_count, row.all = {}, 0, nil end

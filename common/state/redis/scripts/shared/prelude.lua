@@ -27,7 +27,9 @@ local OPERATION = args.op and KEYS[1] .. ':op:' .. SCRIPT .. ':' .. args.op
 
 -- Not before anything else is written: a server without memory refuses a script's first write only.
 local function expire_acknowledged()
-  for _, key in ipairs(args.acknowledged or {}) do redis.call('PEXPIRE', key, ACKNOWLEDGED_TTL_MS) end
+  for _, key in ipairs(args.acknowledged or {}) do
+    redis.call('PEXPIRE', key, ACKNOWLEDGED_TTL_MS)
+  end
 end
 
 local function previous_reply()
@@ -56,8 +58,8 @@ local function append_event(kind, fields, extra)
     'fields', fields and cjson.encode(fields) or '{}', 'extra', extra or '{}')
 end
 
--- A job has come further: a group, a step, an evaluation. `slowest_progress_ms` is about the longest that it
--- takes to: what takes much longer than that does not come.
+-- A job has come further: a group, a step, an evaluation. `slowest_progress_ms` is about the
+-- longest that it takes to: what takes much longer than that does not come.
 local function record_progress(prefix)
   local key = prefix .. ':job'
   local before = redis.call('HMGET', key, 'progress_ms', 'slowest_progress_ms')

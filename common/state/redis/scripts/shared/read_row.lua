@@ -1,4 +1,6 @@
 -- One hash, with the fields of the one beside it, if there is one.
 local row = read_hash(args.key)
-if args.extra_key then for field, value in pairs(read_hash(args.extra_key)) do row[field] = value end end
+if args.extra_key then
+  for field, value in pairs(read_hash(args.extra_key)) do row[field] = value end
+end
 return cjson.encode({row = row})

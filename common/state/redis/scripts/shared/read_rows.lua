@@ -3,7 +3,9 @@ local found = {}
 for _, id in ipairs(redis.call('ZRANGE', args.index, 0, -1)) do
   local row = read_hash(args.prefix .. id .. (args.suffix or ''))
   if args.extra_key then
-    for field, value in pairs(read_hash(args.prefix .. id .. args.extra_key)) do row[field] = value end
+    for field, value in pairs(read_hash(args.prefix .. id .. args.extra_key)) do
+      row[field] = value
+    end
   end
   row.id = id
   found[#found + 1] = row

@@ -5,5 +5,7 @@
 local seen = previous_reply()
 if seen then return seen end
 local known = args.job ~= '' and redis.call('ZSCORE', MESH .. ':jobs', args.job)
-if not known or redis.call('ZSCORE', MESH .. ':jobs:active', args.job) then record_exit(read_last_exit()) end
+if not known or redis.call('ZSCORE', MESH .. ':jobs:active', args.job) then
+  record_exit(read_last_exit())
+end
 return reply({failed = false})

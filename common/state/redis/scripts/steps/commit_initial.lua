@@ -14,6 +14,7 @@ redis.call('HSET', key, 'lineage', args.lineage, 'version', 0, 'manifest', args.
   'checkpoint', args.checkpoint, 'image', args.image, 'masters', args.masters,
   'initial_manifest', args.manifest, 'steps_done', 0)
 record_progress(KEYS[1])
-append_event('initial', {job = args.job, lineage = args.lineage, version = 0, manifest = args.manifest,
+append_event('initial', {job = args.job, lineage = args.lineage, version = 0,
+  manifest = args.manifest,
   checkpoint = args.checkpoint, image = args.image, masters = args.masters})
 return cjson.encode({version = 0})

@@ -25,7 +25,8 @@ for n, group in ipairs(args.groups) do
   local row = read_hash(group_key(group))
   local token, step = tonumber(row.trainer_token), tonumber(row.step)
   if row.state ~= 'leased' or token ~= args.token or step ~= args.step then
-    return reject('refused', 'group ' .. group .. ' is not leased for step ' .. args.step .. ' by ' ..
+    return reject('refused', 'group ' .. group .. ' is not leased for step ' .. args.step
+      .. ' by ' ..
       args.trainer)
   end
   local samples, scored = tonumber(row.samples), tonumber(row.scored)
@@ -52,11 +53,13 @@ end
 add_count('trained', trained)
 add_count('filtered', left_out)
 add_count('typed_drops', drops)
-redis.call('HSET', JOB .. ':job', 'version', args.step, 'steps_done', args.step, 'manifest', args.manifest,
+redis.call('HSET', JOB .. ':job', 'version', args.step, 'steps_done', args.step,
+  'manifest', args.manifest,
   'checkpoint', args.checkpoint, 'image', args.image, 'masters', args.masters)
 -- Trajectories that have ended since the commit before, in groups of this step and in those that
 -- were dropped meanwhile. A job that was put back, or went back, begins to count at this step.
-local total = redis.call('HMGET', JOB .. ':job', 'trained', 'filtered', 'typed_drops', 'counted_ended',
+local total = redis.call('HMGET', JOB .. ':job', 'trained', 'filtered', 'typed_drops',
+  'counted_ended',
   'counted_failed')
 local all_failed = tonumber(total[3])
 local all_ended = tonumber(total[1]) + tonumber(total[2]) + all_failed
@@ -73,13 +76,16 @@ redis.call('HSET', step_key, 'lineage', args.lineage, 'step', args.step, 'manife
 redis.call('ZADD', JOB .. ':steps', args.step, step_id)
 record_progress(JOB)
 -- A checkpoint that covers a step has its groups in it: they are not replayed any more.
-local covered = redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.checkpointed_version, args.checkpointed_version)
+local covered = redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.checkpointed_version,
+  args.checkpointed_version)
 for _, id in ipairs(covered) do
   redis.call('HDEL', JOB .. ':step:' .. id, 'groups', 'record')
 end
-redis.call('HSET', JOB .. ':job', 'checkpointed_version', math.max(args.checkpointed_version, tonumber(job.checkpointed_version)))
+redis.call('HSET', JOB .. ':job', 'checkpointed_version',
+  math.max(args.checkpointed_version, tonumber(job.checkpointed_version)))
 append_event('step', {job = args.job, lineage = args.lineage, step = args.step, version = args.step,
-  manifest = args.manifest, checkpoint = args.checkpoint, image = args.image, masters = args.masters,
+  manifest = args.manifest, checkpoint = args.checkpoint, image = args.image,
+  masters = args.masters,
   groups = taken}, args.metrics_field)
 if args.step >= tonumber(job.budget_steps) and PHASE_ORDER[job.phase] < PHASE_ORDER.evaluation then
   set_phase('evaluation', '')

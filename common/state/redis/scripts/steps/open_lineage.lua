@@ -2,19 +2,21 @@
 -- A replay that did not give the committed digests: the steps after the checkpoint are abandoned,
 -- their groups are ready once more, and numbering goes on from the checkpoint in a new lineage.
 -- Versions above the checkpoint's are numbered again, so whatever a group has of those was sampled
--- by other weights than the ones that will have these numbers: `abandoned_above` says so from now on.
--- What was evaluated of them, or was the best of them, is of no version any more.
--- `rollback`: the checkpoint is older than the one that covers steps. Of covered steps nothing tells
--- which groups they trained, so all that has ended since the checkpoint, by its account, is lost,
--- and each prompt that was given out since and is not on its way now goes back to the cursor.
+-- by other weights than the ones that will have these numbers: `abandoned_above` says so from now
+-- on. What was evaluated of them, or was the best of them, is of no version any more. `rollback`:
+-- the checkpoint is older than the one that covers steps. Of covered steps nothing tells which
+-- groups they trained, so all that has ended since the checkpoint, by its account, is lost, and
+-- each prompt that was given out since and is not on its way now goes back to the cursor.
 local seen = previous_reply()
 if seen then return seen end
 if not has_lease(args.trainer, args.token) then return reject_fenced(args.trainer) end
 local job = read_hash(JOB .. ':job')
 local abandoned = redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. args.version, '+inf')
-if args.version < tonumber(job.checkpointed_version) and not args.rollback or args.version > tonumber(job.version) then
+if args.version < tonumber(job.checkpointed_version) and not args.rollback
+  or args.version > tonumber(job.version) then
   return reject('refused', 'no lineage can open at version ' .. args.version .. ': steps up to ' ..
-    job.checkpointed_version .. ' are covered by a checkpoint, and the current version is ' .. job.version)
+    job.checkpointed_version .. ' are covered by a checkpoint, and the current version is '
+      .. job.version)
 end
 for _, group in ipairs(redis.call('ZRANGE', index_key('leased'), 0, -1)) do
   move_group(group, 'leased', 'ready')
@@ -87,9 +89,11 @@ redis.call('HSET', JOB .. ':job', 'lineage', lineage, 'version', args.version,
   'image', args.image, 'masters', args.masters)
 local fields = {job = args.job, lineage = lineage, from_lineage = tonumber(job.lineage),
   version = args.version, manifest = args.manifest, checkpoint = args.checkpoint,
-  image = args.image, masters = args.masters, abandoned_steps = #abandoned, returned_groups = #returned}
+  image = args.image, masters = args.masters, abandoned_steps = #abandoned,
+  returned_groups = #returned}
 if args.rollback then -- the groups of steps up to `lost_through` are none that come back
-  fields.host_lost, fields.counts, fields.lost_through = lost, args.rollback.counts, tonumber(job.checkpointed_version)
+  fields.host_lost, fields.counts, fields.lost_through = lost, args.rollback.counts,
+    tonumber(job.checkpointed_version)
 end
 append_event('lineage', fields)
 if job.phase == 'evaluation' and args.version < tonumber(job.budget_steps) then

@@ -7,7 +7,8 @@ if tonumber(job.lineage) ~= args.lineage or tonumber(job.version) ~= args.step t
     ' is not the current one, which is ' .. tostring(job.version) .. ' of lineage ' ..
     tostring(job.lineage))
 end
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.checkpointed_version, args.step)) do
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.checkpointed_version,
+  args.step)) do
   redis.call('HDEL', JOB .. ':step:' .. id, 'groups', 'record')
 end
 redis.call('HSET', JOB .. ':job', 'checkpoint', args.checkpoint, 'checkpointed_version',

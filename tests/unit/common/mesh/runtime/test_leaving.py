@@ -78,7 +78,7 @@ class FaultyState(StateClient):
 
     async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
         answer = await super().run_script(script, keys, *args)
-        await self.faults.run_step({"vacate": "lease", "register": "take"}.get(script, script))
+        await self.faults.run_step({"end_lease": "lease", "register": "take"}.get(script, script))
         return answer
 
     async def close(self) -> None:
