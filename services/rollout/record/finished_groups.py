@@ -44,7 +44,7 @@ def build_group(
         versions=np.concatenate([t.versions for t in members]),
         rewards=np.array(rewards, np.float64),
         truncated=np.array([e.reason == "length" for e in endings], np.bool_),
-        **{role: concatenate_scores(members, role) for role in roles},
+        **{f"{role}_logprobs": concatenate_scores(members, role) for role in roles},
         expert_ids=experts,
         expert_shape=list(expert_shape()) if experts.size else [0, 0],
         abandoned_above=SINGLE_LINEAGE,

@@ -33,7 +33,11 @@ class ForegroundProcess:
     def __init__(self, directory: Path) -> None:
         self.place = MeshPaths(directory)
         self.program = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("foreground_process.py")), str(directory)],
+            [
+                sys.executable,
+                str(Path(__file__).with_name("foreground_process.py")),
+                str(directory),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

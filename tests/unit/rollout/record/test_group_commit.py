@@ -458,6 +458,16 @@ def test_members_truncated_at_max_length_are_marked() -> None:
     assert np.isfinite(encode_experts.rewards).tolist() == [True, True, True, False]
 
 
+def test_scores_of_frozen_models_are_in_the_group() -> None:
+    members = [complete_member(n, "done", 1.0) for n in range(2)]
+    for n, member in enumerate(members):
+        member.scores["teacher"] = np.full(member.length, -n - 1.0, np.float32)
+    made = build_group(4, 0, members, ("reference", "teacher"), lambda: [0, 0])
+    again = unpack(TrajectoryGroup, pack(made))
+    assert again.reference_logprobs.tolist() == [0.0] * 6, "it did not score them"
+    assert again.teacher_logprobs.tolist() == [-1.0] * 3 + [-2.0] * 3
+
+
 def test_rewards_are_stored_as_float64() -> None:
     rewards = [1e39, 100000001.0, 100000002.0, 0.1]
     members = [complete_member(n, "done", reward) for n, reward in enumerate(rewards)]

@@ -166,7 +166,9 @@ async def test_overloaded_or_slow_server_is_retried() -> None:
     deadline_s = scaled(1.0)
     server = Server(web.Response(status=503), 1.5 * deadline_s, completion("yes"))
     retry_timeout_s = 60.0 * deadline_s
-    async with create_judge(server, deadline_s=deadline_s, retry_timeout_s=retry_timeout_s) as judge:
+    async with create_judge(
+        server, deadline_s=deadline_s, retry_timeout_s=retry_timeout_s
+    ) as judge:
         assert await judge.judge_trajectory(ROW, TURNS) == 1.0
     assert len(server.requests) == 3
 

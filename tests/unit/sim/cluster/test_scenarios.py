@@ -29,8 +29,8 @@ name = "talk"
 steps = 6
 groups_per_step = 4
 group_size = 4
-pace = "100/8/4000"
-training_pace = "100/50"
+emulate = "100/8/4000"
+emulate_training = "100/50"
 [jobs.workload]
 prompt = 4
 median = { first = 20 }
@@ -62,6 +62,13 @@ def write(folder: Path, text: str = SMALL) -> Path:
 def get_only_scenario(arm: Arm) -> Scenario:
     (scenario,) = arm.scenarios.values()
     return scenario
+
+
+def test_old_names_of_renamed_keys_are_accepted(tmp_path: Path) -> None:
+    old = SMALL.replace("emulate_training", "training_pace").replace("emulate", "pace")
+    assert old != SMALL
+    found = read_arms(write(tmp_path, old), ["pool.turns=false"])
+    assert found == read_arms(write(tmp_path), ["pool.time_slicing=false"])
 
 
 def test_arms_are_compared_with_the_first_one(tmp_path: Path) -> None:
@@ -100,7 +107,7 @@ def test_shipped_scenarios_can_be_built() -> None:
     [
         ("steps = 6", "steps = 0 must be at least 1"),
         ('kind = "CPU"', "unknown key hosts[0].kinds"),
-        ('pace = "100/8/4000"', "there is no pace 'fast'"),
+        ('emulate = "100/8/4000"', "there is no pace 'fast'"),
         ("[jobs.workload]", "neither a model nor a pace"),
     ],
 )
@@ -108,12 +115,12 @@ def test_mistakes_in_a_scenario_are_named(tmp_path: Path, change: str, said: str
     wrong = {
         "steps = 6": "steps = 0",
         'kind = "CPU"': 'kinds = "CPU"',
-        'pace = "100/8/4000"': 'pace = "fast"',
+        'emulate = "100/8/4000"': 'emulate = "fast"',
         "[jobs.workload]": "[jobs.workload]",
     }[change]
     text = SMALL.replace(change, wrong, 1)
     if change == wrong:
-        text = text.replace('training_pace = "100/50"\n', "")
+        text = text.replace('emulate_training = "100/50"\n', "")
     with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
         path = write(tmp_path, text)
         build_cluster(get_only_scenario(read_arms(path, [])["held"]), tmp_path).run(60.0)

@@ -138,7 +138,7 @@ def job(directory: Path, speed: str) -> JobData:
     document: dict[str, Any] = {
         "name": "it",
         "model": {"config": QWEN},
-        "training": {"ranks": 2, "pace": speed},
+        "training": {"ranks": 2, "emulate": speed},
     }
     return JobData("it", JobConfig.from_document(document), directory, directory)
 
