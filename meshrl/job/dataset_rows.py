@@ -81,23 +81,22 @@ def _check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
         raise ConfigError(
             f"{row.location}: the row has no {kinds} {prompt_key!r}"
             + (f", but {value!r:.60}" if value is not None else ""),
-            fix="set dataset.prompt to the row's key that holds the prompt; it has "
+            fix="Set dataset.prompt to the row's key that holds the prompt; the row has "
             f"{', '.join(map(repr, row.value)) or 'nothing'}",
         )
     if not chat:
         raise ConfigError(
-            f"{row.location}: {prompt_key!r} is a list, of messages perhaps, and the job has "
-            "no chat "
-            "format",
-            fix='set environment.chat, such as "auto", or write the prompt as a text',
+            f"{row.location}: {prompt_key!r} is a list, perhaps of messages, but the job has "
+            "no chat format",
+            fix='Set environment.chat, such as "auto", or write the prompt as a text',
         )
     try:
         parse_conversation(value, ROLES)
     except ValueError as error:
         raise ConfigError(
-            f"{row.location}: {prompt_key!r} is no conversation: {error}",
-            fix="write each message as {'role', 'content'}, the content a text or parts of type "
-            "'text'",
+            f"{row.location}: {prompt_key!r} is not a conversation: {error}",
+            fix="Write each message as {'role', 'content'}, where the content is a text or "
+            "parts of type 'text'",
         ) from error
 
 
@@ -108,8 +107,8 @@ def check_sendable(location: str, value: dict[str, Any]) -> None:
     culprits = (f"column {k!r}" for k, cell in value.items() if _explain_unsendable({k: cell}))
     raise ConfigError(
         f"{location}: {next(culprits, 'the row')} cannot be sent ({problem})",
-        fix="keep to UTF-8 text, integers of 64 bits, and shallow lists and tables; tests of code "
-        "may be the text of their JSON, which holds any integer",
+        fix="Use only UTF-8 text, 64-bit integers, and shallow lists and tables; tests of "
+        "code may be JSON text, which holds any integer",
     )
 
 
@@ -145,7 +144,7 @@ def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
             except json.JSONDecodeError as error:
                 raise ConfigError(
                     f"{place}: not JSON ({error.msg}, column {error.colno})",
-                    fix="a .jsonl file has one JSON object on each line",
+                    fix="Write one JSON object on each line",
                 ) from error
             except RecursionError as error:
                 raise ConfigError(f"{place}: lists or tables are nested too deeply") from error
@@ -156,17 +155,19 @@ def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
                 )
                 raise ConfigError(
                     f"{place}: {said}: {error}",
-                    fix="write null or a finite number, or leave the row out",
+                    fix="Write null or a finite number, or remove the row",
                 ) from error
             except ValueError as error:  # more digits than Python reads
                 raise ConfigError(
-                    f"{place}: a number that cannot be read ({error})",
-                    fix="write it as text; tests of code may be the text of their JSON",
+                    f"{place}: a number cannot be read ({error})",
+                    fix="Write the number as text; tests of code may be JSON text",
                 ) from error
             if not line:
                 continue
             if not isinstance(value, dict):
-                raise ConfigError(f"{place}: a row is a JSON object, not {type(value).__name__}")
+                raise ConfigError(
+                    f"{place}: a row must be a JSON object, not {type(value).__name__}"
+                )
             yield DatasetRow(place, value, line)
 
 
@@ -175,7 +176,7 @@ def _read_directory(path: Path) -> Iterator[DatasetRow]:
         splits = _read_json_list(path / "dataset_dict.json", "splits")
         raise ConfigError(
             f"{path} holds several splits: {', '.join(splits)}",
-            fix=f"name one of them, such as {path / splits[0]}",
+            fix=f"Name one of them, such as {path / splits[0]}",
         )
     if (path / "state.json").is_file():
         return _read_saved_dataset(path)
@@ -184,13 +185,13 @@ def _read_directory(path: Path) -> Iterator[DatasetRow]:
     if len(splits) > 1:
         raise ConfigError(
             f"{path} holds files of several splits: {', '.join(splits)}",
-            fix=f"name those of one, such as {path / (splits[0] + '-*.parquet')}",
+            fix=f"Name the files of one split, such as {path / (splits[0] + '-*.parquet')}",
         )
     if not files:
         raise ConfigError(
-            f"{path} is no dataset: it holds neither state.json nor *.parquet",
-            fix="name a JSONL or Parquet file, a directory of Parquet files, or one that "
-            "datasets.Dataset.save_to_disk has written",
+            f"{path} is not a dataset: it contains neither state.json nor *.parquet",
+            fix="Name a JSONL or Parquet file, a directory of Parquet files, or one that "
+            "datasets.Dataset.save_to_disk wrote",
         )
     return _read_parquet(files)
 
@@ -200,7 +201,8 @@ def _read_saved_dataset(path: Path) -> Iterator[DatasetRow]:
     arrow = _import_pyarrow(path)
     if _read_json_list(path / "state.json", "_indices_data_files", []):
         raise ConfigError(
-            f"{path} holds a selection of rows, not rows", fix="flatten_indices() before saving it"
+            f"{path} contains a selection of rows, not the rows themselves",
+            fix="Call flatten_indices() before you save the dataset",
         )
     for entry in _read_json_list(path / "state.json", "_data_files"):
         file = path / str(entry["filename"] if isinstance(entry, dict) else entry)
@@ -209,7 +211,9 @@ def _read_saved_dataset(path: Path) -> Iterator[DatasetRow]:
                 yield from _read_batches(file, stream)
         except (OSError, arrow.ArrowInvalid) as error:
             said = str(error).partition(". Detail")[0]
-            raise ConfigError(f"{file} cannot be read: {said}", fix="save it again") from error
+            raise ConfigError(
+                f"{file} cannot be read: {said}", fix="Save the dataset again"
+            ) from error
 
 
 def _read_json_list(file: Path, key: str, default: list[Any] | None = None) -> list[Any]:
@@ -219,10 +223,12 @@ def _read_json_list(file: Path, key: str, default: list[Any] | None = None) -> l
         listed = found.get(key, default) or default
         if isinstance(listed, list):
             return listed
-        said = f"it has no list {key!r}"
+        said = f"the file has no list {key!r}"
     except (OSError, ValueError, AttributeError) as error:
         said = str(error)
-    raise ConfigError(f"{file} is not what datasets writes: {said}", fix="save it again")
+    raise ConfigError(
+        f"{file} is not a file of the package datasets: {said}", fix="Save the dataset again"
+    )
 
 
 def _read_parquet(files: list[Path]) -> Iterator[DatasetRow]:
@@ -249,7 +255,7 @@ def _read_batches(path: Path, batches: Any) -> Iterator[DatasetRow]:
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{place}: {_explain_bad_value(value)}",
-                    fix="keep to text, numbers, lists and tables",
+                    fix="Use only text, numbers, lists and tables",
                 ) from error
             yield DatasetRow(place, value, line)
 
@@ -259,10 +265,10 @@ def _explain_bad_value(value: dict[str, Any]) -> str:
         try:
             json.dumps(cell, allow_nan=False)
         except TypeError as error:
-            return f"column {column!r} is no plain data ({error})"
+            return f"column {column!r} is not plain data ({error})"
         except ValueError:
-            return f"column {column!r} holds a number that is not finite"
-    return "no plain data"
+            return f"column {column!r} contains a number that is not finite"
+    return "the row is not plain data"
 
 
 def _import_pyarrow(path: Path) -> Any:
@@ -270,6 +276,7 @@ def _import_pyarrow(path: Path) -> Any:
         import pyarrow
     except ImportError as error:
         raise ConfigError(
-            f"{path}: reading it takes pyarrow", fix="pip install 'meshrl[data]'"
+            f"{path}: the package pyarrow, which reads this file, is not installed",
+            fix="Run `pip install 'meshrl[data]'`",
         ) from error
     return pyarrow

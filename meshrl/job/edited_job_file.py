@@ -37,38 +37,41 @@ def describe_edits(
         return []
     if hashlib.sha256(content).hexdigest() == recorded_file["digest"]:
         return []
-    goes_on = "the run goes on with its own"
+    goes_on = "the run continues with its own"
     try:
         now = tomllib.loads(content.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         return [
-            f"{path} has been edited since the run began, and is no TOML now ({error}): {goes_on}"
+            f"{path} was edited after the run began and is no longer valid TOML ({error}); "
+            f"{goes_on} values"
         ]
     own = dict(flatten(document))
     found = diff_documents(recorded_file["keys"], now)
     apart = {key: new for key, (_, new) in found.items() if key not in own or own[key] != new}
     if not apart:
         return []
-    said = [f"{path} has been edited since the run began; {goes_on} values:"]
+    said = [f"{path} was edited after the run began; {goes_on} values:"]
     may: list[str] = []
     for key, value in apart.items():
         try:
             fixed = find_rule(key).fixed_reason
         except KeyError:
-            fixed = "there is no such key"
+            fixed = "unknown key"
         if key not in own or value is None:
             said.append(
-                f"  {key}: {_format_value(own.get(key))} here, {_format_value(value)} in the file"
+                f"  {key}: {_format_value(own.get(key))} in the run, {_format_value(value)} "
+                "in the file"
             )
             continue
-        why = f" (may not change: {fixed})" if fixed else ""
+        why = f" (cannot change: {fixed})" if fixed else ""
         said.append(
-            f"  {key}: {_format_value(own[key])} here, {_format_value(value)} in the file{why}"
+            f"  {key}: {_format_value(own[key])} in the run, {_format_value(value)} in the "
+            f"file{why}"
         )
         if not fixed:
             may.append(f"--set {key}={_to_toml_value(value)}")
     if may:
-        said.append(f"To apply what may change: meshrl resume {run} {' '.join(may)}")
+        said.append(f"To apply the permitted changes: meshrl resume {run} {' '.join(may)}")
     return said
 
 

@@ -39,7 +39,7 @@ def load_shape_from(path: str, description: dict[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"the model cannot be read: {error.strerror}",
             where=str(error.filename),
-            fix="see that it is a file that you may read",
+            fix="Check that the path is a file with read permission",
         ) from error
     try:
         return ModelConfig.from_hf(description)

@@ -50,7 +50,7 @@ def find_missing_key(row: DatasetRow, keys: list[RequiredKey]) -> tuple[str, str
             has = ", ".join(map(repr, row.value)) or "nothing"
             wrong = f"{row.location}: the row has no {needed.key!r}, which {needed.reader} reads"
             choose = f", or name the row's key in {needed.key_option}" if needed.key_option else ""
-            return needed.job_key, f"{wrong}; it has {has}", f"Add it to every row{choose}"
+            return needed.job_key, f"{wrong}; it has {has}", f"Add the key to every row{choose}"
     return None
 
 

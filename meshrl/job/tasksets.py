@@ -46,12 +46,12 @@ def load_tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
             raise ConfigError(wrong) from error
         if code:
             said = "\n".join(failure.read_tail(log, 3))
-            raise ConfigError(f"taskset {environment.verifiers!r} does not load: {said}")
+            raise ConfigError(f"taskset {environment.verifiers!r} failed to load: {said}")
         lines = rows.read_text(encoding="utf-8").splitlines()
     if len(lines) <= dataset.held_out_tasks:
         raise ConfigError(
             f"taskset {environment.verifiers!r} has {len(lines)} tasks",
-            fix="that leaves none to train on: lower dataset.held_out_tasks",
+            fix="Lower dataset.held_out_tasks: no task remains to train on",
         )
     for number, line in enumerate(lines, 1):
         check_sendable(f"taskset {environment.verifiers!r}, task {number}", json.loads(line))

@@ -11,11 +11,11 @@ from typing import Any
 from meshrl.common.base.errors import ConfigError
 
 _KEY_PART = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*""")
-_DUPLICATE_FIX = "A key or table of that name stands above: keep one of them"
+_DUPLICATE_FIX = "Keep one of them: a key or table of that name is defined above"
 _SYNTAX_FIXES = {  # by how tomllib's message begins
     "Cannot overwrite": _DUPLICATE_FIX,
     "Cannot declare": _DUPLICATE_FIX,
-    "Invalid value": "Text takes quotes; true and false are written small",
+    "Invalid value": "Put text in quotes; write true and false in lower case",
 }
 
 

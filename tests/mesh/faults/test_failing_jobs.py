@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Changes, dict[str, str], list[str]]] = {
     "stop": (
         {"rollout": {"stop": ["<nothing>"]}},
         {},
-        ["ConfigError", "'<nothing>' is no token", "rollout.stop"],
+        ["ConfigError", "'<nothing>' is not a token", "rollout.stop"],
     ),
     "sglang": (
         {"rollout": {"engine": "sglang", "sglang_python": "/nowhere/python"}},

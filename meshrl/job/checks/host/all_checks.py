@@ -62,11 +62,10 @@ def check_weights_quota(job: JobFile) -> None:
     if needed > allowed:
         raise job.make_error(
             "weights.quota_gb",
-            f"weights.quota_gb = {allowed:g} GiB are too few for {versions} versions of "
-            f"{count_parameters(config) * width / GIB:.3g} GiB, which the run has at a time: "
-            "its kept "
-            "checkpoints, the current one and the next",
-            f"Take {needed:.3g} or more, or lower training.keep_checkpoints",
+            f"weights.quota_gb = {allowed:g} GiB is too small for the {versions} versions of "
+            f"{count_parameters(config) * width / GIB:.3g} GiB that exist at a time: the "
+            "retained checkpoints, the current version and the next",
+            f"Set weights.quota_gb to {needed:.3g} or more, or lower training.keep_checkpoints",
         )
 
 
@@ -80,13 +79,13 @@ def check_urls_writable(job: JobFile) -> None:
 def _check_url_writable(job: JobFile, key: str, url: str) -> None:
     if "::" in url or redact_url(url) != url.rstrip("/"):
         raise ConfigError(  # its text does not contain the URL
-            "a URL with a user, a password or a query in it, or a chain of URLs (::), which may "
-            "hide one, would stand in the run's files",
+            "the URL has a user, a password or a query, or is a chain of URLs (::) that may "
+            "hide one; the run's files would store it",
             where=key,
-            fix="Give credentials in the environment, as the storage's client reads them",
+            fix="Set the environment variables from which the storage's client reads credentials",
         )
     try:
-        there = RemoteDirectory(url, key, "the place")
+        there = RemoteDirectory(url, key, "the directory")
         probe = f".probe-{uuid.uuid4().hex}"
         there.write_file(probe, b"may this host write here?")
         there.remove(probe)

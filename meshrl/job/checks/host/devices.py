@@ -20,7 +20,7 @@ from meshrl.job.job_file import JobFile
 IMPORT_TIMEOUT_S = 60.0  # for torch
 LIST_COMMAND = [sys.executable, "-m", "meshrl.common.hardware.gpus"]
 CUDA_PROBE = "import torch; torch.cuda.init(); print(torch.cuda.get_device_name(0))"
-_FIX = 'Set mesh.device = "cpu", or repair what is missing'
+_FIX = 'Set mesh.device = "cpu", or repair the reported cause'
 
 
 def check_devices(job: JobFile) -> None:
@@ -51,9 +51,9 @@ def find_usable_devices(device: str, workers: int = 0) -> list[Device]:
     check_device_count(devices, workers)
     if not is_torch_built_for_cuda():
         raise ConfigError(
-            f"the torch of {sys.prefix} is built without CUDA, and this host has "
+            f"torch in {sys.prefix} is built without CUDA, but this host has "
             + ", ".join(one.label for one in devices),
-            fix="Install a torch with CUDA: see https://pytorch.org/get-started",
+            fix="Install torch with CUDA: see https://pytorch.org/get-started",
         )
     _run_command(
         [sys.executable, "-c", CUDA_PROBE], IMPORT_TIMEOUT_S, "torch", {CUDA_ENV: devices[0].uuid}
@@ -100,9 +100,11 @@ def _run_command(
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"{program} does not answer: {error}", where="mesh.device", fix=_FIX
+            f"{program} did not respond: {error}", where="mesh.device", fix=_FIX
         ) from error
     if ran.returncode:
         words = (ran.stderr.strip() or ran.stdout.strip()).splitlines()
-        raise ConfigError(words[-1] if words else f"{program} fails: {ran.returncode}", fix=_FIX)
+        raise ConfigError(
+            words[-1] if words else f"{program} failed with exit status {ran.returncode}", fix=_FIX
+        )
     return ran.stdout.strip().splitlines()

@@ -23,13 +23,13 @@ from typing import Any
 SendMessage = Callable[..., None]
 # what a reference is -> its arguments when it is called, its definition, its name
 CALL_SIGNATURES = {
-    "environment": ((), "def {name}():", "an environment's factory"),
+    "environment": ((), "def {name}():", "an environment factory"),
     "reward": ((None, None), "def {name}(row, turns):", "a reward"),
     "tool": ((None,), "def {name}(input):", "a tool"),
     "demonstrations": (
         (None, 0.0),
         "def {name}(random, progress):",
-        "the source of demonstrations",
+        "a source of demonstrations",
     ),
 }
 
@@ -82,16 +82,16 @@ def check_callable(found: Any, use: str, kind: str) -> None:
     arguments, definition, what = CALL_SIGNATURES[kind]
     fix = f"Define it as `{definition.format(name=name)}`"
     if not callable(found):
-        raise UnusableReference(f"{use} is a {type(found).__name__}, not a function", fix)
+        raise UnusableReference(f"{use} is of type {type(found).__name__}, not a function", fix)
     if inspect.iscoroutinefunction(found):
         raise UnusableReference(
-            f"{use} is async, and is called as a plain function", fix, get_location(found)
+            f"{use} is async, but MeshRL calls it as a plain function", fix, get_location(found)
         )
     try:
         inspect.signature(found).bind(*arguments)
     except TypeError as error:
         raise UnusableReference(
-            f"{use} cannot be called as {what} is: {error}", fix, get_location(found)
+            f"{use} cannot be called as {what}: {error}", fix, get_location(found)
         ) from None
     except ValueError:
         return  # functions that are not written in Python have no signature
@@ -116,13 +116,13 @@ def try_environment(factory: Any, use: str, request: dict[str, Any], send: SendM
         if absent:
             raise UnusableReference(
                 f"{use} returned a {type(environment).__name__} without {absent[0]}()",
-                "A factory returns an object with open(row), step(text), result(value), close()",
+                "Return an object with open(row), step(text), result(value) and close()",
                 get_location(factory),
             )
         try:
             prompt = environment.open(row["value"])
         except Exception as error:
-            wrong = f"{type(error).__name__}: {error}, of {row['location']}"
+            wrong = f"{type(error).__name__}: {error}, for {row['location']}"
             missing = error.filename if isinstance(error, FileNotFoundError) else None
             where = find_error_location(error, request["modules"])
             raise UnusableReference(
@@ -131,17 +131,19 @@ def try_environment(factory: Any, use: str, request: dict[str, Any], send: SendM
         wanted = (str, list, dict) if request["chat"] else (str,)
         if not isinstance(prompt, wanted):
             raise UnusableReference(
-                f"open() returned {type(prompt).__name__}, not the prompt as str, of "
+                f"open() returned {type(prompt).__name__}, not the prompt as str, for "
                 f"{row['location']}",
-                "Messages take environment.chat"
+                "Set environment.chat for prompts of messages"
                 if isinstance(prompt, list | dict)
-                else "Return text",
+                else "Return the prompt as str",
                 get_location(getattr(environment.open, "__func__", environment.open)),
             )
         try:
             json.dumps(prompt)
         except (TypeError, ValueError) as error:
-            wrong = f"open() returned what is no plain data: {error}, of {row['location']}"
+            wrong = (
+                f"open() returned a value that is not plain data: {error}, for {row['location']}"
+            )
             raise UnusableReference(wrong) from None
         send(opened={"location": row["location"], "key": row["key"], "prompt": prompt})
         if callable(close := getattr(environment, "close", None)):

@@ -40,7 +40,7 @@ PROGRESS_NOTICE_S = 5.0  # until a waiting user sees a notice of the current act
 DUMP_TIMEOUT_S = 2.0  # for a killed import to dump its position: milliseconds, on a quiet machine
 OUTPUT_TAIL_LINES = 3
 GUARD_MODULE = child.__name__
-DEFAULT_FIX = "Mend it; --dry-run tries it again"
+DEFAULT_FIX = "Correct the error; `meshrl run --dry-run` checks it again"
 FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+) in')
 REFERENCE_KINDS = {  # by key, or the table of tools; what is neither is a reward
     "environment.use": "environment",
@@ -85,8 +85,8 @@ def _find_shadowing_modules(job: JobFile, modules: Path) -> Iterator[MeshError]:
         if path.stem in {"meshrl", *sys.stdlib_module_names} - {"test"}:
             yield job.make_error(
                 "",
-                f"{job.base / path.name} has the name of a module of {theirs}",
-                "Give it another name, here and where it is imported",
+                f"{job.base / path.name} has the same name as a module of {theirs}",
+                "Rename the module, and update its imports",
             )
 
 
@@ -179,9 +179,10 @@ class _ImportProbe:
                 told = True
                 if self.current_action:
                     where = self._describe_position(process, log)
-                    given_up = f"it is given up after {self._timeout_s:g} s"
+                    given_up = f"the limit is {self._timeout_s:g} s"
                     print(
-                        f"{self.current_action} takes its time{where}; {given_up}", file=sys.stderr
+                        f"{self.current_action} is still running{where}; {given_up}",
+                        file=sys.stderr,
                     )
 
     @property
@@ -196,11 +197,14 @@ class _ImportProbe:
         where = f" ({self._map_to_sources(location)})" if location else ""
         missing = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", message)
         if missing and not fix:
-            fix = f"Install {missing[1]} where meshrl is installed, or put it beside the job file"
+            fix = (
+                f"Install {missing[1]} where meshrl is installed, or put the module beside "
+                "the job file"
+            )
         if missing_file and self._is_beside_job_file(missing_file):
             fix = (
-                "Only modules are bundled and taken to the mesh: give the file's absolute path, or "
-                "put what it says into a module or the rows"
+                "Give the file's absolute path, or move its content into a module or the "
+                "rows: only modules are copied to the mesh"
             )
         return self.job.make_error(
             key, f"{key}: {self._map_to_sources(message)}{where}", fix or DEFAULT_FIX
@@ -213,7 +217,7 @@ class _ImportProbe:
             if self.job.config.environment.chat:
                 parse_conversation(said)
         except ValueError as error:
-            wrong = f"open() returned no prompt that a chat takes: {error}, of {location}"
+            wrong = f"open() returned no valid chat prompt: {error}, for {location}"
             yield self.job.make_error("environment.use", f"environment.use: {wrong}", DEFAULT_FIX)
             return
         prompt = said
@@ -225,7 +229,7 @@ class _ImportProbe:
             self.text_problems.add_row(key, location, [prompt_lengths.extract_text(prompt)])
             if counted + 1 > self.job.config.rollout.max_tokens:
                 prompt_lengths.raise_too_long(
-                    self.job, key, [(location, counted)], "the prompt has"
+                    self.job, key, [(location, counted)], "the prompt does"
                 )
         except ConfigError as error:
             yield error
@@ -234,10 +238,10 @@ class _ImportProbe:
         where = self._describe_position(process, log)
         return self.job.make_error(
             self.current_key,
-            f"{self.current_action} did not end within {self._timeout_s:g} s{where}",
-            "Make it faster, or raise environment.step_deadline_s"
+            f"{self.current_action} did not finish within {self._timeout_s:g} s{where}",
+            "Make open() faster, or raise environment.step_deadline_s"
             if "open()" in self.current_action
-            else "Let it work when it is called, not at import",
+            else "Move the work from the import of the module into the function",
         )
 
     def _describe_position(self, process: subprocess.Popen[bytes], log: Path) -> str:
@@ -254,7 +258,7 @@ class _ImportProbe:
             frames = FRAME_PATTERN.findall(file.read().decode(errors="replace"))
         own = [frame for frame in frames if Path(frame[0]).is_relative_to(self.modules)]
         place, line = (own or frames or [("", "")])[0]
-        return f": it is at {self._map_to_sources(place)}, line {line}" if place else ""
+        return f": the process is at {self._map_to_sources(place)}, line {line}" if place else ""
 
     def _make_exit_error(self, code: int, log: Path) -> ConfigError:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with status {code}"

@@ -39,9 +39,9 @@ def check_sglang(job: JobFile) -> None:
         ) from error
     key = "rollout.sglang_python" if rollout.sglang_python else "rollout.engine"
     python = Path(rollout.sglang_python or locate_python(locate_environment("sglang"))).expanduser()
-    fix = "`meshrl engine install sglang` installs it"
+    fix = "Run `meshrl engine install sglang`"
     if rollout.sglang_python:
-        fix = f"{fix}; without rollout.sglang_python a job finds that one by itself"
+        fix = f"{fix}; a job without rollout.sglang_python uses that installation"
     if problem := explain_missing_package(python, "sglang"):
         raise job.make_error(key, f"rollout.engine = 'sglang': {problem}", fix)
     _check_read_back(job)
@@ -55,12 +55,12 @@ def _check_read_back(job: JobFile) -> None:
         return
     why = ""
     if job.config.mesh.device != "cpu":
-        why = "SGLang digests what lies on a GPU by a function of its own"
+        why = "SGLang computes its own digest of weights on a GPU"
     elif load_model_shape(job, job.config.model.path).sparse_layers:
-        why = "SGLang lays experts out for its kernels"
+        why = "SGLang stores experts in the layout of its kernels"
     if why:
-        wrong = f"rollout.verify_weights: {why}, which is not compared with a version"
-        fix = "Leave it out, or set rollout.engine to the built-in one"
+        wrong = f"rollout.verify_weights: {why}, which cannot be compared with a version"
+        fix = "Remove the key, or set rollout.engine to the built-in engine"
         raise job.make_error("rollout.verify_weights", wrong, fix)
 
 
@@ -68,8 +68,8 @@ def _check_kv_tiers(job: JobFile) -> None:
     """Check that the job has GPUs for SGLang's hierarchical cache."""
     rollout = job.config.rollout
     if job.config.mesh.device == "cpu" and (rollout.kv_memory_gib or rollout.kv.disk):
-        wrong = "rollout.kv: SGLang keeps keys and values outside of its cache on GPUs alone"
-        fix = "Set memory and disk to 0, or rollout.engine to the built-in one"
+        wrong = "rollout.kv: SGLang supports KV tiers only on GPUs"
+        fix = "Set memory and disk to 0, or set rollout.engine to the built-in engine"
         raise job.make_error("rollout.kv", wrong, fix)
 
 
@@ -80,13 +80,13 @@ def _check_adapters(job: JobFile, python: Path, key: str) -> None:
         return
     status, said = _run_python(python, PINNED_MEMORY_PROBE, IMPORT_TIMEOUT_S)
     if status is None:
-        fix = "See what keeps it, as a slow disk does, and submit again"
+        fix = "Find the cause of the delay, such as a slow disk, and submit the job again"
         raise job.make_error(key, f"rollout.engine = 'sglang': {said}", fix)
     if status:
         raise job.make_error(
             "lora.engine_mode",
-            "lora.engine_mode = 'beside': SGLang computes adapters beside a model with pinned "
-            f"memory, which {python} has none of: {said}",
+            "lora.engine_mode = 'beside': SGLang needs pinned memory for adapters beside a "
+            f"model, and {python} has none: {said}",
             "Set lora.engine_mode to 'merged' or 'auto', which merges for SGLang, or mesh.device "
             "to 'cuda'",
         )
@@ -98,7 +98,10 @@ def check_verifiers(job: JobFile) -> None:
         problem := explain_missing_package(Path(environment.python), "verifiers")
     ):
         wrong = f"environment.python: {problem}"
-        fix = "Name one of an environment that `pip install verifiers==0.4.0` was run in"
+        fix = (
+            "Set environment.python to an interpreter for which `pip install "
+            "verifiers==0.4.0` was run"
+        )
         raise job.make_error("environment.python", wrong, fix)
 
 
@@ -113,14 +116,20 @@ def check_sandbox_python(job: JobFile) -> None:
     )
     if status is None:
         raise job.make_error(
-            "sandbox.python", f"sandbox.python: {said}", "Name a Python interpreter"
+            "sandbox.python",
+            f"sandbox.python: {said}",
+            "Set sandbox.python to a Python interpreter",
         )
     if status:
         absent = "No module named" in said
         key = "sandbox.imports" if absent else "sandbox.python"
-        fix = "Install it there" if absent else "Name a Python interpreter"
+        fix = (
+            "Install the module for that interpreter"
+            if absent
+            else "Set sandbox.python to a Python interpreter"
+        )
         raise job.make_error(
-            key, f"{key}: {config.python} does not import what it is to: {said}", fix
+            key, f"{key}: {config.python} cannot import the required modules: {said}", fix
         )
 
 
@@ -134,12 +143,16 @@ def check_mcp_servers(job: JobFile) -> None:
         found = program == "python" or shutil.which(program) or os.access(beside, os.X_OK)
         if not found:
             raise job.make_error(
-                key, f"{key}: there is no program {program!r}", "Install it, or give its whole path"
+                key,
+                f"{key}: there is no program {program!r}",
+                "Install the program, or give its full path",
             )
         script = next((word for word in command[1:] if word.endswith(".py")), "")
         if script and not (job.base / script).is_file():
             wrong = f"{key}: there is no file {job.base / script}"
-            raise job.make_error(key, wrong, "Name one beside the job file, or by its whole path")
+            raise job.make_error(
+                key, wrong, "Put the file beside the job file, or give its full path"
+            )
 
 
 def check_packages(job: JobFile) -> None:
@@ -150,7 +163,7 @@ def check_packages(job: JobFile) -> None:
     for package, (used, key, what, extra) in wanted.items():
         if used and importlib.util.find_spec(package) is None:
             wrong = f"{key}: {what} the package {package}, which is not installed"
-            raise job.make_error(key, wrong, f"pip install 'meshrl[{extra}]'")
+            raise job.make_error(key, wrong, f"Run `pip install 'meshrl[{extra}]'`")
 
 
 def check_isolation(job: JobFile) -> None:
@@ -163,7 +176,7 @@ def explain_missing_package(python: Path, package: str) -> str:
     status, said = _run_python(python, FIND_PACKAGE.format(package), PROBE_TIMEOUT_S)
     if status == ABSENT_STATUS:
         return f"{python} has no package {package}"
-    return f"{python} does not work: {said}" if status else said
+    return f"{python} failed: {said}" if status else said
 
 
 def can_import(python: Path, package: str, directory: str) -> bool:
@@ -190,6 +203,6 @@ def _run_python(python: Path, code: str, timeout_s: float) -> tuple[int | None, 
     except OSError as error:
         return None, f"{python} cannot be run: {error.strerror}"
     except subprocess.TimeoutExpired:
-        return None, f"{python} did not end `{code}` within {timeout_s:g} s"
+        return None, f"{python} did not finish `{code}` within {timeout_s:g} s"
     last = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
     return ran.returncode, last if ran.returncode else ""

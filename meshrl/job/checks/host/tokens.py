@@ -47,8 +47,8 @@ def check_positions(job: JobFile) -> None:
         elif longest > has:
             raise job.make_error(
                 f"models.{role}",
-                f"models.{role} is asked about sequences of up to rollout.max_tokens = {longest} "
-                f"tokens, and has {has} positions{_describe_config_file(path)}",
+                f"models.{role} scores sequences of up to rollout.max_tokens = {longest} "
+                f"tokens, but has {has} positions{_describe_config_file(path)}",
                 f"Lower rollout.max_tokens to {has} or less",
             )
 
@@ -87,10 +87,10 @@ def check_vocabulary(job: JobFile) -> None:
         scratch = which == "model" and not config.model.path
         raise job.make_error(
             "model.tokenizer" if which == "model" else f"{which}.path",
-            f"the tokenizer has ids up to {last} ({token!r}), and "
-            f"{'the model' if which == 'model' else which} {has} rows of its embedding "
+            f"the tokenizer has ids up to {last} ({token!r}), but "
+            f"{'the model' if which == 'model' else which} has an embedding of {has} rows "
             "(vocab_size)",
-            "Take the tokenizer that belongs to the model"
+            "Use the model's own tokenizer"
             + (f", or set vocab_size to {last + 1} or more" if scratch else ""),
         )
 
@@ -102,14 +102,13 @@ def check_stop(job: JobFile) -> None:
     if unknown:
         raise job.make_error(
             "rollout.stop",
-            f"rollout.stop: {unknown[0]!r} is no token of the tokenizer",
-            "Name a token as the tokenizer.json has it; a text of several tokens goes into "
-            "rollout.stop_text",
+            f"rollout.stop: {unknown[0]!r} is not a token of the tokenizer",
+            "Use a token of tokenizer.json, or put a text of several tokens into rollout.stop_text",
         )
     for text in rollout.stop_text:
         try:
             tokenizer.encode(text)
         except ConfigError as error:
-            wrong = f"rollout.stop_text: the model can never write {text!r}: {error.message}"
-            fix = "Keep to characters of the tokenizer's vocabulary"
+            wrong = f"rollout.stop_text: the model cannot generate {text!r}: {error.message}"
+            fix = "Use only characters of the tokenizer's vocabulary"
             raise job.make_error("rollout.stop_text", wrong, fix) from error

@@ -18,15 +18,18 @@ def check_algorithm(job: JobFile) -> None:
     chosen = job.config.algorithm
     if chosen.updates > chosen.groups_per_step:
         raise job.make_error(
-            "algorithm.updates", "algorithm.updates exceeds the groups of a step that they share"
+            "algorithm.updates",
+            "algorithm.updates exceeds the groups of a step, algorithm.groups_per_step",
         )
     if chosen.overlong_buffer > job.config.rollout.max_tokens:
         raise job.make_error(
-            "algorithm.overlong_buffer", "algorithm.overlong_buffer exceeds max_tokens"
+            "algorithm.overlong_buffer", "algorithm.overlong_buffer exceeds rollout.max_tokens"
         )
     if chosen.name in REWARDLESS_ALGORITHMS and chosen.kl_coefficient and chosen.kl_in == "reward":
         raise job.make_error(
-            "algorithm.kl_in", f"{chosen.name} has no reward to take a divergence off", "Use 'loss'"
+            "algorithm.kl_in",
+            f"{chosen.name} has no reward from which to subtract a divergence",
+            "Set algorithm.kl_in to 'loss'",
         )
     _check_correction(job)
     if not job.config.is_supervised:
@@ -36,7 +39,9 @@ def check_algorithm(job: JobFile) -> None:
 def _check_correction(job: JobFile) -> None:
     chosen = job.config.algorithm
     if job.config.is_supervised and chosen.correction != "none":
-        wrong = f"no policy sampled the answers of {chosen.name}: there is nothing to correct for"
+        wrong = (
+            f"{chosen.name} trains on answers that no policy sampled: a correction does not apply"
+        )
         raise job.make_error("algorithm.correction", wrong, "Set algorithm.correction to 'none'")
     low, high = get_weight_bounds(chosen)
     if high < low:
@@ -63,12 +68,12 @@ def _check_sampling_filters(job: JobFile) -> None:
     if chosen.correction == "none":
         raise job.make_error(
             used[0],
-            f"with {used[0]} ratios to what was sampled would begin at the share that it keeps, "
-            "not at 1, and be clipped for it",
-            "Set algorithm.correction, as to 'tis', or sample without filters",
+            f"with {used[0]} probability ratios would start at the retained probability mass "
+            "instead of 1, and would be clipped",
+            "Set algorithm.correction, for example to 'tis', or remove the sampling filters",
         )
     if chosen.kl_coefficient and chosen.kl_in == "reward":
-        wrong = f"with {used[0]} a divergence in the reward would also count what it leaves out"
+        wrong = f"with {used[0]} a divergence in the reward would include the filtered tokens"
         raise job.make_error(
-            used[0], wrong, "Set algorithm.kl_in to 'loss', or sample without filters"
+            used[0], wrong, "Set algorithm.kl_in to 'loss', or remove the sampling filters"
         )

@@ -40,7 +40,7 @@ def check_buckets(job: JobFile) -> None:
     for i, bucket in enumerate(rollout.buckets):
         if bucket.batch > rollout.slots:
             key = f"rollout.buckets[{i}].batch"
-            wrong = f"{key} = {bucket.batch} must lie in 1 to rollout.slots = {rollout.slots}"
+            wrong = f"{key} = {bucket.batch} must be between 1 and rollout.slots = {rollout.slots}"
             raise job.make_error(key, wrong)
 
 
@@ -60,15 +60,17 @@ def check_workers(job: JobFile) -> None:
     """Check that the mesh has the workers that the job's roles take, and groups enough members."""
     config = job.config
     if config.min_group > config.algorithm.group_size:
-        raise job.make_error("algorithm.min_group", "algorithm.min_group exceeds the group size")
+        raise job.make_error(
+            "algorithm.min_group", "algorithm.min_group exceeds algorithm.group_size"
+        )
     scoring = int(bool(config.models.models_by_role))
     training = config.planner.training + config.training.ranks - 1
     rollout = config.planner.min_rollout * min(config.rollout.tensor_parallel)
     if training + rollout + scoring > config.mesh.workers:
         raise job.make_error(
             "mesh.workers",
-            f"mesh.workers = {config.mesh.workers} are too few for {training} "
-            f"that train and {rollout} that roll out"
+            f"mesh.workers = {config.mesh.workers} is too low for {training} training and "
+            f"{rollout} rollout workers"
             + (", and one for the job's frozen models" if scoring else ""),
         )
 
@@ -85,10 +87,10 @@ def check_pool(job: JobFile) -> None:
     if most and most < floor:
         raise job.make_error(
             "pool.workers.most",
-            f"pool.workers.most = {most}, and the job takes {floor}: one for each rank of its "
-            "core, one for frozen models, and those of an engine that takes no turns (sglang, "
-            "or rollout.tensor_parallel above 1)",
-            "Give it more, or 0 for as many as there are",
+            f"pool.workers.most = {most}, but the job needs {floor}: one for each rank of "
+            "its core, one for frozen models, and those of an engine without time slicing "
+            "(sglang, or rollout.tensor_parallel above 1)",
+            "Raise pool.workers.most, or set it to 0 for no limit",
         )
 
 
@@ -104,23 +106,23 @@ def check_tensor_parallel(job: JobFile) -> None:
         )
     if odd := [degree for degree in given if degree & (degree - 1)]:
         raise job.make_error(
-            TENSOR_PARALLEL_KEY, f"{TENSOR_PARALLEL_KEY} has {odd[0]}, which is no power of two"
+            TENSOR_PARALLEL_KEY, f"{TENSOR_PARALLEL_KEY} has {odd[0]}, which is not a power of two"
         )
     if max(given) == 1:
         return
     if rollout.engine != "sglang" and not rollout.emulate:
         wrong = (
-            f"{TENSOR_PARALLEL_KEY} has {max(given)}, and the built-in engine computes on one "
-            "worker"
+            f"{TENSOR_PARALLEL_KEY} has {max(given)}, but the built-in engine computes on "
+            "one worker"
         )
-        fix = 'Set rollout.engine = "sglang", or rollout.emulate to imitate an accelerator'
+        fix = 'Set rollout.engine = "sglang", or set rollout.emulate to emulate an accelerator'
         raise job.make_error(TENSOR_PARALLEL_KEY, wrong, fix)
     if flag := next(
         (o for o in rollout.sglang_options if o.partition("=")[0] in SGLANG_TENSOR_PARALLEL_FLAGS),
         "",
     ):
-        wrong = f"rollout.sglang_options has {flag}, which {TENSOR_PARALLEL_KEY} says already"
-        raise job.make_error("rollout.sglang_options", wrong, "Leave it out")
+        wrong = f"rollout.sglang_options has {flag}, which {TENSOR_PARALLEL_KEY} sets already"
+        raise job.make_error("rollout.sglang_options", wrong, "Remove the option")
 
 
 def check_heads_divisible(job: JobFile) -> None:
@@ -136,10 +138,10 @@ def check_heads_divisible(job: JobFile) -> None:
         if model.num_heads % degree or shared:
             raise job.make_error(
                 TENSOR_PARALLEL_KEY,
-                f"{TENSOR_PARALLEL_KEY} has {degree}, and the model's {model.num_heads} heads with "
-                f"{model.num_kv_heads} of "
-                "keys and values cannot be divided among so many workers",
-                "Leave that degree out",
+                f"{TENSOR_PARALLEL_KEY} has {degree}, but the model's {model.num_heads} "
+                f"heads and {model.num_kv_heads} key-value heads cannot be divided among "
+                "that many workers",
+                "Remove that degree",
             )
 
 
@@ -147,25 +149,23 @@ def check_frozen_models(job: JobFile) -> None:
     """Check the frozen models, and that those which the algorithm compares with are present."""
     config, declared = job.config, job.config.models.models_by_role
     if config.algorithm.kl_coefficient and "reference" not in declared:
-        wrong = "algorithm.kl_coefficient compares with models.reference, which the job has not"
-        fix = f"Set models.reference.path, to {INITIAL!r} or a directory"
+        wrong = "algorithm.kl_coefficient needs models.reference, which the job lacks"
+        fix = f"Set models.reference.path to {INITIAL!r} or a directory"
         raise job.make_error("algorithm.kl_coefficient", wrong, fix)
     if config.algorithm.name == "distill" and "teacher" not in declared:
-        raise job.make_error(
-            "algorithm.name", "distill learns from models.teacher, which the job has not"
-        )
+        raise job.make_error("algorithm.name", "distill needs models.teacher, which the job lacks")
     for role, table in job.raw_document.get("models", {}).items():
         if "path" not in table:
             raise job.make_error(
                 f"models.{role}",
                 f"models.{role} has no path",
-                "Name a Hugging Face directory"
+                "Set the path to a Hugging Face directory"
                 + (f", or {INITIAL!r}" if role == "reference" else ""),
             )
     if {"reference", "teacher"} & set(declared) and config.rollout.temperature != 1:
         raise job.make_error(
             "rollout.temperature",
-            "reference and teacher are compared with what the model samples at temperature 1, not "
+            "reference and teacher models are compared with samples at temperature 1, not "
             f"{config.rollout.temperature:g}",
         )
     for role, model in declared.items():
@@ -173,7 +173,7 @@ def check_frozen_models(job: JobFile) -> None:
             _check_frozen_model(job, role, Path(model.path))
         elif role != "reference":
             key = f"models.{role}.path"
-            raise job.make_error(key, f"{key} = {INITIAL!r} is for the reference alone")
+            raise job.make_error(key, f"{key} = {INITIAL!r} is valid only for models.reference")
 
 
 def _check_frozen_model(job: JobFile, role: str, directory: Path) -> None:
@@ -235,14 +235,14 @@ def complete_group_size(job: JobFile) -> JobFile:
         ):
             raise job.make_error(
                 "algorithm.group_size",
-                "algorithm.group_size must be at least 2: an advantage compares",
+                "algorithm.group_size must be at least 2: an advantage compares answers of a group",
             )
         return job
     if job.raw_document.get("algorithm", {}).get("group_size", 1) != 1:
-        raise job.make_error("algorithm.group_size", "algorithm.group_size: of sft it is 1")
+        raise job.make_error("algorithm.group_size", "algorithm.group_size must be 1 for sft")
     if config.environment.verifiers:
         raise job.make_error(
-            "environment.verifiers", "sft learns rows, which tasks of verifiers are not"
+            "environment.verifiers", "sft trains on rows of a dataset, not on tasks of verifiers"
         )
     return job.with_config(replace(config, algorithm=replace(config.algorithm, group_size=1)))
 

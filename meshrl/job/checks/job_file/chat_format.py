@@ -28,7 +28,7 @@ CHAT_OPTION_DEFAULTS = {
 TEMPLATE_OPTION_DEFAULTS = {
     "chat_history": ("keep", "always keeps earlier turns as they were sampled"),
     "chat_date": ("", "takes no date"),
-    "tool_call_parser": ("auto", "reads tool calls in its own way"),
+    "tool_call_parser": ("auto", "parses tool calls in its own way"),
 }
 
 
@@ -44,7 +44,7 @@ def resolve_chat(job: JobFile) -> JobConfig:
         return _resolve_chat_format(job)
     for name, none in CHAT_OPTION_DEFAULTS.items():
         if getattr(job.config.environment, name) != none:
-            raise job.make_error(f"environment.{name}", f"{name} without environment.chat")
+            raise job.make_error(f"environment.{name}", f"{name} needs environment.chat")
     return job.config
 
 
@@ -87,8 +87,10 @@ def _parse_date(job: JobFile) -> str:
     try:
         return day and date.fromisoformat(day).isoformat()
     except ValueError:
-        message = f"environment.chat_date = {day!r} is no day"
-        raise job.make_error("environment.chat_date", message, "Write it as 2026-11-22") from None
+        message = f"environment.chat_date = {day!r} is not a date"
+        raise job.make_error(
+            "environment.chat_date", message, "Write the date as 2026-11-22"
+        ) from None
 
 
 def _check_renderer_options(job: JobFile) -> None:
@@ -97,7 +99,7 @@ def _check_renderer_options(job: JobFile) -> None:
     for name, (none, instead) in TEMPLATE_OPTION_DEFAULTS.items():
         if getattr(job.config.environment, name) != none:
             wrong = f"chat format {chat!r} {instead}"
-            fix = f"Leave it out, or set environment.chat = {TEMPLATE_FORMAT!r}"
+            fix = f"Remove the key, or set environment.chat = {TEMPLATE_FORMAT!r}"
             raise job.make_error(f"environment.{name}", wrong, fix)
 
 
@@ -108,8 +110,8 @@ def _check_template(job: JobFile, chat: ChatFormat) -> None:
         raise job.make_error(
             "environment.tools",
             f"environment.tools: {problem}",
-            "Leave tools out, take a model whose template has them, or name "
-            "environment.tool_call_parser, or a format in environment.chat that knows how to call",
+            "Remove environment.tools, use a model whose template has tools, or set "
+            "environment.tool_call_parser or a format with tool calls in environment.chat",
         )
     if not job.uses_row_prompts:
         return

@@ -30,7 +30,7 @@ def check_experts(job: JobFile) -> None:
     model = load_shape(job.config)
     if not model.num_experts:
         raise job.make_error(
-            key, f"{key} is set, and the model is no mixture of experts", "Leave it out"
+            key, f"{key} is set, but the model is not a mixture of experts", "Remove the key"
         )
     if zebra.attention:
         _check_zebra(job, model)
@@ -40,11 +40,13 @@ def check_experts(job: JobFile) -> None:
         _check_zebra_auto(job)
     if keys[TRAINING_EMULATE_KEY] and training.ranks == 1:
         wrong = (
-            f"{TRAINING_EMULATE_KEY} = {training.emulate!r} is of ranks of a mixture, and "
-            "training.ranks is 1"
+            f"{TRAINING_EMULATE_KEY} = {training.emulate!r} emulates the ranks of a mixture "
+            "of experts, but training.ranks is 1"
         )
         raise job.make_error(
-            TRAINING_EMULATE_KEY, wrong, "Raise training.ranks, or set it to TOKENS_PER_S/UPDATE_MS"
+            TRAINING_EMULATE_KEY,
+            wrong,
+            "Raise training.ranks, or set training.emulate to TOKENS_PER_S/UPDATE_MS",
         )
 
 
@@ -54,9 +56,13 @@ def _check_expert_parallel(job: JobFile, model: ModelConfig) -> None:
         (
             ranks,
             f"the {ranks} ranks of training.ranks",
-            "Set it to training.ranks, or a part of it",
+            "Set it to training.ranks, or to a divisor of it",
         ),
-        (model.num_experts, f"the model's {model.num_experts} experts", "Set it to one that does"),
+        (
+            model.num_experts,
+            f"the model's {model.num_experts} experts",
+            "Set it to a divisor of that number",
+        ),
     ):
         if count % parallel:
             raise job.make_error(
@@ -70,11 +76,13 @@ def _check_zebra_auto(job: JobFile) -> None:
     key, training = f"{ZEBRA_TABLE}.auto", job.config.training
     if training.zebra.attention or training.zebra.hosted:
         given = "attention" if training.zebra.attention else "hosted"
-        wrong = f"{ZEBRA_TABLE}.{given} is set beside {key}, which has the planner find it"
-        raise job.make_error(f"{ZEBRA_TABLE}.{given}", wrong, "Leave one of them out")
+        wrong = f"{ZEBRA_TABLE}.{given} conflicts with {key}, with which the planner chooses it"
+        raise job.make_error(f"{ZEBRA_TABLE}.{given}", wrong, "Remove one of them")
     if training.ranks == 1:
-        wrong = f"{key} divides ranks between two kinds of accelerators, and training.ranks is 1"
-        raise job.make_error("training.ranks", wrong, "Raise it, or leave training.zebra out")
+        wrong = f"{key} divides ranks between two kinds of accelerators, but training.ranks is 1"
+        raise job.make_error(
+            "training.ranks", wrong, "Raise training.ranks, or remove training.zebra"
+        )
     _check_zebra_supports_job(job, key)
 
 
@@ -83,17 +91,16 @@ def _check_zebra(job: JobFile, model: ModelConfig) -> None:
     if training.expert_parallel > 1:
         raise job.make_error(
             EXPERT_PARALLEL_KEY,
-            f"{EXPERT_PARALLEL_KEY} is set beside {ZEBRA_TABLE}, which divides experts, too",
-            "Set one",
+            f"{EXPERT_PARALLEL_KEY} conflicts with {ZEBRA_TABLE}, which also divides experts",
+            "Set only one of them",
         )
     if zebra.attention >= training.ranks:
         raise job.make_error(
             f"{ZEBRA_TABLE}.attention",
             f"{ZEBRA_TABLE}.attention = {zebra.attention} of {training.ranks} ranks leaves "
-            "none for "
-            "experts",
-            f"Raise training.ranks, or set {EXPERT_PARALLEL_KEY}, which divides experts among "
-            "ranks all alike",
+            "no rank for experts",
+            f"Raise training.ranks, or set {EXPERT_PARALLEL_KEY}, which divides experts "
+            "among uniform ranks",
         )
     _check_zebra_supports_job(job, f"{ZEBRA_TABLE}.attention")
     _check_hosted_experts(job, model)
@@ -102,33 +109,33 @@ def _check_zebra(job: JobFile, model: ModelConfig) -> None:
 def _check_zebra_supports_job(job: JobFile, key: str) -> None:
     """Check that such a gang can train the job."""
     if job.config.algorithm.name == "ppo":
-        wrong = f"{ZEBRA_TABLE} trains no critic, and ppo has one"
-        fix = "Choose an algorithm without one, or leave training.zebra out"
+        wrong = f"{ZEBRA_TABLE} trains no critic, which ppo needs"
+        fix = "Choose an algorithm without a critic, or remove training.zebra"
         raise job.make_error("algorithm.name", wrong, fix)
     if job.config.training.emulate and parse_emulation_scale(job.config.training.emulate) is None:
-        wrong = f"{TRAINING_EMULATE_KEY} is of one kind of accelerators, and {ZEBRA_TABLE} has two"
-        fix = "Set it to declared/SCALE, by which each rank has the pace of its own accelerator"
+        wrong = (
+            f"{TRAINING_EMULATE_KEY} emulates one kind of accelerators, but {ZEBRA_TABLE} has two"
+        )
+        fix = "Set it to declared/SCALE, which gives each rank the speed of its own accelerator"
         raise job.make_error(TRAINING_EMULATE_KEY, wrong, fix)
     if job.config.lora.rank:
-        wrong = f"{ZEBRA_TABLE} trains whole weights, and lora.rank = {job.config.lora.rank}"
-        raise job.make_error(
-            key, wrong, "Leave one of them out: adapters need no ranks for experts"
-        )
+        wrong = f"{ZEBRA_TABLE} trains full weights, but lora.rank = {job.config.lora.rank}"
+        raise job.make_error(key, wrong, "Remove one of them: adapters need no ranks for experts")
 
 
 def _check_hosted_experts(job: JobFile, model: ModelConfig) -> None:
     zebra, layers = job.config.training.zebra, len(model.sparse_layers)
     key, hosted = f"{ZEBRA_TABLE}.hosted", zebra.hosted
     if len(hosted) not in (0, 1, layers):
-        wrong = f"{key} has {len(hosted)} numbers, and the model {layers} mixture layers"
-        raise job.make_error(key, wrong, "Give one for each of them, or one for all")
+        wrong = f"{key} has {len(hosted)} numbers, but the model has {layers} MoE layers"
+        raise job.make_error(key, wrong, "Give one number for each layer, or one for all")
     most = max(hosted, default=0) * zebra.attention
     if most > model.num_experts:
         raise job.make_error(
             key,
             f"{key}: {zebra.attention} ranks would host {most} experts of a layer, which has "
             f"{model.num_experts}",
-            "Lower it",
+            "Lower the numbers",
         )
     left, ranks = (
         model.num_experts - min(hosted, default=0) * zebra.attention,

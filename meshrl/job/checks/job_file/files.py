@@ -21,11 +21,13 @@ def check_model(job: JobFile) -> None:
         raise job.make_error(
             "model.path",
             f"model.path: {own.path} {there}",
-            "Name a Hugging Face directory; `hf download OWNER/NAME --local-dir DIRECTORY` "
-            "fetches one from the Hub",
+            "Set model.path to a Hugging Face directory; `hf download OWNER/NAME "
+            "--local-dir DIRECTORY` fetches one from the Hub",
         )
     if not own.path and not own.config:
-        raise job.make_error("model", "no model", "Set model.path, or [model.config] for a new one")
+        raise job.make_error(
+            "model", "the job has no model", "Set model.path, or [model.config] for a new one"
+        )
     if not (tokenizer := own.tokenizer_file).is_file():
         wrong = f"model.tokenizer: there is no tokenizer at {tokenizer}"
         raise job.make_error("model.tokenizer", wrong, _suggest_tokenizer_fix(tokenizer.parent))
@@ -37,9 +39,9 @@ def _suggest_tokenizer_fix(directory: Path) -> str:
         f.name for f in list_companion_files(directory / "tokenizer.json") if f.suffix == ".model"
     ]
     if not older:
-        return "Name a tokenizer.json"
+        return "Set model.tokenizer to a tokenizer.json"
     return (
-        f"transformers makes one of {older[0]}: "
+        f"Convert {older[0]} with transformers: "
         f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
     )
 
@@ -52,7 +54,9 @@ def check_datasets(job: JobFile) -> None:
     config = job.config
     if not (config.dataset.train or config.environment.verifiers):
         raise job.make_error(
-            "dataset.train", "no dataset", "Set dataset.train to a JSONL or Parquet file"
+            "dataset.train",
+            "the job has no dataset",
+            "Set dataset.train to a JSONL or Parquet file",
         )
     keys = row_keys.find_required_keys(config, job.base)
     trained: set[bytes] = set()
@@ -81,7 +85,9 @@ def _read_rows(job: JobFile, key: str, path: Path) -> Iterator[dataset_rows.Data
             yield from dataset_rows.read_rows(path, prompt, chat=bool(config.environment.chat))
     except OSError as error:
         wrong = f"{key}: {error.filename or path} cannot be read: {error.strerror}"
-        raise job.make_error(key, wrong, "See that it is a file that you may read") from error
+        raise job.make_error(
+            key, wrong, "Check that the path is a file with read permission"
+        ) from error
 
 
 def _check_answer(job: JobFile, row: dataset_rows.DatasetRow) -> None:
@@ -90,16 +96,16 @@ def _check_answer(job: JobFile, row: dataset_rows.DatasetRow) -> None:
     answer = row.value.get(key)
     wrong = fix = ""
     if isinstance(answer, dict) and not job.config.environment.chat:
-        wrong = f"{key!r} is a message, and the job has no chat format"
+        wrong = f"{key!r} is a message, but the job has no chat format"
         fix = 'Set environment.chat, such as "auto", or write the answer as a text'
     elif not isinstance(answer, dict | str) or not answer:
-        wrong = f"the row has no text {key!r} to learn"
+        wrong = f"the row has no text {key!r} to train on"
         fix = "Set dataset.response to the row's key that holds the answer"
     elif isinstance(answer, dict):
         try:
             parse_message({"role": "assistant"} | answer, "the answer", ("assistant",))
         except ValueError as error:
-            wrong = f"{key!r} is no message of the assistant: {error}"
+            wrong = f"{key!r} is not a message of the assistant: {error}"
             fix = "Write it as a text, or as {'role': 'assistant', 'content': text}"
     if wrong:
         raise job.make_error("dataset.response", f"{row.location}: {wrong}", fix)
@@ -111,21 +117,28 @@ def check_taskset(job: JobFile) -> None:
     if not environment.verifiers:
         for key in ("environment.python", "environment.verifiers_options"):
             if get_value(job.config, key):
-                raise job.make_error(key, f"{key} without environment.verifiers")
+                raise job.make_error(key, f"{key} needs environment.verifiers")
         for key in ("dataset.tasks", "dataset.held_out_tasks"):
             if get_value(job.config, key):
-                raise job.make_error(key, f"{key} counts tasks of environment.verifiers")
+                raise job.make_error(
+                    key, f"{key} needs environment.verifiers, whose tasks it counts"
+                )
         return
     for key in ("environment.use", "environment.tools"):
         if get_value(job.config, key):
-            raise job.make_error(key, f"{key}: environment.verifiers brings its own")
+            raise job.make_error(
+                key, f"{key} conflicts with environment.verifiers, which has its own"
+            )
     if not environment.chat:
         raise job.make_error(
-            "environment.verifiers", "environment.verifiers takes environment.chat"
+            "environment.verifiers", "environment.verifiers needs environment.chat"
         )
     if not os.access(environment.python, os.X_OK) or not Path(environment.python).is_file():
         wrong = f"there is no interpreter at {environment.python or 'environment.python'}"
-        fix = "Name one of an environment that `pip install verifiers==0.4.0` was run in"
+        fix = (
+            "Set environment.python to an interpreter for which `pip install "
+            "verifiers==0.4.0` was run"
+        )
         raise job.make_error("environment.python", wrong, fix)
 
 
@@ -134,7 +147,9 @@ def check_rewards(job: JobFile) -> None:
     config = job.config
     rewarded = config.reward.reward_parts or config.reward.judge.use or not job.uses_row_prompts
     if not rewarded and config.algorithm.name not in REWARDLESS_ALGORITHMS:
-        raise job.make_error("reward", "no reward", 'Set reward.use = "module:function"')
+        raise job.make_error(
+            "reward", "the job has no reward", 'Set reward.use = "module:function"'
+        )
 
 
 def check_references(job: JobFile) -> None:

@@ -18,7 +18,9 @@ def check_judge(job: JobFile) -> None:
     if not judge.use:
         if model:
             raise job.make_error(
-                "models.reward", "nobody asks models.reward", 'Set reward.judge.use = "model"'
+                "models.reward",
+                "models.reward is not used: the job has no judge",
+                'Set reward.judge.use = "model"',
             )
         return
     use = "reward.judge.use"
@@ -28,20 +30,24 @@ def check_judge(job: JobFile) -> None:
         raise job.make_error("reward.judge.template", "reward.judge.template has no {answer}")
     if judge.use == "model":
         if not model:
-            raise job.make_error(use, "there is no [models.reward] to ask")
+            raise job.make_error(
+                use, "the judge 'model' needs [models.reward], which the job lacks"
+            )
         if judge.yes == judge.no:
-            raise job.make_error("reward.judge.yes", "reward.judge.yes and reward.judge.no are one")
+            raise job.make_error(
+                "reward.judge.yes", "reward.judge.yes and reward.judge.no are the same"
+            )
     elif not re.match(r"https?://[^/\s]+", judge.use):
         shown = Url.parse(judge.use).public_url
         raise job.make_error(use, f"reward.judge.use = {shown!r} is neither 'model' nor a URL")
     elif Url.parse(judge.use).public_url.rstrip("/") != judge.use.rstrip("/"):
-        wrong = "a URL with a user, a password or a query in it would stand in the run's files"
-        fix = "Put the key into an environment variable and name that in reward.judge.key"
+        wrong = "the URL has a user, a password or a query, which the run's files would store"
+        fix = "Put the key into an environment variable and set reward.judge.key to its name"
         raise job.make_error(use, wrong, fix)
     elif not judge.model:
         raise job.make_error(use, "reward.judge.model is missing")
     if judge.key and judge.key not in os.environ:
-        raise job.make_error("reward.judge.key", f"the environment has no variable {judge.key}")
+        raise job.make_error("reward.judge.key", f"the environment variable {judge.key} is not set")
 
 
 def load_judge_template(job: JobFile) -> JudgeConfig:
@@ -53,7 +59,7 @@ def load_judge_template(job: JobFile) -> JudgeConfig:
     try:
         return replace(judge, template=file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        wrong = f"reward.judge.template: {file} is no UTF-8 text: {error}"
+        wrong = f"reward.judge.template: {file} is not UTF-8 text: {error}"
         raise job.make_error("reward.judge.template", wrong) from error
 
 
@@ -65,15 +71,19 @@ def check_evaluation(job: JobFile) -> None:
         table = f"evaluation.datasets[{i}]"
         if names.count(d.name) > 1:
             raise job.make_error(
-                f"{table}.name", f"{table}.name: {d.name!r} is taken", "Choose another"
+                f"{table}.name", f"{table}.name: {d.name!r} is taken", "Choose another name"
             )
         if any(k > d.samples for k in d.pass_at):
             key = f"{table}.pass_at"
-            raise job.make_error(key, f"{key} = {d.pass_at} must lie in 1 to samples = {d.samples}")
+            raise job.make_error(
+                key, f"{key} = {d.pass_at} must be between 1 and samples = {d.samples}"
+            )
     offered = list_figures(
         evaluation, bool(config.dataset.held_out or config.environment.verifiers)
     )
     if evaluation.best and evaluation.best not in offered:
-        wrong = f"evaluation.best = {evaluation.best!r} is no figure of this job"
-        fix = f"there are {', '.join(offered) or 'none: name dataset.held_out'}"
+        wrong = f"evaluation.best = {evaluation.best!r} is not a figure of this job"
+        fix = (
+            f"Use one of the job's figures: {', '.join(offered) or 'none without dataset.held_out'}"
+        )
         raise job.make_error("evaluation.best", wrong, fix)

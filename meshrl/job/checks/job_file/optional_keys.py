@@ -24,7 +24,7 @@ def check_optional_keys(job: JobFile) -> None:
             key = f"tracking.{name}"
             wrong = f"{key}: the package {name} is not installed"
             raise job.make_error(
-                key, wrong, f"`{sys.executable} -m pip install 'meshrl[tracking]'`"
+                key, wrong, f"Run `{sys.executable} -m pip install 'meshrl[tracking]'`"
             )
     if config.mesh.metrics != METRICS_OFF:
         with job.locate_errors("mesh.metrics"):

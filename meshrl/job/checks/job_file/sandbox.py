@@ -35,11 +35,14 @@ def check_sandbox(job: JobFile) -> None:
         with job.locate_errors("sandbox.runner"):
             runner.check()
         if sandbox.root and not runner.needs_bundle:
-            wrong = f"sandbox.root: containers of {runner.name} bring a file system of their own"
-            fix = "Leave sandbox.root out, or name a runtime of OCI bundles with {bundle} and {id}"
+            wrong = f"sandbox.root: containers of {runner.name} have a file system of their own"
+            fix = (
+                "Remove sandbox.root, or set sandbox.runner to a runtime of OCI bundles "
+                "with {bundle} and {id}"
+            )
             raise job.make_error("sandbox.root", wrong, fix)
     elif sandbox.tier == "runner":
-        wrong = "sandbox.tier: a container for each call takes a sandbox.runner"
+        wrong = "sandbox.tier: a container for each call needs a sandbox.runner"
         raise job.make_error("sandbox.tier", wrong, 'Set sandbox.runner = ["runsc"]')
     if sandbox.root:
         _check_image(job)
@@ -53,7 +56,7 @@ def _check_image(job: JobFile) -> None:
     """Check that the image exists and has an interpreter for this host."""
     sandbox = job.config.sandbox
     if sandbox.tier == "landlock":
-        wrong = "sandbox.root takes bubblewrap: Landlock shows no other file system than the host's"
+        wrong = "sandbox.root needs bubblewrap: Landlock exposes only the host's file system"
         raise job.make_error("sandbox.tier", wrong, 'Set sandbox.tier = "bwrap"')
     with job.locate_errors("sandbox.root"):
         root = images.find_root(sandbox.root)
@@ -75,8 +78,8 @@ def _check_tools(job: JobFile) -> None:
             raise job.make_error(key, f"{key}: {use!r} is not of the form mcp:SERVER/TOOL")
         elif builtin.is_builtin(use) and use not in builtin.TOOLS:
             known = ", ".join(builtin.TOOLS)
-            wrong = f"{key}: {use!r} is no built-in tool; there are {known}"
-            raise job.make_error(key, wrong, "One of your own is written module:function")
+            wrong = f"{key}: {use!r} is not a built-in tool; built-in tools are {known}"
+            raise job.make_error(key, wrong, "Write one of your own as module:function")
     for name in environment.no_retry_tools:
         if name not in environment.tools:
             raise job.make_error(
@@ -93,8 +96,10 @@ def _check_rewards(job: JobFile) -> None:
     if reward.use and reward.parts:
         raise job.make_error("reward.parts", "reward.use and reward.parts exclude each other")
     if reward.options and not builtin.is_builtin(reward.use):
-        wrong = "reward.options are of a built-in reward.use"
-        raise job.make_error("reward.options", wrong, "A function of your own reads the row")
+        wrong = "reward.options apply only to a built-in reward.use"
+        raise job.make_error(
+            "reward.options", wrong, "Put options of your own function into the rows"
+        )
     for i, part in enumerate(reward.reward_parts):
         table = f"reward.parts[{i}]" if reward.parts else "reward"
         key = f"{table}.use"
@@ -104,7 +109,7 @@ def _check_rewards(job: JobFile) -> None:
             raise job.make_error(key, f"{key}: {part.use!r} is a tool, not a reward")
         elif part.options:
             raise job.make_error(
-                key, f"{key}: options of {part.use!r}, which is no built-in reward"
+                key, f"{key}: {part.use!r} has options but is not a built-in reward"
             )
 
 
@@ -113,8 +118,8 @@ def _check_builtin_reward(job: JobFile, part: RewardPartConfig, table: str) -> N
     known = builtin.REWARDS.get(part.use)
     if known is None:
         names = ", ".join(builtin.REWARDS)
-        wrong = f"{table}.use: {part.use!r} is no built-in reward; there are {names}"
-        raise job.make_error(f"{table}.use", wrong, "One of your own is written module:function")
+        wrong = f"{table}.use: {part.use!r} is not a built-in reward; built-in rewards are {names}"
+        raise job.make_error(f"{table}.use", wrong, "Write one of your own as module:function")
     for option in part.options:
         if option not in known.options:
             names = ", ".join(sorted(known.options))
@@ -124,29 +129,29 @@ def _check_builtin_reward(job: JobFile, part: RewardPartConfig, table: str) -> N
         raise job.make_error(place, f"{place}: {part.use} needs the option {option!r}")
     for option, value in part.options.items():
         if wrong := _explain_invalid_option(part.use, option, value):
-            fix = 'For four choices write letters = "ABCD"' if option == "letters" else ""
+            fix = 'Write letters = "ABCD" for four choices' if option == "letters" else ""
             raise job.make_error(f"{place}.{option}", f"{place}: {wrong}", fix)
 
 
 def _explain_invalid_option(use: str, option: str, value: Any) -> str:
     """Return why a value of an option is invalid; empty if it is valid."""
     if option == "runner" and value not in builtin.TEST_RUNNERS:
-        return f"{use} has no runner {value!r}; there are {', '.join(builtin.TEST_RUNNERS)}"
+        return f"{use} has no runner {value!r}; runners are {', '.join(builtin.TEST_RUNNERS)}"
     if option == "letters" and not (isinstance(value, str) and re.fullmatch("[A-Za-z]+", value)):
-        return f"{use}: letters are a text of letters from A to Z, not {value!r}"
+        return f"{use}: letters must be a text of letters from A to Z, not {value!r}"
     if option == "pattern":
         try:
             re.compile(value)
         except (re.error, TypeError) as error:
-            return f"{use}: {value!r} is no pattern: {error}"
+            return f"{use}: {value!r} is not a valid pattern: {error}"
     wanted = ""
     if option in NUMBER_OPTIONS:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and 0 <= value < math.inf and (value or NUMBER_OPTIONS[option])):
-            wanted = f"a number {'from 0 on' if NUMBER_OPTIONS[option] else 'above 0'}"
+            wanted = f"a number {'of at least 0' if NUMBER_OPTIONS[option] else 'above 0'}"
     elif option in OPTION_TYPES and not isinstance(value, OPTION_TYPES[option][0]):
         wanted = OPTION_TYPES[option][1]
-    return f"{option} is {wanted}, not {value!r:.60}" if wanted else ""
+    return f"{option} must be {wanted}, not {value!r:.60}" if wanted else ""
 
 
 def resolve_paths(sandbox: SandboxConfig, base: Path) -> SandboxConfig:

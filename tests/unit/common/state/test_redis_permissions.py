@@ -389,42 +389,10 @@ def test_non_idempotent_scripts_replay_by_operation() -> None:
         name for name in LOADED_SCRIPTS if "previous_reply()" in find_script(name).read_text()
     }
     assert {
-        "
-<<<<<<< ours
-admit_groups
-||||||| base
-admit", "group_ready
-=======
-admit_groups",
-        "mark_group_ready
->>>>>>> theirs
-",
-        "
-<<<<<<< ours
-mark_group_ready
-||||||| base
-group_returned
-=======
-return_group
->>>>>>> theirs
-",
-        "
-<<<<<<< ours
-return_group
-||||||| base
-write
-=======
-write_decisions
->>>>>>> theirs
-",
+        "admit_groups",
+        "mark_group_ready",
+        "return_group",
+        "write_decisions",
         "open_lineage",
     } <= replayed_scripts
-    assert {"submit", "append", "
-<<<<<<< ours
-submit_request", "write_decisions
-||||||| base
-request
-=======
-submit_request
->>>>>>> theirs
-"} <= replayed_scripts
+    assert {"submit", "append", "submit_request"} <= replayed_scripts

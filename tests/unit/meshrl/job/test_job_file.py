@@ -200,9 +200,9 @@ def test_changed_keys_are_reported_with_how_to_apply_them(job_file: Path) -> Non
     kept = record_job_file(job_file)
     job_file.write_text(TEXT.replace("48", "96").replace("here", "there") + "clip_norm = 0.5\n")
     told = "\n".join(describe_edits(kept, DOCUMENT, "runs/job"))
-    assert "budget.steps: 48 here, 96 in the file" in told
-    assert "optimizer.clip_norm: 1.0 here, 0.5 in the file" in told
-    assert "model.path" in told and "may not change: the weights" in told
+    assert "budget.steps: 48 in the run, 96 in the file" in told
+    assert "optimizer.clip_norm: 1.0 in the run, 0.5 in the file" in told
+    assert "model.path" in told and "cannot change: the trained weights" in told
     assert told.endswith(
         "meshrl resume runs/job --set budget.steps=96 --set optimizer.clip_norm=0.5"
     )
@@ -220,7 +220,7 @@ def test_edit_that_matches_the_run_is_not_reported(job_file: Path) -> None:
 def test_invalid_edited_file_is_reported_without_an_error(job_file: Path) -> None:
     kept = record_job_file(job_file)
     job_file.write_text("[budget\n")
-    assert "no TOML now" in describe_edits(kept, DOCUMENT, "runs/job")[0]
+    assert "no longer valid TOML" in describe_edits(kept, DOCUMENT, "runs/job")[0]
     job_file.write_text(TEXT + "\n[unheard]\nof = 1\n")
     assert "unheard.of" in describe_edits(kept, DOCUMENT, "runs/job")[1]
 

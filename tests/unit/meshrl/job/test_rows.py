@@ -116,9 +116,9 @@ def test_invalid_dataset_error_names_the_expected_formats(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (datetime.datetime(2026, 1, 1), "column 'extra' is no plain data"),
-        (b"\xff", "column 'extra' is no plain data"),
-        (float("inf"), "column 'extra' holds a number that is not finite"),
+        (datetime.datetime(2026, 1, 1), "column 'extra' is not plain data"),
+        (b"\xff", "column 'extra' is not plain data"),
+        (float("inf"), "column 'extra' contains a number that is not finite"),
     ],
 )
 def test_value_without_a_json_type_names_row_and_column(
@@ -162,7 +162,7 @@ def test_message_prompts_need_a_chat_format(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 1: 'prompt' is a list.* the job has no chat"):
         values(path)
     for bad, says in (
-        ([], "line 1: 'prompt' is no conversation: the list of messages is empty"),
+        ([], "line 1: 'prompt' is not a conversation: the list of messages is empty"),
         ([message, {"role": "user"}], "line 1: .*: message 2 .user. has no content"),
         ([{"role": "nobody", "content": ""}], "message 1 has the role 'nobody'"),
         ({"role": "user"}, "no string, or list of messages, 'prompt', but {'role'"),
@@ -189,7 +189,7 @@ def test_non_finite_number_in_jsonl_names_line_and_column(tmp_path: Path) -> Non
     path = tmp_path / "rows.jsonl"
     for written in ("NaN", "-Infinity", "1e999", '[0, {"a": -1e400}]'):
         path.write_text('{"prompt": "a", "n": 1e300}\n{"prompt": "b", "n": ' + written + "}\n")
-        says = r"rows\.jsonl, line 2: column 'n' holds a number that is not finite: "
+        says = r"rows\.jsonl, line 2: column 'n' contains a number that is not finite: "
         with pytest.raises(ConfigError, match=says):
             values(path)
 
@@ -230,7 +230,7 @@ def test_too_deeply_nested_row_is_rejected_with_its_line(tmp_path: Path) -> None
 
 def test_number_with_too_many_digits_is_rejected_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"n": ' + "9" * 5000 + "}\n")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a number that cannot be read"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a number cannot be read"):
         list(dataset_rows.read_rows(tmp_path / "rows.jsonl"))
 
 
@@ -378,7 +378,7 @@ def test_date_of_a_template_is_fixed_for_a_run(job: Path, shape: str) -> None:
     assert found in (before, date.today().isoformat())
     named = load_config(job, [*overrides, "environment.chat_date=2024-02-09"])[0]
     assert named.environment.chat_date == "2024-02-09"
-    with pytest.raises(ConfigError, match="is no day"):
+    with pytest.raises(ConfigError, match="is not a date"):
         load_config(job, [*overrides, "environment.chat_date=today"])
     assert load_config(job, make_overrides(job, shape, "gemma"))[0].environment.chat_date == ""
 
@@ -403,5 +403,5 @@ def test_unsupported_template_use_is_rejected(
 def test_old_tokenizer_error_names_the_conversion(job: Path, shape: str) -> None:
     model = write_model(job, shape, None, None)
     (model / "tokenizer.json").rename(model / "tokenizer.model")
-    with pytest.raises(ConfigError, match=r"makes one of tokenizer\.model.*save_pretrained"):
+    with pytest.raises(ConfigError, match=r"Convert tokenizer\.model.*save_pretrained"):
         load_config(job, [f"model.path={model}", "model.tokenizer=''"])

@@ -193,7 +193,7 @@ def test_finished_run_names_the_setting_that_extends_it(run: Path) -> None:
         ("budget.stepz=2", r"unknown key budget\.stepz"),
         ("optimizer.adamw_lr=-1", "at least 0"),
         ("mesh.workers=1", "at least 2"),
-        ("training.ranks=5", r"mesh\.workers = 2 are too few"),
+        ("training.ranks=5", r"mesh\.workers = 2 is too low"),
     ],
 )
 def test_forbidden_change_gives_its_reason(run: Path, setting: str, why: str) -> None:

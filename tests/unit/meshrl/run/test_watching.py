@@ -189,10 +189,10 @@ def test_finished_run_is_replaced_only_after_its_last_file(held_mesh: HeldMesh) 
 
 
 def test_failed_job_exits_with_status_1_and_its_error(held_mesh: HeldMesh) -> None:
-    held_mesh.phase(Phase.FAILED, "rollout.stop: '</s>' is no token")
+    held_mesh.phase(Phase.FAILED, "rollout.stop: '</s>' is not a token")
     held_mesh.record("failed")
     found = meshrl("wait", str(held_mesh.run), "--timeout", str(scaled(PATIENCE_S)))
-    assert found.exit_code == 1 and "'</s>' is no token" in found.stdout
+    assert found.exit_code == 1 and "'</s>' is not a token" in found.stdout
     found = meshrl("cancel", str(held_mesh.run))
     assert found.exit_code == 1 and "nothing to cancel" in str(found.exception)
 

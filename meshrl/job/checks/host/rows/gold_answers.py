@@ -50,12 +50,13 @@ def check_golds(job: JobFile, time_limit_s: float = TIME_LIMIT_S) -> None:
             except InvalidGold as error:
                 name = part.options.get("answer", "answer")
                 fix = fix or error.fix
-                said = f"{row.location}: {name!r} is no gold of {part.use!r}: {error}"
+                said = (
+                    f"{row.location}: {name!r} is not a valid gold answer of {part.use!r}: {error}"
+                )
                 wrong.setdefault(key, []).append(said)
     for key, found in wrong.items():
         said = (
-            f"{key}: {len(found)} gold answers that no answer can equal: "
-            f"{join_first(found, SHOWN_ROWS)}"
+            f"{key}: no answer can equal {len(found)} gold answers: {join_first(found, SHOWN_ROWS)}"
         )
         raise job.make_error(key, said, fix[:1].upper() + fix[1:])
 
@@ -71,8 +72,8 @@ def _check_group_can_match(part: RewardPartConfig, text: str) -> None:
     spaced = (f"{before}{text}{behind}" for before in ("", " ") for behind in ("", " "))
     if not any(held.fullmatch(one) for one in spaced):
         raise InvalidGold(
-            f"{text!r:.80} is no text that the pattern's group can hold: {group!r:.80}",
-            "change the pattern, or the gold to what its group answer finds",
+            f"{text!r:.80} cannot match the pattern's group {group!r:.80}",
+            "change the pattern, or change the gold to a text that its group `answer` matches",
         )
 
 
@@ -105,13 +106,13 @@ def _check_ends(job: JobFile, part: RewardPartConfig, text: str) -> None:
     stop = next((one for one in job.config.rollout.stop_text if one and one in text), "")
     if stop:
         raise InvalidGold(
-            f"{text!r:.80} holds {stop!r}, where a turn ends by rollout.stop_text",
+            f"{text!r:.80} contains {stop!r}, which ends a turn by rollout.stop_text",
             "choose another stop text",
         )
     strip = part.options.get("strip", [])
     ends = [strip] if isinstance(strip, str) else strip
     if end := next((end for end in ends if end and text.endswith(end)), ""):
         raise InvalidGold(
-            f"{text!r:.80} ends with {end!r}, which options.strip takes off every answer",
-            "leave the end out of the gold",
+            f"{text!r:.80} ends with {end!r}, which options.strip removes from every answer",
+            "remove that end from the gold",
         )

@@ -50,7 +50,7 @@ def _check_column(
         except (InvalidTests, UnsupportedTests) as error:
             said = str(error)
         except Exception as error:  # from an author's text: one bad row must not stop the others
-            said = f"tests that cannot be read: {type(error).__name__}: {error}"
+            said = f"the tests cannot be read: {type(error).__name__}: {error}"
         first = first or key
         wrong.append(f"{row.location}: {said}")
     count = sum(kinds.values()) + len(wrong)
@@ -58,15 +58,16 @@ def _check_column(
     each = [f"{kind} {kinds[kind]}" for kind in order if kinds[kind]]
     each += [f"not gradable {len(wrong)}"] if wrong else []
     which = f"the first {count} rows" if rows.is_partial else f"{count} rows"
-    rest = "; those behind them are looked at when they are graded" if rows.is_partial else ""
+    rest = "; later rows are checked when they are graded" if rows.is_partial else ""
     print(f"tests: {which}: {', '.join(each)}{rest}", file=sys.stderr)
     if wrong:
         rows_have = "a row has" if len(wrong) == 1 else f"{len(wrong)} rows have"
         places = join_first(wrong, SHOWN_ROWS, "; and {} more rows")
         raise job.make_error(
             first,
-            f"{first}: {rows_have} tests that cannot be graded by: {places}",
-            "Mend these rows or leave them out; what is missing in jails can be in sandbox.python",
+            f"{first}: {rows_have} tests that cannot be graded: {places}",
+            "Correct or remove these rows; packages missing in jails can be installed for "
+            "sandbox.python",
         )
 
 
@@ -106,7 +107,7 @@ class _TestRunnerChooser:
 
     def _explain_pytest_unsupported(self, tests: str) -> str:
         if not self._has_pytest:
-            return f"there is no pytest for the runner pytest ({PYTEST_INSTALL})"
+            return f"the runner pytest needs the package pytest ({PYTEST_INSTALL})"
         absent = [
             name
             for name in pytest_support.list_imported_packages(tests)
@@ -116,7 +117,7 @@ class _TestRunnerChooser:
             return f"jails have no {', '.join(absent)}"
         plugins = self._python or self._has_image  # there may be some
         lacks = () if plugins else pytest_support.find_missing_plugins(tests)
-        return f"pytest alone has no {', '.join(lacks)}" if lacks else ""
+        return f"pytest without plugins has no {', '.join(lacks)}" if lacks else ""
 
     @functools.cached_property
     def _has_pytest(self) -> bool:

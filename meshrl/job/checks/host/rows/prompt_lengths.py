@@ -42,11 +42,11 @@ def check_prompt_lengths(job: JobFile) -> None:
                 for i, text in enumerate(texts)
             ]
             if not counts[0]:
-                raise job.make_error(key, f"{place}: the prompt is empty", "Leave the row out")
+                raise job.make_error(key, f"{place}: the prompt is empty", "Remove the row")
             count = sum(counts)
             if count + (not job.is_supervised(key)) > room:
                 long.append((place, count))
-        what = "prompt and answer have" if job.is_supervised(key) else "the prompt has"
+        what = "prompt and answer do" if job.is_supervised(key) else "the prompt does"
         raise_too_long(job, key, long, what)
 
 
@@ -57,10 +57,9 @@ def raise_too_long(job: JobFile, key: str, long: list[tuple[str, int]], subject:
     places = [f"{place} ({count} tokens)" for place, count in long]
     raise job.make_error(
         key,
-        f"{key}: {subject} no room in rollout.max_tokens = {job.config.rollout.max_tokens}: "
+        f"{key}: {subject} not fit in rollout.max_tokens = {job.config.rollout.max_tokens}: "
         + join_first(places, SHOWN_ROWS, " and {} more rows", ", "),
-        "Raise rollout.max_tokens, which counts prompt and answer together, or leave these rows "
-        "out",
+        "Raise rollout.max_tokens, which counts prompt and answer together, or remove these rows",
     )
 
 

@@ -57,8 +57,8 @@ class TextProblems:
             yield self._job.make_error(
                 key,
                 f"{key}: the tokenizer drops or replaces characters: {_format_rows(found)}",
-                "Keep to characters of its vocabulary, leave these rows out, or take a tokenizer "
-                "that falls back on bytes",
+                "Use only characters of its vocabulary, remove these rows, or use a "
+                "tokenizer with byte fallback",
             )
         environment = self._job.config.environment
         if environment.chat or environment.special_tokens:
@@ -66,10 +66,11 @@ class TextProblems:
         for key, found in self._special_tokens.items():
             yield self._job.make_error(
                 key,
-                f"{key}: texts hold special tokens, and the job has no chat format: "
+                f"{key}: texts contain special tokens, but the job has no chat format: "
                 f"{_format_rows(found)}",
-                'Set environment.special_tokens: "anywhere" encodes them as tokens, as for prompts '
-                'that were rendered beforehand, "template" as text; or set environment.chat',
+                'Set environment.special_tokens: "anywhere" encodes them as tokens, for '
+                'prompts rendered beforehand, and "template" as text; or set '
+                "environment.chat",
             )
 
     def print_notices(self) -> None:

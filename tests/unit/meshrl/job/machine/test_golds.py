@@ -110,7 +110,7 @@ def test_rows_beyond_the_time_limit_are_reported(
     gradable_tests.check_tests(read(code_job, *CODE), time_limit_s=0.1)
     output = capsys.readouterr().err
     assert output.startswith("tests: the first ")
-    assert output.endswith("; those behind them are looked at when they are graded\n")
+    assert output.endswith("; later rows are checked when they are graded\n")
 
 
 def test_bundled_pytest_is_provided_only_to_a_compatible_interpreter(
@@ -123,7 +123,7 @@ def test_bundled_pytest_is_provided_only_to_a_compatible_interpreter(
     gradable_tests.check_tests(read(code_job, *CODE, f"sandbox.python={bare}"))
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -c "raise SystemExit(3)"\n')
     error = get_error(gradable_tests.check_tests, code_job, *CODE, f"sandbox.python={bare}")
-    assert "fixture caplog; there is no pytest for the runner pytest" in error
+    assert "fixture caplog; the runner pytest needs the package pytest" in error
 
 
 def test_unwritable_output_url_is_rejected_before_the_start(place: Path, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_weights_quota_must_fit_the_concurrent_versions(place: Path) -> None:
     error = get_error(
         all_checks.check_weights_quota, place, *terms, f"weights.quota_gb={3.9 * of_one}"
     )
-    assert "too few for 4 versions" in error and "training.keep_checkpoints" in error
+    assert "too small for the 4 versions" in error and "training.keep_checkpoints" in error
     all_checks.check_weights_quota(read(place, *terms, f"weights.quota_gb={4 * of_one}"))
     half = (f"weights.quota_gb={2 * of_one}", 'rollout.dtype="bfloat16"')
     all_checks.check_weights_quota(read(place, *terms, *half))
