@@ -118,7 +118,7 @@ async def test_move_by_another_leader_is_not_repeated(mesh: LeaderMesh) -> None:
             ]
             await pool.write_decisions(mesh.state, token, f"to {role}", made, None)
 
-    mesh.state.before["write"] = move_as_another_leader
+    mesh.state.before["write_decisions"] = move_as_another_leader
     await mesh.request_move("w1", "training")
     await mesh.clock.sleep(2 * TERM_S + 10.0)
     assert (await leader.read_leader(mesh.state, PLANNER_ELECTION))[0].startswith("planner/0")
@@ -127,7 +127,7 @@ async def test_move_by_another_leader_is_not_repeated(mesh: LeaderMesh) -> None:
 
 @story_on(run_leader_mesh, "tmp_path")
 async def test_move_with_a_lost_answer_is_made_once(mesh: LeaderMesh) -> None:
-    mesh.state.unanswered.add("write")
+    mesh.state.unanswered.add("write_decisions")
     await mesh.request_move("w1", "training")
     await mesh.clock.sleep(10.0)
     [resident] = (await mesh.gang_of("w1")).instances
@@ -143,7 +143,7 @@ async def test_move_with_a_lost_answer_is_made_once(mesh: LeaderMesh) -> None:
 
 @story_on(run_leader_mesh, "tmp_path")
 async def test_pending_move_is_made_by_the_next_leader(mesh: LeaderMesh) -> None:
-    mesh.state.before["write"] = mesh.depose_leader
+    mesh.state.before["write_decisions"] = mesh.depose_leader
     await mesh.request_move("w1", "training")
     await mesh.clock.sleep(TERM_S + 10.0)
     assert await list_decided_roles(mesh) == ["training"]
