@@ -92,10 +92,10 @@ def check_digest(digest: str, where: str = "") -> None:
         return
     if plain and len(digest) == _LEGACY_DIGITS:
         raise Refused(
-            f"{digest} was stored by an earlier version of MeshRL, under a checksum (xxh3_128) "
-            "that anybody can give other bytes, too",
+            f"{digest} was stored by an earlier version of MeshRL with a checksum (xxh3_128) that "
+            "other bytes can be made to match",
             where=where,
-            fix="Export that run with the version that made it (meshrl export RUN --out DIR), and "
-            "begin a new run from there (model.path)",
+            fix="Export that run with the version that created it (meshrl export RUN --out DIR), "
+            "and start a new run from the export (model.path)",
         )
     raise BadMessage(f"{digest!r:.80} is not a digest", where=where)

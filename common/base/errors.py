@@ -23,7 +23,9 @@ class MeshError(Exception):
         super().__init_subclass__()
         known = _BY_CODE.get(cls.code, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise TypeError(f"{cls.__qualname__} needs a code of its own: {known} has '{cls.code}'")
+            raise TypeError(
+                f"{cls.__qualname__} needs its own code: {known} already has '{cls.code}'"
+            )
         _BY_CODE[cls.code] = cls
 
     def __init__(self, message: str, *, where: str = "", fix: str = "") -> None:

@@ -50,9 +50,9 @@ def quarantine_on_error(version: int, quarantine: Callable[[], None]) -> Iterato
     except Exception as error:
         quarantine()
         raise Quarantined(
-            f"version {version} did not arrive whole: {error}",
+            f"version {version} did not arrive completely: {error}",
             where="engine",
-            fix="It generates nothing until it has a whole version, which it asks for again",
+            fix="Wait: the engine requests a complete version again, and generates nothing before",
         ) from error
 
 
@@ -399,7 +399,7 @@ def check_request(
     elif int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         reason = f"its tokens are not all in [0, {vocab_size})"
     elif any(((first <= tokens) & (tokens < end)).any() for first, end in absent_ids):
-        reason = "it has a token id that the tokenizer lacks"
+        reason = "the tokenizer has no token for one of its ids"
     elif not request.temperature >= 0:
         reason = f"temperature {request.temperature} is not a number >= 0"
     elif not 0 < request.top_p <= 1:
@@ -409,35 +409,35 @@ def check_request(
     elif request.top_k < 0:
         reason = f"top_k {request.top_k} is negative"
     elif "" in request.stop_strings:
-        reason = "an empty text would stop it before it begins"
+        reason = "an empty stop text would stop it before the first token"
     if request.adapter and request.adapter not in adapters:
         raise Refused(
             f"request {request.id} cannot be served: adapter {request.adapter!r} is not loaded",
             where="engine",
-            fix="load it first, or name none for the base model",
+            fix="Load it first, or set no adapter for the base model",
         )
     if reason:
         raise Refused(
             f"request {request.id} cannot be served: {reason}",
             where="engine",
-            fix="check the tokenizer against the model's vocabulary, and the sampling settings",
+            fix="Check the tokenizer against the model's vocabulary, and the sampling settings",
         )
 
 
 def adapter_in_use_error(adapter: str) -> Refused:
     """Create the error for an adapter that requests in work use."""
-    return Refused(f"adapter {adapter!r} is in use", where="engine", fix="abort its requests first")
+    return Refused(f"adapter {adapter!r} is in use", where="engine", fix="Abort its requests first")
 
 
 def sequence_too_long_error(tokens: int, max_tokens: int) -> Refused:
     """Create the error for a sequence that is longer than a slot."""
     return Refused(
-        f"{tokens} tokens are more than a slot of {max_tokens} holds",
+        f"{tokens} tokens exceed a slot of {max_tokens}",
         where="engine",
-        fix="raise rollout.max_tokens",
+        fix="Raise rollout.max_tokens",
     )
 
 
 def no_weights_error() -> Refused:
     """Create the error of an engine that has no complete version, or sleeps."""
-    return Refused("the engine has no weights", where="engine", fix="wake it first")
+    return Refused("the engine has no weights", where="engine", fix="Wake the engine first")

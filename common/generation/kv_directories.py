@@ -51,9 +51,9 @@ def make_private_directory(path: Path) -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(path):
         raise ConfigError(
-            "keys and values would lie where others can read or change them",
+            "other users can read or change this directory for keys and values",
             where=str(path),
-            fix=f"chown it to user {os.geteuid()} and chmod 700, or remove it",
+            fix=f"Run chown to user {os.geteuid()} and chmod 700 on it, or remove it",
         )
     return path
 

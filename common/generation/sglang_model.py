@@ -13,7 +13,7 @@ from meshrl.common.model.files.weight_files import EMBEDDING, UNEMBEDDING
 if TYPE_CHECKING:
     from torch import Tensor  # the command line reads this module, and imports no torch
 
-_USE_BUILTIN_FIX = "set rollout.engine to the built-in one"
+_USE_BUILTIN_FIX = "Set rollout.engine to the built-in one"
 VOCABULARY_MATRICES = (EMBEDDING, UNEMBEDDING)  # matrices with a row for each id
 # SGLang's YaRN ignores this key
 _IGNORED_YARN_KEYS = ("attention_factor", "mscale", "mscale_all_dim")
@@ -33,8 +33,8 @@ def to_sglang_config(config: ModelConfig, max_length: int) -> ModelConfig:
         )
     if config.sliding_layers and config.sliding_window < max_length:
         raise ConfigError(
-            f"SGLang would compute this model without its window of {config.sliding_window} "
-            f"tokens, which sequences of {max_length} exceed",
+            f"SGLang would ignore the model's window of {config.sliding_window} tokens, which "
+            f"sequences of {max_length} exceed",
             where="rollout.engine",
             fix=f"{_USE_BUILTIN_FIX}, or rollout.max_tokens to {config.sliding_window} at most",
         )
@@ -44,14 +44,14 @@ def to_sglang_config(config: ModelConfig, max_length: int) -> ModelConfig:
         ignored.append("truncate")
     if ignored:
         raise ConfigError(
-            f"SGLang passes over {', '.join(ignored)} of the model's rotary scaling",
+            f"SGLang ignores {', '.join(ignored)} of the model's rotary scaling",
             where="rollout.engine",
             fix=_USE_BUILTIN_FIX,
         )
     if any(end < config.vocab_size for _, end in config.absent_ids):
         first, end = config.absent_ids[0]
         raise ConfigError(
-            f"the tokenizer lacks ids {first} to {end - 1} and has higher ones: SGLang would "
+            f"the tokenizer has no ids {first} to {end - 1}, but has higher ones: SGLang would "
             "sample ids without a token",
             where="rollout.engine",
             fix=_USE_BUILTIN_FIX,

@@ -79,10 +79,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         name = format_checkpoint_name(held["lineage"], held["step"], held["weights"])
     except (KeyError, TypeError) as error:
         raise CorruptData(
-            f"it is no manifest of a checkpoint: {error!r}", where=str(path)
+            f"it is not a manifest of a checkpoint: {error!r}", where=str(path)
         ) from error
     if name != path.stem:
-        raise CorruptData(f"it is that of {name}", where=str(path))
+        raise CorruptData(f"it belongs to {name}", where=str(path))
     try:
         check_paths(held.get("files", ()))
     except (BadMessage, TypeError) as error:
@@ -98,7 +98,7 @@ def check_paths(files: Iterable[str]) -> None:
     for name in files:
         path = PurePosixPath(name)
         if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise BadMessage(f"{name!r:.80} is no path in a checkpoint")
+            raise BadMessage(f"{name!r:.80} is not a path in a checkpoint")
 
 
 def list_files(directory: Path) -> list[str]:
@@ -130,13 +130,13 @@ def check_files(directory: Path, files: dict[str, str], folder: str = STATE_FOLD
     """
     listed = {name: digest for name, digest in files.items() if Path(name).is_relative_to(folder)}
     if not listed:
-        raise CorruptData("its manifest lists no file", where=str(directory / folder))
+        raise CorruptData("its manifest lists no files of it", where=str(directory / folder))
     for name, digest in listed.items():
         path = directory / name
         if not path.is_file():
             raise CorruptData("it is missing", where=str(path))
         if compute_file_digest(path) != digest:
-            raise CorruptData("it is not what its digest says", where=str(path))
+            raise CorruptData("its content does not match its digest", where=str(path))
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
@@ -201,9 +201,9 @@ def check_digests(scratch: Path, actual: Mapping[str, str], expected: Mapping[st
     for name, digest in expected.items():
         if actual.get(name) != digest:
             raise CorruptData(
-                "a file of a checkpoint is not what was written to it a moment ago",
+                "a file of a checkpoint differs from what was just written",
                 where=str(scratch / name),
-                fix="See whether the disk is well; the next checkpoint is written anew",
+                fix="Check the disk; the next checkpoint is written independently of this file",
             )
 
 

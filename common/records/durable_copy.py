@@ -109,13 +109,13 @@ class DurableCopy(RemoteDirectory):
             return
         if not owner:
             raise MeshError(
-                "the copy has lost whose it is",
+                "the copy has lost its owner record",
                 where=f"{self.public_url}/{OWNER_FILE}",
-                fix="Nothing to do, if that was on purpose: all is copied again",
+                fix="No action is needed if this was intended: all files are copied again",
             )
         raise CopyTakenOver(
-            f"{self.public_url} was taken over by another mesh: nothing is copied there any more",
-            fix="The jobs go on there: cancel them here; or name another durable.url",
+            f"another mesh has taken over {self.public_url}: copying has stopped",
+            fix="Cancel the jobs here: they continue there. Or set another durable.url",
         )
 
     # -- jobs ------------------------------------------------------------------------------------
@@ -147,7 +147,9 @@ class DurableCopy(RemoteDirectory):
         name = f"{job_folder(job)}/files/{digest}"
         self.fetch_file(name, path)
         if compute_file_digest(path) != digest:
-            raise CorruptData("it is not what its name says", where=f"{self.public_url}/{name}")
+            raise CorruptData(
+                "its content does not match its name", where=f"{self.public_url}/{name}"
+            )
 
     def remove_files(self, names: Iterable[str]) -> None:
         """Remove files that exist. CopyTakenOver: another mesh owns the copy."""

@@ -128,8 +128,8 @@ def iter_records_with_offsets(
         begun = HEADER.startswith(content) or not any(content[: len(HEADER)])
         if sealed_bytes == 0 or (sealed_bytes < 0 and begun and not _has_record_after(content, 0)):
             return
-        whole = f"it has {len(content)} bytes, and was sealed at {sealed_bytes}"
-        raise CorruptData("its header is damaged" if content else whole, where=str(path))
+        whole = f"it has {len(content)} bytes, but was sealed at {sealed_bytes}"
+        raise CorruptData("its header is corrupt" if content else whole, where=str(path))
     while offset + FRAME_HEADER.size <= end:
         length, crc, kind = FRAME_HEADER.unpack_from(content, offset)
         start, stop = offset + FRAME_HEADER.size, offset + FRAME_HEADER.size + length
@@ -148,10 +148,10 @@ def iter_records_with_offsets(
         offset = stop
     if sealed_bytes > len(content):
         raise CorruptData(
-            f"it has {len(content)} bytes, and was sealed at {sealed_bytes}", where=str(path)
+            f"it has {len(content)} bytes, but was sealed at {sealed_bytes}", where=str(path)
         )
     if offset < end and (sealed_bytes >= 0 or _has_record_after(content, offset + 1)):
-        raise CorruptData(f"its record at byte {offset} does not add up", where=str(path))
+        raise CorruptData(f"its record at byte {offset} is inconsistent", where=str(path))
 
 
 def _check_format(path: Path, content: bytes) -> None:
@@ -164,9 +164,9 @@ def _check_format(path: Path, content: bytes) -> None:
         and found[len(MAGIC) + 1 :] != HEADER[len(MAGIC) + 1 :]
     ):
         raise BadMessage(
-            f"a segment of format {version}; this is format {FORMAT}",
+            f"the segment has format {version}; this version reads format {FORMAT}",
             where=str(path),
-            fix="finish the run with the version of the software that began it",
+            fix="Finish the run with the MeshRL version that started it",
         )
 
 

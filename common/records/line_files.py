@@ -39,7 +39,7 @@ class RunLineFile:
 
     def __init__(self, host: Host, run_dir: Path, name: str) -> None:
         if _NAME_PATTERN.fullmatch(name) is None:
-            raise BadMessage(f"{name!r} is no file of samples or traces", where=str(run_dir))
+            raise BadMessage(f"{name!r} is not a file of samples or traces", where=str(run_dir))
         self._host = host
         self._path = run_dir / f"{name}.jsonl"
         self._file: AppendFile | None = None
@@ -84,7 +84,7 @@ class LineSender:
         long.
         """
         if self._pending_bytes + len(lines) > MAX_PENDING_BYTES:
-            raise StorageFull("the store is away", where=self._name)
+            raise StorageFull("the store is unavailable", where=self._name)
         self._pending.append(lines)
         self._pending_bytes += len(lines)
         if self._send_task is None or self._send_task.done():
@@ -111,7 +111,7 @@ class LineSender:
                 )
             except MeshError as error:
                 log = self._mesh.telemetry.log
-                log.warning("lines are not kept", file=self._name, error=str(error))
+                log.warning("lines cannot be saved", file=self._name, error=str(error))
             self._pending_bytes -= sum(map(len, lines))
 
 
@@ -174,7 +174,7 @@ class TraceWriter:
             self._is_disk_full = False
         except StorageFull as error:
             if not self._is_disk_full:
-                self._mesh.telemetry.log.warning("a trace is not kept", error=str(error))
+                self._mesh.telemetry.log.warning("a trace cannot be saved", error=str(error))
             self._is_disk_full = True
 
     async def close(self) -> None:

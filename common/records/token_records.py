@@ -119,9 +119,10 @@ def decode_token_rows(content: bytes) -> TokenRows:
     """Decode the bytes of `encode_token_rows`. BadMessage: another format, or no such record."""
     if len(content) < _HEADER.size or content[0] != FORMAT:
         raise BadMessage(
-            f"tokens in format {content[0] if content else 'none'}; this is format {FORMAT}",
+            f"the tokens have format {content[0] if content else 'none'}; this version reads "
+            f"format {FORMAT}",
             where="ledger",
-            fix="finish the run with the version of the software that began it",
+            fix="Finish the run with the MeshRL version that started it",
         )
     _, wide, member, count, narrow, expert, each, n, total, runs, first = _HEADER.unpack_from(
         content
@@ -130,7 +131,7 @@ def decode_token_rows(content: bytes) -> TokenRows:
     sizes = (*fixed, total * each * expert)
     known = {wide, member, count or 1} <= {1, 2, 4, 8} and expert in (0, *_EXPERT_TYPES_BY_WIDTH)
     if len(content) != _HEADER.size + sum(sizes) or not known:
-        raise BadMessage("a record of tokens whose columns do not add up", where="ledger")
+        raise BadMessage("the columns of a token record are inconsistent", where="ledger")
     parts, at = [], _HEADER.size
     for size in sizes:
         parts.append(content[at : at + size])

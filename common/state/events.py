@@ -112,9 +112,9 @@ async def _check_no_gap(state: StateClient, since: str) -> None:
     through = str(await state.run_command("GET", TRIMMED_KEY) or "0")
     if parse_event_id(since) < parse_event_id(through):
         raise HistoryLost(
-            f"history_lost: events after {since} are gone up to {through}",
+            f"history_lost: events after {since} up to {through} are lost",
             where="the event stream",
-            fix="What was recorded of them is in events.jsonl of the run",
+            fix="See events.jsonl of the run for the recorded events",
             since=since,
             through=through,
         )

@@ -154,7 +154,9 @@ async def read_job(state: StateClient, job: str) -> JobRow:
     args = {"key": f"{prefix}:job", "extra_key": f"{prefix}:submission"}
     row = (await state.run_script("read_row", [prefix], args))["row"]
     if not row or "phase" not in row:
-        raise NotFound(f"there is no job {job}", fix="`meshrl status` lists the jobs of this mesh.")
+        raise NotFound(
+            f"there is no job {job}", fix="Run `meshrl status` to list the jobs of this mesh."
+        )
     return _decode_job(row | {"id": job})
 
 

@@ -33,10 +33,12 @@ def unpack(cls: type[T], content: bytes | memoryview) -> T:
             _COUNT.unpack_from(view, _COUNT.size * (1 + i))[0] for i in range(min(count, 4096))
         ]
     except struct.error as error:
-        raise BadMessage(f"a stored {cls.__name__} is cut short: {error}") from error
+        raise BadMessage(f"a stored {cls.__name__} is truncated: {error}") from error
     offset = _COUNT.size * (1 + count)
     if count < 1 or offset + sum(sizes) != len(view):
-        raise BadMessage(f"a stored {cls.__name__} has {len(view)} bytes, its head says otherwise")
+        raise BadMessage(
+            f"a stored {cls.__name__} has {len(view)} bytes, but its header gives another size"
+        )
     parts = []
     for size in sizes:
         parts.append(view[offset : offset + size])

@@ -106,7 +106,7 @@ def encode(m: Any) -> tuple[bytes, Buffers]:
     try:
         return _pack(codec.encode(m, buffers)), buffers
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise BadMessage(f"a {type(m).__name__} that MessagePack cannot hold: {error}") from None
+        raise BadMessage(f"MessagePack cannot encode a {type(m).__name__}: {error}") from None
 
 
 def decode(cls: type[M], body: Frame, buffers: Sequence[Frame] = ()) -> M:
@@ -114,7 +114,7 @@ def decode(cls: type[M], body: Frame, buffers: Sequence[Frame] = ()) -> M:
     rest = iter(buffers)
     made: M = _codecs[cls].decode(unpack_body(body), rest)
     if buffers and next(rest, None) is not None:
-        raise BadMessage(f"more buffers than a {cls.__name__} has arrays")
+        raise BadMessage(f"a {cls.__name__} arrived with more buffers than arrays")
     return made
 
 
@@ -124,19 +124,19 @@ def unpack_body(body: Frame) -> Any:
     """
     size = len(body)
     if size > LIMITS.body_bytes:
-        raise BadMessage(f"a body of {size} bytes; the limit is {LIMITS.body_bytes}")
+        raise BadMessage(f"a body has {size} bytes; the limit is {LIMITS.body_bytes}")
     try:
         if size <= LIMITS.items:  # msgpack bounds every container by the size of its input
             return msgpack.unpackb(body)
         return msgpack.unpackb(body, max_array_len=LIMITS.items, max_map_len=LIMITS.items)
     except DECODE_ERRORS as error:
-        raise BadMessage(f"a body that is not MessagePack within limits: {error}") from None
+        raise BadMessage(f"a body is not MessagePack within the limits: {error}") from None
 
 
 def check_arity(value: Any, arity: int, what: str) -> list[Any]:
     """Return `value` as a list of `arity` fields; otherwise raise BadMessage that names `what`."""
     if type(value) is not list or len(value) != arity:
-        raise BadMessage(f"{what} with other than its {arity} fields")
+        raise BadMessage(f"{what} does not have its {arity} fields")
     return value
 
 
@@ -203,7 +203,7 @@ def _translate_value_errors(decode: _Decode, cls: type) -> _Decode:
 
 
 def _fail(where: str, value: Any) -> NoReturn:
-    raise BadMessage(f"{where} holds a {type(value).__name__}, which does not belong there")
+    raise BadMessage(f"{where} contains a {type(value).__name__}, which is not permitted there")
 
 
 def _as_float(where: str, value: Any) -> float:
@@ -245,7 +245,7 @@ def _make_codec(hint: Any, where: str) -> _Codec:
     if origin is dict and len(args) == 2 and args[0] is str:
         return _make_dict_codec(_make_codec(args[1], where), where)
     raise TypeError(
-        f"{where}: a message cannot hold {hint!r}; see meshrl.common.base.encoding.messages"
+        f"{where}: a message cannot contain {hint!r}; see meshrl.common.base.encoding.messages"
     )
 
 
@@ -337,7 +337,7 @@ def _encode_array(array: Any, buffers: Buffers) -> Any:
     array = np.ascontiguousarray(array).reshape(np.shape(array))
     kind = array.dtype.str
     if kind not in _DTYPES:
-        raise TypeError(f"an array of {array.dtype}")
+        raise TypeError(f"an array of {array.dtype} cannot be sent")
     if array.nbytes < OUT_OF_BAND_BYTES:
         return kind, array.shape, array.tobytes()
     buffers.append(array.reshape(-1).view(np.uint8).data)
@@ -351,7 +351,7 @@ def _decode_array(value: Any, buffers: Iterator[Frame], where: str) -> Array:
         raise BadMessage(f"{where} is an array of unknown type {kind!r:.40}")
     fits = type(shape) is list and len(shape) <= LIMITS.dims
     if not fits or not all(type(n) is int and n >= 0 for n in shape):
-        raise BadMessage(f"{where} is an array of an impossible shape")
+        raise BadMessage(f"{where} is an array of invalid shape")
     raw = next(buffers, None) if inline is None else inline
     if type(raw) is not bytes and type(raw) is not memoryview:
         raise BadMessage(f"{where} is an array without its buffer")

@@ -32,7 +32,7 @@ class AppendFile:
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise self._to_storage_full(error, "no room for a new file") from error
+            raise self._to_storage_full(error, "the disk has no space for a new file") from error
         self._length = os.lseek(self._fd, 0, os.SEEK_END)
         if truncate_to_bytes is not None and truncate_to_bytes < self._length:
             os.ftruncate(self._fd, truncate_to_bytes)
@@ -50,7 +50,7 @@ class AppendFile:
                 written += os.write(self._fd, view[written:])
         except OSError as error:
             os.ftruncate(self._fd, self._length)
-            problem = f"no room for {len(view)} bytes after {self._length}"
+            problem = f"the disk has no space for {len(view)} bytes after {self._length}"
             raise self._to_storage_full(error, problem) from error
         self._length += len(view)
 
@@ -61,7 +61,7 @@ class AppendFile:
         return StorageFull(
             problem,
             where=str(self.path),
-            fix="free space on this disk; the writer continues after the last whole record",
+            fix="Free space on this disk; the writer continues after the last complete record",
         )
 
     def tell(self) -> int:

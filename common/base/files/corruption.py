@@ -21,13 +21,13 @@ CORRUPTION_EVENT = "damaged"
 # docs/operate/recovery.md has this as a table, with the check of each kind.
 RECOVERY_BY_KIND: dict[str, str] = {
     "checkpoint": (
-        "quarantined; the newest retained one before it is used, in a new lineage: what the "
-        "steps in between trained counts as host_lost, and its prompts are generated again; "
-        "without one the job fails"
+        "quarantined; the newest earlier checkpoint is used, in a new lineage: the trajectories "
+        "of later steps count as host_lost, and their prompts are generated again; without one "
+        "the job fails"
     ),
     "weights": (
-        "quarantined; written again by a trainer that has them, or from the checkpoint's own "
-        "model; else as for a checkpoint"
+        "quarantined; written again by a trainer that has the weights, or from the checkpoint's "
+        "own model; else as for a checkpoint"
     ),
     "group": (
         "quarantined; its prompt goes back to the queue and counts as host_lost; if a step is "
@@ -45,10 +45,10 @@ RECOVERY_BY_KIND: dict[str, str] = {
     ),
     "lengths": "quarantined; intact lines are retained",
     "redis": "quarantined; jobs continue from their newest checkpoints, each in a new lineage",
-    "redis note": "quarantined; the records of the runs show how far Redis had come",
+    "redis note": "quarantined; the records of the runs determine the last state of Redis",
     "bundle": (
-        "an error that names the file: from resume before it starts anything, later from the "
-        "process that reads it"
+        "an error that names the file: from resume before it starts any process, later from the "
+        "process that reads the file"
     ),
     "job": (
         "quarantined; written again from memory or from the copy in Redis, else an error that "
@@ -86,8 +86,8 @@ def quarantine(path: Path, root: Path) -> Path:
 def describe_event(event: Mapping[str, Any]) -> str:
     """Format an event `damaged` for users."""
     then = str(event["then"])
-    aside = f" It lies in {event['aside']}." if event.get("aside") else ""
-    return f"{event['path']} is damaged: {event['why']}. {then[:1].upper()}{then[1:]}.{aside}"
+    aside = f" It was moved to {event['aside']}." if event.get("aside") else ""
+    return f"{event['path']} is corrupt: {event['why']}. {then[:1].upper()}{then[1:]}.{aside}"
 
 
 def make_event_fields(

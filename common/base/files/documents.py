@@ -49,14 +49,14 @@ def decode(content: bytes, where: str) -> dict[str, Any]:
         why = f"it is not JSON: {error}" if content else "it is empty"
         raise CorruptData(why, where=where) from None
     if not isinstance(found, dict):
-        raise CorruptData("it does not hold a JSON object", where=where)
+        raise CorruptData("it does not contain a JSON object", where=where)
     checked = found.pop(CHECK, None)
     if checked is None and found:  # a check whose key has changed
         last = next(reversed(found))
         rest = {key: value for key, value in found.items() if key != last}
         checked = found[last] if found[last] == compute_check(rest) else None
     if checked is not None and (odd or checked != compute_check(found)):
-        raise CorruptData("its content is not what its check says", where=where)
+        raise CorruptData("its content does not match its checksum", where=where)
     return found
 
 
@@ -73,7 +73,7 @@ def read(path: Path, fix: str) -> dict[str, Any]:
 
 def make_corrupt_error(path: Path, why: str, fix: str) -> CorruptData:
     """Make the error of an unusable document."""
-    return CorruptData(f"{path.name} is damaged: {why}", where=str(path), fix=fix)
+    return CorruptData(f"{path.name} is corrupt: {why}", where=str(path), fix=fix)
 
 
 def write(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:

@@ -82,7 +82,7 @@ def read_lines(path: Path) -> LineFileContent:
     wrong: list[str] = []
     if _UNTERMINATED.search(tail):  # a complete line whose newline has changed
         texts.append(tail[:-1])
-        wrong.append(f"line {len(texts)} does not end")
+        wrong.append(f"line {len(texts)} is unterminated")
     checked = not texts or any(_CHECK.search(text) for text in texts)
     rows: list[Row] = []
     due = before = 0
@@ -90,11 +90,11 @@ def read_lines(path: Path) -> LineFileContent:
         row = decode_row(text)
         found = _CHECK.search(text)
         if row is None or (checked and found is None):
-            wrong.append(f"line {place} is damaged")
+            wrong.append(f"line {place} is corrupt")
             continue
         number = int(found[1]) if found else due
         if number < due:
-            wrong.append(f"line {place} is there twice")
+            wrong.append(f"line {place} is a duplicate")
             continue
         if number > due and not wrong:
             wrong.append(f"{number - due} lines before line {place} are missing")
@@ -166,7 +166,7 @@ class LineFile:
                 return
             gone = not self.path.exists()
             raise CorruptData(
-                "it is gone" if gone else "it was changed by somebody else", where=str(self.path)
+                "it is missing" if gone else "another process has changed it", where=str(self.path)
             )
 
     def _is_unchanged(self) -> bool:

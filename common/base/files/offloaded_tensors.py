@@ -129,16 +129,16 @@ def read_header(medium: OffloadMedium) -> OffloadHeader:
     first = medium.read_at(0, HEADER_BYTES).tobytes()
     length = int.from_bytes(first[8:16], "little")
     if first[:8] != MAGIC or len(first) < HEADER_BYTES or length > medium.size_bytes:
-        raise CorruptData("nothing whole is kept there", where=medium.location)
+        raise CorruptData("no complete offloaded state is there", where=medium.location)
     description = medium.read_at(HEADER_BYTES, length).tobytes()
     try:
         told = json.loads(description)
         sizes = {str(name): int(size) for name, size in told["sizes"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptData("its head is garbled", where=medium.location) from error
+        raise CorruptData("its header is invalid", where=medium.location) from error
     table = medium.read_at(HEADER_BYTES + length, CHECKSUM_BYTES * len(sizes)).tobytes()
     if compute_checksum(description + table) != first[COMMIT_MARK]:
-        raise CorruptData("it was not written to its end", where=medium.location)
+        raise CorruptData("it was not written completely", where=medium.location)
     offsets, end = _compute_offsets(length, sizes)
     if end > medium.size_bytes:
         raise CorruptData(f"it has {medium.size_bytes} of {end} bytes", where=medium.location)
@@ -153,14 +153,14 @@ def restore(medium: OffloadMedium, header: OffloadHeader, target: OffloadTarget)
     """
     for name, size in target.sizes_bytes.items():
         if header.sizes_bytes.get(name) != size:
-            raise CorruptData(f"{name} of {size} bytes is not there", where=medium.location)
+            raise CorruptData(f"{name} of {size} bytes is missing", where=medium.location)
         summed = Checksummer()
         for start, end in _split_pieces(size):
             piece = medium.read_at(header.offsets[name] + start, end - start)
             summed.update(piece.data)
             target.write(name, start, piece)
         if summed.checksum != header.checksums[name]:
-            raise CorruptData(f"{name} is not what its checksum says", where=medium.location)
+            raise CorruptData(f"{name} does not match its checksum", where=medium.location)
 
 
 class MediumSource:
@@ -184,7 +184,7 @@ def copy_offload(source: OffloadMedium, target: OffloadMedium) -> OffloadHeader:
     copy = read_header(target)
     if copy.checksums != head.checksums:
         target.write_at(COMMIT_MARK.start, _as_array(bytes(CHECKSUM_BYTES)))
-        raise CorruptData("it is not what its checksums say", where=source.location)
+        raise CorruptData("its content does not match its checksums", where=source.location)
     return copy
 
 
@@ -215,7 +215,7 @@ class MemorySegment:
         try:
             found = os.readlink(f"/proc/self/fd/{descriptor}")
             if process and found != f"/memfd:{make_segment_name(process)} (deleted)":
-                raise Refused(f"{found} is no segment for {process}", where=path)
+                raise Refused(f"{found} is not a segment of {process}", where=path)
             self.size_bytes = os.fstat(descriptor).st_size
             mapped = mmap.mmap(descriptor, self.size_bytes)
         finally:
@@ -317,7 +317,7 @@ class OffloadFile:
         if error.errno not in DISK_FULL_ERRNOS:
             return error
         return StorageFull(
-            "no room for what a process keeps while it sleeps",
+            "the disk has no space for the offloaded state of a process",
             where=str(self._path),
-            fix="free space on this disk; it computes on meanwhile",
+            fix="Free space on this disk; until then the process continues to compute",
         )

@@ -15,8 +15,8 @@ def resolve_below(directory: Path, path_text: str, where: str) -> Path:
     path = Path(path_text).resolve()
     if not path.is_relative_to(directory.resolve()):
         raise Refused(
-            f"it was told of {path_text}, which is not below {directory}",
+            f"the received path {path_text} is not below {directory}",
             where=where,
-            fix="Whoever says so is not started as this mesh does it: `meshrl hosts` lists who may",
+            fix="The sender was not started by this mesh: run `meshrl hosts` to list its hosts",
         )
     return path

@@ -32,15 +32,15 @@ class RemoteDirectory:
         """
         if "::" in url:  # its secrets could be anywhere, so the error does not show it
             raise ConfigError(
-                "a URL with :: in it, a chain of fsspec's, is no place to write to",
+                "a URL with ::, an fsspec chain, cannot be written to",
                 where=setting,
-                fix="Name the place itself: s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
+                fix="Set the target itself: s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
             )
         if url.startswith("://"):  # it would be a path with an odd name
             raise ConfigError(
-                f"{redact_url(url)} is a URL of no kind",
+                f"{redact_url(url)} is a URL of no known scheme",
                 where=setting,
-                fix="Take s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
+                fix="Use s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
             )
         import fsspec  # slow to import, and only used here
 
@@ -50,11 +50,10 @@ class RemoteDirectory:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise ConfigError(
-                f"{self.public_url} is no URL that can be written to: "
-                f"{self._url.redact(str(error))}",
+                f"{self.public_url} is not a writable URL: {self._url.redact(str(error))}",
                 where=setting,
-                fix="Take s3://BUCKET/PATH, gs://, file:///DIRECTORY, ..., and install what the "
-                "error names",
+                fix="Use s3://BUCKET/PATH, gs://, file:///DIRECTORY, ..., and install the "
+                "packages that the error names",
             ) from error
 
     def read_file(self, name: str) -> bytes:
@@ -123,7 +122,7 @@ class RemoteDirectory:
             try:
                 self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             except FileNotFoundError as error:  # a location without folders, such as /proc
-                raise OSError(f"no folder can be made there: {error}") from error
+                raise OSError(f"no folder can be created there: {error}") from error
             put(f"{path}{self._part_suffix}")
             self._fs.mv(f"{path}{self._part_suffix}", path)
 
@@ -143,7 +142,7 @@ class RemoteDirectory:
                 f"{self._description} cannot be reached: {type(error).__name__}: "
                 f"{self._url.redact(str(error))}",
                 where=f"{self.public_url}/{name}",
-                fix="See that the URL can be written to with this host's credentials",
+                fix="Check that this host's credentials permit writes to the URL",
             ) from error
 
 

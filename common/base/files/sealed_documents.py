@@ -26,7 +26,7 @@ def decode_sealed(content: bytes, path: Path) -> dict[str, Any]:
     if not content:
         raise CorruptData("it is empty", where=str(path))
     if content[:_HEADER_BYTES] != (_HEADER % compute_checksum(rest).hex()).encode():
-        raise CorruptData("it is not what its digest says", where=str(path))
+        raise CorruptData("its content does not match its digest", where=str(path))
     document: dict[str, Any] = json.loads(b"{" + rest)
     return document
 

@@ -45,7 +45,7 @@ def parse_listen_address(address: str, setting: str) -> tuple[str, range]:
         found = range(0)
     if not interface or not found or found[0] < 0 or found[-1] > 65535:
         raise ConfigError(
-            f"{address!r} is no place to listen at",
+            f"{address!r} is not a listen address",
             where=setting,
             fix="Write HOST:*, HOST:PORT or HOST:LOW-HIGH",
         )

@@ -25,14 +25,14 @@ def read_secret(path: Path, description: str, fix: str, max_chars: int) -> str:
             about = os.fstat(file.fileno())
             found = file.read(max_chars).strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = f"no {description} can be read there: {error}"
+        why = f"the {description} cannot be read: {error}"
         raise ConfigError(why, where=str(path), fix=fix) from None
     # Root may share the file with a group or a container on purpose.
     given_by_root = about.st_uid == 0 != os.geteuid()
     if stat.S_IMODE(about.st_mode) & 0o077 and not given_by_root:
         raise ConfigError(
-            f"others can read the {description}",
+            f"other users can read the {description}",
             where=str(path),
-            fix=f"chmod 600 {path}; it is a secret",
+            fix=f"Run `chmod 600 {path}`; the file is a secret",
         )
     return found

@@ -87,9 +87,10 @@ def require_private_file(path: Path) -> None:
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
-            f"settings of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}",
+            f"the settings belong to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}",
             where=str(path),
-            fix=f"They hold the secret of a mesh: chown it to user {os.geteuid()}, chmod 600",
+            fix=f"Run chown to user {os.geteuid()} and chmod 600: the file contains the secret of "
+            "a mesh",
         )
 
 
@@ -168,7 +169,7 @@ class MeshSettings:
         if not path:
             raise ConfigError(
                 f"${SETTINGS_ENV} is not set",
-                fix="Start services through `meshrl up` or `meshrl run`",
+                fix="Start services with `meshrl up` or `meshrl run`",
             )
         return dataclasses.replace(
             cls.from_file(Path(path)),
@@ -185,7 +186,7 @@ class MeshSettings:
             require_private_file(path)
             return cls(**documents.decode(path.read_bytes(), where))
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"unusable settings: {error}", where=where) from None
+            raise ConfigError(f"the settings are invalid: {error}", where=where) from None
 
     def to_file(self, path: str | Path) -> None:
         """Write the file atomically, readable by this user only: a Redis URL may contain a

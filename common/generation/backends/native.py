@@ -138,9 +138,9 @@ _RESULTS = {
 def build_native_library(config: ModelConfig, dtype: str = "float32") -> Library:
     """Build the C++ library for models of this shape, or return the reason why that failed."""
     if dtype not in DTYPE_DEFINES:
-        return Library(None, f"dtype {dtype} has no native decoder")
+        return Library(None, f"there is no native decoder for dtype {dtype}")
     if config.head_dim > HEAD_WIDTHS[-1]:
-        return Library(None, f"heads of width {config.head_dim} have no native attention")
+        return Library(None, f"there is no native attention for heads of width {config.head_dim}")
     return build_library("decoder", DTYPE_DEFINES[dtype])
 
 
@@ -407,7 +407,7 @@ def _describe_slots(slots: Slots, table: NDArray[np.int32]) -> _SlotsStruct:
 
 def _out_of_memory_error() -> MeshError:
     return MeshError(
-        "no memory for the weights and the cache",
+        "memory is too small for the weights and the cache",
         where="engine",
-        fix="lower rollout.kv_tokens or rollout.slots",
+        fix="Lower rollout.kv_tokens or rollout.slots",
     )

@@ -52,7 +52,7 @@ def build_adapter_deltas(
     for name, tensor in tensors.items():
         found = parse_adapter_tensor_name(name)
         if found is None or found.layer >= config.num_layers or found.projection not in parts:
-            raise _rejected_adapter_error(f"{name} is none of its tensors")
+            raise _rejected_adapter_error(f"the model has no tensor {name}")
         pairs.setdefault((found.layer, found.projection), {})[found.factor] = tensor
     if not pairs:
         raise _rejected_adapter_error("it has no tensors")
@@ -60,9 +60,7 @@ def build_adapter_deltas(
     for (layer, name), pair in sorted(pairs.items()):
         part = parts[name]
         if part.fused_name in ("gate_up", "down") and layer in config.sparse_layers:
-            raise _rejected_adapter_error(
-                f"layer {layer} is a mixture of experts, which takes no {name}"
-            )
+            raise _rejected_adapter_error(f"layer {layer} is a MoE layer, which has no {name}")
         a, b = _check_factors(layer, part, pair, scale)
         by_matrix.setdefault((layer, part.fused_name), []).append((part, a, b))
     outputs = {
@@ -80,18 +78,18 @@ def _check_factors(
 ) -> tuple[Tensor, Tensor]:
     what = f"layers.{layer}.adapters.{part.name}"
     if pair.keys() != {"a", "b"}:
-        raise _rejected_adapter_error(f"{what} lacks one of its two factors")
+        raise _rejected_adapter_error(f"{what} has only one of its two factors")
     a, b = pair["a"], pair["b"]
     if a.dim() != 2 or tuple(a.shape[1:]) != (part.columns,):
         raise _rejected_adapter_error(
-            f"{what}.a is {list(a.shape)} in place of [rank, {part.columns}]"
+            f"{what}.a has shape {list(a.shape)} instead of [rank, {part.columns}]"
         )
     if tuple(b.shape) != (part.rows, a.shape[0]) or not len(a):
         raise _rejected_adapter_error(
-            f"{what}.b is {list(b.shape)} in place of [{part.rows}, {a.shape[0]}]"
+            f"{what}.b has shape {list(b.shape)} instead of [{part.rows}, {a.shape[0]}]"
         )
     if not (torch.isfinite(a).all() and torch.isfinite(b.detach() * scale).all()):
-        raise _rejected_adapter_error(f"{what} is not finite")
+        raise _rejected_adapter_error(f"{what} has values that are not finite")
     return a, b
 
 
@@ -109,7 +107,7 @@ def _fuse_factors(
 
 def _rejected_adapter_error(why: str) -> Refused:
     return Refused(
-        f"the adapter does not fit the model: {why}",
+        f"the adapter does not match the model: {why}",
         where="engine",
-        fix="load adapters that were trained on the base that the engine has",
+        fix="Load adapters that were trained on the engine's base model",
     )

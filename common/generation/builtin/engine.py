@@ -79,7 +79,7 @@ class BuiltinEngine:
             raise ConfigError(
                 f"kv_on_update is {options.kv_on_update!r}",
                 where="rollout.kv_on_update",
-                fix="use keep or recompute",
+                fix="Set keep or recompute",
             )
         self.backend = backend  # display name of the backend
         self.num_steps = 0
@@ -324,7 +324,7 @@ class BuiltinEngine:
                 if self._options.verify_weights and (
                     odd := self._compute.find_differing_weights(state)
                 ):
-                    raise CorruptData(f"{len(odd)} tensors are not what was put there: {odd[0]}")
+                    raise CorruptData(f"{len(odd)} tensors differ from the stored ones: {odd[0]}")
         # Pending loads are of the earlier weights.
         self._cancel_loads(list(self.scheduler.prefix_loads.active_loads))
         self._weights.set_base_version(version)
@@ -431,7 +431,7 @@ class BuiltinEngine:
             raise Refused(
                 f"{len(tokens)} tokens do not fit the cache",
                 where="engine",
-                fix="raise rollout.kv_tokens",
+                fix="Raise rollout.kv_tokens",
             )
         try:
             return self._compute.score(row, blocks, self._weights.adapter_indices[adapter])

@@ -67,8 +67,8 @@ def choose_backend(requested: str, device: str, config: ModelConfig, dtype: str)
     if found.path is not None:
         return EngineBackend("native", cpu, library=found)
     if requested == "native":
-        raise ConfigError(found.reason, where="rollout.backend", fix="install g++, or use eager")
-    _LOG.warning("the engine takes its torch path: %s", found.reason)
+        raise ConfigError(found.reason, where="rollout.backend", fix="Install g++, or use eager")
+    _LOG.warning("the engine uses its torch backend: %s", found.reason)
     return EngineBackend("eager", cpu, found.reason)
 
 
@@ -99,18 +99,19 @@ def build_engine(
     """
     if max_length > config.max_positions:
         dynamic = (config.rope_scaling or {}).get("rope_type") == "dynamic"
-        beyond = ", behind which its dynamic scaling would begin" if dynamic else ""
+        beyond = ", above which its dynamic scaling would start" if dynamic else ""
         raise ConfigError(
             f"slots of {max_length} tokens exceed the model's {config.max_positions} positions"
             + beyond,
             where="rollout.max_tokens",
-            fix="lower it" if dynamic else "lower it, or raise max_position_embeddings",
+            fix="lower it" if dynamic else "Lower it, or raise max_position_embeddings",
         )
     if backend not in BACKENDS or dtype not in DTYPE_DEFINES:
         raise ConfigError(
-            f"there is no path {backend!r} in {dtype!r}",
+            f"there is no backend {backend!r} for {dtype!r}",
             where="rollout",
-            fix=f"path: one of {', '.join(BACKENDS)}; dtype: one of {', '.join(DTYPE_DEFINES)}",
+            fix=f"Set backend to one of {', '.join(BACKENDS)}, and dtype to one of "
+            f"{', '.join(DTYPE_DEFINES)}",
         )
     how = EngineOptions(**options)
     places = Slots(num_slots, max_length, math.prod(config.routing_shape))

@@ -63,9 +63,9 @@ class LoadedWeights:
         )
         if not name or not place:
             raise Refused(
-                f"adapter {name!r} has no place beside {len(taken) - 1} others",
+                f"adapter {name!r} does not fit beside {len(taken) - 1} others",
                 where="engine",
-                fix=f"an engine takes {MAX_ADAPTERS} with names: unload one",
+                fix=f"Unload one: an engine holds at most {MAX_ADAPTERS} named adapters",
             )
         return place
 
@@ -105,7 +105,8 @@ def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
     odd |= {name for name in shapes.keys() - odd if shapes[name] != tuple(state[name].shape)}
     if odd:
         raise Refused(
-            f"the weights do not fit the model: {min(odd)} is missing, unknown or misshapen",
+            f"the weights do not match the model: {min(odd)} is missing, unknown or of another "
+            "shape",
             where="engine",
-            fix="publish all tensors of the model that the engine was started with",
+            fix="Publish all tensors of the model that the engine was started with",
         )

@@ -34,9 +34,9 @@ class StopStringChecker:
         """Raise Refused if the request has a stop string and the engine cannot decode tokens."""
         if request.stop_strings and self._decode_tokens is None:
             raise Refused(
-                f"request {request.id} has stop texts, and this engine has no tokenizer",
+                f"request {request.id} has stop texts, but this engine has no tokenizer",
                 where="engine",
-                fix="stop at token ids, or start the engine with a tokenizer",
+                fix="Set stop token ids, or start the engine with a tokenizer",
             )
 
     def has_stopped(self, request: GenerationRequest) -> bool:

@@ -28,5 +28,5 @@ def require_gpu(component: str) -> None:
     raise GpuUnusable(
         f"{component} cannot compute on a GPU: torch {torch.__version__}{lacking}",
         where="mesh.device",
-        fix="Repair that, or start the mesh's workers with `--device cpu`",
+        fix="Repair the installation, or start the mesh's workers with `--device cpu`",
     )

@@ -57,11 +57,12 @@ def open_driver() -> Iterator[NvmlDriver]:
             pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "there is no libnvidia-ml.so.1, which comes with "
             "the driver (a container gets it with the capability `utility`)",
             pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "its kernel module is not loaded",
-            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "its library and its kernel module are of "
-            "two versions: an update waits for a restart",
+            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "its library and its kernel module have "
+            "different versions: an update needs a "
+            "reboot",
         }.get(error.value, str(error))
         raise NoDriver(
-            f"no NVIDIA driver answers: {why}",
+            f"the NVIDIA driver is unavailable: {why}",
             where="NVML",
             fix="Repair the driver, or compute on CPUs",
         ) from error
@@ -236,7 +237,7 @@ class NvmlDriver:
                 if error.value == nvml.NVML_ERROR_TIMEOUT or error.value in self._lost_codes:
                     return
                 raise GpuQueryFailed(
-                    f"the driver tells no events: {error}", where="NVML"
+                    f"the driver reports no events: {error}", where="NVML"
                 ) from error
             yield str(nvml.nvmlDeviceGetUUID(event.device)), int(event.eventData)
 
@@ -264,6 +265,6 @@ class NvmlDriver:
             return GpuLost(
                 f"the driver has lost the GPU ({said})",
                 where="NVML",
-                fix="`nvidia-smi -q` and the kernel's log have more; it may need a reset",
+                fix="Run `nvidia-smi -q` and read the kernel's log; the GPU may need a reset",
             )
-        return GpuQueryFailed(f"the driver refuses an answer ({said})", where="NVML")
+        return GpuQueryFailed(f"the driver rejects the query ({said})", where="NVML")

@@ -26,7 +26,7 @@ def select_devices(environment: Mapping[str, str] = os.environ) -> list[Device]:
         raise ConfigError(
             f"there is no GPU to compute on: {explain_no_devices(devices, environment)}",
             where="mesh.device",
-            fix='Ask the resource manager for GPUs, or set mesh.device = "cpu"',
+            fix='Request GPUs from the resource manager, or set mesh.device = "cpu"',
         )
     return found
 
@@ -39,12 +39,12 @@ def check_device_count(devices: list[Device], workers: int, where: str = "mesh.w
     if workers > len(devices):
         named = ", ".join(device.label for device in devices)
         alone = (
-            "; on one GPU a job computes by turns in a mesh that stands: `meshrl up --device cuda "
-            "--workers 1`, then `meshrl submit`"
+            "; or share one GPU in time slices: `meshrl up --device cuda --workers 1`, then "
+            "`meshrl submit`"
         )
         raise ConfigError(
-            f"{workers} workers are asked for, and there are {len(devices)} GPUs ({named}): each "
-            "worker has one of its own",
+            f"{workers} workers are requested, but there are {len(devices)} GPUs ({named}): each "
+            "worker needs its own",
             where=where,
-            fix=f"Ask for {len(devices)}, or for more GPUs{alone if len(devices) == 1 else ''}",
+            fix=f"Request {len(devices)} workers, or more GPUs{alone if len(devices) == 1 else ''}",
         )

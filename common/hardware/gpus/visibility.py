@@ -40,7 +40,9 @@ def select_visible(devices: Sequence[Device], environment: Mapping[str, str]) ->
     if asked is not None:
         for device in whole:
             if device.lost_reason:
-                raise _rejection(asked, f"{device.label}: {device.lost_reason}", "Leave it out")
+                raise _rejection(
+                    asked, f"{device.label}: {device.lost_reason}", "Remove it from the list"
+                )
     return [device for device in whole if not device.lost_reason]
 
 
@@ -70,8 +72,8 @@ def _select_named(
         if number is not None and int(number[0]) >= 0:
             gpus = {device.index: device for device in devices if not device.parent}
             if int(number[0]) not in gpus:
-                why = f"there is no GPU {int(number[0])}, the driver lists {len(gpus)}"
-                fix = "CUDA would drop it, and all that is named behind it"
+                why = f"there is no GPU {int(number[0])}; the driver lists {len(gpus)}"
+                fix = "Correct it: CUDA would drop it and all later entries"
                 raise _rejection(requested, why, fix)
             chosen = _expand_mig(devices, gpus[int(number[0])])
             numbered = True
@@ -80,12 +82,16 @@ def _select_named(
             if len(fits) != 1:
                 several = f"{word} fits {len(fits)} devices: {', '.join(d.uuid for d in fits)}"
                 why = several if fits else f"the driver lists no {word}"
-                raise _rejection(requested, why, "`nvidia-smi -L` lists them")
+                raise _rejection(requested, why, "Run `nvidia-smi -L` to list the devices")
             chosen = _expand_mig(devices, fits[0])
         else:  # -1, NoDevFiles (Slurm's value for none), empty: CUDA ends the list here
             break
         if any(device in found for device in chosen):
-            raise _rejection(requested, f"{word} is there twice", "CUDA would see no device at all")
+            raise _rejection(
+                requested,
+                f"{word} is listed twice",
+                "List it once: CUDA would find no device at all",
+            )
         found += chosen
     if numbered:
         _check_order(devices, found, requested, environment)
@@ -117,8 +123,8 @@ def _check_order(
         names = ", ".join(gpu.label for gpu in gpus)
         raise _rejection(
             requested,
-            f"its numbers may count by speed or by bus, and these GPUs differ: {names}",
-            f"Set {ORDER_ENV}={BY_BUS} (Slurm counts so), or name them by UUID",
+            f"its numbers may follow speed or bus order, and these GPUs differ: {names}",
+            f"Set {ORDER_ENV}={BY_BUS} (Slurm's order), or list UUIDs",
         )
 
 

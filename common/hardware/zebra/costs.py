@@ -10,7 +10,7 @@ from meshrl.common.hardware.zebra.schedule import ScheduledTask, TaskKind
 
 BACKWARD_FACTOR = 2.0  # relative to a forward: gradients of inputs and of weights
 CHECKPOINTED_BACKWARD_FACTOR = 3.0  # the same with recomputed activations
-FIX = "give seconds of 0 or more, and one value for each layer or none"
+FIX = "Set seconds of 0 or more, and one value for each layer or none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,9 @@ def compute_speed(
     known = load_accelerators().get(ratio.reference_kind if ratio else kind)
     if known is None:
         raise ConfigError(
-            f"nothing is known of {kind}",
+            f"there is no profile of {kind}",
             where="declared profiles",
-            fix=f"measure it, or take one of {', '.join(load_accelerators())}",
+            fix=f"Measure it, or choose one of {', '.join(load_accelerators())}",
         )
     peak = known.flops * utilisation
     if ratio is None:
@@ -168,8 +168,8 @@ def _count_expert_parameters(shape: ModelShape) -> float:
     idle = shape.experts - shape.experts_per_token
     if idle < 1:
         raise ConfigError(
-            f"a token goes to {shape.experts_per_token} of {shape.experts} experts",
+            f"the model routes a token to {shape.experts_per_token} of {shape.experts} experts",
             where="declared profiles",
-            fix="take a mixture of experts",
+            fix="Choose a MoE model",
         )
     return (shape.parameters - shape.active) / (shape.moe_layers * idle)

@@ -212,18 +212,17 @@ def _build_chunks(layers: int, experts: int, ranks: RankCounts, bounds: HostingB
     attention, holders = ranks
     if min(layers, experts, attention, holders) < 1 or experts % holders:
         raise ConfigError(
-            f"{experts} experts of {layers} layers do not spread evenly over {holders} ranks",
+            f"{experts} experts of {layers} layers cannot be divided evenly among {holders} ranks",
             where=WHERE,
-            fix="take a number of expert ranks that divides the experts of a layer",
+            fix="Set a number of expert ranks that divides the experts of a layer",
         )
     if attention % holders and holders % attention:
         if bounds.min_given:
             raise ConfigError(
                 f"{bounds.min_given} experts do not fit on an expert rank, and {attention} "
-                "attention "
-                f"ranks cannot take as many each from {holders}",
+                f"attention ranks cannot take equal numbers from {holders}",
                 where=WHERE,
-                fix="take numbers of ranks of which one divides the other",
+                fix="Set numbers of ranks of which one divides the other",
             )
         return _Chunks(layers, experts, ranks, 0, 0, 0, 0)
     taken = max(1, holders // attention)
@@ -232,9 +231,9 @@ def _build_chunks(layers: int, experts: int, ranks: RankCounts, bounds: HostingB
     least = -(-bounds.min_given // given)
     if least > most:
         raise ConfigError(
-            f"an expert rank cannot hold {bounds.min_given} experts, and attention ranks only "
-            f"{most} chunks of {taken} each",
+            f"an expert rank cannot hold {bounds.min_given} experts, and attention ranks can hold "
+            f"only {most} chunks of {taken} each",
             where=WHERE,
-            fix="take more ranks, or smaller micro-batches",
+            fix="Use more ranks, or smaller micro-batches",
         )
     return _Chunks(layers, experts, ranks, taken, given, least, most)

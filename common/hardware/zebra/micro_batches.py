@@ -52,9 +52,9 @@ def count_tokens(lengths: Mapping[int, int]) -> int:
     """Return the number of tokens of sequences by length; ConfigError if there are none."""
     if any(length < 1 or count < 0 for length, count in lengths.items()):
         raise profile_error(
-            f"sequences by length are {dict(lengths)}", "give counts of lengths from 1"
+            f"sequences by length are {dict(lengths)}", "Set counts for lengths of 1 or more"
         )
     tokens = sum(length * count for length, count in lengths.items())
     if not tokens:
-        raise profile_error("a step has no sequences", "give how many there are of each length")
+        raise profile_error("a step has no sequences", "Set the number of sequences of each length")
     return tokens

@@ -82,7 +82,7 @@ def plan_operations(
         if len(operations) == before:
             waiting = next(queue[0] for queue in queues.values() if queue)
             raise ConfigError(
-                f"{waiting} never starts", where="an order of tasks", fix="order them by layer"
+                f"{waiting} never starts", where="an order of tasks", fix="Order them by layer"
             )
     return operations
 

@@ -33,7 +33,7 @@ class CostCurve:
     seconds: tuple[float, ...]  # never falling
 
     def __post_init__(self) -> None:
-        fix = "measure ascending lengths from 1 on; longer ones take no less"
+        fix = "Measure ascending lengths of 1 or more; longer ones must not be faster"
         rising = all(a < b for a, b in zip(self.at, self.at[1:], strict=False))
         if not self.at or len(self.at) != len(self.seconds) or self.at[0] < 1 or not rising:
             raise profile_error(f"a curve over {self.at} has {len(self.seconds)} values", fix)
@@ -100,10 +100,10 @@ class MixtureProfile:
 
     def __post_init__(self) -> None:
         if self.fast.attention is None or self.fast.head is None:
-            raise profile_error(f"{self.fast.name} has no attention", "measure it on the fast kind")
+            raise profile_error(f"{self.fast.name} has no attention", "Measure it on the fast kind")
         for kind in (self.fast, self.slow):
             if not 0 < kind.memory_bytes < math.inf:
-                raise profile_error(f"{kind.name} has {kind.memory_bytes} bytes", "give its memory")
+                raise profile_error(f"{kind.name} has {kind.memory_bytes} bytes", "Set its memory")
 
     @property
     def attention(self) -> CostCurve:
@@ -132,7 +132,7 @@ def parse_accelerator_costs(table: Any, where: str) -> AcceleratorCosts:
     """Return the costs of a kind from JSON; ConfigError if the table is invalid."""
     values = _check_fields(AcceleratorCosts, table)
     if not isinstance(values["name"], str):
-        raise profile_error(f"{where} is called {values['name']!r}", "give the name of its kind")
+        raise profile_error(f"{where} is called {values['name']!r}", "Set the name of its kind")
     _check_number(values["memory_bytes"], f"memory_bytes of {where}")
     for name in ("experts", "attention", "head"):
         if values.get(name) is not None:
@@ -140,7 +140,7 @@ def parse_accelerator_costs(table: Any, where: str) -> AcceleratorCosts:
             for axis, many in curve.items():
                 what = f"{axis} of {name} of {where}"
                 if not isinstance(many, list | tuple):
-                    raise profile_error(f"{what} is {many!r}", "give a list of numbers")
+                    raise profile_error(f"{what} is {many!r}", "Set a list of numbers")
                 for one in many:
                     _check_number(one, what)
             values[name] = CostCurve(tuple(curve["at"]), tuple(curve["seconds"]))
@@ -156,10 +156,10 @@ def _check_fields(cls: type[Any], table: Any) -> dict[str, Any]:
     """Return the fields of a table; ConfigError for a missing or an unknown field."""
     names = [one.name for one in fields(cls)]
     if not isinstance(table, Mapping):
-        raise profile_error(f"{cls.__name__} is no table", f"give {', '.join(names)}")
+        raise profile_error(f"{cls.__name__} is not a table", f"Set {', '.join(names)}")
     unknown = sorted(set(table) - set(names))
     missing = [one.name for one in fields(cls) if one.default is MISSING and one.name not in table]
     if unknown or missing:
         word = "is not known" if unknown else "is missing"
-        raise profile_error(f"{(unknown or missing)[0]} {word}", f"give {', '.join(names)}")
+        raise profile_error(f"{(unknown or missing)[0]} {word}", f"Set {', '.join(names)}")
     return dict(table)

@@ -18,8 +18,8 @@ from meshrl.common.base.files.file_locks import try_lock
 
 RECORDS_FILE = "tokens.json"  # in the mesh's directory
 REPAIR_HINT = (
-    "Put a copy of it back, or remove it: then no token that was given lets anybody in, hosts that "
-    "have joined stay, but are told nothing, and `meshrl token create` makes others"
+    "Restore a copy of it, or remove it. Without it all tokens are invalid, joined hosts stay "
+    "without a notice, and `meshrl token create` creates new tokens"
 )
 LOCK_TIMEOUT_S = (
     5.0  # wait for the lock: less than callers wait for the thread that changes the file
@@ -84,7 +84,7 @@ def read_records(path: Path) -> AccessRecords:
         return AccessRecords(tokens, [MemberRecord(**row) for row in held["members"]])
     except (KeyError, TypeError) as error:
         raise documents.make_corrupt_error(
-            path, f"it holds no tokens: {error!r}", REPAIR_HINT
+            path, f"it contains no valid token records: {error!r}", REPAIR_HINT
         ) from error
 
 
@@ -100,9 +100,9 @@ def edit_records(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Acce
         while not try_lock(lock.fileno()):
             if time.monotonic() >= until_s:
                 raise DeadlineExceeded(
-                    f"another process has the file of tokens locked, for {timeout_s:g} s",
+                    f"another process has locked the token file for {timeout_s:g} s",
                     where=lock.name,
-                    fix="Try again; `fuser` with the name of the file tells which process it is",
+                    fix="Try again; run `fuser` with the file's path to find the process",
                 )
             time.sleep(POLL_S)
         known = read_records(path)

@@ -12,7 +12,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.host import secret_files
 
 TOKEN_PREFIX = "meshrl-token:"
-FILE_FIX = f"Give a file of `meshrl token create`, or its text, which begins with {TOKEN_PREFIX}"
+FILE_FIX = f"Give a file from `meshrl token create`, or its text, which starts with {TOKEN_PREFIX}"
 GATEWAY_PORT = 7199  # default
 MAX_FILE_CHARS = 4096  # a larger file is no token file
 
@@ -39,7 +39,7 @@ def parse_gateway_address(text: str, port: int, setting: str) -> str:
     found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[0-9A-Za-z._-]+)(?::(\d{1,5}))?", text)
     if found is None or not 0 < int(found[2] or port) < 65536:
         raise ConfigError(
-            f"{text!r} is no name or address of a host", where=setting, fix="Write NAME:PORT"
+            f"{text!r} is not a host name or address", where=setting, fix="Write NAME:PORT"
         )
     return f"tcp://{found[1]}:{found[2] or port}"
 
@@ -58,19 +58,19 @@ def read_token(token: str | Path) -> AccessToken:
         )
     if not text.startswith(TOKEN_PREFIX):
         raise ConfigError(
-            f"what is there is no token, which begins with {TOKEN_PREFIX}",
+            f"the content is not a token; a token starts with {TOKEN_PREFIX}",
             where=where,
-            fix="Copy all of the line that `meshrl token create` printed",
+            fix="Copy the whole line that `meshrl token create` printed",
         )
     try:
         held = json.loads(base64.urlsafe_b64decode(text.removeprefix(TOKEN_PREFIX).encode()))
         found = AccessToken(**held)
         if not all(isinstance(value, str) for value in held.values()):
-            raise ValueError("its parts are no texts")
+            raise ValueError("its parts are not text")
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"the token cannot be read: {error}",
             where=where,
-            fix="Copy it again, all of the line that `meshrl token create` printed",
+            fix="Copy the whole line that `meshrl token create` printed again",
         ) from None
     return found

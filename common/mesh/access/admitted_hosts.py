@@ -12,8 +12,8 @@ from meshrl.common.base.host.settings import derive_redis_password
 
 HOSTS_FILE = "hosts.json"  # in the mesh's directory, of its head
 REPAIR_HINT = (
-    "Put a copy of it back. Without one: `meshrl down`, remove it and {other}, start the mesh "
-    "again, and have each host `meshrl leave` and join with a new token"
+    "Restore a copy of it. Without a copy: run `meshrl down`, remove it and {other}, and restart "
+    "the mesh; on each host run `meshrl leave` and join with a new token"
 )
 
 
@@ -47,7 +47,9 @@ def read_hosts(directory: Path) -> dict[str, AdmittedHost]:
         return {}
     except (KeyError, TypeError) as error:
         fix = REPAIR_HINT.format(other="joined.json")
-        raise documents.make_corrupt_error(path, f"it holds no hosts: {error!r}", fix) from error
+        raise documents.make_corrupt_error(
+            path, f"it contains no valid host records: {error!r}", fix
+        ) from error
 
 
 def write_hosts(directory: Path, hosts: Iterable[AdmittedHost]) -> None:

@@ -50,7 +50,7 @@ class GatewayConnection:
         try:
             keys = TokenKeys(KeyPair.from_secret(token.secret.encode()), token.gateway.encode())
         except ValueError as error:
-            raise ConfigError(f"the token holds no key: {error}") from None
+            raise ConfigError(f"the token contains no valid key: {error}") from None
         self._address = token.address
         self._route = Route(GATEWAY_ACTOR, token.address, GATEWAY_ACTOR)
         self._transport = ZmqTransport(_UNREACHABLE, keys=keys, silence_is_rejection=False)
@@ -126,18 +126,18 @@ class GatewayConnection:
         """Translate the error of a call for the user of a token."""
         if isinstance(error, HandshakeFailed | NotAllowed):
             return NotAllowed(
-                "the mesh does not take this token: it was revoked, has expired, is another "
-                "mesh's, or is not for this",
+                "the mesh rejects this token: it was revoked, has expired, belongs to another "
+                "mesh, or does not permit this",
                 where=self._address,
-                fix="Ask who gave it to you for another one",
+                fix="Ask the person who issued it for a new token",
             )
         if isinstance(error, PeerLost):
             return PeerLost(
-                "no mesh answers there: nobody is behind that address, it went away meanwhile, or "
-                "what answers has another key than the token says",
+                "no mesh answers at this address: no process listens there, the mesh was "
+                "stopped, or its key differs from the token's",
                 where=self._address,
-                fix="See with who gave you the token that the mesh runs and that the token is of "
-                "that mesh, and whether a firewall is in between",
+                fix="Ask the person who issued the token whether the mesh runs and the token "
+                "belongs to it; check for a firewall in between",
             )
         if isinstance(error, DeadlineExceeded):
             return DeadlineExceeded(error.message, where=self._address)

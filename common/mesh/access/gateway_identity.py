@@ -14,8 +14,8 @@ from meshrl.common.mesh.transport.keys import KeyPair
 
 IDENTITY_FILE = "gateway.json"  # in the mesh's directory
 REPAIR_HINT = (
-    "Put a copy of it back, or remove it and start the mesh again: the gateway has another key "
-    "then, and tokens that were given are good no more"
+    "Restore a copy of it, or remove it and restart the mesh. Without it the gateway gets a new "
+    "key, and all issued tokens become invalid"
 )
 
 
@@ -47,7 +47,7 @@ def find_identity(directory: Path) -> GatewayIdentity | None:
         return None
     except TypeError as error:
         raise documents.make_corrupt_error(
-            path, f"it is no gateway's: {error}", REPAIR_HINT
+            path, f"it is not a gateway's identity: {error}", REPAIR_HINT
         ) from error
 
 
@@ -57,6 +57,6 @@ def read_identity(directory: Path) -> GatewayIdentity:
     if found is None:
         raise NotFound(
             f"the mesh in {directory.parent} has no gateway",
-            fix="`meshrl up` starts a mesh with one, unless --gateway is off",
+            fix="Start the mesh with `meshrl up`, without --gateway off",
         )
     return found

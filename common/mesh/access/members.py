@@ -21,7 +21,7 @@ from meshrl.common.mesh.access.access_records import (
 REJOIN_WINDOW_S = (
     600.0  # for repeated requests of an admitted host, because the answer may have been lost
 )
-NEW_TOKEN_HINT = "Ask for another one: `meshrl token create --host` at the head of the mesh"
+NEW_TOKEN_HINT = "Create a new token: run `meshrl token create --host` at the head of the mesh"
 
 
 def admit_member(path: Path, token_id: str, host: str, public: bytes, now_s: float) -> None:
@@ -40,30 +40,32 @@ def admit_member(path: Path, token_id: str, host: str, public: bytes, now_s: flo
         token = next((t for t in known.tokens if t.id == token_id), None)
         if token is None or (why := _explain_unusable(token, now_s)):
             raise Refused(
-                why if token is not None else "the mesh knows no such token", fix=NEW_TOKEN_HINT
+                why if token is not None else "the mesh has no such token", fix=NEW_TOKEN_HINT
             )
         if any(t.key == key for t in known.tokens):
-            raise Refused("this is the key of a token, and no host's own")
+            raise Refused("this key belongs to a token, not to a host")
         known.members.append(MemberRecord(uuid.uuid4().hex[:12], host, key, token_id, now_s))
         known.tokens[known.tokens.index(token)] = replace(token, used=token.used + 1, host=host)
 
 
 def _reject_different_member(known: MemberRecord, requested: MemberRecord, now_s: float) -> None:
     if known != requested:
-        raise Refused(f"a host called {known.host} is in the mesh", fix="Join from a new directory")
+        raise Refused(
+            f"a host named {known.host} is already in the mesh", fix="Join from a new directory"
+        )
     if now_s - known.since_s > REJOIN_WINDOW_S:
         raise Refused(
-            f"{known.host} has joined {now_s - known.since_s:.0f} s ago, and is told its secret no "
-            "more",
-            fix="Join again: it is another host then, and `meshrl keys revoke "
-            f"{known.host}` at the head makes the mesh forget this one",
+            f"{known.host} joined {now_s - known.since_s:.0f} s ago, so it no longer receives its "
+            "secret",
+            fix=f"Join again as a new host; run `meshrl keys revoke {known.host}` at the head to "
+            "remove this one",
         )
 
 
 def _explain_unusable(token: TokenRecord, now_s: float) -> str:
     """Explain why no host can join with this token; empty if one can."""
     if token.kind != HOST_TOKEN:
-        return f"the token of {token.name} is for handing in jobs, not for joining"
+        return f"the token of {token.name} is for submitting jobs, not for joining"
     if token.revoked_s:
         return "this token was revoked"
     if now_s >= token.expires_s:
@@ -71,8 +73,8 @@ def _explain_unusable(token: TokenRecord, now_s: float) -> str:
     if not token.is_exhausted:
         return ""
     if token.uses == 1:
-        return f"this token was used by {token.host}; each lets in one host"
-    return f"this token has let in the {token.uses} hosts that it is good for, {token.host} last"
+        return f"this token has admitted {token.host}, and permits one host"
+    return f"this token has admitted all {token.uses} hosts that it permits, {token.host} last"
 
 
 def undo_admission(path: Path, token_id: str, host: str) -> None:

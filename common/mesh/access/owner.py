@@ -14,8 +14,8 @@ from meshrl.common.base.host.settings import MeshSettings, require_private_file
 
 OWNER_FILE = "owner.json"  # in the mesh's directory, of its head
 REPAIR_HINT = (
-    "Put a copy of it back, or `meshrl down`, remove it, and start the mesh again: it is made "
-    "anew, with another name of the head"
+    "Restore a copy of it; or run `meshrl down`, remove it, and restart the mesh, which creates "
+    "a new one with another name of the head"
 )
 PERSON_ROLE = "person"  # the role of commands at the head
 
@@ -46,13 +46,13 @@ def read_owner(directory: Path) -> MeshOwner:
         return MeshOwner(**documents.read(path, REPAIR_HINT))
     except FileNotFoundError:
         raise NotFound(
-            "this host is not the head of its mesh, where the mesh's owner is known",
+            "this host is not the head of its mesh, and only the head has the owner's record",
             where=str(directory),
-            fix="Run the command at the head, where `meshrl up` was",
+            fix="Run the command at the head, where `meshrl up` ran",
         ) from None
     except TypeError as error:
         raise documents.make_corrupt_error(
-            path, f"it holds no secret: {error}", REPAIR_HINT
+            path, f"it contains no secret: {error}", REPAIR_HINT
         ) from error
 
 

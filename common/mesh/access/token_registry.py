@@ -107,8 +107,8 @@ def add_token(path: Path, token: TokenRecord) -> None:
         others = [t for t in known.tokens if t.is_valid(token.made_s) and not t.is_exhausted]
         if any(other.name == token.name for other in others):
             raise Refused(
-                f"{token.name} has a token already",
-                fix=f"`meshrl token revoke {token.name}` first, or take another name",
+                f"{token.name} already has a token",
+                fix=f"Run `meshrl token revoke {token.name}` first, or choose another name",
             )
         known.tokens.append(token)
 
@@ -129,7 +129,8 @@ def revoke_tokens(path: Path, name_or_id: str, now_s: float) -> list[TokenRecord
         found = [t for t in known.tokens if name_or_id in (t.id, t.name) and t.is_valid(now_s)]
         if not found:
             raise NotFound(
-                f"there is no good token {name_or_id}", fix="`meshrl token list` shows them"
+                f"there is no valid token {name_or_id}",
+                fix="Run `meshrl token list` to list the tokens",
             )
         known.tokens[:] = [replace(t, revoked_s=now_s) if t in found else t for t in known.tokens]
     return found

@@ -50,9 +50,10 @@ class OffloadStorage:
         for own, said in ((self.segment_owner, segment_owner), (self.directory, directory)):
             if own and said and said != own:
                 raise Refused(
-                    f"it is to keep its tensors at {said}, and its worker's place is {own}",
+                    f"it was told to offload to {said}, but its worker uses {own}",
                     where=self._mesh.name,
-                    fix="Who says so is not its worker: `meshrl hosts` lists who may belong here",
+                    fix="The request is not from its worker: run `meshrl hosts` to list the "
+                    "admitted hosts",
                 )
         self.segment_owner, self.directory = (
             self.segment_owner or segment_owner,
@@ -75,9 +76,7 @@ class OffloadStorage:
         """
         async with self._open_medium(source) as lying:
             if lying is None:
-                raise CorruptData(
-                    "nothing is kept there any more", where=self._describe_tier(source)
-                )
+                raise CorruptData("no offloaded state is left", where=self._describe_tier(source))
             head = await self._run_to_end(offloaded_tensors.read_header, lying)
             size = offloaded_tensors.compute_size_bytes(head.metadata, head.sizes_bytes)
             async with self._create_medium(target, size) as medium:
@@ -91,7 +90,7 @@ class OffloadStorage:
         """
         async with self._open_medium(tier) as medium:
             if medium is None:
-                raise CorruptData("nothing is kept there any more", where=self._describe_tier(tier))
+                raise CorruptData("no offloaded state is left", where=self._describe_tier(tier))
             try:
                 head = await self._run_to_end(offloaded_tensors.read_header, medium)
                 await self._run_to_end(offloaded_tensors.restore, medium, head, target)
@@ -113,7 +112,7 @@ class OffloadStorage:
                         self.stored_bytes[tier] = medium.size_bytes
                         return tier, head
             except CorruptData as error:
-                self._mesh.telemetry.log.warning("half kept", why=str(error))
+                self._mesh.telemetry.log.warning("incomplete offloaded state", why=str(error))
                 await self.drop(tier)
         return None
 
@@ -154,9 +153,9 @@ class OffloadStorage:
             medium = OffloadFile(self._file, create=True)
         else:
             raise Refused(
-                f"it was told no place of the tier '{tier}'",
+                f"no location is set for the tier '{tier}'",
                 where=self._mesh.name,
-                fix="its worker names one in Settle",
+                fix="Its worker sets the location in SetTier",
             )
         try:
             yield medium
@@ -195,7 +194,7 @@ class OffloadStorage:
             return
         aside = await self._run_to_end(corruption.quarantine, self._file, Path(self.directory))
         self.stored_bytes[tier] = 0
-        then = "set aside; it goes on from the job's checkpoint"
+        then = "quarantined; the process continues from the job's checkpoint"
         told = corruption.make_event_fields(
             "kept", self._file, error.message, then, quarantined_path=aside
         )

@@ -11,7 +11,7 @@ from meshrl.common.state import registry
 POLL_S = 2.0
 ORPHAN_TIMEOUT_S = 60.0  # an agent restarts within seconds
 ORPHAN_OPTION_HELP = (
-    "it ends when its host has had no agent for so long; 0: never"  # help text of the option
+    "exit after the host has had no agent for this long; 0: never"  # help text of the option
 )
 REDIS_TIMEOUT_S = 5.0  # per lookup; Redis restarts in less
 
@@ -29,7 +29,7 @@ async def wait_until_orphaned(mesh: Mesh, timeout_s: float = ORPHAN_TIMEOUT_S) -
     pause_s = min(POLL_S, timeout_s / 4)
     while True:
         try:
-            async with mesh.clock.timeout(REDIS_TIMEOUT_S, "a look for the agent"):
+            async with mesh.clock.timeout(REDIS_TIMEOUT_S, "the lookup of the agent"):
                 entry = await registry.lookup(mesh.state, agent)
             there, answered = entry is not None and entry.alive, True
         except (StateUnavailable, DeadlineExceeded):
@@ -43,5 +43,5 @@ async def wait_until_orphaned(mesh: Mesh, timeout_s: float = ORPHAN_TIMEOUT_S) -
         if without_redis_s > timeout_s:
             return f"Redis has not answered for {timeout_s:g} s"
         if without_agent_s > timeout_s:
-            return f"{agent} has held no lease for {timeout_s:g} s"
+            return f"{agent} has had no lease for {timeout_s:g} s"
         await mesh.clock.sleep(pause_s)

@@ -147,9 +147,10 @@ class TierController:
         other = self._desired is not None and desired.tier != self._desired.tier
         if desired.epoch < self.epoch or (desired.epoch == self.epoch and other):
             raise Fenced(
-                f"a wish of epoch {desired.epoch} for '{tier}'; the last one is of {self.epoch}",
+                f"the request for tier '{tier}' has epoch {desired.epoch}; the latest epoch is "
+                f"{self.epoch}",
                 where=self._mesh.name,
-                fix="read the record again",
+                fix="Read the record again",
             )
         running = self._transition
         if desired.epoch > self.epoch or running is None or running.done():
@@ -173,7 +174,9 @@ class TierController:
         if earlier is not None:
             await asyncio.wait([earlier])
         if desired.epoch != self.epoch:
-            raise Fenced(f"a wish of epoch {self.epoch} has come", where=self._mesh.name)
+            raise Fenced(
+                f"a request of epoch {self.epoch} replaced this one", where=self._mesh.name
+            )
         self.storage.set_targets(desired.segment_owner, desired.offload_dir)
         if self._set_time_slicing is not None:
             await self._set_time_slicing(desired.time_sliced)
@@ -188,7 +191,7 @@ class TierController:
         ):  # the desired state changed before the worker ended the process
             if not self._sleeper.size_bytes:
                 self._mesh.host.exit(
-                    EMPTY_EXIT_STATUS, "it has given up all that it had: it starts again"
+                    EMPTY_EXIT_STATUS, "it has dropped all its state, so it restarts"
                 )
             await self._sleeper.cancel_removal()
             self.tier = Tier.ACCELERATOR
@@ -237,4 +240,4 @@ class TierController:
         try:
             await self.storage.drop_all()
         except OSError as error:
-            self._mesh.telemetry.log.warning("what was kept is not removed", error=str(error))
+            self._mesh.telemetry.log.warning("offloaded state cannot be removed", error=str(error))

@@ -88,7 +88,7 @@ class SliceClient:
                 yield
             return
         if self._holder is not None and self._holder is asyncio.current_task():
-            raise Refused(f"{function} begins within a turn", where=self._mesh.name)
+            raise Refused(f"{function} starts within a time slice", where=self._mesh.name)
         async with self._busy:
             ticket = await self.acquire_slice(function, estimate_s)
             self._holder = asyncio.current_task()
@@ -166,7 +166,7 @@ class SliceClient:
 
     def _release_in_background(self, ticket: int) -> None:
         self._release_task = asyncio.create_task(
-            self._send_release(ticket), name="give a turn back"
+            self._send_release(ticket), name="release a time slice"
         )
 
     async def _send_release(self, ticket: int) -> None:
@@ -177,7 +177,7 @@ class SliceClient:
         try:
             await self._call_scheduler(Worker.release_slice, back)
         except MeshError as error:  # the next request publishes its wait
-            self._mesh.log.warning("a turn is not given back", error=str(error))
+            self._mesh.log.warning("a time slice cannot be released", error=str(error))
 
     async def _call_scheduler(self, method: Call[Any, Any], request: Any) -> None:
         patience = RetryPolicy(self._mesh.clock)

@@ -302,9 +302,9 @@ class SystemChild:
         large.
         """
         if self._channel is None:
-            raise PeerLost("no channel to the process", where=self.name)
+            raise PeerLost("the process has no channel", where=self.name)
         if len(frame) > MAX_FRAME_BYTES:
-            raise BadMessage(f"a frame of {len(frame)} bytes", where=self.name)
+            raise BadMessage(f"a frame has {len(frame)} bytes, over the limit", where=self.name)
         record = len(frame).to_bytes(4, "little") + frame
         channel, sent = self._channel, 0
         try:
@@ -314,9 +314,9 @@ class SystemChild:
                 async with asyncio.timeout(deadline_s):
                     await asyncio.get_running_loop().sock_sendall(channel, record[sent:])
         except TimeoutError:
-            raise DeadlineExceeded(f"the process took no frame in {deadline_s:g} s") from None
+            raise DeadlineExceeded(f"the process accepted no frame in {deadline_s:g} s") from None
         except OSError as error:
-            raise PeerLost(f"channel closed ({error})", where=self.name) from error
+            raise PeerLost(f"the channel is closed ({error})", where=self.name) from error
 
     async def recv(self, deadline_s: float) -> bytes:
         """Receive the next frame; errors as in `ChildProcess.recv`.
@@ -338,7 +338,9 @@ class SystemChild:
                     await self._arrived
                     frame = self._take_frame()
         if frame is None and (frame := self._take_frame()) is None:
-            raise DeadlineExceeded(f"no frame in {deadline_s:g} s", where=self.name)
+            raise DeadlineExceeded(
+                f"the process sent no frame in {deadline_s:g} s", where=self.name
+            )
         if self._guard:
             self._learn_guarded_pid()
         return frame

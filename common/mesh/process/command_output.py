@@ -29,7 +29,7 @@ async def run_for_document(
         found = None
     if not isinstance(found, dict):
         last = said[-1] if said else "without a word"
-        raise MeshError(f"{name} has ended without an answer: {last}")
+        raise MeshError(f"{name} has exited without an answer: {last}")
     return found
 
 

@@ -100,8 +100,8 @@ def explain_user_namespace_rejection() -> str:
     if number == 0:
         return ""
     if number == errno.EPERM and read_rights().seccomp == "filtered":
-        return "the container's seccomp profile refuses user namespaces"
-    return f"user namespaces are refused: {os.strerror(number)}"
+        return "the container's seccomp profile denies user namespaces"
+    return f"user namespaces are denied: {os.strerror(number)}"
 
 
 def _is_writable(place: str) -> bool:

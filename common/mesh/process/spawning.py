@@ -103,10 +103,11 @@ class Spawner:
         ):
             # PDEATHSIG fires at the end of the spawning thread, not of the process.
             raise Refused(
-                "a child that dies with us is spawned by the main thread", where=request.name
+                "only the main thread may spawn a child that exits with this process",
+                where=request.name,
             )
         if request.options.is_guarded and not request.options.die_with_parent:
-            raise ValueError(f"{request.name}: a guarded process ends with its owner")
+            raise ValueError(f"{request.name}: a guarded process must exit with its owner")
         ours: socket.socket | None = None
         with contextlib.ExitStack() as theirs:
             descriptors = {"stdout": 1, "stderr": 2}

@@ -147,7 +147,7 @@ class Lease:
             if doorway is not None and renewal.is_renewed:
                 doorway.keys.refresh_keys(renewal.revocations)
             return True
-        why = "the lease has expired or another incarnation holds the name"
+        why = "the lease has expired, or another incarnation has taken the name"
         return self._handle_loss(renewal.loss_reason or why)
 
     def _handle_loss(self, why: str) -> bool:
@@ -169,7 +169,7 @@ class Lease:
         if self._is_held:
             self._is_held = False
             try:
-                async with self._clock.timeout(RELEASE_TIMEOUT_S, "giving the name back"):
+                async with self._clock.timeout(RELEASE_TIMEOUT_S, "the release of the name"):
                     await registry.release_lease(self._state, self.entry.name, self.token)
             except (StateUnavailable, DeadlineExceeded):
                 self._telemetry.count("releases_failed")

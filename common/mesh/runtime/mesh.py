@@ -151,13 +151,13 @@ class Mesh:
         """
         if not settings.secret:
             raise ConfigError(
-                "the settings hold no secret, from which passwords of a mesh are derived",
+                "the settings contain no secret, from which the mesh derives its passwords",
                 where="settings.json",
-                fix="Start the mesh anew with `meshrl up` or `meshrl run`, which makes one",
+                fix="Restart the mesh with `meshrl up` or `meshrl run`, which creates one",
             )
         if kind not in ROLES:
             raise ConfigError(
-                f"{kind!r} is no role of a process; there are {', '.join(sorted(ROLES))}",
+                f"{kind!r} is not a process role; the roles are {', '.join(sorted(ROLES))}",
                 where="common/api/calls/call_permissions.py",
             )
         log_to_stderr(name, job)
@@ -343,7 +343,7 @@ class Mesh:
         try:
             header = unpack_header(frames[0])
             if len(frames) < 2:
-                raise BadMessage("a header without a body")
+                raise BadMessage("a header arrived without a body")
         except BadMessage:
             self.telemetry.count("bad_frames")
             return
@@ -414,5 +414,5 @@ class Mesh:
             raise NotAllowed(
                 f"a {self.kind} may not call {method.label}",
                 where=self.name,
-                fix="common/api/calls/call_permissions.py says who may",
+                fix="See common/api/calls/call_permissions.py for the permitted roles",
             )

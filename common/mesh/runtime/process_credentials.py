@@ -49,7 +49,9 @@ MAX_HOLDERS_IN_ERRORS = 3  # holders of a key in an error
 LOOKUPS_PER_CHECK = 5  # lookups in a row that one check allows time for
 MAX_WRONG_KEYS = 1024  # incarnations whose keys are wrong
 NODE_ROLE = "node"  # a host's agent, whose name contains the host
-KEYS_FIX = "`meshrl keys` at the head lists whose keys are let in, `meshrl hosts` which hosts are"
+KEYS_FIX = (
+    "Run `meshrl keys` at the head to list the admitted keys, and `meshrl hosts` to list the hosts"
+)
 
 
 class ProcessCredentials:
@@ -98,9 +100,10 @@ class ProcessCredentials:
             await credentials.register_key(state, row)
         except Refused as error:
             raise Refused(
-                f"{name} is not let into the mesh: {error.message}",
+                f"the mesh does not admit {name}: {error.message}",
                 where=host,
-                fix="`meshrl hosts` at the head lists who is; a new token lets this host in again",
+                fix="Run `meshrl hosts` at the head to list the admitted hosts; join with a new "
+                "token to admit this host again",
             ) from error
         return cls(row, keys, state, client, clock)
 
@@ -109,7 +112,7 @@ class ProcessCredentials:
         old.
         """
         try:
-            async with self._clock.timeout(WITHDRAW_TIMEOUT_S, "taking the key away"):
+            async with self._clock.timeout(WITHDRAW_TIMEOUT_S, "the withdrawal of the key"):
                 await credentials.withdraw_key(self._state, self.row)
         except (StateUnavailable, DeadlineExceeded):
             pass
@@ -183,19 +186,23 @@ class ProcessCredentials:
         """
         role, _, rest = entry.name.partition("/")
         if not key:
-            return f"the address of {entry.name} names no key: it was started with other settings"
+            return (
+                f"the address of {entry.name} contains no key: its process was started with "
+                "other settings"
+            )
         if not self._is_own_key_valid:
             return (
-                f"the key of this process, {self.row.public_key[:KEY_DIGITS_IN_ERRORS]}, is let in "
-                "no more: it was "
-                f"revoked, or the host {self.row.host} was expelled"
+                f"the key of this process, {self.row.public_key[:KEY_DIGITS_IN_ERRORS]}, is no "
+                f"longer admitted: it was revoked, or the host {self.row.host} was expelled"
             )
         if not holders:
-            return f"the key of {entry.name}, {_abbreviate_key(key)}, is nobody's who is let in"
+            return (
+                f"the key of {entry.name}, {_abbreviate_key(key)}, belongs to no admitted process"
+            )
         if expected not in holders or (role == NODE_ROLE and rest != entry.host):
             found = ", ".join(holders[:MAX_HOLDERS_IN_ERRORS])
             return (
-                f"the key of {entry.name}, {_abbreviate_key(key)}, is one of {found}, not of "
+                f"the key of {entry.name}, {_abbreviate_key(key)}, belongs to {found}, not to "
                 f"{expected}"
             )
         return ""

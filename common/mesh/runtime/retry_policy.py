@@ -86,9 +86,9 @@ def describe_wait(error: MeshError) -> tuple[str, str]:
     if isinstance(error, QuotaExceeded):
         return error.message[:MAX_WAIT_CHARS], "quota"
     if isinstance(error, StorageFull):
-        return f"room (at {error.where}): {error.message}"[:MAX_WAIT_CHARS], "disk"
+        return f"disk space (at {error.where}): {error.message}"[:MAX_WAIT_CHARS], "disk"
     what = f"the end of {type(error).__name__}: {error.message}"
-    return what[:MAX_WAIT_CHARS], error.where or "a repetition"
+    return what[:MAX_WAIT_CHARS], error.where or "a retry"
 
 
 async def retry(

@@ -48,7 +48,7 @@ class SerialExecutor:
         if task is None or task.done():
             return
         try:
-            async with self._mesh.clock.timeout(self._grace_s, "work that nobody waits for"):
+            async with self._mesh.clock.timeout(self._grace_s, "the rest of the background work"):
                 await asyncio.wait([task])
         except DeadlineExceeded as error:
             self._mesh.host.exit(STUCK_EXIT_STATUS, str(error), error)

@@ -103,5 +103,5 @@ class ConnectionRejections:
         new = {why: n - self._logged.get(why, 0) for why, n in rejected.items()}
         for why, number in new.items():
             self._telemetry.count(f"refused_{why}", number)
-        self._telemetry.log.warning("connections were turned away", **new)
+        self._telemetry.log.warning("connections were rejected", **new)
         self._logged, self._logged_at = rejected, now

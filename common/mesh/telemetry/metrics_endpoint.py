@@ -129,7 +129,7 @@ class _PageRequest(BaseHTTPRequestHandler):
         page = self.server.pages.get(self.path.partition("?")[0])
         if page is None:
             known = " ".join(self.server.pages)
-            status, kind, body = 404, PLAIN_TEXT, f"there is {known}\n".encode()
+            status, kind, body = 404, PLAIN_TEXT, f"known paths: {known}\n".encode()
         else:
             status, kind, body = page()
         self.send_response(status)
@@ -156,7 +156,7 @@ def _bind(where: str, pages: Mapping[str, PageRenderer], setting: str) -> _Metri
         server.pages = pages
         return server
     raise bind_error_type(trouble)(
-        f"no port to serve metrics from: {trouble}",
+        f"no port is free for metrics: {trouble}",
         where=f"{setting} = {where!r}",
-        fix="Take any port with HOST:*, or a wider range with HOST:LOW-HIGH",
+        fix="Permit any port with HOST:*, or a wider range with HOST:LOW-HIGH",
     )

@@ -65,7 +65,7 @@ class Watchdog:
         )
         if silent_s <= allowed_s:
             return ""
-        return f"the event loop has not run for {silent_s:.1f} s; {allowed_s:g} are allowed"
+        return f"the event loop has not run for {silent_s:.1f} s; the limit is {allowed_s:g} s"
 
 
 def dump_stacks(why: str, loop: asyncio.AbstractEventLoop | None) -> None:

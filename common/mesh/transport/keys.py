@@ -164,7 +164,9 @@ class ProcessKeys:
             return holders
         with self._lock:
             if self._monotonic() < self._silent_until:
-                raise StateUnavailable("Redis has just not answered whose key this is", where=key)
+                raise StateUnavailable(
+                    "Redis did not answer the last lookup of a key's owner", where=key
+                )
             try:
                 [holders] = self._look_up_holders([key])
             except StateUnavailable:
@@ -229,10 +231,10 @@ class ProcessKeys:
 
 def _make_missing_key_error(address: str) -> WrongKeys:
     return WrongKeys(
-        "this address names no key, and each process of this mesh has one",
+        "this address contains no key, but each process of this mesh has one",
         where=address,
-        fix="What answers there was not started with the settings of this mesh: "
-        "`meshrl down` stops what is left",
+        fix="The process there has other settings than this mesh: run `meshrl down` to stop "
+        "leftover processes",
     )
 
 

@@ -81,7 +81,7 @@ class SocketPump:
         """
         waiting = self._parked.get(peer) if self._parked else None
         if len(self._outbox if waiting is None else waiting) >= self._max_parked:
-            raise Overloaded(f"{self._max_parked} messages wait to be sent")
+            raise Overloaded(f"{self._max_parked} messages already wait to be sent")
         if waiting is not None:
             waiting.append(frames)
             return

@@ -200,7 +200,7 @@ class ZmqTransport:
         self._router.send(peer, frames)
 
     def _connect(self, address: str) -> _PeerConnection:
-        assert self._loop is not None, "start() comes before send()"
+        assert self._loop is not None, "call start() before send()"
         server_key = self._keys.find_expected_key(address) if self._keys is not None else b""
         socket = self._open_socket(zmq.DEALER, parse_endpoint(address))
         socket.set(zmq.HANDSHAKE_IVL, int(1000 * self._handshake_timeout_s))
@@ -275,6 +275,6 @@ def _bind(router: zmq.Socket[bytes], bind: str) -> str:
     raise ConfigError(
         f"cannot listen on {bind}: {trouble}",
         where="mesh.bind",
-        fix="Take an address of this host, and behind it * or a range that has a free port for "
-        "each process",
+        fix="Set an address of this host, followed by * or a range with a free port for each "
+        "process",
     )

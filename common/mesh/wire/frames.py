@@ -46,16 +46,16 @@ def pack_header(
 def unpack_header(frame: Frame) -> tuple[Any, ...]:
     """Unpack the nine fields of a header; raise BadMessage if it is too long or malformed."""
     if len(frame) > LIMITS.header_bytes:
-        raise BadMessage(f"a header of {len(frame)} bytes; the limit is {LIMITS.header_bytes}")
+        raise BadMessage(f"a header has {len(frame)} bytes; the limit is {LIMITS.header_bytes}")
     try:
         fields = tuple(_unpack(frame))
     except DECODE_ERRORS as error:
-        raise BadMessage(f"a header that is not MessagePack: {error}") from None
+        raise BadMessage(f"a header is not MessagePack: {error}") from None
     if tuple(map(type, fields)) != _HEADER_TYPES:
-        raise BadMessage("a header whose fields are not the nine that belong there")
+        raise BadMessage("a header does not have the nine required fields")
     if fields[0] != WIRE_VERSION:
         raise BadMessage(
-            f"wire version {fields[0]}; this process speaks {WIRE_VERSION}",
+            f"a message has wire version {fields[0]}; this process uses version {WIRE_VERSION}",
             fix="Start all processes of a mesh from one installation",
         )
     return fields
@@ -70,7 +70,7 @@ def unpack_error(body: Frame) -> tuple[str, str]:
     """Unpack an error's body to (code, text); raise BadMessage if it is malformed."""
     code, text = check_arity(unpack_body(body), 2, "an error")
     if type(code) is not str or type(text) is not str:
-        raise BadMessage("an error that is not a code and a text")
+        raise BadMessage("an error is not a code and a text")
     return code, text
 
 
@@ -79,7 +79,7 @@ def check_sizes(frames: Sequence[Frame]) -> None:
     only.
     """
     if len(frames) > LIMITS.frames:
-        raise BadMessage(f"a message of {len(frames)} frames; the limit is {LIMITS.frames}")
+        raise BadMessage(f"a message has {len(frames)} frames; the limit is {LIMITS.frames}")
     total = 0
     for place, frame in enumerate(frames):
         size = len(frame)
@@ -88,8 +88,8 @@ def check_sizes(frames: Sequence[Frame]) -> None:
         if size > limit:
             part = "body" if place == 1 else f"buffer {place - 2}"
             raise BadMessage(
-                f"a {part} of {size} bytes; the limit is {limit}",
+                f"a {part} has {size} bytes; the limit is {limit}",
                 fix="Send it in parts, or through the bulk port",
             )
     if total > LIMITS.total_bytes:
-        raise BadMessage(f"a message of {total} bytes; the limit is {LIMITS.total_bytes}")
+        raise BadMessage(f"a message has {total} bytes; the limit is {LIMITS.total_bytes}")

@@ -321,15 +321,17 @@ def build_acl_rules(role: str, host: str, password_digest: str, enabled: bool) -
     """
     if role not in ROLES:
         raise Refused(
-            f"Redis has no user for {role!r}", fix=f"Roles are {', '.join(sorted(ROLES))}"
+            f"Redis has no user for {role!r}", fix=f"Choose one of {', '.join(sorted(ROLES))}"
         )
     if not HOST_NAME_PATTERN.fullmatch(host):
         raise Refused(
-            f"{host!r} cannot be the name of a host",
-            fix="Letters, digits, dots and hyphens, 64 at most",
+            f"{host!r} is not a valid host name",
+            fix="Use at most 64 letters, digits, dots and hyphens",
         )
     if not re.fullmatch(r"[0-9a-f]{64}", password_digest):
-        raise Refused(f"the password of {make_redis_user(role, host)} has no SHA-256 digest")
+        raise Refused(
+            f"the password digest of {make_redis_user(role, host)} is not a SHA-256 digest"
+        )
     state = "on" if enabled else "off"
     patterns = compute_role_permissions(role, host).acl_patterns
     return ["reset", state, f"#{password_digest}", *patterns, "resetchannels", *COMMANDS.split()]

@@ -58,7 +58,7 @@ async def submit_host_request(
         if clock.monotonic() > until:
             raise DeadlineExceeded(
                 f"the launcher of the mesh has not answered within {deadline_s:g} s",
-                fix="See its log, mesh/logs/launcher.log at the head, and try again",
+                fix="Read its log, mesh/logs/launcher.log at the head, and try again",
             )
         await clock.sleep(POLL_S)
 

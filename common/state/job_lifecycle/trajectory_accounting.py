@@ -15,10 +15,10 @@ from meshrl.common.state.events import Event
 
 # Counts that are 0 in a correct run, and their descriptions.
 VIOLATIONS = {
-    "lost": "trajectories that were opened and are accounted for nowhere",
+    "lost": "opened trajectories that are accounted for nowhere",
     "trained_twice": "trajectories in more than one step",
-    "opened_twice": "groups whose number was given twice",
-    "committed_twice": "versions of a lineage that were committed with other weights too",
+    "opened_twice": "groups whose number was assigned twice",
+    "committed_twice": "versions of a lineage that were committed with different weights",
 }
 TERMS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
 

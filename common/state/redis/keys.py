@@ -18,7 +18,7 @@ def job_prefix(job: str) -> str:
     """
     if not job or job == "mesh" or any(c in "{}:" or c.isspace() for c in job):
         raise Refused(
-            f"{job!r} cannot be the name of a job",
-            fix="Choose one without spaces, colons or braces, other than 'mesh'.",
+            f"{job!r} is not a valid job name",
+            fix="Choose a name without spaces, colons or braces, other than 'mesh'.",
         )
     return f"{{{job}}}"

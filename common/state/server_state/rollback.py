@@ -81,22 +81,22 @@ def explain_rollback(
         here = current.jobs.get(job)
         if here is None:
             if one.version >= 0 and job not in lost_jobs and job not in current.deleted:
-                return f"it does not know the job {job}"
+                return f"it has no job {job}"
             continue
         if (here.lineage, here.version) < (one.lineage, one.version):
             return (
-                f"{job} is at version {here.version} of lineage {here.lineage} there, and was at "
+                f"it has {job} at version {here.version} of lineage {here.lineage}, not at "
                 f"version {one.version} of lineage {one.lineage}"
             )
         if here.next_group < one.next_group:
             return (
-                f"the next group of {job} is {here.next_group} there, and group "
-                f"{one.next_group - 1} has been opened"
+                f"its next group of {job} is {here.next_group}, but group {one.next_group - 1} "
+                "has been opened"
             )
     if parse_event_id(current.event) < parse_event_id(expected.event):
-        return f"its newest event of those that were seen is {current.event}, not {expected.event}"
+        return f"its newest known event is {current.event}, not {expected.event}"
     if current.token < expected.token:
-        return f"its fencing tokens end at {current.token}, and {expected.token} has been issued"
+        return f"its fencing tokens end at {current.token}, but {expected.token} has been issued"
     return ""
 
 

@@ -26,11 +26,11 @@ async def require_state_format(state: StateClient) -> None:
     if number == STATE_FORMAT:
         return
     raise ConfigError(
-        f"this Redis holds the state of another version of MeshRL: its format is {number}, and "
+        f"this Redis contains the state of another version of MeshRL: its format is {number}, but "
         f"this version reads format {STATE_FORMAT}",
         where=redact_password(state.url),
-        fix="Start the version that wrote it to finish its jobs or to export their weights, or "
-        "start this version in another directory and with an empty Redis",
+        fix="Start the version that wrote the state to finish its jobs or to export their "
+        "weights. Or start this version in another directory with an empty Redis",
     )
 
 

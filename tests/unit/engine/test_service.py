@@ -201,7 +201,7 @@ class RejectedAdapters(Mapping[str, Tensor]):
     """Adapters that the engine rejects after it loaded their base."""
 
     def __getitem__(self, name: str) -> Tensor:
-        raise Refused("the adapter does not fit the model")
+        raise Refused("the adapter does not match the model")
 
     def __iter__(self) -> Iterator[str]:
         return iter(["layers.0.adapters.q_proj.a"])

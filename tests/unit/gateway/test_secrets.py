@@ -124,7 +124,7 @@ def test_mesh_with_other_secrets_rejects_them(tmp_path: Path) -> None:
         == 2
     )
     first.chmod(0o640)
-    with pytest.raises(ConfigError, match="others can read"):
+    with pytest.raises(ConfigError, match="other users can read"):
         head_secrets.install_head_secrets(mesh_paths, first)
 
 

@@ -78,7 +78,7 @@ def test_doctor_reports_native_operators_with_a_compiler(tmp_path: Path) -> None
 @pytest.mark.skipif(devices.is_torch_built_for_cuda(), reason="this torch has CUDA")
 def test_doctor_lists_gpus_and_the_decoding_backend(tmp_path: Path, gpus: Gpus) -> None:
     output = run_doctor(tmp_path, str(tmp_path))
-    assert "no NVIDIA driver answers" in find_line(output, "gpu")
+    assert "the NVIDIA driver is unavailable" in find_line(output, "gpu")
     gpus.gpu("GPU-a")
     output = run_doctor(tmp_path, str(tmp_path), **gpus.environment)
     listed, path = (line for line in output.splitlines() if line.split()[1:2] == ["gpu"])

@@ -184,9 +184,9 @@ def test_each_worker_sees_one_device_by_uuid() -> None:
     assert [a.env["CUDA_VISIBLE_DEVICES"] for a in found] == ["GPU-a", "MIG-b"]
     assert [a.memory_bytes for a in found] == [1000, 100]
     assert list_gpus([whole, part], 1) == found[:1]
-    with pytest.raises(ConfigError, match=r"3 workers are asked for, and there are 2 GPUs"):
+    with pytest.raises(ConfigError, match=r"3 workers are requested, but there are 2 GPUs"):
         list_gpus([whole, part], 3)
-    with pytest.raises(ConfigError, match="by turns in a mesh that stands"):
+    with pytest.raises(ConfigError, match="share one GPU in time slices"):
         list_gpus([whole], 2)  # a MIG instance is used only when there are too few whole GPUs
 
 
@@ -232,7 +232,7 @@ async def test_process_writes_only_to_its_own_segment(
         assert MemorySegment(mine, "trainer/sums").size_bytes == PAGE
         with file.open("r+b") as opened:
             for path in (others, str(file), f"/proc/self/fd/{opened.fileno()}"):
-                with pytest.raises(Refused, match="is no segment for trainer/sums"):
+                with pytest.raises(Refused, match="is not a segment of trainer/sums"):
                     MemorySegment(path, "trainer/sums")
     assert file.read_bytes() == b"as it was"
 

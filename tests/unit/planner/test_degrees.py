@@ -97,7 +97,7 @@ def test_engine_of_several_workers_is_not_time_sliced_with_a_core() -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "ranks", "says"),
-    [([2, 1], 1, ""), ([1, 1, 1], 1, "no room for both"), ([3, 1], 2, "no room for both")],
+    [([2, 1], 1, ""), ([1, 1, 1], 1, "cannot hold both"), ([3, 1], 2, "cannot hold both")],
 )
 def test_job_without_space_for_core_and_engine_is_blocked_with_a_reason(
     hosts: list[int], ranks: int, says: str

@@ -420,8 +420,8 @@ def test_explain_prints_why_a_service_has_no_host() -> None:
     }
     output = run_explain(document)
     assert output.splitlines()[-1] == (
-        "nowhere sandbox/first/0, sandbox/first/1: no host takes its sandboxes now: "
-        "a takes shards; b takes no services"
+        "nowhere sandbox/first/0, sandbox/first/1: no host accepts its sandboxes now: a accepts "
+        "shards; b accepts no services"
     )
-    assert "hold first: paused: no host takes its sandboxes now" in output
+    assert "hold first: paused: no host accepts its sandboxes now" in output
     assert "rollout/second/0" not in output.splitlines()[-1]

@@ -167,7 +167,7 @@ def test_job_too_large_for_every_accelerator_fails_with_its_bytes() -> None:
     bench.settle()
     bench.update(now_ms=bench.snapshot.now_ms + SHORT_MS)
     failed = next(d for d in bench.decide_once() if isinstance(d, FailJob))
-    assert "400 bytes" in failed.error and "the largest has 300" in failed.error
+    assert "400 bytes" in failed.error and "the largest accelerator has 300" in failed.error
     assert "training.ranks" in failed.error
 
 

@@ -182,7 +182,7 @@ def test_job_without_a_host_for_its_services_waits_without_workers() -> None:
     bench.update(jobs=(*bench.snapshot.jobs, job("b", phase=Phase.QUEUED, submitted_ms=1)))
     bench.settle()
     assert bench.snapshot.jobs[0].block_reason == (
-        "waiting: no host takes its sandboxes now: host0 takes shards"
+        "waiting: no host accepts its sandboxes now: host0 accepts shards"
     )
     assert bench.count_awake_workers("b") == 2 and list(map_services_to_hosts(bench)) == [
         "rollout/b/0"
@@ -216,8 +216,8 @@ def test_sandboxes_go_to_hosts_with_the_required_isolation() -> None:
         "there is more room"
     )
     assert bench.snapshot.jobs[2].block_reason == (
-        "waiting: no host takes its sandboxes with sandbox.tier = runner now: "
-        "host0 has landlock; host1 has cgroup"
+        "waiting: no host accepts its sandboxes with sandbox.tier = runner now: host0 has "
+        "landlock; host1 has cgroup"
     )
     set_accepted_services(bench, "host1", isolation_tiers=("cgroup", "runner"))
     bench.settle()
@@ -251,7 +251,7 @@ def test_job_is_paused_if_its_only_host_no_longer_accepts_its_services() -> None
     set_accepted_services(bench, "host1", isolation_tiers=())
     bench.settle()
     assert list(map_services_to_hosts(bench)) == ["rollout/job/0"]
-    assert bench.snapshot.jobs[0].block_reason.startswith("paused: no host takes its sandboxes")
+    assert bench.snapshot.jobs[0].block_reason.startswith("paused: no host accepts its sandboxes")
     assert "host1 has no isolation" in bench.snapshot.jobs[0].block_reason
     set_accepted_services(bench, "host1", isolation_tiers=("bwrap",))
     bench.settle()

@@ -189,7 +189,7 @@ def test_stopped_process_is_a_lost_peer_after_its_lease() -> None:
         call = asyncio.create_task(ref.call(Talk.count, Number(1), deadline_s=300))
         await world.clock.sleep(1)
         await world.state.run_script("end_lease", ["{mesh}"], _eviction(a))
-        with pytest.raises(PeerLost, match="a has gone"):
+        with pytest.raises(PeerLost, match="of a has exited"):
             await call
         return world.clock.monotonic()
 

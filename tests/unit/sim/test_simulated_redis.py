@@ -152,9 +152,9 @@ async def test_full_server_rejects_writes_and_serves_reads(
     scene: Scene, full: FullResource
 ) -> None:
     scene.faults.full_resource = full
-    with pytest.raises(StateUnavailable, match="refuses writes"):
+    with pytest.raises(StateUnavailable, match="rejects writes"):
         await events.append(scene.state, "refused", {})
-    with pytest.raises(StateUnavailable, match="refuses writes"):
+    with pytest.raises(StateUnavailable, match="rejects writes"):
         scene.renew_lease()
     assert await leader.read_leader(scene.state, "planner") == ("me", scene.token)
     scene.faults.full_resource = FullResource.NO

@@ -203,10 +203,10 @@ def test_returning_head_stops_copying_after_a_takeover(tmp_path: Path) -> None:
         await bench.wait_for_poll()
         assert bench.task.done() and len(bench.copy.list_checkpoints(JOB)) == 1
         assert len(await bench.list_events("durable_taken_over")) == 1
-        assert "was taken over by another mesh" in bench.copier.stats()["durable_trouble"]
+        assert "another mesh has taken over" in bench.copier.stats()["durable_trouble"]
         entries = await registry.list_entries(bench.store.state)
         entry = replace(entries[0], stats=bench.copier.stats())
-        assert "was taken over by another mesh" in mesh_tables.list_copy_errors([entry])[0]
+        assert "another mesh has taken over" in mesh_tables.list_copy_errors([entry])[0]
 
     run_with_copy(tmp_path, story)
     with pytest.raises(Refused, match="holds the jobs of another mesh"):
@@ -254,7 +254,7 @@ def test_writes_are_rejected_after_a_takeover_by_another_mesh(tmp_path: Path) ->
         lambda: ours.remove_job("j"),
         ours.claim,
     ):
-        with pytest.raises(CopyTakenOver, match="taken over by another mesh"):
+        with pytest.raises(CopyTakenOver, match="another mesh has taken over"):
             late()
     assert theirs.read_document("jobs/j/standing.json")["phase"] == "training"
 
@@ -388,9 +388,9 @@ async def test_checkpoint_may_list_only_its_own_files(bench: CopyBench, tmp_path
     store, digest = bench.store.trainer.ref(STORE_NAME), compute_digest(b"secret")
     for name in (str(secret), "state/../../../owner.json", ""):
         checkpoint = Checkpoint(JOB, 0, 0, manifest, checkpoint_state, {name: digest})
-        with pytest.raises(BadMessage, match="no path in a checkpoint"):
+        with pytest.raises(BadMessage, match="not a path in a checkpoint"):
             await store.call(Weights.save_checkpoint, checkpoint)
-        with pytest.raises(BadMessage, match="no path in a checkpoint"):
+        with pytest.raises(BadMessage, match="not a path in a checkpoint"):
             assembly = CheckpointAssembly(JOB, f"step-000-000000-{manifest[:8]}", {name: digest})
             await store.call(Weights.assemble_checkpoint, assembly)
     assert not list_manifest_paths(bench.store.run_dir)
@@ -446,7 +446,7 @@ def test_paths_of_a_copy_cannot_escape_the_run_directory(
     folder = f"jobs/{job}"
     copy.write_document(f"{folder}/job.json", {"job": job, "document": {"bundle": bundle}})
     copy.write_document(f"{folder}/standing.json", {"phase": "training", "lineage": 0})
-    with pytest.raises(CorruptData, match="is no path in a checkpoint"):
+    with pytest.raises(CorruptData, match="is not a path in a checkpoint"):
         durable_restore._fetch_run(copy, job, mesh_paths)
     assert not mesh_paths.root.exists() or not list(mesh_paths.root.rglob("*.py"))
 

@@ -150,7 +150,7 @@ async def test_samples_sent_again_during_the_write_are_stored_once(tmp_path: Pat
 async def test_only_sample_and_trace_files_may_be_appended(store: StoreBench, name: str) -> None:
     await store.submit()
     before = sorted(store.run_dir.rglob("*"))
-    with pytest.raises(BadMessage, match="no file of samples or traces"):
+    with pytest.raises(BadMessage, match="not a file of samples or traces"):
         await store.store.append_lines(LineBatch(JOB, name, "op", "a line\n"))
     assert sorted(store.run_dir.rglob("*")) == before
     for allowed in ("samples-3", "trace/shard-0", "trace/engine-g3.0", "trace/trainer"):

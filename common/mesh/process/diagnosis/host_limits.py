@@ -147,9 +147,9 @@ def explain_descriptor_limit() -> str:
     """Explain the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"The limit of open files of a process (RLIMIT_NOFILE) is {soft}: raise it with "
-        f"`ulimit -n {_suggest_limit(soft, hard)}` before the start, or LimitNOFILE= of its "
-        "systemd unit"
+        f"The limit of open files of a process (RLIMIT_NOFILE) is {soft}: raise it with `ulimit "
+        f"-n {_suggest_limit(soft, hard)}` before the start, or with LimitNOFILE= of its systemd "
+        "unit"
     )
 
 
@@ -161,9 +161,8 @@ def explain_memory_limit() -> str:
     if soft != UNLIMITED:
         used = _read_kib_as_bytes("/proc/self/status", "VmPeak")
         return (
-            f"The limit of a process's address space (RLIMIT_AS) is {_format_size(soft)}, of "
-            "which it has "
-            f"had {_format_size(used)}: raise it with `ulimit -v`"
+            f"The limit of a process's address space (RLIMIT_AS) is {_format_size(soft)}, and the "
+            f"process has used {_format_size(used)}: raise it with `ulimit -v`"
         )
     if group := _explain_group_memory():
         return group
@@ -171,9 +170,8 @@ def explain_memory_limit() -> str:
         _read_kib_as_bytes("/proc/meminfo", name) for name in ("MemAvailable", "MemTotal")
     )
     return (
-        f"The host has {_format_size(left)} of memory left of {_format_size(there)}: use a "
-        "smaller model or "
-        "fewer processes, or more memory"
+        f"The host has {_format_size(left)} of {_format_size(there)} of memory left: use a "
+        "smaller model, fewer processes or more memory"
     )
 
 
@@ -188,23 +186,25 @@ def explain_process_limit() -> str:
     if soft != UNLIMITED:
         used = _count_threads(os.getuid())
         how = (
-            f"`ulimit -u {_suggest_limit(soft, hard)}`, or TasksMax= and LimitNPROC= of its "
+            f"`ulimit -u {_suggest_limit(soft, hard)}`, or with TasksMax= and LimitNPROC= of its "
             "systemd unit"
         )
         what = (
-            f"The limit of this user's processes and threads (RLIMIT_NPROC) is {soft}, {used} are"
+            f"The limit of this user's processes and threads (RLIMIT_NPROC) is {soft}, and {used}"
         )
-        found.append((used / max(1, soft), f"{what} there: raise it with {how}"))
+        found.append((used / max(1, soft), f"{what} exist: raise it with {how}"))
     for place in list_control_groups("pids"):
         most, now = _read(place / "pids.max"), _read(place / "pids.current")
         if most.isdigit() and now.isdigit():
             what = f"The control group {place} may have {most} processes and threads (pids.max)"
-            how = "`docker run --pids-limit`, or TasksMax= of its systemd unit"
-            found.append((int(now) / max(1, int(most)), f"{what}, {now} are there: raise {how}"))
+            how = "`docker run --pids-limit`, or with TasksMax= of its systemd unit"
+            found.append(
+                (int(now) / max(1, int(most)), f"{what}, and {now} exist: raise it with {how}")
+            )
     most, loads = _read("/proc/sys/kernel/threads-max"), _read("/proc/loadavg").split()
     if most.isdigit() and len(loads) > 3:
         now = loads[3].partition("/")[2]
-        what = f"The host may have {most} threads (kernel.threads-max), {now} are there"
+        what = f"The host may have {most} threads (kernel.threads-max), and {now} exist"
         found.append((int(now) / max(1, int(most)), f"{what}: raise it with `sysctl -w`"))
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != UNLIMITED:
@@ -224,7 +224,7 @@ def explain_oom_kill(before: int) -> str:
     if count_oom_kills() <= before:
         return ""
     return (
-        "the kernel has killed it for want of memory. "
+        "the kernel killed it because memory ran out. "
         f"{_explain_group_memory() or explain_memory_limit()}"
     )
 
@@ -249,9 +249,9 @@ def _explain_group_memory() -> str:
         for limit, most, use, _ in _read_memory_limits(place):
             if most < _read_kib_as_bytes("/proc/meminfo", "MemTotal"):
                 return (
-                    f"The control group {place} may have {_format_size(most)} of memory ({limit}), "
-                    f"and has {_format_size(int(_read(place / use) or 0))}: raise it with "
-                    "`docker run --memory`, or MemoryMax= of its systemd unit"
+                    f"The control group {place} may have {_format_size(most)} of memory "
+                    f"({limit}), and uses {_format_size(int(_read(place / use) or 0))}: raise it "
+                    "with `docker run --memory`, or with MemoryMax= of its systemd unit"
                 )
     return ""
 

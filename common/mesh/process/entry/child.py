@@ -171,7 +171,7 @@ def take_frame(buffer: bytearray) -> bytes | None:
         return None
     length = int.from_bytes(buffer[:4], "little")
     if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
+        raise ValueError(f"a frame has {length} bytes; the limit is {MAX_FRAME_BYTES}")
     if len(buffer) < 4 + length:
         return None
     frame = bytes(buffer[4 : 4 + length])

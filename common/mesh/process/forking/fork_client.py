@@ -60,7 +60,7 @@ class ForkRequest:
         message = json.dumps(asdict(self)).encode()
         if len(message) > MAX_REQUEST_BYTES:
             raise ForkUnavailable(
-                f"an order of {len(message)} bytes; the limit is {MAX_REQUEST_BYTES}"
+                f"a fork request has {len(message)} bytes; the limit is {MAX_REQUEST_BYTES}"
             )
         return message
 
@@ -149,7 +149,7 @@ class ForkedProcess:
             except (OSError, ValueError) as error:
                 raise ForkUnavailable(f"{fork_server}: {error}") from error
             if "pid" not in answer:
-                raise ForkUnavailable(f"{fork_server}: {answer.get('refused', 'it has ended')}")
+                raise ForkUnavailable(f"{fork_server}: {answer.get('refused', 'it has exited')}")
             connection.setblocking(False)
             on_failure.pop_all()
         return cls(connection, answer["pid"], answer.get("guard", 0))

@@ -121,15 +121,17 @@ class ForkServer:
         self, request: ForkRequest, descriptors: list[int], connection: socket.socket
     ) -> None:
         if not is_same_user(connection):
-            raise ValueError("the order of another user")
+            raise ValueError("the request is from another user")
         if len(descriptors) != len(request.descriptor_names):
-            raise ValueError(f"{len(descriptors)} descriptors for {request.descriptor_names}")
+            raise ValueError(
+                f"{len(descriptors)} descriptors arrived for {request.descriptor_names}"
+            )
         if request.executable != sys.executable:
             raise ValueError(f"this interpreter is {sys.executable}")
         wanted = select_load_time_variables(request.environment)
         if wanted != self._environment:
             differ = sorted(dict(wanted.items() ^ self._environment.items()))
-            raise ValueError(f"another environment than the nursery's: {differ}")
+            raise ValueError(f"the environment differs from the fork server's: {differ}")
 
     def _report_exits(self) -> None:
         """Report exit statuses to the owners.
@@ -184,7 +186,9 @@ def require_forkable() -> None:
     """Raise RuntimeError if an import has started a thread or has begun to use a GPU."""
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
-        raise RuntimeError(f"{len(threads)} threads: a fork would have the locks of one only")
+        raise RuntimeError(
+            f"{len(threads)} threads run: a fork would copy the locks of all, but only one thread"
+        )
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -193,7 +197,7 @@ def require_forkable() -> None:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     _, status = os.waitpid(child, 0)
     if status or torch.cuda.is_initialized():
-        raise RuntimeError("an import has asked CUDA for its devices: no fork could use a GPU")
+        raise RuntimeError("an import has initialized CUDA: a forked process could not use a GPU")
 
 
 def open_listener(path: Path) -> socket.socket:

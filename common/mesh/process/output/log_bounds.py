@@ -54,7 +54,7 @@ class LogBudget:
         dropped, self.dropped_bytes = self.dropped_bytes, 0
         if not dropped:
             return b""
-        limit = f"over {RATE_BYTES_PER_S / (1 << 20):g} MiB a second"
+        limit = f"over {RATE_BYTES_PER_S / (1 << 20):g} MiB per second"
         return f"\n[meshrl: {dropped} bytes of output dropped: {limit}]\n".encode()
 
 
@@ -78,7 +78,7 @@ def rotate_if_long(fd: int, max_bytes: int = MAX_LOG_BYTES) -> bool:
         deleted = _save_previous(path, about)
         os.ftruncate(fd, 0)
         kept = os.path.basename(path) + PREVIOUS_SUFFIX
-        line = f"[meshrl: this log goes on from {kept}; {deleted} bytes before that were deleted]\n"
+        line = f"[meshrl: this log continues {kept}; {deleted} earlier bytes were deleted]\n"
         os.write(fd, line.encode())
         return True
     finally:

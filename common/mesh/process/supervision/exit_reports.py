@@ -83,7 +83,7 @@ async def report_exit(state: StateClient, report: ExitReport) -> bool:
         "job": job,
         "restart": restart,
         "error": failure.to_event_fields(),
-        "message": f"{report.name} ended by {cause}",
+        "message": f"{report.name} exited: {cause}",
         "advice": compose_advice(report, restart),
     }
     # The exit of a job's own code fails no job: its reporter may not read jobs.
@@ -100,7 +100,9 @@ def compose_advice(report: ExitReport, restart: str) -> str:
     if restart == CRASH:
         text = f". {advise_on_status(report.code)}"
     elif restart != "never" and not (report.failure and report.failure.fix):
-        text = f". `meshrl logs {report.name}` shows what led to it, `meshrl resume` goes on"
+        text = (
+            f". Run `meshrl logs {report.name}` to see the cause, then `meshrl resume` to continue"
+        )
     if report.log:
         text += f". Its log: {report.log}"
         if restart != "never" and (said := read_log_end(Path(report.log))):
@@ -122,14 +124,14 @@ def advise_on_status(code: int) -> str:
     """Return advice for an exit of which only the status `code` is known."""
     if -code in CRASH_SIGNALS:
         return (
-            "Native code has crashed (a kernel, a driver, a library): its log has what it said "
-            "last; another `rollout.engine` or `mesh.device` tells whose it is"
+            "Native code has crashed (a kernel, a driver or a library). Read its log; try "
+            "another `rollout.engine` or `mesh.device` to find the component"
         )
     if code == -signal.SIGKILL:
-        return "Somebody kills it, or the kernel for want of memory: `dmesg` says which"
+        return "A process or the kernel's out-of-memory killer killed it: run `dmesg` to find out"
     if code < 0:
-        return "Somebody or something on this host sends it that signal"
-    return "It said no more: its log has what led to it"
+        return "A process on this host sent it that signal"
+    return "It reported no cause: read its log"
 
 
 async def read_last_exits(state: StateClient) -> list[LastExit]:
@@ -174,7 +176,7 @@ class ExitReportSender:
         task.add_done_callback(self._background.discard)
 
     async def _report_once(self, report: ExitReport) -> bool:
-        async with self._clock.timeout(REPORT_TIMEOUT_S, "the report of an end"):
+        async with self._clock.timeout(REPORT_TIMEOUT_S, "the report of an exit"):
             return await report_exit(self._state, report)
 
     async def _report_until_accepted(self, report: ExitReport) -> None:

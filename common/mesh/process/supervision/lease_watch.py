@@ -50,7 +50,7 @@ class LeaseWatch:
         It gives no verdict while Redis does not answer, nor for a while after.
         """
         try:
-            async with self._clock.timeout(REDIS_TIMEOUT_S, "a look at the leases"):
+            async with self._clock.timeout(REDIS_TIMEOUT_S, "the check of the leases"):
                 for name, pid in list(self._to_evict.items()):
                     await self._evict(name, pid)
                 expired = await self._find_expired()

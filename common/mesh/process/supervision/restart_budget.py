@@ -43,8 +43,8 @@ class RestartBudget:
     def exhaustion_reason(self) -> str:
         """Explain what exhausted the budget."""
         if len(self._times) >= self._max_restarts:
-            return f"ended more than {self._max_restarts} times in {self._window_s:g} s"
-        return f"ended {self._same_cause_count} times in a row so"
+            return f"exited more than {self._max_restarts} times in {self._window_s:g} s"
+        return f"exited {self._same_cause_count} times in a row by the same cause"
 
     def reset(self) -> None:
         """Reset the budget; the start of the repeated cause stays."""

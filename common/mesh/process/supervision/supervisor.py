@@ -182,7 +182,7 @@ class Supervisor:
         If its first start fails, the error reaches the caller and the child is not supervised.
         """
         if spec.name in self._children:
-            raise Refused(f"{spec.name} is supervised already", fix="remove it first")
+            raise Refused(f"{spec.name} is already supervised", fix="Remove it first")
         child = adopted or self._spawn(spec)
         began = self._clock.monotonic()
         running = self._children[spec.name] = _SupervisedChild(
@@ -196,7 +196,7 @@ class Supervisor:
         """Stop the child (SIGTERM, after `grace_s` SIGKILL) and remove it."""
         running = self._children.get(name)
         if running is None:
-            raise NotFound(f"no child {name!r}; there are {sorted(self._children)}")
+            raise NotFound(f"no child {name!r}; the children are {sorted(self._children)}")
         await self._stop_one(running, grace_s)
         self._children.pop(name, None)
 
@@ -281,7 +281,7 @@ class Supervisor:
         killed = ""
         while (code := await child.wait(LEASE_CHECK_S)) is None:
             if not killed and self._hooks.has_lease_expired(child):
-                killed = "its lease had expired while it ran"
+                killed = "its lease expired while it ran"
                 child.kill()
         why = killed or (f"signal {-code}" if code < 0 else f"exit status {code}")
         failure = None

@@ -88,10 +88,11 @@ def bind(actor: Actor) -> dict[str, BoundMethod]:
                 )
     offered = actor.interface.methods
     for missing in offered.keys() - bound.keys():
-        raise ConfigError(f"{type(actor).__name__} does not answer {offered[missing].label}")
+        raise ConfigError(f"{type(actor).__name__} does not implement {offered[missing].label}")
     for method_name, entry in bound.items():
         if offered.get(method_name) is not entry.method:
             raise ConfigError(
-                f"{type(actor).__name__} answers {entry.method.label}, not in its interface"
+                f"{type(actor).__name__} implements {entry.method.label}, which is not in its "
+                "interface"
             )
     return bound

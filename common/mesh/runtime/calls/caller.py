@@ -275,7 +275,7 @@ class Caller:
             incoming.fail(decode_reported_error(frames, incoming.route.actor))
         elif kind == CREDIT:  # the producer probes its consumer
             if incoming.is_item_lost(place):
-                self._break_stream(incoming, "an item was lost on its way")
+                self._break_stream(incoming, "an item was lost in transit")
             else:
                 self.grant_credits(incoming, incoming.taken_count)
         else:
@@ -313,11 +313,11 @@ class Caller:
         error = WrongKeys if now - since > WRONG_KEYS_AFTER_S else HandshakeFailed
         key = parse_key(route.address)
         return error(
-            f"{method.label}: what answers for {route.actor} has not proved the key "
-            f"{format_key(key)[:8] if key else ''} that the registry has for it, or does not know "
-            "this process's: wrong keys, or another process has its port by now",
+            f"{method.label}: wrong keys: {route.actor} did not prove its registered key "
+            f"{format_key(key)[:8] if key else ''}, or rejected this process's key; another "
+            "process may have its port",
             where=parse_endpoint(route.address),
-            fix="`meshrl keys` at the head lists whose keys are let in",
+            fix="Run `meshrl keys` at the head to list the admitted keys",
         )
 
     def _expire(self, now: float) -> float:
@@ -343,12 +343,12 @@ class Caller:
                 self.cancel_stream(incoming)
                 incoming.fail(
                     DeadlineExceeded(
-                        f"{incoming.method.label} brought nothing for {incoming.method.idle_s:g} s",
+                        f"{incoming.method.label} sent no item for {incoming.method.idle_s:g} s",
                         where=incoming.route.actor,
                     )
                 )
             elif heard + STREAM_SILENCE_S <= now:
-                why = f"nobody produces it any more, {STREAM_SILENCE_S:g} s without a sign"
+                why = f"its producer has sent nothing for {STREAM_SILENCE_S:g} s"
                 self._break_stream(incoming, why)
             else:
                 soonest = min(soonest, incoming.deadline, heard + STREAM_SILENCE_S)

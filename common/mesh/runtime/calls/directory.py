@@ -147,10 +147,12 @@ class ActorDirectory:
 def _make_missing_error(name: str, entry: registry.RegistryEntry | None) -> PeerLost:
     if entry is None:
         return PeerLost(
-            f"no process holds the name {name}", where="registry", fix="See `meshrl status`"
+            f"no process is registered as {name}",
+            where="registry",
+            fix="Run `meshrl status` to list the processes",
         )
     return PeerLost(
         f"{name} has lost its lease (pid {entry.pid} on {entry.host})",
         where="registry",
-        fix="See `meshrl logs` for why it ended",
+        fix="Run `meshrl logs` to see why it exited",
     )

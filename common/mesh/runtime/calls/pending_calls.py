@@ -113,7 +113,10 @@ class IncomingStream(AsyncIterator[R], Generic[R]):
         if position >= self.taken_count + self.method.credits:
             self._caller.cancel_stream(self)
             self.fail(
-                BadMessage(f"{self.method.label} sent beyond its credits", where=self.route.actor)
+                BadMessage(
+                    f"{self.method.label} sent more items than its credits permit",
+                    where=self.route.actor,
+                )
             )
             return
         self._items[position] = frames
@@ -185,10 +188,10 @@ def decode_reported_error(frames: list[Frame], actor: str) -> MeshError:
     except BadMessage as error:
         return error
     except Exception as error:
-        said = f"an error of {actor} cannot be taken in: {type(error).__name__}: {error}"
+        said = f"an error from {actor} cannot be decoded: {type(error).__name__}: {error}"
         return BadMessage(said, where=actor)
 
 
 def make_peer_lost(route: Route, method: Method[Any]) -> PeerLost:
     """Make the error of a call whose callee's process has exited."""
-    return PeerLost(f"{method.label}: the process of {route.actor} has gone", where=route.actor)
+    return PeerLost(f"{method.label}: the process of {route.actor} has exited", where=route.actor)

@@ -178,17 +178,18 @@ class RequestServer:
         if not self._is_open and target == self._incarnation:
             if len(self._early_requests) >= MAX_EARLY_REQUESTS:
                 raise Overloaded(
-                    f"{self._name} is starting and {MAX_EARLY_REQUESTS} requests wait for it"
+                    f"{self._name} is starting, and {MAX_EARLY_REQUESTS} requests already wait "
+                    "for it"
                 )
             self._early_requests.append((peer, header, frames, role))
             return
         if target != self._incarnation:
-            raise StaleIncarnation(f"{self._name} was started again, or has this address by now")
+            raise StaleIncarnation(f"{self._name} has restarted, or took over this address")
         if actor != self._name:
-            raise NotFound(f"no actor {actor!r:.80} lives in the process of {self._name}")
+            raise NotFound(f"the process of {self._name} has no actor {actor!r:.80}")
         entry = self._methods.get(name)
         if entry is None or (kind == CAST) != isinstance(entry.method, Cast):
-            raise UnknownMethod(f"{self._name} has no {name!r:.80} of that kind")
+            raise UnknownMethod(f"{self._name} has no method {name!r:.80} of that kind")
         if len(frames) > 2:
             check_sizes(frames)
         request = decode(entry.method.request, frames[1], frames[2:])
@@ -217,7 +218,7 @@ class RequestServer:
         if now - self._rejection_logged_at >= REJECTION_LOG_INTERVAL_S:
             self._rejection_logged_at = now
             self._telemetry.log.warning(
-                "a call was refused", role=role, actor=actor[:80], method=name[:80]
+                "a call was rejected", role=role, actor=actor[:80], method=name[:80]
             )
 
     def _spawn(
@@ -231,11 +232,11 @@ class RequestServer:
     ) -> None:
         assert self._loop is not None
         if len(self._running) >= MAX_RUNNING:
-            raise Overloaded(f"{self._name} has {MAX_RUNNING} calls under way")
+            raise Overloaded(f"{self._name} has {MAX_RUNNING} calls in progress")
         owner = self._transport.find_owner(peer)
         if (others := self._calls_per_owner.get(owner, 0)) >= MAX_RUNNING_PER_PEER:
             raise Overloaded(
-                f"{self._name} has {MAX_RUNNING_PER_PEER} calls of this process under way"
+                f"{self._name} has {MAX_RUNNING_PER_PEER} calls of this process in progress"
             )
         now = self._clock.monotonic()
         deadline = now + remaining_ms / 1000 if remaining_ms > 0 else NEVER

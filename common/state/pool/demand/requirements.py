@@ -138,8 +138,8 @@ def explain_no_hybrids(published_dtypes: Iterable[str], training_dtype: str) -> 
     if not (other := sorted(set(published_dtypes) - {"float32", training_dtype})):
         return ""
     return (
-        f"versions are published in {other[0]}, and gradients are computed of {training_dtype}: a "
-        "helper would compute other ones than the core"
+        f"versions are published in {other[0]}, but gradients are computed in {training_dtype}: a "
+        "hybrid's gradients would differ from the core's"
     )
 
 

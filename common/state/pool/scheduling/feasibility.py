@@ -137,9 +137,9 @@ def explain_too_few_workers(
         parts = ", ".join(role for role, wanted in roles.items() if wanted)
         asked = "pool.workers.least" if requirements.min_workers == least else parts
         return (
-            f"the job needs {least} workers ({asked}), and this mesh has {total}: start one with "
-            f"`meshrl up --workers {least}`, or, when workers of this one were lost, go on with "
-            "`meshrl resume RUN`"
+            f"the job needs {least} workers ({asked}), but this mesh has {total}: start a mesh "
+            f"with `meshrl up --workers {least}`, or, if this one has lost workers, run `meshrl "
+            "resume RUN`"
         )
     largest = max(workers_by_location.values(), default=0)
     if largest < requirements.ranks:
@@ -148,16 +148,14 @@ def explain_too_few_workers(
             ', or set pool.gang_scope = "network" where hosts have one' if kind == "host" else ""
         )
         return (
-            f"the job trains with ranks = {requirements.ranks}, and no {kind} of this mesh has "
-            "more than "
-            f"{largest} workers: set training.ranks to {largest} or less, or join a larger {kind}"
-            f"{wider}"
+            f"the job trains with ranks = {requirements.ranks}, but no {kind} of this mesh has "
+            f"more than {largest} workers: set training.ranks to {largest} or less, or join a "
+            f"larger {kind}{wider}"
         )
     if requirements.max_workers and requirements.max_workers < least:
         return (
-            f"the job needs {least} workers, and pool.workers.most is {requirements.max_workers}: "
-            "raise it to "
-            f"{least}, or set 0 for as many as there are"
+            f"the job needs {least} workers, but pool.workers.most is {requirements.max_workers}: "
+            f"raise it to {least}, or set 0 for no limit"
         )
     return ""
 
@@ -199,11 +197,10 @@ def explain_too_little_memory(
         more_ranks = {"core": "training.ranks", "engine": "rollout.tensor_parallel"}
         spread = f", or raise {more_ranks[role]}"
         return (
-            f"the job's {role} takes {more} bytes of each of {count} accelerators of one "
-            f"{settings.gang_scope} (its model has {requirements.parameter_bytes} in float32), no "
-            f"{settings.gang_scope} has "
-            f"them, and the largest has {largest}: "
-            f"join larger ones (`--accelerator-bytes`), or train a smaller model{spread}"
+            f"the job's {role} needs {more} bytes on each of {count} accelerators of one "
+            f"{settings.gang_scope} (its model has {requirements.parameter_bytes} in float32). No "
+            f"{settings.gang_scope} has them, and the largest accelerator has {largest}: join "
+            f"larger ones (`--accelerator-bytes`), or train a smaller model{spread}"
         )
     return ""
 
@@ -228,10 +225,9 @@ def explain_no_common_location(
             return ""
     sizes = ", ".join(str(count) for count in sorted(hosts.values(), reverse=True))
     return (
-        f"the job's core takes {requirements.ranks} workers of one {settings.gang_scope} and an "
-        f"engine {requirements.smallest_engine} of one host (rollout.tensor_parallel), and the "
-        "hosts of this mesh, with "
-        f"{sizes}, have no room for both: lower either, or join a larger host"
+        f"the job's core needs {requirements.ranks} workers of one {settings.gang_scope} and an "
+        f"engine {requirements.smallest_engine} of one host (rollout.tensor_parallel). The hosts "
+        f"of this mesh, with {sizes}, cannot hold both: lower either, or join a larger host"
     )
 
 

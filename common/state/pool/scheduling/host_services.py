@@ -23,9 +23,9 @@ def parse_services(text: str) -> tuple[str, ...]:
     for word in words:
         if word not in ALL_SERVICES:
             raise ConfigError(
-                f"{word!r:.60} is no service that a host takes",
+                f"{word!r:.60} is not a service of a host",
                 where="--services",
-                fix=f"Choose from {', '.join(ALL_SERVICES)}; or {NONE}",
+                fix=f"Choose from {', '.join(ALL_SERVICES)}, or {NONE}",
             )
     return tuple(word for word in ALL_SERVICES if word in words)
 
@@ -41,7 +41,7 @@ def explain_rejected_service(host: PoolHost, kind: str, requirements: JobRequire
     Empty if it accepts the service, whether or not the host is alive.
     """
     if SERVICE_NAMES[kind] not in host.accepted_services:
-        return f"takes {' and '.join(host.accepted_services) or 'no services'}"
+        return f"accepts {' and '.join(host.accepted_services) or 'no services'}"
     if (
         kind != "sandbox"
         or not requirements.isolation_tier
@@ -50,7 +50,7 @@ def explain_rejected_service(host: PoolHost, kind: str, requirements: JobRequire
     ):
         return ""
     if host.is_probing_isolation:
-        return "still finds out which isolation it has"
+        return "is still testing its isolation"
     return f"has {' and '.join(host.isolation_tiers) or 'no isolation'}"
 
 
@@ -67,7 +67,7 @@ def explain_unplaced_service(
             continue
         why = explain_rejected_service(host, kind, requirements)
         away = "drains" if host.alive and host.drain_reason else "is away"
-        said.append(f"{host.name} {why or f'takes them and {away}'}")
+        said.append(f"{host.name} {why or f'accepts them, but {away}'}")
     if not said:
         return ""
     inside = (
@@ -77,6 +77,6 @@ def explain_unplaced_service(
     )
     more = f"; and {len(said) - MAX_NAMED_HOSTS} more" if len(said) > MAX_NAMED_HOSTS else ""
     return (
-        f"no host takes its {SERVICE_NAMES[kind]}{inside} now: "
+        f"no host accepts its {SERVICE_NAMES[kind]}{inside} now: "
         f"{'; '.join(said[:MAX_NAMED_HOSTS])}{more}"
     )

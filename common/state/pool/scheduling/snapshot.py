@@ -11,7 +11,9 @@ from meshrl.common.state.pool.workers.process_names import SERVICE_NAMES
 from meshrl.common.state.pool.workers.rows import Gang, WorkerRow
 from meshrl.common.state.pool.workers.settings import PoolSettings
 
-SHUTDOWN_NOTICE = "is told to end"  # drain reason of a host that shuts down soon, and may come back
+SHUTDOWN_NOTICE = (
+    "is shutting down"  # drain reason of a host that shuts down soon, and may come back
+)
 HOST_LEFT = "has left"  # drain reason of a host that has left the mesh
 
 

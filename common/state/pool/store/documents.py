@@ -149,7 +149,7 @@ def _encode_fields(decision: Decision) -> dict[str, Any]:
         case PlaceInstance():
             return kind | _encode_placement(decision)
         case MarkWorkerLost(worker, why):
-            reason = why.inputs.get("reason", "its worker is gone")
+            reason = why.inputs.get("reason", "its worker has exited")
             return kind | {"worker": worker, "reason": reason}
         case AssignServices(host, services):
             names = list(services)

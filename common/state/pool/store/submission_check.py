@@ -28,7 +28,7 @@ async def check_job_is_feasible(state: StateClient, requirements: JobRequirement
     its model's code. A mesh without workers accepts all: workers are still joining.
     """
     if why := explain_missing_isolation(await read_host_offers(state), requirements):
-        raise Refused(why, fix="`meshrl doctor` on one of them says what is missing there")
+        raise Refused(why, fix="Run `meshrl doctor` on one of them to see what is missing there")
     known = await pool.read_workers(state)
     if not known:
         return
@@ -58,7 +58,7 @@ def explain_missing_isolation(hosts: Sequence[PoolHost], requirements: JobRequir
         return ""
     said = "; ".join(f"{name} {said}" for name, said in sorted(why.items()))
     return (
-        "the job runs code that the model wrote in "
-        f"{TIER_DESCRIPTIONS[requirements.isolation_tier]} (sandbox.tier = "
-        f"{requirements.isolation_tier}), and no host that takes sandboxes has it: {said}"
+        f"the job runs the model's code in {TIER_DESCRIPTIONS[requirements.isolation_tier]} "
+        f"(sandbox.tier = {requirements.isolation_tier}), but no host that accepts sandboxes has "
+        f"it: {said}"
     )

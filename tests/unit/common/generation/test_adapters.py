@@ -201,11 +201,11 @@ def remove_tensor(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torc
 
 INVALID_TENSORS = {
     "no tensors": {},
-    "lacks one of its two": remove_tensor(adapter(1), "layers.1.adapters.k_proj.b"),
-    "none of its tensors": {"layers.2.adapters.q_proj.a": torch.zeros(4, 32)},
+    "has only one of its two": remove_tensor(adapter(1), "layers.1.adapters.k_proj.b"),
+    "the model has no tensor": {"layers.2.adapters.q_proj.a": torch.zeros(4, 32)},
     r"none of": {"layers.0.adapters.qkv.a": torch.zeros(4, 32)},
-    r"in place of \[rank, 32\]": adapter(1) | {"layers.0.adapters.q_proj.a": torch.zeros(4, 33)},
-    r"in place of \[32, 5\]": adapter(1) | {"layers.0.adapters.q_proj.a": torch.zeros(5, 32)},
+    r"instead of \[rank, 32\]": adapter(1) | {"layers.0.adapters.q_proj.a": torch.zeros(4, 33)},
+    r"instead of \[32, 5\]": adapter(1) | {"layers.0.adapters.q_proj.a": torch.zeros(5, 32)},
     "embedding": {"embedding": torch.zeros(40, 32)},
     "q_proj is not finite": adapter(1)
     | {"layers.0.adapters.q_proj.a": torch.full((4, 32), torch.nan)},
@@ -232,11 +232,11 @@ def test_number_of_adapters_is_bounded() -> None:
     engine = built_in("eager")
     for i in range(MAX_ADAPTERS):
         engine.load_adapter(f"{i}", adapter(i, 1, ["o_proj"]), SCALE, i)
-    with pytest.raises(Refused, match="has no place"):
+    with pytest.raises(Refused, match="does not fit"):
         engine.load_adapter("more", adapter(1, 1, ["o_proj"]), SCALE, 0)
     engine.unload_adapter("7")
     engine.load_adapter("more", adapter(1, 1, ["o_proj"]), SCALE, 0)
-    with pytest.raises(Refused, match="'' has no place"):
+    with pytest.raises(Refused, match="'' does not fit"):
         engine.load_adapter("", adapter(1, 1, ["o_proj"]), SCALE, 0)
 
 

@@ -375,7 +375,7 @@ def test_sequence_too_long_to_score_is_rejected(make: Make) -> None:
 
 @pytest.mark.parametrize("options", [{"path": "fast"}, {"dtype": "float16"}])
 def test_unknown_backend_or_dtype_is_rejected(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="there is no path"):
+    with pytest.raises(ConfigError, match="there is no backend"):
         built_in(**{"path": "auto", **options})
 
 

@@ -101,11 +101,11 @@ def test_visible_devices_are_parsed_like_cuda(
 @pytest.mark.parametrize(
     ("visible_devices", "why"),
     [
-        ("4", "no GPU 4, the driver lists 4"),
+        ("4", "no GPU 4; the driver lists 4"),
         ("0,9,1", "no GPU 9"),
-        ("0,0", "0 is there twice"),
-        (f"{A},{A}", "is there twice"),
-        (f"0,{A}", "is there twice"),
+        ("0,0", "0 is listed twice"),
+        (f"{A},{A}", "is listed twice"),
+        (f"0,{A}", "is listed twice"),
         ("GPU-9", "the driver lists no GPU-9"),
         ("GPU-", "GPU- fits 4 devices"),
         ("MIG-1", "the driver lists no MIG-1"),
@@ -145,7 +145,7 @@ def test_mig_instances_are_separate_devices(
 
 
 def test_indices_of_different_gpus_need_a_device_order() -> None:
-    with pytest.raises(ConfigError, match="count by speed or by bus") as raised:
+    with pytest.raises(ConfigError, match="follow speed or bus order") as raised:
         select_uuids(DIFFERENT_GPUS, CUDA_VISIBLE_DEVICES="0")
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in raised.value.fix
     assert select_uuids(DIFFERENT_GPUS, CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER=BY_BUS) == [A]

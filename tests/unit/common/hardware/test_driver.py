@@ -116,7 +116,7 @@ with nvml.open_driver() as opened, opened.watch_errors(opened.list_devices()) as
 
 @pytest.mark.parametrize(
     ("code", "why"),
-    [(DRIVER_NOT_LOADED, "kernel module is not loaded"), (VERSION_MISMATCH, "of two versions")],
+    [(DRIVER_NOT_LOADED, "kernel module is not loaded"), (VERSION_MISMATCH, "different versions")],
 )
 def test_unavailable_driver_error_has_the_reason(gpus: Gpus, code: int, why: str) -> None:
     gpus.fail_init(code)

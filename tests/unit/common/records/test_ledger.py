@@ -296,7 +296,7 @@ def test_full_disk_accepts_only_complete_records_and_recovers(
     ledger.open_next_segment()
     keys = [make_trajectory_id(1, member) for member in range(6)]
     record_count = 0
-    with pytest.raises(StorageFull, match="free space"):
+    with pytest.raises(StorageFull, match="Free space"):
         for key in keys:
             ledger.append([tokens_record(key, [key, key], 0)], [1])
             record_count += 1

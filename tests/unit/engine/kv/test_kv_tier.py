@@ -331,7 +331,7 @@ def test_directory_open_to_others_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o755)
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     for name in ("open", "link"):
-        with pytest.raises(ConfigError, match="others can read"):
+        with pytest.raises(ConfigError, match="other users can read"):
             make_private_directory(tmp_path / name)
 
 

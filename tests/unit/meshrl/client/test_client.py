@@ -80,7 +80,9 @@ async def test_job_larger_than_any_accelerator_is_rejected_before_writing_files(
     finally:
         await state.close()
     async with Client(held_mesh.root) as client:
-        with pytest.raises(Refused, match=rf"core takes {4 * size} bytes.*largest has {3 * size}"):
+        with pytest.raises(
+            Refused, match=rf"core needs {4 * size} bytes.*largest accelerator has {3 * size}"
+        ):
             await client.submit(job, [f'out="{out}"', "optimizer.muon_lr=0"])
         assert not out.exists()
         await client.submit(job, [f'out="{out}"'])

@@ -79,7 +79,7 @@ def test_readable_token_file_of_another_user_is_rejected(file: Path) -> None:
     assert host_join.read_join_token(str(file)) == TICKET
     for mode in (0o640, 0o604):
         file.chmod(mode)
-        with pytest.raises(ConfigError, match="others can read the token"):
+        with pytest.raises(ConfigError, match="other users can read the token"):
             host_join.read_join_token(str(file))
 
 

@@ -261,8 +261,8 @@ def test_host_offers_workers_and_all_services_by_default() -> None:
         ((0, "cpu", False, "none", 0), "neither workers nor services"),
         ((0, "cuda", True, None, 3), "has no device"),
         ((4, "cpu", True, None, 3), "--no-workers with --workers 4"),
-        ((1, "cpu", False, "shards,engines", 3), "'engines' is no service"),
-        ((1, "cpu", False, "", 3), "'' is no service"),
+        ((1, "cpu", False, "shards,engines", 3), "'engines' is not a service"),
+        ((1, "cpu", False, "", 3), "'' is not a service"),
     ],
 )
 def test_contradicting_options_are_rejected(

@@ -178,7 +178,7 @@ def test_url_file_may_name_an_authority_beside_it(
 ) -> None:
     file, authority = tmp_path / "url", tmp_path / "authority.pem"
     monkeypatch.setenv("MESHRL_REDIS_URL", str(file))
-    with pytest.raises(ConfigError, match="no URL of a Redis can be read"):
+    with pytest.raises(ConfigError, match="the Redis URL cannot be read"):
         embedded_server.read_configured_url()
     file.touch(0o600)
     for url, after in (
@@ -193,11 +193,11 @@ def test_url_file_may_name_an_authority_beside_it(
         authority.touch()
         assert embedded_server.read_configured_url() == url + after
     file.write_text("secret")
-    with pytest.raises(ConfigError, match="no URL of a Redis") as caught:
+    with pytest.raises(ConfigError, match="not a Redis URL") as caught:
         embedded_server.read_configured_url()
     assert "secret" not in str(caught.value)
     file.chmod(0o644)
-    with pytest.raises(ConfigError, match="others can read"):
+    with pytest.raises(ConfigError, match="other users can read"):
         embedded_server.read_configured_url()
 
 

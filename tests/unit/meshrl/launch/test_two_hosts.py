@@ -59,7 +59,9 @@ async def test_processes_of_two_hosts_call_each_other_until_revocation(hosts: Ho
                 while not lost:
                     await asyncio.sleep(0.05)
             assert "revoked" in lost[0]
-            with pytest.raises(HandshakeFailed, match=r"key of this process.* is let in no more"):
+            with pytest.raises(
+                HandshakeFailed, match=r"key of this process.* is no longer admitted"
+            ):
                 while True:
                     try:
                         await call(scaled(10.0))

@@ -442,7 +442,7 @@ def test_only_host_for_a_service_is_named_while_it_is_away() -> None:
         make_agent("h1", ["shards"], renewed_s=30.0),
     ]
     served = (("h0", "sandbox/calc/0"), ("h1", "rollout/calc/0"))
-    said = "no host takes its shards now: h0 takes sandboxes; h1 takes them and is away"
+    said = "no host accepts its shards now: h0 accepts sandboxes; h1 accepts them, but is away"
     for services in (served, served[:1]):  # assigned to the host, or unassigned since
         (stall,) = diagnose(there, pool(services=services), NOW, jobs=[make_job(60.0)])
         assert (stall.waiter, stall.culprit, stall.job) == ("planner", "node/h1", "calc")

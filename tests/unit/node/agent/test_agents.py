@@ -166,7 +166,7 @@ async def test_missing_gpus_are_reported(mesh: SmallMesh, gpus: Gpus) -> None:
     assert "the driver lists 0 GPUs" in failure.text and "mesh.device" in failure.fix
     gpus.gpu("GPU-a")
     failure = await start_and_fail(mesh, mesh.settings, *words, env=gpus.environment)
-    assert "2 workers are asked for, and there are 1 GPUs" in failure.text
+    assert "2 workers are requested, but there are 1 GPUs" in failure.text
     gpus.gpu("GPU-b")
     hidden = gpus.environment | {"CUDA_VISIBLE_DEVICES": "GPU-b"}
     failure = await start_and_fail(mesh, mesh.settings, *words, env=hidden)

@@ -289,7 +289,7 @@ async def test_slices_are_acquired_only_when_enabled_and_never_nested(
     assert free.done()
     assert scheduler.granted_count == 0
     async with turns.time_slice("generate"):
-        with pytest.raises(Refused, match="begins within a turn"):
+        with pytest.raises(Refused, match="starts within a time slice"):
             async with turns.time_slice("sync"):
                 pass
     assert scheduler.granted_count == 1

@@ -282,5 +282,5 @@ async def test_rank_rejects_paths_outside_the_rendezvous_directory(
         {"segment_owner": "worker/w2"},
     )
     for other in others:
-        with pytest.raises(Refused, match="Who says so is not its worker"):
+        with pytest.raises(Refused, match="The request is not from its worker"):
             await rank.set_tier(replace(desired_tier("disk", 1), **other))

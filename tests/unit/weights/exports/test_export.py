@@ -233,7 +233,7 @@ def test_corrupt_event_is_skipped(run: Run, tmp_path: Path) -> None:
         (b"", "it is empty"),
         (b'{"job": "j", "docu', "not JSON"),
         (b"{}", "names no job"),
-        (b'{"job": "j", "document": {}, "check": "0000000000000000"}', "its check says"),
+        (b'{"job": "j", "document": {}, "check": "0000000000000000"}', "match its checksum"),
     ],
 )
 def test_error_names_a_corrupt_job_file(run: Run, tmp_path: Path, content: bytes, why: str) -> None:

@@ -308,8 +308,8 @@ def test_interrupted_copy_of_another_version_is_not_resumed(run: Run, tmp_path: 
         ("{}/" + "x" * 300, "name too long"),
         ("/", "takes no model"),
         ("memory://x", "ends with the process"),
-        ("://x", "a URL of no kind"),
-        ("file:///proc/x", "the place of the copy cannot be reached.*no folder can be made"),
+        ("://x", "a URL of no known scheme"),
+        ("file:///proc/x", "the place of the copy cannot be reached.*no folder can be created"),
         ("{}/mine.partial/../mine", "another process writes"),
     ],
 )

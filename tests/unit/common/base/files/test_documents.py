@@ -81,7 +81,7 @@ def test_corrupt_document_error_has_a_fix(tmp_path: Path, name: str) -> None:
     for content in (b"", b'{"x":', other.replace(b"1", b"2"), other):
         path.write_bytes(content)
         path.chmod(0o600)
-        with pytest.raises(CorruptData, match=f"{name} is damaged") as caught:
+        with pytest.raises(CorruptData, match=f"{name} is corrupt") as caught:
             read(mesh_paths)
         assert fix in caught.value.fix and caught.value.where == str(path)
 
@@ -113,7 +113,7 @@ def test_any_flipped_bit_of_a_line_file_loses_at_most_one_row(
     ("order", "corruption", "before"),
     [
         ((0, 1, 3, 4), "1 lines before line 3 are missing", 2),
-        ((0, 1, 1, 2, 3, 4), "line 3 is there twice", 2),
+        ((0, 1, 1, 2, 3, 4), "line 3 is a duplicate", 2),
         ((1, 0, 2, 3, 4), "1 lines before line 1 are missing", 0),
     ],
 )
@@ -144,7 +144,7 @@ def test_line_file_without_checksums_is_read(tmp_path: Path) -> None:
     path.write_text('{"n": 0}\n\0\0\n{"n": 1}\n')
     assert (
         read_lines(path).rows == [{"n": 0}, {"n": 1}]
-        and read_lines(path).corruption == "line 2 is damaged"
+        and read_lines(path).corruption == "line 2 is corrupt"
     )
 
 
@@ -162,7 +162,7 @@ def test_append_detects_changes_by_another_writer(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[10] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CorruptData, match="somebody else"):
+    with pytest.raises(CorruptData, match="another process"):
         file.append([{"n": 6}])
     path.unlink()
     with pytest.raises(CorruptData, match="gone"):
@@ -223,11 +223,11 @@ def test_event_description_names_file_problem_and_consequence() -> None:
     )
     assert (
         corruption.describe_event(event_fields)
-        == f"{path} is damaged: it is gone. Made again from Redis."
+        == f"{path} is corrupt: it is gone. Made again from Redis."
     )
     quarantined_fields = corruption.make_event_fields(
         "usage", path, "it is empty", "counted anew", quarantined_path=Path("/run/q")
     )
     assert corruption.describe_event(quarantined_fields).endswith(
-        "Counted anew. It lies in /run/q."
+        "Counted anew. It was moved to /run/q."
     )

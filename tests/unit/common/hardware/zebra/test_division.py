@@ -264,11 +264,11 @@ def test_indivisible_ranks_host_nothing_or_are_rejected() -> None:
     assert (
         gather_and_squeeze(4, 12, RankCounts(4, 3), forward, HostingBounds(0, 9)).hosted_total == 0
     )
-    with pytest.raises(ConfigError, match="cannot take as many each"):
+    with pytest.raises(ConfigError, match="cannot take equal numbers"):
         gather_and_squeeze(4, 12, RankCounts(4, 3), forward, HostingBounds(1, 9))
     with pytest.raises(ConfigError, match="cannot hold 5 experts"):
         gather_and_squeeze(4, 12, RankCounts(3, 3), forward, HostingBounds(5, 4))
-    with pytest.raises(ConfigError, match="do not spread evenly"):
+    with pytest.raises(ConfigError, match="cannot be divided evenly"):
         gather_and_squeeze(4, 10, RankCounts(3, 3), forward, HostingBounds())
 
 

@@ -119,7 +119,7 @@ def test_profile_without_attention_or_memory_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("table", "error"),
     [
-        (3, "AcceleratorCosts is no table"),
+        (3, "AcceleratorCosts is not a table"),
         ({"name": "V100"}, "memory_bytes is missing"),
         (asdict(SLOW) | {"speed": 3}, "speed is not known"),
         (asdict(SLOW) | {"memory_bytes": "many"}, "memory_bytes of slow is 'many'"),
@@ -172,7 +172,7 @@ def test_speeds_of_other_kinds_follow_their_peaks() -> None:
         1 / compute_speed("T4").interpolate_score_flops_per_s(k << 10) for k in (4, 16, 64)
     )
     assert middle == pytest.approx((low + high) / 2)
-    with pytest.raises(ConfigError, match="nothing is known of abacus"):
+    with pytest.raises(ConfigError, match="there is no profile of abacus"):
         compute_speed("abacus")
 
 

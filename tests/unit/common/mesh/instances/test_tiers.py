@@ -113,5 +113,5 @@ async def test_process_is_orphaned_by_a_missing_agent_not_by_a_stalled_host(
     await registry.register(mesh.state, agent, LEASE_MS)
     await clock.sleep(5.0)
     start_s = clock.monotonic()
-    assert (await orphaned).startswith(f"{agent.name} has held no lease for {ORPHAN_TIMEOUT_S:g} s")
+    assert (await orphaned).startswith(f"{agent.name} has had no lease for {ORPHAN_TIMEOUT_S:g} s")
     assert ORPHAN_TIMEOUT_S <= clock.monotonic() - start_s <= ORPHAN_TIMEOUT_S + 10.0

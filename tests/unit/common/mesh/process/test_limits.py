@@ -107,7 +107,12 @@ async def run_with_limits(
     ("code", "rlimits", "type", "explanation"),
     [
         (FILES, {"NOFILE": 40}, "OSError", "(RLIMIT_NOFILE) is 40: raise it with `ulimit -n"),
-        (MEMORY, {"AS": 1 << 30}, "MemoryError", "(RLIMIT_AS) is 1.0 GiB, of which it has had"),
+        (
+            MEMORY,
+            {"AS": 1 << 30},
+            "MemoryError",
+            "(RLIMIT_AS) is 1.0 GiB, and the process has used",
+        ),
         (THREADS, {"AS": 1 << 29}, "RuntimeError", "(RLIMIT_AS) is 512 MiB"),
     ],
     ids=["descriptors", "memory", "threads"],
@@ -142,7 +147,7 @@ def test_unrelated_errors_name_no_limit() -> None:
 def test_oom_kills_are_distinguished_from_other_kills() -> None:
     kills = host_limits.count_oom_kills()
     assert host_limits.explain_oom_kill(kills) == ""
-    assert "for want of memory" in host_limits.explain_oom_kill(kills - 1)
+    assert "because memory ran out" in host_limits.explain_oom_kill(kills - 1)
 
 
 def test_free_space_is_measured_for_a_missing_directory(
@@ -279,13 +284,13 @@ def test_long_log_is_rotated_and_the_previous_part_kept(tmp_path: Path) -> None:
     assert rotate_if_long(one, 10) and not rotate_if_long(other, 200)
     os.write(other, b"second\n")
     assert rotated.read_text() == "first\nmore of it\n"
-    assert path.read_text().endswith(" 0 bytes before that were deleted]\nsecond\n")
+    assert path.read_text().endswith(" 0 earlier bytes were deleted]\nsecond\n")
     assert rotate_if_long(other, 10) and rotated.read_text().endswith("second\n")
     assert path.read_text() == (
-        "[meshrl: this log goes on from a.log.1; 17 bytes before that were deleted]\n"
+        "[meshrl: this log continues a.log.1; 17 earlier bytes were deleted]\n"
     )
     before = rotated.stat().st_size
-    assert rotate_if_long(one, 10) and re.search(rf" {17 + before} bytes", path.read_text())
+    assert rotate_if_long(one, 10) and re.search(rf" {17 + before} earlier bytes", path.read_text())
     path.unlink()
     os.write(one, b"x" * 300)
     assert rotate_if_long(one, 200) and rotated.stat().st_size < 200, (
@@ -309,7 +314,7 @@ def test_host_truncates_oversized_logs_of_its_processes(tmp_path: Path) -> None:
     }
     assert (tmp_path / "short.log").read_text() == "as it was\n"
     part = files.read("trainer", 0, 1 << 16)
-    assert "goes on from trainer.log.1" in part.text and part.text.endswith("goes on\n")
+    assert "continues trainer.log.1" in part.text and part.text.endswith("goes on\n")
     os.close(log_fd)
 
 

@@ -186,7 +186,7 @@ async def test_last_output_line_is_the_document_and_the_log_is_removed(tmp_path:
 async def test_error_without_a_document_quotes_the_last_output(
     tmp_path: Path, code: str, why: str
 ) -> None:
-    with pytest.raises(MeshError, match=f"asked/j has ended without an answer: {why}"):
+    with pytest.raises(MeshError, match=f"asked/j has exited without an answer: {why}"):
         await run_command(tmp_path, code)
     assert not os.listdir(tmp_path)
 

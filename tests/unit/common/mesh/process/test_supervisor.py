@@ -104,7 +104,7 @@ async def test_exhausted_restart_budget_escalates_for_a_critical_child(
     await until(lambda: ("escalated", "bad") in hooks.calls)
     kinds = [kind for kind, _ in hooks.calls]
     assert kinds == ["started", "ended"] * 3 + ["gave up", "escalated"]
-    assert hooks.reasons[-1] == "exit status 4; ended more than 2 times in 60 s"
+    assert hooks.reasons[-1] == "exit status 4; exited more than 2 times in 60 s"
     assert supervisor.children == {}
 
 
@@ -129,7 +129,7 @@ async def test_stopped_child_with_an_expired_lease_is_killed_and_restarted(
     os.kill(first, signal.SIGSTOP)
     hooks.stopped_pid = first
     await until(lambda: len(hooks.calls) == 3)
-    assert hooks.reasons == ["its lease had expired while it ran"]
+    assert hooks.reasons == ["its lease expired while it ran"]
     assert supervisor.children["a"].pid != first
 
 
@@ -253,7 +253,7 @@ async def test_repeatedly_failing_restarts_exhaust_the_budget_and_escalate(
     ]
     assert "it cannot be started: FileExistsError" in hooks.reasons[-1]
     assert str(log.parent) in hooks.reasons[-1]
-    assert "ended more than 3 times in 60 s" in hooks.reasons[-1]
+    assert "exited more than 3 times in 60 s" in hooks.reasons[-1]
     assert list(supervisor.children) == ["b"]
 
 

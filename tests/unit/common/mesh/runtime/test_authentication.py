@@ -151,7 +151,7 @@ async def test_unauthenticated_peer_gets_no_answer(
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        (None, "names no key.*`meshrl down`"),
+        (None, "contains no key.*`meshrl down`"),
         (make_keys("engine", OTHER), "wrong keys.*`meshrl keys`"),
     ],
     ids=["open", "another mesh's"],
@@ -287,7 +287,7 @@ async def test_flooding_requester_does_not_block_others(guarded: Guarded) -> Non
         await asyncio.to_thread(flood)
         assert await greedy.answer() == (
             "overloaded",
-            f"a has {MAX_RUNNING_PER_PEER} calls of this process under way",
+            f"a has {MAX_RUNNING_PER_PEER} calls of this process in progress",
         )
         assert mesh.running_calls == MAX_RUNNING_PER_PEER
         assert await client.call(Talk.echo, Text("friend")) == Text("friend")
@@ -333,7 +333,7 @@ async def test_role_belongs_to_the_connection_when_identities_are_reused(
 
 @pytest.mark.parametrize(
     ("kind", "secret", "why"),
-    [("engine", "", "no secret"), ("launcher", OTHER, "'launcher' is no role")],
+    [("engine", "", "no secret"), ("launcher", OTHER, "'launcher' is not a process role")],
 )
 async def test_mesh_open_requires_a_secret_and_a_known_role(
     kind: str, secret: str, why: str

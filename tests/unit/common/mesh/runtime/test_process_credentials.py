@@ -150,7 +150,9 @@ async def test_leaving_withdraws_the_key(join_as: Joined, state: StateClient) ->
 
 async def test_process_of_an_expelled_host_cannot_join(join_as: Joined, state: StateClient) -> None:
     await credentials.revoke_host(state, JOINED)
-    with pytest.raises(Refused, match=rf"engine/g0\.0 is not let in.*{JOINED}.*meshrl hosts"):
+    with pytest.raises(
+        Refused, match=rf"the mesh does not admit engine/g0\.0.*{JOINED}.*meshrl hosts"
+    ):
         await join_as("engine/g0.0", JOINED)
 
 
@@ -167,7 +169,9 @@ async def test_host_cannot_impersonate_a_service_without_its_key(
     with pytest.raises(HandshakeFailed) as refused:
         await call_until_refused(rollout.ref("weights"), Talk.echo, HELLO)
     message = str(refused.value)
-    assert f"one of engine@{JOINED}, not of weights@{HEAD}" in message and "meshrl keys" in message
+    assert (
+        f"belongs to engine@{JOINED}, not to weights@{HEAD}" in message and "meshrl keys" in message
+    )
     assert parse_endpoint(engine.transport.address) in message
     entry.name, entry.host, entry.incarnation = f"node/{HEAD}", JOINED, "another"
     await registry.register(state, entry, 600_000)
@@ -183,7 +187,7 @@ async def test_node_agent_cannot_impersonate_another_hosts_agent(
     entry.incarnation = agent.incarnation
     await registry.register(state, entry, 600_000)
     rollout = await join_as("rollout/job/0")
-    with pytest.raises(HandshakeFailed, match=f"is one of node@{JOINED}"):
+    with pytest.raises(HandshakeFailed, match=f"belongs to node@{JOINED}"):
         await call_until_refused(rollout.ref(f"node/{HEAD}"), Talk.echo, HELLO)
 
 
@@ -224,11 +228,14 @@ async def test_caller_reports_wrong_keys_within_seconds(
     rollout = await join_as("rollout/job/0")
     endpoint, unknown_key = parse_endpoint(mesh.transport.address), KeyPair.generate().public
     expected = {
-        "a key of nobody": (format_address(endpoint, unknown_key), r"is nobody's who is let in"),
-        "no key": (endpoint, r"names no key"),
+        "a key of nobody": (
+            format_address(endpoint, unknown_key),
+            r"belongs to no admitted process",
+        ),
+        "no key": (endpoint, r"contains no key"),
         "the port of another": (
             format_address(endpoint, parse_key(rollout.transport.address)),
-            r"is one of rollout@|has not proved the key",
+            r"belongs to rollout@|did not prove its registered key",
         ),
     }
     address, pattern = expected[wrong]
@@ -261,7 +268,9 @@ async def test_listener_without_the_registered_key_receives_no_call(
         "engine/g1.0", "engine", address, host=HEAD, incarnation="x" * 16
     )
     await registry.register(state, entry, 600_000)
-    with pytest.raises(HandshakeFailed, match=f"has not proved the key {format_key(old_key)[:8]}"):
+    with pytest.raises(
+        HandshakeFailed, match=f"did not prove its registered key {format_key(old_key)[:8]}"
+    ):
         await call_until_refused(rollout.ref("engine/g1.0"), Talk.echo, HELLO)
     rollout._caller._rejected_since["x" * 16] -= WRONG_KEYS_AFTER_S
     with pytest.raises(WrongKeys):
@@ -285,7 +294,7 @@ async def test_revoked_key_is_rejected_on_an_open_connection(
 
     with pytest.raises((NotAllowed, HandshakeFailed)):
         await call_until_refused(mesh.ref("engine/g0.0"), Talk.echo, HELLO)
-    with pytest.raises(HandshakeFailed, match=r"key of this process.* is let in no more"):
+    with pytest.raises(HandshakeFailed, match=r"key of this process.* is no longer admitted"):
         await call_until_refused(mesh.ref("engine/g0.0"), Talk.echo, HELLO)
     await until(lambda: lost_reasons and "revoked" in lost_reasons[0], SOON_S)
     assert await other.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
@@ -325,7 +334,7 @@ async def test_processes_of_an_expelled_host_are_not_called(
     await credentials.revoke_host(state, JOINED)
     await until(lambda: lost_reasons and "expelled" in lost_reasons[0], SOON_S)
 
-    with pytest.raises(HandshakeFailed, match="nobody's who is let in"):
+    with pytest.raises(HandshakeFailed, match="belongs to no admitted process"):
         await call_until_refused(rollout.ref("engine/g0.0"), Talk.echo, HELLO)
 
 

@@ -85,7 +85,7 @@ def test_each_process_has_its_own_key_pair() -> None:
 
 @pytest.mark.parametrize("address", ["tcp://a:1", "tcp://a:1#", "tcp://a:1#zz", "tcp://a:1#abcd"])
 def test_address_without_a_key_is_rejected(address: str) -> None:
-    with pytest.raises(WrongKeys, match=r"names no key.*`meshrl down`"):
+    with pytest.raises(WrongKeys, match=r"contains no key.*`meshrl down`"):
         KeyTable().make_keys().find_expected_key(address)
 
 

@@ -108,10 +108,10 @@ async def test_retry_records_its_wait_until_it_succeeds(
         return tries
 
     assert await retry(clock, succeed_at_third_try, interval_s=1.0) == 3
-    full = ("disk", "room (at /runs/a): no room for a chunk")
+    full = ("disk", "disk space (at /runs/a): no room for a chunk")
     assert waits_per_try == [[], [full], [full]] and waits.list_longest([]) == []
     assert describe_wait(PeerLost("gone", where="weights"))[1] == "weights"
-    assert describe_wait(StateUnavailable("Redis refuses writes: MISCONF"))[1] == "redis"
+    assert describe_wait(StateUnavailable("Redis rejects writes: MISCONF"))[1] == "redis"
 
 
 async def test_batcher_close_cancels_unsent_requests() -> None:

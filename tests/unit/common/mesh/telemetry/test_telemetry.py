@@ -274,7 +274,7 @@ def test_readiness_follows_the_service(monitored: Monitored) -> None:
 
 @same_worker
 def test_unknown_path_lists_the_known_ones(monitored: Monitored) -> None:
-    assert monitored.get("/health") == (404, "there is /metrics /livez /readyz\n")
+    assert monitored.get("/health") == (404, "known paths: /metrics /livez /readyz\n")
 
 
 @same_worker
@@ -332,7 +332,7 @@ async def test_complete_endpoint_is_advertised_unchanged() -> None:
 
 @pytest.mark.parametrize("where", ["9400", "here:", "here:a-b", "here:9-8", "here:70000"])
 def test_invalid_listen_addresses_are_rejected(where: str) -> None:
-    with pytest.raises(ConfigError, match="no place to listen"):
+    with pytest.raises(ConfigError, match="not a listen address"):
         parse_listen_address(where, "mesh.metrics")
 
 

@@ -144,7 +144,7 @@ async def test_processes_of_two_hosts_transfer_chunks_and_files(
             await local_client.fetch_chunk(entry, foreign_digest)
         entry.bulk = server.address
         entry.address = engine.transport.address  # a process that claims to be the store
-        with pytest.raises(HandshakeFailed, match=f"is one of engine@{JOINED}, not of weights"):
+        with pytest.raises(HandshakeFailed, match=f"belongs to engine@{JOINED}, not to weights"):
             await client.fetch_chunk(entry, digest)
         entry.address = store.transport.address
         assert trainer.credentials is not None
@@ -153,7 +153,9 @@ async def test_processes_of_two_hosts_transfer_chunks_and_files(
         store.credentials.keys.refresh_keys(1 << 40)
         with pytest.raises(HandshakeFailed, match=r"keys\?"):
             await client.fetch_chunk(entry, digest)
-        with pytest.raises(HandshakeFailed, match=r"the key of this process.*is let in no more"):
+        with pytest.raises(
+            HandshakeFailed, match=r"the key of this process.*is no longer admitted"
+        ):
             await client.fetch_chunk(entry, digest)
         assert await BulkClient(engine).fetch_chunk(entry, digest) == CONTENT
         store.rejections.report(clock.monotonic())

@@ -127,9 +127,9 @@ async def test_corruption_between_sessions_is_in_record_report_and_status(
     assert run.read_corruption_events() == [lost]
     assert [e.kind for e in read_events(run.directory)][-2:] == [CORRUPTION_EVENT, "restored"]
     await report.write_results(recorder)
-    assert "is damaged: it is empty" in (run.directory / "report.html").read_text()
+    assert "is corrupt: it is empty" in (run.directory / "report.html").read_text()
     assert (
-        "is damaged: it is empty"
+        "is corrupt: it is empty"
         in read_outcome(read_run(run.directory), is_live=False).format_lines()[-1]
     )
 

@@ -137,9 +137,9 @@ def break_snapshots(client: Any, server: Server) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (limit_memory, "Redis refuses writes: command not allowed when used memory"),
-        (require_replica, "Redis refuses writes: NOREPLICAS"),
-        (break_snapshots, "Redis refuses writes: MISCONF"),
+        (limit_memory, "Redis rejects writes: command not allowed when used memory"),
+        (require_replica, "Redis rejects writes: NOREPLICAS"),
+        (break_snapshots, "Redis rejects writes: MISCONF"),
     ],
 )
 def test_redis_that_rejects_writes_is_reported_in_its_own_words(
